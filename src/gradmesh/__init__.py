@@ -1,0 +1,90 @@
+"""Differentiable collectives for PyTorch: every collective is a linear map over ranks, with its exact adjoint.
+
+>>> import torch, gradmesh as gm
+>>> def on_each_rank():
+...     x = torch.tensor([1.0 + gm.axis().rank], requires_grad=True)
+...     loss = (1 + gm.axis().rank) * (gm.all_gather(x) ** 2).sum()
+...     loss.backward()
+...     return x.grad.tolist()
+>>> gm.launch(on_each_rank, 2, backend="threads")
+[[6.0], [12.0]]
+"""
+
+from gradmesh import reductions as _reductions  # enters its rules
+from gradmesh.axis import Axis, axis
+from gradmesh.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    convert,
+    exscan,
+    gather,
+    halo_exchange,
+    permute,
+    reduce,
+    reduce_scatter,
+    replicate,
+    scan,
+    scatter,
+    shard,
+    shift,
+    sizes,
+)
+from gradmesh.errors import (
+    ArgumentError,
+    AxisError,
+    DeadlockError,
+    DTypeError,
+    GradmeshError,
+    MismatchError,
+    MissingExtraError,
+    NotInitializedError,
+    RankError,
+    ShapeError,
+)
+from gradmesh.launch import Ranks, launch
+from gradmesh.types import I, P, R, Type, V
+from gradmesh.world import init, mesh, use_mesh
+
+__all__ = [
+    "ArgumentError",
+    "Axis",
+    "AxisError",
+    "DTypeError",
+    "DeadlockError",
+    "GradmeshError",
+    "I",
+    "MismatchError",
+    "MissingExtraError",
+    "NotInitializedError",
+    "P",
+    "R",
+    "RankError",
+    "Ranks",
+    "ShapeError",
+    "Type",
+    "V",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "axis",
+    "broadcast",
+    "convert",
+    "exscan",
+    "gather",
+    "halo_exchange",
+    "init",
+    "launch",
+    "mesh",
+    "permute",
+    "reduce",
+    "reduce_scatter",
+    "replicate",
+    "scan",
+    "scatter",
+    "shard",
+    "shift",
+    "sizes",
+    "use_mesh",
+]

@@ -1,0 +1,181 @@
+"""Checks of the verbs' arguments: each returns the argument in its plain form or raises the library's own error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradmesh.axis import Axis, AxisLike, resolve
+from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, message
+from gradmesh.ops import wire
+
+__all__ = ["Call", "Sizes"]
+
+T = TypeVar("T")
+Sizes = Sequence[int] | Literal["auto"] | None
+
+
+class Call:
+    """One call of a verb: its operand and its axis, and the checks of what else it was given.
+
+    Attributes:
+        verb: the verb's name.
+        axis: the axis, resolved now, so that a later recomputation cannot meet another mesh.
+        precision: the keyword arguments `comm_dtype` and `backward_dtype` for the op.
+    """
+
+    def __init__(
+        self,
+        verb: str,
+        x: Tensor,
+        axis: AxisLike,
+        comm_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.verb = verb
+        self.axis: Axis = resolve(axis, verb)
+        if not isinstance(x, Tensor) or x.layout is not torch.strided:
+            self.fail(
+                "the operand is not a dense tensor",
+                expected="a strided torch.Tensor",
+                got=f"{type(x).__name__}{f' of layout {x.layout}' if isinstance(x, Tensor) else ''}",
+                remedy="pass a tensor; use torch.as_tensor or to_dense() first",
+            )
+        self.x = x
+        self.precision = {"comm_dtype": comm_dtype, "backward_dtype": backward_dtype}
+        for name, dtype in self.precision.items():
+            if dtype is not None:
+                self._precision(name, dtype)
+
+    def fail(
+        self, problem: str, *, expected: str, got: str, remedy: str, kind: type[GradmeshError] = ArgumentError
+    ) -> NoReturn:
+        """Raise an error that names the verb and the axis."""
+        axis = str(self.axis)
+        raise kind(message(problem, op=self.verb, axis=axis, expected=expected, got=got, remedy=remedy))
+
+    def _precision(self, name: str, dtype: torch.dtype) -> None:
+        x = self.x
+        fits = (dtype.is_complex and x.is_complex()) or (dtype.is_floating_point and x.is_floating_point())
+        if not fits:
+            self.fail(
+                f"{name} does not fit the operand",
+                expected="a complex dtype for complex tensors, a floating-point dtype for real ones",
+                got=f"{name}={dtype} for a tensor of {x.dtype}",
+                remedy=f"leave {name} out, or cast the tensor",
+                kind=DTypeError,
+            )
+
+    def dim(self, dim: int, name: str = "dim") -> int:
+        """A tensor dimension, counted from 0."""
+        n = self.x.dim()
+        if not isinstance(dim, int) or isinstance(dim, bool) or not -n <= dim < n:
+            self.fail(
+                f"{name} is out of range",
+                expected=f"an int with {-n} <= {name} < {n} for a {n}-d tensor" if n else "a tensor of 1 dimension or more",
+                got=f"{name}={dim!r} for shape {tuple(self.x.shape)}",
+                remedy="count dimensions of the local tensor from 0, or from -1 at the end",
+            )
+        return dim % n
+
+    def rank(self, rank: int, name: str = "root") -> int:
+        """A rank of the axis."""
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.axis.size:
+            self.fail(
+                f"{name} is not a rank of the axis",
+                expected=f"an int with 0 <= {name} < {self.axis.size}",
+                got=f"{name}={rank!r}",
+                remedy="count ranks along the axis, not in the world",
+            )
+        return rank
+
+    def choose(self, name: str, value: object, choices: Mapping[Any, T], why: str = "") -> T:
+        """One of the op's few choices, such as a type or a reduction."""
+        if value not in choices:
+            self.fail(
+                f"{name} is not one that {self.verb} knows",
+                expected=f"{name} one of {', '.join(map(repr, choices))}",
+                got=f"{name}={value!r}",
+                remedy=why or f"choose {name} among these",
+            )
+        return choices[value]
+
+    def sizes(self, sizes: Sizes, dim: int, name: str = "sizes") -> tuple[int, ...] | None:
+        """One size a rank, or None for equal sizes; "auto" exchanges the operand's own."""
+        if sizes is None:
+            return None
+        if isinstance(sizes, str) and sizes == "auto":
+            return self.exchange_sizes(self.x.shape[dim])
+        given = tuple(sizes) if isinstance(sizes, Iterable) and not isinstance(sizes, str) else None
+        valid = given is not None and len(given) == self.axis.size
+        if given is None or not valid or any(not isinstance(n, int) or n < 0 for n in given):
+            self.fail(
+                f"{name} does not have one size for each rank",
+                expected=f'{self.axis.size} ints of 0 or more, "auto" or None',
+                got=f"{name}={sizes!r}",
+                remedy="give each rank's size along dim, in rank order",
+            )
+        return given
+
+    def not_auto(self, sizes: Sizes) -> Sizes:
+        """Sizes for a verb whose operand is whole on every rank, where there is nothing to ask the others."""
+        if isinstance(sizes, str):
+            self.fail(
+                "sizes cannot be found by asking, as every rank holds the whole",
+                expected=f"{self.axis.size} ints or None",
+                got=f"sizes={sizes!r}",
+                remedy="give the size of each rank's slice; gradmesh.sizes(part) has those of existing parts",
+            )
+        return sizes
+
+    def balanced(self, total: int) -> tuple[int, ...]:
+        """The balanced split: the first `total % W` ranks get one more."""
+        share, more = divmod(total, self.axis.size)
+        return tuple(share + (rank < more) for rank in range(self.axis.size))
+
+    def halo(self, halo: int | tuple[int, int]) -> tuple[int, int]:
+        """Rows from the left and from the right."""
+        pair = (halo, halo) if isinstance(halo, int) else tuple(halo) if isinstance(halo, Sequence) else ()
+        if len(pair) != 2 or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in pair):
+            self.fail(
+                "halo is not a number of rows",
+                expected="an int of 0 or more, or two of them for left and right",
+                got=f"halo={halo!r}",
+                remedy="pass the rows that the stencil reaches to each side",
+            )
+        return pair[0], pair[1]
+
+    def pairs(self, pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """(source, target) ranks, none of either twice."""
+        given = tuple(tuple(pair) for pair in pairs)
+        if any(len(pair) != 2 for pair in given):
+            self.fail(
+                "pairs holds something else than pairs",
+                expected="(source, target) tuples",
+                got=f"pairs={pairs!r}",
+                remedy="give each message its source rank and its target rank",
+            )
+        plain = tuple((self.rank(pair[0], "source"), self.rank(pair[1], "target")) for pair in given)
+        for name, ranks in (("source", [s for s, _ in plain]), ("target", [t for _, t in plain])):
+            if len(set(ranks)) != len(ranks):
+                self.fail(
+                    f"a {name} stands in two pairs",
+                    expected=f"every rank at most once as {name}",
+                    got=f"pairs={pairs!r}",
+                    remedy="use all_gather or all_reduce to send one tensor to many or many to one",
+                )
+        return plain
+
+    def exchange_sizes(self, own: int) -> tuple[int, ...]:
+        """Every rank's own number, by one small exchange."""
+        mine = torch.tensor([own], dtype=torch.int64, device=self.x.device)
+        return tuple(wire.all_gather(mine, self.axis).tolist())
+
+    def flag(self, value: bool, name: str) -> bool:
+        """A bool."""
+        if not isinstance(value, bool):
+            self.fail(f"{name} is not a bool", expected="True or False", got=f"{name}={value!r}", remedy="pass a bool")
+        return value

@@ -1,0 +1,138 @@
+"""An axis: the ranks that one collective runs over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from gradmesh.errors import AxisError, message
+from gradmesh.world import current_mesh, world_group
+
+__all__ = ["Axis", "AxisLike", "axis", "resolve"]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """The ranks that a collective runs over, as this rank sees them.
+
+    A rank of an axis is always counted on the axis, 0 to size - 1; the rank in the world is called global rank.
+
+    Attributes:
+        name: its name in the mesh, or "world" or "group".
+        rank: this rank's place on the axis.
+        size: the number of ranks.
+        group: the torch process group that carries the messages.
+    """
+
+    name: str
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """The ranks of the axis, in order, as ranks of the world."""
+        return dist.get_process_group_ranks(self.group)
+
+    def __str__(self) -> str:
+        return f"{self.name!r}, rank {self.rank} of {self.size}"
+
+
+AxisLike = str | dist.ProcessGroup | DeviceMesh | Axis | None
+
+
+def axis(which: AxisLike = None) -> Axis:
+    """Find an axis.
+
+    Args:
+        which: the name of an axis of the current mesh, a ProcessGroup, a 1-D DeviceMesh, an Axis, or None: the
+            current mesh's only axis, else the world.
+
+    Raises:
+        AxisError: no axis of that name, a mesh of several axes, a group that this rank is not in.
+        NotInitializedError: `init` was not called.
+
+    Example:
+        >>> import gradmesh as gm
+        >>> gm.init()
+        >>> mesh = gm.mesh(dp=1, gp=1)
+        >>> gm.axis("gp").name, gm.axis("gp").rank, gm.axis("gp").size
+        ('gp', 0, 1)
+    """
+    return resolve(which, "axis")
+
+
+def resolve(which: AxisLike, op: str) -> Axis:
+    """Find an axis for `op`, which names itself for the error text."""
+    if isinstance(which, Axis):
+        return which
+    if isinstance(which, str):
+        return _of_mesh(current_mesh(), which, op)
+    if which is None:
+        mesh = current_mesh()
+        return _of_mesh(mesh, None, op) if mesh is not None else _of_group(world_group(op), "world")
+    if isinstance(which, DeviceMesh):
+        return _of_mesh(which, None, op)
+    if isinstance(which, dist.ProcessGroup):
+        return _of_group(which, "group")
+    if which == dist.GroupMember.NON_GROUP_MEMBER:
+        raise AxisError(
+            message(
+                "this rank is not in the group",
+                op=op,
+                expected="a group that holds this rank",
+                got=f"new_group's mark for a non-member, on global rank {world_group(op).rank()}",
+                remedy="call the collective only on the ranks of the group",
+            )
+        )
+    raise AxisError(
+        message(
+            "the axis argument is of no known kind",
+            op=op,
+            expected="a name, ProcessGroup, 1-D DeviceMesh, Axis or None",
+            got=f"{type(which).__name__}: {which!r}",
+            remedy="pass the axis's name in the current mesh, or its process group",
+        )
+    )
+
+
+def _of_group(group: dist.ProcessGroup, name: str) -> Axis:
+    return Axis(name, group.rank(), group.size(), group)
+
+
+def _of_mesh(mesh: DeviceMesh | None, name: str | None, op: str) -> Axis:
+    world_group(op)
+    names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
+    if mesh is None or (name is not None and name not in names):
+        raise AxisError(
+            message(
+                f"no axis {name!r}",
+                op=op,
+                expected=f"one of {', '.join(map(repr, names))}" if mesh is not None else "a current mesh",
+                got=f"axis={name!r}",
+                remedy="make a mesh with gradmesh.mesh(...), or enter one with gradmesh.use_mesh(mesh)",
+            )
+        )
+    if name is None and mesh.ndim != 1:
+        raise AxisError(
+            message(
+                "the mesh has several axes",
+                op=op,
+                expected="the name of one axis",
+                got=f"no name, and the axes {', '.join(map(repr, names)) or mesh.ndim}",
+                remedy="pass axis=NAME",
+            )
+        )
+    if mesh.get_coordinate() is None:
+        raise AxisError(
+            message(
+                "this rank is not in the mesh",
+                op=op,
+                expected="a mesh that holds this rank",
+                got=f"{mesh} on global rank {world_group(op).rank()}",
+                remedy="call the collective only on the ranks of the mesh",
+            )
+        )
+    return _of_group(mesh.get_group(name), name or (names[0] if names else "mesh"))

@@ -1,0 +1,415 @@
+"""Where ranks that are threads meet: they bring their part of a call, wait, and learn why nothing comes.
+
+Every rank posts its n-th call on a group into that group's n-th `Meeting`; who arrives last does the work for
+all. A rank waits at the gate of one thing at a time, so that the `World` can tell a rank that runs from one
+that waits: when nobody runs and nothing can complete, that is a deadlock, and it is reported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from types import CodeType
+
+import torch
+
+from gradmesh import _torch
+from gradmesh.errors import DeadlockError, GradmeshError, MismatchError, RankError, message
+
+__all__ = ["Aborted", "Group", "Misfit", "Part", "Receive", "Site", "Waitable", "World", "call_site"]
+
+GRACE = 0.25
+"""Seconds between two looks at the world; what is stuck at two looks in a row, with no event between, is stuck."""
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_INTERNAL = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _PACKAGE, threading.__file__, "<frozen")
+
+Site = tuple[CodeType, int] | None
+
+
+class Aborted(RankError):
+    """This rank could not go on because another one failed. Never the first failure of a launch."""
+
+
+class Misfit(Exception):  # noqa: N818 - caught here, and turned into a MismatchError with every rank's call
+    """The parts that the ranks brought do not fit together; says why."""
+
+
+def call_site() -> Site:
+    """The first frame outside torch and gradmesh, as cheaply as possible: it is only shown in errors."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_INTERNAL):
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _show_site(site: Site) -> str:
+    return f"at {site[0].co_filename}:{site[1]} in {site[0].co_name}" if site else "at an unknown place"
+
+
+def _show_tensors(tensors: Sequence[torch.Tensor]) -> str:
+    shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors[:4]]
+    if len(set(shown)) == 1 and len(tensors) > 1:
+        return f"{len(tensors)} x {shown[0]}"
+    return " ".join(shown) + (f" and {len(tensors) - 4} more" if len(tensors) > 4 else "")
+
+
+@dataclasses.dataclass(slots=True)
+class Part:
+    """What one rank brings to a call: its name with root and reduce op, its tensors, and where it was made."""
+
+    call: str
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+    site: Site
+    pieces: object = None
+    """The same tensors, cut up as the kernel of the call wants them."""
+
+    def __str__(self) -> str:
+        text = f"{self.call}  {_show_tensors(self.inputs)}"
+        if self.outputs and self.outputs is not self.inputs:
+            text += f" -> {_show_tensors(self.outputs)}"
+        return f"{text}  {_show_site(self.site)}"
+
+
+class World:
+    """The ranks of one launch: which of them run, wait, or have gone."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.lock = threading.Lock()
+        self.waiting: dict[int, Waitable] = {}  # by rank, for the ranks' own threads
+        self.gone: dict[int, str] = {}  # how a rank ended
+        self.gates: set[threading.Lock] = set()
+        self.stopped: Callable[[], GradmeshError] | None = None
+        self.events = 0
+        self.groups: dict[object, Group] = {}
+
+    def group(self, key: object, name: str, ranks: Sequence[int]) -> Group:
+        """The group of this key, made by the first rank that asks."""
+        with self.lock:
+            return self.groups.setdefault(key, Group(self, name, ranks))
+
+    def begin(self) -> None:
+        """Say that every rank runs (again)."""
+        with self.lock:
+            self.gone.clear()
+            self.events += 1
+
+    def leave(self, rank: int, error: BaseException | None = None) -> None:
+        """Say that a rank's function is over; an error ends everybody's waiting at once."""
+        with self.lock:
+            self.gone[rank] = "returned" if error is None else f"failed with {type(error).__name__}"
+            self.events += 1
+        if error is not None:
+            text = f"rank {rank} failed with {type(error).__name__}: {error}"
+            self.stop(lambda: Aborted(message(text, remedy="see the error of that rank"), rank=rank))
+
+    def stop(self, error: Callable[[], GradmeshError]) -> None:
+        """End all waiting, now and later, with this error; only the first one counts."""
+        with self.lock:
+            self._stop(error)
+
+    def _stop(self, error: Callable[[], GradmeshError]) -> None:
+        if self.stopped is None:
+            self.stopped = error
+            for gate in self.gates:
+                gate.release()
+            self.gates.clear()
+
+    def check(self) -> None:
+        """Raise when the world has been stopped."""
+        if self.stopped is not None:
+            raise self.stopped()
+
+    def runs(self, rank: int) -> bool:
+        """Whether a rank is in its function and not waiting for what has not come yet."""
+        if rank in self.gone:
+            return False
+        waits_for = self.waiting.get(rank)
+        return waits_for is None or waits_for.done
+
+    def hopeless(self, waits_for: Waitable) -> bool:
+        """Whether it cannot come any more: somebody it needs has gone, or nobody runs."""
+        return not self.gone.keys().isdisjoint(waits_for.needs()) or not any(map(self.runs, range(self.size)))
+
+    def deadlock(self, problem: str) -> DeadlockError:
+        """Build the error that says who waits where. The caller holds the lock."""
+        lines = []
+        for rank in range(self.size):
+            if rank in self.gone:
+                lines.append(f"rank {rank}  has {self.gone[rank]}")
+            elif self.runs(rank):
+                lines.append(f"rank {rank}  runs")
+            else:
+                lines.append(f"rank {rank}  waits in {self.waiting[rank].show(rank)}")
+        return DeadlockError(
+            message(problem, got="\n".join(lines), remedy="let every rank of a group make the same calls, in one order")
+        )
+
+
+class Waitable:
+    """Something that a rank waits for; complete when `done`."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.done = False
+        self.error: BaseException | None = None
+        self.gates: list[threading.Lock] = []
+
+    def needs(self) -> Iterable[int]:
+        """The ranks, in the world, without which it cannot complete."""
+        raise NotImplementedError
+
+    def show(self, rank: int) -> str:
+        """What that rank called, on which group, and where."""
+        raise NotImplementedError
+
+    def withdraw(self) -> None:
+        """Make sure that nobody completes it any more. The caller holds the world's lock."""
+
+    def complete(self, error: BaseException | None = None) -> None:
+        """Let everybody pass who waits for it."""
+        with self.world.lock:
+            self._complete(error)
+
+    def _complete(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self.done = True
+        self.world.events += 1
+        for gate in self.gates:
+            if gate in self.world.gates:
+                self.world.gates.remove(gate)
+                gate.release()
+        self.gates.clear()
+
+    def wait(self, rank: int | None, seconds: float) -> None:
+        """Wait until it is complete; `rank` is None in a thread that is not a rank's own.
+
+        Raises:
+            DeadlockError: it cannot come any more, or has not come within `seconds`.
+            Aborted: another rank failed.
+        """
+        if not self.done:
+            self._sleep(rank, seconds)
+        if self.error is not None:
+            raise _fresh(self.error)
+
+    def _sleep(self, rank: int | None, seconds: float) -> None:
+        world = self.world
+        deadline = time.monotonic() + seconds
+        gate = threading.Lock()
+        gate.acquire()
+        with world.lock:
+            if self.done:
+                return
+            world.check()
+            self.gates.append(gate)
+            world.gates.add(gate)
+            if rank is not None:
+                world.waiting[rank] = self
+                world.events += 1
+        hopeless_since = -1  # the count of events at the last look, if it was hopeless then
+        try:
+            while not gate.acquire(timeout=max(0.0, min(GRACE, deadline - time.monotonic()))):
+                with world.lock:
+                    if self.done or world.stopped is not None:
+                        break
+                    if time.monotonic() >= deadline:
+                        self.withdraw()
+                        self._complete(world.deadlock(f"nothing came for {seconds:g} s, the timeout of the group"))
+                    elif not world.hopeless(self):
+                        hopeless_since = -1
+                    elif hopeless_since == world.events:
+                        text = str(world.deadlock("the ranks wait for what cannot come"))
+                        world._stop(lambda: DeadlockError(text))
+                    else:
+                        hopeless_since = world.events
+        finally:
+            with world.lock:
+                world.gates.discard(gate)
+                if rank is not None:
+                    world.waiting.pop(rank, None)
+        if not self.done:
+            world.check()
+
+
+def _fresh(error: BaseException) -> BaseException:
+    """An exception of its own for every rank: threads must not share a traceback."""
+    if isinstance(error, GradmeshError):
+        return type(error)(str(error))
+    new = RuntimeError(str(error))
+    new.__cause__ = error
+    return new
+
+
+class Meeting(Waitable):
+    """One call of a group: the parts that have come, and the ranks that have not."""
+
+    def __init__(self, group: Group, number: int) -> None:
+        super().__init__(group.world)
+        self.group = group
+        self.number = number
+        self.parts: dict[int, Part] = {}
+
+    def needs(self) -> Iterable[int]:
+        """The ranks that have not come."""
+        return [rank for place, rank in enumerate(self.group.ranks) if place not in self.parts]
+
+    def show(self, rank: int) -> str:
+        """What that rank called, on which group, and where."""
+        return f"{self.parts[self.group.ranks.index(rank)]}  (call {self.number} of {self.group})"
+
+    def work(self, kernel: Callable[[list[Part]], None]) -> None:
+        """Do the work for all, in the thread of the rank that came last."""
+        parts = [self.parts[place] for place in range(len(self.group.ranks))]
+        error: BaseException | None = None
+        try:
+            if any(part.call != parts[0].call for part in parts):
+                raise Misfit("the ranks of a group made different calls")
+            _torch.without_autograd(lambda: kernel(parts))
+        except Misfit as misfit:
+            error = self._mismatch(str(misfit))
+        except Exception as other:
+            # A kernel of torch refused, such as a bitwise op on floats: every rank has to hear of it.
+            error = other
+        self.parts.clear()  # the tensors belong to their ranks again
+        self.complete(error)
+
+    def _mismatch(self, problem: str) -> MismatchError:
+        got = [f"rank {self.group.ranks[place]}  {part}" for place, part in sorted(self.parts.items())]
+        return MismatchError(
+            message(
+                problem,
+                axis=f"{self.group}, its call {self.number}",
+                expected="the same call with fitting tensors on every rank",
+                got="\n".join(got),
+                remedy="find the branch that the ranks take differently, at the places above",
+            )
+        )
+
+
+class Receive(Waitable):
+    """A tensor that waits to be filled by the message of a peer, or of anybody (`source` None)."""
+
+    def __init__(self, group: Group, place: int, source: int | None, tag: int, part: Part) -> None:
+        super().__init__(group.world)
+        self.group, self.place, self.source, self.tag, self.part = group, place, source, tag, part
+        self.came_from = -1
+
+    def needs(self) -> Iterable[int]:
+        """The sender."""
+        return [] if self.source is None else [self.group.ranks[self.source]]
+
+    def show(self, rank: int) -> str:  # noqa: ARG002 - only one rank waits for it
+        """What was called, on which group, and where."""
+        return f"{self.part}  ({self.group})"
+
+    def withdraw(self) -> None:
+        """Take it from the posted ones."""
+        self.group.posted[self.place].remove(self)
+
+    def fill(self, sent: Message) -> None:
+        """Copy the message in, and let the receiver pass."""
+        (tensor,) = self.part.inputs
+        error: BaseException | None = None
+        if tensor.dtype != sent.tensor.dtype or tensor.numel() != sent.tensor.numel():
+            error = MismatchError(
+                message(
+                    "the receiver's tensor does not fit the message",
+                    axis=str(self.group),
+                    expected=f"rank {self.group.ranks[sent.source]}  {sent.part}",
+                    got=f"rank {self.group.ranks[self.place]}  {self.part}",
+                    remedy="give both the same number of elements and the same dtype",
+                )
+            )
+        else:
+            try:
+                _torch.without_autograd(lambda: tensor.detach().copy_(sent.tensor.reshape(tensor.shape)))
+            except Exception as other:
+                error = other
+        self.came_from = sent.source
+        self.complete(error)
+
+
+@dataclasses.dataclass(slots=True)
+class Message:
+    """A tensor under way; a copy, since the sender may change its own once `send` has returned."""
+
+    source: int
+    tag: int
+    tensor: torch.Tensor
+    part: Part
+
+
+class Group:
+    """What the ranks of one process group share. A place is a rank in the group, a rank is one in the world."""
+
+    def __init__(self, world: World, name: str, ranks: Sequence[int]) -> None:
+        self.world = world
+        self.name = name
+        self.ranks = list(ranks)
+        self.calls = [0] * len(self.ranks)
+        self.meetings: dict[int, Meeting] = {}
+        self.arrived: list[list[Message]] = [[] for _ in self.ranks]
+        self.posted: list[list[Receive]] = [[] for _ in self.ranks]
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.ranks)) if len(self.ranks) <= 16 else f"{self.ranks[0]} ... {self.ranks[-1]}"
+        return f"group '{self.name}' of ranks {ranks}"
+
+    def meet(self, place: int, part: Part, kernel: Callable[[list[Part]], None]) -> Meeting:
+        """Bring the part of one rank to its next call; the last one to come does the work."""
+        with self.world.lock:
+            self.world.check()
+            number = self.calls[place]
+            self.calls[place] += 1
+            meeting = self.meetings.get(number)
+            if meeting is None:
+                meeting = self.meetings[number] = Meeting(self, number)
+            meeting.parts[place] = part
+            self.world.events += 1
+            complete = len(meeting.parts) == len(self.ranks)
+            if complete:
+                del self.meetings[number]
+        # After a timeout the meeting is done, with an error, and whoever comes later gets the same error.
+        if complete and not meeting.done:
+            meeting.work(kernel)
+        return meeting
+
+    def send(self, place: int, to: int, tag: int, part: Part) -> None:
+        """Hand a message to who waits for it, or leave it until it is asked for."""
+        message = Message(place, tag, part.inputs[0].detach().clone(), part)
+        with self.world.lock:
+            self.world.check()
+            self.world.events += 1
+            for receive in self.posted[to]:
+                if receive.tag == tag and receive.source in (None, place):
+                    self.posted[to].remove(receive)
+                    break
+            else:
+                self.arrived[to].append(message)
+                return
+        receive.fill(message)
+
+    def receive(self, place: int, source: int | None, tag: int, part: Part) -> Receive:
+        """Take the first message that fits, or wait for it."""
+        receive = Receive(self, place, source, tag, part)
+        with self.world.lock:
+            self.world.check()
+            self.world.events += 1
+            for message in self.arrived[place]:
+                if message.tag == tag and source in (None, message.source):
+                    self.arrived[place].remove(message)
+                    break
+            else:
+                self.posted[place].append(receive)
+                return receive
+        receive.fill(message)
+        return receive

@@ -1,0 +1,782 @@
+"""The verbs: each resolves its axis, builds the op and applies it.
+
+What the ops do, their types and their adjoints stand in the registry (`gradmesh.ops`). Below, W is the number
+of ranks of the axis, shapes are those of one rank, and a picture shows two ranks: what goes in, what comes
+out, and how the gradients (g) flow back.
+
+Every verb takes:
+
+* `axis`: the name of an axis of the current mesh, a ProcessGroup, a 1-D DeviceMesh, an Axis, or None (the current
+  mesh's only axis, else the world).
+* `comm_dtype`, `backward_dtype`: the dtypes that travel forward and backward; the results keep the operand's.
+
+Every verb raises `AxisError` for an axis that is not there, `NotInitializedError` before `init`, `ArgumentError`
+for an argument it does not take, `ShapeError` for a shape it cannot split or join and `DTypeError` for a dtype
+it is not defined for; each before anything is sent. Results are always fresh memory, and operands are only read.
+In forward mode every rank has to give its operand a tangent, zero if need be, as every rank takes part in
+moving them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gradmesh import ops
+from gradmesh.arguments import Call, Sizes
+from gradmesh.autograd import apply
+from gradmesh.axis import AxisLike
+from gradmesh.ops.base import LinearOp
+from gradmesh.types import I, P, R, Type, V
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "convert",
+    "exscan",
+    "gather",
+    "halo_exchange",
+    "permute",
+    "reduce",
+    "reduce_scatter",
+    "replicate",
+    "scan",
+    "scatter",
+    "shard",
+    "shift",
+    "sizes",
+]
+
+nonlinear: dict[str, Callable[[Call, Type], Tensor]] = {}
+"""The reductions that are not linear, by name; `gradmesh.reductions` builds them from these verbs."""
+
+_WHICH_DST = (
+    "dst=gradmesh.R if each rank uses the result differently from here on: backward sums the ranks' gradients.\n"
+    "dst=gradmesh.I if every rank repeats the same work on it: backward passes the gradient on, unsummed."
+)
+
+
+def all_reduce(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    op: str = "sum",
+    dst: Type | None = None,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Combine the ranks' tensors elementwise; every rank gets the result.
+
+    ::
+
+        P -> R    shape (...) -> (...)         x0 \\          / x0+x1     g0+g1 \\          / g0
+                                                    sum  ->                      <-  sum
+                                               x1 /          \\ x0+x1     g0+g1 /          \\ g1
+
+        P -> I    the same forward; backward is the identity, as g0 = g1 = g is whole already
+
+    Args:
+        x: this rank's term.
+        axis: the ranks to combine.
+        op: "sum"; "mean", the sum divided by W; or "max", "min", "prod", "logsumexp". Ties of max and min share the
+            gradient equally, prod is right with zeros among the factors, logsumexp is shifted so that it does not
+            overflow. max and min carry a NaN of any rank. prod gathers all ranks' factors (W times the memory).
+        dst: `gm.R` if each rank uses the result differently, `gm.I` if every rank repeats the same work on it. There
+            is no default, because the wrong one is off by a factor that need not even be constant.
+        comm_dtype: what travels forward.
+        backward_dtype: what travels backward.
+
+    Raises:
+        ArgumentError: no dst, or one that is neither R nor I; an unknown op.
+        DTypeError: the sum of bools, the mean of integers, max of complex numbers.
+
+    Example:
+        >>> def on_each_rank():
+        ...     rank = gm.axis().rank
+        ...     x = torch.tensor(2.0 + rank, requires_grad=True)
+        ...     loss = (1 + rank) * gm.all_reduce(x, dst=gm.R)  # differs from rank to rank
+        ...     loss.backward()
+        ...     return loss.item(), x.grad.item()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [(5.0, 3.0), (10.0, 3.0)]
+    """
+    call = Call("all_reduce", x, axis, comm_dtype, backward_dtype)
+    kind = call.choose("dst", dst, {R: ops.AllReduce, I: ops.AllReduceInvariant}, _WHICH_DST)
+    reduction = call.choose("op", op, dict.fromkeys(("sum", "mean", *nonlinear), op))
+    if reduction in nonlinear:
+        return nonlinear[reduction](call, kind.dst)
+    return apply(_scaled(kind(call.axis, **call.precision), reduction), x)
+
+
+def all_gather(
+    x: Tensor,
+    axis: AxisLike = None,
+    dim: int = 0,
+    *,
+    dst: Type = R,
+    sizes: Sizes = None,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Concatenate the ranks' tensors along `dim`; every rank gets the whole. Scalars are stacked.
+
+    ::
+
+        V -> R    shape (n, ...) -> (W n, ...)   x0 -> [x0 x1]      g0[0]+g1[0] <- [g0[0] g0[1]]
+                                                 x1 -> [x0 x1]      g0[1]+g1[1] <- [g1[0] g1[1]]
+
+        V -> I    the same forward; backward is the own slice, as every rank has the whole gradient
+
+    Args:
+        x: this rank's part.
+        axis: the ranks to gather from.
+        dim: the tensor dimension to concatenate along; negative counts from the end.
+        dst: `gm.R` (each rank uses the result differently, the only convention that is right without a promise) or
+            `gm.I` (every rank repeats the same work on it).
+        sizes: each rank's size along `dim`; None: the same on every rank; "auto": found by one small exchange.
+        comm_dtype: what travels forward.
+        backward_dtype: what travels backward.
+
+    Example:
+        >>> def on_each_rank():
+        ...     rank = gm.axis().rank
+        ...     x = torch.tensor([1.0 + rank], requires_grad=True)
+        ...     y = gm.all_gather(x)
+        ...     ((1 + rank) * y).sum().backward()
+        ...     return y.tolist(), x.grad.tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [([1.0, 2.0], [3.0]), ([1.0, 2.0], [3.0])]
+    """
+    x = _stackable(x)
+    call = Call("all_gather", x, axis, comm_dtype, backward_dtype)
+    dim = call.dim(dim)
+    kind = call.choose("dst", dst, {R: ops.AllGather, I: ops.AllGatherInvariant}, _WHICH_DST)
+    return apply(kind(call.axis, dim, call.sizes(sizes, dim), **call.precision), x)
+
+
+def reduce_scatter(
+    x: Tensor,
+    axis: AxisLike = None,
+    dim: int = 0,
+    *,
+    op: str = "sum",
+    sizes: Sizes = None,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Sum the ranks' tensors and keep the own slice along `dim`: the adjoint of `all_gather`.
+
+    ::
+
+        P -> V    shape (W n, ...) -> (n, ...)   [x0[0] x0[1]] -> x0[0]+x1[0]      [g0 g1] <- g0
+                                                 [x1[0] x1[1]] -> x0[1]+x1[1]      [g0 g1] <- g1
+
+    Args:
+        x: this rank's term of the sum, whole along `dim`.
+        axis: the ranks to sum over.
+        dim: the tensor dimension to cut.
+        op: "sum" or "mean".
+        sizes: the size of each rank's slice; None: equal slices. "auto" is not defined here, as every rank holds
+            the whole.
+        comm_dtype: what travels forward.
+        backward_dtype: what travels backward.
+
+    Raises:
+        ShapeError: W does not divide the size along `dim` and no sizes are given.
+
+    Example:
+        >>> def on_each_rank():
+        ...     return gm.reduce_scatter(torch.arange(4.0)).tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [[0.0, 2.0], [4.0, 6.0]]
+    """
+    call = Call("reduce_scatter", x, axis, comm_dtype, backward_dtype)
+    dim = call.dim(dim)
+    reduction = call.choose("op", op, {"sum": "sum", "mean": "mean"})
+    given = call.sizes(call.not_auto(sizes), dim)
+    return apply(_scaled(ops.ReduceScatter(call.axis, dim, given, **call.precision), reduction), x)
+
+
+def all_to_all(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    split_sizes: Sequence[int] | None = None,
+    concat_sizes: Sequence[int] | None = None,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Split along `split_dim`, send part r to rank r, concatenate what comes along `concat_dim`.
+
+    ::
+
+        V -> V    [a0 a1] -> [a0 b0]      [g0[0] g1[0]] <- [g0[0] g0[1]]
+                  [b0 b1] -> [a1 b1]      [g0[1] g1[1]] <- [g1[0] g1[1]]
+
+    With `split_dim` and `concat_dim` different, a tensor that is whole along `split_dim` and cut along `concat_dim` becomes
+    cut along the first and whole along the second, as in sequence parallelism; all other sizes have to be equal on
+    all ranks.
+
+    Args:
+        x: this rank's parts for all ranks.
+        axis: the ranks to exchange among.
+        split_dim: the tensor dimension to cut.
+        concat_dim: the tensor dimension to join along.
+        split_sizes: the size of the part for each rank; None: equal parts.
+        concat_sizes: the size of the part from each rank along `concat_dim`; None: equal parts.
+        comm_dtype: what travels forward.
+        backward_dtype: what travels backward.
+
+    Raises:
+        ShapeError: W does not divide the size along `split_dim` and no sizes are given.
+
+    Example:
+        >>> def on_each_rank():
+        ...     return gm.all_to_all(10 * gm.axis().rank + torch.arange(2)).tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [[0, 10], [1, 11]]
+    """
+    call = Call("all_to_all", x, axis, comm_dtype, backward_dtype)
+    cut, join = call.dim(split_dim, "split_dim"), call.dim(concat_dim, "concat_dim")
+    send = call.sizes(split_sizes, cut, "split_sizes")
+    receive = call.sizes(concat_sizes, join, "concat_sizes")
+    return apply(ops.AllToAll(call.axis, cut, join, send, receive, **call.precision), x)
+
+
+def broadcast(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    root: int = 0,
+    dst: Type = R,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Give every rank the root's tensor.
+
+    ::
+
+        V at root -> R    root  x0 -> x0      g0+g1 <- g0
+                                x1 -> x0          0 <- g1
+
+        V at root -> I    the same forward; backward keeps the root's gradient, zero elsewhere
+
+    When grad mode is on, the result requires grad on every rank, also where `x` does not: the backward
+    collective needs all of them. Broadcast data under `torch.no_grad()`.
+
+    Args:
+        x: the value at the root; on the other ranks a tensor of the same shape and dtype, whose values do not count.
+        axis: the ranks that get it.
+        root: the rank of the axis that gives it.
+        dst: `gm.R` if each rank uses the result differently, `gm.I` if every rank repeats the same work on it.
+        comm_dtype: what travels forward.
+        backward_dtype: what travels backward.
+
+    Raises:
+        ArgumentError: root is not a rank of the axis.
+
+    Example:
+        >>> def on_each_rank():
+        ...     return gm.broadcast(torch.tensor(float(gm.axis().rank)), root=1).item()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [1.0, 1.0]
+    """
+    call = Call("broadcast", x, axis, comm_dtype, backward_dtype)
+    kind = call.choose("dst", dst, {R: ops.Broadcast, I: ops.BroadcastInvariant}, _WHICH_DST)
+    return apply(kind(call.axis, call.rank(root), **call.precision), x)
+
+
+def reduce(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    root: int = 0,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Sum the ranks' tensors at the root; zeros elsewhere.
+
+    Every rank has to use its result in its loss (`+ 0 * y.sum()` will do), since the backward collective runs on
+    the ranks whose loss reaches it and needs all of them.
+
+    ::
+
+        P -> V at root    root  x0 -> x0+x1      g0 <- g0
+                                x1 -> 0          g0 <- g1
+
+    Args:
+        x: this rank's term.
+        axis: the ranks to sum over.
+        root: the rank of the axis that gets the sum.
+        comm_dtype: what travels forward.
+        backward_dtype: what travels backward.
+
+    Raises:
+        ArgumentError: root is not a rank of the axis.
+
+    Example:
+        >>> def on_each_rank():
+        ...     return gm.reduce(torch.tensor(1.0 + gm.axis().rank), root=1).item()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [0.0, 3.0]
+    """
+    call = Call("reduce", x, axis, comm_dtype, backward_dtype)
+    return apply(ops.Reduce(call.axis, call.rank(root), **call.precision), x)
+
+
+def gather(
+    x: Tensor,
+    axis: AxisLike = None,
+    dim: int = 0,
+    *,
+    root: int = 0,
+    sizes: Sizes = None,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Concatenate the ranks' tensors along `dim` at the root; the others get a tensor empty along `dim`.
+
+    Every rank has to use its result in its loss (`+ y.sum()` of the empty one will do), since the backward
+    collective runs on the ranks whose loss reaches it and needs all of them.
+
+    ::
+
+        V -> V at root    shape (n, ...) -> (W n, ...) at root, (0, ...) elsewhere
+
+                          root  x0 -> [x0 x1]      g0[0] <- [g0[0] g0[1]]
+                                x1 -> []           g0[1] <- []
+
+    Args:
+        x: this rank's part.
+        axis: the ranks to gather from.
+        dim: the tensor dimension to concatenate along.
+        root: the rank of the axis that gets the whole.
+        sizes: each rank's size along `dim`; None: the same on every rank; "auto": found by one small exchange.
+        comm_dtype: what travels forward.
+        backward_dtype: what travels backward.
+
+    Example:
+        >>> def on_each_rank():
+        ...     return gm.gather(torch.tensor(gm.axis().rank)).tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [[0, 1], []]
+    """
+    x = _stackable(x)
+    call = Call("gather", x, axis, comm_dtype, backward_dtype)
+    dim = call.dim(dim)
+    given = call.sizes(sizes, dim) or (x.shape[dim],) * call.axis.size
+    return apply(ops.Gather(call.axis, dim, call.rank(root), given, **call.precision), x)
+
+
+def scatter(
+    x: Tensor,
+    axis: AxisLike = None,
+    dim: int = 0,
+    *,
+    root: int = 0,
+    sizes: Sizes = None,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Cut the root's tensor along `dim` and give each rank its part.
+
+    When grad mode is on, the result requires grad on every rank, also where `x` does not: the backward
+    collective needs all of them. Scatter data under `torch.no_grad()`.
+
+    ::
+
+        V at root -> V    shape (W n, ...) at root, (0, ...) elsewhere -> (n, ...)
+
+                          root  [x0 x1] -> x0      [g0 g1] <- g0
+                                []      -> x1      []      <- g1
+
+    Args:
+        x: the whole at the root; on the other ranks a tensor that is empty along `dim` and else of the same shape.
+        axis: the ranks that get a part.
+        dim: the tensor dimension to cut.
+        root: the rank of the axis that has the whole.
+        sizes: the size of each rank's part; None or "auto": the balanced split of the root's size, which one small
+            exchange makes known (the first n % W ranks get one more).
+        comm_dtype: what travels forward.
+        backward_dtype: what travels backward.
+
+    Raises:
+        ShapeError: the sizes do not add up, or a rank that is not the root hands in more than nothing.
+
+    Example:
+        >>> def on_each_rank():
+        ...     x = torch.arange(4) if gm.axis().rank == 0 else torch.empty(0, dtype=torch.int64)
+        ...     return gm.scatter(x).tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [[0, 1], [2, 3]]
+    """
+    call = Call("scatter", x, axis, comm_dtype, backward_dtype)
+    dim, root = call.dim(dim), call.rank(root)
+    if sizes is None or sizes == "auto":
+        given = call.balanced(call.exchange_sizes(x.shape[dim])[root])
+    else:
+        given = call.sizes(sizes, dim) or ()
+    return apply(ops.Scatter(call.axis, dim, root, given, **call.precision), x)
+
+
+def replicate(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Say that from here on each rank uses this value differently, so that its gradient has to be summed.
+
+    The way a parameter that every rank holds enters the part of a model that is split over the ranks.
+
+    ::
+
+        I -> R    shape (...) -> (...)    x -> x      g0+g1 <- g0
+                                          x -> x      g0+g1 <- g1
+
+    Args:
+        x: a value that is the same on every rank.
+        axis: the ranks that use it.
+        comm_dtype: what travels forward: nothing does, but the value is rounded alike.
+        backward_dtype: what travels backward.
+
+    Example:
+        >>> def on_each_rank():
+        ...     w = torch.tensor(1.0, requires_grad=True)
+        ...     (gm.replicate(w) * (1 + gm.axis().rank)).backward()
+        ...     return w.grad.item()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [3.0, 3.0]
+    """
+    call = Call("replicate", x, axis, comm_dtype, backward_dtype)
+    return apply(ops.Replicate(call.axis, **call.precision), x)
+
+
+def shard(
+    x: Tensor,
+    axis: AxisLike = None,
+    dim: int = 0,
+    *,
+    src: Type = I,
+    sizes: Sizes = None,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Keep the own slice along `dim` of a value that every rank holds.
+
+    ::
+
+        I -> V    shape (n, ...) -> (n/W, ...)    [x0 x1] -> x0      [g0 g1] <- g0
+                                                  [x0 x1] -> x1      [g0 g1] <- g1
+
+        R -> V    the same forward; backward pads the own gradient with zeros:  [g0 0] <- g0,  [0 g1] <- g1
+
+    Args:
+        x: a value that is the same on every rank.
+        axis: the ranks to cut it for.
+        dim: the tensor dimension to cut.
+        src: `gm.I` if every rank did the same work so far, `gm.R` if each rank uses `x` differently (its gradient is then a
+            pending sum).
+        sizes: the size of each rank's slice; None: the balanced split (the first n % W ranks one more). "auto" is
+            not defined here, as every rank holds the whole.
+        comm_dtype: what travels forward: nothing does, but the value is rounded alike.
+        backward_dtype: what travels backward.
+
+    Raises:
+        ShapeError: the sizes do not add up to the size along `dim`.
+
+    Example:
+        >>> def on_each_rank():
+        ...     return gm.shard(torch.arange(5)).tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [[0, 1, 2], [3, 4]]
+    """
+    call = Call("shard", x, axis, comm_dtype, backward_dtype)
+    dim = call.dim(dim)
+    kind = call.choose("src", src, {I: ops.Shard, R: ops.ShardReplicated})
+    given = call.sizes(call.not_auto(sizes), dim)
+    if given is None and x.shape[dim] % call.axis.size:
+        given = call.balanced(x.shape[dim])
+    return apply(kind(call.axis, dim, given, **call.precision), x)
+
+
+_CONVERSIONS: dict[tuple[Type, Type], type[LinearOp]] = {
+    (op.src, op.dst): op
+    for op in (
+        ops.ReplicatedToPartial,
+        ops.ReplicatedToInvariant,
+        ops.InvariantToPartial,
+        ops.PartialFromVarying,
+        ops.VaryingFromReplicated,
+    )
+}
+
+
+def convert(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    src: Type,
+    dst: Type,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Change what a value is over the ranks, without communication in either direction.
+
+    ::
+
+        R -> P    the value on rank 0, zeros elsewhere      backward the same
+        R -> I    the same value                            backward keeps the gradient on rank 0
+        I -> P    the value on rank 0, zeros elsewhere      backward the same value
+        V -> P    the same value, read as a term of a sum   backward the same value
+        R -> V    the same value, read as each rank's own   backward the same value
+
+    Args:
+        x: the value.
+        axis: the ranks it is on.
+        src: what it is.
+        dst: what it becomes.
+        comm_dtype: nothing travels, but the value is rounded alike.
+        backward_dtype: the same for the gradient.
+
+    Raises:
+        ArgumentError: any other pair of types; those need communication, and the text names the verb.
+
+    Example:
+        >>> def on_each_rank():
+        ...     return gm.convert(torch.tensor(3.0), src=gm.R, dst=gm.P).item()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [3.0, 0.0]
+    """
+    call = Call("convert", x, axis, comm_dtype, backward_dtype)
+    verbs = {(P, R): "all_reduce", (P, I): "all_reduce", (P, V): "reduce_scatter", (V, R): "all_gather"}
+    verbs |= {(V, I): "all_gather", (I, R): "replicate", (I, V): "shard"}
+    way = f"{verbs[src, dst]} does this" if (src, dst) in verbs else "a value of this type needs no conversion"
+    kind = call.choose("(src, dst)", (src, dst), _CONVERSIONS, way)
+    return apply(kind(call.axis, **call.precision), x)
+
+
+def shift(
+    x: Tensor,
+    axis: AxisLike = None,
+    offset: int = 1,
+    *,
+    wrap: bool = True,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Pass the tensor on by `offset` ranks; every rank gets that of the rank `offset` before it.
+
+    ::
+
+        V -> V    x0 x1 x2 -> x2 x0 x1      g1 g2 g0 <- g0 g1 g2      wrap=True
+                  x0 x1 x2 -> 0  x0 x1      g1 g2 0  <- g0 g1 g2      wrap=False
+
+    Args:
+        x: this rank's tensor, of one shape and dtype on all ranks.
+        axis: the ring or line of ranks.
+        offset: how many ranks further; negative: back.
+        wrap: whether the line is closed to a ring; else zeros enter at the open end.
+        comm_dtype: what travels forward.
+        backward_dtype: what travels backward.
+
+    Example:
+        >>> def on_each_rank():
+        ...     return gm.shift(torch.tensor(gm.axis().rank)).item()
+        >>> gm.launch(on_each_rank, 3, backend="threads")
+        [2, 0, 1]
+    """
+    call = Call("shift", x, axis, comm_dtype, backward_dtype)
+    if not isinstance(offset, int) or isinstance(offset, bool):
+        call.fail(
+            "offset is not a number of ranks",
+            expected="an int",
+            got=f"offset={offset!r}",
+            remedy="pass an int, negative to shift back",
+        )
+    return apply(ops.Shift(call.axis, offset, call.flag(wrap, "wrap"), **call.precision), x)
+
+
+def permute(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    pairs: Sequence[tuple[int, int]],
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Send tensors between pairs of ranks; zeros where nothing arrives.
+
+    ::
+
+        V -> V    pairs [(0, 1)]    x0 -> 0       g1 <- g0
+                                    x1 -> x0      0  <- g1
+
+    Args:
+        x: this rank's tensor, of one shape and dtype on all ranks.
+        axis: the ranks among which the pairs are.
+        pairs: (source, target) ranks of the axis, the same list on every rank; no source and no target twice.
+        comm_dtype: what travels forward.
+        backward_dtype: what travels backward.
+
+    Raises:
+        ArgumentError: a source or target twice, or one that is not a rank of the axis.
+
+    Example:
+        >>> def on_each_rank():
+        ...     return gm.permute(torch.tensor(1.0 + gm.axis().rank), pairs=[(0, 1)]).item()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [0.0, 1.0]
+    """
+    call = Call("permute", x, axis, comm_dtype, backward_dtype)
+    return apply(ops.Permute(call.axis, call.pairs(pairs), **call.precision), x)
+
+
+def halo_exchange(
+    x: Tensor,
+    axis: AxisLike = None,
+    dim: int = 0,
+    *,
+    halo: int | tuple[int, int] = 1,
+    wrap: bool = False,
+    sizes: Sizes = None,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Attach the neighbours' edge rows to the own shard, as a stencil over a sharded dimension needs them.
+
+    ::
+
+        V -> V    shape (n, ...) -> (left + n + right, ...); at open ends nothing is attached
+
+                  [a b] -> [a b c]        [ga gb+gb'] <- [ga gb gc]
+                  [c d] -> [b c d]        [gc+gc' gd] <- [gb' gc' gd]
+
+    A halo wider than a neighbour's shard takes its further rows from the ranks beyond, as many as needed. On a
+    ring of two both neighbours are the same rank, and both messages arrive in their place.
+
+    Args:
+        x: this rank's shard.
+        axis: the ranks in the order of their shards.
+        dim: the tensor dimension that is sharded.
+        halo: rows from each side, or (left, right).
+        wrap: whether the shards lie on a ring; else the first and the last have an open end.
+        sizes: each rank's size along `dim`; None: the same on every rank; "auto": found by one small exchange.
+        comm_dtype: what travels forward.
+        backward_dtype: what travels backward.
+
+    Raises:
+        ArgumentError: a negative halo.
+
+    Example:
+        >>> def on_each_rank():
+        ...     rank = gm.axis().rank
+        ...     return gm.halo_exchange(torch.arange(2) + 2 * rank).tolist()
+        >>> gm.launch(on_each_rank, 3, backend="threads")
+        [[0, 1, 2], [1, 2, 3, 4], [3, 4, 5]]
+    """
+    call = Call("halo_exchange", x, axis, comm_dtype, backward_dtype)
+    dim = call.dim(dim)
+    left, right = call.halo(halo)
+    given = call.sizes(sizes, dim) or (x.shape[dim],) * call.axis.size
+    wrap = call.flag(wrap, "wrap")
+    return apply(ops.HaloExchange(call.axis, dim, left, right, wrap, given, **call.precision), x)
+
+
+def scan(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    reverse: bool = False,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Sum over the ranks up to and including this one.
+
+    ::
+
+        V -> V    x0 x1 x2 -> x0 x0+x1 x0+x1+x2      g0+g1+g2 g1+g2 g2 <- g0 g1 g2
+
+    The sums are taken in log2(W) rounds (Hillis and Steele, Data Parallel Algorithms, 1986).
+
+    Args:
+        x: this rank's term, of one shape and dtype on all ranks.
+        axis: the ranks in the order of the sum.
+        reverse: sum from this rank to the last instead.
+        comm_dtype: what travels forward.
+        backward_dtype: what travels backward.
+
+    Example:
+        >>> def on_each_rank():
+        ...     return gm.scan(torch.tensor(1 + gm.axis().rank)).item()
+        >>> gm.launch(on_each_rank, 3, backend="threads")
+        [1, 3, 6]
+    """
+    call = Call("scan", x, axis, comm_dtype, backward_dtype)
+    return apply(ops.Scan(call.axis, call.flag(reverse, "reverse"), **call.precision), x)
+
+
+def exscan(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    reverse: bool = False,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Sum over the ranks before this one; zeros on the first.
+
+    ::
+
+        V -> V    x0 x1 x2 -> 0 x0 x0+x1      g1+g2 g2 0 <- g0 g1 g2
+
+    Args:
+        x: this rank's term, of one shape and dtype on all ranks.
+        axis: the ranks in the order of the sum.
+        reverse: sum over the ranks after this one instead; zeros on the last.
+        comm_dtype: what travels forward.
+        backward_dtype: what travels backward.
+
+    Example:
+        >>> def on_each_rank():
+        ...     return gm.exscan(torch.tensor(1 + gm.axis().rank)).item()
+        >>> gm.launch(on_each_rank, 3, backend="threads")
+        [0, 1, 3]
+    """
+    call = Call("exscan", x, axis, comm_dtype, backward_dtype)
+    return apply(ops.Exscan(call.axis, call.flag(reverse, "reverse"), **call.precision), x)
+
+
+def sizes(x: Tensor, axis: AxisLike = None, dim: int = 0) -> tuple[int, ...]:
+    """Every rank's size along `dim`, by one small exchange; what `sizes="auto"` uses.
+
+    Args:
+        x: this rank's tensor.
+        axis: the ranks to ask.
+        dim: the tensor dimension.
+
+    Example:
+        >>> def on_each_rank():
+        ...     return gm.sizes(torch.zeros(3 + gm.axis().rank))
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [(3, 4), (3, 4)]
+    """
+    call = Call("sizes", x, axis)
+    return call.exchange_sizes(x.shape[call.dim(dim)])
+
+
+def _stackable(x: Tensor) -> Tensor:
+    """A scalar as a tensor of one element, so that concatenation stacks it."""
+    return x.reshape(1) if isinstance(x, Tensor) and x.dim() == 0 else x
+
+
+def _scaled(op: LinearOp, reduction: str) -> LinearOp:
+    return ops.Mean(op) if reduction == "mean" else op
+

@@ -1,0 +1,113 @@
+"""The exceptions of gradmesh, and the one place where their texts are built.
+
+The tree::
+
+    GradmeshError
+    |-- NotInitializedError   RuntimeError   no process group yet; says to call gm.init()
+    |-- AxisError             ValueError     no such axis, an ambiguous one, a group this rank is not in
+    |-- ArgumentError         ValueError     dim, root, sizes, pairs, a pair of types: not what the op takes
+    |   `-- ShapeError                       a tensor whose shape the op cannot split or join
+    |-- DTypeError            TypeError      a dtype the op or the autodiff mode is not defined for
+    |-- MismatchError         RuntimeError   the ranks called different collectives
+    |-- DeadlockError         RuntimeError   ranks wait for something that cannot come
+    |-- RankError             RuntimeError   a launched rank failed; carries its rank and traceback
+    `-- MissingExtraError     ImportError    an optional dependency is not installed
+
+Every class also derives from the builtin that PyTorch users would catch. A message always has the same
+lines, so that it can be read at a glance and searched for::
+
+    gradmesh.all_gather: dim is out of range
+      axis      'gp', rank 2 of 4
+      expected  -3 <= dim < 3 for a 3-d tensor
+      got       dim=5
+      remedy    count dimensions of the local tensor from 0, or from -1 at the end
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArgumentError",
+    "AxisError",
+    "DTypeError",
+    "DeadlockError",
+    "GradmeshError",
+    "MismatchError",
+    "MissingExtraError",
+    "NotInitializedError",
+    "RankError",
+    "ShapeError",
+    "message",
+]
+
+
+def message(
+    problem: str,
+    *,
+    op: str | None = None,
+    axis: str | None = None,
+    expected: str | None = None,
+    got: str | None = None,
+    remedy: str | None = None,
+) -> str:
+    """Build an error text: the op and the problem, then axis, expected, got and remedy, one a line.
+
+    >>> print(message("root is out of range", op="broadcast", expected="0 <= root < 4", got="root=7"))
+    gradmesh.broadcast: root is out of range
+      expected  0 <= root < 4
+      got       root=7
+    """
+    lines = [f"gradmesh.{op}: {problem}" if op else f"gradmesh: {problem}"]
+    for label, text in (("axis", axis), ("expected", expected), ("got", got), ("remedy", remedy)):
+        if text is not None:
+            lines.append(f"  {label:<9} " + text.replace("\n", "\n" + " " * 12))
+    return "\n".join(lines)
+
+
+class GradmeshError(Exception):
+    """Base of every error that gradmesh raises on purpose."""
+
+
+class NotInitializedError(GradmeshError, RuntimeError):
+    """There is no process group yet."""
+
+
+class AxisError(GradmeshError, ValueError):
+    """The axis argument names no axis, more than one, or one that this rank is not on."""
+
+
+class ArgumentError(GradmeshError, ValueError):
+    """An argument is not one that the op takes."""
+
+
+class ShapeError(ArgumentError):
+    """A tensor's shape cannot be split or joined as the op has to."""
+
+
+class DTypeError(GradmeshError, TypeError):
+    """The op, or the autodiff mode it is used in, is not defined for this dtype."""
+
+
+class MismatchError(GradmeshError, RuntimeError):
+    """The ranks of a group called different collectives, or the same one with shapes that do not fit."""
+
+
+class DeadlockError(GradmeshError, RuntimeError):
+    """Every rank waits, or has returned, so that nothing can come any more."""
+
+
+class RankError(GradmeshError, RuntimeError):
+    """A launched rank failed.
+
+    Attributes:
+        rank: the first rank that failed, or None when the launch as a whole timed out.
+        rank_traceback: the traceback on that rank, as text.
+    """
+
+    def __init__(self, text: str, *, rank: int | None = None, rank_traceback: str = "") -> None:
+        super().__init__(text)
+        self.rank = rank
+        self.rank_traceback = rank_traceback
+
+
+class MissingExtraError(GradmeshError, ImportError):
+    """An optional dependency is missing; the text says which extra brings it."""

@@ -1,0 +1,61 @@
+"""The sum over the ranks in its two conventions, and replicate."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gradmesh.ops import wire
+from gradmesh.ops.base import LinearOp, SameShape
+from gradmesh.types import I, P, R
+
+__all__ = ["AllReduce", "AllReduceInvariant", "Replicate"]
+
+
+class AllReduce(SameShape):
+    """P -> R: the sum; each rank uses it differently, so its gradients are summed too."""
+
+    verb = "all_reduce"
+    src, dst = P, R
+    sums = True
+
+    def transfer(self, x: Tensor) -> Tensor:
+        """Sum over the ranks."""
+        return wire.all_reduce(x, self.axis)
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """Itself."""
+        return AllReduce(self.axis, **self.swapped)
+
+
+class AllReduceInvariant(SameShape):
+    """P -> I: the sum; every rank repeats the same work on it, so its gradient is whole already."""
+
+    verb = "all_reduce"
+    src, dst = P, I
+    sums = True
+
+    def transfer(self, x: Tensor) -> Tensor:
+        """Sum over the ranks."""
+        return wire.all_reduce(x, self.axis)
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """The gradient, unchanged."""
+        return Replicate(self.axis, **self.swapped)
+
+
+class Replicate(SameShape):
+    """I -> R: the same value; from here on each rank uses it differently."""
+
+    verb = "replicate"
+    src, dst = I, R
+
+    def transfer(self, x: Tensor) -> Tensor:
+        """Copy."""
+        return wire.fresh(x)
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """Sum the ranks' gradients."""
+        return AllReduceInvariant(self.axis, **self.swapped)

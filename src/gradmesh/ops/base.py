@@ -1,0 +1,116 @@
+"""What an op is: pure data, a map over the ranks of an axis, and the law it keeps.
+
+A collective A of the library is linear, and its `adjoint` A* is again an op of the library, with
+
+    <A x, y> = <x, A* y>        for all admissible x and y
+
+where the pairing sums over the ranks, or counts once for an invariant operand (`gradmesh.types`). From this
+one fact come reverse mode (apply the adjoint to the cotangent), forward mode (apply the op to the tangent)
+and every higher order (`op.adjoint.adjoint == op`).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from gradmesh.axis import Axis
+from gradmesh.errors import DTypeError, GradmeshError, ShapeError, message
+from gradmesh.types import Type
+
+__all__ = ["LinearOp", "Op", "shifted"]
+
+
+@dataclass(frozen=True)
+class Op(abc.ABC):
+    """A map over the ranks of an axis, as a frozen value.
+
+    Attributes:
+        axis: the ranks it runs over; captured when the verb is called.
+        comm_dtype: what travels; the result has the operand's dtype again. None: the operand's own.
+        backward_dtype: what travels in the adjoint.
+    """
+
+    axis: Axis
+    comm_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    backward_dtype: torch.dtype | None = field(default=None, kw_only=True)
+
+    verb: ClassVar[str]
+    """The public function it belongs to, for error texts."""
+    sums: ClassVar[bool] = False
+    """Whether values of different ranks are added, which bool has no rule for."""
+    rooted: ClassVar[bool] = False
+    """Whether only one rank's operand counts, so that the others would miss the backward collective."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Run the op on this rank's plain tensor. The result is fresh memory; `x` is only read."""
+        if self.sums and x.dtype is torch.bool:
+            self.fail(
+                "bool tensors have no sum",
+                expected="a numeric dtype",
+                got="torch.bool",
+                remedy='cast to int64 to count, or use all_reduce(op="max") for any and op="min" for all',
+                kind=DTypeError,
+            )
+        if self.comm_dtype is None or self.comm_dtype is x.dtype:
+            return self.transfer(x)
+        return self.transfer(x.to(self.comm_dtype)).to(x.dtype)
+
+    @abc.abstractmethod
+    def transfer(self, x: Tensor) -> Tensor:
+        """Run the op in the dtype of `x`."""
+
+    @abc.abstractmethod
+    def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """This rank's result shape for an operand shape; refuses a shape that cannot be, before anything is sent."""
+
+    def batched(self) -> Op:
+        """The same op on tensors with one more dimension in front, for vmap."""
+        return self
+
+    def fail(
+        self, problem: str, *, expected: str, got: str, remedy: str, kind: type[GradmeshError] = ShapeError
+    ) -> NoReturn:
+        """Raise an error of the library that names the op and the axis."""
+        raise kind(
+            message(problem, op=self.verb, axis=str(self.axis), expected=expected, got=got, remedy=remedy)
+        )
+
+
+class LinearOp(Op):
+    """An op that keeps the law."""
+
+    src: ClassVar[Type]
+    dst: ClassVar[Type]
+
+    @property
+    @abc.abstractmethod
+    def adjoint(self) -> LinearOp:
+        """The op A* with <A x, y> = <x, A* y>; what travels forward and backward changes places."""
+
+    def batched(self) -> LinearOp:
+        """The same op on tensors with one more dimension in front, for vmap."""
+        return self
+
+    @property
+    def swapped(self) -> dict[str, torch.dtype | None]:
+        """The precision arguments of the adjoint."""
+        return {"comm_dtype": self.backward_dtype, "backward_dtype": self.comm_dtype}
+
+
+class SameShape(LinearOp):
+    """An op whose result has the operand's shape, whatever it is."""
+
+    def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The operand's shape."""
+        return tuple(shape)
+
+
+def shifted(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    """`shape` with `size` along `dim`."""
+    return (*shape[:dim], size, *shape[dim + 1 :])

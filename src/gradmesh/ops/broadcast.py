@@ -1,0 +1,87 @@
+"""broadcast in its two conventions, reduce, and keep at root."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradmesh.ops import wire
+from gradmesh.ops.base import LinearOp, SameShape
+from gradmesh.types import I, P, R, V
+
+__all__ = ["Broadcast", "BroadcastInvariant", "KeepAtRoot", "Reduce", "Rooted"]
+
+
+@dataclass(frozen=True)
+class Rooted(SameShape):
+    """An op with a root, which is a rank of the axis."""
+
+    root: int
+
+
+class _FromRoot(Rooted):
+    verb = "broadcast"
+    rooted = True
+
+    def transfer(self, x: Tensor) -> Tensor:
+        """Copy from the root."""
+        return wire.broadcast(x, self.axis, self.root)
+
+
+class Broadcast(_FromRoot):
+    """V at root -> R: the root's value on every rank; each rank uses it differently."""
+
+    src, dst = V, R
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """Sum the ranks' gradients at the root."""
+        return Reduce(self.axis, self.root, **self.swapped)
+
+
+class Reduce(Rooted):
+    """P -> V at root: the sum at the root, zeros elsewhere."""
+
+    verb = "reduce"
+    src, dst = P, V
+    sums = True
+
+    def transfer(self, x: Tensor) -> Tensor:
+        """Sum at the root."""
+        return wire.reduce(x, self.axis, self.root)
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """The root's gradient on every rank."""
+        return Broadcast(self.axis, self.root, **self.swapped)
+
+
+class BroadcastInvariant(_FromRoot):
+    """V at root -> I: the root's value on every rank; every rank repeats the same work on it."""
+
+    src, dst = V, I
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """The gradient is whole on every rank: keep the root's."""
+        return KeepAtRoot(self.axis, self.root, **self.swapped)
+
+
+class KeepAtRoot(Rooted):
+    """I -> V at root: the value at the root, zeros elsewhere. The adjoint of `broadcast(dst=I)`."""
+
+    verb = "broadcast"
+    src, dst = I, V
+
+    def transfer(self, x: Tensor) -> Tensor:
+        """Copy at the root."""
+        if self.axis.rank == self.root:
+            return wire.fresh(x)
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """The root's gradient on every rank, counted once."""
+        return BroadcastInvariant(self.axis, self.root, **self.swapped)

@@ -1,0 +1,83 @@
+"""Changes of type that need no communication: relabellings, and keep at one rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradmesh.ops import wire
+from gradmesh.ops.base import LinearOp, SameShape
+from gradmesh.types import I, P, R, V
+
+__all__ = ["InvariantToPartial", "PartialFromVarying", "ReplicatedToInvariant", "ReplicatedToPartial", "VaryingFromReplicated"]
+
+
+class _Relabel(SameShape):
+    verb = "convert"
+
+    def transfer(self, x: Tensor) -> Tensor:
+        """Copy."""
+        return wire.fresh(x)
+
+
+class _KeepAtFirst(SameShape):
+    verb = "convert"
+
+    def transfer(self, x: Tensor) -> Tensor:
+        """Copy on rank 0; zeros on the others, so that the sum over the ranks is the value."""
+        return wire.fresh(x) if self.axis.rank == 0 else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+
+
+class ReplicatedToPartial(_KeepAtFirst):
+    """R -> P: the value at one rank, zero elsewhere."""
+
+    src, dst = R, P
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """Itself."""
+        return ReplicatedToPartial(self.axis, **self.swapped)
+
+
+class ReplicatedToInvariant(_Relabel):
+    """R -> I: the same value; from here on every rank repeats the same work."""
+
+    src, dst = R, I
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """Every rank has the whole gradient: keep it at one."""
+        return InvariantToPartial(self.axis, **self.swapped)
+
+
+class InvariantToPartial(_KeepAtFirst):
+    """I -> P: the value at one rank, zero elsewhere."""
+
+    src, dst = I, P
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """The same bits, as an invariant gradient."""
+        return ReplicatedToInvariant(self.axis, **self.swapped)
+
+
+class PartialFromVarying(_Relabel):
+    """V -> P: each rank's own value, from here on read as a term of a sum."""
+
+    src, dst = V, P
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """The sum's gradient is every term's."""
+        return VaryingFromReplicated(self.axis, **self.swapped)
+
+
+class VaryingFromReplicated(_Relabel):
+    """R -> V: a copy on each rank, from here on read as that rank's own value."""
+
+    src, dst = R, V
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """Each copy's gradient is a term of the pending sum."""
+        return PartialFromVarying(self.axis, **self.swapped)

@@ -1,0 +1,34 @@
+"""The elementwise extremum over the ranks. It is not linear; `gradmesh.reductions` gives it its derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gradmesh.ops import wire
+from gradmesh.ops.base import Op
+
+__all__ = ["Extremum"]
+
+
+@dataclass(frozen=True)
+class Extremum(Op):
+    """The largest or smallest value over the ranks, NaN where any rank has one.
+
+    Attributes:
+        largest: the largest, else the smallest.
+    """
+
+    largest: bool
+
+    verb = "all_reduce"
+
+    def transfer(self, x: Tensor) -> Tensor:
+        """Fold with torch's own amax or amin, because backends drop a NaN or not as the order falls."""
+        return wire.all_fold(x, self.axis, lambda parts: parts.amax(0) if self.largest else parts.amin(0))
+
+    def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The operand's shape."""
+        return tuple(shape)

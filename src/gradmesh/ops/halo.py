@@ -1,0 +1,187 @@
+"""Halo exchange: the neighbours' edge slabs attached to the own shard, and the adjoint that sends them back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradmesh.ops import wire
+from gradmesh.ops.base import LinearOp, shifted
+from gradmesh.types import V
+
+__all__ = ["HaloExchange", "HaloReturn"]
+
+
+class Segment(NamedTuple):
+    """Rows of one rank's shard."""
+
+    owner: int
+    start: int
+    length: int
+
+
+@lru_cache(maxsize=256)
+def plan(sizes: tuple[int, ...], left: int, right: int, wrap: bool) -> tuple[tuple[Segment, ...], ...]:
+    """For each rank, the segments that make up its result, in order.
+
+    The shards lie one after another on a line, or on a circle when `wrap`. A halo that is wider than a shard
+    takes its further rows from the ranks beyond, on a circle as often around as needed.
+
+    >>> plan((2, 1, 3), 2, 1, False)[2]
+    (Segment(owner=0, start=1, length=1), Segment(owner=1, start=0, length=1), Segment(owner=2, start=0, length=3))
+    """
+    ends = list(accumulate(sizes, initial=0))
+    total = ends[-1]
+    out = []
+    for rank, size in enumerate(sizes):
+        first, last = ends[rank] - left, ends[rank] + size + right
+        if not wrap or total == 0:
+            first, last = max(first, 0), min(last, total)
+        segments = []
+        for lap in range(first // max(total, 1), (last - 1) // max(total, 1) + 1):
+            for owner, begin in enumerate(ends[:-1]):
+                begin += lap * total
+                low, high = max(first, begin), min(last, begin + sizes[owner])
+                if low < high:
+                    segments.append(Segment(owner, low - begin, high - low))
+        out.append(tuple(segments))
+    return tuple(out)
+
+
+@dataclass(frozen=True)
+class _Halo(LinearOp):
+    """What the op and its adjoint share.
+
+    Attributes:
+        dim: the tensor dimension along which the shards lie.
+        left: rows taken from the ranks before.
+        right: rows taken from the ranks after.
+        wrap: whether the last rank's neighbour is the first.
+        sizes: each rank's size along `dim`.
+    """
+
+    dim: int
+    left: int
+    right: int
+    wrap: bool
+    sizes: tuple[int, ...]
+
+    verb = "halo_exchange"
+    src, dst = V, V
+
+    def batched(self) -> _Halo:
+        """The same op one dimension further back."""
+        return replace(self, dim=self.dim + 1)
+
+    @property
+    def plan(self) -> tuple[tuple[Segment, ...], ...]:
+        """Every rank's segments."""
+        return plan(self.sizes, self.left, self.right, self.wrap)
+
+    def lent(self, to: int) -> list[Segment]:
+        """This rank's rows in the result of another rank; none for itself, since they need no message."""
+        me = self.axis.rank
+        return [s for s in self.plan[to] if s.owner == me] if to != me else []
+
+    def borrowed(self, owner: int) -> list[Segment]:
+        """Another rank's rows in the result of this rank."""
+        me = self.axis.rank
+        return [s for s in self.plan[me] if s.owner == owner] if owner != me else []
+
+    def swap(self, x: Tensor, pieces: list[list[Tensor]], expected: list[list[Segment]]) -> list[list[Tensor]]:
+        """Send each rank its pieces and receive the expected ones, each as a view of one fresh buffer.
+
+        All pieces between two ranks go in one message, so that two ranks on a circle, where both neighbours are
+        the same rank, cannot mix them up.
+        """
+        row = x.shape[: self.dim].numel() * x.shape[self.dim + 1 :].numel()
+        flat = torch.cat([piece.reshape(-1) for to in pieces for piece in to] or [x.new_empty(0)])
+        send = [sum(piece.numel() for piece in to) for to in pieces]
+        receive = [row * sum(s.length for s in segments) for segments in expected]
+        got = wire.exchange(flat, send, receive, self.axis).split(
+            [row * s.length for segments in expected for s in segments]
+        )
+        views = iter(got)
+        return [
+            [next(views).view(shifted(x.shape, self.dim, s.length)) for s in segments] for segments in expected
+        ]
+
+    def expect(self, expected: int, got: int) -> None:
+        """Refuse an operand of another size along `dim`."""
+        if expected != got:
+            self.fail(
+                f"dim {self.dim} is not what sizes says for this rank",
+                expected=f"size {expected}, from sizes={self.sizes}",
+                got=f"size {got}",
+                remedy='pass the true sizes, or sizes="auto" to have them exchanged',
+            )
+
+
+class HaloExchange(_Halo):
+    """V -> V: the edge slabs of the neighbours attached; at open ends nothing is attached."""
+
+    def transfer(self, x: Tensor) -> Tensor:
+        """Send edge rows to the ranks that need them and join what comes around the own rows."""
+        ranks, me = range(self.axis.size), self.axis.rank
+        self.expect(self.sizes[me], x.shape[self.dim])
+        x = x.resolve_conj().resolve_neg()
+        pieces = [[x.narrow(self.dim, s.start, s.length) for s in self.lent(to)] for to in ranks]
+        received = [iter(views) for views in self.swap(x, pieces, [self.borrowed(owner) for owner in ranks])]
+        joined = [
+            x.narrow(self.dim, s.start, s.length) if s.owner == me else next(received[s.owner])
+            for s in self.plan[me]
+        ]
+        return torch.cat(joined or [x], self.dim)
+
+    def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The own size and what is attached."""
+        self.expect(self.sizes[self.axis.rank], shape[self.dim])
+        return shifted(shape, self.dim, sum(s.length for s in self.plan[self.axis.rank]))
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """The slabs' gradients sent back and added."""
+        return HaloReturn(
+            self.axis, self.dim, self.left, self.right, self.wrap, self.sizes, **self.swapped
+        )
+
+
+class HaloReturn(_Halo):
+    """V -> V: the attached slabs sent back to their owners and added there. The adjoint of `halo_exchange`."""
+
+    sums = True
+
+    def transfer(self, x: Tensor) -> Tensor:
+        """Send borrowed rows home and add the own ones that come back."""
+        ranks, me = range(self.axis.size), self.axis.rank
+        lengths = [s.length for s in self.plan[me]]
+        self.expect(sum(lengths), x.shape[self.dim])
+        x = x.resolve_conj().resolve_neg()
+        slabs = list(zip(self.plan[me], x.split(lengths, self.dim), strict=True)) if lengths else []
+        pieces = [[slab for s, slab in slabs if s.owner == owner and owner != me] for owner in ranks]
+        own = [(s, slab) for s, slab in slabs if s.owner == me]
+        lent = [self.lent(to) for to in ranks]
+        for segments, views in zip(lent, self.swap(x, pieces, lent), strict=True):
+            own.extend(zip(segments, views, strict=True))
+        out = x.new_zeros(self.out_shape(x.shape))
+        for s, slab in own:
+            out.narrow(self.dim, s.start, s.length).add_(slab)
+        return out
+
+    def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The own size."""
+        self.expect(sum(s.length for s in self.plan[self.axis.rank]), shape[self.dim])
+        return shifted(shape, self.dim, self.sizes[self.axis.rank])
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """The halo exchange."""
+        return HaloExchange(
+            self.axis, self.dim, self.left, self.right, self.wrap, self.sizes, **self.swapped
+        )

@@ -1,0 +1,60 @@
+"""Prefix sums over the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gradmesh.ops import wire
+from gradmesh.ops.base import LinearOp, SameShape
+from gradmesh.types import V
+
+__all__ = ["Exscan", "Scan"]
+
+
+@dataclass(frozen=True)
+class Scan(SameShape):
+    """V -> V: rank r gets the sum of the tensors of ranks 0 to r.
+
+    Attributes:
+        reverse: sum over ranks r to the last instead.
+    """
+
+    reverse: bool = False
+
+    verb = "scan"
+    src, dst = V, V
+    sums = True
+
+    def transfer(self, x: Tensor) -> Tensor:
+        """Add in log2(size) rounds, each from twice as far (Hillis and Steele, 1986)."""
+        out, reach = wire.fresh(x), 1
+        while reach < self.axis.size:
+            got = wire.relay(out, self.axis, *self.neighbours(reach))
+            out = out if got is None else got.add_(out)
+            reach *= 2
+        return out
+
+    def neighbours(self, reach: int) -> tuple[int | None, int | None]:
+        """The ranks to send to and to receive from, `reach` away in the direction of the sum."""
+        ahead, behind = self.axis.rank + reach, self.axis.rank - reach
+        to, source = (behind, ahead) if self.reverse else (ahead, behind)
+        inside = range(self.axis.size)
+        return to if to in inside else None, source if source in inside else None
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """The sum from the other end."""
+        return type(self)(self.axis, not self.reverse, **self.swapped)
+
+
+class Exscan(Scan):
+    """V -> V: rank r gets the sum of the tensors of the ranks before it; zeros on the first."""
+
+    verb = "exscan"
+
+    def transfer(self, x: Tensor) -> Tensor:
+        """Pass on by one rank, then scan."""
+        got = wire.relay(x, self.axis, *self.neighbours(1))
+        return super().transfer(x.new_zeros(x.shape) if got is None else got)

@@ -1,0 +1,85 @@
+"""The own slice of a value that every rank holds, with its adjoints: all_gather(dst=I) and the padded slice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradmesh.ops import wire
+from gradmesh.ops.all_gather import Join, Split
+from gradmesh.ops.base import LinearOp, shifted
+from gradmesh.types import I, P, R, V
+
+__all__ = ["AllGatherInvariant", "Pad", "Shard", "ShardReplicated"]
+
+
+class _Slice(Split):
+    verb = "shard"
+
+    def transfer(self, x: Tensor) -> Tensor:
+        """Copy the own slice."""
+        sizes, rank = self.parts(x.shape[self.dim]), self.axis.rank
+        return wire.fresh(x.narrow(self.dim, sum(sizes[:rank]), sizes[rank]))
+
+    def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The own size along `dim`."""
+        return shifted(shape, self.dim, self.parts(shape[self.dim])[self.axis.rank])
+
+
+class AllGatherInvariant(Join):
+    """V -> I: concatenate along `dim`; every rank repeats the same work on the result."""
+
+    verb = "all_gather"
+    src, dst = V, I
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """The own slice: every rank already has the whole gradient."""
+        return Shard(self.axis, self.dim, self.sizes, **self.swapped)
+
+
+class Shard(_Slice):
+    """I -> V: the own slice of a value that every rank used alike so far."""
+
+    src, dst = I, V
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """Concatenate the slices' gradients."""
+        return AllGatherInvariant(self.axis, self.dim, self.sizes, **self.swapped)
+
+
+class ShardReplicated(_Slice):
+    """R -> V: the own slice of a value that each rank uses differently."""
+
+    src, dst = R, V
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """The slice's gradient in its place, zero elsewhere: this rank's part of a pending sum."""
+        return Pad(self.axis, self.dim, self.sizes, **self.swapped)
+
+
+class Pad(Split):
+    """V -> P: the own part in its place, zeros elsewhere. The adjoint of `shard(src=R)`."""
+
+    verb = "shard"
+    src, dst = V, P
+
+    def transfer(self, x: Tensor) -> Tensor:
+        """Copy into the own place."""
+        sizes = self.pieces(x.shape[self.dim])
+        out = torch.zeros(self.out_shape(x.shape), dtype=x.dtype, device=x.device)
+        out.narrow(self.dim, sum(sizes[: self.axis.rank]), x.shape[self.dim]).copy_(x)
+        return out
+
+    def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The sum of the sizes along `dim`."""
+        return shifted(shape, self.dim, sum(self.pieces(shape[self.dim])))
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """The own slice."""
+        return ShardReplicated(self.axis, self.dim, self.sizes, **self.swapped)

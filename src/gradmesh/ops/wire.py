@@ -1,0 +1,186 @@
+"""What goes over the wire: the few raw collectives that all ops are made of.
+
+Every function takes plain tensors, never writes to them and returns fresh memory, also on an axis of one
+rank. Ragged forms work on flat buffers with one count a rank. torch.distributed is called here and nowhere
+else on the data path.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradmesh.axis import Axis
+
+__all__ = [
+    "all_fold",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "counts",
+    "exchange",
+    "fresh",
+    "pack",
+    "reduce",
+    "reduce_scatter",
+    "relay",
+    "unpack",
+]
+
+# torch 2.13 renamed both; the old names only warn there.
+_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# What every backend moves. Anything else (int16, float8, ...) travels as bytes.
+_CARRIED = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    }
+)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """`x` with plain strides and no pending conjugation or sign, copied only if need be."""
+    return x.resolve_conj().resolve_neg().contiguous()
+
+
+def fresh(x: Tensor) -> Tensor:
+    """A dense copy of `x`."""
+    dense = _dense(x)
+    return dense.clone() if dense.data_ptr() == x.data_ptr() else dense
+
+
+def counts(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> list[int]:
+    """How many elements each rank's part has, when the parts have these sizes along `dim`."""
+    rest = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
+    return [rest * size for size in sizes]
+
+
+def pack(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """The parts of `x` along `dim`, one after another, as one flat buffer."""
+    if math.prod(x.shape[:dim]) == 1:
+        return _dense(x).view(-1)
+    return torch.cat([part.reshape(-1) for part in _dense(x).split(list(sizes), dim)])
+
+
+def unpack(flat: Tensor, shape: Sequence[int], dim: int, sizes: Sequence[int]) -> Tensor:
+    """Join the parts in a fresh flat buffer along `dim`; `shape` is that of any part, its size there ignored."""
+    lead, tail = tuple(shape[:dim]), tuple(shape[dim + 1 :])
+    if math.prod(lead) == 1:
+        return flat.view(*lead, sum(sizes), *tail)
+    parts = flat.split(counts(shape, dim, sizes))
+    return torch.cat([part.view(*lead, n, *tail) for part, n in zip(parts, sizes, strict=True)], dim)
+
+
+def all_gather(flat: Tensor, axis: Axis, sizes: Sequence[int] | None = None) -> Tensor:
+    """Every rank's flat buffer, one after another; `sizes` are their lengths where these differ."""
+    if axis.size == 1:
+        return fresh(flat)
+    if sizes is not None and len(set(sizes)) > 1:
+        return exchange(flat.repeat(axis.size), [flat.numel()] * axis.size, sizes, axis)
+    if flat.dtype not in _CARRIED:
+        return all_gather(flat.view(torch.uint8), axis).view(flat.dtype)
+    out = flat.new_empty(axis.size * flat.numel())
+    _gather_single(out, flat, group=axis.group)
+    return out
+
+
+def reduce_scatter(flat: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
+    """Sum the ranks' flat buffers and keep the own part; `sizes` are the lengths of the parts."""
+    if axis.size == 1:
+        return fresh(flat)
+    mine = sizes[axis.rank]
+    if len(set(sizes)) > 1 or flat.dtype not in _CARRIED:
+        # Backends have no ragged form of it. The same bytes travel, and torch adds them in rank order.
+        parts = exchange(flat, sizes, [mine] * axis.size, axis)
+        return parts.view(axis.size, mine).sum(0, dtype=flat.dtype)
+    out = flat.new_empty(mine)
+    _scatter_single(out, flat, group=axis.group)
+    return out
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of every rank's tensor."""
+    if x.dtype not in _CARRIED:
+        return all_fold(x, axis, lambda parts: parts.sum(0, dtype=parts.dtype))
+    out = fresh(x)
+    if axis.size > 1:
+        dist.all_reduce(out, group=axis.group)
+    return out
+
+
+def all_fold(x: Tensor, axis: Axis, fold: Callable[[Tensor], Tensor]) -> Tensor:
+    """Fold the ranks' tensors, stacked along a new first dimension, with any function of torch.
+
+    It moves the bytes of an all_reduce. The parts come in rank order and each is folded on one rank, so that the
+    result is the same on every rank, to the bit.
+    """
+    flat = _dense(x).view(-1)
+    share, more = divmod(flat.numel(), axis.size)
+    sizes = [share + (rank < more) for rank in range(axis.size)]
+    mine = sizes[axis.rank]
+    parts = exchange(flat, sizes, [mine] * axis.size, axis)
+    return all_gather(fold(parts.view(axis.size, mine)), axis, sizes).view(x.shape)
+
+
+def broadcast(x: Tensor, axis: Axis, root: int) -> Tensor:
+    """The root's tensor; the others' only say shape and dtype."""
+    if x.dtype not in _CARRIED:
+        return broadcast(_dense(x).reshape(-1).view(torch.uint8), axis, root).view(x.dtype).view(x.shape)
+    out = fresh(x) if axis.rank == root else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if axis.size > 1:
+        dist.broadcast(out, group_src=root, group=axis.group)
+    return out
+
+
+def reduce(x: Tensor, axis: Axis, root: int) -> Tensor:
+    """The sum at the root, zeros elsewhere."""
+    if x.dtype not in _CARRIED:
+        total = all_reduce(x, axis)
+    else:
+        total = fresh(x)
+        if axis.size > 1:
+            dist.reduce(total, group_dst=root, group=axis.group)
+    # Backends leave partial sums on the other ranks.
+    return total if axis.rank == root else total.zero_()
+
+
+def exchange(flat: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
+    """Send `send[r]` elements of the flat buffer to each rank r and receive `receive[r]` from it, in rank order."""
+    if axis.size == 1:
+        return fresh(flat)
+    if flat.dtype not in _CARRIED:
+        width = flat.dtype.itemsize
+        out = exchange(
+            _dense(flat).view(torch.uint8), [n * width for n in send], [n * width for n in receive], axis
+        )
+        return out.view(flat.dtype)
+    out = flat.new_empty(sum(receive))
+    dist.all_to_all_single(out, _dense(flat), list(receive), list(send), group=axis.group)
+    return out
+
+
+def relay(x: Tensor, axis: Axis, to: int | None, source: int | None) -> Tensor | None:
+    """Send `x` to one rank or none and receive a tensor of the same shape from one rank or none."""
+    send, receive = [0] * axis.size, [0] * axis.size
+    if to is not None:
+        send[to] = x.numel()
+    if source is not None:
+        receive[source] = x.numel()
+    flat = _dense(x).view(-1)
+    out = exchange(flat if to is not None else flat[:0], send, receive, axis)
+    return out.view(x.shape) if source is not None else None

@@ -1,0 +1,91 @@
+"""Reductions that are not linear, built from the verbs with a rule of their own.
+
+Each is a composition of linear ops and of torch's own functions, so that every order of derivative and every
+autodiff mode comes from those. `gradmesh.all_reduce` finds them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gradmesh import collectives
+from gradmesh.arguments import Call
+from gradmesh.autograd import apply
+from gradmesh.errors import DTypeError
+from gradmesh.ops import Extremum
+from gradmesh.types import Type
+
+__all__: list[str] = []
+
+Rule = Callable[[Call, Type], Tensor]
+
+
+def _rule(name: str) -> Callable[[Rule], Rule]:
+    def enter(rule: Rule) -> Rule:
+        collectives.nonlinear[name] = rule
+        return rule
+
+    return enter
+
+
+@_rule("max")
+def _max(call: Call, dst: Type) -> Tensor:
+    """The largest value; ranks that tie share the gradient equally."""
+    return _extremum(call, dst, largest=True)
+
+
+@_rule("min")
+def _min(call: Call, dst: Type) -> Tensor:
+    """The smallest value; ranks that tie share the gradient equally."""
+    return _extremum(call, dst, largest=False)
+
+
+def _extremum(call: Call, dst: Type, *, largest: bool) -> Tensor:
+    x = call.x
+    if x.is_complex():
+        _refuse(call, "complex numbers have no order", "a real dtype")
+    best = apply(Extremum(call.axis, largest=largest, **call.precision), x.detach())
+    if not x.is_floating_point():
+        return best
+    # The derivative is that of the mean over the ranks that hold the extremum. The value of that mean can be off
+    # in the last bit and is NaN where the extremum is, so the exact one is put in its place.
+    tied = x.detach() == best
+    ties = _sum(call, tied.to(x.dtype), dst).detach()
+    mean = _sum(call, torch.where(tied, x / ties.clamp(min=1), 0), dst)
+    return mean + torch.where(mean == best, 0, best - mean).detach()
+
+
+@_rule("prod")
+def _prod(call: Call, dst: Type) -> Tensor:
+    """The product; torch's own rule for it is right with zeros, at every order."""
+    if call.x.dtype is torch.bool:
+        _refuse(call, "bool tensors have no product", "a numeric dtype")
+    factors = collectives.all_gather(call.x.unsqueeze(0), call.axis, 0, dst=dst, **call.precision)
+    return factors.prod(0, dtype=call.x.dtype)
+
+
+@_rule("logsumexp")
+def _logsumexp(call: Call, dst: Type) -> Tensor:
+    """The logarithm of the sum of exponentials, shifted by the largest so that no term overflows."""
+    x = call.x
+    if not x.is_floating_point():
+        _refuse(call, "logsumexp is defined for real floating-point numbers", "a floating-point dtype")
+    best = apply(Extremum(call.axis, largest=True), x.detach())
+    shift = torch.where(best.isfinite(), best, 0)
+    total = _sum(call, (x - shift).exp(), dst)
+    # Where every term is exp(-inf), the logarithm's own derivative would be NaN.
+    nothing = total == 0
+    return torch.where(nothing, -torch.inf, torch.where(nothing, 1, total).log() + shift)
+
+
+def _sum(call: Call, x: Tensor, dst: Type) -> Tensor:
+    return collectives.all_reduce(x, call.axis, dst=dst, **call.precision)
+
+
+def _refuse(call: Call, problem: str, expected: str) -> None:
+    call.fail(
+        problem, expected=expected, got=str(call.x.dtype), remedy="cast the tensor first", kind=DTypeError
+    )

@@ -1,0 +1,50 @@
+"""The four types a tensor can have over the ranks of an axis, and what its gradient is.
+
+====  ==========  ==================================================  ========  =================
+type  reads       value on the ranks                                  gradient  pairing
+====  ==========  ==================================================  ========  =================
+V     varying     different on each rank                              V         sum over ranks
+R     replicated  the same; each rank uses it differently             P         sum over ranks
+P     partial     a pending sum                                       R         sum over ranks
+I     invariant   the same; each rank repeats the same work           I         counted once
+====  ==========  ==================================================  ========  =================
+
+R and I hold the same bits. They differ in the gradient: an R value is used differently on every rank, so
+its gradient is a sum still to be taken; an I value meets the same work everywhere, so every rank already
+holds the whole gradient. The terms are those of JAX's `shard_map` and of `spmd_types`.
+"""
+
+from __future__ import annotations
+
+import enum
+
+__all__ = ["I", "P", "R", "Type", "V"]
+
+
+class Type(enum.Enum):
+    """What a tensor is over the ranks of an axis; `gm.V`, `gm.R`, `gm.I` and `gm.P` are its members.
+
+    >>> Type.R.dual is Type.P
+    True
+    """
+
+    V = "V"
+    R = "R"
+    I = "I"  # noqa: E741 - the field's letter for invariant
+    P = "P"
+
+    @property
+    def dual(self) -> Type:
+        """The type of the gradient of a value of this type."""
+        return _DUAL[self]
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+_DUAL = {Type.V: Type.V, Type.R: Type.P, Type.P: Type.R, Type.I: Type.I}
+
+V = Type.V
+R = Type.R
+I = Type.I  # noqa: E741 - see above
+P = Type.P

@@ -1,0 +1,164 @@
+"""The process group of the program and the current mesh.
+
+State is a global of the process. Ranks that are threads of one process have a state each, which the
+`threads` backend keeps for them; nothing here is a ContextVar, because autograd's own threads see none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import types
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from gradmesh.backends import threads
+from gradmesh.errors import ArgumentError, NotInitializedError, message
+
+__all__ = ["current_mesh", "init", "mesh", "rank_state", "use_mesh", "world_group"]
+
+_process_state = types.SimpleNamespace()
+
+
+def rank_state() -> types.SimpleNamespace:
+    """The state of the calling rank: of its thread under the `threads` backend, else of the process."""
+    return threads.rank_locals() or _process_state
+
+
+def init(backend: str | None = None) -> None:
+    """Join the process group that the environment describes; a lone process becomes a world of one rank.
+
+    Under `torchrun` (or any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) this is
+    `torch.distributed.init_process_group`. Without those variables the process is a world of 1, on which every
+    verb works and differentiates. Calling it again does nothing.
+
+    Args:
+        backend: a torch.distributed backend; by default `gloo` for CPU tensors and, where there is a GPU,
+            `nccl` for CUDA tensors, with this process's device set from LOCAL_RANK.
+
+    Raises:
+        NotInitializedError: only part of the launcher's environment is there.
+
+    Example:
+        >>> import gradmesh as gm
+        >>> gm.init()
+        >>> gm.axis().size
+        1
+    """
+    if dist.is_initialized():
+        return
+    cuda = torch.cuda.is_available()
+    backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if name not in os.environ]
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        # Gloo looks for a network interface even when there is nobody to talk to.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    if missing:
+        raise NotInitializedError(
+            message(
+                "the launcher's environment is incomplete",
+                op="init",
+                expected=", ".join(needed),
+                got="no " + ", ".join(missing),
+                remedy="start the script with torchrun, or unset RANK and WORLD_SIZE for a world of one",
+            )
+        )
+    if cuda and "nccl" in backend:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    dist.init_process_group(backend)
+
+
+def world_group(op: str) -> dist.ProcessGroup:
+    """The group of all ranks; `op` is who asks, for the error text."""
+    group = dist.group.WORLD
+    if group is None:
+        raise NotInitializedError(
+            message(
+                "torch.distributed is not initialised",
+                op=op,
+                expected="a process group",
+                got="none",
+                remedy="call gradmesh.init() first, or run the function with gradmesh.launch",
+            )
+        )
+    return group
+
+
+def mesh(**sizes: int) -> DeviceMesh:
+    """Lay the ranks of the world out as a mesh with named axes and make it the current mesh.
+
+    The first axis varies slowest, so ranks that are consecutive in the world lie along the last axis.
+
+    Args:
+        sizes: the number of ranks along each axis, by name; one of them may be -1 and takes what is left.
+
+    Returns:
+        An ordinary `torch.distributed.DeviceMesh`, usable wherever torch takes one.
+
+    Raises:
+        ArgumentError: the sizes do not multiply to the number of ranks.
+        NotInitializedError: `init` was not called.
+
+    Example:
+        >>> import gradmesh as gm
+        >>> gm.init()
+        >>> gm.mesh(dp=1, gp=-1).mesh_dim_names
+        ('dp', 'gp')
+    """
+    world = world_group("mesh").size()
+    known = math.prod(n for n in sizes.values() if n != -1)
+    free = [name for name, n in sizes.items() if n == -1]
+    valid = sizes and all(n == -1 or n > 0 for n in sizes.values()) and len(free) <= 1
+    if not valid or (world % known if free else world != known):
+        raise ArgumentError(
+            message(
+                "the axes do not fill the world",
+                op="mesh",
+                expected=f"positive sizes with product {world}, at most one of them -1",
+                got=", ".join(f"{name}={n}" for name, n in sizes.items()) or "no axes",
+                remedy="choose sizes whose product is the number of ranks",
+            )
+        )
+    shape = tuple(world // known if n == -1 else n for n in sizes.values())
+    device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+    made = init_device_mesh(device, shape, mesh_dim_names=tuple(sizes))
+    _set_mesh(made)
+    return made
+
+
+@contextlib.contextmanager
+def use_mesh(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
+    """Make `mesh` the current mesh inside the block, and the one before it afterwards.
+
+    Example:
+        >>> import gradmesh as gm
+        >>> gm.init()
+        >>> with gm.use_mesh(gm.mesh(tp=1)):
+        ...     gm.axis("tp").name
+        'tp'
+    """
+    before = current_mesh()
+    _set_mesh(mesh)
+    try:
+        yield mesh
+    finally:
+        _set_mesh(before)
+
+
+def _set_mesh(mesh: DeviceMesh | None) -> None:
+    state = rank_state()
+    state.mesh, state.mesh_world = mesh, dist.group.WORLD
+
+
+def current_mesh() -> DeviceMesh | None:
+    """The current mesh, unless the process group it was made in is gone."""
+    state = rank_state()
+    found: DeviceMesh | None = getattr(state, "mesh", None)
+    return found if found is not None and state.mesh_world is dist.group.WORLD else None
