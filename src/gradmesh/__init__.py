@@ -10,7 +10,7 @@
 [[6.0], [12.0]]
 """
 
-from gradmesh import reductions as _reductions  # enters its rules
+from gradmesh import reductions as _reductions  # noqa: F401 - enters its rules
 from gradmesh.axis import Axis, axis
 from gradmesh.collectives import (
     all_gather,

@@ -75,7 +75,9 @@ class Call:
         if not isinstance(dim, int) or isinstance(dim, bool) or not -n <= dim < n:
             self.fail(
                 f"{name} is out of range",
-                expected=f"an int with {-n} <= {name} < {n} for a {n}-d tensor" if n else "a tensor of 1 dimension or more",
+                expected=f"an int with {-n} <= {name} < {n} for a {n}-d tensor"
+                if n
+                else "a tensor of 1 dimension or more",
                 got=f"{name}={dim!r} for shape {tuple(self.x.shape)}",
                 remedy="count dimensions of the local tensor from 0, or from -1 at the end",
             )
@@ -177,5 +179,10 @@ class Call:
     def flag(self, value: bool, name: str) -> bool:
         """A bool."""
         if not isinstance(value, bool):
-            self.fail(f"{name} is not a bool", expected="True or False", got=f"{name}={value!r}", remedy="pass a bool")
+            self.fail(
+                f"{name} is not a bool",
+                expected="True or False",
+                got=f"{name}={value!r}",
+                remedy="pass a bool",
+            )
         return value

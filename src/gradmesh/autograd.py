@@ -51,7 +51,7 @@ class _Rule(torch.autograd.Function):
         return op.apply(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Op, Tensor], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Op, Tensor], output: Tensor) -> None:  # noqa: ARG004 - torch's names
         ctx.op = inputs[0]
 
     @staticmethod
@@ -64,7 +64,7 @@ class _Rule(torch.autograd.Function):
         return apply(ctx.op, tangent)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[None, int], op: Op, x: Tensor) -> tuple[Tensor, int]:  # type: ignore[override]
+    def vmap(_: Any, in_dims: tuple[None, int], op: Op, x: Tensor) -> tuple[Tensor, int]:  # type: ignore[override]
         return apply(op.batched(), x.movedim(in_dims[1], 0)), 0
 
 

@@ -69,13 +69,13 @@ def all_reduce(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Combine the ranks' tensors elementwise; every rank gets the result.
+    r"""Combine the ranks' tensors elementwise; every rank gets the result.
 
     ::
 
-        P -> R    shape (...) -> (...)         x0 \\          / x0+x1     g0+g1 \\          / g0
+        P -> R    shape (...) -> (...)         x0 \          / x0+x1     g0+g1 \          / g0
                                                     sum  ->                      <-  sum
-                                               x1 /          \\ x0+x1     g0+g1 /          \\ g1
+                                               x1 /          \ x0+x1     g0+g1 /          \ g1
 
         P -> I    the same forward; backward is the identity, as g0 = g1 = g is whole already
 
@@ -219,9 +219,9 @@ def all_to_all(
         V -> V    [a0 a1] -> [a0 b0]      [g0[0] g1[0]] <- [g0[0] g0[1]]
                   [b0 b1] -> [a1 b1]      [g0[1] g1[1]] <- [g1[0] g1[1]]
 
-    With `split_dim` and `concat_dim` different, a tensor that is whole along `split_dim` and cut along `concat_dim` becomes
-    cut along the first and whole along the second, as in sequence parallelism; all other sizes have to be equal on
-    all ranks.
+    With `split_dim` and `concat_dim` different, a tensor that is whole along the first and cut along the second
+    becomes cut along the first and whole along the second, as in sequence parallelism; all other sizes have to
+    be equal on all ranks.
 
     Args:
         x: this rank's parts for all ranks.
@@ -482,8 +482,8 @@ def shard(
         x: a value that is the same on every rank.
         axis: the ranks to cut it for.
         dim: the tensor dimension to cut.
-        src: `gm.I` if every rank did the same work so far, `gm.R` if each rank uses `x` differently (its gradient is then a
-            pending sum).
+        src: `gm.I` if every rank did the same work so far, `gm.R` if each rank uses `x` differently (its gradient
+            is then a pending sum).
         sizes: the size of each rank's slice; None: the balanced split (the first n % W ranks one more). "auto" is
             not defined here, as every rank holds the whole.
         comm_dtype: what travels forward: nothing does, but the value is rounded alike.
@@ -558,7 +558,9 @@ def convert(
     call = Call("convert", x, axis, comm_dtype, backward_dtype)
     verbs = {(P, R): "all_reduce", (P, I): "all_reduce", (P, V): "reduce_scatter", (V, R): "all_gather"}
     verbs |= {(V, I): "all_gather", (I, R): "replicate", (I, V): "shard"}
-    way = f"{verbs[src, dst]} does this" if (src, dst) in verbs else "a value of this type needs no conversion"
+    way = (
+        f"{verbs[src, dst]} does this" if (src, dst) in verbs else "a value of this type needs no conversion"
+    )
     kind = call.choose("(src, dst)", (src, dst), _CONVERSIONS, way)
     return apply(kind(call.axis, **call.precision), x)
 
@@ -779,4 +781,3 @@ def _stackable(x: Tensor) -> Tensor:
 
 def _scaled(op: LinearOp, reduction: str) -> LinearOp:
     return ops.Mean(op) if reduction == "mean" else op
-

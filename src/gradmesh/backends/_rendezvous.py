@@ -26,7 +26,12 @@ GRACE = 0.25
 """Seconds between two looks at the world; what is stuck at two looks in a row, with no event between, is stuck."""
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_INTERNAL = (os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, _PACKAGE, threading.__file__, "<frozen")
+_INTERNAL = (
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    _PACKAGE,
+    threading.__file__,
+    "<frozen",
+)
 
 Site = tuple[CodeType, int] | None
 
@@ -150,7 +155,11 @@ class World:
             else:
                 lines.append(f"rank {rank}  waits in {self.waiting[rank].show(rank)}")
         return DeadlockError(
-            message(problem, got="\n".join(lines), remedy="let every rank of a group make the same calls, in one order")
+            message(
+                problem,
+                got="\n".join(lines),
+                remedy="let every rank of a group make the same calls, in one order",
+            )
         )
 
 
@@ -171,15 +180,12 @@ class Waitable:
         """What that rank called, on which group, and where."""
         raise NotImplementedError
 
-    def withdraw(self) -> None:
-        """Make sure that nobody completes it any more. The caller holds the world's lock."""
-
-    def complete(self, error: BaseException | None = None) -> None:
-        """Let everybody pass who waits for it."""
-        with self.world.lock:
-            self._complete(error)
+    def withdraw(self) -> bool:
+        """Say whether it can be given up, because nobody is at work on it. The caller holds the lock."""
+        raise NotImplementedError
 
     def _complete(self, error: BaseException | None = None) -> None:
+        """Let everybody pass who waits for it. The caller holds the lock."""
         self.error = error
         self.done = True
         self.world.events += 1
@@ -217,13 +223,14 @@ class Waitable:
                 world.events += 1
         hopeless_since = -1  # the count of events at the last look, if it was hopeless then
         try:
-            while not gate.acquire(timeout=max(0.0, min(GRACE, deadline - time.monotonic()))):
+            while not gate.acquire(timeout=max(0.001, min(GRACE, deadline - time.monotonic()))):
                 with world.lock:
                     if self.done or world.stopped is not None:
                         break
-                    if time.monotonic() >= deadline:
-                        self.withdraw()
-                        self._complete(world.deadlock(f"nothing came for {seconds:g} s, the timeout of the group"))
+                    if time.monotonic() >= deadline and self.withdraw():
+                        self._complete(
+                            world.deadlock(f"nothing came for {seconds:g} s, the timeout of the group")
+                        )
                     elif not world.hopeless(self):
                         hopeless_since = -1
                     elif hopeless_since == world.events:
@@ -266,6 +273,10 @@ class Meeting(Waitable):
         """What that rank called, on which group, and where."""
         return f"{self.parts[self.group.ranks.index(rank)]}  (call {self.number} of {self.group})"
 
+    def withdraw(self) -> bool:
+        """Say whether a rank is missing; it will find the meeting over."""
+        return len(self.parts) < len(self.group.ranks)
+
     def work(self, kernel: Callable[[list[Part]], None]) -> None:
         """Do the work for all, in the thread of the rank that came last."""
         parts = [self.parts[place] for place in range(len(self.group.ranks))]
@@ -279,8 +290,9 @@ class Meeting(Waitable):
         except Exception as other:
             # A kernel of torch refused, such as a bitwise op on floats: every rank has to hear of it.
             error = other
-        self.parts.clear()  # the tensors belong to their ranks again
-        self.complete(error)
+        with self.world.lock:
+            self.parts.clear()  # the tensors belong to their ranks again
+            self._complete(error)
 
     def _mismatch(self, problem: str) -> MismatchError:
         got = [f"rank {self.group.ranks[place]}  {part}" for place, part in sorted(self.parts.items())]
@@ -311,9 +323,13 @@ class Receive(Waitable):
         """What was called, on which group, and where."""
         return f"{self.part}  ({self.group})"
 
-    def withdraw(self) -> None:
-        """Take it from the posted ones."""
-        self.group.posted[self.place].remove(self)
+    def withdraw(self) -> bool:
+        """Take it from the posted ones, if no message has come."""
+        posted = self.group.posted[self.place]
+        if self not in posted:
+            return False
+        posted.remove(self)
+        return True
 
     def fill(self, sent: Message) -> None:
         """Copy the message in, and let the receiver pass."""
@@ -335,10 +351,11 @@ class Receive(Waitable):
             except Exception as other:
                 error = other
         self.came_from = sent.source
-        self.complete(error)
+        with self.world.lock:
+            self._complete(error)
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Message:
     """A tensor under way; a copy, since the sender may change its own once `send` has returned."""
 
@@ -361,7 +378,11 @@ class Group:
         self.posted: list[list[Receive]] = [[] for _ in self.ranks]
 
     def __str__(self) -> str:
-        ranks = ", ".join(map(str, self.ranks)) if len(self.ranks) <= 16 else f"{self.ranks[0]} ... {self.ranks[-1]}"
+        ranks = (
+            ", ".join(map(str, self.ranks))
+            if len(self.ranks) <= 16
+            else f"{self.ranks[0]} ... {self.ranks[-1]}"
+        )
         return f"group '{self.name}' of ranks {ranks}"
 
     def meet(self, place: int, part: Part, kernel: Callable[[list[Part]], None]) -> Meeting:
@@ -385,7 +406,7 @@ class Group:
 
     def send(self, place: int, to: int, tag: int, part: Part) -> None:
         """Hand a message to who waits for it, or leave it until it is asked for."""
-        message = Message(place, tag, part.inputs[0].detach().clone(), part)
+        sent = Message(place, tag, _torch.without_autograd(part.inputs[0].clone), part)
         with self.world.lock:
             self.world.check()
             self.world.events += 1
@@ -394,9 +415,9 @@ class Group:
                     self.posted[to].remove(receive)
                     break
             else:
-                self.arrived[to].append(message)
+                self.arrived[to].append(sent)
                 return
-        receive.fill(message)
+        receive.fill(sent)
 
     def receive(self, place: int, source: int | None, tag: int, part: Part) -> Receive:
         """Take the first message that fits, or wait for it."""
@@ -404,12 +425,12 @@ class Group:
         with self.world.lock:
             self.world.check()
             self.world.events += 1
-            for message in self.arrived[place]:
-                if message.tag == tag and source in (None, message.source):
-                    self.arrived[place].remove(message)
+            for sent in self.arrived[place]:
+                if sent.tag == tag and source in (None, sent.source):
+                    self.arrived[place].remove(sent)
                     break
             else:
                 self.posted[place].append(receive)
                 return receive
-        receive.fill(message)
+        receive.fill(sent)
         return receive

@@ -120,7 +120,9 @@ def _plain(op: type[LinearOp]) -> Callable[[Axis], list[Example]]:
     return lambda axis: [(op(axis), (2, 3)), (op(axis), ())]
 
 
-def _rooted(op: type[Broadcast | BroadcastInvariant | KeepAtRoot | Reduce]) -> Callable[[Axis], list[Example]]:
+def _rooted(
+    op: type[Broadcast | BroadcastInvariant | KeepAtRoot | Reduce],
+) -> Callable[[Axis], list[Example]]:
     """Examples with the first and the last rank as root."""
     return lambda axis: [(op(axis, axis.size - 1), (2, 3)), (op(axis, 0), ())]
 

@@ -9,7 +9,13 @@ from gradmesh.ops import wire
 from gradmesh.ops.base import LinearOp, SameShape
 from gradmesh.types import I, P, R, V
 
-__all__ = ["InvariantToPartial", "PartialFromVarying", "ReplicatedToInvariant", "ReplicatedToPartial", "VaryingFromReplicated"]
+__all__ = [
+    "InvariantToPartial",
+    "PartialFromVarying",
+    "ReplicatedToInvariant",
+    "ReplicatedToPartial",
+    "VaryingFromReplicated",
+]
 
 
 class _Relabel(SameShape):

@@ -94,7 +94,9 @@ class _Halo(LinearOp):
         me = self.axis.rank
         return [s for s in self.plan[me] if s.owner == owner] if owner != me else []
 
-    def swap(self, x: Tensor, pieces: list[list[Tensor]], expected: list[list[Segment]]) -> list[list[Tensor]]:
+    def swap(
+        self, x: Tensor, pieces: list[list[Tensor]], expected: list[list[Segment]]
+    ) -> list[list[Tensor]]:
         """Send each rank its pieces and receive the expected ones, each as a view of one fresh buffer.
 
         All pieces between two ranks go in one message, so that two ranks on a circle, where both neighbours are
@@ -109,7 +111,8 @@ class _Halo(LinearOp):
         )
         views = iter(got)
         return [
-            [next(views).view(shifted(x.shape, self.dim, s.length)) for s in segments] for segments in expected
+            [next(views).view(shifted(x.shape, self.dim, s.length)) for s in segments]
+            for segments in expected
         ]
 
     def expect(self, expected: int, got: int) -> None:
@@ -147,9 +150,7 @@ class HaloExchange(_Halo):
     @property
     def adjoint(self) -> LinearOp:
         """The slabs' gradients sent back and added."""
-        return HaloReturn(
-            self.axis, self.dim, self.left, self.right, self.wrap, self.sizes, **self.swapped
-        )
+        return HaloReturn(self.axis, self.dim, self.left, self.right, self.wrap, self.sizes, **self.swapped)
 
 
 class HaloReturn(_Halo):
@@ -182,6 +183,4 @@ class HaloReturn(_Halo):
     @property
     def adjoint(self) -> LinearOp:
         """The halo exchange."""
-        return HaloExchange(
-            self.axis, self.dim, self.left, self.right, self.wrap, self.sizes, **self.swapped
-        )
+        return HaloExchange(self.axis, self.dim, self.left, self.right, self.wrap, self.sizes, **self.swapped)

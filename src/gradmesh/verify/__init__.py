@@ -1,0 +1,1 @@
+"""Proofs that a program's distributed gradients are right."""

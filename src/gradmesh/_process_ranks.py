@@ -1,0 +1,184 @@
+"""Ranks that are processes of this machine: started once, given functions to run, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
+
+import torch.distributed as dist
+
+from gradmesh._outcomes import FAILURE_GRACE, Failure, Outcome
+from gradmesh._shipping import dumps
+from gradmesh.errors import RankError, message
+
+__all__ = ["ProcessRanks"]
+
+_START_LIMIT = 300.0
+"""Seconds for the processes to start and find each other."""
+_EXIT_GRACE = 10.0
+"""Seconds for a process to leave after it was told to."""
+_POLL = 0.2
+"""Seconds between two looks at whether a process still lives: a child of its own may hold its pipe open."""
+
+
+class ProcessRanks:
+    """The processes of one world. The parent keeps the store through which they find each other."""
+
+    def __init__(self, size: int, backend: str, timeout: float | None) -> None:
+        self.size = size
+        self.alive = True
+        self._timeout = timeout
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pipes: list[Connection[Any, Any]] = []
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        try:
+            for rank in range(size):
+                self._start(rank, backend)
+            self._collect("ready", _START_LIMIT).values()
+        except BaseException:
+            self.kill()
+            raise
+
+    def run(self, fn: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
+        """Call the function on every rank; after a failure the ranks are gone."""
+        call = dumps((fn, tuple(args), dict(kwargs)))
+        try:
+            for pipe in self._pipes:
+                # A process that died since the last run is found out when its answer is awaited.
+                with contextlib.suppress(OSError):
+                    pipe.send(("call", call))
+            return self._collect("returned", self._timeout)
+        except BaseException:  # Ctrl-C
+            self.kill()
+            raise
+
+    def close(self) -> None:
+        """Let every process leave its group and exit."""
+        if self.alive:
+            try:
+                for pipe in self._pipes:
+                    with contextlib.suppress(OSError):
+                        pipe.send(("exit", b""))
+                deadline = time.monotonic() + _EXIT_GRACE
+                for process in self._processes:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(max(0.0, deadline - time.monotonic()))
+            finally:
+                self.kill()
+
+    def kill(self) -> None:
+        """End every process, with the processes that it started itself."""
+        self.alive = False
+        for process in self._processes:
+            # A rank is the leader of its own process group, which may outlive it.
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _start(self, rank: int, backend: str) -> None:
+        ours, theirs = Pipe()
+        self._pipes.append(ours)
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(self.size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._store.port),
+            # The store is served by this process, so that no rank has to serve it: what torchrun's agent does.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.size)))
+        if sys.platform == "linux":
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # sys.path is handed over before anything is imported; multiprocessing would run __main__ again instead.
+        code = (
+            f"import sys; sys.path[:] = {sys.path!r}; from gradmesh._child import main; "
+            f"main({theirs.fileno()}, {backend!r}, {self._timeout!r})"
+        )
+        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+        with theirs:
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, *flags, "-c", code],
+                    env=environment,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # a terminal's Ctrl-C goes to the parent alone, which ends the ranks
+                )
+            )
+
+    def _collect(self, expected: str, timeout: float | None) -> Outcome:
+        """Wait for an answer of every rank, or for what makes waiting pointless."""
+        outcome = Outcome(self.size, timeout=timeout)
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        while outcome.missing and time.monotonic() < deadline:
+            pipes = {self._pipes[rank]: rank for rank in outcome.missing}
+            ready = wait(list(pipes), min(_POLL, max(0.0, deadline - time.monotonic())))
+            for rank in [pipes[pipe] for pipe in ready if isinstance(pipe, Connection)]:
+                self._read(rank, expected, outcome)
+            for rank in outcome.missing:
+                if self._processes[rank].poll() is not None and not self._pipes[rank].poll():
+                    outcome.failures.append(self._death(rank))
+            if outcome.failures:
+                deadline = min(deadline, outcome.failures[0].when + FAILURE_GRACE)
+        if outcome.missing and not outcome.failures:
+            self._ask_where(outcome)
+        if outcome.failures or outcome.missing:
+            self.kill()
+        return outcome
+
+    def _read(self, rank: int, expected: str, outcome: Outcome) -> None:
+        try:
+            kind, payload = self._pipes[rank].recv()
+        except (EOFError, OSError):
+            outcome.failures.append(self._death(rank))
+            return
+        if kind == "where":
+            outcome.unfinished[rank] = payload.decode()
+        elif kind == "failed":
+            outcome.failures.append(pickle.loads(payload))
+        elif kind == expected:
+            try:
+                outcome.results[rank] = pickle.loads(payload) if payload else None
+            except Exception as error:
+                text = f"its result cannot be unpickled here: {error}"
+                outcome.failures.append(Failure(rank, type(error).__name__, text, cause=error))
+
+    def _death(self, rank: int) -> Failure:
+        process = self._processes[rank]
+        try:
+            code = process.wait(_EXIT_GRACE)
+        except subprocess.TimeoutExpired:
+            return Failure(rank, "a closed pipe", "it closed its connection to the launcher and still runs")
+        if code < 0:
+            with contextlib.suppress(ValueError):
+                return Failure(rank, signal.Signals(-code).name, f"its process was killed by signal {-code}")
+        return Failure(rank, f"exit code {code}", "its process ended without a word, before it had returned")
+
+    def _ask_where(self, outcome: Outcome) -> None:
+        """Ask the late ranks for the place where they are; a rank inside C code that keeps the GIL is silent."""
+        for rank in outcome.missing:
+            with contextlib.suppress(OSError):
+                self._pipes[rank].send(("where", b""))
+        deadline = time.monotonic() + FAILURE_GRACE
+        while (silent := set(outcome.missing) - set(outcome.unfinished)) and time.monotonic() < deadline:
+            pipes = {self._pipes[rank]: rank for rank in silent}
+            for pipe in wait(list(pipes), max(0.0, deadline - time.monotonic())):
+                if isinstance(pipe, Connection):
+                    with contextlib.suppress(EOFError, OSError):
+                        kind, payload = pipe.recv()
+                        if kind == "where":
+                            outcome.unfinished[pipes[pipe]] = payload.decode()

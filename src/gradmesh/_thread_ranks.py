@@ -1,0 +1,159 @@
+"""Ranks that are threads of this process: started once, given functions to run, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradmesh import _torch
+from gradmesh._outcomes import FAILURE_GRACE, Failure, Outcome
+from gradmesh.backends import threads
+from gradmesh.backends._rendezvous import Aborted, World
+from gradmesh.errors import message
+
+__all__ = ["ThreadRanks"]
+
+_END_GRACE = 2.0
+"""Seconds that a thread gets to notice that it has to end, before it is left behind as a daemon."""
+
+
+class _End(SystemExit):
+    """Raised inside a rank's thread that has to end, wherever its Python code is."""
+
+
+class ThreadRanks:
+    """The threads of one world. They keep their process groups from one run to the next."""
+
+    def __init__(self, size: int, timeout: float | None) -> None:
+        threads.register()
+        self.size = size
+        self.alive = True
+        self._timeout = timeout
+        self._world = World(size)
+        self._jobs: list[queue.SimpleQueue[Callable[[], object] | None]] = [queue.SimpleQueue() for _ in range(size)]
+        self._ended: queue.SimpleQueue[tuple[int, object, Failure | None]] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, args=(rank,), name=f"gradmesh rank {rank}", daemon=True)
+            for rank in range(size)
+        ]
+        self._store = dist.HashStore()
+        for thread in self._threads:
+            thread.start()
+        try:
+            self._run([self._join_world(rank) for rank in range(size)], None).values()
+        except BaseException:
+            self.kill()
+            raise
+
+    def run(self, fn: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
+        """Call the function on every rank; after a failure the ranks are gone."""
+        return self._run([lambda: fn(*args, **kwargs)] * self.size, self._timeout)
+
+    def close(self) -> None:
+        """Leave the process group on every rank, and end the threads."""
+        if self.alive:
+            self.alive = False
+            with contextlib.suppress(Exception):
+                self._run([_leave_world] * self.size, _END_GRACE)
+            self._end_threads()
+
+    def kill(self) -> None:
+        """End the threads wherever they are, as far as Python can."""
+        self.alive = False
+        self._world.stop(lambda: Aborted(message("the launch was ended")))
+        self._end_threads()
+
+    def _join_world(self, rank: int) -> Callable[[], None]:
+        # The ranks' waiting is watched, so that torch's own timeout is the last resort only.
+        timeout = None if self._timeout is None else datetime.timedelta(seconds=self._timeout)
+        return lambda: dist.init_process_group(
+            "threads", store=self._store, rank=rank, world_size=self.size, timeout=timeout
+        )
+
+    def _run(self, jobs: Sequence[Callable[[], object]], timeout: float | None) -> Outcome:
+        outcome = Outcome(self.size, timeout=timeout)
+        intra_op = torch.get_num_threads()
+        self._world.begin()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            with _torch.thread_isolation():
+                for jobs_of_rank, job in zip(self._jobs, jobs, strict=True):
+                    jobs_of_rank.put(job)
+                while outcome.missing:
+                    rank, result, failure = self._ended.get(
+                        timeout=None if deadline is None else max(0.0, deadline - time.monotonic())
+                    )
+                    if failure is None:
+                        outcome.results[rank] = result
+                        continue
+                    if not outcome.failures:
+                        deadline = min(deadline or float("inf"), time.monotonic() + FAILURE_GRACE)
+                    outcome.failures.append(failure)
+        except queue.Empty:
+            outcome.unfinished = {rank: self._where(rank) for rank in outcome.missing}
+        except BaseException:  # Ctrl-C
+            self.kill()
+            raise
+        finally:
+            # The ranks share the cores; MKL keeps the last number that any of them set.
+            torch.set_num_threads(intra_op)
+        if outcome.failures or outcome.missing:
+            self.kill()
+        return outcome
+
+    def _where(self, rank: int) -> str:
+        frame = sys._current_frames().get(self._threads[rank].ident or -1)
+        if frame is None:
+            return ""
+        stack = traceback.extract_stack(frame)
+        inside = [i for i, entry in enumerate(stack) if entry.filename == __file__]
+        return "".join(traceback.format_list(stack[inside[-1] + 1 :] if inside else stack))
+
+    def _end_threads(self) -> None:
+        for jobs in self._jobs:
+            jobs.put(None)
+        deadline = time.monotonic() + FAILURE_GRACE
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        late = [thread for thread in self._threads if thread.is_alive()]
+        for thread in late:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_End))
+        deadline = time.monotonic() + _END_GRACE
+        for thread in late:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _serve(self, rank: int) -> None:
+        """Be that rank: the thread's main function."""
+        intra_op = max(1, torch.get_num_threads() // self.size)
+        with contextlib.suppress(_End), threads.seated(self._world, rank):
+            while (job := self._jobs[rank].get()) is not None:
+                with _torch.thread_isolation():
+                    torch.set_num_threads(intra_op)
+                    self._ended.put(self._do(rank, job))
+                del job
+
+    def _do(self, rank: int, job: Callable[[], object]) -> tuple[int, object, Failure | None]:
+        try:
+            result = job()
+        except BaseException as error:
+            failure = Failure.of(rank, error)
+            self._world.leave(rank, error)
+            return rank, None, failure
+        self._world.leave(rank)
+        return rank, result, None
+
+
+def _leave_world() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

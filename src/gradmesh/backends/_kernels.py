@@ -1,0 +1,130 @@
+"""What a collective does to the tensors of all its ranks, when they lie in one memory.
+
+There are three: pieces move from rank to rank, pieces are summed on the rank they go to, and tensors are
+summed on every rank. Each takes the parts of all ranks in rank order, so that a sum has the same bits
+everywhere and every time. `Part.pieces` says which tensors a rank gives and takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from gradmesh.backends._rendezvous import Misfit, Part
+
+__all__ = ["REDUCTIONS", "Exchange", "exchange", "reduce", "reduce_scatter"]
+
+Pieces = Sequence[torch.Tensor | None]
+
+
+@dataclasses.dataclass(slots=True)
+class Exchange:
+    """The piece that a rank gives to each rank, and the one that it takes from each; None where nothing goes."""
+
+    give: Pieces
+    take: Pieces
+
+
+def _by_pairs(op: Callable[..., torch.Tensor]) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    return lambda tensors: functools.reduce(op, tensors)
+
+
+def _mean(tensors: list[torch.Tensor]) -> torch.Tensor:
+    total = functools.reduce(torch.add, tensors)
+    if total.is_floating_point() or total.is_complex():
+        return total / len(tensors)
+    return torch.div(total, len(tensors), rounding_mode="trunc")
+
+
+REDUCTIONS: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
+    "SUM": _by_pairs(torch.add),
+    "AVG": _mean,
+    "PRODUCT": _by_pairs(torch.mul),
+    "MIN": _by_pairs(torch.minimum),
+    "MAX": _by_pairs(torch.maximum),
+    "BAND": _by_pairs(torch.bitwise_and),
+    "BOR": _by_pairs(torch.bitwise_or),
+    "BXOR": _by_pairs(torch.bitwise_xor),
+}
+
+
+def _fit(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def _write(output: torch.Tensor, value: torch.Tensor) -> None:
+    # detach: an output that is a view made with grad mode on may not be written through that view
+    output = output.detach()
+    if output.is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            output.copy_(value)
+    else:
+        output.copy_(value)
+
+
+def exchange(parts: list[Part]) -> None:
+    """Move every piece to the rank that takes it: gather, scatter, broadcast and all_to_all are this."""
+    rounds = {len(part.pieces) for part in parts}  # type: ignore[arg-type]
+    if len(rounds) > 1:
+        raise Misfit("the ranks of a group brought different numbers of tensors")
+    for batch in zip(*(part.pieces for part in parts), strict=True):  # type: ignore[call-overload]
+        moves = [
+            (source, target, batch[source].give[target], batch[target].take[source])
+            for target in range(len(parts))
+            for source in range(len(parts))
+        ]
+        # Everything is compared before anything is written.
+        for source, target, given, taken in moves:
+            if not _fit(given, taken):
+                raise Misfit(
+                    f"what place {source} gives does not fit what place {target} takes: "
+                    f"{_show(given)} against {_show(taken)}"
+                )
+        for _, _, given, taken in moves:
+            if taken is not None and given is not taken:
+                _write(taken, given)
+
+
+def reduce(parts: list[Part], *, op: str, root: int | None) -> None:
+    """Reduce the tensors over the ranks, onto the root or onto all of them."""
+    tensors = [part.inputs for part in parts]
+    _same(tensors)
+    for of_ranks in zip(*tensors, strict=True):
+        value = _reduced(op, list(of_ranks))
+        for target in of_ranks if root is None else of_ranks[root : root + 1]:
+            _write(target, value)
+
+
+def reduce_scatter(parts: list[Part], *, op: str) -> None:
+    """Reduce the pieces that go to one rank, onto its output."""
+    for number in range(len(parts[0].pieces)):  # type: ignore[arg-type]
+        given = [part.pieces[number].give for part in parts]  # type: ignore[index]
+        _same(given)
+        values = []
+        for target, part in enumerate(parts):
+            if not _fit(given[0][target], part.outputs[number]):
+                raise Misfit("a rank's output does not fit the piece that the others give it")
+            values.append(_reduced(op, [give[target] for give in given]))
+        for part, value in zip(parts, values, strict=True):
+            _write(part.outputs[number], value)
+
+
+def _same(of_ranks: Sequence[Sequence[torch.Tensor]]) -> None:
+    if len({len(tensors) for tensors in of_ranks}) > 1:
+        raise Misfit("the ranks of a group brought different numbers of tensors")
+    for tensors in zip(*of_ranks, strict=True):
+        if not all(_fit(tensors[0], tensor) for tensor in tensors):
+            raise Misfit("the ranks of a group brought different shapes or dtypes")
+
+
+def _reduced(op: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    return REDUCTIONS[op](tensors)
+
+
+def _show(tensor: torch.Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

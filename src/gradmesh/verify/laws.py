@@ -1,0 +1,128 @@
+"""The law of the ops, as checks that any op can be put to.
+
+Every check runs on all ranks of the op's axis at once and returns an error that is the same on each: a number to
+hold against rounding. A check is told the op's adjoint apart from the op, so that it can be shown to reject a
+wrong one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradmesh.axis import Axis
+from gradmesh.ops import LinearOp, wire
+from gradmesh.types import Type
+
+__all__ = ["adjoint_matrix_error", "inner_product_error", "matrix", "pairing", "sample"]
+
+
+def sample(kind: Type, shape: Sequence[int], dtype: torch.dtype, axis: Axis, *, seed: int = 0) -> Tensor:
+    """A random operand of a type: the same on every rank for R and I, a different one on each for V and P.
+
+    Args:
+        kind: the type of the value.
+        shape: this rank's shape.
+        dtype: a floating-point or complex dtype.
+        axis: the ranks.
+        seed: another number, another sample.
+    """
+    alike = kind in (Type.R, Type.I)
+    generator = torch.Generator().manual_seed(1000 * seed + (0 if alike else 1 + axis.rank))
+    return torch.randn(tuple(shape), dtype=dtype, generator=generator)
+
+
+def pairing(kind: Type, x: Tensor, y: Tensor, axis: Axis) -> Tensor:
+    """<x, y>: the sum of the elements' products over the ranks, or once for an invariant operand.
+
+    Complex numbers are read as pairs of real ones, which is what torch's gradient convention does.
+    """
+    x, y = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (x, y))
+    local = (x.double() * y.double()).sum()
+    return local if kind is Type.I else wire.all_reduce(local, axis)
+
+
+def inner_product_error(
+    op: LinearOp, shape: Sequence[int], dtype: torch.dtype = torch.float64, *, adjoint: LinearOp | None = None
+) -> float:
+    """|<A x, y> - <x, A* y>| on random x and y, relative to the size of the terms.
+
+    Args:
+        op: the op A.
+        shape: this rank's operand shape.
+        dtype: the operands' dtype.
+        adjoint: what is claimed to be A*; the op's own by default.
+    """
+    adjoint = adjoint or op.adjoint
+    x = sample(op.src, shape, dtype, op.axis, seed=1)
+    y = sample(op.dst.dual, op.out_shape(shape), dtype, op.axis, seed=2)
+    left = pairing(op.dst, op.apply(x), y, op.axis)
+    right = pairing(op.src, x, adjoint.apply(y), op.axis)
+    scale = wire.all_reduce(x.abs().double().sum() + y.abs().double().sum() + 1, op.axis)
+    return float((left - right).abs() / scale)
+
+
+def matrix(op: LinearOp, shape: Sequence[int]) -> Tensor:
+    """The op as a dense matrix over the concatenated values of all ranks, found by applying it to unit vectors.
+
+    Row r is an element of some rank's result, column c one of some rank's operand. A column of an R or I operand
+    sets the element on that one rank only: this is the map on the ranks' memories, before any type is read into it.
+
+    Args:
+        op: the op.
+        shape: this rank's operand shape.
+    """
+    axis, size = op.axis, torch.Size(shape).numel()
+    sizes = wire.all_gather(torch.tensor([size]), axis).tolist()
+    columns = []
+    for owner, total in enumerate(sizes):
+        for element in range(total):
+            x = torch.zeros(size, dtype=torch.float64)
+            if owner == axis.rank:
+                x[element] = 1
+            y = op.apply(x.view(torch.Size(shape))).reshape(-1)
+            outs = wire.all_gather(torch.tensor([y.numel()]), axis).tolist()
+            columns.append(wire.all_gather(y, axis, outs))
+    if not columns:
+        rows = wire.all_reduce(torch.tensor(torch.Size(op.out_shape(shape)).numel()), axis)
+        return torch.zeros(int(rows), 0, dtype=torch.float64)
+    return torch.stack(columns, 1)
+
+
+def adjoint_matrix_error(
+    op: LinearOp, shape: Sequence[int], *, adjoint: LinearOp | None = None
+) -> float:
+    """How far the adjoint's matrix is from the transpose of the op's, on operands of their types.
+
+    On V and P every value is admissible; R and I operands are the same on every rank. With E the map that puts one
+    value on all ranks (the identity for V and P), and w = 1/W where an I pairing counts once (else 1), the law reads
+
+        w_dst E_dual(dst)^T A E_src = (w_src E_src^T A* E_dual(dst))^T
+
+    Args:
+        op: the op A.
+        shape: this rank's operand shape.
+        adjoint: what is claimed to be A*; the op's own by default.
+    """
+    adjoint = adjoint or op.adjoint
+    size = op.axis.size
+    forward = matrix(op, shape)
+    backward = matrix(adjoint, op.out_shape(shape))
+    cotangent = op.dst.dual
+    left = _weight(op.dst, size) * _folded(cotangent, size, _folded(op.src, size, forward.T).T)
+    right = _weight(op.src, size) * _folded(op.src, size, _folded(cotangent, size, backward.T).T)
+    return float((left - right.T).abs().max()) if left.numel() else 0.0
+
+
+def _folded(kind: Type, size: int, m: Tensor) -> Tensor:
+    """E^T m: the rows of the copies of one value, added up."""
+    if kind in (Type.V, Type.P) or m.numel() == 0:
+        return m
+    return m.reshape(size, -1, m.shape[1]).sum(0)
+
+
+def _weight(kind: Type, size: int) -> float:
+    """What undoes the repeated count of an invariant pairing."""
+    return 1 / size if kind is Type.I else 1

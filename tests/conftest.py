@@ -1,0 +1,51 @@
+"""Pools of ranks that the whole run shares: starting ranks is what costs time here, not using them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import gradmesh as gm
+
+pytest.register_assert_rewrite("contract")
+
+Run = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Small tensors on two cores: torch's own threads would only get in the way of the ranks."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def threads() -> Iterator[Callable[[int], Run]]:
+    """`threads(n)(fn, *args)` runs fn on n ranks that are threads, and returns their results."""
+    pools: dict[int, gm.Ranks] = {}
+
+    def pool(n: int) -> Run:
+        if n not in pools:
+            pools[n] = gm.Ranks(n, backend="threads", timeout=120)
+        return pools[n].run
+
+    yield pool
+    for ranks in pools.values():
+        ranks.close()
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Callable[[int], Run]]:
+    """`processes(n)(fn, *args)` runs fn on n gloo processes, and returns their results."""
+    pools: dict[int, gm.Ranks] = {}
+
+    def pool(n: int) -> Run:
+        if n not in pools:
+            pools[n] = gm.Ranks(n, backend="gloo", timeout=240)
+        return pools[n].run
+
+    yield pool
+    for ranks in pools.values():
+        ranks.close()

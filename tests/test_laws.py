@@ -1,0 +1,117 @@
+"""Every op keeps the law, on every axis: worlds of 1 to 4 ranks and a subgroup whose ranks are not 0 and 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import contract
+import pytest
+import torch
+
+import gradmesh as gm
+from gradmesh import ops
+from gradmesh.ops import REGISTRY, LinearOp
+from gradmesh.ops.base import SameShape
+from gradmesh.verify import laws
+
+PLACES = [(1, "world"), (2, "world"), (3, "world"), (4, "world"), (4, "subgroup")]
+Threads = Callable[[int], Callable[..., list[Any]]]
+
+
+@pytest.mark.parametrize(("size", "place"), PLACES, ids=[f"{place}-{size}" for size, place in PLACES])
+@pytest.mark.parametrize("row", range(len(REGISTRY)), ids=contract.row_ids())
+@pytest.mark.parametrize("law", contract.LAWS, ids=lambda law: law.__name__)
+def test_every_op(law: contract.Check, row: int, size: int, place: str, threads: Threads) -> None:
+    counts = threads(size)(contract.on_examples, law, [row], place)
+    assert max(counts) > 0
+
+
+@dataclass(frozen=True, init=False)
+class Chain(SameShape):
+    """One op after another, to build wrong ones."""
+
+    ops: tuple[LinearOp, ...]
+
+    verb = "chain"
+
+    def __init__(self, *ops: LinearOp) -> None:
+        for name, value in {"axis": ops[0].axis, "comm_dtype": None, "ops": ops}.items():
+            object.__setattr__(self, name, value)
+
+    def transfer(self, x: torch.Tensor) -> torch.Tensor:
+        for op in self.ops:
+            x = op.apply(x)
+        return x
+
+    @property
+    def adjoint(self) -> LinearOp:
+        return Chain(*(op.adjoint for op in reversed(self.ops)))
+
+
+def rejects_a_wrong_adjoint(op: LinearOp, shape: Sequence[int], wrong: LinearOp) -> None:
+    assert laws.inner_product_error(op, shape, adjoint=wrong) > 1e-3
+    assert laws.adjoint_matrix_error(op, shape, adjoint=wrong) > 1e-3
+
+
+@pytest.mark.parametrize("row", range(len(REGISTRY)), ids=contract.row_ids())
+def test_a_factor_of_the_world_size_is_caught(row: int, threads: Threads) -> None:
+    def on_each_rank() -> None:
+        for op, shape in REGISTRY[row].examples(gm.axis())[:1]:
+            rejects_a_wrong_adjoint(op, shape, ops.Mean(op.adjoint))
+
+    threads(3)(on_each_rank)
+
+
+def _wrong_pairs(axis: gm.Axis) -> dict[str, tuple[LinearOp, Sequence[int], LinearOp]]:
+    """Adjoints that hand-written code has had, and what they were taken for."""
+    pairs = ((0, 1), (1, 2))
+    return {
+        "slice without the sum": (ops.AllGather(axis, 0), (2,), ops.Shard(axis, 0)),
+        "sum where the gradient is whole": (ops.AllGatherInvariant(axis, 0), (2,), ops.ReduceScatter(axis, 0)),
+        "identity for a sum": (ops.AllReduce(axis), (2,), ops.Replicate(axis)),
+        "sum for an identity": (ops.AllReduceInvariant(axis), (2,), ops.AllReduceInvariant(axis)),
+        "no sum behind a replicated weight": (ops.Replicate(axis), (2,), ops.Replicate(axis)),
+        "shift on instead of back": (ops.Shift(axis, 1, True), (2,), ops.Shift(axis, 1, True)),
+        "pairs not turned round": (ops.Permute(axis, pairs), (2,), ops.Permute(axis, pairs)),
+        "scan from the same end": (ops.Scan(axis), (2,), ops.Scan(axis)),
+        "broadcast's gradient from the root alone": (ops.Broadcast(axis, 0), (2,), ops.KeepAtRoot(axis, 0)),
+        "another root": (ops.Broadcast(axis, 0), (2,), ops.Reduce(axis, 1)),
+        "slabs of the wrong side": (
+            ops.HaloExchange(axis, 0, 1, 0, True, (2,) * axis.size),
+            (2,),
+            ops.HaloExchange(axis, 0, 0, 1, True, (2,) * axis.size).adjoint,
+        ),
+        "an exchange taken for an identity": (ops.AllToAll(axis, 0, 0), (3,), ops.PartialFromVarying(axis)),
+        "the sum of another rank's slice": (
+            ops.AllGather(axis, 0),
+            (2,),
+            Chain(ops.ReduceScatter(axis, 0), ops.Shift(axis, 1, True)),
+        ),
+    }
+
+
+@pytest.mark.parametrize("mistake", _wrong_pairs(gm.Axis("any", 0, 3, None)))  # type: ignore[arg-type]
+def test_a_known_mistake_is_caught(mistake: str, threads: Threads) -> None:
+    def on_each_rank() -> None:
+        op, shape, wrong = _wrong_pairs(gm.axis())[mistake]
+        rejects_a_wrong_adjoint(op, shape, wrong)
+
+    threads(3)(on_each_rank)
+
+
+def test_the_dense_reference_would_notice_a_wrong_rule(threads: Threads) -> None:
+    """The third-order check fails when backward passes on the wrong op's result."""
+
+    def on_each_rank() -> bool:
+        op = ops.AllGather(gm.axis(), 0)
+        lying = type("Lying", (ops.AllGather,), {"adjoint": property(lambda self: ops.Shard(self.axis, 0))})
+        contract.matches_dense_autograd_to_third_order(op, (2, 3))
+        try:
+            contract.matches_dense_autograd_to_third_order(lying(gm.axis(), 0), (2, 3))
+        except AssertionError:
+            return True
+        return False
+
+    assert threads(2)(on_each_rank) == [True, True]

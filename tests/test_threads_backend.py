@@ -1,0 +1,756 @@
+"""The threads backend: every collective of torch.distributed, on ranks that are threads."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.func import hessian, jacfwd, jvp
+
+from gradmesh import _torch
+from gradmesh.backends import threads
+from gradmesh.errors import ArgumentError, DeadlockError, MismatchError, RankError, ShapeError
+from gradmesh.launch import launch
+
+W = 3
+# The names of torch 2.13, and the ones before them, which it deprecates.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def ranks(fn: Callable[..., Any], *args: Any, nprocs: int = W, timeout: float = 60) -> list[Any]:
+    return launch(fn, nprocs, backend="threads", args=args, timeout=timeout)
+
+
+def data(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(100 + rank)
+    if dtype == torch.bool:
+        return torch.randint(2, shape, generator=generator).bool()
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return torch.randint(1, 7, shape, generator=generator).to(dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+# ---- values
+
+
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "SUM": lambda stack: stack.sum(0),
+    "AVG": lambda stack: stack.mean(0),
+    "PRODUCT": lambda stack: stack.prod(0),
+    "MIN": lambda stack: stack.amin(0),
+    "MAX": lambda stack: stack.amax(0),
+    "BAND": lambda stack: stack[0] & stack[1] & stack[2],
+    "BOR": lambda stack: stack[0] | stack[1] | stack[2],
+    "BXOR": lambda stack: stack[0] ^ stack[1] ^ stack[2],
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_every_reduction_reduces_over_the_ranks(name: str) -> None:
+    dtype = torch.int64 if name.startswith("B") else torch.float64
+    expected = REDUCTIONS[name](torch.stack([data(r, 4, dtype=dtype) for r in range(W)]))
+
+    def work() -> tuple[Tensor, Tensor, Tensor]:
+        rank, op = dist.get_rank(), getattr(dist.ReduceOp, name)
+        everywhere, at_root, scattered = data(rank, 4, dtype=dtype), data(rank, 4, dtype=dtype), torch.empty(2, dtype=dtype)
+        dist.all_reduce(everywhere, op)
+        dist.reduce(at_root, 1, op)
+        dist.reduce_scatter(scattered, [data(rank, 4, dtype=dtype)[i : i + 2] for i in range(W)], op)
+        return everywhere, at_root, scattered
+
+    for rank, (everywhere, at_root, scattered) in enumerate(ranks(work)):
+        torch.testing.assert_close(everywhere, expected)
+        torch.testing.assert_close(at_root, expected if rank == 1 else data(rank, 4, dtype=dtype))
+        torch.testing.assert_close(scattered, expected[rank : rank + 2])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.int8, torch.uint8, torch.bool]
+)
+def test_every_dtype_is_summed_and_gathered(dtype: torch.dtype) -> None:
+    def work() -> tuple[Tensor, Tensor]:
+        x = data(dist.get_rank(), 2, 3, dtype=dtype)
+        gathered = torch.empty(2 * W, 3, dtype=dtype)
+        all_gather_single(gathered, x)
+        if dtype != torch.bool:
+            dist.all_reduce(x)
+        return x, gathered
+
+    for total, gathered in ranks(work):
+        assert torch.equal(gathered, torch.cat([data(r, 2, 3, dtype=dtype) for r in range(W)]))
+        if dtype != torch.bool:
+            expected = data(0, 2, 3, dtype=dtype) + data(1, 2, 3, dtype=dtype) + data(2, 2, 3, dtype=dtype)
+            assert torch.equal(total, expected)
+
+
+def test_a_sum_has_the_same_bits_on_every_rank_every_time() -> None:
+    def work() -> list[Tensor]:
+        outs = []
+        for i in range(30):
+            x = data(dist.get_rank(), 1000, dtype=torch.float32)
+            time.sleep(0.0003 * ((dist.get_rank() + i) % W))  # another rank comes last
+            dist.all_reduce(x)
+            outs.append(x)
+        return outs
+
+    seen = [x for outs in ranks(work) for x in outs]
+    assert all(torch.equal(seen[0], x) for x in seen)
+
+
+def test_gather_scatter_and_broadcast_move_pieces_from_and_to_the_root() -> None:
+    def work() -> tuple[list[Tensor] | None, Tensor, Tensor]:
+        rank = dist.get_rank()
+        gathered = [torch.empty(3, dtype=torch.float64) for _ in range(W)] if rank == 2 else None
+        dist.gather(data(rank, 3), gathered, dst=2)
+        scattered = torch.empty(3, dtype=torch.float64)
+        dist.scatter(scattered, [data(10 + i, 3) for i in range(W)] if rank == 1 else None, src=1)
+        copied = data(rank, 3)
+        dist.broadcast(copied, 2)
+        return gathered, scattered, copied
+
+    for rank, (gathered, scattered, copied) in enumerate(ranks(work)):
+        assert (gathered is not None) == (rank == 2)
+        for i, piece in enumerate(gathered or []):
+            assert torch.equal(piece, data(i, 3))
+        assert torch.equal(scattered, data(10 + rank, 3))
+        assert torch.equal(copied, data(2, 3))
+
+
+def test_lists_may_be_uneven() -> None:
+    def work() -> tuple[list[Tensor], Tensor, list[Tensor]]:
+        rank = dist.get_rank()
+        gathered = [torch.empty(i, 2, dtype=torch.float64) for i in range(W)]
+        dist.all_gather(gathered, data(rank, rank, 2))
+        scattered = torch.empty(rank + 1, dtype=torch.float64)
+        dist.reduce_scatter(scattered, [data(rank, i + 1) for i in range(W)])
+        exchanged = [torch.empty(i + rank, dtype=torch.float64) for i in range(W)]
+        dist.all_to_all(exchanged, [data(rank * W + i, i + rank) for i in range(W)])
+        return gathered, scattered, exchanged
+
+    for rank, (gathered, scattered, exchanged) in enumerate(ranks(work)):
+        for i in range(W):
+            assert torch.equal(gathered[i], data(i, i, 2))
+            assert torch.equal(exchanged[i], data(i * W + rank, i + rank))
+        torch.testing.assert_close(scattered, sum((data(r, rank + 1) for r in range(W)), torch.zeros(rank + 1)).double())
+
+
+def test_all_to_all_single_takes_equal_and_uneven_splits() -> None:
+    splits = [[0, 2, 1], [1, 0, 3], [2, 2, 2]]  # splits[source][target]
+
+    def work() -> tuple[Tensor, Tensor]:
+        rank = dist.get_rank()
+        equal = torch.empty(2 * W, dtype=torch.float64)
+        dist.all_to_all_single(equal, data(rank, 2 * W))
+        take = [splits[source][rank] for source in range(W)]
+        uneven = torch.empty(sum(take), 2, dtype=torch.float64)
+        dist.all_to_all_single(uneven, data(rank, sum(splits[rank]), 2), take, splits[rank])
+        return equal, uneven
+
+    for rank, (equal, uneven) in enumerate(ranks(work)):
+        assert torch.equal(equal, torch.cat([data(s, 2 * W)[2 * rank : 2 * rank + 2] for s in range(W)]))
+        pieces = [data(s, sum(splits[s]), 2).split(splits[s])[rank] for s in range(W)]
+        assert torch.equal(uneven, torch.cat(pieces))
+
+
+@pytest.mark.parametrize("shape", [(), (2,), (2, 3), (0, 3)])
+def test_single_tensor_forms_join_or_stack(shape: tuple[int, ...]) -> None:
+    def work() -> list[Tensor]:
+        x = data(dist.get_rank(), *shape)
+        stacked, back = torch.empty(W, *shape, dtype=torch.float64), torch.empty(shape, dtype=torch.float64)
+        all_gather_single(stacked, x)
+        joined = torch.empty(W * shape[0], *shape[1:], dtype=torch.float64) if shape else torch.empty(W).double()
+        all_gather_single(joined, x)
+        reduce_scatter_single(back, joined * (dist.get_rank() + 1))
+        return [stacked, joined, back]
+
+    for rank, (stacked, joined, back) in enumerate(ranks(work)):
+        expected = torch.stack([data(r, *shape) for r in range(W)])
+        assert torch.equal(stacked, expected)
+        assert torch.equal(joined, expected.reshape(joined.shape))
+        torch.testing.assert_close(back, 6 * data(rank, *shape))
+
+
+def test_tensors_may_be_strided() -> None:
+    def work() -> tuple[Tensor, Tensor]:
+        rank = dist.get_rank()
+        x = data(rank, 4, 3).t()
+        base = torch.zeros(3, 2 * W * 3, dtype=torch.float64)
+        out = base.t()[::2]  # (9, 3), in nobody's order
+        group = dist.group.WORLD
+        assert isinstance(group, threads.ThreadsGroup)
+        group.all_gather_single(out, data(rank, 3, 3).t()).wait()
+        dist.all_reduce(x)
+        return x, out
+
+    for total, gathered in ranks(work):
+        torch.testing.assert_close(total, sum((data(r, 4, 3).t() for r in range(W)), torch.zeros(3, 4).double()))
+        assert torch.equal(gathered, torch.cat([data(r, 3, 3).t() for r in range(W)]))
+
+
+def test_no_memory_is_shared_between_ranks() -> None:
+    def work() -> list[int]:
+        x = torch.ones(2)
+        out = [torch.empty(2) for _ in range(W)]
+        dist.all_gather(out, x)
+        dist.all_reduce(x)
+        objects: list[Any] = [None] * W
+        dist.all_gather_object(objects, x)
+        received = torch.empty(2)
+        pair = [dist.isend(x, (dist.get_rank() + 1) % W), dist.irecv(received, (dist.get_rank() - 1) % W)]
+        for request in pair:
+            assert request is not None
+            request.wait()
+        kept.append([x, *out, received, *objects])
+        return [t.data_ptr() for t in kept[-1]]
+
+    kept: list[list[Tensor]] = []
+    pointers = [p for of_rank in ranks(work) for p in of_rank]
+    assert len(set(pointers)) == len(pointers)
+
+
+def test_a_tensor_sent_may_be_changed_at_once() -> None:
+    def work() -> list[float]:
+        if dist.get_rank() == 0:
+            x = torch.zeros(1)
+            for i in range(5):
+                x.fill_(i)
+                dist.send(x, 1)
+            return []
+        time.sleep(0.05)
+        got, x = [], torch.empty(1)
+        for _ in range(5):
+            dist.recv(x, 0)
+            got.append(x.item())
+        return got
+
+    assert ranks(work, nprocs=2)[1] == [0, 1, 2, 3, 4]
+
+
+def test_messages_match_by_sender_and_tag() -> None:
+    def work() -> Any:
+        rank = dist.get_rank()
+        if rank:
+            dist.send(torch.tensor(10.0 * rank), 0, tag=7)
+            dist.send(torch.tensor(10.0 * rank + 1), 0, tag=8)
+            return None
+        x, y, z = torch.empty(()), torch.empty(()), torch.empty(())
+        dist.recv(x, 2, tag=8)
+        dist.recv(y, 2, tag=7)
+        source = dist.recv(z, tag=8)
+        return x.item(), y.item(), z.item(), source
+
+    assert ranks(work)[0] == (21.0, 20.0, 11.0, 1)
+
+
+def test_receives_first_and_sends_second_is_no_deadlock() -> None:
+    def work() -> float:
+        rank, x = dist.get_rank(), torch.empty(1)
+        ops = [
+            dist.P2POp(dist.irecv, x, (rank - 1) % W),
+            dist.P2POp(dist.isend, torch.tensor([float(rank)]), (rank + 1) % W),
+        ]
+        for request in dist.batch_isend_irecv(ops):
+            request.wait()
+        return x.item()
+
+    assert ranks(work) == [2, 0, 1]
+
+
+def test_async_calls_on_two_groups_may_be_waited_for_in_any_order() -> None:
+    def work() -> tuple[float, float]:
+        other = dist.new_group(list(range(W)))
+        a, b = torch.ones(1), torch.ones(1) * 2
+        calls = [(a, dist.group.WORLD), (b, other)]
+        if dist.get_rank() == 1:
+            calls.reverse()
+        works = [dist.all_reduce(x, group=group, async_op=True) for x, group in calls]
+        for request in reversed(works):
+            assert request is not None
+            request.wait()
+            assert request.is_completed()
+        return a.item(), b.item()
+
+    assert ranks(work) == [(3, 6)] * W
+
+
+def test_coalesced_calls_are_one_work() -> None:
+    def work() -> list[float]:
+        xs = [torch.ones(1) * i for i in range(4)]
+        with dist._coalescing_manager(async_ops=True) as pending:  # type: ignore[attr-defined]
+            for x in xs:
+                dist.all_reduce(x)
+        pending.wait()
+        return [x.item() for x in xs]
+
+    assert ranks(work) == [[0, 3, 6, 9]] * W
+
+
+# ---- who a rank is
+
+
+def test_each_thread_is_its_own_rank_in_groups_and_meshes() -> None:
+    def work() -> Any:
+        rank = dist.get_rank()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "gp"))
+        odd = dist.new_group([1, 3])
+        x = torch.tensor(float(rank))
+        y, z, u = x.clone(), x.clone(), x.clone()
+        dist.all_reduce(y, group=mesh.get_group("dp"))
+        dist.all_reduce(z, group=mesh.get_group("gp"))
+        if rank % 2:
+            dist.all_reduce(u, group=odd)
+        gathered = funcol.all_gather_tensor(x.reshape(1), 0, mesh["gp"])
+        total = funcol.all_reduce(x, "sum", mesh["dp"])
+        return mesh.get_coordinate(), y.item(), z.item(), u.item(), gathered.tolist(), total.item()
+
+    assert ranks(work, nprocs=4) == [
+        ([0, 0], 2, 1, 0, [0, 1], 2),
+        ([0, 1], 4, 1, 4, [0, 1], 4),
+        ([1, 0], 2, 5, 2, [2, 3], 2),
+        ([1, 1], 4, 5, 4, [2, 3], 4),
+    ]
+
+
+def test_functional_collectives_and_objects_work() -> None:
+    def work() -> Any:
+        rank, group = dist.get_rank(), dist.group.WORLD
+        assert group is not None
+        x = data(rank, W, 2)
+        scattered = funcol.reduce_scatter_tensor(x, "sum", 0, group)
+        exchanged = funcol.all_to_all_single(x, None, None, group)
+        both = funcol.all_reduce_coalesced([x, 2 * x], "sum", group)
+        names: list[Any] = [None] * W
+        dist.all_gather_object(names, f"rank {rank}")
+        shared: list[Any] = [{"root": rank}]
+        dist.broadcast_object_list(shared, 2)
+        return [t + 0 for t in (scattered, exchanged, *both)], names, shared
+
+    total = data(0, W, 2) + data(1, W, 2) + data(2, W, 2)
+    for rank, ((scattered, exchanged, once, twice), names, shared) in enumerate(ranks(work)):
+        torch.testing.assert_close(scattered, total[rank : rank + 1])
+        assert torch.equal(exchanged, torch.stack([data(r, W, 2)[rank] for r in range(W)]))
+        torch.testing.assert_close(once, total)
+        torch.testing.assert_close(twice, 2 * total)
+        assert names == [f"rank {r}" for r in range(W)]
+        assert shared == [{"root": 2}]
+
+
+def test_ddp_averages_gradients() -> None:
+    def work() -> Tensor:
+        model = torch.nn.Linear(3, 1, bias=False)
+        with torch.no_grad():
+            model.weight.fill_(float(dist.get_rank()))  # DDP broadcasts rank 0's
+        ddp = torch.nn.parallel.DistributedDataParallel(model)
+        ddp(data(dist.get_rank(), 2, 3, dtype=torch.float32)).sum().backward()
+        assert model.weight.detach().abs().max() == 0
+        assert model.weight.grad is not None
+        return model.weight.grad
+
+    expected = torch.stack([data(r, 2, 3, dtype=torch.float32).sum(0) for r in range(W)]).mean(0)
+    for gradient in ranks(work):
+        torch.testing.assert_close(gradient[0], expected)
+
+
+def test_rank_locals_are_the_ranks_own_and_none_elsewhere() -> None:
+    def work() -> tuple[int, bool]:
+        mine = threads.rank_locals()
+        assert mine is not None
+        mine.value = dist.get_rank()
+        dist.barrier()
+        helper: list[object] = []
+        thread = threading.Thread(target=lambda: helper.append(threads.rank_locals()))
+        thread.start()
+        thread.join()
+        again = threads.rank_locals()
+        assert again is mine
+        return mine.value, helper == [None]
+
+    assert ranks(work) == [(0, True), (1, True), (2, True)]
+    assert threads.rank_locals() is None
+
+
+def test_an_outer_world_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        outer = dist.group.WORLD
+        seen: list[bool] = []
+
+        def work() -> int:
+            done = threading.Event()
+
+            def look() -> None:  # a thread that is not a rank sees the process's world, also meanwhile
+                seen.append(dist.group.WORLD is outer and dist.get_world_size() == 1)
+                done.set()
+
+            threading.Thread(target=look).start()
+            done.wait()
+            return dist.get_world_size()
+
+        assert ranks(work) == [3] * 3
+        with pytest.raises(RankError):
+            ranks(lambda: 1 / 0)
+        assert seen == [True] * 3
+        assert dist.group.WORLD is outer
+        x = funcol.all_reduce(torch.ones(1), "sum", outer)  # type: ignore[arg-type]
+        assert x.item() == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_world_leaves_torch_as_it_found_it() -> None:
+    import sys
+
+    from torch._functorch import eager_transforms
+    from torch.distributed import distributed_c10d as c10d
+
+    def state() -> list[object]:
+        return [
+            c10d._world,
+            c10d._backend,
+            sys.excepthook,
+            forward_ad.enter_dual_level,
+            forward_ad.exit_dual_level,
+            type(forward_ad._current_level),
+            type(eager_transforms.JVP_NESTING),
+            torch.get_num_threads(),
+        ]
+
+    before = state()
+    ranks(lambda: jvp(torch.sin, (torch.ones(1),), (torch.ones(1),)))
+    with pytest.raises(RankError):
+        ranks(lambda: 1 / 0)
+    assert state() == before
+    assert not dist.is_initialized()
+
+
+def test_a_group_may_be_destroyed_and_made_again() -> None:
+    def work() -> list[float]:
+        x, y = torch.ones(1), torch.ones(1)
+        dist.all_reduce(x)
+        store = dist.PrefixStore("again", dist.HashStore())
+        rank = dist.get_rank()
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+        dist.init_process_group("threads", store=store, rank=rank, world_size=W)
+        dist.all_reduce(y)
+        return [x.item(), y.item()]
+
+    assert ranks(work) == [[3, 3]] * W
+
+
+def test_a_rank_may_launch_ranks() -> None:
+    def inner(outer: int) -> float:
+        x = torch.tensor(float(outer + dist.get_rank()))
+        dist.all_reduce(x)
+        return x.item()
+
+    def work() -> list[float]:
+        got = ranks(inner, 10 * dist.get_rank(), nprocs=2)
+        assert dist.get_world_size() == W
+        dist.barrier()
+        return got
+
+    assert ranks(work) == [[1, 1], [21, 21], [41, 41]]
+
+
+def test_the_backend_refuses_a_thread_that_is_no_rank() -> None:
+    threads.register()
+    with pytest.raises(ArgumentError, match=r"gradmesh\.launch"):
+        dist.init_process_group("threads", store=dist.HashStore(), rank=0, world_size=1)
+    assert not dist.is_initialized()
+
+
+def test_tensors_are_given_back_after_a_call() -> None:
+    def work() -> bool:
+        x = torch.ones(3)
+        dist.all_reduce(x)
+        ref = weakref.ref(x)
+        del x
+        dist.barrier()
+        gc.collect()
+        return ref() is None
+
+    assert all(ranks(work))
+
+
+def test_many_ranks_are_practical() -> None:
+    def work() -> float:
+        x, out = torch.tensor([float(dist.get_rank())]), torch.empty(64)
+        for _ in range(20):
+            all_gather_single(out, x)
+        return out.sum().item()
+
+    start = time.monotonic()
+    assert ranks(work, nprocs=64) == [2016] * 64
+    assert time.monotonic() - start < 20
+
+
+# ---- wrong programs
+
+
+def failure(fn: Callable[[], object], nprocs: int = W) -> RankError:
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        ranks(fn, nprocs=nprocs)
+    assert time.monotonic() - start < 10
+    return caught.value
+
+
+def by_rank(*calls: Callable[[], object]) -> Callable[[], object]:
+    return lambda: calls[dist.get_rank()]()
+
+
+MISMATCHES = {
+    "ops": (lambda: dist.all_reduce(torch.ones(2)), lambda: dist.broadcast(torch.ones(2), 0)),
+    "roots": (lambda: dist.broadcast(torch.ones(2), 0), lambda: dist.broadcast(torch.ones(2), 1)),
+    "reductions": (lambda: dist.all_reduce(torch.ones(2)), lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.MAX)),
+    "shapes": (lambda: dist.all_reduce(torch.ones(2)), lambda: dist.all_reduce(torch.ones(3))),
+    "dtypes": (lambda: dist.all_reduce(torch.ones(2)), lambda: dist.all_reduce(torch.ones(2).double())),
+    "sizes": (
+        lambda: all_gather_single(torch.ones(4), torch.ones(2)),
+        lambda: all_gather_single(torch.ones(6), torch.ones(3)),
+    ),
+    "splits": (
+        lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3), [1, 2], [1, 2]),
+        lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3), [1, 2], [1, 2]),
+    ),
+    "messages": (lambda: dist.send(torch.ones(2), 1), lambda: dist.recv(torch.ones(3), 0)),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_calls_that_do_not_match_show_what_each_rank_called(name: str) -> None:
+    error = failure(by_rank(*MISMATCHES[name]), nprocs=2)
+    assert isinstance(error.__cause__, MismatchError)
+    for rank in range(2):
+        assert f"rank {rank}  " in str(error)
+    assert str(error).count(f"{__file__}:") >= 2
+
+
+def test_every_rank_hears_of_a_mismatch() -> None:
+    heard: list[int] = []
+
+    def work() -> None:
+        try:
+            dist.all_reduce(torch.ones(1 + dist.get_rank()))
+        except MismatchError:
+            heard.append(dist.get_rank())
+
+    ranks(work)
+    assert sorted(heard) == [0, 1, 2]
+
+
+def test_every_rank_hears_of_a_kernel_that_refuses() -> None:
+    def work() -> str:
+        with pytest.raises(RuntimeError) as caught:
+            dist.all_reduce(torch.ones(1), dist.ReduceOp.BAND)
+        return str(caught.value)
+
+    assert all("bitwise_and" in text for text in ranks(work))
+
+
+def test_a_large_tensor_that_is_not_one_piece_per_rank_is_refused() -> None:
+    error = failure(lambda: all_gather_single(torch.ones(7), torch.ones(2)))
+    assert isinstance(error.__cause__, (ShapeError, ValueError, RuntimeError))
+
+
+def test_an_unknown_reduction_is_refused_with_the_ones_there_are() -> None:
+    error = failure(lambda: dist.all_reduce(torch.ones(1), dist._make_nccl_premul_sum(2.0)))  # type: ignore[attr-defined]
+    assert isinstance(error.__cause__, ArgumentError)
+    assert "PREMUL_SUM" in str(error)
+    assert "BXOR" in str(error)
+
+
+def test_a_deadlock_names_who_waits_where() -> None:
+    def work() -> None:
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(2))
+        elif dist.get_rank() == 1:
+            dist.recv(torch.ones(3), 2, tag=5)
+
+    text = str(failure(work))
+    assert "DeadlockError" in text
+    assert "rank 0  waits in all_reduce(sum)  float32[2]  at " in text
+    assert "rank 1  waits in recv(from place 2, tag 5)  float32[3]  at " in text
+    assert "rank 2  has returned" in text
+    assert "of ranks 0, 1, 2" in text
+
+
+def test_two_groups_in_different_orders_are_a_deadlock() -> None:
+    def work() -> None:
+        groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+        if dist.get_rank():
+            groups.reverse()
+        for group in groups:
+            dist.barrier(group=group)
+
+    assert isinstance(failure(work, nprocs=2).__cause__, DeadlockError)
+
+
+def test_waiting_for_a_rank_that_returned_ends_while_others_still_run() -> None:
+    def work() -> None:
+        if dist.get_rank() == 0:
+            dist.recv(torch.ones(1), 1)
+        elif dist.get_rank() == 2:
+            time.sleep(3)
+
+    start = time.monotonic()
+    with pytest.raises(RankError, match="DeadlockError"):
+        ranks(work)
+    assert time.monotonic() - start < 5
+
+
+def test_a_slow_rank_is_no_deadlock() -> None:
+    def work() -> float:
+        x = torch.ones(1)
+        if dist.get_rank() == 1:
+            time.sleep(1.2)
+        dist.all_reduce(x)
+        return x.item()
+
+    assert ranks(work) == [3] * W
+
+
+def test_the_timeout_of_a_group_is_honoured() -> None:
+    import datetime
+
+    def work() -> None:
+        group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=0.6))
+        if dist.get_rank() == 0:
+            dist.barrier(group=group)
+        elif dist.get_rank() == 1:
+            time.sleep(1.5)
+            dist.barrier(group=group)
+
+    error = failure(work)
+    assert isinstance(error.__cause__, DeadlockError)
+    assert "0.6 s" in str(error)
+
+
+def test_a_failing_rank_wakes_the_others_at_once() -> None:
+    woken: list[tuple[float, BaseException]] = []
+    failed_at: list[float] = []
+
+    def work() -> None:
+        if dist.get_rank() == 2:
+            time.sleep(0.4)
+            failed_at.append(time.monotonic())
+            raise ValueError("boom")
+        try:
+            dist.barrier()
+        except BaseException as error:
+            woken.append((time.monotonic() - failed_at[0], error))
+            raise
+
+    error = failure(work)
+    assert error.rank == 2
+    assert isinstance(error.__cause__, ValueError)
+    assert len(woken) == 2
+    for seconds, secondary in woken:
+        assert seconds < 0.2
+        assert isinstance(secondary, RankError)
+        assert "rank 2 failed with ValueError: boom" in str(secondary)
+
+
+# ---- forward mode
+
+
+def composed(depth: int) -> Callable[[Tensor], Tensor]:
+    def f(x: Tensor) -> Tensor:
+        for _ in range(depth):
+            x = torch.sin(x) * 1.1
+        return x
+
+    return f
+
+
+def test_forward_mode_on_all_ranks_at_once_gives_right_values() -> None:
+    def work() -> int:
+        rank, wrong = dist.get_rank(), 0
+        x = torch.linspace(0, 1, 4, dtype=torch.float64) + rank
+        t = torch.linspace(1, 2, 4, dtype=torch.float64)
+        for i in range(60):
+            f = composed(1 + (7 * i + 13 * rank) % 25)
+            leaf = x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(f(leaf).sum(), leaf)
+            _, tangent = jvp(f, (x,), (t,))
+            wrong += not torch.allclose(tangent, slope * t)
+            with forward_ad.dual_level():
+                tangent = forward_ad.unpack_dual(f(forward_ad.make_dual(x, t))).tangent
+            wrong += tangent is None or not torch.allclose(tangent, slope * t)
+        for i in range(2):
+            wrong += not torch.allclose(jacfwd(jacfwd(lambda z: (z**3).sum()))(x), torch.diag(6 * x))
+            wrong += not torch.allclose(hessian(lambda z: (z ** (3 + i)).sum())(x).diag(), (2 + i) * (3 + i) * x ** (1 + i))
+        return wrong
+
+    assert ranks(work, nprocs=4, timeout=120) == [0] * 4
+
+
+def test_a_rank_outside_forward_mode_does_not_see_the_others_level() -> None:
+    def work() -> tuple[bool, bool]:
+        if dist.get_rank() == 0:
+            with forward_ad.dual_level():
+                inside = _torch.transforms_active()
+                dist.barrier()
+                dist.barrier()
+            return inside, _torch.transforms_active()
+        dist.barrier()
+        seen = _torch.transforms_active(), forward_ad._current_level >= 0
+        dist.barrier()
+        return seen
+
+    assert ranks(work, nprocs=2) == [(True, False), (False, False)]
+
+
+def test_a_nested_level_is_refused_as_torch_refuses_it() -> None:
+    def work() -> None:
+        with forward_ad.dual_level(), pytest.raises(RuntimeError, match="Nested forward mode"), forward_ad.dual_level():
+            pass
+        assert not _torch.transforms_active()
+
+    ranks(work)
+
+
+def test_a_launch_inside_a_dual_level_leaves_the_level_alone() -> None:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(1), torch.full((1,), 3.0))
+        got = ranks(lambda: jvp(torch.sin, (torch.zeros(1),), (torch.ones(1),))[1].item())
+        assert got == [1.0] * W
+        assert forward_ad._current_level == 0
+        tangent = forward_ad.unpack_dual(dual * 2).tangent
+        assert tangent is not None
+        assert tangent.item() == 6
+    assert forward_ad._current_level == -1
+
+
+def test_collectives_do_not_carry_tangents_or_graphs() -> None:
+    def work() -> bool:
+        x = torch.ones(2, requires_grad=True)
+        out = torch.empty(2 * W)
+        all_gather_single(out, x * 2)
+        return out.requires_grad
+
+    assert ranks(work) == [False] * W
+
+
+def test_inference_tensors_may_be_reduced() -> None:
+    def work() -> float:
+        with torch.inference_mode(dist.get_rank() == 0):
+            x = torch.ones(1)
+            dist.all_reduce(x)
+            return x.item()
+
+    assert ranks(work) == [3] * W
