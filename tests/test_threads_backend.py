@@ -27,6 +27,8 @@ W = 3
 # The names of torch 2.13, and the ones before them, which it deprecates.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+functional_all_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+functional_reduce_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
 
 
 def ranks(fn: Callable[..., Any], *args: Any, nprocs: int = W, timeout: float = 60) -> list[Any]:
@@ -311,7 +313,7 @@ def test_each_thread_is_its_own_rank_in_groups_and_meshes() -> None:
         dist.all_reduce(z, group=mesh.get_group("gp"))
         if rank % 2:
             dist.all_reduce(u, group=odd)
-        gathered = funcol.all_gather_tensor(x.reshape(1), 0, mesh["gp"])
+        gathered = functional_all_gather(x.reshape(1), 0, mesh["gp"])
         total = funcol.all_reduce(x, "sum", mesh["dp"])
         return mesh.get_coordinate(), y.item(), z.item(), u.item(), gathered.tolist(), total.item()
 
@@ -328,7 +330,7 @@ def test_functional_collectives_and_objects_work() -> None:
         rank, group = dist.get_rank(), dist.group.WORLD
         assert group is not None
         x = data(rank, W, 2)
-        scattered = funcol.reduce_scatter_tensor(x, "sum", 0, group)
+        scattered = functional_reduce_scatter(x, "sum", 0, group)
         exchanged = funcol.all_to_all_single(x, None, None, group)
         both = funcol.all_reduce_coalesced([x, 2 * x], "sum", group)
         names: list[Any] = [None] * W

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from gradmesh._torch import functorch_active, transforms_active
 from gradmesh.ops.base import LinearOp, Op
@@ -40,7 +41,11 @@ def _take_part(x: Tensor) -> Tensor:
     """
     if functorch_active() or not (x.is_floating_point() or x.is_complex()):
         return x
-    return x.detach().requires_grad_()
+    if not transforms_active():
+        return x.detach().requires_grad_()
+    primal, tangent = forward_ad.unpack_dual(x)
+    leaf = primal.detach().requires_grad_()
+    return leaf if tangent is None else forward_ad.make_dual(leaf, tangent)
 
 
 class _Rule(torch.autograd.Function):

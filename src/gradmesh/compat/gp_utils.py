@@ -162,7 +162,7 @@ def setup_gp(config: Mapping[str, Any]) -> None:
 
 def _own_group(rows: Iterable[list[int]], rank: int, backend: str | None) -> dist.ProcessGroup:
     """Make a group of each row, as every rank has to, and return that of `rank`."""
-    made = {rank in row: dist.new_group(row, backend=backend) for row in rows}
+    made: dict[bool, dist.ProcessGroup] = {rank in row: dist.new_group(row, backend=backend) for row in rows}
     return made[True]
 
 
@@ -229,7 +229,7 @@ def get_gp_world_size() -> int:
 
 
 def _axis() -> Axis:
-    group = get_gp_group() or dist.ProcessGroup(0, 1)
+    group = get_gp_group() or dist.ProcessGroup(dist.HashStore(), 0, 1)  # type: ignore[attr-defined]
     return Axis("gp", group.rank(), group.size(), group)
 
 

@@ -33,7 +33,6 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 

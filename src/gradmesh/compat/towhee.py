@@ -71,10 +71,11 @@ class AllGather(FunctionLike):
             )
         return all_gather(tensor, found, dst=I)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002 - as documented
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Make a context for `forward` and `backward`."""
 
     def __call__(self, *args: Any) -> Tensor:
+        """Run `apply`."""
         return self.apply(*args)
 
     dirty_tensors: Any = None

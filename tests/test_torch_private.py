@@ -1,0 +1,117 @@
+"""What gradmesh relies on in torch's private names: a torch that changes it fails here, by name."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._functorch import eager_transforms, predispatch
+from torch.autograd import forward_ad
+from torch.distributed import distributed_c10d as c10d
+
+from gradmesh import _torch
+
+
+def test_the_groups_of_a_process_are_reached_through_c10d_world() -> None:
+    assert type(c10d._world) is c10d._World
+    assert dist.group.WORLD is c10d._world.default_pg
+    assert c10d._backend is None or isinstance(c10d._backend, str)
+    assert hasattr(c10d, "_default_pg_init_method")
+
+
+def test_a_ranks_world_has_its_own_of_every_field() -> None:
+    fields = {name for name, value in vars(c10d._World).items() if isinstance(value, property)}
+    fields -= {"pg_config_info"}  # computed from the others
+    one, other = _torch._RankWorld(), _torch._RankWorld()
+    for name in fields:
+        mine = getattr(one, name)
+        assert not mine, f"{name} is not empty in a new world"
+        if mine is not None and not isinstance(mine, int):
+            assert mine is not getattr(other, name), f"{name} is shared by two ranks"
+            assert mine is not getattr(c10d._world, name), f"{name} is the process's own"
+
+
+def test_the_registry_in_cpp_has_a_mode_for_threads() -> None:
+    assert callable(torch._C._distributed_c10d._set_thread_isolation_mode)
+
+
+def test_forward_mode_counts_levels_in_globals_of_its_modules() -> None:
+    assert forward_ad._current_level == -1
+    assert eager_transforms.JVP_NESTING == 0
+    assert hasattr(predispatch, "DECOMPOSITIONS_LOCK")
+    seen: list[tuple[int, int]] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append((forward_ad._current_level, eager_transforms.JVP_NESTING))
+        return x
+
+    torch.func.jvp(look, (torch.ones(1),), (torch.ones(1),))
+    assert seen == [(0, 1)]
+
+
+def test_the_level_that_cpp_gives_is_0_and_a_second_one_is_refused() -> None:
+    assert torch._C._enter_dual_level() == 0
+    try:
+        with pytest.raises(RuntimeError, match="Nested forward mode"):
+            torch._C._enter_dual_level()
+    finally:
+        torch._C._exit_dual_level(level=0)
+
+
+def test_dual_level_calls_the_functions_of_its_module() -> None:
+    assert "enter_dual_level()" in inspect.getsource(forward_ad.dual_level.__enter__)
+    assert "exit_dual_level()" in inspect.getsource(forward_ad.dual_level.__exit__)
+
+
+def test_a_level_that_is_shared_reads_as_each_threads_own() -> None:
+    with _torch.thread_isolation(), forward_ad.dual_level():
+        level = forward_ad._current_level
+        assert (level == 0, level != 0, level < 0, level <= 0, level > -1, level >= 0) == (
+            True,
+            False,
+            False,
+            True,
+            True,
+            True,
+        )
+        elsewhere: list[bool] = []
+        thread = threading.Thread(
+            target=lambda: elsewhere.extend([level == -1, level != 0, level < 0, level <= -1, level > -1, level >= 0])
+        )
+        thread.start()
+        thread.join()
+        assert elsewhere == [True, True, True, True, False, False]
+    assert forward_ad._current_level == -1
+    assert type(forward_ad._current_level) is int
+
+
+def test_transforms_active_sees_a_transform_and_a_level() -> None:
+    seen: list[bool] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.transforms_active())
+        return x.sum()
+
+    torch.func.grad(look)(torch.ones(2))
+    torch.func.vmap(look)(torch.ones(2, 2))
+    with forward_ad.dual_level():
+        look(torch.ones(2))
+    look(torch.ones(2))
+    assert seen == [True, True, True, False]
+
+
+def test_without_autograd_switches_both_modes_off_and_back() -> None:
+    x = torch.ones(1, requires_grad=True)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(1), torch.ones(1))
+        y, z = _torch.without_autograd(lambda: (x * 2, dual * 2))
+        assert not y.requires_grad
+        assert forward_ad.unpack_dual(z).tangent is None
+        assert (x * 2).requires_grad
+        assert forward_ad.unpack_dual(dual * 2).tangent is not None
+    with torch.no_grad():
+        _torch.without_autograd(lambda: None)
+        assert not torch.is_grad_enabled()
