@@ -35,12 +35,13 @@ def pool() -> Iterator[Ranks]:
 
 
 @pytest.fixture(params=["threads", pytest.param("gloo", marks=pytest.mark.processes)])
-def both(request: pytest.FixtureRequest) -> Ranks:
+def both(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Two ranks of either kind."""
     if request.param == "gloo":
-        found: Ranks = request.getfixturevalue("pool")
-        return found
-    return Ranks(2, backend="threads", timeout=60)
+        yield request.getfixturevalue("pool")
+        return
+    with Ranks(2, backend="threads", timeout=60) as ranks:
+        yield ranks
 
 
 def my_rank_plus(start: int, *, by: int = 1) -> int:
@@ -98,11 +99,18 @@ def rank_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("gradmesh rank")]
 
 
-def run_python(code: str, *flags: str, name: str = "script.py", folder: Path) -> subprocess.CompletedProcess[str]:
+def run_python(
+    code: str, *flags: str, name: str = "script.py", folder: Path
+) -> subprocess.CompletedProcess[str]:
     script = folder / name
     script.write_text(textwrap.dedent(code))
     return subprocess.run(
-        [sys.executable, *flags, str(script)], capture_output=True, text=True, timeout=120, cwd=folder, check=False
+        [sys.executable, *flags, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=folder,
+        check=False,
     )
 
 
@@ -124,16 +132,22 @@ def test_ranks_stay_the_same_from_run_to_run(both: Ranks) -> None:
         return os.getpid(), threading.get_ident()
 
     assert both.run(who) == both.run(who)
-    both.close()
 
 
 @pytest.mark.processes
 def test_a_rank_has_its_place_in_the_environment(pool: Ranks) -> None:
     names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS"]
-    rows = pool.run(lambda: ([os.environ[n] for n in names], torch.get_num_threads(), os.getcwd(), dist.get_backend()))
+    rows = pool.run(
+        lambda: ([os.environ[n] for n in names], torch.get_num_threads(), os.getcwd(), dist.get_backend())
+    )
     intra_op = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // 2))
     for rank, row in enumerate(rows):
-        assert row == ([str(rank)] * 2 + ["2", "2", "127.0.0.1", intra_op], int(intra_op), os.getcwd(), "gloo")
+        assert row == (
+            [str(rank)] * 2 + ["2", "2", "127.0.0.1", intra_op],
+            int(intra_op),
+            os.getcwd(),
+            "gloo",
+        )
 
 
 @pytest.mark.processes
@@ -153,7 +167,9 @@ def test_launch_passes_args_and_kwargs() -> None:
 
 def test_a_launch_may_come_from_another_thread() -> None:
     results: list[object] = []
-    thread = threading.Thread(target=lambda: results.append(launch(my_rank_plus, 2, backend="threads", args=(0,))))
+    thread = threading.Thread(
+        target=lambda: results.append(launch(my_rank_plus, 2, backend="threads", args=(0,)))
+    )
     thread.start()
     thread.join(60)
     assert results == [[0, 2]]
@@ -170,7 +186,9 @@ def test_two_threads_may_launch_at_the_same_time() -> None:
 
     results: dict[int, object] = {}
     threads = [
-        threading.Thread(target=lambda n=n: results.update({n: launch(sums, n, backend="threads", args=(n,))}))  # type: ignore[misc]
+        threading.Thread(
+            target=lambda n=n: results.update({n: launch(sums, n, backend="threads", args=(n,))})
+        )  # type: ignore[misc]
         for n in (2, 3, 4)
     ]
     for thread in threads:
@@ -194,7 +212,6 @@ def test_the_first_failing_rank_is_named_with_its_traceback(both: Ranks) -> None
     assert error.rank_traceback.rstrip() in str(error)
     assert isinstance(error.__cause__, ValueError)
     assert both.run(my_rank_plus, 0) == [0, 2]  # the next run starts new ranks
-    assert both.backend == "gloo" or both.close() is None
 
 
 def test_an_interrupt_or_exit_on_a_rank_is_a_failure_of_that_rank() -> None:
@@ -216,7 +233,9 @@ def test_a_process_that_dies_is_named_with_how_it_died(pool: Ranks) -> None:
 
 @pytest.mark.processes
 def test_what_cannot_come_back_by_pickle_is_said(pool: Ranks) -> None:
-    with pytest.raises(RankError, match=r"rank 1 of 2 failed with TypeError(.|\n)*a generator, cannot be pickled"):
+    with pytest.raises(
+        RankError, match=r"rank 1 of 2 failed with TypeError(.|\n)*a generator, cannot be pickled"
+    ):
         pool.run(fail_on_rank_1, "generator")
     with pytest.raises(RankError, match="failed with OwnError") as caught:
         pool.run(fail_on_rank_1, "own")
@@ -236,10 +255,24 @@ def test_without_cloudpickle_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_can_be_imported_goes_by_name() -> None:
-    assert len(_shipping.dumps((torch.nn.functional.softmax, textwrap.dedent, dist.ReduceOp.SUM, torch.nn.Linear))) < 400
+    assert (
+        len(
+            _shipping.dumps(
+                (torch.nn.functional.softmax, textwrap.dedent, dist.ReduceOp.SUM, torch.nn.Linear)
+            )
+        )
+        < 400
+    )
     assert not _shipping.importable("__main__")
-    assert _shipping.importable("os.path") or _shipping.importable("posixpath")
-    assert _shipping.importable("gradmesh.errors")
+    for name in (
+        "os",
+        "posixpath",
+        "gradmesh.errors",
+        "torch.nn.functional",
+        "torch._C._distributed_c10d",
+        "numpy",
+    ):
+        assert name not in sys.modules or _shipping.importable(name), name
 
 
 @pytest.mark.parametrize(
@@ -329,8 +362,11 @@ def test_success_and_failure_leave_no_process(tmp_path: Path) -> None:
     pids = [int(path.name) for path in tmp_path.iterdir()]
     assert len(pids) == 4
     assert all(gone(pid) for pid in pids)
-    groups = {line.split()[1] for line in subprocess.check_output(["ps", "-eo", "pid,pgid"], text=True).splitlines()}
-    assert not groups & {str(pid) for pid in pids}
+    # Nor a process that a rank started; a zombie waits only for the init process.
+    rows = [
+        line.split() for line in subprocess.check_output(["ps", "-eo", "pgid,stat"], text=True).splitlines()
+    ]
+    assert not {group for group, state in rows if not state.startswith("Z")} & {str(pid) for pid in pids}
 
 
 @pytest.mark.processes
@@ -386,14 +422,14 @@ def test_ctrl_c_ends_a_launch_of_threads(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_a_script_without_a_main_guard_and_a_notebook_cell_work(tmp_path: Path) -> None:
     code = """
-        import torch, torch.distributed as dist
+        import sys, torch, torch.distributed as dist
         from gradmesh.launch import launch
         print("main", flush=True)
         class Scale:  # lives in __main__ too
             factor = 3
         def work(scale):
             x = torch.tensor(scale.factor); dist.all_reduce(x)
-            print("rank", flush=True)
+            sys.stdout.write("rank\\n")
             return x.item()
         print(launch(work, 2, args=(Scale(),)))
         cell = "def cell():\\n    return dist.get_rank() + Scale.factor\\nprint(launch(cell, 2))"
@@ -410,7 +446,9 @@ def test_a_module_that_only_the_caller_can_import_goes_by_value(tmp_path: Path, 
     import importlib.util
 
     path = tmp_path / "only_here.py"
-    path.write_text("factor = 4\ndef times(x):\n    return helper(x) * factor\ndef helper(x):\n    return x + 1\n")
+    path.write_text(
+        "factor = 4\ndef times(x):\n    return helper(x) * factor\ndef helper(x):\n    return x + 1\n"
+    )
     spec = importlib.util.spec_from_file_location("only_here", path)
     assert spec is not None
     assert spec.loader is not None

@@ -66,7 +66,11 @@ def test_every_reduction_reduces_over_the_ranks(name: str) -> None:
 
     def work() -> tuple[Tensor, Tensor, Tensor]:
         rank, op = dist.get_rank(), getattr(dist.ReduceOp, name)
-        everywhere, at_root, scattered = data(rank, 4, dtype=dtype), data(rank, 4, dtype=dtype), torch.empty(2, dtype=dtype)
+        everywhere, at_root, scattered = (
+            data(rank, 4, dtype=dtype),
+            data(rank, 4, dtype=dtype),
+            torch.empty(2, dtype=dtype),
+        )
         dist.all_reduce(everywhere, op)
         dist.reduce(at_root, 1, op)
         dist.reduce_scatter(scattered, [data(rank, 4, dtype=dtype)[i : i + 2] for i in range(W)], op)
@@ -79,7 +83,8 @@ def test_every_reduction_reduces_over_the_ranks(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.int8, torch.uint8, torch.bool]
+    "dtype",
+    [torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.int8, torch.uint8, torch.bool],
 )
 def test_every_dtype_is_summed_and_gathered(dtype: torch.dtype) -> None:
     def work() -> tuple[Tensor, Tensor]:
@@ -145,7 +150,9 @@ def test_lists_may_be_uneven() -> None:
         for i in range(W):
             assert torch.equal(gathered[i], data(i, i, 2))
             assert torch.equal(exchanged[i], data(i * W + rank, i + rank))
-        torch.testing.assert_close(scattered, sum((data(r, rank + 1) for r in range(W)), torch.zeros(rank + 1)).double())
+        torch.testing.assert_close(
+            scattered, sum((data(r, rank + 1) for r in range(W)), torch.zeros(rank + 1)).double()
+        )
 
 
 def test_all_to_all_single_takes_equal_and_uneven_splits() -> None:
@@ -172,7 +179,9 @@ def test_single_tensor_forms_join_or_stack(shape: tuple[int, ...]) -> None:
         x = data(dist.get_rank(), *shape)
         stacked, back = torch.empty(W, *shape, dtype=torch.float64), torch.empty(shape, dtype=torch.float64)
         all_gather_single(stacked, x)
-        joined = torch.empty(W * shape[0], *shape[1:], dtype=torch.float64) if shape else torch.empty(W).double()
+        joined = (
+            torch.empty(W * shape[0], *shape[1:], dtype=torch.float64) if shape else torch.empty(W).double()
+        )
         all_gather_single(joined, x)
         reduce_scatter_single(back, joined * (dist.get_rank() + 1))
         return [stacked, joined, back]
@@ -197,7 +206,9 @@ def test_tensors_may_be_strided() -> None:
         return x, out
 
     for total, gathered in ranks(work):
-        torch.testing.assert_close(total, sum((data(r, 4, 3).t() for r in range(W)), torch.zeros(3, 4).double()))
+        torch.testing.assert_close(
+            total, sum((data(r, 4, 3).t() for r in range(W)), torch.zeros(3, 4).double())
+        )
         assert torch.equal(gathered, torch.cat([data(r, 3, 3).t() for r in range(W)]))
 
 
@@ -315,7 +326,14 @@ def test_each_thread_is_its_own_rank_in_groups_and_meshes() -> None:
             dist.all_reduce(u, group=odd)
         gathered = functional_all_gather(x.reshape(1), 0, mesh["gp"])
         total = funcol.all_reduce(x, "sum", mesh["dp"])
-        return mesh.get_coordinate(), y.item(), z.item(), u.item(), gathered.tolist(), total.item()
+        return (
+            list(mesh.get_coordinate() or ()),
+            y.item(),
+            z.item(),
+            u.item(),
+            gathered.tolist(),
+            total.item(),
+        )
 
     assert ranks(work, nprocs=4) == [
         ([0, 0], 2, 1, 0, [0, 1], 2),
@@ -518,7 +536,10 @@ def by_rank(*calls: Callable[[], object]) -> Callable[[], object]:
 MISMATCHES = {
     "ops": (lambda: dist.all_reduce(torch.ones(2)), lambda: dist.broadcast(torch.ones(2), 0)),
     "roots": (lambda: dist.broadcast(torch.ones(2), 0), lambda: dist.broadcast(torch.ones(2), 1)),
-    "reductions": (lambda: dist.all_reduce(torch.ones(2)), lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.MAX)),
+    "reductions": (
+        lambda: dist.all_reduce(torch.ones(2)),
+        lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.MAX),
+    ),
     "shapes": (lambda: dist.all_reduce(torch.ones(2)), lambda: dist.all_reduce(torch.ones(3))),
     "dtypes": (lambda: dist.all_reduce(torch.ones(2)), lambda: dist.all_reduce(torch.ones(2).double())),
     "sizes": (
@@ -695,7 +716,9 @@ def test_forward_mode_on_all_ranks_at_once_gives_right_values() -> None:
             wrong += tangent is None or not torch.allclose(tangent, slope * t)
         for i in range(2):
             wrong += not torch.allclose(jacfwd(jacfwd(lambda z: (z**3).sum()))(x), torch.diag(6 * x))
-            wrong += not torch.allclose(hessian(lambda z: (z ** (3 + i)).sum())(x).diag(), (2 + i) * (3 + i) * x ** (1 + i))
+            wrong += not torch.allclose(
+                hessian(lambda z: (z ** (3 + i)).sum())(x).diag(), (2 + i) * (3 + i) * x ** (1 + i)
+            )
         return wrong
 
     assert ranks(work, nprocs=4, timeout=120) == [0] * 4
@@ -719,7 +742,11 @@ def test_a_rank_outside_forward_mode_does_not_see_the_others_level() -> None:
 
 def test_a_nested_level_is_refused_as_torch_refuses_it() -> None:
     def work() -> None:
-        with forward_ad.dual_level(), pytest.raises(RuntimeError, match="Nested forward mode"), forward_ad.dual_level():
+        with (
+            forward_ad.dual_level(),
+            pytest.raises(RuntimeError, match="Nested forward mode"),
+            forward_ad.dual_level(),
+        ):
             pass
         assert not _torch.transforms_active()
 

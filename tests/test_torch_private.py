@@ -79,7 +79,9 @@ def test_a_level_that_is_shared_reads_as_each_threads_own() -> None:
         )
         elsewhere: list[bool] = []
         thread = threading.Thread(
-            target=lambda: elsewhere.extend([level == -1, level != 0, level < 0, level <= -1, level > -1, level >= 0])
+            target=lambda: elsewhere.extend(
+                [level == -1, level != 0, level < 0, level <= -1, level > -1, level >= 0]
+            )
         )
         thread.start()
         thread.join()

@@ -105,7 +105,8 @@ class Outcome:
 
     def _late(self) -> RankError:
         places = "\n\n".join(
-            f"Rank {rank} was here:\n\n{self.unfinished.get(rank, '').rstrip() or '  no answer'}" for rank in self.missing
+            f"Rank {rank} was here:\n\n{self.unfinished.get(rank, '').rstrip() or '  no answer'}"
+            for rank in self.missing
         )
         text = message(
             f"{_ranks(self.missing)} of {self.size} did not return within {self.timeout:g} s",

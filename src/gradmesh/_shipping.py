@@ -32,6 +32,8 @@ def importable(name: str | None) -> bool:
     module = sys.modules.get(name or "")
     if module is None or name is None or name == "__main__":
         return False
+    if name.partition(".")[0] in sys.stdlib_module_names:  # os.path has another name, os is frozen
+        return True
     parent = name.rpartition(".")[0]
     file = getattr(module, "__file__", None)
     if parent and (not importable(parent) or file is None):
@@ -40,7 +42,7 @@ def importable(name: str | None) -> bool:
     for finder in sys.meta_path:
         spec: importlib.machinery.ModuleSpec | None = finder.find_spec(name, path)
         if spec is not None:
-            return file in (None, spec.origin)
+            return file == spec.origin
     return False
 
 
@@ -77,9 +79,10 @@ def _by_value(obj: object, reason: Exception) -> bytes:
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, part: object) -> object:
             # Modules that are loaded but could not be found again, such as pytest's test modules.
-            if isinstance(part, type | types.FunctionType) and part.__module__ != "__main__":
-                module = sys.modules.get(part.__module__)
-                if module is not None and module not in registered and not importable(part.__module__):
+            name = part.__name__ if type(part) is types.ModuleType else getattr(part, "__module__", None)
+            if isinstance(part, type | types.FunctionType | types.ModuleType) and name != "__main__":
+                module = sys.modules.get(name or "")
+                if module is not None and module not in registered and not importable(name):
                     cloudpickle.register_pickle_by_value(module)
                     registered.append(module)
             return super().reducer_override(part)

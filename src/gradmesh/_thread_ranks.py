@@ -41,7 +41,9 @@ class ThreadRanks:
         self.alive = True
         self._timeout = timeout
         self._world = World(size)
-        self._jobs: list[queue.SimpleQueue[Callable[[], object] | None]] = [queue.SimpleQueue() for _ in range(size)]
+        self._jobs: list[queue.SimpleQueue[Callable[[], object] | None]] = [
+            queue.SimpleQueue() for _ in range(size)
+        ]
         self._ended: queue.SimpleQueue[tuple[int, object, Failure | None]] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._serve, args=(rank,), name=f"gradmesh rank {rank}", daemon=True)
@@ -128,7 +130,9 @@ class ThreadRanks:
             thread.join(max(0.0, deadline - time.monotonic()))
         late = [thread for thread in self._threads if thread.is_alive()]
         for thread in late:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_End))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_End)
+            )
         deadline = time.monotonic() + _END_GRACE
         for thread in late:
             thread.join(max(0.0, deadline - time.monotonic()))

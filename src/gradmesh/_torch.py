@@ -20,6 +20,8 @@ from torch.distributed import distributed_c10d as c10d
 __all__ = [
     "adopt_thread",
     "functorch_active",
+    "is_legacy_batched",
+    "on_legacy_batch",
     "thread_isolation",
     "transforms_active",
     "without_autograd",
@@ -259,3 +261,17 @@ def thread_isolation() -> Iterator[None]:
                 torch._C._distributed_c10d._set_thread_isolation_mode(False)
                 c10d._world, c10d._backend, c10d._default_pg_init_method, sys.excepthook = _Isolation.saved
                 _Isolation.saved = None
+
+
+def is_legacy_batched(x: torch.Tensor) -> bool:
+    """Whether `x` is batched by `torch.autograd.grad(is_grads_batched=True)`, which is older than torch.func."""
+    batched: bool = torch._C._functorch.is_legacy_batchedtensor(x)
+    return batched
+
+
+def on_legacy_batch(x: torch.Tensor, work: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Run `work` on the whole of such a tensor, its batch as the first dimension, and batch the result again."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    whole = torch._remove_batch_dim(x, level, 0, 0)
+    return torch._add_batch_dim(work(whole), 0, level)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from gradmesh._torch import functorch_active, transforms_active
+from gradmesh._torch import functorch_active, is_legacy_batched, on_legacy_batch, transforms_active
 from gradmesh.ops.base import LinearOp, Op
 
 __all__ = ["apply"]
@@ -24,6 +24,8 @@ def apply(op: Op, x: Tensor) -> Tensor:
     Where no derivative can be asked for, the op is run bare: building a graph node costs more than a small
     collective on fast backends.
     """
+    if is_legacy_batched(x):
+        return on_legacy_batch(x, lambda whole: apply(op.batched(), whole))
     recording = torch.is_grad_enabled()
     if recording and op.rooted and not x.requires_grad:
         x = _take_part(x)

@@ -103,9 +103,13 @@ class Ranks:
         if timeout is not None and not timeout > 0:
             raise _argument_error("timeout", "a positive number of seconds", timeout, "use None for no limit")
         known = sorted({*dist.Backend.backend_list, "threads"} - {"undefined"})
-        names = [part.rpartition(":")[2] for part in backend.split(",")] if isinstance(backend, str) else [None]
+        names = (
+            [part.rpartition(":")[2] for part in backend.split(",")] if isinstance(backend, str) else [None]
+        )
         if not set(names) <= set(known) or ("threads" in names and len(names) > 1):
-            expected = f"{', '.join(known)}; or a combination of processes' backends such as 'cpu:gloo,cuda:nccl'"
+            expected = (
+                f"{', '.join(known)}; or a combination of processes' backends such as 'cpu:gloo,cuda:nccl'"
+            )
             raise _argument_error("backend", expected, backend, "register_backend makes others known")
         self.nprocs = nprocs
         self.backend = backend
@@ -121,7 +125,9 @@ class Ranks:
             RankError: a rank failed, died, or did not return in time.
         """
         if not callable(fn):
-            raise _argument_error("fn", "a function", fn, "pass the function itself, and its arguments as args")
+            raise _argument_error(
+                "fn", "a function", fn, "pass the function itself, and its arguments as args"
+            )
         if self._ranks is None or not self._ranks.alive:
             if self.backend == "threads":
                 self._ranks = ThreadRanks(self.nprocs, self.timeout)

@@ -336,7 +336,8 @@ class ThreadsGroup(dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:  # noqa: ARG002
         pieces = [
-            Exchange(_same_for_all(i, self.count), self._slots(o, i)) for o, i in zip(outputs, inputs, strict=True)
+            Exchange(_same_for_all(i, self.count), self._slots(o, i))
+            for o, i in zip(outputs, inputs, strict=True)
         ]
         return self._exchange("all_gather_single", inputs, outputs, pieces)
 
@@ -349,7 +350,9 @@ class ThreadsGroup(dist.ProcessGroup):
         if self.place == root:
             taken = self._one_per_rank("gather", outputs[0])
         pieces = [Exchange(_only_at(root, inputs[0], self.count), taken)]
-        return self._exchange(f"gather(root {root})", inputs, [t for o in outputs for t in o], pieces, outputs)
+        return self._exchange(
+            f"gather(root {root})", inputs, [t for o in outputs for t in o], pieces, outputs
+        )
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> _Work:
         root = opts.rootRank

@@ -82,8 +82,8 @@ def gather(tensor: Tensor, dst: int = 0, group: AxisLike = None) -> tuple[Tensor
     root = _root(dst, axis, "gather", "dst")
     stacked = collectives.gather(tensor.unsqueeze(0), axis, root=root)
     if axis.rank != root:
-        # The empty result stays in the graph, or this rank would miss the backward collective.
-        stacked = torch.cat([stacked, stacked.new_zeros(axis.size, *tensor.shape)])
+        # Sums over nothing: zeros that hang on the empty result, or this rank would miss the backward collective.
+        return tuple(stacked.sum(0, dtype=tensor.dtype) for _ in range(axis.size))
     return separate(stacked)
 
 

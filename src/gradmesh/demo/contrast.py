@@ -21,11 +21,13 @@ from torch.nn.functional import cross_entropy, normalize
 
 import gradmesh as gm
 
-__all__ = ["GATHERS", "Learner", "Towers", "Views", "dense_loss", "rank_epoch", "rank_gradient", "rank_loss", "train"]
+__all__ = ["GATHERS", "Learner", "Towers", "Views", "dense_loss", "rank_epoch", "rank_gradient", "rank_loss"]
 
 PIXELS = 8 * 4
 HIDDEN = 128
 FEATURES = 32
+RATE = 0.05
+MOMENTUM = 0.9
 LARGEST_SCALE = 100.0
 """Bound on the inverse temperature, CLIP's own."""
 
@@ -82,20 +84,35 @@ def rank_loss(gather: str, model: Towers, views: Views, batch: Tensor) -> Tensor
 
     Args:
         gather: which of `GATHERS`.
-        model: the same on every rank.
+        model: this rank's own module, with the same parameters on every rank.
         views: both views of all images.
         batch: the images of the global batch, by number, the same on every rank.
     """
-    mine = gm.shard(torch.arange(len(batch)))
-    sizes = gm.sizes(mine)
-    # Every rank uses the parameters on other rows: their gradients are sums over the ranks, and replicate takes them.
-    parameters = {name: gm.replicate(parameter) for name, parameter in model.named_parameters()}
-    left, right = (view[batch[mine]] for view in views)
-    left, right, scale = functional_call(model, parameters, (left, right))
-    all_left, all_right = (GATHERS[gather](x, sizes) for x in (left, right))
+    places = torch.arange(len(batch))
+    sizes = [len(rows) for rows in places.tensor_split(gm.axis().size)]
+    mine = gm.shard(places, sizes=sizes)
+    left, right, scale = functional_call(
+        model, _replicated(model), tuple(view[batch[mine]] for view in views)
+    )
+    # One message for both views.
+    all_left, all_right = GATHERS[gather](torch.stack([left, right], dim=1), sizes).unbind(dim=1)
     to_right = cross_entropy(scale * left @ all_right.T, mine, reduction="sum")
     to_left = cross_entropy(scale * right @ all_left.T, mine, reduction="sum")
     return (to_right + to_left) / (2 * len(batch))
+
+
+def _replicated(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters, for a rank to use on its own rows: their gradients are sums over the ranks.
+
+    They are joined first, so that the sums travel in one message.
+    """
+    parameters = dict(model.named_parameters())
+    joined = gm.replicate(torch.cat([parameter.flatten() for parameter in parameters.values()]))
+    pieces = joined.split([parameter.numel() for parameter in parameters.values()])
+    return {
+        name: piece.view_as(parameter)
+        for (name, parameter), piece in zip(parameters.items(), pieces, strict=True)
+    }
 
 
 def dense_loss(model: Towers, views: Views, batch: Tensor) -> Tensor:
@@ -108,10 +125,13 @@ def dense_loss(model: Towers, views: Views, batch: Tensor) -> Tensor:
 
 @dataclass
 class Learner:
-    """A model with the optimizer that holds its momentum."""
+    """A model and the velocity of its parameters, trained by SGD with momentum.
+
+    Adam would hide a gradient that is wrong by a factor. (And `torch.optim` takes each rank seconds to import.)
+    """
 
     model: Towers
-    optimizer: torch.optim.SGD
+    velocity: list[Tensor]
 
     @classmethod
     def new(cls, seed: int) -> Learner:
@@ -119,31 +139,39 @@ class Learner:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = Towers()
-        # Plain SGD and not Adam, which would hide a gradient that is wrong by a factor.
-        return cls(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
+        return cls(model, [torch.zeros_like(parameter) for parameter in model.parameters()])
+
+    def train(self, loss_of: Callable[[Towers, Tensor], Tensor], batches: Sequence[Tensor]) -> list[float]:
+        """Take a step for each batch, and return the losses."""
+        losses = []
+        for batch in batches:
+            loss = loss_of(self.model, batch)
+            self._step(torch.autograd.grad(loss, list(self.model.parameters())))
+            losses.append(loss.item())
+        return losses
+
+    @torch.no_grad()
+    def _step(self, gradient: Sequence[Tensor]) -> None:
+        for parameter, velocity, grad in zip(self.model.parameters(), self.velocity, gradient, strict=True):
+            velocity.mul_(MOMENTUM).add_(grad)
+            parameter.sub_(RATE * velocity)
+        self.model.log_scale.clamp_(max=math.log(LARGEST_SCALE))
 
 
-def train(learner: Learner, loss_of: Callable[[Towers, Tensor], Tensor], batches: Sequence[Tensor]) -> list[float]:
-    """Train on the batches, in place, and return their losses."""
-    losses = []
-    for batch in batches:
-        loss = loss_of(learner.model, batch)
-        learner.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        learner.optimizer.step()
-        with torch.no_grad():
-            learner.model.log_scale.clamp_(max=math.log(LARGEST_SCALE))
-        losses.append(loss.item())
-    return losses
+# Ranks that are threads are all handed the same objects, so each works on a copy; functional_call, too, changes
+# the module while it runs.
 
 
-def rank_epoch(gather: str, learner: Learner, views: Views, batches: Sequence[Tensor]) -> tuple[Learner, list[float]]:
+def rank_epoch(
+    gather: str, learner: Learner, views: Views, batches: Sequence[Tensor]
+) -> tuple[Learner, list[float]]:
     """Train on the batches on one rank; returns the learner and this rank's shares of the losses."""
-    learner = copy.deepcopy(learner)  # ranks that are threads are all handed the same one
-    losses = train(learner, lambda model, batch: rank_loss(gather, model, views, batch), batches)
+    learner = copy.deepcopy(learner)
+    losses = learner.train(lambda model, batch: rank_loss(gather, model, views, batch), batches)
     return learner, losses
 
 
 def rank_gradient(gather: str, model: Towers, views: Views, batch: Tensor) -> tuple[Tensor, ...]:
     """The gradient of every parameter, as this rank gets it."""
+    model = copy.deepcopy(model)
     return torch.autograd.grad(rank_loss(gather, model, views, batch), list(model.parameters()))

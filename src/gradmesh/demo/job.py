@@ -19,11 +19,21 @@ from gradmesh.demo.contrast import (
     dense_loss,
     rank_epoch,
     rank_gradient,
-    train,
 )
 from gradmesh.demo.extras import require
 
-__all__ = ["BATCH", "HELD_OUT", "ONE_PROCESS", "Curve", "Images", "Result", "Settings", "Watcher", "recall", "run"]
+__all__ = [
+    "BATCH",
+    "HELD_OUT",
+    "ONE_PROCESS",
+    "Curve",
+    "Images",
+    "Result",
+    "Settings",
+    "Watcher",
+    "recall",
+    "run",
+]
 
 HELD_OUT = 297
 BATCH = 150  # Not a multiple of 4, so that the ranks' rows are unequal in number.
@@ -152,10 +162,12 @@ def run(settings: Settings, watcher: Watcher | None = None) -> Result:
         grad_error, largest_grad = _grad_errors(ranks, dense.model, views)
         for epoch in range(settings.epochs):
             batches = torch.randperm(len(views[0]), generator=order).split(BATCH)
-            losses = train(dense, dense_loss_of, batches)
+            losses = dense.train(dense_loss_of, batches)
             curves[ONE_PROCESS].extend(losses, recall(dense.model, images.held_out))
             for gather in GATHERS:
-                learnt, shares = zip(*ranks.run(rank_epoch, gather, learners[gather], views, batches), strict=True)
+                learnt, shares = zip(
+                    *ranks.run(rank_epoch, gather, learners[gather], views, batches), strict=True
+                )
                 learners[gather] = learnt[0]
                 losses = [sum(parts) for parts in zip(*shares, strict=True)]
                 curves[gather].extend(losses, recall(learnt[0].model, images.held_out))
@@ -183,7 +195,9 @@ def _grad_errors(ranks: gm.Ranks, model: Towers, views: Views) -> tuple[dict[str
     batch = torch.arange(BATCH)
     expected = torch.autograd.grad(dense_loss(model, views, batch), list(model.parameters()))
     errors = {
-        gather: max(_difference(got, expected) for got in ranks.run(rank_gradient, gather, model, views, batch))
+        gather: max(
+            _difference(got, expected) for got in ranks.run(rank_gradient, gather, model, views, batch)
+        )
         for gather in GATHERS
     }
     return errors, max(grad.abs().max().item() for grad in expected)
