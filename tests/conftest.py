@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import gradmesh as gm
+from gradmesh.world import rank_state
 
 pytest.register_assert_rewrite("contract")
 
@@ -21,6 +23,14 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+def without_traces(fn: Callable[..., Any], *args: Any) -> Any:
+    """Run fn and forget the rank's current mesh, as the ranks live on to the next test."""
+    try:
+        return fn(*args)
+    finally:
+        rank_state().__dict__.clear()
+
+
 @pytest.fixture(scope="session")
 def threads() -> Iterator[Callable[[int], Run]]:
     """`threads(n)(fn, *args)` runs fn on n ranks that are threads, and returns their results."""
@@ -29,7 +39,7 @@ def threads() -> Iterator[Callable[[int], Run]]:
     def pool(n: int) -> Run:
         if n not in pools:
             pools[n] = gm.Ranks(n, backend="threads", timeout=120)
-        return pools[n].run
+        return functools.partial(pools[n].run, without_traces)
 
     yield pool
     for ranks in pools.values():
@@ -44,7 +54,7 @@ def processes() -> Iterator[Callable[[int], Run]]:
     def pool(n: int) -> Run:
         if n not in pools:
             pools[n] = gm.Ranks(n, backend="gloo", timeout=240)
-        return pools[n].run
+        return functools.partial(pools[n].run, without_traces)
 
     yield pool
     for ranks in pools.values():

@@ -81,7 +81,7 @@ def gives_the_same_on_every_rank_where_its_type_says_so(op: LinearOp, shape: Seq
     if op.dst in (R, I):
         for dtype in DTYPES:
             y = op.apply(laws.sample(op.src, shape, dtype, op.axis))
-            every = wire.all_gather(y.reshape(-1), op.axis).view(op.axis.size, -1)
+            every = wire.all_gather(y.reshape(-1), op.axis, [y.numel()] * op.axis.size).view(op.axis.size, -1)
             assert bool((every == every[0]).all())
 
 
@@ -96,6 +96,10 @@ def returns_fresh_memory_and_only_reads(op: LinearOp, shape: Sequence[int]) -> N
     before = x.clone()
     y = op.apply(x)
     y.fill_(7)
+    assert torch.equal(x, before)
+    # A result that is a view inside the rule could not be written in place under autograd.
+    y = apply(op, x.requires_grad_())
+    y.mul_(2).sum().backward()
     assert torch.equal(x, before)
 
 
@@ -167,6 +171,11 @@ def is_a_loop_under_vmap(op: LinearOp, shape: Sequence[int]) -> None:
     assert torch.equal(twice, torch.stack([expected, 2 * expected]))
 
 
+def numels(x: Tensor, axis: gm.Axis) -> list[int]:
+    counts: list[int] = wire.all_gather(torch.tensor([x.numel()]), axis, [1] * axis.size).tolist()
+    return counts
+
+
 def matches_dense_autograd_to_third_order(op: LinearOp, shape: Sequence[int]) -> None:
     """Gradient, Hessian times a vector, and the derivative of that along another, against one dense program."""
     axis = op.axis
@@ -182,7 +191,7 @@ def matches_dense_autograd_to_third_order(op: LinearOp, shape: Sequence[int]) ->
         return (weight * torch.sin(y)).sum()
 
     matrix = laws.matrix(op, shape)
-    counts = wire.all_gather(torch.tensor([weight.numel()]), axis).tolist()
+    counts = numels(weight, axis)
     weights = wire.all_gather(weight.reshape(-1), axis, counts)
 
     def dense(flat: Tensor) -> Tensor:
@@ -193,7 +202,7 @@ def matches_dense_autograd_to_third_order(op: LinearOp, shape: Sequence[int]) ->
         return terms.sum() / (axis.size if op.dst is I else 1)
 
     alike = op.src in (R, I)
-    sizes = wire.all_gather(torch.tensor([x.numel()]), axis).tolist()
+    sizes = numels(x, axis)
 
     def whole(t: Tensor) -> Tensor:
         return t.reshape(-1) if alike else wire.all_gather(t.reshape(-1), axis, sizes)

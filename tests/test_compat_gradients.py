@@ -39,7 +39,7 @@ class Row:
     name: str
     call: Callable[[Tensor, Any], Result]
     dense: Callable[[Sequence[Tensor]], Sequence[Result]]
-    shape: Callable[[int, int], Sequence[int]] = lambda rank, size: (3, 2)
+    shape: Callable[[int, int], Sequence[int]] = lambda *_: (3, 2)
     src: gm.Type = gm.V
     dst: gm.Type = gm.V
 
@@ -78,7 +78,7 @@ def uneven(n: int) -> list[int]:
     return [2 * rank for rank in range(n)]
 
 
-def parts(x: Tensor, group: Any) -> list[Tensor]:
+def parts(x: Tensor) -> list[Tensor]:
     return list(x.unbind(0))
 
 
@@ -121,29 +121,44 @@ def args_for(group: Any) -> Any:
     return Args()
 
 
+def gp_scatter(dim: int, size: int) -> Row:
+    return Row(
+        f"gp scatter {size} along {dim}",
+        lambda x, _: gp.scatter_to_model_parallel_region(x, dim),
+        lambda xs: list(cut(dim, ceil)(xs[0], len(xs))),
+        shape=lambda *_: tuple(size if d == dim % 3 else 2 for d in range(3)),
+        src=gm.I,
+    )
+
+
+def gp_gather(dim: int) -> Row:
+    return Row(
+        f"gp gather along {dim}",
+        lambda x, _: gp.gather_from_model_parallel_region(x, dim),
+        everywhere(lambda xs: torch.cat(list(xs), dim)),
+        shape=lambda rank, n: tuple(uneven(n)[rank] if d == dim % 3 else 2 for d in range(3)),
+        dst=gm.I,
+    )
+
+
+def nn_reductions(op: Any, fold: Callable[[Sequence[Tensor]], Tensor]) -> list[Row]:
+    return [
+        Row(f"nn all_reduce {op}", lambda x, group: nn.all_reduce(x, op, group), everywhere(fold), dst=gm.R),
+        Row(f"nn reduce {op}", lambda x, group: nn.reduce(x, root(group), op, group), at_root(fold)),
+        Row(
+            f"nn reduce_scatter {op}",
+            lambda x, group: nn.reduce_scatter(x.new_empty(2, 2), parts(x), op, group),
+            lambda xs: list(fold(xs).unbind(0)),
+            shape=listed,
+        ),
+    ]
+
+
 GP = [
     Row("gp copy", lambda x, _: gp.copy_to_model_parallel_region(x), lambda xs: list(xs), src=gm.I, dst=gm.R),
     Row("gp reduce", lambda x, _: gp.reduce_from_model_parallel_region(x), everywhere(total), dst=gm.I),
-    *(
-        Row(
-            f"gp scatter {size} along {dim}",
-            lambda x, _, dim=dim: gp.scatter_to_model_parallel_region(x, dim),
-            lambda xs, dim=dim: list(cut(dim, ceil)(xs[0], len(xs))),
-            shape=lambda rank, n, dim=dim, size=size: tuple(size if d == dim % 3 else 2 for d in range(3)),
-            src=gm.I,
-        )
-        for dim, size in ((0, 6), (1, 5), (2, 1), (-1, 7), (-3, 4), (-2, 0))
-    ),
-    *(
-        Row(
-            f"gp gather along {dim}",
-            lambda x, _, dim=dim: gp.gather_from_model_parallel_region(x, dim),
-            everywhere(lambda xs, dim=dim: torch.cat(list(xs), dim)),
-            shape=lambda rank, n, dim=dim: tuple(uneven(n)[rank] if d == dim % 3 else 2 for d in range(3)),
-            dst=gm.I,
-        )
-        for dim in (0, 1, 2, -1, -2)
-    ),
+    *(gp_scatter(dim, size) for dim, size in ((0, 6), (1, 5), (2, 1), (-1, 7), (-3, 4), (-2, 0))),
+    *(gp_gather(dim) for dim in (0, 1, 2, -1, -2)),
 ]
 
 NN = [
@@ -157,7 +172,7 @@ NN = [
     ),
     Row(
         "nn all_to_all",
-        lambda x, group: nn.all_to_all(list(torch.empty_like(x)), parts(x, group), group),
+        lambda x, group: nn.all_to_all(list(torch.empty_like(x)), parts(x), group),
         lambda xs: [tuple(x[rank] for x in xs) for rank in range(len(xs))],
         shape=listed,
     ),
@@ -189,10 +204,8 @@ NN = [
             list(range(group.size())),
             group,
         ),
-        lambda xs: [
-            torch.cat([x.split(list(range(len(xs))))[rank] for x in xs]) for rank in range(len(xs))
-        ],
-        shape=lambda rank, n: (n * (n - 1) // 2, 2),
+        lambda xs: [torch.cat([x.split(list(range(len(xs))))[rank] for x in xs]) for rank in range(len(xs))],
+        shape=lambda _, n: (n * (n - 1) // 2, 2),
     ),
     Row(
         "nn broadcast",
@@ -201,42 +214,23 @@ NN = [
         dst=gm.R,
     ),
     Row("nn gather", lambda x, group: nn.gather(x, root(group), group), at_root(tuple)),
-    Row("nn gather of scalars", lambda x, group: nn.gather(x, root(group), group), at_root(tuple), lambda *_: ()),
+    Row(
+        "nn gather of scalars",
+        lambda x, group: nn.gather(x, root(group), group),
+        at_root(tuple),
+        lambda *_: (),
+    ),
     Row(
         "nn scatter",
-        lambda x, group: nn.scatter(parts(x, group), root(group), group),
+        lambda x, group: nn.scatter(parts(x), root(group), group),
         lambda xs: list(xs[1].unbind(0)),
         shape=listed,
     ),
-    *(
-        row
-        for op, fold in (
-            (ReduceOp.SUM, total),
-            (ReduceOp.AVG, lambda xs: total(xs) / len(xs)),
-            (ReduceOp.MAX, lambda xs: torch.stack(list(xs)).amax(0)),
-            (ReduceOp.MIN, lambda xs: torch.stack(list(xs)).amin(0)),
-            (ReduceOp.PRODUCT, lambda xs: torch.stack(list(xs)).prod(0)),
-        )
-        for row in (
-            Row(
-                f"nn all_reduce {op}",
-                lambda x, group, op=op: nn.all_reduce(x, op, group),
-                everywhere(fold),
-                dst=gm.R,
-            ),
-            Row(
-                f"nn reduce {op}",
-                lambda x, group, op=op: nn.reduce(x, root(group), op, group),
-                at_root(fold),
-            ),
-            Row(
-                f"nn reduce_scatter {op}",
-                lambda x, group, op=op: nn.reduce_scatter(x.new_empty(2, 2), parts(x, group), op, group),
-                lambda xs, fold=fold: list(fold(xs).unbind(0)),
-                shape=listed,
-            ),
-        )
-    ),
+    *nn_reductions(ReduceOp.SUM, total),
+    *nn_reductions(ReduceOp.AVG, lambda xs: total(xs) / len(xs)),
+    *nn_reductions(ReduceOp.MAX, lambda xs: torch.stack(list(xs)).amax(0)),
+    *nn_reductions(ReduceOp.MIN, lambda xs: torch.stack(list(xs)).amin(0)),
+    *nn_reductions(ReduceOp.PRODUCT, lambda xs: torch.stack(list(xs)).prod(0)),
 ]
 
 MEGATRON = [
@@ -300,7 +294,7 @@ MEGATRON = [
         "megatron reduce_scatter to sequence with sizes",
         lambda x, group: megatron.reduce_scatter_to_sequence_parallel_region(x, group, uneven(group.size())),
         lambda xs: list(total(xs).split(uneven(len(xs)))),
-        shape=lambda rank, n: (sum(uneven(n)), 2),
+        shape=lambda _, n: (sum(uneven(n)), 2),
     ),
     Row(
         "megatron all_gather last dim",
@@ -325,22 +319,22 @@ MEGATRON = [
         lambda x, group: megatron.all_to_all(
             group, x, [group.rank()] * group.size(), torch.arange(group.size())
         ),
-        lambda xs: [
-            torch.cat([x.split(list(range(len(xs))))[rank] for x in xs]) for rank in range(len(xs))
-        ],
-        shape=lambda rank, n: (n * (n - 1) // 2, 2),
+        lambda xs: [torch.cat([x.split(list(range(len(xs))))[rank] for x in xs]) for rank in range(len(xs))],
+        shape=lambda _, n: (n * (n - 1) // 2, 2),
     ),
-    Row(
-        "megatron all_to_all_sp2hp", megatron.all_to_all_sp2hp, lambda xs: exchanged(xs, 1, 0), shape=wide
-    ),
-    Row(
-        "megatron all_to_all_hp2sp", megatron.all_to_all_hp2sp, lambda xs: exchanged(xs, 0, 1), shape=tall
-    ),
+    Row("megatron all_to_all_sp2hp", megatron.all_to_all_sp2hp, lambda xs: exchanged(xs, 1, 0), shape=wide),
+    Row("megatron all_to_all_hp2sp", megatron.all_to_all_hp2sp, lambda xs: exchanged(xs, 0, 1), shape=tall),
 ]
 
 OTHERS = [
     Row("ksuit", ksuit.AllGatherGradAutograd.apply, everywhere(tuple), dst=gm.R),
-    Row("ksuit of scalars", ksuit.AllGatherGradAutograd.apply, everywhere(tuple), shape=lambda *_: (), dst=gm.R),
+    Row(
+        "ksuit of scalars",
+        ksuit.AllGatherGradAutograd.apply,
+        everywhere(tuple),
+        shape=lambda *_: (),
+        dst=gm.R,
+    ),
     Row(
         "towhee",
         lambda x, group: towhee.AllGather.apply(x, args_for(group), group),

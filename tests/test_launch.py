@@ -188,7 +188,7 @@ def test_two_threads_may_launch_at_the_same_time() -> None:
     threads = [
         threading.Thread(
             target=lambda n=n: results.update({n: launch(sums, n, backend="threads", args=(n,))})
-        )  # type: ignore[misc]
+        )
         for n in (2, 3, 4)
     ]
     for thread in threads:
@@ -323,7 +323,7 @@ def test_a_thread_that_is_late_is_shown_where_it_is_and_ended() -> None:
             time.sleep(0.01)
 
     start = time.monotonic()
-    with pytest.raises(RankError, match="rank 1 of 2 did not return within 0.5 s") as caught:
+    with pytest.raises(RankError, match=r"rank 1 of 2 did not return within 0\.5 s") as caught:
         launch(spin, 2, backend="threads", timeout=0.5)
     assert "time.sleep(0.01)" in str(caught.value)
     assert time.monotonic() - start < 4

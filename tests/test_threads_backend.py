@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -14,12 +16,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
+from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import hessian, jacfwd, jvp
 
 from gradmesh import _torch
-from gradmesh.backends import threads
+from gradmesh.backends import _waiting, threads
+from gradmesh.backends._threads_group import ThreadsGroup
 from gradmesh.errors import ArgumentError, DeadlockError, MismatchError, RankError, ShapeError
 from gradmesh.launch import launch
 
@@ -200,7 +206,7 @@ def test_tensors_may_be_strided() -> None:
         base = torch.zeros(3, 2 * W * 3, dtype=torch.float64)
         out = base.t()[::2]  # (9, 3), in nobody's order
         group = dist.group.WORLD
-        assert isinstance(group, threads.ThreadsGroup)
+        assert isinstance(group, ThreadsGroup)
         group.all_gather_single(out, data(rank, 3, 3).t()).wait()
         dist.all_reduce(x)
         return x, out
@@ -403,7 +409,7 @@ def test_rank_locals_are_the_ranks_own_and_none_elsewhere() -> None:
 
 def test_an_outer_world_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         outer = dist.group.WORLD
         seen: list[bool] = []
@@ -431,11 +437,6 @@ def test_an_outer_world_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_world_leaves_torch_as_it_found_it() -> None:
-    import sys
-
-    from torch._functorch import eager_transforms
-    from torch.distributed import distributed_c10d as c10d
-
     def state() -> list[object]:
         return [
             c10d._world,
@@ -460,7 +461,7 @@ def test_a_group_may_be_destroyed_and_made_again() -> None:
     def work() -> list[float]:
         x, y = torch.ones(1), torch.ones(1)
         dist.all_reduce(x)
-        store = dist.PrefixStore("again", dist.HashStore())
+        store = PrefixStore("again", HashStore())
         rank = dist.get_rank()
         dist.destroy_process_group()
         assert not dist.is_initialized()
@@ -489,7 +490,7 @@ def test_a_rank_may_launch_ranks() -> None:
 def test_the_backend_refuses_a_thread_that_is_no_rank() -> None:
     threads.register()
     with pytest.raises(ArgumentError, match=r"gradmesh\.launch"):
-        dist.init_process_group("threads", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("threads", store=HashStore(), rank=0, world_size=1)
     assert not dist.is_initialized()
 
 
@@ -648,8 +649,6 @@ def test_a_slow_rank_is_no_deadlock() -> None:
 
 
 def test_the_timeout_of_a_group_is_honoured() -> None:
-    import datetime
-
     def work() -> None:
         group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=0.6))
         if dist.get_rank() == 0:
@@ -663,7 +662,8 @@ def test_the_timeout_of_a_group_is_honoured() -> None:
     assert "0.6 s" in str(error)
 
 
-def test_a_failing_rank_wakes_the_others_at_once() -> None:
+def test_a_failing_rank_wakes_the_others_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_waiting, "GRACE", 30)  # a rank that only looked around now and then would be late
     woken: list[tuple[float, BaseException]] = []
     failed_at: list[float] = []
 
@@ -683,7 +683,7 @@ def test_a_failing_rank_wakes_the_others_at_once() -> None:
     assert isinstance(error.__cause__, ValueError)
     assert len(woken) == 2
     for seconds, secondary in woken:
-        assert seconds < 0.2
+        assert seconds < 2
         assert isinstance(secondary, RankError)
         assert "rank 2 failed with ValueError: boom" in str(secondary)
 
@@ -709,15 +709,15 @@ def test_forward_mode_on_all_ranks_at_once_gives_right_values() -> None:
             f = composed(1 + (7 * i + 13 * rank) % 25)
             leaf = x.clone().requires_grad_()
             (slope,) = torch.autograd.grad(f(leaf).sum(), leaf)
-            _, tangent = jvp(f, (x,), (t,))
-            wrong += not torch.allclose(tangent, slope * t)
+            along = jvp(f, (x,), (t,))[1]
+            wrong += not torch.allclose(along, slope * t)
             with forward_ad.dual_level():
                 tangent = forward_ad.unpack_dual(f(forward_ad.make_dual(x, t))).tangent
             wrong += tangent is None or not torch.allclose(tangent, slope * t)
-        for i in range(2):
+        for n in (3, 4):
             wrong += not torch.allclose(jacfwd(jacfwd(lambda z: (z**3).sum()))(x), torch.diag(6 * x))
             wrong += not torch.allclose(
-                hessian(lambda z: (z ** (3 + i)).sum())(x).diag(), (2 + i) * (3 + i) * x ** (1 + i)
+                hessian(lambda z, n=n: (z**n).sum())(x).diag(), n * (n - 1) * x ** (n - 2)
             )
         return wrong
 

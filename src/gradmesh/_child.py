@@ -18,7 +18,6 @@ import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,7 +66,8 @@ def main(fd: int, backend: str, timeout: float | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     parent = _Parent(fd)
     rank = int(os.environ["RANK"])
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if os.environ["OMP_NUM_THREADS"].isdigit():  # torch built without OpenMP does not read it itself
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
         if "nccl" in backend:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -10,7 +10,7 @@ import time
 import traceback
 from types import TracebackType
 
-from gradmesh.backends._rendezvous import Aborted
+from gradmesh.backends._waiting import AbortedError
 from gradmesh.errors import RankError, message
 
 __all__ = ["FAILURE_GRACE", "Failure", "Outcome"]
@@ -49,7 +49,7 @@ class Failure:
             text=str(error),
             traceback="".join(traceback.format_exception(error)),
             cause=error,
-            secondary=isinstance(error, Aborted)
+            secondary=isinstance(error, AbortedError)
             or (isinstance(error, RuntimeError | OSError) and _LOST_PEER.search(str(error)) is not None),
         )
 

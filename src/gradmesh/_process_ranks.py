@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from gradmesh._outcomes import FAILURE_GRACE, Failure, Outcome
 from gradmesh._shipping import dumps
-from gradmesh.errors import RankError, message
 
 __all__ = ["ProcessRanks"]
 
@@ -38,7 +37,7 @@ class ProcessRanks:
         self._timeout = timeout
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection[Any, Any]] = []
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         try:
             for rank in range(size):
                 self._start(rank, backend)

@@ -8,6 +8,7 @@ import io
 import pickle
 import sys
 import types
+from typing import Any
 
 from gradmesh.errors import ArgumentError, MissingExtraError, message
 
@@ -21,7 +22,7 @@ class _ByValue(Exception):  # noqa: N818 - a signal, caught here
 class _ByName(pickle.Pickler):
     """A pickler that refuses functions and classes of modules that a fresh interpreter cannot import."""
 
-    def reducer_override(self, obj: object) -> object:
+    def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, type | types.FunctionType) and not importable(obj.__module__):
             raise _ByValue(obj.__module__)
         return NotImplemented
@@ -35,9 +36,11 @@ def importable(name: str | None) -> bool:
     if name.partition(".")[0] in sys.stdlib_module_names:  # os.path has another name, os is frozen
         return True
     parent = name.rpartition(".")[0]
+    if parent and not importable(parent):
+        return False
     file = getattr(module, "__file__", None)
-    if parent and (not importable(parent) or file is None):
-        return file is None and importable(parent)  # a module that an extension made while it was imported
+    if parent and file in (None, getattr(sys.modules[parent], "__file__", None)):
+        return True  # made by an extension while that was imported
     path = getattr(sys.modules[parent], "__path__", None) if parent else None
     for finder in sys.meta_path:
         spec: importlib.machinery.ModuleSpec | None = finder.find_spec(name, path)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from gradmesh import _torch
 from gradmesh._outcomes import FAILURE_GRACE, Failure, Outcome
 from gradmesh.backends import threads
-from gradmesh.backends._rendezvous import Aborted, World
+from gradmesh.backends._waiting import AbortedError, World
 from gradmesh.errors import message
 
 __all__ = ["ThreadRanks"]
@@ -49,7 +49,7 @@ class ThreadRanks:
             threading.Thread(target=self._serve, args=(rank,), name=f"gradmesh rank {rank}", daemon=True)
             for rank in range(size)
         ]
-        self._store = dist.HashStore()
+        self._store = dist.HashStore()  # type: ignore[attr-defined]
         for thread in self._threads:
             thread.start()
         try:
@@ -73,7 +73,7 @@ class ThreadRanks:
     def kill(self) -> None:
         """End the threads wherever they are, as far as Python can."""
         self.alive = False
-        self._world.stop(lambda: Aborted(message("the launch was ended")))
+        self._world.stop(lambda: AbortedError(message("the launch was ended")))
         self._end_threads()
 
     def _join_world(self, rank: int) -> Callable[[], None]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, SupportsInt, TypeVar
 
 import torch
+from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]
 from torch._functorch import eager_transforms, predispatch
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
@@ -178,7 +179,7 @@ class _SharedLevel:
             forward_ad._current_level = _LevelOfThread(0)
         forward_ad.enter_dual_level = self.enter
         forward_ad.exit_dual_level = self.leave
-        eager_transforms.JVP_NESTING = _NestingOfThread(eager_transforms.JVP_NESTING)
+        eager_transforms.JVP_NESTING = _NestingOfThread(eager_transforms.JVP_NESTING)  # type: ignore[assignment]
         if predispatch.DECOMPOSITIONS_LOCK is None:  # made lazily, so that two threads could make two
             predispatch.DECOMPOSITIONS_LOCK = threading.Lock()
 
@@ -249,7 +250,7 @@ def thread_isolation() -> Iterator[None]:
                 sys.excepthook,
             )
             c10d._world = _WorldOfThread(c10d._world)  # type: ignore[assignment]
-            torch._C._distributed_c10d._set_thread_isolation_mode(True)
+            _set_thread_isolation_mode(True)
             _shared_level.install()
     try:
         yield
@@ -258,7 +259,7 @@ def thread_isolation() -> Iterator[None]:
             _Isolation.opened -= 1
             if _Isolation.opened == 0:
                 _shared_level.uninstall()
-                torch._C._distributed_c10d._set_thread_isolation_mode(False)
+                _set_thread_isolation_mode(False)
                 c10d._world, c10d._backend, c10d._default_pg_init_method, sys.excepthook = _Isolation.saved
                 _Isolation.saved = None
 

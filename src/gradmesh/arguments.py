@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -96,7 +96,7 @@ class Call:
 
     def choose(self, name: str, value: object, choices: Mapping[Any, T], why: str = "") -> T:
         """One of the op's few choices, such as a type or a reduction."""
-        if value not in choices:
+        if not isinstance(value, Hashable) or value not in choices:
             self.fail(
                 f"{name} is not one that {self.verb} knows",
                 expected=f"{name} one of {', '.join(map(repr, choices))}",
@@ -152,15 +152,15 @@ class Call:
 
     def pairs(self, pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         """(source, target) ranks, none of either twice."""
-        given = tuple(tuple(pair) for pair in pairs)
-        if any(len(pair) != 2 for pair in given):
+        listed = isinstance(pairs, Iterable) and all(isinstance(pair, Sequence) for pair in pairs)
+        if not listed or any(len(pair) != 2 for pair in pairs):
             self.fail(
                 "pairs holds something else than pairs",
                 expected="(source, target) tuples",
                 got=f"pairs={pairs!r}",
                 remedy="give each message its source rank and its target rank",
             )
-        plain = tuple((self.rank(pair[0], "source"), self.rank(pair[1], "target")) for pair in given)
+        plain = tuple((self.rank(source, "source"), self.rank(target, "target")) for source, target in pairs)
         for name, ranks in (("source", [s for s, _ in plain]), ("target", [t for _, t in plain])):
             if len(set(ranks)) != len(ranks):
                 self.fail(
@@ -174,7 +174,7 @@ class Call:
     def exchange_sizes(self, own: int) -> tuple[int, ...]:
         """Every rank's own number, by one small exchange."""
         mine = torch.tensor([own], dtype=torch.int64, device=self.x.device)
-        return tuple(wire.all_gather(mine, self.axis).tolist())
+        return tuple(wire.all_gather(mine, self.axis, [1] * self.axis.size).tolist())
 
     def flag(self, value: bool, name: str) -> bool:
         """A bool."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -15,9 +15,6 @@ from gradmesh._process_ranks import ProcessRanks
 from gradmesh._thread_ranks import ThreadRanks
 from gradmesh.backends import threads
 from gradmesh.errors import ArgumentError, message
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["Ranks", "launch"]
 

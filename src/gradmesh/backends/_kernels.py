@@ -72,7 +72,7 @@ def exchange(parts: list[Part]) -> None:
     rounds = {len(part.pieces) for part in parts}  # type: ignore[arg-type]
     if len(rounds) > 1:
         raise Misfit("the ranks of a group brought different numbers of tensors")
-    for batch in zip(*(part.pieces for part in parts), strict=True):  # type: ignore[call-overload]
+    for batch in zip(*(part.pieces for part in parts), strict=True):
         moves = [
             (source, target, batch[source].give[target], batch[target].take[source])
             for target in range(len(parts))

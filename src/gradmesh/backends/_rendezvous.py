@@ -1,8 +1,8 @@
-"""Where ranks that are threads meet: they bring their part of a call, wait, and learn why nothing comes.
+"""Where ranks that are threads meet: each brings its part of a call, and the last one does the work for all.
 
-Every rank posts its n-th call on a group into that group's n-th `Meeting`; who arrives last does the work for
-all. A rank waits at the gate of one thing at a time, so that the `World` can tell a rank that runs from one
-that waits: when nobody runs and nothing can complete, that is a deadlock, and it is reported.
+Every rank posts its n-th call on a group into that group's n-th `Meeting`. When the parts do not fit, every
+rank gets an error that shows what each of them called, and where. Messages from rank to rank are copied, and
+kept until they are asked for.
 """
 
 from __future__ import annotations
@@ -11,19 +11,16 @@ import dataclasses
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from types import CodeType
 
 import torch
 
 from gradmesh import _torch
-from gradmesh.errors import DeadlockError, GradmeshError, MismatchError, RankError, message
+from gradmesh.backends._waiting import Waitable, World
+from gradmesh.errors import MismatchError, message
 
-__all__ = ["Aborted", "Group", "Misfit", "Part", "Receive", "Site", "Waitable", "World", "call_site"]
-
-GRACE = 0.25
-"""Seconds between two looks at the world; what is stuck at two looks in a row, with no event between, is stuck."""
+__all__ = ["Group", "Misfit", "Part", "Receive", "Site", "call_site"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _INTERNAL = (
@@ -34,10 +31,6 @@ _INTERNAL = (
 )
 
 Site = tuple[CodeType, int] | None
-
-
-class Aborted(RankError):
-    """This rank could not go on because another one failed. Never the first failure of a launch."""
 
 
 class Misfit(Exception):  # noqa: N818 - caught here, and turned into a MismatchError with every rank's call
@@ -81,179 +74,6 @@ class Part:
         if self.outputs and self.outputs is not self.inputs:
             text += f" -> {_show_tensors(self.outputs)}"
         return f"{text}  {_show_site(self.site)}"
-
-
-class World:
-    """The ranks of one launch: which of them run, wait, or have gone."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.lock = threading.Lock()
-        self.waiting: dict[int, Waitable] = {}  # by rank, for the ranks' own threads
-        self.gone: dict[int, str] = {}  # how a rank ended
-        self.gates: set[threading.Lock] = set()
-        self.stopped: Callable[[], GradmeshError] | None = None
-        self.events = 0
-        self.groups: dict[object, Group] = {}
-
-    def group(self, key: object, name: str, ranks: Sequence[int]) -> Group:
-        """The group of this key, made by the first rank that asks."""
-        with self.lock:
-            return self.groups.setdefault(key, Group(self, name, ranks))
-
-    def begin(self) -> None:
-        """Say that every rank runs (again)."""
-        with self.lock:
-            self.gone.clear()
-            self.events += 1
-
-    def leave(self, rank: int, error: BaseException | None = None) -> None:
-        """Say that a rank's function is over; an error ends everybody's waiting at once."""
-        with self.lock:
-            self.gone[rank] = "returned" if error is None else f"failed with {type(error).__name__}"
-            self.events += 1
-        if error is not None:
-            text = f"rank {rank} failed with {type(error).__name__}: {error}"
-            self.stop(lambda: Aborted(message(text, remedy="see the error of that rank"), rank=rank))
-
-    def stop(self, error: Callable[[], GradmeshError]) -> None:
-        """End all waiting, now and later, with this error; only the first one counts."""
-        with self.lock:
-            self._stop(error)
-
-    def _stop(self, error: Callable[[], GradmeshError]) -> None:
-        if self.stopped is None:
-            self.stopped = error
-            for gate in self.gates:
-                gate.release()
-            self.gates.clear()
-
-    def check(self) -> None:
-        """Raise when the world has been stopped."""
-        if self.stopped is not None:
-            raise self.stopped()
-
-    def runs(self, rank: int) -> bool:
-        """Whether a rank is in its function and not waiting for what has not come yet."""
-        if rank in self.gone:
-            return False
-        waits_for = self.waiting.get(rank)
-        return waits_for is None or waits_for.done
-
-    def hopeless(self, waits_for: Waitable) -> bool:
-        """Whether it cannot come any more: somebody it needs has gone, or nobody runs."""
-        return not self.gone.keys().isdisjoint(waits_for.needs()) or not any(map(self.runs, range(self.size)))
-
-    def deadlock(self, problem: str) -> DeadlockError:
-        """Build the error that says who waits where. The caller holds the lock."""
-        lines = []
-        for rank in range(self.size):
-            if rank in self.gone:
-                lines.append(f"rank {rank}  has {self.gone[rank]}")
-            elif self.runs(rank):
-                lines.append(f"rank {rank}  runs")
-            else:
-                lines.append(f"rank {rank}  waits in {self.waiting[rank].show(rank)}")
-        return DeadlockError(
-            message(
-                problem,
-                got="\n".join(lines),
-                remedy="let every rank of a group make the same calls, in one order",
-            )
-        )
-
-
-class Waitable:
-    """Something that a rank waits for; complete when `done`."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.done = False
-        self.error: BaseException | None = None
-        self.gates: list[threading.Lock] = []
-
-    def needs(self) -> Iterable[int]:
-        """The ranks, in the world, without which it cannot complete."""
-        raise NotImplementedError
-
-    def show(self, rank: int) -> str:
-        """What that rank called, on which group, and where."""
-        raise NotImplementedError
-
-    def withdraw(self) -> bool:
-        """Say whether it can be given up, because nobody is at work on it. The caller holds the lock."""
-        raise NotImplementedError
-
-    def _complete(self, error: BaseException | None = None) -> None:
-        """Let everybody pass who waits for it. The caller holds the lock."""
-        self.error = error
-        self.done = True
-        self.world.events += 1
-        for gate in self.gates:
-            if gate in self.world.gates:
-                self.world.gates.remove(gate)
-                gate.release()
-        self.gates.clear()
-
-    def wait(self, rank: int | None, seconds: float) -> None:
-        """Wait until it is complete; `rank` is None in a thread that is not a rank's own.
-
-        Raises:
-            DeadlockError: it cannot come any more, or has not come within `seconds`.
-            Aborted: another rank failed.
-        """
-        if not self.done:
-            self._sleep(rank, seconds)
-        if self.error is not None:
-            raise _fresh(self.error)
-
-    def _sleep(self, rank: int | None, seconds: float) -> None:
-        world = self.world
-        deadline = time.monotonic() + seconds
-        gate = threading.Lock()
-        gate.acquire()
-        with world.lock:
-            if self.done:
-                return
-            world.check()
-            self.gates.append(gate)
-            world.gates.add(gate)
-            if rank is not None:
-                world.waiting[rank] = self
-                world.events += 1
-        hopeless_since = -1  # the count of events at the last look, if it was hopeless then
-        try:
-            while not gate.acquire(timeout=max(0.001, min(GRACE, deadline - time.monotonic()))):
-                with world.lock:
-                    if self.done or world.stopped is not None:
-                        break
-                    if time.monotonic() >= deadline and self.withdraw():
-                        self._complete(
-                            world.deadlock(f"nothing came for {seconds:g} s, the timeout of the group")
-                        )
-                    elif not world.hopeless(self):
-                        hopeless_since = -1
-                    elif hopeless_since == world.events:
-                        text = str(world.deadlock("the ranks wait for what cannot come"))
-                        world._stop(lambda: DeadlockError(text))
-                    else:
-                        hopeless_since = world.events
-        finally:
-            with world.lock:
-                world.gates.discard(gate)
-                if rank is not None:
-                    world.waiting.pop(rank, None)
-        if not self.done:
-            world.check()
-
-
-def _fresh(error: BaseException) -> BaseException:
-    """An exception of its own for every rank: threads must not share a traceback."""
-    if isinstance(error, GradmeshError):
-        return type(error)(str(error))
-    new = RuntimeError(str(error))
-    new.__cause__ = error
-    return new
 
 
 class Meeting(Waitable):
@@ -367,6 +187,13 @@ class Message:
 
 class Group:
     """What the ranks of one process group share. A place is a rank in the group, a rank is one in the world."""
+
+    @classmethod
+    def of(cls, world: World, key: object, name: str, ranks: Sequence[int]) -> Group:
+        """The group of this key, made by the first rank that asks."""
+        with world.lock:
+            group: Group = world.shared.setdefault(key, cls(world, name, ranks))
+        return group
 
     def __init__(self, world: World, name: str, ranks: Sequence[int]) -> None:
         self.world = world

@@ -25,7 +25,8 @@ and no gradient is summed in place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import SupportsInt
 
 from torch import Tensor
 
@@ -48,6 +49,10 @@ __all__ = [
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
 ]
+
+
+# Megatron passes lists, NumPy arrays and tensors.
+Sizes = Iterable[SupportsInt] | None
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: AxisLike = None) -> Tensor:
@@ -79,7 +84,7 @@ def gather_from_sequence_parallel_region(
     input_: Tensor,
     tensor_parallel_output_grad: bool = True,
     group: AxisLike = None,
-    output_split_sizes: Sequence[int] | None = None,
+    output_split_sizes: Sizes = None,
     use_global_buffer: bool = False,  # noqa: ARG001 - a choice of memory; results are always fresh here
 ) -> Tensor:
     """V -> R or V -> I: the ranks' parts concatenated along the first dimension.
@@ -99,7 +104,7 @@ def gather_from_sequence_parallel_region(
 def reduce_scatter_to_sequence_parallel_region(
     input_: Tensor,
     group: AxisLike = None,
-    input_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sizes = None,
     use_global_buffer: bool = False,  # noqa: ARG001 - a choice of memory; results are always fresh here
 ) -> Tensor:
     """P -> V: the sum over the ranks, of which each keeps its part of the first dimension; backward concatenates.
@@ -126,8 +131,8 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Axi
 def all_to_all(
     group: AxisLike,
     input_: Tensor,
-    output_split_sizes_: Sequence[int] | None = None,
-    input_split_sizes: Sequence[int] | None = None,
+    output_split_sizes_: Sizes = None,
+    input_split_sizes: Sizes = None,
 ) -> Tensor:
     """V -> V: rank r gets the r-th part of the first dimension; backward is the way back.
 
@@ -166,6 +171,5 @@ def _axis(group: AxisLike) -> Axis:
     return resolve(group, "compat.megatron")
 
 
-def _ints(sizes: Sequence[int] | None) -> list[int] | None:
-    """Sizes as plain ints: Megatron passes lists, NumPy arrays and tensors."""
+def _ints(sizes: Sizes) -> list[int] | None:
     return None if sizes is None else [int(size) for size in sizes]

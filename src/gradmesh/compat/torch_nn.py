@@ -21,7 +21,7 @@ What stays as in torch: the signatures; `src` and `dst` are ranks of the world; 
 `output` is filled, without a gradient, while the tensor that is returned has one.
 
 What is new: a group is looked up when the function is called, and None is the world; anything that
-`gradmesh.axis` takes will do for it. A collective runs on any backend and is never called twice for one gradient.
+`gradmesh.axis` takes will do for it. Every function and its gradient run on every backend, and no call warns.
 """
 
 # The signatures are torch's own, where a tensor is called `input`.

@@ -46,7 +46,7 @@ class Settings:
 
     ranks: int = 4
     backend: str = "gloo"
-    epochs: int = 30
+    epochs: int = 25
     seed: int = 0
 
 
@@ -187,7 +187,7 @@ def recall(model: Towers, views: Views) -> float:
     similarity = left @ right.T
     matches = torch.arange(len(similarity))
     hits = [(similarity.argmax(dim=dim) == matches).double().mean().item() for dim in (0, 1)]
-    return sum(hits) / 2
+    return float(sum(hits) / 2)
 
 
 def _grad_errors(ranks: gm.Ranks, model: Towers, views: Views) -> tuple[dict[str, float], float]:

@@ -71,8 +71,10 @@ class Join(Split):
         """Gather, then put the parts side by side along `dim`."""
         sizes = self.pieces(x.shape[self.dim])
         flat = wire.pack(x, self.dim, (x.shape[self.dim],))
-        gathered = wire.all_gather(flat, self.axis, wire.counts(x.shape, self.dim, sizes))
-        return wire.unpack(gathered, x.shape, self.dim, sizes)
+        counts = wire.counts(x.shape, self.dim, sizes)
+        return wire.assemble(
+            lambda shape: wire.all_gather(flat, self.axis, counts, shape), x.shape, self.dim, sizes
+        )
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The sum of the sizes along `dim`."""
@@ -102,8 +104,8 @@ class ReduceScatter(Split):
         """Send each rank its slice and add what comes."""
         sizes = self.parts(x.shape[self.dim])
         flat = wire.pack(x, self.dim, sizes)
-        mine = wire.reduce_scatter(flat, self.axis, wire.counts(x.shape, self.dim, sizes))
-        return mine.view(self.out_shape(x.shape))
+        counts = wire.counts(x.shape, self.dim, sizes)
+        return wire.reduce_scatter(flat, self.axis, counts, self.out_shape(x.shape))
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The own size along `dim`."""

@@ -75,9 +75,13 @@ class AllToAll(LinearOp):
         shapes = self._received(x.shape)
         receive = [torch.Size(shape).numel() for shape in shapes]
         flat = wire.pack(x, self.split_dim, sizes)
-        got = wire.exchange(flat, wire.counts(x.shape, self.split_dim, sizes), receive, self.axis)
-        joined = [shape[self.concat_dim] for shape in shapes]
-        return wire.unpack(got, shapes[0], self.concat_dim, joined)
+        send = wire.counts(x.shape, self.split_dim, sizes)
+        return wire.assemble(
+            lambda shape: wire.exchange(flat, send, receive, self.axis, shape),
+            shapes[0],
+            self.concat_dim,
+            [shape[self.concat_dim] for shape in shapes],
+        )
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The own part's size along `split_dim`, the received parts' sum along `concat_dim`."""

@@ -65,8 +65,10 @@ class Gather(_AtRoot):
         self.refuse_unless(self.sizes[self.axis.rank], x.shape[self.dim])
         send = wire.counts(x.shape, self.dim, self.own)
         receive = wire.counts(x.shape, self.dim, self.whole)
-        got = wire.exchange(wire.pack(x, self.dim, self.own), send, receive, self.axis)
-        return wire.unpack(got, x.shape, self.dim, self.whole)
+        flat = wire.pack(x, self.dim, self.own)
+        return wire.assemble(
+            lambda shape: wire.exchange(flat, send, receive, self.axis, shape), x.shape, self.dim, self.whole
+        )
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The sum of the sizes at the root, 0 elsewhere."""
@@ -90,8 +92,8 @@ class Scatter(_AtRoot):
         self.refuse_unless(sum(self.whole), x.shape[self.dim])
         send = wire.counts(x.shape, self.dim, self.whole)
         receive = wire.counts(x.shape, self.dim, self.own)
-        got = wire.exchange(wire.pack(x, self.dim, self.whole), send, receive, self.axis)
-        return got.view(self.out_shape(x.shape))
+        flat = wire.pack(x, self.dim, self.whole)
+        return wire.exchange(flat, send, receive, self.axis, self.out_shape(x.shape))
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The own size along `dim`."""

@@ -20,6 +20,7 @@ __all__ = [
     "all_fold",
     "all_gather",
     "all_reduce",
+    "assemble",
     "broadcast",
     "counts",
     "exchange",
@@ -28,7 +29,6 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "relay",
-    "unpack",
 ]
 
 # torch 2.13 renamed both; the old names only warn there.
@@ -77,39 +77,61 @@ def pack(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     return torch.cat([part.reshape(-1) for part in _dense(x).split(list(sizes), dim)])
 
 
-def unpack(flat: Tensor, shape: Sequence[int], dim: int, sizes: Sequence[int]) -> Tensor:
-    """Join the parts in a fresh flat buffer along `dim`; `shape` is that of any part, its size there ignored."""
+def assemble(
+    collect: Callable[[Sequence[int] | None], Tensor], shape: Sequence[int], dim: int, sizes: Sequence[int]
+) -> Tensor:
+    """Collect the ranks' parts, joined along `dim`.
+
+    Args:
+        collect: runs a collective into a buffer of a shape, or of one dimension.
+        shape: that of any part, its size along `dim` ignored.
+        dim: the dimension to join along.
+        sizes: each part's size along it.
+    """
     lead, tail = tuple(shape[:dim]), tuple(shape[dim + 1 :])
     if math.prod(lead) == 1:
-        return flat.view(*lead, sum(sizes), *tail)
-    parts = flat.split(counts(shape, dim, sizes))
+        return collect((*lead, sum(sizes), *tail))
+    parts = collect(None).split(counts(shape, dim, sizes))
     return torch.cat([part.view(*lead, n, *tail) for part, n in zip(parts, sizes, strict=True)], dim)
 
 
-def all_gather(flat: Tensor, axis: Axis, sizes: Sequence[int] | None = None) -> Tensor:
-    """Every rank's flat buffer, one after another; `sizes` are their lengths where these differ."""
-    if axis.size == 1:
-        return fresh(flat)
-    if sizes is not None and len(set(sizes)) > 1:
-        return exchange(flat.repeat(axis.size), [flat.numel()] * axis.size, sizes, axis)
-    if flat.dtype not in _CARRIED:
-        return all_gather(flat.view(torch.uint8), axis).view(flat.dtype)
-    out = flat.new_empty(axis.size * flat.numel())
-    _gather_single(out, flat, group=axis.group)
+def _raw(x: Tensor) -> Tensor:
+    """The memory of a dense tensor as a flat buffer of a dtype that travels."""
+    flat = x.view(-1)
+    return flat if flat.dtype in _CARRIED else flat.view(torch.uint8)
+
+
+def _filled(flat: Tensor, shape: Sequence[int] | None) -> Tensor:
+    """A copy of a flat buffer in another shape."""
+    out = flat.new_empty(flat.shape if shape is None else shape)
+    out.view(-1).copy_(flat)
     return out
 
 
-def reduce_scatter(flat: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
+def all_gather(
+    flat: Tensor, axis: Axis, sizes: Sequence[int], shape: Sequence[int] | None = None
+) -> Tensor:
+    """Every rank's flat buffer, one after another; `sizes` are their lengths."""
+    if axis.size == 1:
+        return _filled(flat, shape)
+    if len(set(sizes)) > 1:
+        return exchange(flat.repeat(axis.size), [flat.numel()] * axis.size, sizes, axis, shape)
+    out = flat.new_empty(sum(sizes) if shape is None else shape)
+    _gather_single(_raw(out), _raw(flat), group=axis.group)
+    return out
+
+
+def reduce_scatter(flat: Tensor, axis: Axis, sizes: Sequence[int], shape: Sequence[int]) -> Tensor:
     """Sum the ranks' flat buffers and keep the own part; `sizes` are the lengths of the parts."""
     if axis.size == 1:
-        return fresh(flat)
+        return _filled(flat, shape)
     mine = sizes[axis.rank]
     if len(set(sizes)) > 1 or flat.dtype not in _CARRIED:
         # Backends have no ragged form of it. The same bytes travel, and torch adds them in rank order.
-        parts = exchange(flat, sizes, [mine] * axis.size, axis)
-        return parts.view(axis.size, mine).sum(0, dtype=flat.dtype)
-    out = flat.new_empty(mine)
-    _scatter_single(out, flat, group=axis.group)
+        parts = exchange(flat, sizes, [mine] * axis.size, axis, (axis.size, *shape))
+        return parts.sum(0, dtype=flat.dtype)
+    out = flat.new_empty(shape)
+    _scatter_single(out.view(-1), flat, group=axis.group)
     return out
 
 
@@ -133,17 +155,15 @@ def all_fold(x: Tensor, axis: Axis, fold: Callable[[Tensor], Tensor]) -> Tensor:
     share, more = divmod(flat.numel(), axis.size)
     sizes = [share + (rank < more) for rank in range(axis.size)]
     mine = sizes[axis.rank]
-    parts = exchange(flat, sizes, [mine] * axis.size, axis)
-    return all_gather(fold(parts.view(axis.size, mine)), axis, sizes).view(x.shape)
+    parts = exchange(flat, sizes, [mine] * axis.size, axis, (axis.size, mine))
+    return all_gather(fold(parts), axis, sizes, x.shape)
 
 
 def broadcast(x: Tensor, axis: Axis, root: int) -> Tensor:
     """The root's tensor; the others' only say shape and dtype."""
-    if x.dtype not in _CARRIED:
-        return broadcast(_dense(x).reshape(-1).view(torch.uint8), axis, root).view(x.dtype).view(x.shape)
     out = fresh(x) if axis.rank == root else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if axis.size > 1:
-        dist.broadcast(out, group_src=root, group=axis.group)
+        dist.broadcast(_raw(out), group_src=root, group=axis.group)
     return out
 
 
@@ -159,18 +179,25 @@ def reduce(x: Tensor, axis: Axis, root: int) -> Tensor:
     return total if axis.rank == root else total.zero_()
 
 
-def exchange(flat: Tensor, send: Sequence[int], receive: Sequence[int], axis: Axis) -> Tensor:
+def exchange(
+    flat: Tensor,
+    send: Sequence[int],
+    receive: Sequence[int],
+    axis: Axis,
+    shape: Sequence[int] | None = None,
+) -> Tensor:
     """Send `send[r]` elements of the flat buffer to each rank r and receive `receive[r]` from it, in rank order."""
     if axis.size == 1:
-        return fresh(flat)
-    if flat.dtype not in _CARRIED:
-        width = flat.dtype.itemsize
-        out = exchange(
-            _dense(flat).view(torch.uint8), [n * width for n in send], [n * width for n in receive], axis
-        )
-        return out.view(flat.dtype)
-    out = flat.new_empty(sum(receive))
-    dist.all_to_all_single(out, _dense(flat), list(receive), list(send), group=axis.group)
+        return _filled(flat, shape)
+    out = flat.new_empty(sum(receive) if shape is None else shape)
+    width = 1 if flat.dtype in _CARRIED else flat.dtype.itemsize
+    dist.all_to_all_single(
+        _raw(out),
+        _raw(flat),
+        [n * width for n in receive],
+        [n * width for n in send],
+        group=axis.group,
+    )
     return out
 
 
@@ -182,5 +209,7 @@ def relay(x: Tensor, axis: Axis, to: int | None, source: int | None) -> Tensor |
     if source is not None:
         receive[source] = x.numel()
     flat = _dense(x).view(-1)
-    out = exchange(flat if to is not None else flat[:0], send, receive, axis)
-    return out.view(x.shape) if source is not None else None
+    if source is None:
+        exchange(flat if to is not None else flat[:0], send, receive, axis)
+        return None
+    return exchange(flat if to is not None else flat[:0], send, receive, axis, x.shape)

@@ -75,7 +75,8 @@ def matrix(op: LinearOp, shape: Sequence[int]) -> Tensor:
         shape: this rank's operand shape.
     """
     axis, size = op.axis, torch.Size(shape).numel()
-    sizes = wire.all_gather(torch.tensor([size]), axis).tolist()
+    ones = [1] * axis.size
+    sizes = wire.all_gather(torch.tensor([size]), axis, ones).tolist()
     columns = []
     for owner, total in enumerate(sizes):
         for element in range(total):
@@ -83,7 +84,7 @@ def matrix(op: LinearOp, shape: Sequence[int]) -> Tensor:
             if owner == axis.rank:
                 x[element] = 1
             y = op.apply(x.view(torch.Size(shape))).reshape(-1)
-            outs = wire.all_gather(torch.tensor([y.numel()]), axis).tolist()
+            outs = wire.all_gather(torch.tensor([y.numel()]), axis, ones).tolist()
             columns.append(wire.all_gather(y, axis, outs))
     if not columns:
         rows = wire.all_reduce(torch.tensor(torch.Size(op.out_shape(shape)).numel()), axis)

@@ -1,0 +1,410 @@
+# mypy: disable-error-code="override,assignment"
+# torch's stubs give every method a second, direct form, which torch.distributed does not call.
+"""The process group that torch.distributed sees, of ranks that are threads.
+
+Both families of names are here: `_allgather_base` and the like up to torch 2.12, `all_gather_single` and the
+like from 2.13.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradmesh.backends import _kernels
+from gradmesh.backends._kernels import Exchange
+from gradmesh.backends._rendezvous import Group, Part, Receive, call_site
+from gradmesh.backends._waiting import Waitable, World
+from gradmesh.errors import ArgumentError, ShapeError, message
+
+__all__ = ["ThreadsGroup"]
+
+Tensors = list[torch.Tensor]
+_Kernel = Callable[[list[Part]], None]
+
+
+class _Work(dist.Work):
+    """A call of one rank: started, and complete when every rank has brought its part."""
+
+    def __init__(self, waits_for: Waitable, group: ThreadsGroup, tensors: object) -> None:
+        super().__init__()
+        self._waits_for = waits_for
+        self._group = group
+        self._tensors = tensors
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        seconds = timeout.total_seconds() if timeout else 0.0
+        self._waits_for.wait(seconds if seconds > 0 else self._group.timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._waits_for.done
+
+    def is_success(self) -> bool:
+        return self._waits_for.done and self._waits_for.error is None
+
+    def exception(self) -> BaseException | None:
+        return self._waits_for.error
+
+    def result(self) -> Any:
+        self.wait()
+        return self._tensors
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        # Complete before it is handed out: a callback would run in the thread of whichever rank came last.
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._tensors)
+        return future
+
+    def source_rank(self) -> int:
+        return self._waits_for.came_from if isinstance(self._waits_for, Receive) else -1
+
+    _source_rank = source_rank
+
+
+class _All(Waitable):
+    """Several works as one, for `_end_coalescing`."""
+
+    def __init__(self, world: World, works: Sequence[_Work]) -> None:
+        super().__init__(world)
+        self.works = works
+
+    def wait(self, seconds: float) -> None:
+        for work in self.works:
+            work._waits_for.wait(seconds)
+        self.done = True
+
+
+def _same_for_all(tensor: torch.Tensor | None, size: int) -> list[torch.Tensor | None]:
+    return [tensor] * size
+
+
+def _only_at(place: int, tensor: torch.Tensor, size: int) -> list[torch.Tensor | None]:
+    return [tensor if i == place else None for i in range(size)]
+
+
+class ThreadsGroup(dist.ProcessGroup):
+    """A process group whose ranks are threads.
+
+    A call posts this rank's part and returns; the rank waits in the `wait()` of the work, as with gloo.
+    """
+
+    def __init__(self, shared: Group, place: int, timeout: datetime.timedelta) -> None:
+        super().__init__(place, len(shared.ranks))  # type: ignore[call-arg]
+        self.shared = shared
+        self.place = place
+        self.count = len(shared.ranks)
+        self.timeout = timeout.total_seconds()
+        self._name = shared.name
+        self._desc = "undefined"
+        self._coalesced: list[_Work] | None = None
+
+    # -- what torch asks of a group
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "threads"
+
+    def name(self) -> str:
+        return "threads"
+
+    def getRank(self) -> int:  # noqa: N802
+        return self.place
+
+    def getSize(self) -> int:  # noqa: N802
+        return self.count
+
+    rank, size = getRank, getSize
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = self.shared.name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        self._desc = desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._desc
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        self.timeout = timeout.total_seconds()
+
+    def _set_default_timeout(self, timeout: datetime.timedelta) -> None:
+        self.set_timeout(timeout)
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.shared.calls[self.place]
+
+    def shutdown(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return f"ThreadsGroup({self.shared}, place {self.place})"
+
+    # -- posting
+
+    def _post(
+        self,
+        call: str,
+        kernel: _Kernel,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        *,
+        pieces: object = None,
+        result: object = None,
+    ) -> _Work:
+        part = Part(call, inputs, outputs, call_site(), pieces)
+        return self._work(self.shared.meet(self.place, part, kernel), outputs if result is None else result)
+
+    def _work(self, waits_for: Waitable, result: object) -> _Work:
+        work = _Work(waits_for, self, result)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _exchange(
+        self,
+        call: str,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        pieces: list[Exchange],
+        result: object = None,
+    ) -> _Work:
+        return self._post(call, _kernels.exchange, inputs, outputs, pieces=pieces, result=result)
+
+    # -- reductions
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> _Work:
+        op = _reduction(opts)
+        kernel = functools.partial(_kernels.reduce, op=op, root=None)
+        return self._post(f"all_reduce({op.lower()})", kernel, tensors, tensors)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Tensors, opts: Any) -> _Work:
+        op = _reduction(opts)
+        kernel = functools.partial(_kernels.reduce, op=op, root=opts.rootRank)
+        return self._post(f"reduce({op.lower()}, root {opts.rootRank})", kernel, tensors, tensors)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> _Work:
+        op = _reduction(opts)
+        for given in inputs:
+            self._one_per_rank("reduce_scatter", given)
+        return self._post(
+            f"reduce_scatter({op.lower()})",
+            functools.partial(_kernels.reduce_scatter, op=op),
+            [tensor for given in inputs for tensor in given],
+            outputs,
+            pieces=[Exchange(given, ()) for given in inputs],
+        )
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
+        op = _reduction(opts)
+        return self._post(
+            f"reduce_scatter_single({op.lower()})",
+            functools.partial(_kernels.reduce_scatter, op=op),
+            inputs,
+            outputs,
+            pieces=[Exchange(self._slots(i, o), ()) for o, i in zip(outputs, inputs, strict=True)],
+        )
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> _Work:  # noqa: A002
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    # -- exchanges
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> _Work:
+        root = opts.rootRank
+        at_root = self.place == root
+        pieces = [
+            Exchange(
+                [tensor if at_root and i != root else None for i in range(self.count)],
+                _only_at(root, tensor, self.count) if not at_root else _same_for_all(None, self.count),
+            )
+            for tensor in tensors
+        ]
+        return self._exchange(f"broadcast(root {root})", tensors, tensors, pieces)
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> _Work:  # noqa: ARG002
+        for taken in outputs:
+            self._one_per_rank("all_gather", taken)
+        pieces = [Exchange(_same_for_all(i, self.count), o) for o, i in zip(outputs, inputs, strict=True)]
+        return self._exchange("all_gather", inputs, [t for o in outputs for t in o], pieces, outputs)
+
+    allgather_coalesced = allgather
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:  # noqa: ARG002
+        pieces = [
+            Exchange(_same_for_all(i, self.count), self._slots(o, i))
+            for o, i in zip(outputs, inputs, strict=True)
+        ]
+        return self._exchange("all_gather_single", inputs, outputs, pieces)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> _Work:  # noqa: A002
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> _Work:
+        root = opts.rootRank
+        taken: Sequence[torch.Tensor | None] = _same_for_all(None, self.count)
+        if self.place == root:
+            taken = self._one_per_rank("gather", outputs[0])
+        pieces = [Exchange(_only_at(root, inputs[0], self.count), taken)]
+        return self._exchange(
+            f"gather(root {root})", inputs, [t for o in outputs for t in o], pieces, outputs
+        )
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> _Work:
+        root = opts.rootRank
+        given: Sequence[torch.Tensor | None] = _same_for_all(None, self.count)
+        if self.place == root:
+            given = self._one_per_rank("scatter", inputs[0])
+        pieces = [Exchange(given, _only_at(root, outputs[0], self.count))]
+        return self._exchange(f"scatter(root {root})", [t for i in inputs for t in i], outputs, pieces)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:  # noqa: ARG002
+        give, take = self._one_per_rank("all_to_all", inputs), self._one_per_rank("all_to_all", outputs)
+        return self._exchange("all_to_all", inputs, outputs, [Exchange(give, take)])
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,  # noqa: ARG002
+    ) -> _Work:
+        pieces = [Exchange(self._cut(input, input_splits), self._cut(output, output_splits))]
+        return self._exchange("all_to_all_single", [input], [output], pieces)
+
+    def barrier(self, opts: Any = None) -> _Work:  # noqa: ARG002
+        return self._post("barrier", lambda _parts: None, [], [])
+
+    # -- point to point
+
+    def send(self, tensors: Tensors, to: int, tag: int) -> _Work:
+        part = Part(f"send(to place {to}, tag {tag})", tensors, tensors, call_site())
+        self.shared.send(self.place, to, tag, part)
+        sent = _All(self.shared.world, ())
+        sent.done = True
+        return self._work(sent, tensors)
+
+    def recv(self, tensors: Tensors, source: int, tag: int) -> _Work:
+        return self._receive(tensors, source, tag, f"recv(from place {source}, tag {tag})")
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> _Work:
+        return self._receive(tensors, None, tag, f"recv(from anybody, tag {tag})")
+
+    def _receive(self, tensors: Tensors, source: int | None, tag: int, call: str) -> _Work:
+        part = Part(call, tensors, tensors, call_site())
+        return self._work(self.shared.receive(self.place, source, tag, part), tensors)
+
+    # -- coalescing
+
+    def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> _Work:  # noqa: ARG002
+        works, self._coalesced = self._coalesced or [], None
+        return _Work(_All(self.shared.world, works), self, [])
+
+    # -- cutting tensors up
+
+    def _one_per_rank(self, call: str, tensors: Tensors) -> Tensors:
+        if len(tensors) != self.count:
+            raise ArgumentError(
+                message(
+                    f"{call} needs one tensor per rank",
+                    axis=str(self.shared),
+                    expected=f"{self.count} tensors",
+                    got=f"{len(tensors)}",
+                    remedy="pass a list with one tensor for every rank of the group",
+                )
+            )
+        return tensors
+
+    def _slots(self, whole: torch.Tensor, piece: torch.Tensor) -> Tensors:
+        """Cut a tensor into one slot per rank, shaped as the piece: joined along dim 0, or stacked."""
+        if whole.shape == (self.count, *piece.shape):
+            return list(whole.unbind(0))
+        if piece.dim() and whole.shape == (self.count * piece.shape[0], *piece.shape[1:]):
+            return list(whole.split(piece.shape[0])) if piece.shape[0] else [whole] * self.count
+        if whole.numel() == self.count * piece.numel() and whole.is_contiguous():
+            return [slot.view(piece.shape) for slot in whole.view(self.count, -1)]
+        raise ShapeError(
+            message(
+                "the large tensor is not one piece per rank",
+                axis=str(self.shared),
+                expected=f"shape {[self.count * s for s in piece.shape[:1]] + list(piece.shape[1:])}",
+                got=f"shape {list(whole.shape)} for pieces of shape {list(piece.shape)}",
+                remedy="make it the group's size times the piece, along dim 0",
+            )
+        )
+
+    def _cut(self, tensor: torch.Tensor, splits: list[int]) -> Tensors:
+        rows = tensor.shape[0] if tensor.dim() else -1
+        if not splits and rows >= 0 and rows % self.count == 0:
+            splits = [rows // self.count] * self.count
+        if len(splits) != self.count or sum(splits) != rows:
+            raise ShapeError(
+                message(
+                    "the splits do not cover dim 0",
+                    op="all_to_all_single",
+                    axis=str(self.shared),
+                    expected=f"{self.count} sizes whose sum is the size of dim 0",
+                    got=f"{splits or 'an equal split'} for shape {list(tensor.shape)}",
+                    remedy="give one size per rank; they must add up",
+                )
+            )
+        return list(tensor.split(splits))
+
+    # -- the names up to torch 2.12
+
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+    # -- and from 2.14
+    recvAnysource = recv_anysource  # noqa: N815
+    start_coalescing = _start_coalescing
+    end_coalescing = _end_coalescing
+
+
+def _reduction(opts: Any) -> str:
+    if opts is None:
+        return "SUM"
+    name: str = opts.reduceOp.op.name
+    if name not in _kernels.REDUCTIONS:
+        raise ArgumentError(
+            message(
+                "the threads backend does not know this reduction",
+                expected=", ".join(_kernels.REDUCTIONS),
+                got=name,
+                remedy="multiply the tensor first and use SUM" if name == "PREMUL_SUM" else None,
+            )
+        )
+    return name

@@ -1,0 +1,195 @@
+"""Waiting that ends: a world of threads knows who runs and who waits, and says when nothing can come.
+
+A rank waits for one thing at a time, so that the `World` can tell a rank that runs from one that waits. When
+nobody runs and nothing can complete, that is a deadlock, and every rank that waits gets an error that shows
+all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from gradmesh.errors import DeadlockError, GradmeshError, RankError, message
+
+__all__ = ["AbortedError", "Waitable", "World"]
+
+GRACE = 0.25
+"""Seconds between two looks at the world; what is stuck at two looks in a row, with no event between, is stuck."""
+
+
+class AbortedError(RankError):
+    """This rank could not go on because another one failed. Never the first failure of a launch."""
+
+
+class World:
+    """The ranks of one launch: which of them run, wait, or have gone."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.lock = threading.Lock()
+        self.waiting: dict[int, Waitable] = {}  # by rank, for the ranks' own threads
+        self.gone: dict[int, str] = {}  # how a rank ended
+        self.gates: set[threading.Lock] = set()
+        self.stopped: Callable[[], GradmeshError] | None = None
+        self.events = 0
+        self.shared: dict[object, Any] = {}  # what the ranks made together, such as their groups
+        self.rank_of_thread: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """Say that every rank runs (again)."""
+        with self.lock:
+            self.gone.clear()
+            self.events += 1
+
+    def leave(self, rank: int, error: BaseException | None = None) -> None:
+        """Say that a rank's function is over; an error ends everybody's waiting at once."""
+        with self.lock:
+            self.gone[rank] = "returned" if error is None else f"failed with {type(error).__name__}"
+            self.events += 1
+        if error is not None:
+            text = f"rank {rank} failed with {type(error).__name__}: {error}"
+            self.stop(lambda: AbortedError(message(text, remedy="see the error of that rank"), rank=rank))
+
+    def stop(self, error: Callable[[], GradmeshError]) -> None:
+        """End all waiting, now and later, with this error; only the first one counts."""
+        with self.lock:
+            self._stop(error)
+
+    def _stop(self, error: Callable[[], GradmeshError]) -> None:
+        if self.stopped is None:
+            self.stopped = error
+            for gate in self.gates:
+                gate.release()
+            self.gates.clear()
+
+    def check(self) -> None:
+        """Raise when the world has been stopped."""
+        if self.stopped is not None:
+            raise self.stopped()
+
+    def runs(self, rank: int) -> bool:
+        """Whether a rank is in its function and not waiting for what has not come yet."""
+        if rank in self.gone:
+            return False
+        waits_for = self.waiting.get(rank)
+        return waits_for is None or waits_for.done
+
+    def hopeless(self, waits_for: Waitable) -> bool:
+        """Whether it cannot come any more: somebody it needs has gone, or nobody runs."""
+        return not self.gone.keys().isdisjoint(waits_for.needs()) or not any(map(self.runs, range(self.size)))
+
+    def deadlock(self, problem: str) -> DeadlockError:
+        """Build the error that says who waits where. The caller holds the lock."""
+        lines = []
+        for rank in range(self.size):
+            if rank in self.gone:
+                lines.append(f"rank {rank}  has {self.gone[rank]}")
+            elif self.runs(rank):
+                lines.append(f"rank {rank}  runs")
+            else:
+                lines.append(f"rank {rank}  waits in {self.waiting[rank].show(rank)}")
+        return DeadlockError(
+            message(
+                problem,
+                got="\n".join(lines),
+                remedy="let every rank of a group make the same calls, in one order",
+            )
+        )
+
+
+class Waitable:
+    """Something that a rank waits for; complete when `done`."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.done = False
+        self.error: BaseException | None = None
+        self.gates: list[threading.Lock] = []
+
+    def needs(self) -> Iterable[int]:
+        """The ranks, in the world, without which it cannot complete."""
+        raise NotImplementedError
+
+    def show(self, rank: int) -> str:
+        """What that rank called, on which group, and where."""
+        raise NotImplementedError
+
+    def withdraw(self) -> bool:
+        """Say whether it can be given up, because nobody is at work on it. The caller holds the lock."""
+        raise NotImplementedError
+
+    def _complete(self, error: BaseException | None = None) -> None:
+        """Let everybody pass who waits for it. The caller holds the lock."""
+        self.error = error
+        self.done = True
+        self.world.events += 1
+        for gate in self.gates:
+            if gate in self.world.gates:
+                self.world.gates.remove(gate)
+                gate.release()
+        self.gates.clear()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it is complete.
+
+        Raises:
+            DeadlockError: it cannot come any more, or has not come within `seconds`.
+            AbortedError: another rank failed.
+        """
+        if not self.done:
+            self._sleep(seconds)
+        if self.error is not None:
+            raise _fresh(self.error)
+
+    def _sleep(self, seconds: float) -> None:
+        world = self.world
+        rank = world.rank_of_thread.get(threading.get_ident())  # None in a thread that a rank started
+        deadline = time.monotonic() + seconds
+        gate = threading.Lock()
+        gate.acquire()
+        with world.lock:
+            if self.done:
+                return
+            world.check()
+            self.gates.append(gate)
+            world.gates.add(gate)
+            if rank is not None:
+                world.waiting[rank] = self
+                world.events += 1
+        hopeless_since = -1  # the count of events at the last look, if it was hopeless then
+        try:
+            while not gate.acquire(timeout=max(0.001, min(GRACE, deadline - time.monotonic()))):
+                with world.lock:
+                    if self.done or world.stopped is not None:
+                        break
+                    if time.monotonic() >= deadline and self.withdraw():
+                        self._complete(
+                            world.deadlock(f"nothing came for {seconds:g} s, the timeout of the group")
+                        )
+                    elif not world.hopeless(self):
+                        hopeless_since = -1
+                    elif hopeless_since == world.events:
+                        error = world.deadlock("the ranks wait for what cannot come")
+                        world._stop(functools.partial(DeadlockError, str(error)))
+                    else:
+                        hopeless_since = world.events
+        finally:
+            with world.lock:
+                world.gates.discard(gate)
+                if rank is not None:
+                    world.waiting.pop(rank, None)
+        if not self.done:
+            world.check()
+
+
+def _fresh(error: BaseException) -> BaseException:
+    """An exception of its own for every rank: threads must not share a traceback."""
+    if isinstance(error, GradmeshError):
+        return type(error)(str(error))
+    new = RuntimeError(str(error))
+    new.__cause__ = error
+    return new

@@ -1,0 +1,93 @@
+"""Axes: from every kind of argument, with ranks counted on the axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import gradmesh as gm
+
+Threads = Callable[[int], Callable[..., list[Any]]]
+
+
+def test_every_kind_of_axis_argument_finds_its_ranks(threads: Threads) -> None:
+    def on_each_rank() -> None:
+        world = dist.get_rank()
+        mesh = gm.mesh(dp=2, gp=-1)
+        gp = gm.axis("gp")
+        assert (gp.name, gp.rank, gp.size) == ("gp", world % 2, 2)
+        assert gp.global_ranks == [world // 2 * 2, world // 2 * 2 + 1]
+        expected = [10 * r for r in gp.global_ranks]
+        x = torch.tensor([10 * world])
+        for which in ("gp", mesh.get_group("gp"), mesh["gp"], gp):
+            assert gm.all_gather(x, which).tolist() == expected
+        assert gm.all_gather(x, "dp").tolist() == [10 * (world % 2), 10 * (world % 2) + 20]
+        assert gm.all_gather(x, dist.group.WORLD).tolist() == [0, 10, 20, 30]
+
+    threads(4)(on_each_rank)
+
+
+def test_none_is_the_only_axis_of_the_mesh_or_the_world(threads: Threads) -> None:
+    def on_each_rank() -> None:
+        assert (gm.axis().name, gm.axis().size) == ("world", 4)
+        with gm.use_mesh(init_device_mesh("cpu", (4,))):
+            assert (gm.axis().name, gm.axis().size) == ("mesh", 4)
+        with gm.use_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))):
+            with pytest.raises(gm.AxisError, match=r"several axes(.|\n)*'a', 'b'(.|\n)*axis=NAME"):
+                gm.axis()
+            with pytest.raises(gm.AxisError, match=r"no axis 'c'(.|\n)*'a', 'b'"):
+                gm.all_gather(torch.ones(1), "c")
+        assert (gm.axis().name, gm.axis().size) == ("world", 4)
+
+    threads(4)(on_each_rank)
+
+
+def test_a_subgroup_counts_its_own_ranks(threads: Threads) -> None:
+    def on_each_rank() -> list[object] | str:
+        group = dist.new_group([1, 3])
+        if dist.get_rank() not in (1, 3):
+            with pytest.raises(gm.AxisError) as caught:
+                gm.all_gather(torch.ones(1), group)
+            return str(caught.value).splitlines()[0]
+        x = torch.tensor([float(dist.get_rank())], requires_grad=True)
+        y = gm.broadcast(x, group, root=1)
+        (y * (1 + gm.axis(group).rank)).sum().backward()
+        parts = gm.reduce_scatter(torch.tensor([1, 2]) * dist.get_rank(), group)
+        return [gm.axis(group).rank, y.item(), None if x.grad is None else x.grad.item(), parts.tolist()]
+
+    refused = "gradmesh.all_gather: this rank is not in the group"
+    assert threads(4)(on_each_rank) == [refused, [0, 3.0, 0.0, [4]], refused, [1, 3.0, 3.0, [8]]]
+
+
+def test_a_group_may_be_there_twice(threads: Threads) -> None:
+    def on_each_rank() -> list[int]:
+        first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+        x = torch.tensor([dist.get_rank()])
+        return (gm.all_gather(x, first) + 10 * gm.all_gather(x, second)).tolist()
+
+    assert threads(2)(on_each_rank) == [[0, 11]] * 2
+
+
+def test_a_mesh_of_a_world_that_is_gone_is_forgotten() -> None:
+    def on_each_rank() -> int:
+        gm.mesh(x=2)
+        return gm.axis("x").size
+
+    assert gm.launch(on_each_rank, 2, backend="threads") == [2, 2]
+    assert gm.launch(lambda: gm.axis().name, 2, backend="threads") == ["world", "world"]
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"a": 3}, {"a": 2, "b": 3}, {"a": -1, "b": -1}, {"a": 3, "b": -1}, {"a": 0}, {}]
+)
+def test_a_mesh_that_does_not_fill_the_world_is_refused(sizes: dict[str, int], threads: Threads) -> None:
+    def on_each_rank() -> None:
+        with pytest.raises(gm.ArgumentError, match=r"gradmesh.mesh(.|\n)*product 4"):
+            gm.mesh(**sizes)
+
+    threads(4)(on_each_rank)

@@ -1,0 +1,121 @@
+"""The command line: what it tells about the installation, and how it tells errors."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from gradmesh import cli, ops
+from gradmesh.demo.extras import EXTRAS
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.commands(), arguments)
+
+
+def test_help_names_every_command() -> None:
+    told = _run("--help")
+    assert told.exit_code == 0
+    assert re.findall(r"^  (\w+)  ", told.output, re.MULTILINE) == ["demo", "info"]
+
+
+def test_info_tells_versions_and_backends() -> None:
+    told = _run("info")
+    assert told.exit_code == 0
+    rows = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in told.output.splitlines())
+    assert rows["torch"] == torch.__version__
+    assert rows["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert int(rows["cores"]) >= 1
+    assert {"threads", "gloo"} <= set(rows["backends"].split(", "))
+    assert [rows[f"extra {extra}"] for extra in ("cli", "demo")] == ["installed", "installed"]
+
+
+def test_info_says_how_to_install_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXTRAS, "notebook", ("no_such_module",))
+    assert "no no_such_module: pip install 'gradmesh[notebook]'" in _run("info").output
+
+
+def test_info_prints_the_table_of_the_registry() -> None:
+    assert _run("info", "--table").output == ops.table() + "\n"
+
+
+def test_an_unknown_backend_is_told_as_text_that_lists_the_known_ones(tmp_path: Path) -> None:
+    told = _run("demo", "--backend", "carrier-pigeon", "--picture", str(tmp_path / "curves.png"))
+    assert told.exit_code == 1
+    assert isinstance(told.exception, SystemExit)
+    assert "carrier-pigeon" in told.stderr
+    assert "gloo" in told.stderr
+    assert "threads" in told.stderr
+    assert "Traceback" not in told.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_place_that_cannot_hold_the_picture_is_told_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    told = _run("demo", "--picture", str(tmp_path / "file" / "curves.png"))
+    assert told.exit_code == 1
+    assert "file" in told.stderr
+    assert "Traceback" not in told.stderr
+
+
+@pytest.mark.parametrize("option", ["--ranks", "--epochs"])
+def test_numbers_below_one_are_refused(option: str) -> None:
+    told = _run("demo", option, "0")
+    assert told.exit_code == 2
+    assert option in told.stderr
+
+
+def _fresh(*code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, check=False
+    )
+
+
+def test_without_click_there_is_a_text_and_no_traceback() -> None:
+    done = _fresh("import sys", "sys.modules['click'] = None", "from gradmesh.cli import main", "main()")
+    assert done.returncode == 1
+    assert "pip install 'gradmesh[cli]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_importing_gradmesh_loads_nothing_of_the_extras() -> None:
+    modules = sorted(
+        {module for extra in EXTRAS.values() for module in extra} - {"numpy"}
+    )  # torch loads numpy
+    done = _fresh("import sys, gradmesh, gradmesh.cli", f"print([m for m in {modules} if m in sys.modules])")
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_python_m_gradmesh_is_the_command_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gradmesh", "--version"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith("gradmesh, version ")
+
+
+def test_extras_are_those_of_the_project_file() -> None:
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    declared = tomllib.loads(text)["project"]["optional-dependencies"]
+    name = re.compile(r"[\w-]+")
+    wanted = {
+        extra: {
+            match.group()
+            for entry in declared[extra]
+            if (match := name.match(entry)) and match.group() != "gradmesh"
+        }
+        for extra in EXTRAS
+    }
+    wanted["demo"] |= wanted["cli"]
+    as_distribution = {"sklearn": "scikit-learn"}
+    assert {
+        extra: {as_distribution.get(module, module) for module in modules}
+        for extra, modules in EXTRAS.items()
+    } == wanted

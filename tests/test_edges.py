@@ -1,0 +1,187 @@
+"""The edges that the design decides: wide halos, rings of two, scalars, uneven and empty shards, precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradmesh as gm
+from gradmesh.ops.halo import plan
+
+Threads = Callable[[int], Callable[..., list[Any]]]
+
+
+def cut(whole: Tensor, sizes: tuple[int, ...], dim: int = 0) -> Tensor:
+    return whole.split(list(sizes), dim)[gm.axis().rank]
+
+
+@pytest.mark.parametrize("wrap", [True, False])
+@pytest.mark.parametrize("halo", [0, 1, (2, 0), (0, 3), (4, 5), (9, 9)])
+@pytest.mark.parametrize("sizes", [(3, 3, 3), (1, 1, 1), (2, 0, 4), (0, 0, 2), (4,), (2, 2)])
+def test_a_halo_holds_the_rows_around_the_own_ones_however_far(
+    sizes: tuple[int, ...], halo: int | tuple[int, int], wrap: bool, threads: Threads
+) -> None:
+    total = sum(sizes)
+    left, right = (halo, halo) if isinstance(halo, int) else halo
+
+    def on_each_rank() -> list[int]:
+        x = cut(torch.arange(total), sizes)
+        return gm.halo_exchange(x, halo=halo, wrap=wrap, sizes=sizes).tolist()
+
+    for rank, got in enumerate(threads(len(sizes))(on_each_rank)):
+        first = sum(sizes[:rank])
+        wanted = range(first - left, first + sizes[rank] + right)
+        assert got == [row % total if wrap else row for row in wanted if wrap or 0 <= row < total]
+
+
+def test_a_ring_of_two_does_not_mix_up_its_two_messages(threads: Threads) -> None:
+    def on_each_rank() -> tuple[list[float], list[float]]:
+        rank = gm.axis().rank
+        x = (torch.arange(3.0) + 10 * rank).requires_grad_()
+        y = gm.halo_exchange(x, halo=1, wrap=True)
+        y.backward(torch.arange(1.0, 6.0) * (1 + 10 * rank))
+        assert x.grad is not None
+        return y.tolist(), x.grad.tolist()
+
+    (y0, g0), (y1, g1) = threads(2)(on_each_rank)
+    assert y0 == [12, 0, 1, 2, 10]
+    assert y1 == [2, 10, 11, 12, 0]
+    # Rank 0's first row is the last of rank 1's halo (5 * 11), its last row the first of it (1 * 11).
+    assert g0 == [2 + 55, 3, 4 + 11]
+    assert g1 == [22 + 5, 33, 44 + 1]
+
+
+def test_the_plan_of_an_empty_line_is_empty() -> None:
+    assert plan((0, 0), 3, 3, True) == ((), ())
+
+
+def test_an_all_to_all_of_different_dims_turns_a_cut_around(threads: Threads) -> None:
+    whole = torch.arange(6 * 4).view(6, 4)
+
+    def on_each_rank() -> tuple[bool, bool]:
+        rows = cut(whole, (2, 2, 2))
+        columns = gm.all_to_all(rows, split_dim=1, concat_dim=0, split_sizes=(2, 1, 1), concat_sizes=(2, 2, 2))
+        back = gm.all_to_all(columns, split_dim=0, concat_dim=1, split_sizes=(2, 2, 2), concat_sizes=(2, 1, 1))
+        return torch.equal(columns, cut(whole, (2, 1, 1), 1)), torch.equal(back, rows)
+
+    assert threads(3)(on_each_rank) == [(True, True)] * 3
+
+
+def test_scalars_stack_and_pass_through(threads: Threads) -> None:
+    def on_each_rank() -> list[object]:
+        x = torch.tensor(1.0 + gm.axis().rank)
+        return [
+            gm.all_gather(x).tolist(),
+            gm.gather(x, root=1).tolist(),
+            *(verb(x).item() for verb in (gm.scan, gm.exscan, gm.shift, gm.broadcast, gm.reduce, gm.replicate)),
+            gm.all_reduce(x, dst=gm.R).item(),
+        ]
+
+    assert threads(2)(on_each_rank) == [
+        [[1, 2], [], 1, 0, 2, 1, 3, 1, 3],
+        [[1, 2], [1, 2], 3, 1, 1, 1, 0, 2, 3],
+    ]
+
+
+def test_scatter_takes_nothing_from_the_other_ranks_and_splits_evenly_or_as_told(threads: Threads) -> None:
+    def on_each_rank() -> tuple[list[int], list[int], list[float]]:
+        at_root = gm.axis().rank == 1
+        x = torch.arange(7.0) if at_root else torch.empty(0)
+        told = gm.scatter(x, root=1, sizes=(0, 5, 2))
+        y = x.clone().requires_grad_()
+        even = gm.scatter(y, root=1)
+        (even * (1 + gm.axis().rank)).sum().backward()
+        assert y.grad is not None
+        return told.tolist(), even.tolist(), y.grad.tolist()
+
+    assert threads(3)(on_each_rank) == [
+        ([], [0, 1, 2], []),
+        ([0, 1, 2, 3, 4], [3, 4], [1, 1, 1, 2, 2, 3, 3]),
+        ([5, 6], [5, 6], []),
+    ]
+
+
+def test_sizes_may_be_told_or_found(threads: Threads) -> None:
+    def on_each_rank() -> list[bool]:
+        rank = gm.axis().rank
+        sizes = (2, 0, 3)
+        whole = torch.arange(10.0).view(5, 2)
+        x = cut(whole, sizes)
+        return [
+            gm.sizes(x) == sizes,
+            torch.equal(gm.all_gather(x, sizes="auto"), whole),
+            torch.equal(gm.all_gather(x, sizes=sizes, dst=gm.I), whole),
+            torch.equal(gm.all_gather(x.T, dim=-1, sizes=list(sizes)), whole.T),
+            torch.equal(gm.shard(whole, sizes=sizes), x),
+            gm.shard(torch.zeros(2)).shape == ((1,), (1,), (0,))[rank],
+            torch.equal(gm.reduce_scatter(whole, sizes=sizes), 3 * x),
+            torch.equal(gm.halo_exchange(x, sizes="auto"), gm.halo_exchange(x, sizes=sizes)),
+        ]
+
+    assert threads(3)(on_each_rank) == [[True] * 8] * 3
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 5), (5, 0, 0), (0, 0, 0)])
+def test_ranks_with_nothing_take_part(sizes: tuple[int, ...], threads: Threads) -> None:
+    def on_each_rank() -> list[float]:
+        x = cut(torch.arange(float(sum(sizes))), sizes).requires_grad_()
+        (gm.all_gather(x, sizes=sizes) * (1 + gm.axis().rank)).sum().backward()
+        assert x.grad is not None
+        return x.grad.tolist()
+
+    assert threads(3)(on_each_rank) == [[6.0] * n for n in sizes]
+
+
+def test_what_travels_may_be_of_another_precision_each_way(threads: Threads) -> None:
+    third = torch.tensor([1 / 3], dtype=torch.float64)
+
+    def on_each_rank() -> tuple[bool, bool, torch.dtype]:
+        x = third.clone().requires_grad_()
+        y = gm.all_gather(x, comm_dtype=torch.bfloat16, backward_dtype=torch.float32)
+        y.backward(third.repeat(2))
+        assert x.grad is not None
+        forward = torch.equal(y.detach(), third.bfloat16().double().repeat(2))
+        backward = torch.equal(x.grad, 2 * third.float().double())
+        return forward, backward, y.dtype
+
+    assert threads(2)(on_each_rank) == [(True, True, torch.float64)] * 2
+
+
+def test_a_world_of_one_gives_fresh_results_of_the_right_shape(threads: Threads) -> None:
+    def on_each_rank() -> None:
+        x = torch.randn(4, 2, requires_grad=True)
+        for y in (
+            gm.all_gather(x),
+            gm.reduce_scatter(x),
+            gm.all_to_all(x),
+            gm.shard(x),
+            gm.gather(x),
+            gm.scatter(x),
+            gm.broadcast(x),
+            gm.reduce(x),
+            gm.shift(x),
+            gm.scan(x),
+            gm.halo_exchange(x),
+            gm.all_reduce(x, dst=gm.I),
+            gm.all_reduce(x, op="max", dst=gm.R),
+            gm.all_reduce(x, op="prod", dst=gm.R),
+        ):
+            assert torch.equal(y, x)
+            assert y.data_ptr() != x.data_ptr()
+            (g,) = torch.autograd.grad(y.sum(), x)
+            assert torch.equal(g, torch.ones(4, 2))
+
+    threads(1)(on_each_rank)
+
+
+def test_float8_and_int16_travel_though_backends_do_not_know_them(threads: Threads) -> None:
+    def on_each_rank() -> tuple[list[float], list[int]]:
+        x = torch.tensor([1.0 + gm.axis().rank])
+        eighth = gm.all_gather(x.to(torch.float8_e4m3fn)).float().tolist()
+        return eighth, gm.reduce(x.to(torch.int16)).tolist()
+
+    assert threads(2)(on_each_rank) == [([1, 2], [3]), ([1, 2], [0])]

@@ -1,0 +1,132 @@
+"""Bad input ends in the library's own error, on every rank, with what a reader needs to mend it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import gradmesh as gm
+
+Threads = Callable[[int], Callable[..., list[Any]]]
+ones = torch.ones
+
+BAD: dict[str, tuple[type[gm.GradmeshError], str, Callable[[], object]]] = {
+    "dim too large": (gm.ArgumentError, "all_gather", lambda: gm.all_gather(ones(2, 3), dim=2)),
+    "dim not an int": (gm.ArgumentError, "shard", lambda: gm.shard(ones(2), dim="x")),  # type: ignore[arg-type]
+    "scalar cut": (gm.ArgumentError, "reduce_scatter", lambda: gm.reduce_scatter(torch.tensor(1.0))),
+    "root too large": (gm.ArgumentError, "broadcast", lambda: gm.broadcast(ones(2), root=2)),
+    "root negative": (gm.ArgumentError, "reduce", lambda: gm.reduce(ones(2), root=-1)),
+    "no dst": (gm.ArgumentError, "all_reduce", lambda: gm.all_reduce(ones(2))),
+    "dst V": (gm.ArgumentError, "all_gather", lambda: gm.all_gather(ones(2), dst=gm.V)),
+    "dst a string": (gm.ArgumentError, "all_reduce", lambda: gm.all_reduce(ones(2), dst="R")),  # type: ignore[arg-type]
+    "src V": (gm.ArgumentError, "shard", lambda: gm.shard(ones(2), src=gm.V)),
+    "unknown op": (gm.ArgumentError, "all_reduce", lambda: gm.all_reduce(ones(2), op="median", dst=gm.R)),
+    "op unhashable": (gm.ArgumentError, "all_reduce", lambda: gm.all_reduce(ones(2), op=[], dst=gm.R)),  # type: ignore[arg-type]
+    "max of a reduce_scatter": (gm.ArgumentError, "reduce_scatter", lambda: gm.reduce_scatter(ones(2), op="max")),
+    "indivisible": (gm.ShapeError, "reduce_scatter", lambda: gm.reduce_scatter(ones(3))),
+    "indivisible exchange": (gm.ShapeError, "all_to_all", lambda: gm.all_to_all(ones(3))),
+    "sizes too few": (gm.ArgumentError, "all_gather", lambda: gm.all_gather(ones(2), sizes=[2])),
+    "sizes negative": (gm.ArgumentError, "shard", lambda: gm.shard(ones(2), sizes=[3, -1])),
+    "sizes a word": (gm.ArgumentError, "all_gather", lambda: gm.all_gather(ones(2), sizes="even")),  # type: ignore[arg-type]
+    "sizes auto of a whole": (gm.ArgumentError, "shard", lambda: gm.shard(ones(2), sizes="auto")),
+    "sizes that do not add up": (gm.ShapeError, "shard", lambda: gm.shard(ones(4), sizes=[1, 2])),
+    "sizes that are not true": (gm.ShapeError, "all_gather", lambda: gm.all_gather(ones(4), sizes=[3, 3])),
+    "split sizes": (
+        gm.ShapeError,
+        "all_to_all",
+        lambda: gm.all_to_all(ones(4), split_sizes=[1, 2], concat_sizes=[1, 2]),
+    ),
+    "source twice": (gm.ArgumentError, "permute", lambda: gm.permute(ones(2), pairs=[(0, 1), (0, 0)])),
+    "target twice": (gm.ArgumentError, "permute", lambda: gm.permute(ones(2), pairs=[(0, 1), (1, 1)])),
+    "pair of three": (gm.ArgumentError, "permute", lambda: gm.permute(ones(2), pairs=[(0, 1, 2)])),  # type: ignore[list-item]
+    "pairs of no ranks": (gm.ArgumentError, "permute", lambda: gm.permute(ones(2), pairs=[(0, 5)])),
+    "pairs no list": (gm.ArgumentError, "permute", lambda: gm.permute(ones(2), pairs=3)),  # type: ignore[arg-type]
+    "halo negative": (gm.ArgumentError, "halo_exchange", lambda: gm.halo_exchange(ones(2), halo=-1)),
+    "offset a float": (gm.ArgumentError, "shift", lambda: gm.shift(ones(2), offset=0.5)),  # type: ignore[arg-type]
+    "wrap a number": (gm.ArgumentError, "shift", lambda: gm.shift(ones(2), wrap=1)),  # type: ignore[arg-type]
+    "conversion that needs a sum": (gm.ArgumentError, "convert", lambda: gm.convert(ones(2), src=gm.P, dst=gm.R)),
+    "unknown axis": (gm.AxisError, "scan", lambda: gm.scan(ones(2), "tp")),
+    "axis a number": (gm.AxisError, "scan", lambda: gm.scan(ones(2), 3)),  # type: ignore[arg-type]
+    "not a tensor": (gm.ArgumentError, "all_gather", lambda: gm.all_gather([1.0])),  # type: ignore[arg-type]
+    "a sparse tensor": (gm.ArgumentError, "all_gather", lambda: gm.all_gather(ones(2).to_sparse())),
+    "sum of bools": (gm.DTypeError, "scan", lambda: gm.scan(ones(2) > 0)),
+    "mean of integers": (gm.DTypeError, "reduce_scatter", lambda: gm.reduce_scatter(torch.arange(2), op="mean")),
+    "an integer on the wire": (gm.DTypeError, "shift", lambda: gm.shift(ones(2), comm_dtype=torch.int8)),
+    "a real wire for complex": (
+        gm.DTypeError,
+        "shift",
+        lambda: gm.shift(ones(2, dtype=torch.complex64), backward_dtype=torch.float32),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_refused_on_every_rank_with_what_mends_it(case: str, threads: Threads) -> None:
+    kind, verb, call = BAD[case]
+
+    def on_each_rank() -> str:
+        with pytest.raises(kind) as caught:
+            call()
+        # Nothing was sent: the next collective meets its like on the other rank.
+        assert gm.all_gather(torch.tensor([gm.axis().rank])).tolist() == [0, 1]
+        return str(caught.value)
+
+    for rank, text in enumerate(threads(2)(on_each_rank)):
+        first, *rest = text.splitlines()
+        assert first.startswith(f"gradmesh.{verb}: ")
+        labels = [line.split()[0] for line in rest if line.startswith("  ") and not line.startswith("   ")]
+        wanted = ["expected", "got", "remedy"] if kind is gm.AxisError else ["axis", "expected", "got", "remedy"]
+        assert labels == wanted
+        if kind is not gm.AxisError:
+            assert f"rank {rank} of 2" in text
+
+
+def test_the_error_for_no_dst_explains_the_two_in_two_lines(threads: Threads) -> None:
+    def on_each_rank() -> str:
+        with pytest.raises(gm.ArgumentError) as caught:
+            gm.all_reduce(ones(2))
+        return str(caught.value)
+
+    remedy = threads(1)(on_each_rank)[0].split("remedy")[1].strip().splitlines()
+    assert len(remedy) == 2
+    assert "dst=gradmesh.R" in remedy[0]
+    assert "dst=gradmesh.I" in remedy[1]
+
+
+def test_a_conversion_that_needs_communication_names_the_verb(threads: Threads) -> None:
+    def on_each_rank() -> None:
+        with pytest.raises(gm.ArgumentError, match="remedy    reduce_scatter does this"):
+            gm.convert(ones(2), src=gm.P, dst=gm.V)
+
+    threads(1)(on_each_rank)
+
+
+def test_calls_before_init_say_to_init() -> None:
+    with pytest.raises(gm.NotInitializedError, match=r"gradmesh.all_gather(.|\n)*gradmesh.init\(\)"):
+        gm.all_gather(ones(2))
+    with pytest.raises(gm.NotInitializedError):
+        gm.axis("tp")
+    with pytest.raises(gm.NotInitializedError):
+        gm.mesh(tp=1)
+
+
+def test_half_a_launchers_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(gm.NotInitializedError, match=r"no WORLD_SIZE, MASTER_ADDR, MASTER_PORT(.|\n)*torchrun"):
+        gm.init()
+
+
+def test_different_collectives_on_the_ranks_are_told_apart(threads: Threads) -> None:
+    def on_each_rank() -> str:
+        x = ones(2)
+        with pytest.raises(gm.MismatchError) as caught:
+            gm.all_gather(x) if gm.axis().rank else gm.broadcast(x)
+        return str(caught.value)
+
+    for text in gm.launch(on_each_rank, 2, backend="threads"):
+        assert "test_errors.py" in text
