@@ -40,9 +40,9 @@ def dense_chain(xs: Tensor, ws: Tensor) -> Tensor:
 
 
 def whole_data() -> tuple[Tensor, Tensor]:
-    return torch.stack([local_data(r, 4) for r in range(SIZE)]), torch.arange(1.0, SIZE + 1, dtype=torch.float64)[
-        :, None
-    ]
+    return torch.stack([local_data(r, 4) for r in range(SIZE)]), torch.arange(
+        1.0, SIZE + 1, dtype=torch.float64
+    )[:, None]
 
 
 def own_data() -> tuple[Tensor, Tensor]:
@@ -67,7 +67,9 @@ def test_backward_and_higher_orders_match_the_dense_program(threads: Threads) ->
     got = threads(SIZE)(on_each_rank)
     for order in range(3):
         (g,) = torch.autograd.grad(value, xs, create_graph=True)
-        torch.testing.assert_close(torch.stack([rank[order] for rank in got]), g.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            torch.stack([rank[order] for rank in got]), g.detach(), rtol=1e-12, atol=1e-12
+        )
         value = (g**2).sum()
 
 

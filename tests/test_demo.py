@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import struct
 from pathlib import Path
@@ -9,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import Tensor
 
 import gradmesh as gm
 from gradmesh.cli import commands
 from gradmesh.demo import extras, job
-from gradmesh.demo.contrast import GATHERS, Learner, Views, dense_loss, rank_loss
+from gradmesh.demo.contrast import GATHERS, Learner, Towers, Views, dense_loss, rank_loss
 
 CHANCE = 1 / job.HELD_OUT
 
@@ -76,16 +78,16 @@ def test_training_and_held_out_images_are_two_halves_of_all_images_and_do_not_ov
     assert len(torch.cat([left, right], dim=1).unique(dim=0)) == 1797
 
 
-def _shares(batch: int, views: Views) -> float:
-    loss = rank_loss("gradmesh", Learner.new(0).model, views, torch.arange(batch))
-    return loss.item()
+def _share(model: Towers, views: Views, batch: Tensor) -> float:
+    return rank_loss("gradmesh", copy.deepcopy(model), views, batch).item()
 
 
 @pytest.mark.parametrize("batch", [2, 7, 12])
 def test_shares_of_the_ranks_add_up_to_the_dense_loss_for_any_batch(batch: int) -> None:
     views = (torch.randn(12, 32, dtype=torch.float64), torch.randn(12, 32, dtype=torch.float64))
-    shares = gm.launch(_shares, 3, backend="threads", args=(batch, views))
-    expected = dense_loss(Learner.new(0).model, views, torch.arange(batch)).item()
+    model, rows = Learner.new(0).model, torch.arange(batch)
+    shares = gm.launch(_share, 3, backend="threads", args=(model, views, rows))
+    expected = dense_loss(model, views, rows).item()
     assert sum(shares) == pytest.approx(expected, rel=1e-12)
     assert len(set(shares)) == 3
 

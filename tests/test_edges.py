@@ -64,8 +64,12 @@ def test_an_all_to_all_of_different_dims_turns_a_cut_around(threads: Threads) ->
 
     def on_each_rank() -> tuple[bool, bool]:
         rows = cut(whole, (2, 2, 2))
-        columns = gm.all_to_all(rows, split_dim=1, concat_dim=0, split_sizes=(2, 1, 1), concat_sizes=(2, 2, 2))
-        back = gm.all_to_all(columns, split_dim=0, concat_dim=1, split_sizes=(2, 2, 2), concat_sizes=(2, 1, 1))
+        columns = gm.all_to_all(
+            rows, split_dim=1, concat_dim=0, split_sizes=(2, 1, 1), concat_sizes=(2, 2, 2)
+        )
+        back = gm.all_to_all(
+            columns, split_dim=0, concat_dim=1, split_sizes=(2, 2, 2), concat_sizes=(2, 1, 1)
+        )
         return torch.equal(columns, cut(whole, (2, 1, 1), 1)), torch.equal(back, rows)
 
     assert threads(3)(on_each_rank) == [(True, True)] * 3
@@ -77,7 +81,10 @@ def test_scalars_stack_and_pass_through(threads: Threads) -> None:
         return [
             gm.all_gather(x).tolist(),
             gm.gather(x, root=1).tolist(),
-            *(verb(x).item() for verb in (gm.scan, gm.exscan, gm.shift, gm.broadcast, gm.reduce, gm.replicate)),
+            *(
+                verb(x).item()
+                for verb in (gm.scan, gm.exscan, gm.shift, gm.broadcast, gm.reduce, gm.replicate)
+            ),
             gm.all_reduce(x, dst=gm.R).item(),
         ]
 

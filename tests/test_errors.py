@@ -25,7 +25,11 @@ BAD: dict[str, tuple[type[gm.GradmeshError], str, Callable[[], object]]] = {
     "src V": (gm.ArgumentError, "shard", lambda: gm.shard(ones(2), src=gm.V)),
     "unknown op": (gm.ArgumentError, "all_reduce", lambda: gm.all_reduce(ones(2), op="median", dst=gm.R)),
     "op unhashable": (gm.ArgumentError, "all_reduce", lambda: gm.all_reduce(ones(2), op=[], dst=gm.R)),  # type: ignore[arg-type]
-    "max of a reduce_scatter": (gm.ArgumentError, "reduce_scatter", lambda: gm.reduce_scatter(ones(2), op="max")),
+    "max of a reduce_scatter": (
+        gm.ArgumentError,
+        "reduce_scatter",
+        lambda: gm.reduce_scatter(ones(2), op="max"),
+    ),
     "indivisible": (gm.ShapeError, "reduce_scatter", lambda: gm.reduce_scatter(ones(3))),
     "indivisible exchange": (gm.ShapeError, "all_to_all", lambda: gm.all_to_all(ones(3))),
     "sizes too few": (gm.ArgumentError, "all_gather", lambda: gm.all_gather(ones(2), sizes=[2])),
@@ -47,13 +51,21 @@ BAD: dict[str, tuple[type[gm.GradmeshError], str, Callable[[], object]]] = {
     "halo negative": (gm.ArgumentError, "halo_exchange", lambda: gm.halo_exchange(ones(2), halo=-1)),
     "offset a float": (gm.ArgumentError, "shift", lambda: gm.shift(ones(2), offset=0.5)),  # type: ignore[arg-type]
     "wrap a number": (gm.ArgumentError, "shift", lambda: gm.shift(ones(2), wrap=1)),  # type: ignore[arg-type]
-    "conversion that needs a sum": (gm.ArgumentError, "convert", lambda: gm.convert(ones(2), src=gm.P, dst=gm.R)),
+    "conversion that needs a sum": (
+        gm.ArgumentError,
+        "convert",
+        lambda: gm.convert(ones(2), src=gm.P, dst=gm.R),
+    ),
     "unknown axis": (gm.AxisError, "scan", lambda: gm.scan(ones(2), "tp")),
     "axis a number": (gm.AxisError, "scan", lambda: gm.scan(ones(2), 3)),  # type: ignore[arg-type]
     "not a tensor": (gm.ArgumentError, "all_gather", lambda: gm.all_gather([1.0])),  # type: ignore[arg-type]
     "a sparse tensor": (gm.ArgumentError, "all_gather", lambda: gm.all_gather(ones(2).to_sparse())),
     "sum of bools": (gm.DTypeError, "scan", lambda: gm.scan(ones(2) > 0)),
-    "mean of integers": (gm.DTypeError, "reduce_scatter", lambda: gm.reduce_scatter(torch.arange(2), op="mean")),
+    "mean of integers": (
+        gm.DTypeError,
+        "reduce_scatter",
+        lambda: gm.reduce_scatter(torch.arange(2), op="mean"),
+    ),
     "an integer on the wire": (gm.DTypeError, "shift", lambda: gm.shift(ones(2), comm_dtype=torch.int8)),
     "a real wire for complex": (
         gm.DTypeError,
@@ -78,7 +90,9 @@ def test_bad_input_is_refused_on_every_rank_with_what_mends_it(case: str, thread
         first, *rest = text.splitlines()
         assert first.startswith(f"gradmesh.{verb}: ")
         labels = [line.split()[0] for line in rest if line.startswith("  ") and not line.startswith("   ")]
-        wanted = ["expected", "got", "remedy"] if kind is gm.AxisError else ["axis", "expected", "got", "remedy"]
+        wanted = (
+            ["expected", "got", "remedy"] if kind is gm.AxisError else ["axis", "expected", "got", "remedy"]
+        )
         assert labels == wanted
         if kind is not gm.AxisError:
             assert f"rank {rank} of 2" in text
@@ -117,7 +131,9 @@ def test_half_a_launchers_environment_is_refused(monkeypatch: pytest.MonkeyPatch
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(gm.NotInitializedError, match=r"no WORLD_SIZE, MASTER_ADDR, MASTER_PORT(.|\n)*torchrun"):
+    with pytest.raises(
+        gm.NotInitializedError, match=r"no WORLD_SIZE, MASTER_ADDR, MASTER_PORT(.|\n)*torchrun"
+    ):
         gm.init()
 
 

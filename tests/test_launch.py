@@ -282,6 +282,7 @@ def test_what_can_be_imported_goes_by_name() -> None:
         ({"nprocs": True}, "nprocs=True"),
         ({"backend": "smoke-signals"}, "gloo"),
         ({"backend": "cpu:threads,cuda:nccl"}, "cpu:threads"),
+        ({"backend": "cpu:threads"}, "backend='cpu:threads'"),
         ({"timeout": 0.0}, "timeout=0.0"),
         ({"fn": 3}, "fn=3"),
     ],

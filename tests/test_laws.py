@@ -69,7 +69,11 @@ def _wrong_pairs(axis: gm.Axis) -> dict[str, tuple[LinearOp, Sequence[int], Line
     pairs = ((0, 1), (1, 2))
     return {
         "slice without the sum": (ops.AllGather(axis, 0), (2,), ops.Shard(axis, 0)),
-        "sum where the gradient is whole": (ops.AllGatherInvariant(axis, 0), (2,), ops.ReduceScatter(axis, 0)),
+        "sum where the gradient is whole": (
+            ops.AllGatherInvariant(axis, 0),
+            (2,),
+            ops.ReduceScatter(axis, 0),
+        ),
         "identity for a sum": (ops.AllReduce(axis), (2,), ops.Replicate(axis)),
         "sum for an identity": (ops.AllReduceInvariant(axis), (2,), ops.AllReduceInvariant(axis)),
         "no sum behind a replicated weight": (ops.Replicate(axis), (2,), ops.Replicate(axis)),

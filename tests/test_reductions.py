@@ -25,7 +25,9 @@ OPERANDS = {
     "random": torch.randn(SIZE, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)),
     "ties": torch.tensor([[1.0, 2, 3, 0], [1, 2, 1, 0], [0, 2, 3, 0]], dtype=torch.float64),
     "zeros": torch.tensor([[0.0, 0, 2, 0], [3, 0, 5, 0], [2, 4, 7, 0]], dtype=torch.float64),
-    "large": torch.tensor([[1e4, -1e4, 7e2, 0], [9e3, -2e4, 8e2, 0], [1e4, -1e4, 9e2, 1]], dtype=torch.float64),
+    "large": torch.tensor(
+        [[1e4, -1e4, 7e2, 0], [9e3, -2e4, 8e2, 0], [1e4, -1e4, 9e2, 1]], dtype=torch.float64
+    ),
 }
 
 
@@ -156,7 +158,9 @@ def test_integers_and_bools_have_max_and_min(threads: Threads) -> None:
         ("prod", torch.bool),
     ],
 )
-def test_a_dtype_without_a_rule_is_refused_on_every_rank(op: str, dtype: torch.dtype, threads: Threads) -> None:
+def test_a_dtype_without_a_rule_is_refused_on_every_rank(
+    op: str, dtype: torch.dtype, threads: Threads
+) -> None:
     def on_each_rank() -> str:
         with pytest.raises(gm.DTypeError) as caught:
             gm.all_reduce(torch.ones(2, dtype=dtype), op=op, dst=gm.R)

@@ -103,7 +103,7 @@ class Ranks:
         names = (
             [part.rpartition(":")[2] for part in backend.split(",")] if isinstance(backend, str) else [None]
         )
-        if not set(names) <= set(known) or ("threads" in names and len(names) > 1):
+        if not set(names) <= set(known) or ("threads" in names and backend != "threads"):
             expected = (
                 f"{', '.join(known)}; or a combination of processes' backends such as 'cpu:gloo,cuda:nccl'"
             )

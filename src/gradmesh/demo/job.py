@@ -46,7 +46,7 @@ class Settings:
 
     ranks: int = 4
     backend: str = "gloo"
-    epochs: int = 25
+    epochs: int = 20
     seed: int = 0
 
 

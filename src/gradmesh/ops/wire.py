@@ -108,9 +108,7 @@ def _filled(flat: Tensor, shape: Sequence[int] | None) -> Tensor:
     return out
 
 
-def all_gather(
-    flat: Tensor, axis: Axis, sizes: Sequence[int], shape: Sequence[int] | None = None
-) -> Tensor:
+def all_gather(flat: Tensor, axis: Axis, sizes: Sequence[int], shape: Sequence[int] | None = None) -> Tensor:
     """Every rank's flat buffer, one after another; `sizes` are their lengths."""
     if axis.size == 1:
         return _filled(flat, shape)

@@ -92,9 +92,7 @@ def matrix(op: LinearOp, shape: Sequence[int]) -> Tensor:
     return torch.stack(columns, 1)
 
 
-def adjoint_matrix_error(
-    op: LinearOp, shape: Sequence[int], *, adjoint: LinearOp | None = None
-) -> float:
+def adjoint_matrix_error(op: LinearOp, shape: Sequence[int], *, adjoint: LinearOp | None = None) -> float:
     """How far the adjoint's matrix is from the transpose of the op's, on operands of their types.
 
     On V and P every value is admissible; R and I operands are the same on every rank. With E the map that puts one

@@ -1,0 +1,45 @@
+"""What is exported, and that importing it does nothing else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import gradmesh as gm
+from gradmesh.ops import REGISTRY
+
+CONTRACT = """
+    all_gather all_reduce all_to_all axis broadcast convert exscan gather halo_exchange init launch mesh permute
+    reduce reduce_scatter replicate scan scatter shard shift sizes use_mesh V R I P
+""".split()
+
+
+def test_the_public_names_are_sorted_and_there() -> None:
+    assert gm.__all__ == sorted(gm.__all__)
+    assert all(hasattr(gm, name) for name in gm.__all__)
+    assert set(CONTRACT) <= set(gm.__all__)
+
+
+def test_every_verb_of_the_registry_is_public() -> None:
+    verbs = {row.call.split("(")[0] for row in REGISTRY if row.public}
+    assert verbs <= set(gm.__all__)
+    for row in REGISTRY:
+        for op, _ in row.examples(gm.Axis("any", 0, 2, None)):  # type: ignore[arg-type]
+            assert op.verb in gm.__all__
+
+
+def test_importing_needs_torch_alone_and_starts_nothing() -> None:
+    code = (
+        "import sys, threading, torch, torch.distributed as dist; before = set(sys.modules)\n"
+        "import gradmesh\n"
+        "extras = {'numpy', 'sklearn', 'rich', 'click', 'matplotlib', 'cloudpickle'} & (set(sys.modules) - before)\n"
+        "assert not extras, extras\n"
+        "assert threading.active_count() == 1\n"
+        "assert not dist.is_initialized()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "error", "-W", "ignore::DeprecationWarning:torch", "-c", code],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
