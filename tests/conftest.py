@@ -12,7 +12,7 @@ import torch
 import gradmesh as gm
 from gradmesh.world import rank_state
 
-pytest.register_assert_rewrite("contract")
+pytest.register_assert_rewrite("tests.contract")
 
 Run = Callable[..., list[Any]]
 

@@ -209,7 +209,7 @@ def test_complex_gradients_are_torchs_conjugate_wirtinger_ones(threads: Threads)
 
     whole = torch.stack([data(r) for r in range(SIZE)]).requires_grad_()
     y = whole.exp().reshape(-1)
-    sum(((1 + r) * y * y.conj().roll(1)).real.sum() for r in range(SIZE)).backward()
+    torch.stack([((1 + r) * y * y.conj().roll(1)).real.sum() for r in range(SIZE)]).sum().backward()
     assert whole.grad is not None
     got = torch.stack(threads(SIZE)(on_each_rank))
     torch.testing.assert_close(got, whole.grad, rtol=1e-12, atol=1e-12)

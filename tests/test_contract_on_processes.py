@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import contract
 import pytest
 import torch
 
 import gradmesh as gm
 from gradmesh.ops import REGISTRY
+from tests import contract
 
 pytestmark = pytest.mark.processes
 Processes = Callable[[int], Callable[..., list[Any]]]

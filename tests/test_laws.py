@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import contract
 import pytest
 import torch
 
@@ -15,6 +14,7 @@ from gradmesh import ops
 from gradmesh.ops import REGISTRY, LinearOp
 from gradmesh.ops.base import SameShape
 from gradmesh.verify import laws
+from tests import contract
 
 PLACES = [(1, "world"), (2, "world"), (3, "world"), (4, "world"), (4, "subgroup")]
 Threads = Callable[[int], Callable[..., list[Any]]]

@@ -60,11 +60,8 @@ def test_gradients_of_three_orders_match_torch_on_one_process(
         if op in ("max", "min"):
             assert torch.equal(got[rank][0], y)
         torch.testing.assert_close(got[rank][0], y.detach(), rtol=1e-14, atol=1e-14)
-    if dst is gm.I:
-        # From the second order on, the losses of the ranks are no longer alike, as an I result promises.
-        orders = 1
-    else:
-        orders = 3
+    # From the second order on, the losses of the ranks are no longer alike, as an I result promises.
+    orders = 1 if dst is gm.I else 3
     for order in range(orders):
         (g,) = torch.autograd.grad(value, x, create_graph=True)
         mine = torch.stack([rank[order + 1] for rank in got])

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, message
 from gradmesh.ops import wire
+from gradmesh.ops.base import Precision
 
 __all__ = ["Call", "Sizes"]
 
@@ -45,8 +46,8 @@ class Call:
                 remedy="pass a tensor; use torch.as_tensor or to_dense() first",
             )
         self.x = x
-        self.precision = {"comm_dtype": comm_dtype, "backward_dtype": backward_dtype}
-        for name, dtype in self.precision.items():
+        self.precision = Precision(comm_dtype=comm_dtype, backward_dtype=backward_dtype)
+        for name, dtype in (("comm_dtype", comm_dtype), ("backward_dtype", backward_dtype)):
             if dtype is not None:
                 self._precision(name, dtype)
 

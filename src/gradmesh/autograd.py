@@ -47,7 +47,10 @@ def _take_part(x: Tensor) -> Tensor:
         return x.detach().requires_grad_()
     primal, tangent = forward_ad.unpack_dual(x)
     leaf = primal.detach().requires_grad_()
-    return leaf if tangent is None else forward_ad.make_dual(leaf, tangent)
+    if tangent is None:
+        return leaf
+    dual: Tensor = forward_ad.make_dual(leaf, tangent)
+    return dual
 
 
 class _Rule(torch.autograd.Function):
@@ -62,16 +65,16 @@ class _Rule(torch.autograd.Function):
         ctx.op = inputs[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         op: LinearOp = ctx.op
         return None, apply(op.adjoint, grad)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, tangent: Tensor) -> Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, _: None, tangent: Tensor) -> Tensor:
         return apply(ctx.op, tangent)
 
     @staticmethod
-    def vmap(_: Any, in_dims: tuple[None, int], op: Op, x: Tensor) -> tuple[Tensor, int]:  # type: ignore[override]
+    def vmap(_: Any, in_dims: tuple[None, int], op: Op, x: Tensor) -> tuple[Tensor, int]:
         return apply(op.batched(), x.movedim(in_dims[1], 0)), 0
 
 

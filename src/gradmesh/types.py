@@ -41,6 +41,8 @@ class Type(enum.Enum):
     def __repr__(self) -> str:
         return self.value
 
+    __str__ = __repr__
+
 
 _DUAL = {Type.V: Type.V, Type.R: Type.P, Type.P: Type.R, Type.I: Type.I}
 

@@ -58,7 +58,7 @@ def init(backend: str | None = None) -> None:
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         # Gloo looks for a network interface even when there is nobody to talk to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         return
     if missing:
         raise NotInitializedError(

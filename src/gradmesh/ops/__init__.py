@@ -79,12 +79,14 @@ class Row:
         call: how the verb is called, as the table shows it.
         forward: what the op does, for the table.
         examples: ops on an axis, each with the shape of this rank's operand; the first stands for the row.
+        turned: what changes places in an adjoint that is the same verb again.
         public: whether the op is the forward of a verb, and not only the adjoint of one.
     """
 
     call: str
     forward: str
     examples: Callable[[Axis], list[Example]]
+    turned: str = ""
     public: bool = True
 
 
@@ -139,8 +141,8 @@ def _exchanges(axis: Axis) -> list[Example]:
     amounts = [[(r + 2 * s) % 3 for s in range(size)] for r in range(size)]
     ragged = AllToAll(axis, 0, 0, tuple(amounts[rank]), tuple(row[rank] for row in amounts))
     return [
-        (AllToAll(axis, 0, 0), (2 * size, 3)),
         (AllToAll(axis, 0, 1), (2 * size, 3)),
+        (AllToAll(axis, 0, 0), (2 * size, 3)),
         (AllToAll(axis, 2, 0), (2, 1, size)),
         (ragged, (sum(amounts[rank]), 2)),
         (AllToAll(axis, 1, 0, uneven, tuple(reversed(uneven))), (uneven[size - 1 - rank], sum(uneven))),
@@ -210,17 +212,17 @@ REGISTRY: tuple[Row, ...] = (
     Row("convert(src=I, dst=P)", "keep at one rank, zero elsewhere", _plain(InvariantToPartial)),
     Row("convert(src=V, dst=P)", "identity (a relabelling)", _plain(PartialFromVarying)),
     Row("convert(src=R, dst=V)", "identity (a relabelling)", _plain(VaryingFromReplicated)),
-    Row("all_to_all", "split, exchange, concatenate", _exchanges),
+    Row("all_to_all", "split, exchange, concatenate", _exchanges, "splits and dims swapped"),
     Row("broadcast(dst=R)", "copy from root", _rooted(Broadcast)),
     Row("broadcast(dst=I)", "copy from root", _rooted(BroadcastInvariant)),
     Row("reduce", "sum at root, zeros elsewhere", _rooted(Reduce)),
     Row("gather", "concatenate at root; empty along dim elsewhere", _gathers),
     Row("scatter", "cut at root, one part to each rank", _scatters),
-    Row("shift", "tensor of the rank `offset` before", _shifts),
-    Row("permute", "tensors between pairs of ranks, zeros elsewhere", _permutes),
+    Row("shift", "tensor of the rank `offset` before", _shifts, "the other way"),
+    Row("permute", "tensors between pairs of ranks, zeros elsewhere", _permutes, "pairs turned round"),
     Row("halo_exchange", "neighbours' edge slabs attached", _halos),
-    Row("scan", "sum over the ranks up to this one", _scans(Scan)),
-    Row("exscan", "sum over the ranks before this one", _scans(Exscan)),
+    Row("scan", "sum over the ranks up to this one", _scans(Scan), "from the other end"),
+    Row("exscan", "sum over the ranks before this one", _scans(Exscan), "from the other end"),
     Row("all_reduce(op='mean', dst=R)", "mean", _mean(_plain(AllReduce))),
     Row("all_reduce(op='mean', dst=I)", "mean", _mean(_plain(AllReduceInvariant))),
     Row("reduce_scatter(op='mean')", "mean, keep own slice", _mean(_wholes(ReduceScatter))),
@@ -237,15 +239,16 @@ def table() -> str:
 
     The adjoint's name is looked up through the op that `LinearOp.adjoint` returns, not written down again.
     """
-    axis = Axis("any", 0, 2, None)  # type: ignore[arg-type]  # nothing is sent
+    axis = Axis("any", 0, 3, None)  # type: ignore[arg-type]  # nothing is sent
     names = {_kind(row.examples(axis)[0][0]): row.call for row in REGISTRY}
     lines = ["| verb | type | forward | adjoint |", "|---|---|---|---|"]
     for row in REGISTRY:
         op = row.examples(axis)[0][0]
-        adjoint = names[_kind(op.adjoint)]
+        adjoint = "itself" if op.adjoint == op else names[_kind(op.adjoint)]
+        if row.turned:
+            adjoint += f", {row.turned}"
         if row.public:
-            arrow = f"{op.src} -> {op.dst}".replace("<Type.", "")
-            lines.append(f"| `{row.call}` | {arrow} | {row.forward} | {adjoint} |")
+            lines.append(f"| `{row.call}` | {op.src} -> {op.dst} | {row.forward} | {adjoint} |")
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NoReturn
+from typing import ClassVar, NoReturn, TypedDict
 
 import torch
 from torch import Tensor
@@ -23,7 +23,14 @@ from gradmesh.axis import Axis
 from gradmesh.errors import DTypeError, GradmeshError, ShapeError, message
 from gradmesh.types import Type
 
-__all__ = ["LinearOp", "Op", "shifted"]
+__all__ = ["LinearOp", "Op", "Precision", "SameShape", "shifted"]
+
+
+class Precision(TypedDict):
+    """What travels, as keyword arguments of an op."""
+
+    comm_dtype: torch.dtype | None
+    backward_dtype: torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -98,9 +105,9 @@ class LinearOp(Op):
         return self
 
     @property
-    def swapped(self) -> dict[str, torch.dtype | None]:
-        """The precision arguments of the adjoint."""
-        return {"comm_dtype": self.backward_dtype, "backward_dtype": self.comm_dtype}
+    def swapped(self) -> Precision:
+        """The precision of the adjoint."""
+        return Precision(comm_dtype=self.backward_dtype, backward_dtype=self.comm_dtype)
 
 
 class SameShape(LinearOp):

@@ -1,0 +1,85 @@
+"""What the documentation shows is run: docstrings, README and pages."""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import io
+import pkgutil
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradmesh as gm
+from tools import generate
+
+ROOT = Path(__file__).parent.parent
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(gm.__path__, "gradmesh.")
+    if not module.name.endswith("__main__")
+)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_readmes_table_is_the_registrys() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert text == generate.with_table(text)
+    assert generate.with_table(text.replace("| V -> R |", "| V -> V |")) == text
+
+
+@pytest.mark.parametrize("name", ["gradmesh", *MODULES])
+def test_docstrings_show_what_happens(name: str) -> None:
+    module = importlib.import_module(name)
+    try:
+        result = doctest.testmod(module, extraglobs={"gm": gm, "torch": torch})
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert result.failed == 0
+
+
+VERBS = [name for name in gm.__all__ if callable(getattr(gm, name)) and name[0].islower()]
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_public_function_has_an_example_that_runs(name: str) -> None:
+    function: Callable[..., object] = getattr(gm, name)
+    assert doctest.DocTestFinder().find(function, name)[0].examples
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """The python blocks of a page, each with the text block that may follow as its output."""
+    found = re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```)?", page.read_text(), re.DOTALL)
+    return [(code, output) for code, output in found]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_of_a_page_run_and_print_what_it_says(page: Path) -> None:
+    for code, output in blocks(page):
+        printed = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(printed):
+                exec(compile(code, str(page), "exec"), {"__name__": "example"})
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        if output:
+            assert printed.getvalue() == output
+
+
+def test_the_readmes_first_example_is_short_and_prints_a_gradient() -> None:
+    code, output = blocks(ROOT / "README.md")[0]
+    assert len(code.splitlines()) <= 12
+    assert "tensor" in output
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), (page.name, target)
