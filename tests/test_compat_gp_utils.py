@@ -413,7 +413,7 @@ class Own(torch.autograd.Function):
 def _in_a_function() -> None:
     with graph_parallel(2) as rank:
         x = random(rank, 2 + rank).requires_grad_()
-        y = Own.apply(x)  # type: ignore[no-untyped-call]
+        y = Own.apply(x)
         (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), x)
         torch.testing.assert_close(first, 3 * x**2)

@@ -46,7 +46,7 @@ def _take_part(x: Tensor) -> Tensor:
     if not transforms_active():
         return x.detach().requires_grad_()
     primal, tangent = forward_ad.unpack_dual(x)
-    leaf = primal.detach().requires_grad_()
+    leaf: Tensor = primal.detach().requires_grad_()
     if tangent is None:
         return leaf
     dual: Tensor = forward_ad.make_dual(leaf, tangent)
