@@ -40,10 +40,12 @@ from gradmesh.errors import (
     MismatchError,
     MissingExtraError,
     NotInitializedError,
+    OrderError,
     RankError,
     ShapeError,
 )
 from gradmesh.launch import Ranks, launch
+from gradmesh.order import Order, backward, grad, join, ordered
 from gradmesh.types import I, P, R, Type, V
 from gradmesh.world import init, mesh, use_mesh
 
@@ -58,6 +60,8 @@ __all__ = [
     "MismatchError",
     "MissingExtraError",
     "NotInitializedError",
+    "Order",
+    "OrderError",
     "P",
     "R",
     "RankError",
@@ -69,14 +73,18 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "axis",
+    "backward",
     "broadcast",
     "convert",
     "exscan",
     "gather",
+    "grad",
     "halo_exchange",
     "init",
+    "join",
     "launch",
     "mesh",
+    "ordered",
     "permute",
     "reduce",
     "reduce_scatter",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import os
 import re
 import threading
@@ -13,10 +14,14 @@ from types import TracebackType
 from gradmesh.backends._waiting import AbortedError
 from gradmesh.errors import RankError, message
 
-__all__ = ["FAILURE_GRACE", "Failure", "Outcome"]
+__all__ = ["FAILURE_GRACE", "POLL", "START_LIMIT", "Failure", "Outcome", "group_timeout"]
 
 FAILURE_GRACE = 0.5
 """Seconds that the other ranks get after the first failure, to tell theirs."""
+START_LIMIT = 300.0
+"""Seconds for the ranks to start and find each other."""
+POLL = 0.2
+"""Seconds between two looks, where one that waits could miss what it waits for."""
 
 # What torch.distributed says on the ranks that were only talking to the one that failed.
 _LOST_PEER = re.compile(
@@ -25,6 +30,14 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 _INTERNAL = (os.path.dirname(os.path.abspath(__file__)) + os.sep, threading.__file__)
+
+
+def group_timeout(timeout: float | None) -> datetime.timedelta | None:
+    """The timeout of the ranks' process group, given that of a run, which ends all waiting anyway.
+
+    It must not be the shorter of the two limits: ranks that start at different times wait for each other.
+    """
+    return None if timeout is None else datetime.timedelta(seconds=max(timeout, START_LIMIT))
 
 
 @dataclasses.dataclass(frozen=True)

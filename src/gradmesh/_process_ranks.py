@@ -15,17 +15,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradmesh._outcomes import FAILURE_GRACE, Failure, Outcome
+from gradmesh._outcomes import FAILURE_GRACE, POLL, START_LIMIT, Failure, Outcome
 from gradmesh._shipping import dumps
 
 __all__ = ["ProcessRanks"]
 
-_START_LIMIT = 300.0
-"""Seconds for the processes to start and find each other."""
 _EXIT_GRACE = 10.0
 """Seconds for a process to leave after it was told to."""
-_POLL = 0.2
-"""Seconds between two looks at whether a process still lives: a child of its own may hold its pipe open."""
 
 
 class ProcessRanks:
@@ -41,7 +37,7 @@ class ProcessRanks:
         try:
             for rank in range(size):
                 self._start(rank, backend)
-            self._collect("ready", _START_LIMIT).values()
+            self._collect("ready", START_LIMIT).values()
         except BaseException:
             self.kill()
             raise
@@ -125,7 +121,8 @@ class ProcessRanks:
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while outcome.missing and time.monotonic() < deadline:
             pipes = {self._pipes[rank]: rank for rank in outcome.missing}
-            ready = wait(list(pipes), min(_POLL, max(0.0, deadline - time.monotonic())))
+            # Short waits: a process may have died while a child of its own holds its pipe open.
+            ready = wait(list(pipes), min(POLL, max(0.0, deadline - time.monotonic())))
             for rank in [pipes[pipe] for pipe in ready if isinstance(pipe, Connection)]:
                 self._read(rank, expected, outcome)
             for rank in outcome.missing:

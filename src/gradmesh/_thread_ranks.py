@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import datetime
 import queue
 import sys
 import threading
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from gradmesh import _torch
-from gradmesh._outcomes import FAILURE_GRACE, Failure, Outcome
+from gradmesh._outcomes import FAILURE_GRACE, POLL, Failure, Outcome, group_timeout
 from gradmesh.backends import threads
 from gradmesh.backends._waiting import AbortedError, World
 from gradmesh.errors import message
@@ -77,32 +76,34 @@ class ThreadRanks:
         self._end_threads()
 
     def _join_world(self, rank: int) -> Callable[[], None]:
-        # The ranks' waiting is watched, so that torch's own timeout is the last resort only.
-        timeout = None if self._timeout is None else datetime.timedelta(seconds=self._timeout)
         return lambda: dist.init_process_group(
-            "threads", store=self._store, rank=rank, world_size=self.size, timeout=timeout
+            "threads",
+            store=self._store,
+            rank=rank,
+            world_size=self.size,
+            timeout=group_timeout(self._timeout),
         )
 
     def _run(self, jobs: Sequence[Callable[[], object]], timeout: float | None) -> Outcome:
         outcome = Outcome(self.size, timeout=timeout)
         intra_op = torch.get_num_threads()
         self._world.begin()
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = time.monotonic() + (float("inf") if timeout is None else timeout)
         try:
             with _torch.thread_isolation():
                 for jobs_of_rank, job in zip(self._jobs, jobs, strict=True):
                     jobs_of_rank.put(job)
-                while outcome.missing:
-                    rank, result, failure = self._ended.get(
-                        timeout=None if deadline is None else max(0.0, deadline - time.monotonic())
-                    )
+                while outcome.missing and (left := deadline - time.monotonic()) > 0:
+                    try:
+                        # Short waits: Ctrl-C that comes just before a long one would be seen only after it.
+                        rank, result, failure = self._ended.get(timeout=min(POLL, left))
+                    except queue.Empty:
+                        continue
                     if failure is None:
                         outcome.results[rank] = result
                         continue
-                    if not outcome.failures:
-                        deadline = min(deadline or float("inf"), time.monotonic() + FAILURE_GRACE)
                     outcome.failures.append(failure)
-        except queue.Empty:
+                    deadline = min(deadline, time.monotonic() + FAILURE_GRACE)
             outcome.unfinished = {rank: self._where(rank) for rank in outcome.missing}
         except BaseException:  # Ctrl-C
             self.kill()

@@ -21,8 +21,11 @@ from torch.distributed import distributed_c10d as c10d
 __all__ = [
     "adopt_thread",
     "functorch_active",
+    "in_backward",
     "is_legacy_batched",
     "on_legacy_batch",
+    "only_vmap_active",
+    "saves_for_a_checkpoint",
     "thread_isolation",
     "transforms_active",
     "without_autograd",
@@ -276,3 +279,20 @@ def on_legacy_batch(x: torch.Tensor, work: Callable[[torch.Tensor], torch.Tensor
     torch._C._vmapmode_decrement_nesting()
     whole = torch._remove_batch_dim(x, level, 0, 0)
     return torch._add_batch_dim(work(whole), 0, level)
+
+
+def in_backward() -> bool:
+    """Whether the calling thread runs a backward pass, as a checkpoint's recomputation does."""
+    task: int = torch._C._current_graph_task_id()
+    return task != -1
+
+
+def saves_for_a_checkpoint() -> bool:
+    """Whether saved tensors are being packed by hooks, as a non-reentrant checkpoint does."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def only_vmap_active() -> bool:
+    """Whether no torch.func transform but vmap is running."""
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return all(layer.key() == torch._C._functorch.TransformType.Vmap for layer in stack)

@@ -14,18 +14,37 @@ from torch.autograd import forward_ad
 
 from gradmesh._torch import functorch_active, is_legacy_batched, on_legacy_batch, transforms_active
 from gradmesh.ops.base import LinearOp, Op
+from gradmesh.world import rank_state
 
-__all__ = ["apply"]
+__all__ = ["apply", "linked"]
 
 
 def apply(op: Op, x: Tensor) -> Tensor:
-    """Run an op on this rank's tensor, differentiably.
+    """Run an op on this rank's tensor, differentiably; inside `ordered()`, as the next link of the chain."""
+    chain = getattr(rank_state(), "chain", None)
+    if chain is not None and torch.is_grad_enabled() and isinstance(op, LinearOp) and _differentiable(x):
+        result: Tensor = chain.link(op, x)
+        return result
+    return _apply(op, x)
+
+
+def linked(op: LinearOp, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    """Run an op, and pass on a token that requires grad, so that the op's backward runs whoever uses its result.
+
+    The backward of what takes the next token runs first, since this one waits for that token's gradient.
+    """
+    result: tuple[Tensor, Tensor] = _Rule.apply(op, x, token)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _apply(op: Op, x: Tensor) -> Tensor:
+    """Run an op by itself.
 
     Where no derivative can be asked for, the op is run bare: building a graph node costs more than a small
     collective on fast backends.
     """
     if is_legacy_batched(x):
-        return on_legacy_batch(x, lambda whole: apply(op.batched(), whole))
+        return on_legacy_batch(x, lambda whole: _apply(op.batched(), whole))
     recording = torch.is_grad_enabled()
     if recording and op.rooted and not x.requires_grad:
         x = _take_part(x)
@@ -35,13 +54,17 @@ def apply(op: Op, x: Tensor) -> Tensor:
     return op.apply(x)
 
 
+def _differentiable(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
 def _take_part(x: Tensor) -> Tensor:
     """`x` as a leaf that requires grad, so that this rank joins the backward collective of a rooted op.
 
     Only the root's operand counts, and a rank whose own does not require grad would stay away while the root
     waits. Inside a torch.func transform this is for the caller to see to: no new leaf can be made there.
     """
-    if functorch_active() or not (x.is_floating_point() or x.is_complex()):
+    if functorch_active() or not _differentiable(x):
         return x
     if not transforms_active():
         return x.detach().requires_grad_()
@@ -53,29 +76,62 @@ def _take_part(x: Tensor) -> Tensor:
     return dual
 
 
+def _like(x: Tensor) -> dict[str, Any]:
+    return {"size": x.shape, "dtype": x.dtype, "device": x.device}
+
+
 class _Rule(torch.autograd.Function):
-    """The law of `gradmesh.ops.base`, told to autograd."""
+    """The law of `gradmesh.ops.base`, told to autograd; with a token, it is also a link of a chain."""
 
     @staticmethod
-    def forward(op: Op, x: Tensor) -> Tensor:
-        return op.apply(x)
+    def forward(op: Op, x: Tensor, token: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        y = op.apply(x)
+        return y if token is None else (y, token.clone())
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Op, Tensor], output: Tensor) -> None:  # noqa: ARG004 - torch's names
-        ctx.op = inputs[0]
+    def setup_context(ctx: Any, inputs: tuple[Op, Tensor, Tensor | None], output: Any) -> None:
+        ctx.op, x, token = inputs
+        ctx.linked = token is not None
+        if token is not None:
+            ctx.operand, ctx.result = _like(x), _like(output[0])
+            ctx.save_for_backward(token)
+            ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, Tensor | None, Tensor | None]:
         op: LinearOp = ctx.op
-        return None, apply(op.adjoint, grad)
+        grad, following = grads[0], grads[-1]
+        if not ctx.linked:
+            return None, None if grad is None else _apply(op.adjoint, grad), None
+        # Read also where it is not needed: inside a checkpoint this is what makes every rank recompute here, and
+        # not some of them elsewhere or never.
+        (token,) = ctx.saved_tensors
+        if grad is None:
+            grad = torch.zeros(**ctx.result)
+        if following is None:
+            # The end of the chain. The backward pass goes on with the token itself, as a zero would come from
+            # nowhere and lose the order of the passes to come.
+            following = token.clone()
+        if torch.is_grad_enabled():
+            return None, *linked(op.adjoint, grad, following)
+        return None, _apply(op.adjoint, grad), following
 
     @staticmethod
-    def jvp(ctx: Any, _: None, tangent: Tensor) -> Tensor:
-        return apply(ctx.op, tangent)
+    def jvp(ctx: Any, _: None, tangent: Tensor | None, token: Tensor | None = None) -> Any:
+        if not ctx.linked:
+            return None if tangent is None else _apply(ctx.op, tangent)
+        out = _apply(ctx.op, torch.zeros(**ctx.operand) if tangent is None else tangent)
+        return out, torch.zeros(()) if token is None else token.clone()
 
     @staticmethod
-    def vmap(_: Any, in_dims: tuple[None, int], op: Op, x: Tensor) -> tuple[Tensor, int]:
-        return apply(op.batched(), x.movedim(in_dims[1], 0)), 0
+    def vmap(_: Any, in_dims: tuple[int | None, ...], op: Op, x: Tensor, token: Tensor | None = None) -> Any:
+        dim = in_dims[1]
+        if dim is None:  # only the token's gradient is batched
+            return _Rule.apply(op, x, token), (None, in_dims[2])  # type: ignore[no-untyped-call]
+        moved = x.movedim(dim, 0)
+        if token is None:
+            return _apply(op.batched(), moved), 0
+        return linked(op.batched(), moved, token), (0, in_dims[2])  # type: ignore[arg-type]
 
 
 # Function.apply asks for the signature at every call; computing it anew takes longer than the rest of the rule.

@@ -49,6 +49,7 @@ def commands() -> click.Group:
     import click
 
     default = Settings()
+    option = functools.partial(click.Option, show_default=True)
     group = click.Group("gradmesh", help="Differentiable collective communication for PyTorch.")
     click.version_option(_version(), prog_name="gradmesh")(group)
     group.add_command(
@@ -60,41 +61,36 @@ def commands() -> click.Group:
             "ranks, by three gathers: gradmesh's, one without gradient, and one whose backward is the own slice. "
             "Then compare each one's gradients with those of a single process.",
             params=[
-                click.Option(
+                option(
                     ["--ranks"],
                     type=click.IntRange(min=1),
                     default=default.ranks,
-                    show_default=True,
                     help="Number of local ranks.",
                 ),
-                click.Option(
+                option(
                     ["--backend"],
                     default=default.backend,
-                    show_default=True,
                     help="gloo: processes; threads: threads of one process.",
                 ),
-                click.Option(
+                option(
                     ["--epochs"],
                     type=click.IntRange(min=1),
                     default=default.epochs,
-                    show_default=True,
                     help="Passes over the training images.",
                 ),
-                click.Option(
+                option(
                     ["--seed"],
                     type=click.IntRange(min=0),
                     default=default.seed,
-                    show_default=True,
                     help="Decides the held-out images, the initial parameters and the order.",
                 ),
-                click.Option(
+                option(
                     ["--picture"],
                     type=click.Path(dir_okay=False, writable=True, path_type=Path),
                     default=Path("gradmesh_demo.png"),
-                    show_default=True,
                     help="Where to write the training curves, as PNG.",
                 ),
-                click.Option(
+                option(
                     ["--json", "as_json"],
                     is_flag=True,
                     help="Print nothing but a line of JSON to stdout, all else to stderr.",
@@ -108,9 +104,7 @@ def commands() -> click.Group:
             callback=_told(info),
             help="Say what is installed here and what it can run on.",
             params=[
-                click.Option(
-                    ["--table"], is_flag=True, help="Print the table of the collectives, as Markdown."
-                )
+                option(["--table"], is_flag=True, help="Print the table of the collectives, as Markdown.")
             ],
         )
     )

@@ -10,6 +10,7 @@ The tree::
     |-- DTypeError            TypeError      a dtype the op or the autodiff mode is not defined for
     |-- MismatchError         RuntimeError   the ranks called different collectives
     |-- DeadlockError         RuntimeError   ranks wait for something that cannot come
+    |-- OrderError            RuntimeError   a chain of ordered collectives is not joined, or used after it was
     |-- RankError             RuntimeError   a launched rank failed; carries its rank and traceback
     `-- MissingExtraError     ImportError    an optional dependency is not installed
 
@@ -34,6 +35,7 @@ __all__ = [
     "MismatchError",
     "MissingExtraError",
     "NotInitializedError",
+    "OrderError",
     "RankError",
     "ShapeError",
     "message",
@@ -93,6 +95,10 @@ class MismatchError(GradmeshError, RuntimeError):
 
 class DeadlockError(GradmeshError, RuntimeError):
     """Every rank waits, or has returned, so that nothing can come any more."""
+
+
+class OrderError(GradmeshError, RuntimeError):
+    """Collectives that have to run backward on every rank are not tied to a loss, or cannot be."""
 
 
 class RankError(GradmeshError, RuntimeError):

@@ -20,7 +20,7 @@ from gradmesh import _torch
 from gradmesh.backends._waiting import Waitable, World
 from gradmesh.errors import MismatchError, message
 
-__all__ = ["Group", "Misfit", "Part", "Receive", "Site", "call_site"]
+__all__ = ["Group", "Misfit", "Part", "Receive", "Site", "call_site", "show_site"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _INTERNAL = (
@@ -47,7 +47,8 @@ def call_site() -> Site:
     return None
 
 
-def _show_site(site: Site) -> str:
+def show_site(site: Site) -> str:
+    """A call site as text."""
     return f"at {site[0].co_filename}:{site[1]} in {site[0].co_name}" if site else "at an unknown place"
 
 
@@ -73,7 +74,7 @@ class Part:
         text = f"{self.call}  {_show_tensors(self.inputs)}"
         if self.outputs and self.outputs is not self.inputs:
             text += f" -> {_show_tensors(self.outputs)}"
-        return f"{text}  {_show_site(self.site)}"
+        return f"{text}  {show_site(self.site)}"
 
 
 class Meeting(Waitable):

@@ -90,7 +90,7 @@ def draw(result: Result, path: Path) -> None:
         f"Contrastive learning over {result.settings.ranks} ranks: three gathers, all else the same\n",
         fontsize=13,
     )
-    left, right = figure.subplots(1, 2)
+    left, right = figure.subplots(1, 2, gridspec_kw={"wspace": 0.05})
     _plot(left, {name: curve.loss for name, curve in result.curves.items()})
     left.set(title="Loss of the training batches", xlabel="epoch", ylabel="contrastive loss (nats)")
     lines, names = left.get_legend_handles_labels()

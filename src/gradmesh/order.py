@@ -1,0 +1,286 @@
+"""The same collectives in the same order on every rank, backward too.
+
+Autograd runs only the backward nodes that a rank's loss reaches. Where a rank does not use the output of a
+collective, it does not join the backward collective, and the others wait, or pair it with another one. Inside
+`ordered()`, each collective also passes on a small token: it takes the token of the one before and gives its own to
+the next, and `join` ties the last one to the loss. So the backward of every collective runs on every rank, each
+after that of the one that followed it, in exactly the reverse of the forward order, with a gradient of zeros where an
+output was not used.
+
+An output that nobody used now meets zeros where there was no gradient at all: behind a function whose derivative
+is infinite, such as sqrt at 0, that is NaN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradmesh._torch import functorch_active, in_backward, only_vmap_active, saves_for_a_checkpoint
+from gradmesh.autograd import linked
+from gradmesh.axis import Axis
+from gradmesh.backends._rendezvous import Site, call_site, show_site
+from gradmesh.errors import OrderError, message
+from gradmesh.ops import LinearOp, PartialFromVarying
+from gradmesh.world import rank_state
+
+__all__ = ["Order", "backward", "grad", "join", "ordered"]
+
+
+class Order:
+    """The chain of the collectives of one `ordered()` block, on this rank."""
+
+    def __init__(self) -> None:
+        self._root: Tensor | None = None
+        self._token: Tensor | None = None
+        self._axis: Axis | None = None
+        self._count = 0
+        self._first: tuple[str, Site] = ("", None)
+        self._joined = False
+
+    def link(self, op: LinearOp, x: Tensor) -> Tensor:
+        """Run a collective as the next link."""
+        if in_backward():
+            return self._recompute(op, x)
+        if functorch_active() and not only_vmap_active():
+            raise OrderError(
+                message(
+                    "a torch.func derivative cannot see the chain",
+                    op=op.verb,
+                    axis=str(op.axis),
+                    expected="autograd inside ordered(), or vmap",
+                    got="a transform such as torch.func.grad or jvp around the collective",
+                    remedy="use gradmesh.grad or gradmesh.backward, or transform outside of ordered()",
+                )
+            )
+        if self._joined:
+            raise OrderError(
+                message(
+                    "a collective after the chain was joined",
+                    op=op.verb,
+                    axis=str(op.axis),
+                    expected="join after the last collective",
+                    got=f"this collective after join, which ended a chain of {self._count}",
+                    remedy="join later, or use gradmesh.backward(loss), which begins a new chain",
+                )
+            )
+        if self._token is None:
+            self._root = self._token = torch.zeros((), requires_grad=True)
+        if self._count == 0:
+            self._first = (op.verb, call_site())
+        self._count += 1
+        self._axis = op.axis
+        y, self._token = linked(op, x, self._token)
+        return y
+
+    def _recompute(self, op: LinearOp, x: Tensor) -> Tensor:
+        """Run a collective again for a checkpoint: it saves what it saved before, and the chain stays as it is."""
+        if not saves_for_a_checkpoint():
+            raise OrderError(
+                message(
+                    "a collective is run again in backward, by a reentrant checkpoint",
+                    op=op.verb,
+                    axis=str(op.axis),
+                    expected="torch.utils.checkpoint with use_reentrant=False inside ordered()",
+                    got="use_reentrant=True, which hides the collectives from the chain",
+                    remedy="pass use_reentrant=False",
+                )
+            )
+        return linked(op, x, torch.zeros((), requires_grad=True))[0]
+
+    def join(self, loss: Tensor | None) -> Tensor:
+        """Tie the chain to this rank's loss, so that its backward runs every collective's.
+
+        Args:
+            loss: this rank's loss; None on a rank that has none.
+
+        Returns:
+            The same value, to call `backward` on. Without a loss, a zero.
+        """
+        joined = loss if loss is not None else torch.zeros((), requires_grad=True)
+        if self._token is not None and self._axis is not None:
+            joined, _ = linked(PartialFromVarying(self._axis), joined, self._token)
+            self._joined = True
+        return joined
+
+    def backward(
+        self,
+        loss: Tensor | None,
+        gradient: Tensor | None = None,
+        *,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Join the loss and run its backward; the next collective begins a new chain.
+
+        Args:
+            loss: this rank's loss; None on a rank that has none.
+            gradient: the gradient of a loss that is no scalar.
+            retain_graph: as in `torch.Tensor.backward`.
+            create_graph: as there; the chain then goes on through the backward pass.
+            inputs: as there.
+        """
+        joined, root = self.join(loss), self._root
+        # A pass that is told its inputs prunes all other paths, and so the chain.
+        leaves = None if inputs is None or root is None else [*inputs, root]
+        joined.backward(gradient, retain_graph, create_graph, leaves)  # type: ignore[no-untyped-call]
+        self._begin_again(root.grad if root is not None and create_graph else None)
+
+    def grad(
+        self,
+        outputs: Tensor | Sequence[Tensor],
+        inputs: Tensor | Sequence[Tensor],
+        grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, ...]:
+        """`torch.autograd.grad` that runs every collective's backward; the next collective begins a new chain.
+
+        Args:
+            outputs: what to differentiate; the chain is tied to the first.
+            inputs: with respect to what.
+            grad_outputs: the gradients of the outputs.
+            options: as in `torch.autograd.grad`; with create_graph the chain goes on through the backward pass.
+        """
+        first, *others = (outputs,) if isinstance(outputs, Tensor) else outputs
+        wanted = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        joined, root = self.join(first), self._root
+        if root is None:
+            return torch.autograd.grad([joined, *others], wanted, grad_outputs, **options)
+        *grads, token = torch.autograd.grad([joined, *others], [*wanted, root], grad_outputs, **options)
+        self._begin_again(token if options.get("create_graph") else None)
+        return tuple(grads)
+
+    def _begin_again(self, token: Tensor | None) -> None:
+        """Start a new chain; behind a pass that made a graph, where that one ended."""
+        if token is None:
+            self._root = None
+        self._token, self._count, self._joined = token, 0, False
+
+    def close(self) -> None:
+        """Refuse to end with collectives that no loss was tied to."""
+        if self._count and not self._joined:
+            verb, site = self._first
+            raise OrderError(
+                message(
+                    "ordered() ended without join",
+                    op="ordered",
+                    expected="join(loss) or gradmesh.backward(loss) on every rank, also on one without a loss",
+                    got=f"a chain of {self._count}, from {verb} {show_site(site)}",
+                    remedy="loss = order.join(loss) as the last line of the block, or gradmesh.backward(loss)",
+                )
+            )
+
+
+@contextlib.contextmanager
+def ordered() -> Iterator[Order]:
+    """Run the backward of all collectives in the block on every rank, in the reverse of their order.
+
+    On every rank, the same collectives have to run forward in the same order. Then the backward ones do too,
+    on all axes together: also when a rank's loss does not use an output, when an operand does not require grad on
+    one rank, when a rank has no loss at all. A block inside another one belongs to its chain. Collectives under
+    `torch.no_grad()`, and those of integers and bools, have no backward and stay outside.
+
+    Yields:
+        The chain, with `join(loss)`; `gm.join`, `gm.backward` and `gm.grad` find it too.
+
+    Raises:
+        OrderError: the block ends with collectives that were not joined to a loss; a collective runs after join, in
+            a torch.func derivative, or in a reentrant checkpoint.
+
+    Example:
+        >>> def on_each_rank():
+        ...     x = torch.tensor([1.0 + gm.axis().rank], requires_grad=True)
+        ...     with gm.ordered():
+        ...         y = gm.all_gather(x)
+        ...         loss = y.sum() if gm.axis().rank == 0 else None  # rank 1 has no use for y
+        ...         gm.backward(loss)
+        ...     return x.grad.tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [[1.0], [1.0]]
+    """
+    state = rank_state()
+    outer: Order | None = getattr(state, "chain", None)
+    if outer is not None:
+        yield outer
+        return
+    state.chain = order = Order()
+    try:
+        yield order
+        order.close()
+    finally:
+        state.chain = None
+
+
+def join(loss: Tensor | None) -> Tensor:
+    """Tie the chain of the `ordered()` block to this rank's loss; see `Order.join`.
+
+    Example:
+        >>> def on_each_rank():
+        ...     x = torch.tensor(2.0, requires_grad=True)
+        ...     with gm.ordered():
+        ...         y = gm.all_reduce(x, dst=gm.R)
+        ...         loss = gm.join(y if gm.axis().rank == 0 else None)
+        ...     loss.backward()
+        ...     return x.grad.item()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [1.0, 1.0]
+    """
+    return _current("join").join(loss)
+
+
+def backward(loss: Tensor | None, gradient: Tensor | None = None, **options: Any) -> None:
+    """Join this rank's loss and run its backward inside an `ordered()` block; see `Order.backward`.
+
+    Example:
+        >>> def on_each_rank():
+        ...     x = torch.tensor(3.0, requires_grad=True)
+        ...     with gm.ordered():
+        ...         y = gm.scan(x)
+        ...         gm.backward(y if gm.axis().rank == 1 else None)
+        ...     return x.grad.item()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [1.0, 1.0]
+    """
+    _current("backward").backward(loss, gradient, **options)
+
+
+def grad(
+    outputs: Tensor | Sequence[Tensor],
+    inputs: Tensor | Sequence[Tensor],
+    grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """`torch.autograd.grad` inside an `ordered()` block; see `Order.grad`.
+
+    Example:
+        >>> def on_each_rank():
+        ...     x = torch.tensor(3.0, requires_grad=True)
+        ...     with gm.ordered():
+        ...         energy = gm.all_reduce(x**2, dst=gm.R) * (1 + gm.axis().rank)
+        ...         (force,) = gm.grad(energy, x, create_graph=True)
+        ...         gm.backward(force if gm.axis().rank == 0 else None)
+        ...     return force.item(), x.grad.item()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [(18.0, 6.0), (18.0, 0.0)]
+    """
+    return _current("grad").grad(outputs, inputs, grad_outputs, **options)
+
+
+def _current(op: str) -> Order:
+    chain: Order | None = getattr(rank_state(), "chain", None)
+    if chain is None:
+        raise OrderError(
+            message(
+                "there is no chain",
+                op=op,
+                expected="a call inside `with gradmesh.ordered():`",
+                got="a call outside of it",
+                remedy="open the block before the first collective",
+            )
+        )
+    return chain
