@@ -95,8 +95,19 @@ def gone(pid: int, within: float = 5) -> bool:
     return False
 
 
+_before: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_other_tests() -> None:
+    """Pools that the whole run shares may have rank threads of their own."""
+    _before.clear()
+    _before.update(threading.enumerate())
+
+
 def rank_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("gradmesh rank")]
+    new = set(threading.enumerate()) - _before
+    return [thread for thread in new if thread.name.startswith("gradmesh rank")]
 
 
 def run_python(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import os
 import pickle
 import queue
@@ -22,7 +21,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from gradmesh._outcomes import Failure
+from gradmesh._outcomes import Failure, group_timeout
 from gradmesh._shipping import dumps_result
 
 __all__ = ["main"]
@@ -71,9 +70,7 @@ def main(fd: int, backend: str, timeout: float | None) -> None:
     try:
         if "nccl" in backend:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(
-            backend, timeout=None if timeout is None else datetime.timedelta(seconds=timeout)
-        )
+        dist.init_process_group(backend, timeout=group_timeout(timeout))
     except BaseException as error:
         parent.tell("failed", _failure(Failure.of(rank, error)))
         parent.calls.get()

@@ -48,9 +48,9 @@ def launch(
             CUDA device i.
         args: positional arguments, the same for every rank.
         kwargs: keyword arguments, the same for every rank.
-        timeout: seconds that the ranks may take to return, not counting the start of the processes; also the
-            timeout of the process group. By default there is no limit but torch's own for a collective. A
-            thread that is inside C code at the end cannot be ended: it stays behind as a daemon thread.
+        timeout: seconds that the ranks may take to return, not counting the start of the processes. By
+            default there is no limit but torch's own for a collective. A thread that is inside C code at the
+            end cannot be ended: it stays behind as a daemon thread.
 
     Raises:
         ArgumentError: `fn` cannot be called, `nprocs` is no positive integer, or torch has no such backend.

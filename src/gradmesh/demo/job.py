@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,7 +159,7 @@ def run(settings: Settings, watcher: Watcher | None = None) -> Result:
     def dense_loss_of(model: Towers, batch: Tensor) -> Tensor:
         return dense_loss(model, views, batch)
 
-    with gm.Ranks(settings.ranks, backend=settings.backend) as ranks:
+    with _one_thread(), gm.Ranks(settings.ranks, backend=settings.backend) as ranks:
         grad_error, largest_grad = _grad_errors(ranks, dense.model, views)
         for epoch in range(settings.epochs):
             batches = torch.randperm(len(views[0]), generator=order).split(BATCH)
@@ -178,6 +179,17 @@ def run(settings: Settings, watcher: Watcher | None = None) -> Result:
             watcher.epoch(epoch, curves)
     seconds = time.perf_counter() - begin
     return Result(settings, curves, grad_error, largest_grad, param_error, rank_error, seconds)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread: the matrices are small, and a second one would take its core from the ranks."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def recall(model: Towers, views: Views) -> float:
