@@ -128,7 +128,7 @@ class Order:
         joined, root = self.join(loss), self._root
         # A pass that is told its inputs prunes all other paths, and so the chain.
         leaves = None if inputs is None or root is None else [*inputs, root]
-        joined.backward(gradient, retain_graph, create_graph, leaves)  # type: ignore[no-untyped-call]
+        joined.backward(gradient, retain_graph, create_graph, leaves)
         self._begin_again(root.grad if root is not None and create_graph else None)
 
     def grad(
