@@ -296,3 +296,9 @@ def only_vmap_active() -> bool:
     """Whether no torch.func transform but vmap is running."""
     stack = torch._C._functorch.get_interpreter_stack() or []
     return all(layer.key() == torch._C._functorch.TransformType.Vmap for layer in stack)
+
+
+def functional(name: str, group: torch.distributed.ProcessGroup, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """A collective as a functional op, which a compiler can see, move and bucket; the result is fresh."""
+    op = getattr(torch.ops._c10d_functional, name)
+    return torch.ops._c10d_functional.wait_tensor(op(x, *args, group.group_name))

@@ -21,6 +21,8 @@ __all__ = ["apply", "linked"]
 
 def apply(op: Op, x: Tensor) -> Tensor:
     """Run an op on this rank's tensor, differentiably; inside `ordered()`, as the next link of the chain."""
+    if torch.compiler.is_compiling():
+        return _apply(op, x)
     chain = getattr(rank_state(), "chain", None)
     if chain is not None and torch.is_grad_enabled() and isinstance(op, LinearOp) and _differentiable(x):
         result: Tensor = chain.link(op, x)
@@ -43,6 +45,8 @@ def _apply(op: Op, x: Tensor) -> Tensor:
     Where no derivative can be asked for, the op is run bare: building a graph node costs more than a small
     collective on fast backends.
     """
+    if torch.compiler.is_compiling():
+        return _CompiledRule.apply(op, x)
     if is_legacy_batched(x):
         return on_legacy_batch(x, lambda whole: _apply(op.batched(), whole))
     recording = torch.is_grad_enabled()
@@ -136,3 +140,19 @@ class _Rule(torch.autograd.Function):
 
 # Function.apply asks for the signature at every call; computing it anew takes longer than the rest of the rule.
 _Rule.forward.__signature__ = inspect.signature(_Rule.forward)  # type: ignore[attr-defined]
+
+
+class _CompiledRule(torch.autograd.Function):
+    """The rule for the compiler, which refuses a Function that has a forward derivative."""
+
+    @staticmethod
+    def forward(op: Op, x: Tensor) -> Tensor:
+        return op.apply(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Op, Tensor], output: Any) -> None:
+        ctx.op = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.op.adjoint.apply(grad)

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch.compiler import is_compiling
+
+from gradmesh._torch import functional
 from gradmesh.axis import Axis
 
 __all__ = [
@@ -60,8 +63,7 @@ def _dense(x: Tensor) -> Tensor:
 
 def fresh(x: Tensor) -> Tensor:
     """A dense copy of `x`."""
-    dense = _dense(x)
-    return dense.clone() if dense.data_ptr() == x.data_ptr() else dense
+    return x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 def counts(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> list[int]:
@@ -114,6 +116,9 @@ def all_gather(flat: Tensor, axis: Axis, sizes: Sequence[int], shape: Sequence[i
         return _filled(flat, shape)
     if len(set(sizes)) > 1:
         return exchange(flat.repeat(axis.size), [flat.numel()] * axis.size, sizes, axis, shape)
+    if is_compiling():
+        out = functional("all_gather_into_tensor", axis.group, flat, axis.size)
+        return out if shape is None else out.view(shape)
     out = flat.new_empty(sum(sizes) if shape is None else shape)
     _gather_single(_raw(out), _raw(flat), group=axis.group)
     return out
@@ -128,6 +133,8 @@ def reduce_scatter(flat: Tensor, axis: Axis, sizes: Sequence[int], shape: Sequen
         # Backends have no ragged form of it. The same bytes travel, and torch adds them in rank order.
         parts = exchange(flat, sizes, [mine] * axis.size, axis, (axis.size, *shape))
         return parts.sum(0, dtype=flat.dtype)
+    if is_compiling():
+        return functional("reduce_scatter_tensor", axis.group, flat, "sum", axis.size).view(shape)
     out = flat.new_empty(shape)
     _scatter_single(out.view(-1), flat, group=axis.group)
     return out
@@ -137,6 +144,8 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """The sum of every rank's tensor."""
     if x.dtype not in _CARRIED:
         return all_fold(x, axis, lambda parts: parts.sum(0, dtype=parts.dtype))
+    if is_compiling() and axis.size > 1:
+        return functional("all_reduce", axis.group, _dense(x), "sum")
     out = fresh(x)
     if axis.size > 1:
         dist.all_reduce(out, group=axis.group)
@@ -159,6 +168,8 @@ def all_fold(x: Tensor, axis: Axis, fold: Callable[[Tensor], Tensor]) -> Tensor:
 
 def broadcast(x: Tensor, axis: Axis, root: int) -> Tensor:
     """The root's tensor; the others' only say shape and dtype."""
+    if is_compiling() and axis.size > 1:
+        return functional("broadcast", axis.group, _dense(x), root)
     out = fresh(x) if axis.rank == root else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if axis.size > 1:
         dist.broadcast(_raw(out), group_src=root, group=axis.group)
@@ -167,7 +178,7 @@ def broadcast(x: Tensor, axis: Axis, root: int) -> Tensor:
 
 def reduce(x: Tensor, axis: Axis, root: int) -> Tensor:
     """The sum at the root, zeros elsewhere."""
-    if x.dtype not in _CARRIED:
+    if x.dtype not in _CARRIED or is_compiling():
         total = all_reduce(x, axis)
     else:
         total = fresh(x)
@@ -187,6 +198,9 @@ def exchange(
     """Send `send[r]` elements of the flat buffer to each rank r and receive `receive[r]` from it, in rank order."""
     if axis.size == 1:
         return _filled(flat, shape)
+    if is_compiling():
+        out = functional("all_to_all_single", axis.group, _dense(flat), list(receive), list(send))
+        return out if shape is None else out.view(shape)
     out = flat.new_empty(sum(receive) if shape is None else shape)
     width = 1 if flat.dtype in _CARRIED else flat.dtype.itemsize
     dist.all_to_all_single(
