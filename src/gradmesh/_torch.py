@@ -15,16 +15,22 @@ from typing import Any, SupportsInt, TypeVar
 import torch
 from torch._C._distributed_c10d import _set_thread_isolation_mode  # type: ignore[attr-defined]
 from torch._functorch import eager_transforms, predispatch
+from torch._library.effects import EffectType
+from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
 
 __all__ = [
     "adopt_thread",
+    "functional",
     "functorch_active",
     "in_backward",
+    "is_fake",
     "is_legacy_batched",
     "on_legacy_batch",
     "only_vmap_active",
+    "ordered_effect",
+    "resolve_group",
     "saves_for_a_checkpoint",
     "thread_isolation",
     "transforms_active",
@@ -301,4 +307,21 @@ def only_vmap_active() -> bool:
 def functional(name: str, group: torch.distributed.ProcessGroup, x: torch.Tensor, *args: Any) -> torch.Tensor:
     """A collective as a functional op, which a compiler can see, move and bucket; the result is fresh."""
     op = getattr(torch.ops._c10d_functional, name)
-    return torch.ops._c10d_functional.wait_tensor(op(x, *args, group.group_name))
+    done: torch.Tensor = torch.ops._c10d_functional.wait_tensor(op(x, *args, group.group_name))
+    return done
+
+
+def is_fake(x: torch.Tensor) -> bool:
+    """Whether a tensor has a shape but no values: a fake one, or one on the meta device."""
+    return x.is_meta or (type(x) is not torch.Tensor and isinstance(x, FakeTensor))
+
+
+def resolve_group(name: str) -> torch.distributed.ProcessGroup:
+    """The process group of a name, on the calling rank."""
+    group: torch.distributed.ProcessGroup = c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
+    return group
+
+
+def ordered_effect(op: Any) -> None:
+    """Have compilers keep every call of a custom op, in order."""
+    op.register_effect(EffectType.ORDERED)

@@ -6,13 +6,15 @@ Since an adjoint is an op itself and is applied by the same rule, every order of
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from gradmesh._torch import functorch_active, is_legacy_batched, on_legacy_batch, transforms_active
+from gradmesh.errors import OrderError
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.world import rank_state
 
@@ -21,8 +23,8 @@ __all__ = ["apply", "linked"]
 
 def apply(op: Op, x: Tensor) -> Tensor:
     """Run an op on this rank's tensor, differentiably; inside `ordered()`, as the next link of the chain."""
-    if torch.compiler.is_compiling():
-        return _apply(op, x)
+    if is_compiling():
+        return _compiled(op, x)
     chain = getattr(rank_state(), "chain", None)
     if chain is not None and torch.is_grad_enabled() and isinstance(op, LinearOp) and _differentiable(x):
         result: Tensor = chain.link(op, x)
@@ -45,8 +47,8 @@ def _apply(op: Op, x: Tensor) -> Tensor:
     Where no derivative can be asked for, the op is run bare: building a graph node costs more than a small
     collective on fast backends.
     """
-    if torch.compiler.is_compiling():
-        return _CompiledRule.apply(op, x)
+    if is_compiling():
+        return _compiled(op, x)
     if is_legacy_batched(x):
         return on_legacy_batch(x, lambda whole: _apply(op.batched(), whole))
     recording = torch.is_grad_enabled()
@@ -56,6 +58,28 @@ def _apply(op: Op, x: Tensor) -> Tensor:
         result: Tensor = _Rule.apply(op, x)  # type: ignore[no-untyped-call]
         return result
     return op.apply(x)
+
+
+def _compiled(op: Op, x: Tensor) -> Tensor:
+    """Run an op inside a program that is being compiled."""
+    if forward_ad._current_level >= 0:
+        _refuse(
+            op, "a compiled program has no forward mode", "call the function uncompiled inside forward mode"
+        )
+    if getattr(rank_state(), "chain", None) is not None:
+        _refuse(op, "a compiled program cannot be a link of a chain", "compile functions without collectives")
+    result: Tensor = _CompiledRule.apply(op, x)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _refuse(op: Op, problem: str, remedy: str) -> NoReturn:
+    op.fail(
+        problem,
+        expected="an uncompiled call",
+        got="a call under torch.compile",
+        remedy=remedy,
+        kind=OrderError,
+    )
 
 
 def _differentiable(x: Tensor) -> bool:
@@ -150,7 +174,7 @@ class _CompiledRule(torch.autograd.Function):
         return op.apply(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Op, Tensor], output: Any) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Op, Tensor], output: Any) -> None:  # noqa: ARG004 - torch's names
         ctx.op = inputs[0]
 
     @staticmethod

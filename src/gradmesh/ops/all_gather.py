@@ -73,7 +73,10 @@ class Join(Split):
         flat = wire.pack(x, self.dim, (x.shape[self.dim],))
         counts = wire.counts(x.shape, self.dim, sizes)
         return wire.assemble(
-            lambda shape: wire.all_gather(flat, self.axis, counts, shape), x.shape, self.dim, sizes
+            lambda shape: wire.all_gather(flat, self.axis, counts, shape, even=self.sizes is None),
+            x.shape,
+            self.dim,
+            sizes,
         )
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -105,7 +108,8 @@ class ReduceScatter(Split):
         sizes = self.parts(x.shape[self.dim])
         flat = wire.pack(x, self.dim, sizes)
         counts = wire.counts(x.shape, self.dim, sizes)
-        return wire.reduce_scatter(flat, self.axis, counts, self.out_shape(x.shape))
+        even = self.sizes is None
+        return wire.reduce_scatter(flat, self.axis, counts, self.out_shape(x.shape), even=even)
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The own size along `dim`."""

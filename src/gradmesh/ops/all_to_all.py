@@ -76,8 +76,9 @@ class AllToAll(LinearOp):
         receive = [torch.Size(shape).numel() for shape in shapes]
         flat = wire.pack(x, self.split_dim, sizes)
         send = wire.counts(x.shape, self.split_dim, sizes)
+        even = self.split_sizes is None and self.concat_sizes is None
         return wire.assemble(
-            lambda shape: wire.exchange(flat, send, receive, self.axis, shape),
+            lambda shape: wire.exchange(flat, send, receive, self.axis, shape, even=even),
             shapes[0],
             self.concat_dim,
             [shape[self.concat_dim] for shape in shapes],

@@ -18,7 +18,9 @@ from typing import ClassVar, NoReturn, TypedDict
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from gradmesh._torch import is_fake
 from gradmesh.axis import Axis
 from gradmesh.errors import DTypeError, GradmeshError, ShapeError, message
 from gradmesh.types import Type
@@ -64,6 +66,8 @@ class Op(abc.ABC):
                 remedy='cast to int64 to count, or use all_reduce(op="max") for any and op="min" for all',
                 kind=DTypeError,
             )
+        if not is_compiling() and is_fake(x):
+            return x.new_empty(self.out_shape(x.shape))
         if self.comm_dtype is None or self.comm_dtype is x.dtype:
             return self.transfer(x)
         return self.transfer(x.to(self.comm_dtype)).to(x.dtype)

@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
 from torch.compiler import is_compiling
 
 from gradmesh._torch import functional
 from gradmesh.axis import Axis
+from gradmesh.ops import opaque
+from gradmesh.ops.opaque import CARRIED, flat_memory, send_and_receive
 
 __all__ = [
     "all_fold",
@@ -37,23 +38,6 @@ __all__ = [
 # torch 2.13 renamed both; the old names only warn there.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-# What every backend moves. Anything else (int16, float8, ...) travels as bytes.
-_CARRIED = frozenset(
-    {
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-        torch.complex128,
-    }
-)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -79,6 +63,11 @@ def pack(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     return torch.cat([part.reshape(-1) for part in _dense(x).split(list(sizes), dim)])
 
 
+def _ragged(sizes: Sequence[int], even: bool) -> bool:
+    """Whether the ranks' amounts differ; told sizes are not looked into while compiling, to compile once for all."""
+    return not even and (is_compiling() or len(set(sizes)) > 1)
+
+
 def assemble(
     collect: Callable[[Sequence[int] | None], Tensor], shape: Sequence[int], dim: int, sizes: Sequence[int]
 ) -> Tensor:
@@ -97,12 +86,6 @@ def assemble(
     return torch.cat([part.view(*lead, n, *tail) for part, n in zip(parts, sizes, strict=True)], dim)
 
 
-def _raw(x: Tensor) -> Tensor:
-    """The memory of a dense tensor as a flat buffer of a dtype that travels."""
-    flat = x.view(-1)
-    return flat if flat.dtype in _CARRIED else flat.view(torch.uint8)
-
-
 def _filled(flat: Tensor, shape: Sequence[int] | None) -> Tensor:
     """A copy of a flat buffer in another shape."""
     out = flat.new_empty(flat.shape if shape is None else shape)
@@ -110,26 +93,30 @@ def _filled(flat: Tensor, shape: Sequence[int] | None) -> Tensor:
     return out
 
 
-def all_gather(flat: Tensor, axis: Axis, sizes: Sequence[int], shape: Sequence[int] | None = None) -> Tensor:
-    """Every rank's flat buffer, one after another; `sizes` are their lengths."""
+def all_gather(
+    flat: Tensor, axis: Axis, sizes: Sequence[int], shape: Sequence[int] | None = None, *, even: bool = False
+) -> Tensor:
+    """Every rank's flat buffer, one after another; `sizes` are their lengths, `even` if they have to be equal."""
     if axis.size == 1:
         return _filled(flat, shape)
-    if len(set(sizes)) > 1:
+    if _ragged(sizes, even):
         return exchange(flat.repeat(axis.size), [flat.numel()] * axis.size, sizes, axis, shape)
     if is_compiling():
         out = functional("all_gather_into_tensor", axis.group, flat, axis.size)
         return out if shape is None else out.view(shape)
     out = flat.new_empty(sum(sizes) if shape is None else shape)
-    _gather_single(_raw(out), _raw(flat), group=axis.group)
+    _gather_single(flat_memory(out), flat_memory(flat), group=axis.group)
     return out
 
 
-def reduce_scatter(flat: Tensor, axis: Axis, sizes: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """Sum the ranks' flat buffers and keep the own part; `sizes` are the lengths of the parts."""
+def reduce_scatter(
+    flat: Tensor, axis: Axis, sizes: Sequence[int], shape: Sequence[int], *, even: bool = False
+) -> Tensor:
+    """Sum the ranks' flat buffers and keep the own part; `sizes` are the parts' lengths, `even` if equal."""
     if axis.size == 1:
         return _filled(flat, shape)
     mine = sizes[axis.rank]
-    if len(set(sizes)) > 1 or flat.dtype not in _CARRIED:
+    if _ragged(sizes, even) or flat.dtype not in CARRIED:
         # Backends have no ragged form of it. The same bytes travel, and torch adds them in rank order.
         parts = exchange(flat, sizes, [mine] * axis.size, axis, (axis.size, *shape))
         return parts.sum(0, dtype=flat.dtype)
@@ -142,7 +129,7 @@ def reduce_scatter(flat: Tensor, axis: Axis, sizes: Sequence[int], shape: Sequen
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
     """The sum of every rank's tensor."""
-    if x.dtype not in _CARRIED:
+    if x.dtype not in CARRIED:
         return all_fold(x, axis, lambda parts: parts.sum(0, dtype=parts.dtype))
     if is_compiling() and axis.size > 1:
         return functional("all_reduce", axis.group, _dense(x), "sum")
@@ -172,14 +159,16 @@ def broadcast(x: Tensor, axis: Axis, root: int) -> Tensor:
         return functional("broadcast", axis.group, _dense(x), root)
     out = fresh(x) if axis.rank == root else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if axis.size > 1:
-        dist.broadcast(_raw(out), group_src=root, group=axis.group)
+        dist.broadcast(flat_memory(out), group_src=root, group=axis.group)
     return out
 
 
 def reduce(x: Tensor, axis: Axis, root: int) -> Tensor:
     """The sum at the root, zeros elsewhere."""
-    if x.dtype not in _CARRIED or is_compiling():
+    if x.dtype not in CARRIED:
         total = all_reduce(x, axis)
+    elif is_compiling() and axis.size > 1:
+        total = opaque.reduce(_dense(x), root, axis.group.group_name)
     else:
         total = fresh(x)
         if axis.size > 1:
@@ -194,22 +183,24 @@ def exchange(
     receive: Sequence[int],
     axis: Axis,
     shape: Sequence[int] | None = None,
+    *,
+    even: bool = False,
 ) -> Tensor:
-    """Send `send[r]` elements of the flat buffer to each rank r and receive `receive[r]` from it, in rank order."""
+    """Send `send[r]` elements of the flat buffer to each rank r and receive `receive[r]` from it, in rank order.
+
+    `even` says that the amounts are equal on all ranks, so that none receives nothing.
+    """
     if axis.size == 1:
         return _filled(flat, shape)
     if is_compiling():
-        out = functional("all_to_all_single", axis.group, _dense(flat), list(receive), list(send))
-        return out if shape is None else out.view(shape)
+        name, got = axis.group.group_name, _dense(flat)
+        if even:
+            got = functional("all_to_all_single", axis.group, got, list(receive), list(send))
+        else:
+            got = opaque.exchange(got, list(send), list(receive), name)
+        return got if shape is None else got.view(shape)
     out = flat.new_empty(sum(receive) if shape is None else shape)
-    width = 1 if flat.dtype in _CARRIED else flat.dtype.itemsize
-    dist.all_to_all_single(
-        _raw(out),
-        _raw(flat),
-        [n * width for n in receive],
-        [n * width for n in send],
-        group=axis.group,
-    )
+    send_and_receive(out, flat, send, receive, axis.group)
     return out
 
 

@@ -1,0 +1,224 @@
+"""Verbs inside `torch.compile(fullgraph=True)`: values and gradients are those of eager mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+import gradmesh as gm
+from gradmesh.ops import REGISTRY, opaque
+
+Processes = Callable[[int], Callable[..., list[Any]]]
+
+VERBS: dict[str, Callable[[Tensor], Tensor]] = {
+    "all_gather": lambda x: gm.all_gather(x, "tp"),
+    "all_gather to I, dim 1": lambda x: gm.all_gather(x, "tp", dim=-1, dst=gm.I),
+    "all_gather, uneven": lambda x: gm.all_gather(x[: 1 + gm.axis("tp").rank], "tp", sizes=(1, 2)),
+    "all_gather, nothing on a rank": lambda x: gm.all_gather(x[: gm.axis("tp").rank], "tp", sizes=(0, 1)),
+    "all_gather in bfloat16": lambda x: gm.all_gather(x, "tp", comm_dtype=torch.bfloat16),
+    "reduce_scatter": lambda x: gm.reduce_scatter(x, "tp"),
+    "reduce_scatter, uneven": lambda x: gm.reduce_scatter(x, "tp", sizes=(4, 0)),
+    "all_reduce": lambda x: gm.all_reduce(x, "tp", dst=gm.R),
+    "all_reduce to I": lambda x: gm.all_reduce(x, "tp", dst=gm.I),
+    "mean": lambda x: gm.all_reduce(x, "tp", op="mean", dst=gm.R),
+    "max": lambda x: gm.all_reduce(x, "tp", op="max", dst=gm.R),
+    "prod": lambda x: gm.all_reduce(x, "tp", op="prod", dst=gm.R),
+    "logsumexp": lambda x: gm.all_reduce(x, "tp", op="logsumexp", dst=gm.R),
+    "replicate": lambda x: gm.replicate(x, "tp"),
+    "shard": lambda x: gm.shard(x, "tp"),
+    "shard of R": lambda x: gm.shard(x, "tp", src=gm.R, sizes=(1, 3)),
+    "convert": lambda x: gm.convert(x, "tp", src=gm.R, dst=gm.P),
+    "all_to_all": lambda x: gm.all_to_all(x, "tp"),
+    "all_to_all of dims": lambda x: gm.all_to_all(x, "tp", split_dim=1, concat_dim=0),
+    "all_to_all, uneven": lambda x: gm.all_to_all(
+        x,
+        "tp",
+        split_sizes=((1, 3), (4, 0))[gm.axis("tp").rank],
+        concat_sizes=((1, 4), (3, 0))[gm.axis("tp").rank],
+    ),
+    "broadcast": lambda x: gm.broadcast(x, "tp"),
+    "reduce": lambda x: gm.reduce(x, "tp", root=1),
+    "gather": lambda x: gm.gather(x, "tp", root=1),
+    "scatter": lambda x: gm.scatter(x if gm.axis("tp").rank else x[:0], "tp", root=1, sizes=(1, 3)),
+    "shift": lambda x: gm.shift(x, "tp", wrap=False),
+    "permute": lambda x: gm.permute(x, "tp", pairs=[(0, 1)]),
+    "halo_exchange": lambda x: gm.halo_exchange(x, "tp", halo=(1, 0)),
+    "scan": lambda x: gm.scan(x, "tp"),
+    "exscan": lambda x: gm.exscan(x, "tp", reverse=True),
+}
+
+
+def compare(backend: str, names: list[str]) -> dict[str, str]:
+    """Loss and gradient of each verb, compiled and not, on this rank; what differs, by verb."""
+    gm.mesh(tp=-1)
+    wrong = {}
+    for name in names:
+        verb = VERBS[name]
+        weight = 1 + gm.axis("tp").rank
+
+        def loss(x: Tensor, verb: Callable[[Tensor], Tensor] = verb, weight: int = weight) -> Tensor:
+            return weight * (verb(x.sin()) ** 2).sum()
+
+        generator = torch.Generator().manual_seed(gm.axis("tp").rank)
+        x = torch.randn(4, 2, dtype=torch.float64, generator=generator, requires_grad=True)
+        expected = loss(x)
+        (expected_grad,) = torch.autograd.grad(expected, x)
+        torch._dynamo.reset()
+        got = torch.compile(loss, fullgraph=True, backend=backend)(x)
+        (grad,) = torch.autograd.grad(got, x)
+        if not torch.allclose(got, expected, rtol=1e-13) or not torch.allclose(
+            grad, expected_grad, rtol=1e-13
+        ):
+            wrong[name] = f"{got} for {expected}, {grad} for {expected_grad}"
+    return wrong
+
+
+QUICK = ["all_gather", "all_gather, nothing on a rank", "all_to_all", "reduce", "shift", "max"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("backend", "names"),
+    [
+        ("aot_eager", list(VERBS)),
+        ("inductor", QUICK),
+        pytest.param("eager", list(VERBS), marks=pytest.mark.slow),
+        pytest.param("inductor", list(VERBS), marks=pytest.mark.slow),
+    ],
+    ids=["aot_eager", "inductor", "eager-all", "inductor-all"],
+)
+def test_a_compiled_verb_is_the_eager_one(backend: str, names: list[str], processes: Processes) -> None:
+    assert processes(2)(compare, backend, names) == [{}, {}]
+
+
+def changing_sizes() -> list[bool]:
+    gm.mesh(tp=-1)
+    rank = gm.axis("tp").rank
+
+    def loss(x: Tensor, sizes: tuple[int, int]) -> Tensor:
+        return ((1 + rank) * gm.all_gather(x.sin(), "tp", sizes=sizes) ** 2).sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    right = []
+    for step, sizes in enumerate([(3, 4), (5, 7), (6, 2), (9, 8)]):
+        # Two programs: one for the first sizes, one for all others.
+        with torch.compiler.set_stance("default" if step < 2 else "fail_on_recompile"):
+            x = torch.ones(sizes[rank], dtype=torch.float64, requires_grad=True)
+            (grad,) = torch.autograd.grad(compiled(x, sizes), x)
+            (expected,) = torch.autograd.grad(loss(x, sizes), x)
+            right.append(torch.equal(grad, expected))
+    return right
+
+
+@pytest.mark.processes
+def test_sizes_that_change_from_step_to_step_are_compiled_once(processes: Processes) -> None:
+    assert processes(2)(changing_sizes) == [[True] * 4] * 2
+
+
+def functional_targets() -> list[str]:
+    gm.mesh(tp=-1)
+    seen: list[str] = []
+
+    def look(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    def loss(x: Tensor) -> Tensor:
+        y = gm.all_gather(x.sin(), "tp")
+        return (gm.all_reduce(y, "tp", dst=gm.R) * gm.all_to_all(y, "tp")).sum()
+
+    torch._dynamo.reset()
+    x = torch.ones(2, requires_grad=True)
+    torch.compile(loss, fullgraph=True, backend=aot_autograd(fw_compiler=look, bw_compiler=look))(
+        x
+    ).backward()
+    return [name for name in seen if "c10d" in name or "gradmesh" in name]
+
+
+@pytest.mark.processes
+def test_a_compiler_sees_functional_collectives_forward_and_backward(processes: Processes) -> None:
+    for seen in processes(2)(functional_targets):
+        for op in ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor"):
+            assert f"_c10d_functional.{op}.default" in seen
+        assert not any("gradmesh" in name for name in seen)
+
+
+def refused(how: str) -> str:
+    gm.mesh(tp=-1)
+    x = torch.ones(2, requires_grad=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: gm.all_gather(x, "tp").sum(), fullgraph=True, backend="eager")
+
+    def run() -> None:
+        if how == "ordered":
+            with gm.ordered():
+                compiled(x)
+        else:
+            with torch.autograd.forward_ad.dual_level():
+                compiled(torch.autograd.forward_ad.make_dual(x, x))
+
+    with pytest.raises(Exception, match="gradmesh") as caught:  # dynamo wraps it in an error of its own
+        run()
+    return str(caught.value)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("how", "text"), [("ordered", "cannot be a link of a chain"), ("forward mode", "has no forward mode")]
+)
+def test_what_cannot_be_compiled_is_refused(how: str, text: str, processes: Processes) -> None:
+    assert all(text in got for got in processes(2)(refused, how))
+
+
+def checked_ops() -> None:
+    group = gm.axis().group.group_name
+    torch.library.opcheck(opaque.exchange, (torch.ones(2), [1, 1], [1, 1], group))
+    torch.library.opcheck(opaque.reduce, (torch.ones(2), 0, group))
+
+
+@pytest.mark.processes
+def test_opcheck_accepts_the_opaque_ops(processes: Processes) -> None:
+    processes(2)(checked_ops)
+
+
+class Layer(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return gm.all_gather(x * 2, "tp") + gm.scan(x.sum(), "tp")
+
+
+def exported() -> tuple[Tensor, Tensor]:
+    gm.mesh(tp=-1)
+    x = torch.ones(3) + gm.axis("tp").rank
+    program = torch.export.export(Layer(), (x,))
+    return program.module()(x), Layer()(x)
+
+
+@pytest.mark.processes
+def test_a_module_with_verbs_can_be_exported(processes: Processes) -> None:
+    for got, expected in processes(2)(exported):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("row", range(len(REGISTRY)), ids=[row.call for row in REGISTRY])
+def test_fake_and_meta_tensors_get_their_shape_without_communication(row: int) -> None:
+    from gradmesh.autograd import apply
+
+    # Nothing is sent: the axis has no group.
+    axis = gm.Axis("any", 1, 3, None)  # type: ignore[arg-type]
+    for op, shape in REGISTRY[row].examples(axis):
+        with FakeTensorMode():
+            x = torch.empty(tuple(shape), dtype=torch.bfloat16, requires_grad=True)
+            y = apply(op, x)
+            y.sum().backward()
+            assert (tuple(y.shape), y.dtype) == (op.out_shape(shape), torch.bfloat16)
+            assert x.grad is not None
+            assert x.grad.shape == x.shape
+        assert apply(op, torch.empty(tuple(shape), device="meta")).shape == op.out_shape(shape)
