@@ -117,3 +117,13 @@ def test_without_autograd_switches_both_modes_off_and_back() -> None:
     with torch.no_grad():
         _torch.without_autograd(lambda: None)
         assert not torch.is_grad_enabled()
+
+
+def test_a_profiler_that_runs_sets_a_flag_of_its_module() -> None:
+    seen = [_torch.profiler_on()]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        seen.append(_torch.profiler_on())
+    with torch.autograd.profiler.profile():
+        seen.append(_torch.profiler_on())
+    seen.append(_torch.profiler_on())
+    assert seen == [False, True, True, False]

@@ -18,18 +18,22 @@ from torch._functorch import eager_transforms, predispatch
 from torch._library.effects import EffectType
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
+from torch.autograd import profiler as autograd_profiler
 from torch.distributed import distributed_c10d as c10d
+from torch.utils import checkpoint
 
 __all__ = [
     "adopt_thread",
     "functional",
     "functorch_active",
     "in_backward",
+    "in_reentrant_checkpoint",
     "is_fake",
     "is_legacy_batched",
     "on_legacy_batch",
     "only_vmap_active",
     "ordered_effect",
+    "profiler_on",
     "resolve_group",
     "saves_for_a_checkpoint",
     "thread_isolation",
@@ -293,9 +297,25 @@ def in_backward() -> bool:
     return task != -1
 
 
+def profiler_on() -> bool:
+    """Whether a profiler of torch runs in this process: a flag in Python, a tenth of the cost of asking C++."""
+    return autograd_profiler._is_profiler_enabled
+
+
 def saves_for_a_checkpoint() -> bool:
     """Whether saved tensors are being packed by hooks, as a non-reentrant checkpoint does."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether the calling code is being recomputed by `torch.utils.checkpoint(use_reentrant=True)`."""
+    again = checkpoint.CheckpointFunction.backward.__code__
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is again:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def only_vmap_active() -> bool:

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
+from gradmesh._torch import is_fake
 from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, message
 from gradmesh.ops import wire
 from gradmesh.ops.base import Precision
 
-__all__ = ["Call", "Sizes"]
+__all__ = ["Call", "Sizes", "integer"]
 
 T = TypeVar("T")
 Sizes = Sequence[int] | Literal["auto"] | None
+
+
+def integer(value: object) -> int | None:
+    """An int, or what Python takes for one (a NumPy integer, a tensor of one); None for anything else."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _kind(x: object) -> str:
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return f"a {'nested' if x.is_nested else 'quantized' if x.is_quantized else x.layout} tensor"
 
 
 class Call:
@@ -38,12 +58,21 @@ class Call:
     ) -> None:
         self.verb = verb
         self.axis: Axis = resolve(axis, verb)
-        if not isinstance(x, Tensor) or x.layout is not torch.strided:
+        if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested or x.is_quantized:
             self.fail(
                 "the operand is not a dense tensor",
                 expected="a strided torch.Tensor",
-                got=f"{type(x).__name__}{f' of layout {x.layout}' if isinstance(x, Tensor) else ''}",
-                remedy="pass a tensor; use torch.as_tensor or to_dense() first",
+                got=_kind(x),
+                remedy="pass a tensor; use torch.as_tensor, to_dense() or dequantize() first",
+            )
+        if type(x) is not Tensor and hasattr(x, "to_local"):
+            self.fail(
+                "the operand is a DTensor",
+                expected="this rank's own tensor",
+                got=f"{type(x).__name__} with placements {getattr(x, 'placements', 'unknown')}",
+                remedy="pass x.to_local(grad_placements=[...]), where the placement of the gradient is Shard(dim) for "
+                "a\nshard, Partial() for a replicated tensor that each rank uses differently, Replicate() for one "
+                "that every\nrank uses alike or for a pending sum; DTensor.from_local(y, mesh, [...]) leads back",
             )
         self.x = x
         self.precision = Precision(comm_dtype=comm_dtype, backward_dtype=backward_dtype)
@@ -60,20 +89,22 @@ class Call:
 
     def _precision(self, name: str, dtype: torch.dtype) -> None:
         x = self.x
-        fits = (dtype.is_complex and x.is_complex()) or (dtype.is_floating_point and x.is_floating_point())
+        fits = isinstance(dtype, torch.dtype) and (
+            (dtype.is_complex and x.is_complex()) or (dtype.is_floating_point and x.is_floating_point())
+        )
         if not fits:
             self.fail(
                 f"{name} does not fit the operand",
                 expected="a complex dtype for complex tensors, a floating-point dtype for real ones",
-                got=f"{name}={dtype} for a tensor of {x.dtype}",
+                got=f"{name}={dtype!r} for a tensor of {x.dtype}",
                 remedy=f"leave {name} out, or cast the tensor",
                 kind=DTypeError,
             )
 
     def dim(self, dim: int, name: str = "dim") -> int:
         """A tensor dimension, counted from 0."""
-        n = self.x.dim()
-        if not isinstance(dim, int) or isinstance(dim, bool) or not -n <= dim < n:
+        n, whole = self.x.dim(), integer(dim)
+        if whole is None or not -n <= whole < n:
             self.fail(
                 f"{name} is out of range",
                 expected=f"an int with {-n} <= {name} < {n} for a {n}-d tensor"
@@ -82,18 +113,19 @@ class Call:
                 got=f"{name}={dim!r} for shape {tuple(self.x.shape)}",
                 remedy="count dimensions of the local tensor from 0, or from -1 at the end",
             )
-        return dim % n
+        return whole % n
 
     def rank(self, rank: int, name: str = "root") -> int:
         """A rank of the axis."""
-        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.axis.size:
+        whole = integer(rank)
+        if whole is None or not 0 <= whole < self.axis.size:
             self.fail(
                 f"{name} is not a rank of the axis",
                 expected=f"an int with 0 <= {name} < {self.axis.size}",
                 got=f"{name}={rank!r}",
                 remedy="count ranks along the axis, not in the world",
             )
-        return rank
+        return whole
 
     def choose(self, name: str, value: object, choices: Mapping[Any, T], why: str = "") -> T:
         """One of the op's few choices, such as a type or a reduction."""
@@ -112,24 +144,27 @@ class Call:
             return None
         if isinstance(sizes, str) and sizes == "auto":
             return self.exchange_sizes(self.x.shape[dim])
-        given = tuple(sizes) if isinstance(sizes, Iterable) and not isinstance(sizes, str) else None
-        valid = given is not None and len(given) == self.axis.size
-        if given is None or not valid or any(not isinstance(n, int) or n < 0 for n in given):
+        # A set has no order that the ranks could go by.
+        listed = isinstance(sizes, Iterable) and not isinstance(sizes, str | Set)
+        given = [integer(n) for n in sizes] if listed else []
+        whole = tuple(n for n in given if n is not None and n >= 0)
+        if not listed or len(given) != self.axis.size or len(whole) != len(given):
             self.fail(
                 f"{name} does not have one size for each rank",
-                expected=f'{self.axis.size} ints of 0 or more, "auto" or None',
+                expected=f"{self.axis.size} ints of 0 or more, or None"
+                + (', or "auto"' if name == "sizes" else ""),
                 got=f"{name}={sizes!r}",
                 remedy="give each rank's size along dim, in rank order",
             )
-        return given
+        return whole
 
-    def not_auto(self, sizes: Sizes) -> Sizes:
+    def not_auto(self, sizes: Sizes, name: str = "sizes") -> Sizes:
         """Sizes for a verb whose operand is whole on every rank, where there is nothing to ask the others."""
         if isinstance(sizes, str):
             self.fail(
-                "sizes cannot be found by asking, as every rank holds the whole",
+                f"{name} cannot be found by asking the ranks for what they hold",
                 expected=f"{self.axis.size} ints or None",
-                got=f"sizes={sizes!r}",
+                got=f"{name}={sizes!r}",
                 remedy="give the size of each rank's slice; gradmesh.sizes(part) has those of existing parts",
             )
         return sizes
@@ -141,27 +176,28 @@ class Call:
 
     def halo(self, halo: int | tuple[int, int]) -> tuple[int, int]:
         """Rows from the left and from the right."""
-        pair = (halo, halo) if isinstance(halo, int) else tuple(halo) if isinstance(halo, Sequence) else ()
-        if len(pair) != 2 or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in pair):
+        pair = tuple(halo) if isinstance(halo, Sequence) else (halo, halo)
+        left, right = (integer(n) for n in pair) if len(pair) == 2 else (None, None)
+        if left is None or right is None or left < 0 or right < 0:
             self.fail(
                 "halo is not a number of rows",
                 expected="an int of 0 or more, or two of them for left and right",
                 got=f"halo={halo!r}",
                 remedy="pass the rows that the stencil reaches to each side",
             )
-        return pair[0], pair[1]
+        return left, right
 
     def pairs(self, pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         """(source, target) ranks, none of either twice."""
-        listed = isinstance(pairs, Iterable) and all(isinstance(pair, Sequence) for pair in pairs)
-        if not listed or any(len(pair) != 2 for pair in pairs):
+        listed = tuple(pairs) if isinstance(pairs, Iterable) else (None,)
+        if any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in listed):
             self.fail(
                 "pairs holds something else than pairs",
                 expected="(source, target) tuples",
                 got=f"pairs={pairs!r}",
                 remedy="give each message its source rank and its target rank",
             )
-        plain = tuple((self.rank(source, "source"), self.rank(target, "target")) for source, target in pairs)
+        plain = tuple((self.rank(source, "source"), self.rank(target, "target")) for source, target in listed)
         for name, ranks in (("source", [s for s, _ in plain]), ("target", [t for _, t in plain])):
             if len(set(ranks)) != len(ranks):
                 self.fail(
@@ -174,6 +210,13 @@ class Call:
 
     def exchange_sizes(self, own: int) -> tuple[int, ...]:
         """Every rank's own number, by one small exchange."""
+        if is_fake(self.x):
+            self.fail(
+                "sizes cannot be exchanged without values",
+                expected=f"{self.axis.size} ints for a fake or meta tensor",
+                got='sizes="auto", or sizes that the root alone knows',
+                remedy="pass the sizes",
+            )
         mine = torch.tensor([own], dtype=torch.int64, device=self.x.device)
         return tuple(wire.all_gather(mine, self.axis, [1] * self.axis.size).tolist())
 

@@ -13,23 +13,31 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-from gradmesh._torch import functorch_active, is_legacy_batched, on_legacy_batch, transforms_active
+from gradmesh._torch import (
+    functorch_active,
+    is_legacy_batched,
+    on_legacy_batch,
+    saves_for_a_checkpoint,
+    transforms_active,
+)
+from gradmesh.agreement import agree
 from gradmesh.errors import OrderError
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.world import rank_state
 
-__all__ = ["apply", "linked"]
+__all__ = ["apply", "linked", "unlinked"]
 
 
 def apply(op: Op, x: Tensor) -> Tensor:
     """Run an op on this rank's tensor, differentiably; inside `ordered()`, as the next link of the chain."""
     if is_compiling():
         return _compiled(op, x)
+    agree(op, x)
     chain = getattr(rank_state(), "chain", None)
     if chain is not None and torch.is_grad_enabled() and isinstance(op, LinearOp) and _differentiable(x):
         result: Tensor = chain.link(op, x)
         return result
-    return _apply(op, x)
+    return unlinked(op, x)
 
 
 def linked(op: LinearOp, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,7 +49,7 @@ def linked(op: LinearOp, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
     return result
 
 
-def _apply(op: Op, x: Tensor) -> Tensor:
+def unlinked(op: Op, x: Tensor) -> Tensor:
     """Run an op by itself.
 
     Where no derivative can be asked for, the op is run bare: building a graph node costs more than a small
@@ -50,7 +58,7 @@ def _apply(op: Op, x: Tensor) -> Tensor:
     if is_compiling():
         return _compiled(op, x)
     if is_legacy_batched(x):
-        return on_legacy_batch(x, lambda whole: _apply(op.batched(), whole))
+        return on_legacy_batch(x, lambda whole: unlinked(op.batched(), whole))
     recording = torch.is_grad_enabled()
     if recording and op.rooted and not x.requires_grad:
         x = _take_part(x)
@@ -95,7 +103,7 @@ def _take_part(x: Tensor) -> Tensor:
     if functorch_active() or not _differentiable(x):
         return x
     if not transforms_active():
-        return x.detach().requires_grad_()
+        return (x.clone() if x.is_inference() else x.detach()).requires_grad_()
     primal, tangent = forward_ad.unpack_dual(x)
     leaf: Tensor = primal.detach().requires_grad_()
     if tangent is None:
@@ -120,6 +128,9 @@ class _Rule(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Op, Tensor, Tensor | None], output: Any) -> None:
         ctx.op, x, token = inputs
         ctx.linked = token is not None
+        if token is None and saves_for_a_checkpoint():
+            # What a link saves, so that a checkpoint saves alike inside of ordered() and outside.
+            ctx.save_for_backward(torch.zeros(()))
         if token is not None:
             ctx.operand, ctx.result = _like(x), _like(output[0])
             ctx.save_for_backward(token)
@@ -129,8 +140,10 @@ class _Rule(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, Tensor | None, Tensor | None]:
         op: LinearOp = ctx.op
         grad, following = grads[0], grads[-1]
+        if grad is not None and grad.layout is not torch.strided:
+            grad = grad.to_dense()
         if not ctx.linked:
-            return None, None if grad is None else _apply(op.adjoint, grad), None
+            return None, None if grad is None else unlinked(op.adjoint, grad), None
         # Read also where it is not needed: inside a checkpoint this is what makes every rank recompute here, and
         # not some of them elsewhere or never.
         (token,) = ctx.saved_tensors
@@ -142,13 +155,13 @@ class _Rule(torch.autograd.Function):
             following = token.clone()
         if torch.is_grad_enabled():
             return None, *linked(op.adjoint, grad, following)
-        return None, _apply(op.adjoint, grad), following
+        return None, unlinked(op.adjoint, grad), following
 
     @staticmethod
     def jvp(ctx: Any, _: None, tangent: Tensor | None, token: Tensor | None = None) -> Any:
         if not ctx.linked:
-            return None if tangent is None else _apply(ctx.op, tangent)
-        out = _apply(ctx.op, torch.zeros(**ctx.operand) if tangent is None else tangent)
+            return None if tangent is None else unlinked(ctx.op, tangent)
+        out = unlinked(ctx.op, torch.zeros(**ctx.operand) if tangent is None else tangent)
         return out, torch.zeros(()) if token is None else token.clone()
 
     @staticmethod
@@ -158,7 +171,7 @@ class _Rule(torch.autograd.Function):
             return _Rule.apply(op, x, token), (None, in_dims[2])  # type: ignore[no-untyped-call]
         moved = x.movedim(dim, 0)
         if token is None:
-            return _apply(op.batched(), moved), 0
+            return unlinked(op.batched(), moved), 0
         return linked(op.batched(), moved, token), (0, in_dims[2])  # type: ignore[arg-type]
 
 

@@ -77,7 +77,7 @@ def resolve(which: AxisLike, op: str) -> Axis:
         return _of_mesh(which, None, op)
     if isinstance(which, dist.ProcessGroup):
         return _of_group(which, "group")
-    if which == dist.GroupMember.NON_GROUP_MEMBER:
+    if isinstance(which, int) and which == dist.GroupMember.NON_GROUP_MEMBER:
         raise AxisError(
             message(
                 "this rank is not in the group",

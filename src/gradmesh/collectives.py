@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from gradmesh import ops
-from gradmesh.arguments import Call, Sizes
+from gradmesh.arguments import Call, Sizes, integer
 from gradmesh.autograd import apply
 from gradmesh.axis import AxisLike
 from gradmesh.ops.base import LinearOp
@@ -244,8 +244,8 @@ def all_to_all(
     """
     call = Call("all_to_all", x, axis, comm_dtype, backward_dtype)
     cut, join = call.dim(split_dim, "split_dim"), call.dim(concat_dim, "concat_dim")
-    send = call.sizes(split_sizes, cut, "split_sizes")
-    receive = call.sizes(concat_sizes, join, "concat_sizes")
+    send = call.sizes(call.not_auto(split_sizes, "split_sizes"), cut, "split_sizes")
+    receive = call.sizes(call.not_auto(concat_sizes, "concat_sizes"), join, "concat_sizes")
     return apply(ops.AllToAll(call.axis, cut, join, send, receive, **call.precision), x)
 
 
@@ -558,10 +558,12 @@ def convert(
     call = Call("convert", x, axis, comm_dtype, backward_dtype)
     verbs = {(P, R): "all_reduce", (P, I): "all_reduce", (P, V): "reduce_scatter", (V, R): "all_gather"}
     verbs |= {(V, I): "all_gather", (I, R): "replicate", (I, V): "shard"}
+    ways = {pair: f"{verb} does this" for pair, verb in verbs.items()}
+    known = isinstance(src, Type) and isinstance(dst, Type)
     way = (
-        f"{verbs[src, dst]} does this" if (src, dst) in verbs else "a value of this type needs no conversion"
+        ways.get((src, dst), "a value of this type needs no conversion") if known else "pass gm.V, R, I or P"
     )
-    kind = call.choose("(src, dst)", (src, dst), _CONVERSIONS, way)
+    kind = call.choose("(src, dst)", (src, dst) if known else f"({src!r}, {dst!r})", _CONVERSIONS, way)
     return apply(kind(call.axis, **call.precision), x)
 
 
@@ -596,14 +598,15 @@ def shift(
         [2, 0, 1]
     """
     call = Call("shift", x, axis, comm_dtype, backward_dtype)
-    if not isinstance(offset, int) or isinstance(offset, bool):
+    ranks = integer(offset)
+    if ranks is None:
         call.fail(
             "offset is not a number of ranks",
             expected="an int",
             got=f"offset={offset!r}",
             remedy="pass an int, negative to shift back",
         )
-    return apply(ops.Shift(call.axis, offset, call.flag(wrap, "wrap"), **call.precision), x)
+    return apply(ops.Shift(call.axis, ranks, call.flag(wrap, "wrap"), **call.precision), x)
 
 
 def permute(

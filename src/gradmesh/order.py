@@ -20,8 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradmesh._torch import functorch_active, in_backward, only_vmap_active, saves_for_a_checkpoint
-from gradmesh.autograd import linked
+from gradmesh._torch import (
+    functorch_active,
+    in_backward,
+    in_reentrant_checkpoint,
+    only_vmap_active,
+    saves_for_a_checkpoint,
+)
+from gradmesh.autograd import linked, unlinked
 from gradmesh.axis import Axis
 from gradmesh.backends._rendezvous import Site, call_site, show_site
 from gradmesh.errors import OrderError, message
@@ -79,17 +85,19 @@ class Order:
 
     def _recompute(self, op: LinearOp, x: Tensor) -> Tensor:
         """Run a collective again for a checkpoint: it saves what it saved before, and the chain stays as it is."""
-        if not saves_for_a_checkpoint():
+        if in_reentrant_checkpoint():
             raise OrderError(
                 message(
-                    "a collective is run again in backward, by a reentrant checkpoint",
+                    "a collective is run again by a reentrant checkpoint, in a backward inside ordered()",
                     op=op.verb,
                     axis=str(op.axis),
-                    expected="torch.utils.checkpoint with use_reentrant=False inside ordered()",
+                    expected="torch.utils.checkpoint with use_reentrant=False",
                     got="use_reentrant=True, which hides the collectives from the chain",
                     remedy="pass use_reentrant=False",
                 )
             )
+        if not saves_for_a_checkpoint():  # a collective of a hook, which is on no chain
+            return unlinked(op, x)
         return linked(op, x, torch.zeros((), requires_grad=True))[0]
 
     def join(self, loss: Tensor | None) -> Tensor:
@@ -101,8 +109,21 @@ class Order:
         Returns:
             The same value, to call `backward` on. Without a loss, a zero.
         """
+        if loss is not None and not (
+            isinstance(loss, Tensor) and (loss.is_floating_point() or loss.is_complex())
+        ):
+            raise OrderError(
+                message(
+                    "the loss is nothing to differentiate",
+                    op="join",
+                    expected="a floating-point or complex tensor, or None",
+                    got=f"{loss.dtype} tensor" if isinstance(loss, Tensor) else repr(loss),
+                    remedy="pass None on a rank that has no loss",
+                )
+            )
         joined = loss if loss is not None else torch.zeros((), requires_grad=True)
-        if self._token is not None and self._axis is not None:
+        # Without grad mode nothing is tied, and the block will say that join is missing.
+        if self._token is not None and self._axis is not None and torch.is_grad_enabled():
             joined, _ = linked(PartialFromVarying(self._axis), joined, self._token)
             self._joined = True
         return joined
@@ -114,7 +135,7 @@ class Order:
         *,
         retain_graph: bool | None = None,
         create_graph: bool = False,
-        inputs: Sequence[Tensor] | None = None,
+        inputs: Tensor | Sequence[Tensor] | None = None,
     ) -> None:
         """Join the loss and run its backward; the next collective begins a new chain.
 
@@ -127,13 +148,15 @@ class Order:
         """
         joined, root = self.join(loss), self._root
         # A pass that is told its inputs prunes all other paths, and so the chain.
-        leaves = None if inputs is None or root is None else [*inputs, root]
-        joined.backward(gradient, retain_graph, create_graph, leaves)
-        self._begin_again(root.grad if root is not None and create_graph else None)
+        leaves = None if inputs is None or root is None else [*_listed(inputs), root]
+        with self._following_pass(create_graph, bool(retain_graph)):
+            joined.backward(gradient, retain_graph, create_graph, leaves)
+            if root is not None and create_graph:
+                self._token = root.grad
 
     def grad(
         self,
-        outputs: Tensor | Sequence[Tensor],
+        outputs: Tensor | Sequence[Tensor] | None,
         inputs: Tensor | Sequence[Tensor],
         grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
         **options: Any,
@@ -141,25 +164,48 @@ class Order:
         """`torch.autograd.grad` that runs every collective's backward; the next collective begins a new chain.
 
         Args:
-            outputs: what to differentiate; the chain is tied to the first.
+            outputs: what to differentiate; the chain is tied to the first. None on a rank that has nothing.
             inputs: with respect to what.
             grad_outputs: the gradients of the outputs.
             options: as in `torch.autograd.grad`; with create_graph the chain goes on through the backward pass.
         """
-        first, *others = (outputs,) if isinstance(outputs, Tensor) else outputs
-        wanted = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        if options.get("is_grads_batched"):
+            raise OrderError(
+                message(
+                    "a chain has one gradient, not a batch of them",
+                    op="grad",
+                    expected="one pass for each gradient inside ordered()",
+                    got="is_grads_batched=True",
+                    remedy="loop with retain_graph=True, or take batched gradients outside of ordered()",
+                )
+            )
+        first, *others = _listed(outputs) or (None,)
+        wanted, create = _listed(inputs), bool(options.get("create_graph"))
         joined, root = self.join(first), self._root
-        if root is None:
-            return torch.autograd.grad([joined, *others], wanted, grad_outputs, **options)
-        *grads, token = torch.autograd.grad([joined, *others], [*wanted, root], grad_outputs, **options)
-        self._begin_again(token if options.get("create_graph") else None)
-        return tuple(grads)
+        with self._following_pass(create, bool(options.get("retain_graph"))):
+            if root is None:
+                return torch.autograd.grad([joined, *others], wanted, grad_outputs, **options)
+            *grads, token = torch.autograd.grad([joined, *others], [*wanted, root], grad_outputs, **options)
+            if create:
+                self._token = token
+            return tuple(grads)
 
-    def _begin_again(self, token: Tensor | None) -> None:
-        """Start a new chain; behind a pass that made a graph, where that one ended."""
-        if token is None:
-            self._root = None
-        self._token, self._count, self._joined = token, 0, False
+    @contextlib.contextmanager
+    def _following_pass(self, create_graph: bool, retain_graph: bool) -> Iterator[None]:
+        """Be ready for more collectives after a backward pass, also after one that failed.
+
+        Behind a pass that made a graph the chain goes on where that one ended; a graph that is kept keeps its chain.
+        """
+        try:
+            yield
+        except BaseException:
+            self._root = self._token = None
+            raise
+        else:
+            if not create_graph and not retain_graph:
+                self._root = self._token = None
+        finally:
+            self._count, self._joined = 0, False
 
     def close(self) -> None:
         """Refuse to end with collectives that no loss was tied to."""
@@ -176,6 +222,10 @@ class Order:
             )
 
 
+def _listed(tensors: Tensor | Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+    return () if tensors is None else (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+
+
 @contextlib.contextmanager
 def ordered() -> Iterator[Order]:
     """Run the backward of all collectives in the block on every rank, in the reverse of their order.
@@ -183,7 +233,8 @@ def ordered() -> Iterator[Order]:
     On every rank, the same collectives have to run forward in the same order. Then the backward ones do too,
     on all axes together: also when a rank's loss does not use an output, when an operand does not require grad on
     one rank, when a rank has no loss at all. A block inside another one belongs to its chain. Collectives under
-    `torch.no_grad()`, and those of integers and bools, have no backward and stay outside.
+    `torch.no_grad()`, and those of integers and bools, have no backward and stay outside. After a pass with
+    create_graph, a loss that is made from its gradients needs join again.
 
     Yields:
         The chain, with `join(loss)`; `gm.join`, `gm.backward` and `gm.grad` find it too.
@@ -250,7 +301,7 @@ def backward(loss: Tensor | None, gradient: Tensor | None = None, **options: Any
 
 
 def grad(
-    outputs: Tensor | Sequence[Tensor],
+    outputs: Tensor | Sequence[Tensor] | None,
     inputs: Tensor | Sequence[Tensor],
     grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
     **options: Any,

@@ -16,6 +16,7 @@ from gradmesh.arguments import Call
 from gradmesh.autograd import apply
 from gradmesh.errors import DTypeError
 from gradmesh.ops import Extremum
+from gradmesh.ops.base import refuse_unless_added
 from gradmesh.types import Type
 
 __all__: list[str] = []
@@ -47,15 +48,24 @@ def _extremum(call: Call, dst: Type, *, largest: bool) -> Tensor:
     x = call.x
     if x.is_complex():
         _refuse(call, "complex numbers have no order", "a real dtype")
+    refuse_unless_added(x.dtype, call.fail)
     best = apply(Extremum(call.axis, largest=largest, **call.precision), x.detach())
     if not x.is_floating_point():
         return best
-    # The derivative is that of the mean over the ranks that hold the extremum. The value of that mean can be off
-    # in the last bit and is NaN where the extremum is, so the exact one is put in its place.
-    tied = x.detach() == best
-    ties = _sum(call, tied.to(x.dtype), dst).detach()
-    mean = _sum(call, torch.where(tied, x / ties.clamp(min=1), 0), dst)
-    return mean + torch.where(mean == best, 0, best - mean).detach()
+    # The derivative is that of the mean over the ranks that hold the extremum. Its terms are taken with value zero,
+    # since a mean of the values could overflow or be off in the last bit, and the exact value is added.
+    tied = _as_sent(call) == best
+    with torch.no_grad():
+        ties = _sum(call, tied.to(x.dtype), dst)
+    term = torch.where(x.detach().isfinite(), x - x.detach(), x)
+    mean = _sum(call, torch.where(tied, term / ties.clamp(min=1), 0), dst)
+    return mean + torch.where(mean == best, 0, best).detach()
+
+
+def _as_sent(call: Call) -> Tensor:
+    """The operand, rounded as it is when it travels."""
+    x, sent = call.x.detach(), call.precision["comm_dtype"]
+    return x if sent is None else x.to(sent).to(x.dtype)
 
 
 @_rule("prod")
@@ -63,6 +73,7 @@ def _prod(call: Call, dst: Type) -> Tensor:
     """The product; torch's own rule for it is right with zeros, at every order."""
     if call.x.dtype is torch.bool:
         _refuse(call, "bool tensors have no product", "a numeric dtype")
+    refuse_unless_added(call.x.dtype, call.fail)
     factors = collectives.all_gather(call.x.unsqueeze(0), call.axis, 0, dst=dst, **call.precision)
     return factors.prod(0, dtype=call.x.dtype)
 
@@ -71,6 +82,7 @@ def _prod(call: Call, dst: Type) -> Tensor:
 def _logsumexp(call: Call, dst: Type) -> Tensor:
     """The logarithm of the sum of exponentials, shifted by the largest so that no term overflows."""
     x = call.x
+    refuse_unless_added(x.dtype, call.fail)
     if not x.is_floating_point():
         _refuse(call, "logsumexp is defined for real floating-point numbers", "a floating-point dtype")
     best = apply(Extremum(call.axis, largest=True), x.detach())

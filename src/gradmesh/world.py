@@ -113,16 +113,17 @@ def mesh(**sizes: int) -> DeviceMesh:
         ('dp', 'gp')
     """
     world = world_group("mesh").size()
-    known = math.prod(n for n in sizes.values() if n != -1)
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in sizes.values())
+    valid = sizes and whole and all(n == -1 or n > 0 for n in sizes.values())
+    known = math.prod(n for n in sizes.values() if n != -1) if valid else 0
     free = [name for name, n in sizes.items() if n == -1]
-    valid = sizes and all(n == -1 or n > 0 for n in sizes.values()) and len(free) <= 1
-    if not valid or (world % known if free else world != known):
+    if not valid or len(free) > 1 or (world % known if free else world != known):
         raise ArgumentError(
             message(
                 "the axes do not fill the world",
                 op="mesh",
                 expected=f"positive sizes with product {world}, at most one of them -1",
-                got=", ".join(f"{name}={n}" for name, n in sizes.items()) or "no axes",
+                got=", ".join(f"{name}={n!r}" for name, n in sizes.items()) or "no axes",
                 remedy="choose sizes whose product is the number of ranks",
             )
         )
@@ -144,6 +145,16 @@ def use_mesh(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
         ...     gm.axis("tp").name
         'tp'
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentError(
+            message(
+                "this is no mesh",
+                op="use_mesh",
+                expected="a torch.distributed DeviceMesh",
+                got=repr(mesh),
+                remedy="make one with gradmesh.mesh(...) or torch.distributed.device_mesh.init_device_mesh",
+            )
+        )
     before = current_mesh()
     _set_mesh(mesh)
     try:

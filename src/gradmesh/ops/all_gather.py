@@ -30,6 +30,10 @@ class Split(LinearOp):
         """The same op one dimension further back."""
         return replace(self, dim=self.dim + 1)
 
+    def loose(self) -> tuple[int, ...]:
+        """The sizes along `dim`, where each rank's is told."""
+        return () if self.sizes is None else (self.dim,)
+
     def parts(self, total: int) -> Sequence[int]:
         """Each rank's size along `dim` of a tensor that is whole; refuses a total that does not fit."""
         if self.sizes is None:

@@ -49,6 +49,7 @@ class Replicate(SameShape):
     """I -> R: the same value; from here on each rank uses it differently."""
 
     verb = "replicate"
+    sends = False
     src, dst = I, R
 
     def transfer(self, x: Tensor) -> Tensor:

@@ -33,6 +33,12 @@ class AllToAll(LinearOp):
 
     verb = "all_to_all"
     src, dst = V, V
+    per_rank = ("split_sizes", "concat_sizes")
+
+    def loose(self) -> tuple[int, ...]:
+        """What is cut, where the cuts are told, and what is joined, where that differs."""
+        cut = () if self.split_sizes is None or self.split_dim != self.concat_dim else (self.split_dim,)
+        return cut if self.concat_sizes is None else (*cut, self.concat_dim)
 
     def _split(self, shape: Sequence[int]) -> tuple[int, ...]:
         size, world = shape[self.split_dim], self.axis.size

@@ -12,20 +12,36 @@ and every higher order (`op.adjoint.adjoint == op`).
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import ClassVar, NoReturn, TypedDict
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from gradmesh._torch import is_fake
+from gradmesh import profiling
+from gradmesh._torch import is_fake, profiler_on
 from gradmesh.axis import Axis
 from gradmesh.errors import DTypeError, GradmeshError, ShapeError, message
 from gradmesh.types import Type
 
-__all__ = ["LinearOp", "Op", "Precision", "SameShape", "shifted"]
+__all__ = ["LinearOp", "Op", "Precision", "SameShape", "refuse_unless_added", "shifted"]
+
+
+_NEVER_ADDED = frozenset({torch.uint16, torch.uint32, torch.uint64, torch.complex32})
+
+
+def refuse_unless_added(dtype: torch.dtype, fail: Callable[..., NoReturn]) -> None:
+    """Refuse a dtype that torch stores and moves, but has no arithmetic for."""
+    if dtype in _NEVER_ADDED or (dtype.is_floating_point and dtype.itemsize < 2):
+        fail(
+            "torch has no arithmetic for this dtype",
+            expected="a dtype that torch adds on every device",
+            got=str(dtype),
+            remedy="cast to a wider dtype first",
+            kind=DTypeError,
+        )
 
 
 class Precision(TypedDict):
@@ -53,21 +69,35 @@ class Op(abc.ABC):
     """The public function it belongs to, for error texts."""
     sums: ClassVar[bool] = False
     """Whether values of different ranks are added, which bool has no rule for."""
+    sends: ClassVar[bool] = True
+    """Whether anything goes over the wire, so that the ranks' calls have to fit together."""
+    per_rank: ClassVar[tuple[str, ...]] = ()
+    """The fields that may differ from rank to rank."""
     rooted: ClassVar[bool] = False
     """Whether only one rank's operand counts, so that the others would miss the backward collective."""
 
     def apply(self, x: Tensor) -> Tensor:
         """Run the op on this rank's plain tensor. The result is fresh memory; `x` is only read."""
-        if self.sums and x.dtype is torch.bool:
-            self.fail(
-                "bool tensors have no sum",
-                expected="a numeric dtype",
-                got="torch.bool",
-                remedy='cast to int64 to count, or use all_reduce(op="max") for any and op="min" for all',
-                kind=DTypeError,
-            )
-        if not is_compiling() and is_fake(x):
-            return x.new_empty(self.out_shape(x.shape))
+        if self.sums:
+            if x.dtype is torch.bool:
+                self.fail(
+                    "bool tensors have no sum",
+                    expected="a numeric dtype",
+                    got="torch.bool",
+                    remedy='cast to int64 to count, or use all_reduce(op="max") for any and op="min" for all',
+                    kind=DTypeError,
+                )
+            refuse_unless_added(x.dtype, self.fail)
+        if not is_compiling():
+            if is_fake(x):
+                return x.new_empty(self.out_shape(x.shape))
+            if profiler_on():
+                with profiling.collective(self.verb, self.axis, x, self.comm_dtype):
+                    return self._run(x)
+        return self._run(x)
+
+    def _run(self, x: Tensor) -> Tensor:
+        """Run the op in the dtype that travels."""
         if self.comm_dtype is None or self.comm_dtype is x.dtype:
             return self.transfer(x)
         return self.transfer(x.to(self.comm_dtype)).to(x.dtype)
@@ -83,6 +113,20 @@ class Op(abc.ABC):
     def batched(self) -> Op:
         """The same op on tensors with one more dimension in front, for vmap."""
         return self
+
+    def loose(self) -> tuple[int, ...]:
+        """The operand's dimensions whose sizes may differ from rank to rank."""
+        return ()
+
+    def claim(self, x: Tensor) -> str:
+        """What every rank's call has to say alike: the op, its fields, the operand's dtype and sizes."""
+        shown = [f"{self.verb}({type(self).__name__}"]
+        for field_ in fields(self):
+            value = getattr(self, field_.name)
+            if field_.name not in ("axis", *self.per_rank) and value is not None:
+                shown.append(f"{field_.name}={value}")
+        sizes = ["*" if dim in self.loose() else str(size) for dim, size in enumerate(x.shape)]
+        return f"{', '.join(shown)}) of {str(x.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
 
     def fail(
         self, problem: str, *, expected: str, got: str, remedy: str, kind: type[GradmeshError] = ShapeError

@@ -74,6 +74,7 @@ class KeepAtRoot(Rooted):
 
     verb = "broadcast"
     src, dst = I, V
+    sends = False
 
     def transfer(self, x: Tensor) -> Tensor:
         """Copy at the root."""

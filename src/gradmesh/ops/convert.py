@@ -20,6 +20,7 @@ __all__ = [
 
 class _Relabel(SameShape):
     verb = "convert"
+    sends = False
 
     def transfer(self, x: Tensor) -> Tensor:
         """Copy."""
@@ -28,6 +29,7 @@ class _Relabel(SameShape):
 
 class _KeepAtFirst(SameShape):
     verb = "convert"
+    sends = False
 
     def transfer(self, x: Tensor) -> Tensor:
         """Copy on rank 0; zeros on the others, so that the sum over the ranks is the value."""

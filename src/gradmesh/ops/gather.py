@@ -34,6 +34,10 @@ class _AtRoot(LinearOp):
         """The same op one dimension further back."""
         return replace(self, dim=self.dim + 1)
 
+    def loose(self) -> tuple[int, ...]:
+        """The sizes along `dim`, as each rank's is told."""
+        return (self.dim,)
+
     @property
     def whole(self) -> tuple[int, ...]:
         """The sizes at the root; on the other ranks nothing along `dim`."""

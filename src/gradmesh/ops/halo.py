@@ -80,6 +80,10 @@ class _Halo(LinearOp):
         """The same op one dimension further back."""
         return replace(self, dim=self.dim + 1)
 
+    def loose(self) -> tuple[int, ...]:
+        """The sizes along `dim`, as each rank's is told."""
+        return (self.dim,)
+
     @property
     def plan(self) -> tuple[tuple[Segment, ...], ...]:
         """Every rank's segments."""

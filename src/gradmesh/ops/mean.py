@@ -64,6 +64,10 @@ class Mean(LinearOp):
         """That of the op."""
         return self.op.out_shape(shape)
 
+    def claim(self, x: Tensor) -> str:
+        """That of the op, as a mean."""
+        return f"mean {self.op.claim(x)}"
+
     def batched(self) -> Mean:
         """The mean of the batched op."""
         return Mean(self.op.batched())

@@ -17,6 +17,7 @@ __all__ = ["AllGatherInvariant", "Pad", "Shard", "ShardReplicated"]
 
 class _Slice(Split):
     verb = "shard"
+    sends = False
 
     def transfer(self, x: Tensor) -> Tensor:
         """Copy the own slice."""
@@ -67,6 +68,7 @@ class Pad(Split):
 
     verb = "shard"
     src, dst = V, P
+    sends = False
 
     def transfer(self, x: Tensor) -> Tensor:
         """Copy into the own place."""

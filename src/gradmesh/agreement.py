@@ -1,0 +1,60 @@
+"""Whether the ranks' calls fit together, asked before anything is sent.
+
+Gloo does not check. Operands whose sizes differ without having been told abort the process or leave garbage, and
+different collectives hang. So for CPU tensors every forward call begins with an exchange of eight bytes, and where
+these differ, every rank raises the same error with a table of what each rank called. A backward collective needs no
+check: its sizes are those of the forward one. NCCL is not checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradmesh._torch import is_fake
+from gradmesh.axis import Axis
+from gradmesh.backends._rendezvous import call_site, show_site
+from gradmesh.errors import MismatchError, message
+from gradmesh.ops import Op, wire
+
+__all__ = ["agree"]
+
+
+def agree(op: Op, x: Tensor) -> None:
+    """Refuse, on every rank, a call that is not the same on all of them.
+
+    Raises:
+        MismatchError: another op, other arguments, another dtype, or another size where none may differ.
+    """
+    axis = op.axis
+    if axis.size == 1 or not op.sends or x.device.type != "cpu" or is_fake(x):
+        return
+    claim = op.claim(x)
+    if len(set(_exchange(_digest(claim), axis))) == 1:
+        return
+    claims: list[str] = [""] * axis.size
+    dist.all_gather_object(claims, f"{claim} {show_site(call_site())}", group=axis.group)
+    raise MismatchError(
+        message(
+            "the ranks' calls do not fit together",
+            op=op.verb,
+            axis=str(axis),
+            expected="the same call, with operands of the same dtype and sizes, on every rank",
+            got="\n".join(f"rank {rank}: {said}" for rank, said in enumerate(claims)),
+            remedy='if sizes differ on purpose, pass them, or sizes="auto"; else look where the ranks part',
+        )
+    )
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _exchange(number: int, axis: Axis) -> list[int]:
+    ones = [1] * axis.size
+    sent = torch.tensor([number] * axis.size)
+    numbers: list[int] = wire.exchange(sent, ones, ones, axis).tolist()
+    return numbers
