@@ -83,9 +83,10 @@ def test_a_mesh_of_a_world_that_is_gone_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"a": 3}, {"a": 2, "b": 3}, {"a": -1, "b": -1}, {"a": 3, "b": -1}, {"a": 0}, {}]
+    "sizes",
+    [{"a": 3}, {"a": 2, "b": 3}, {"a": -1, "b": -1}, {"a": 3, "b": -1}, {"a": 0}, {}, {"a": 4.0}, {"a": "4"}],
 )
-def test_a_mesh_that_does_not_fill_the_world_is_refused(sizes: dict[str, int], threads: Threads) -> None:
+def test_a_mesh_that_does_not_fill_the_world_is_refused(sizes: dict[str, Any], threads: Threads) -> None:
     def on_each_rank() -> None:
         with pytest.raises(gm.ArgumentError, match=r"gradmesh.mesh(.|\n)*product 4"):
             gm.mesh(**sizes)

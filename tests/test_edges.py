@@ -192,3 +192,23 @@ def test_float8_and_int16_travel_though_backends_do_not_know_them(threads: Threa
         return eighth, gm.reduce(x.to(torch.int16)).tolist()
 
     assert threads(2)(on_each_rank) == [([1, 2], [3]), ([1, 2], [0])]
+
+
+def test_shift_and_permute_carry_sizes_that_differ(threads: Threads) -> None:
+    sizes = (2, 0, 3)
+
+    def on_each_rank() -> list[object]:
+        rank = gm.axis().rank
+        x = (torch.arange(float(sizes[rank])) + 10 * rank).requires_grad_()
+        ring = gm.shift(x, sizes="auto")
+        line = gm.shift(x, offset=-1, wrap=False, sizes=sizes)
+        pair = gm.permute(x, pairs=[(2, 0)], sizes=sizes)
+        (ring.sum() + 10 * line.sum() + 100 * (1 + rank) * pair.sum()).backward()
+        assert x.grad is not None
+        return [ring.tolist(), line.tolist(), pair.tolist(), x.grad.tolist()]
+
+    assert threads(3)(on_each_rank) == [
+        [[20, 21, 22], [], [20, 21, 22], [1, 1]],
+        [[0, 1], [20, 21, 22], [], []],
+        [[], [], [], [111, 111, 111]],
+    ]

@@ -46,6 +46,27 @@ BAD: dict[str, tuple[type[gm.GradmeshError], str, Callable[[], object]]] = {
     "source twice": (gm.ArgumentError, "permute", lambda: gm.permute(ones(2), pairs=[(0, 1), (0, 0)])),
     "target twice": (gm.ArgumentError, "permute", lambda: gm.permute(ones(2), pairs=[(0, 1), (1, 1)])),
     "pair of three": (gm.ArgumentError, "permute", lambda: gm.permute(ones(2), pairs=[(0, 1, 2)])),  # type: ignore[list-item]
+    "sizes of bools": (gm.ArgumentError, "shard", lambda: gm.shard(ones(2), sizes=(True, True))),
+    "sizes without an order": (gm.ArgumentError, "shard", lambda: gm.shard(ones(4), sizes={3, 1})),  # type: ignore[arg-type]
+    "splits that ask": (gm.ArgumentError, "all_to_all", lambda: gm.all_to_all(ones(2), split_sizes="auto")),
+    "a dtype's name": (gm.DTypeError, "shift", lambda: gm.shift(ones(2), comm_dtype="bf16")),  # type: ignore[arg-type]
+    "types in a list": (gm.ArgumentError, "convert", lambda: gm.convert(ones(2), src=[gm.R], dst=gm.P)),  # type: ignore[arg-type]
+    "an axis of numbers": (gm.AxisError, "scan", lambda: gm.scan(ones(2), torch.ones(2))),  # type: ignore[arg-type]
+    "a nested tensor": (
+        gm.ArgumentError,
+        "shift",
+        lambda: gm.shift(torch.nested.nested_tensor([ones(1), ones(2)], layout=torch.strided)),
+    ),
+    "a quantized tensor": (
+        gm.ArgumentError,
+        "shift",
+        lambda: gm.shift(torch.quantize_per_tensor(ones(2), 0.1, 0, torch.qint8)),
+    ),
+    "sizes of a meta tensor": (
+        gm.ArgumentError,
+        "all_gather",
+        lambda: gm.all_gather(torch.ones(2, device="meta"), sizes="auto"),
+    ),
     "pairs of no ranks": (gm.ArgumentError, "permute", lambda: gm.permute(ones(2), pairs=[(0, 5)])),
     "pairs no list": (gm.ArgumentError, "permute", lambda: gm.permute(ones(2), pairs=3)),  # type: ignore[arg-type]
     "halo negative": (gm.ArgumentError, "halo_exchange", lambda: gm.halo_exchange(ones(2), halo=-1)),
@@ -75,6 +96,7 @@ BAD: dict[str, tuple[type[gm.GradmeshError], str, Callable[[], object]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_refused_on_every_rank_with_what_mends_it(case: str, threads: Threads) -> None:
     kind, verb, call = BAD[case]

@@ -77,8 +77,12 @@ def _wrong_pairs(axis: gm.Axis) -> dict[str, tuple[LinearOp, Sequence[int], Line
         "identity for a sum": (ops.AllReduce(axis), (2,), ops.Replicate(axis)),
         "sum for an identity": (ops.AllReduceInvariant(axis), (2,), ops.AllReduceInvariant(axis)),
         "no sum behind a replicated weight": (ops.Replicate(axis), (2,), ops.Replicate(axis)),
-        "shift on instead of back": (ops.Shift(axis, 1, True), (2,), ops.Shift(axis, 1, True)),
-        "pairs not turned round": (ops.Permute(axis, pairs), (2,), ops.Permute(axis, pairs)),
+        "shift on instead of back": (
+            ops.Shift(axis, offset=1, wrap=True),
+            (2,),
+            ops.Shift(axis, offset=1, wrap=True),
+        ),
+        "pairs not turned round": (ops.Permute(axis, pairs=pairs), (2,), ops.Permute(axis, pairs=pairs)),
         "scan from the same end": (ops.Scan(axis), (2,), ops.Scan(axis)),
         "broadcast's gradient from the root alone": (ops.Broadcast(axis, 0), (2,), ops.KeepAtRoot(axis, 0)),
         "another root": (ops.Broadcast(axis, 0), (2,), ops.Reduce(axis, 1)),
@@ -91,7 +95,7 @@ def _wrong_pairs(axis: gm.Axis) -> dict[str, tuple[LinearOp, Sequence[int], Line
         "the sum of another rank's slice": (
             ops.AllGather(axis, 0),
             (2,),
-            Chain(ops.ReduceScatter(axis, 0), ops.Shift(axis, 1, True)),
+            Chain(ops.ReduceScatter(axis, 0), ops.Shift(axis, offset=1, wrap=True)),
         ),
     }
 

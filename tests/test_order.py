@@ -185,7 +185,7 @@ def test_backward_to_given_inputs_keeps_the_chain(threads: Threads) -> None:
         x, w = data(rank, 1), torch.ones(1, dtype=torch.float64, requires_grad=True)
         with gm.ordered() as order:
             y = gm.all_reduce(x * w, dst=gm.R)
-            order.backward(y.sum() if rank == 0 else None, inputs=[x])
+            order.backward(y.sum() if rank == 0 else None, inputs=x)
         return None if x.grad is None else x.grad.item(), None if w.grad is None else w.grad.item()
 
     assert threads(SIZE)(on_each_rank) == [(1.0, None)] * SIZE
@@ -224,6 +224,127 @@ def test_a_reentrant_checkpoint_is_refused() -> None:
     with pytest.raises(gm.RankError, match="use_reentrant=False") as caught:
         gm.launch(on_each_rank, 2, backend="threads")
     assert isinstance(caught.value.__cause__, gm.OrderError)
+
+
+def test_a_kept_graph_keeps_its_chain(threads: Threads) -> None:
+    def on_each_rank() -> list[float]:
+        rank = gm.axis().rank
+        x = data(rank, 1)
+        with gm.ordered():
+            y = gm.all_gather(x)
+            gm.backward(y.sum() if rank else None, retain_graph=True)
+            (g,) = gm.grad((2 * y).sum() if rank == 1 else None, x, retain_graph=True)
+            gm.backward((y**2).sum() if rank == 0 else None)
+        assert x.grad is not None
+        return [g.item(), (x.grad - 2 * x.detach()).item()]
+
+    assert threads(SIZE)(on_each_rank) == [[2.0, pytest.approx(2.0)]] * SIZE
+
+
+@pytest.mark.parametrize("opened", ["around both", "around the forward", "around the backward"])
+def test_a_checkpoint_saves_alike_inside_the_block_and_outside(opened: str, threads: Threads) -> None:
+    def on_each_rank() -> Tensor | None:
+        x = data(gm.axis().rank)
+        run = lambda: checkpoint(lambda t: gm.all_gather(t.sin()) ** 2, x, use_reentrant=False)  # noqa: E731
+        factor = 1 + gm.axis().rank
+        if opened == "around the backward":
+            y = run()
+            with gm.ordered():
+                gm.shift(x)
+                gm.backward(factor * y.sum())
+            return x.grad
+        with gm.ordered() as order:
+            y = run()
+            loss = order.join(factor * y.sum())
+            if opened == "around both":
+                loss.backward()
+        if opened == "around the forward":
+            loss.backward()
+        return x.grad
+
+    for rank, got in enumerate(threads(SIZE)(on_each_rank)):
+        x = data(rank).detach()
+        torch.testing.assert_close(got, 6 * 2 * x.sin() * x.cos())
+
+
+def test_a_hooks_collective_is_on_no_chain(threads: Threads) -> None:
+    def on_each_rank() -> float:
+        x = data(gm.axis().rank, 1)
+        with gm.ordered():
+            y = gm.replicate(x)
+            hook = y.register_hook(lambda g: gm.all_reduce(g, dst=gm.I))
+            (g,) = gm.grad((y * 2).sum(), x, create_graph=True)
+            hook.remove()
+            gm.backward((g * x).sum())
+        return g.item()
+
+    assert threads(2)(on_each_rank) == [8.0, 8.0]
+
+
+def test_a_pass_that_fails_leaves_a_chain_that_can_begin_again(threads: Threads) -> None:
+    def fail(g: Tensor) -> None:
+        raise ZeroDivisionError
+
+    def on_each_rank() -> float:
+        x = data(gm.axis().rank, 1)
+        with gm.ordered():
+            y = gm.scan(x)
+            y.register_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                gm.backward(y.sum())
+            gm.backward(gm.shift(x).sum())
+        assert x.grad is not None
+        return x.grad.item()
+
+    assert threads(2)(on_each_rank) == [1.0, 1.0]
+
+
+def test_a_rank_may_have_nothing_to_differentiate(threads: Threads) -> None:
+    def on_each_rank() -> float:
+        x = data(gm.axis().rank, 1)
+        with gm.ordered():
+            y = gm.all_reduce(x, dst=gm.R)
+            (g,) = gm.grad(y if gm.axis().rank else None, x)
+        return g.item()
+
+    assert threads(SIZE)(on_each_rank) == [2.0] * SIZE
+
+
+@pytest.mark.parametrize("loss", [0.0, "a", torch.tensor(1)])
+def test_a_loss_that_has_no_gradient_is_refused(loss: Any, threads: Threads) -> None:
+    def on_each_rank() -> None:
+        with gm.ordered() as order, pytest.raises(gm.OrderError, match="nothing to differentiate"):
+            order.join(loss)
+
+    threads(2)(on_each_rank)
+
+
+def test_batches_of_gradients_are_refused(threads: Threads) -> None:
+    def on_each_rank() -> None:
+        x = data(gm.axis().rank)
+        with gm.ordered():
+            y = gm.shift(x)
+            with pytest.raises(gm.OrderError, match="is_grads_batched=True"):
+                gm.grad(y, x, torch.eye(3, dtype=torch.float64), is_grads_batched=True)
+            gm.backward(y.sum())
+
+    threads(2)(on_each_rank)
+
+
+def test_a_join_without_grad_mode_ties_nothing(threads: Threads) -> None:
+    def on_each_rank() -> None:
+        x = data(gm.axis().rank)
+
+        def program() -> None:
+            with gm.ordered() as order:
+                y = gm.shift(x)
+                with torch.no_grad():
+                    order.join(y.sum())
+
+        with pytest.raises(gm.OrderError, match="without join"):
+            program()
+
+    threads(2)(on_each_rank)
 
 
 def test_nested_blocks_share_the_outer_chain(threads: Threads) -> None:

@@ -184,3 +184,37 @@ def test_mean_divides_values_and_gradients_by_the_number_of_ranks(threads: Threa
 
     third = pytest.approx(1 / 3)
     assert threads(3)(on_each_rank) == [(3.0, 2.0, [float(r)], third) for r in range(3)]
+
+
+@pytest.mark.parametrize("value", [torch.finfo(torch.float16).min, torch.finfo(torch.float16).max, 0.1])
+def test_a_tie_at_the_ends_of_float16_stays_exact(value: float, threads: Threads) -> None:
+    def on_each_rank() -> tuple[float, float]:
+        x = torch.tensor([value], dtype=torch.float16, requires_grad=True)
+        y = gm.all_reduce(x, op="max", dst=gm.I)
+        y.sum().backward()
+        assert x.grad is not None
+        return y.item(), x.grad.item()
+
+    exact = torch.tensor(value, dtype=torch.float16).item()
+    assert threads(3)(on_each_rank) == [(exact, pytest.approx(1 / 3, rel=1e-3))] * 3
+
+
+def test_what_travels_in_less_precision_still_finds_its_rank(threads: Threads) -> None:
+    def on_each_rank() -> tuple[float, list[float]]:
+        x = torch.tensor([1.001 + gm.axis().rank], requires_grad=True)
+        y = gm.all_reduce(x, op="max", dst=gm.I, comm_dtype=torch.bfloat16)
+        y.sum().backward()
+        assert x.grad is not None
+        return y.item(), x.grad.tolist()
+
+    assert threads(2)(on_each_rank) == [(2.0, [0.0]), (2.0, [1.0])]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn, torch.complex32])
+@pytest.mark.parametrize("op", ["sum", "max", "prod"])
+def test_a_dtype_that_torch_only_stores_is_refused(op: str, dtype: torch.dtype, threads: Threads) -> None:
+    def on_each_rank() -> None:
+        with pytest.raises(gm.DTypeError, match=r"gradmesh\.all_reduce"):
+            gm.all_reduce(torch.zeros(2, dtype=dtype), op=op, dst=gm.R)
+
+    threads(2)(on_each_rank)

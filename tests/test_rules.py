@@ -150,3 +150,33 @@ def test_threads_and_subgroups_in_any_order_keep_their_own_state(threads: Thread
 
     # Ranks of a group are in the order that torch gives them, which sorts.
     assert threads(4)(on_each_rank) == [([0, 2], [2]), ([1, 3], [3]), ([0, 2], [0]), ([1, 3], [1])]
+
+
+def test_a_sparse_gradient_is_taken(threads: Threads) -> None:
+    def on_each_rank() -> list[float]:
+        w = torch.ones(3, 1, requires_grad=True)
+        rows = torch.tensor([gm.axis().rank, 2])
+        torch.nn.functional.embedding(rows, gm.replicate(w), sparse=True).sum().backward()
+        assert w.grad is not None
+        return w.grad.flatten().tolist()
+
+    assert threads(2)(on_each_rank) == [[1.0, 1.0, 2.0]] * 2
+
+
+def test_whatever_python_takes_for_an_int_is_one(threads: Threads) -> None:
+    np = pytest.importorskip("numpy")
+
+    def on_each_rank() -> list[list[int]]:
+        x = torch.arange(2) + 2 * gm.axis().rank
+        return [
+            gm.all_gather(x, dim=np.int64(0), sizes=torch.tensor([2, 2])).tolist(),
+            gm.broadcast(x, root=np.int32(1)).tolist(),
+            gm.shift(x, offset=np.int64(1)).tolist(),
+            gm.permute(x, pairs=zip([0, 1], [1, 0], strict=True)).tolist(),  # type: ignore[arg-type]
+            gm.shard(x, sizes=np.array([1, 1])).tolist(),
+            gm.halo_exchange(x, halo=np.int64(1)).tolist(),
+        ]
+
+    first, second = threads(2)(on_each_rank)
+    assert first == [[0, 1, 2, 3], [2, 3], [2, 3], [2, 3], [0], [0, 1, 2]]
+    assert second == [[0, 1, 2, 3], [2, 3], [0, 1], [0, 1], [3], [1, 2, 3]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch._functorch import eager_transforms, predispatch
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradmesh import _torch
 
@@ -127,3 +129,20 @@ def test_a_profiler_that_runs_sets_a_flag_of_its_module() -> None:
         seen.append(_torch.profiler_on())
     seen.append(_torch.profiler_on())
     assert seen == [False, True, True, False]
+
+
+def test_a_named_range_is_seen_by_the_profiler_and_by_no_mode() -> None:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            ops.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    ops: list[str] = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        with _torch.named_range("outside"):
+            pass
+        with Mode(), _torch.named_range("inside"):
+            torch.ones(1).sin()
+    assert not [op for op in ops if "record" in op]
+    assert "aten.sin.default" in ops
+    assert {"outside", "inside"} <= {event.name for event in profiled.events() or ()}

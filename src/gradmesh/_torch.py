@@ -20,6 +20,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd import profiler as autograd_profiler
 from torch.distributed import distributed_c10d as c10d
+from torch.profiler import record_function
 from torch.utils import checkpoint
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "in_reentrant_checkpoint",
     "is_fake",
     "is_legacy_batched",
+    "named_range",
     "on_legacy_batch",
     "only_vmap_active",
     "ordered_effect",
@@ -300,6 +302,18 @@ def in_backward() -> bool:
 def profiler_on() -> bool:
     """Whether a profiler of torch runs in this process: a flag in Python, a tenth of the cost of asking C++."""
     return autograd_profiler._is_profiler_enabled
+
+
+def named_range(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A range in a profile.
+
+    `record_function` also marks the kernels on a GPU, but is an op itself, which a mode sees: a selective checkpoint
+    would miss it if the profiler ran in only one of the two passes. The range for such a mode is no op.
+    """
+    if torch._C._len_torch_dispatch_stack() > 0:
+        fast: contextlib.AbstractContextManager[Any] = torch._C._profiler._RecordFunctionFast(name)
+        return fast
+    return record_function(name)
 
 
 def saves_for_a_checkpoint() -> bool:

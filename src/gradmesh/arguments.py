@@ -158,6 +158,10 @@ class Call:
             )
         return whole
 
+    def told(self, sizes: Sizes, dim: int) -> tuple[int, ...]:
+        """One size a rank along a dim that was checked; the own one for all where nothing is said."""
+        return self.sizes(sizes, dim) or (self.x.shape[dim],) * self.axis.size
+
     def not_auto(self, sizes: Sizes, name: str = "sizes") -> Sizes:
         """Sizes for a verb whose operand is whole on every rank, where there is nothing to ask the others."""
         if isinstance(sizes, str):

@@ -370,7 +370,7 @@ def gather(
     x = _stackable(x)
     call = Call("gather", x, axis, comm_dtype, backward_dtype)
     dim = call.dim(dim)
-    given = call.sizes(sizes, dim) or (x.shape[dim],) * call.axis.size
+    given = call.told(sizes, dim)
     return apply(ops.Gather(call.axis, dim, call.rank(root), given, **call.precision), x)
 
 
@@ -573,6 +573,8 @@ def shift(
     offset: int = 1,
     *,
     wrap: bool = True,
+    dim: int = 0,
+    sizes: Sizes = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -584,10 +586,13 @@ def shift(
                   x0 x1 x2 -> 0  x0 x1      g1 g2 0  <- g0 g1 g2      wrap=False
 
     Args:
-        x: this rank's tensor, of one shape and dtype on all ranks.
+        x: this rank's tensor.
         axis: the ring or line of ranks.
         offset: how many ranks further; negative: back.
         wrap: whether the line is closed to a ring; else zeros enter at the open end.
+        dim: the tensor dimension along which sizes differ.
+        sizes: each rank's size along `dim`; None: one shape on all ranks; "auto": found by one small exchange. Where
+            sizes are given and nothing arrives, the result is empty along `dim`.
         comm_dtype: what travels forward.
         backward_dtype: what travels backward.
 
@@ -606,7 +611,8 @@ def shift(
             got=f"offset={offset!r}",
             remedy="pass an int, negative to shift back",
         )
-    return apply(ops.Shift(call.axis, ranks, call.flag(wrap, "wrap"), **call.precision), x)
+    op = ops.Shift(call.axis, offset=ranks, wrap=call.flag(wrap, "wrap"), **call.precision)
+    return apply(op if sizes is None else op.along(call.dim(dim), call.told(sizes, dim)), x)
 
 
 def permute(
@@ -614,6 +620,8 @@ def permute(
     axis: AxisLike = None,
     *,
     pairs: Sequence[tuple[int, int]],
+    dim: int = 0,
+    sizes: Sizes = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -625,9 +633,12 @@ def permute(
                                     x1 -> x0      0  <- g1
 
     Args:
-        x: this rank's tensor, of one shape and dtype on all ranks.
+        x: this rank's tensor.
         axis: the ranks among which the pairs are.
         pairs: (source, target) ranks of the axis, the same list on every rank; no source and no target twice.
+        dim: the tensor dimension along which sizes differ.
+        sizes: each rank's size along `dim`; None: one shape on all ranks; "auto": found by one small exchange. Where
+            sizes are given and nothing arrives, the result is empty along `dim`.
         comm_dtype: what travels forward.
         backward_dtype: what travels backward.
 
@@ -641,7 +652,8 @@ def permute(
         [0.0, 1.0]
     """
     call = Call("permute", x, axis, comm_dtype, backward_dtype)
-    return apply(ops.Permute(call.axis, call.pairs(pairs), **call.precision), x)
+    op = ops.Permute(call.axis, pairs=call.pairs(pairs), **call.precision)
+    return apply(op if sizes is None else op.along(call.dim(dim), call.told(sizes, dim)), x)
 
 
 def halo_exchange(
@@ -690,7 +702,7 @@ def halo_exchange(
     call = Call("halo_exchange", x, axis, comm_dtype, backward_dtype)
     dim = call.dim(dim)
     left, right = call.halo(halo)
-    given = call.sizes(sizes, dim) or (x.shape[dim],) * call.axis.size
+    given = call.told(sizes, dim)
     wrap = call.flag(wrap, "wrap")
     return apply(ops.HaloExchange(call.axis, dim, left, right, wrap, given, **call.precision), x)
 

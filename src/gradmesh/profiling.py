@@ -7,17 +7,19 @@ recomputation of a checkpoint. Inside a compiled program there are no ranges, si
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
-from gradmesh._torch import in_backward
+from gradmesh._torch import in_backward, named_range
 from gradmesh.axis import Axis
 
 __all__ = ["collective"]
 
 
-def collective(verb: str, axis: Axis, x: Tensor, travels: torch.dtype | None) -> record_function:
+def collective(verb: str, axis: Axis, x: Tensor, travels: torch.dtype | None) -> AbstractContextManager[Any]:
     """A range for one collective on this rank's tensor.
 
     Args:
@@ -28,4 +30,4 @@ def collective(verb: str, axis: Axis, x: Tensor, travels: torch.dtype | None) ->
     """
     count = x.numel() * (travels or x.dtype).itemsize
     where = " backward" if in_backward() else ""
-    return record_function(f"gradmesh::{verb} axis={axis.name} bytes={count}{where}")
+    return named_range(f"gradmesh::{verb} axis={axis.name} bytes={count}{where}")

@@ -178,19 +178,22 @@ def _halo_returns(axis: Axis) -> list[Example]:
 
 def _shifts(axis: Axis) -> list[Example]:
     return [
-        (Shift(axis, 1, True), (2, 3)),
-        (Shift(axis, -2, True), (3,)),
-        (Shift(axis, 1, False), (2, 3)),
-        (Shift(axis, 5, False), ()),
+        (Shift(axis, offset=1, wrap=True), (2, 3)),
+        (Shift(axis, offset=-2, wrap=True), (3,)),
+        (Shift(axis, offset=1, wrap=False), (2, 3)),
+        (Shift(axis, offset=5, wrap=False), ()),
+        (Shift(axis, offset=1, wrap=False).along(1, _uneven(axis)), (2, _uneven(axis)[axis.rank])),
+        (Shift(axis, offset=-1).along(0, _uneven(axis)), (_uneven(axis)[axis.rank], 2)),
     ]
 
 
 def _permutes(axis: Axis) -> list[Example]:
     last = axis.size - 1
     return [
-        (Permute(axis, ((0, last),)), (2, 3)),
-        (Permute(axis, tuple((r, last - r) for r in range(axis.size))), (3,)),
-        (Permute(axis, ()), (3,)),
+        (Permute(axis, pairs=((0, last),)), (2, 3)),
+        (Permute(axis, pairs=tuple((r, last - r) for r in range(axis.size))), (3,)),
+        (Permute(axis), (3,)),
+        (Permute(axis, pairs=((0, last),)).along(0, _uneven(axis)), (_uneven(axis)[axis.rank], 2)),
     ]
 
 

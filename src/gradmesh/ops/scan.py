@@ -31,7 +31,7 @@ class Scan(SameShape):
         """Add in log2(size) rounds, each from twice as far (Hillis and Steele, 1986)."""
         out, reach = wire.fresh(x), 1
         while reach < self.axis.size:
-            got = wire.relay(out, self.axis, *self.neighbours(reach))
+            got = wire.relay(out, self.axis, *self.neighbours(reach), x.shape)
             out = out if got is None else got.add_(out)
             reach *= 2
         return out
@@ -56,5 +56,5 @@ class Exscan(Scan):
 
     def transfer(self, x: Tensor) -> Tensor:
         """Pass on by one rank, then scan."""
-        got = wire.relay(x, self.axis, *self.neighbours(1))
+        got = wire.relay(x, self.axis, *self.neighbours(1), x.shape)
         return super().transfer(x.new_zeros(x.shape) if got is None else got)

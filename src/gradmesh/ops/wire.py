@@ -204,15 +204,15 @@ def exchange(
     return out
 
 
-def relay(x: Tensor, axis: Axis, to: int | None, source: int | None) -> Tensor | None:
-    """Send `x` to one rank or none and receive a tensor of the same shape from one rank or none."""
+def relay(x: Tensor, axis: Axis, to: int | None, source: int | None, shape: Sequence[int]) -> Tensor | None:
+    """Send `x` to one rank or none and receive a tensor of the given shape from one rank or none."""
     send, receive = [0] * axis.size, [0] * axis.size
     if to is not None:
         send[to] = x.numel()
     if source is not None:
-        receive[source] = x.numel()
+        receive[source] = math.prod(shape)
     flat = _dense(x).view(-1)
     if source is None:
         exchange(flat if to is not None else flat[:0], send, receive, axis)
         return None
-    return exchange(flat if to is not None else flat[:0], send, receive, axis, x.shape)
+    return exchange(flat if to is not None else flat[:0], send, receive, axis, shape)

@@ -1,0 +1,107 @@
+"""What a system is to the measurement: a name, and for each case that it has a verb for, a way to make the call."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradmesh.bench.cases import RANKS, ROOT, SIZES, amounts
+
+__all__ = ["Gradient", "Make", "Op", "Setting", "System", "find"]
+
+Op = Callable[[Tensor], Tensor]
+Gradient = Callable[[Callable[[], Tensor], Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a call is made, and with which sizes.
+
+    Attributes:
+        group: the ranks that take part.
+        rank: this rank in the group.
+        layout: "even", "uneven" or "zero".
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    layout: str
+
+    @property
+    def even(self) -> bool:
+        """Whether no sizes have to be told."""
+        return self.layout == "even"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The ranks' sizes along dim 0."""
+        return SIZES[self.layout]
+
+    @property
+    def sends(self) -> tuple[int, ...]:
+        """How many rows of an all_to_all this rank sends to each rank."""
+        return amounts(self.layout)[self.rank]
+
+    @property
+    def receives(self) -> tuple[int, ...]:
+        """How many rows of an all_to_all this rank gets from each rank."""
+        return tuple(row[self.rank] for row in amounts(self.layout))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return RANKS
+
+    @property
+    def root(self) -> int:
+        """The root, as a rank of the group."""
+        return ROOT
+
+    @property
+    def global_root(self) -> int:
+        """The root, as a rank of the world."""
+        return dist.get_global_rank(self.group, ROOT)
+
+
+Make = Callable[[Setting], Op]
+
+
+def _gradient(loss: Callable[[], Tensor], x: Tensor) -> Tensor:
+    (grad,) = torch.autograd.grad(loss(), x, allow_unused=True, materialize_grads=True)
+    return grad
+
+
+@dataclass(frozen=True)
+class System:
+    """A system under measurement.
+
+    Attributes:
+        name: as the tables show it.
+        where: "module:name" of this object, by which the ranks find it.
+        verbs: how each case is called; a case that is not here does not exist in the system.
+        own: the modules whose errors count as the system's own.
+        assumed: what was taken for granted, for the docs.
+        needs: a module without which it is left out, and the command that installs it.
+        gradient: how a gradient is asked for where not every rank uses the result.
+    """
+
+    name: str
+    where: str
+    verbs: Mapping[str, Make]
+    own: Sequence[str]
+    assumed: str = ""
+    needs: tuple[str, str] | None = None
+    gradient: Gradient = field(default=_gradient)
+
+
+def find(where: str) -> System:
+    """The system of that "module:name"."""
+    module, _, name = where.partition(":")
+    found = getattr(importlib.import_module(module), name)
+    assert isinstance(found, System)
+    return found

@@ -1,0 +1,404 @@
+"""The verbs beside torch's own parallelism: gradients are those of a single process, on losses that differ by rank."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import rpc
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import gradmesh as gm
+
+pytestmark = pytest.mark.processes
+Processes = Callable[[int], Callable[..., list[Any]]]
+SIZE, ROWS = 2, 6
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def batch() -> Tensor:
+    return torch.randn(ROWS, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def rank_loss(rows: Tensor, everything: Tensor, rank: int) -> Tensor:
+    """One rank's loss: its rows against all rows, weighted by the rank."""
+    return (1 + rank) * (rows @ everything.roll(1, 1).T).logsumexp(1).sum() / ROWS
+
+
+def single_loss(y: Tensor) -> Tensor:
+    """The sum of the ranks' losses."""
+    parts = y.split(ROWS // SIZE)
+    return torch.stack([rank_loss(part, y, rank) for rank, part in enumerate(parts)]).sum()
+
+
+def gradients(net: nn.Module) -> list[Tensor]:
+    found = []
+    for parameter in net.parameters():
+        assert parameter.grad is not None
+        grad = parameter.grad
+        found.append(grad.full_tensor() if isinstance(grad, DTensor) else grad)
+    return found
+
+
+def expected_gradients(loss: Callable[[Tensor], Tensor] = single_loss) -> list[Tensor]:
+    net = model()
+    loss(net(batch())).backward()
+    return gradients(net)
+
+
+# ---- Data parallelism ------------------------------------------------------------------------------------------------
+
+
+def contrastive(net: nn.Module, scale: float) -> Tensor:
+    """This rank's loss, with rows gathered from all ranks."""
+    y = net(gm.shard(batch()))
+    return scale * rank_loss(y, gm.all_gather(y), gm.axis().rank)
+
+
+def in_ddp(scale: float) -> list[Tensor]:
+    net = DistributedDataParallel(model())
+    contrastive(net, scale).backward()
+    return gradients(net)
+
+
+def in_fsdp(scale: float, divide: float | None) -> list[Tensor]:
+    mesh = gm.mesh(dp=-1)
+    net = model()
+    for layer in (net[0], net[2], net):
+        fully_shard(layer, mesh=mesh)
+    assert isinstance(net, FSDPModule)
+    if divide is not None:
+        for module in net.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(divide)
+    contrastive(net, scale).backward()
+    return gradients(net)
+
+
+@pytest.mark.parametrize(
+    ("train", "args"),
+    [(in_ddp, (SIZE,)), (in_fsdp, (SIZE, None)), (in_fsdp, (1, 1.0))],
+    ids=["DDP, loss times W", "FSDP, loss times W", "FSDP, divided by 1"],
+)
+def test_verbs_in_data_parallelism(train: Callable[..., Any], args: tuple[Any, ...], processes: Processes) -> None:
+    for found in processes(SIZE)(train, *args):
+        for got, want in zip(found, expected_gradients(), strict=True):
+            close(got, want)
+
+
+@pytest.mark.parametrize(("train", "args"), [(in_ddp, (1,)), (in_fsdp, (1, None))], ids=["DDP", "FSDP"])
+def test_without_the_scale_averaging_takes_a_factor_w(
+    train: Callable[..., Any], args: tuple[Any, ...], processes: Processes
+) -> None:
+    for got, want in zip(processes(SIZE)(train, *args)[0], expected_gradients(), strict=True):
+        close(got * SIZE, want)
+
+
+def one_loss_in_ddp(dst: gm.Type, scale: float) -> list[Tensor]:
+    """The same loss on every rank, over the rows of all."""
+    net = DistributedDataParallel(model())
+    y = gm.all_gather(net(gm.shard(batch())), dst=dst)
+    (scale * single_loss(y)).backward()
+    return gradients(net)
+
+
+@pytest.mark.parametrize(("dst", "scale"), [(gm.R, 1), (gm.I, SIZE)], ids=["R, as it is", "I, times W"])
+def test_one_loss_for_all_ranks_in_ddp(dst: gm.Type, scale: float, processes: Processes) -> None:
+    for found in processes(SIZE)(one_loss_in_ddp, dst, scale):
+        for got, want in zip(found, expected_gradients(), strict=True):
+            close(got, want)
+
+
+# ---- Tensor parallelism ----------------------------------------------------------------------------------------------
+
+
+def normed(net: nn.Sequential, x: Tensor, square_sum: Callable[[Tensor], Tensor]) -> Tensor:
+    """A layer, a norm over its features, another layer."""
+    hidden = net[1](net[0](x))
+    hidden = hidden / (1 + square_sum((hidden**2).sum(-1, keepdim=True))).sqrt()
+    out: Tensor = net[2](hidden)
+    return out
+
+
+def in_tensor_parallelism() -> tuple[list[Tensor], Tensor]:
+    mesh = gm.mesh(tp=-1)
+    net = parallelize_module(model(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    assert isinstance(net, nn.Sequential)
+    x = batch().requires_grad_()
+    y = normed(net, x, lambda part: gm.all_reduce(part, "tp", dst=gm.R))  # between the layers each has its features
+    rank = gm.axis("tp").rank
+    own = gm.shard(y, "tp")  # the layers' result is the same on every rank: type I
+    rank_loss(own, gm.replicate(y, "tp"), rank).backward()
+    assert x.grad is not None
+    return gradients(net), x.grad
+
+
+def test_verbs_between_tensor_parallel_layers(processes: Processes) -> None:
+    net, x = model(), batch().requires_grad_()
+    single_loss(normed(net, x, lambda part: part)).backward()
+    assert x.grad is not None
+    for found, x_grad in processes(SIZE)(in_tensor_parallelism):
+        close(x_grad, x.grad)
+        for got, want in zip(found, gradients(net), strict=True):
+            close(got, want)
+
+
+# ---- DTensor ---------------------------------------------------------------------------------------------------------
+
+
+def storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def whole() -> Tensor:
+    return torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def weights(rank: int, shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3 + rank))
+
+
+# How a placement leads to a verb: the placement, that of the gradient, this rank's loss of the local tensor, and the
+# same loss in one process, of the whole tensor.
+Recipe = tuple[Placement, Placement, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+
+
+def weighted(y: Tensor, rank: int) -> Tensor:
+    return (weights(rank, tuple(y.shape)) * y**2).sum()
+
+
+def each_rank(x: Tensor) -> Tensor:
+    return torch.stack([weighted(x, rank) for rank in range(SIZE)]).sum()
+
+
+RECIPES: dict[str, Recipe] = {
+    "Shard is V": (
+        Shard(0),
+        Shard(0),
+        lambda x: weighted(gm.all_gather(x), gm.axis().rank),
+        each_rank,
+    ),
+    "Shard(1) is V": (
+        Shard(1),
+        Shard(1),
+        lambda x: weighted(gm.all_gather(x, dim=1, sizes="auto"), gm.axis().rank),
+        each_rank,
+    ),
+    "Replicate is R": (
+        Replicate(),
+        Partial(),
+        lambda x: weighted(gm.all_gather(gm.shard(x, src=gm.R)), gm.axis().rank) + weighted(x, gm.axis().rank),
+        lambda x: 2 * each_rank(x),
+    ),
+    "Replicate is I": (
+        Replicate(),
+        Replicate(),
+        lambda x: weighted(gm.replicate(x), gm.axis().rank) + weighted(gm.all_gather(gm.shard(x)), gm.axis().rank),
+        lambda x: 2 * each_rank(x),
+    ),
+    "Partial is P": (
+        Partial(),
+        Replicate(),
+        lambda x: weighted(gm.all_reduce(x, dst=gm.R), gm.axis().rank),
+        each_rank,
+    ),
+    "Partial is P, scattered": (
+        Partial(),
+        Replicate(),
+        lambda x: weighted(gm.all_gather(gm.reduce_scatter(x)), gm.axis().rank),
+        each_rank,
+    ),
+}
+
+
+def as_dtensor(placement: Placement) -> tuple[Tensor, DTensor]:
+    """A DTensor of the whole tensor, and the leaf that it is made of."""
+    mesh = gm.mesh(tp=-1)
+    if placement.is_partial():
+        leaf = whole() * (0.25, 0.75)[gm.axis().rank]
+        leaf.requires_grad_()
+        return leaf, DTensor.from_local(leaf, mesh, [placement])
+    leaf = distribute_tensor(whole(), mesh, [placement]).requires_grad_()
+    return leaf, leaf
+
+
+def out_of_dtensor(name: str) -> tuple[bool, Tensor]:
+    placement, grad_placement, loss, _ = RECIPES[name]
+    leaf, x = as_dtensor(placement)
+    local = x.to_local(grad_placements=[grad_placement])
+    loss(local).backward()
+    grad = leaf.grad
+    assert grad is not None
+    return storage(local) == storage(x._local_tensor), grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_dtensor_leads_to_verbs_without_a_copy(name: str, processes: Processes) -> None:
+    x = whole().requires_grad_()
+    RECIPES[name][3](x).backward()
+    assert x.grad is not None
+    for shared, grad in processes(SIZE)(out_of_dtensor, name):
+        assert shared
+        close(grad, x.grad)
+
+
+# How a verb's result of each type leads to a DTensor: the result, its placement, the whole tensor that it stands for.
+BACK: dict[str, tuple[Callable[[Tensor], Tensor], Placement, Callable[[list[Tensor]], Tensor]]] = {
+    "V": (lambda x: gm.shift(x), Shard(0), lambda xs: torch.cat(xs[-1:] + xs[:-1])),
+    "P": (lambda x: gm.convert(x, src=gm.V, dst=gm.P), Partial(), lambda xs: torch.stack(xs).sum(0)),
+    "I": (lambda x: gm.all_reduce(x, dst=gm.I), Replicate(), lambda xs: torch.stack(xs).sum(0)),
+    "R": (
+        lambda x: gm.convert(gm.all_gather(x), src=gm.R, dst=gm.I),
+        Replicate(),
+        lambda xs: torch.cat(xs),
+    ),
+}
+
+
+def into_dtensor(name: str) -> tuple[bool, Tensor, Tensor, Tensor]:
+    mesh = gm.mesh(tp=-1)
+    x = weights(gm.axis().rank, (2, 3)).requires_grad_()
+    y = BACK[name][0](x)
+    there = DTensor.from_local(y, mesh, [BACK[name][1]])
+    loss = (there**3).sum().full_tensor() if name != "P" else (there.redistribute(mesh, [Shard(0)]) ** 3).sum()
+    loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+    loss.backward()
+    assert x.grad is not None
+    return storage(there._local_tensor) == storage(y), there.full_tensor().detach(), x.grad, loss.detach()
+
+
+@pytest.mark.parametrize("name", BACK)
+def test_a_verbs_result_leads_to_a_dtensor_without_a_copy(name: str, processes: Processes) -> None:
+    leaves = [weights(rank, (2, 3)).requires_grad_() for rank in range(SIZE)]
+    value = BACK[name][2](leaves)
+    loss = (value**3).sum()
+    loss.backward()
+    for leaf, (shared, got, grad, got_loss) in zip(leaves, processes(SIZE)(into_dtensor, name), strict=True):
+        assert shared
+        close(got, value.detach())
+        close(got_loss, loss.detach())
+        assert leaf.grad is not None
+        close(grad, leaf.grad)
+
+
+def refused() -> dict[str, str]:
+    mesh = gm.mesh(tp=-1)
+    x = distribute_tensor(whole(), mesh, [Shard(0)])
+    found = {}
+    verbs: dict[str, Callable[[Any], object]] = {
+        "all_gather": gm.all_gather,
+        "all_reduce": lambda x: gm.all_reduce(x, op="max", dst=gm.R),
+        "replicate": lambda x: gm.replicate(nn.Parameter(x)),
+        "sizes": gm.sizes,
+    }
+    for name, verb in verbs.items():
+        try:
+            verb(x)
+        except gm.ArgumentError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_a_dtensor_itself_is_refused_with_the_way_out(processes: Processes) -> None:
+    for found in processes(SIZE)(refused):
+        assert set(found) == {"all_gather", "all_reduce", "replicate", "sizes"}
+        for name, text in found.items():
+            assert text.startswith(f"gradmesh.{name}: the operand is a DTensor")
+            assert "Shard(dim=0)" in text
+            assert "to_local(grad_placements=" in text
+
+
+def pending() -> tuple[list[float], list[float]]:
+    """A result of torch's functional collectives that nobody has waited for."""
+    mesh = gm.mesh(tp=-1)
+    x = distribute_tensor(whole(), mesh, [Shard(0)]).requires_grad_()
+    local = x.redistribute(mesh, [Replicate()], async_op=True).to_local(grad_placements=[Partial()])
+    y = gm.all_gather(local.view(-1))
+    weighted(y, gm.axis().rank).backward()
+    assert isinstance(x.grad, DTensor)
+    return y.tolist(), x.grad.full_tensor().reshape(-1).tolist()
+
+
+def test_a_dtensor_still_under_way_is_waited_for(processes: Processes) -> None:
+    flat = whole().view(-1).requires_grad_()
+    y = flat.repeat(SIZE)
+    torch.stack([weighted(y, rank) for rank in range(SIZE)]).sum().backward()
+    assert flat.grad is not None
+    for got, grad in processes(SIZE)(pending):
+        assert got == y.tolist()
+        close(torch.tensor(grad, dtype=torch.float64), flat.grad)
+
+
+# ---- Distributed autograd --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def rpc_world(path: str) -> Iterator[None]:
+    rank = gm.axis().rank
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", rpc_timeout=30)
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=SIZE, rpc_backend_options=options)
+    try:
+        yield
+    finally:
+        rpc.shutdown()
+
+
+def remote_layer(y: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(y @ w)
+
+
+def in_distributed_autograd(path: str) -> tuple[Tensor, Tensor] | str:
+    """Gather rows, send them through a layer on the other rank, and reduce what comes back."""
+    rank = gm.axis().rank
+    x = weights(rank, (2, 3)).requires_grad_()
+    w = weights(5 + rank, (3, 3)).requires_grad_()
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(rpc_world(path))
+        except RuntimeError as error:
+            return str(error)
+        with dist.autograd.context() as context:
+            y = gm.all_gather(x)
+            z = rpc.rpc_sync(f"rank{1 - rank}", remote_layer, (y, w))
+            loss = (1 + rank) * (gm.reduce_scatter(gm.convert(z, src=gm.V, dst=gm.P)) ** 2).sum()
+            dist.autograd.backward(context, [loss])
+            found = dist.autograd.get_gradients(context)
+            result = found[x].clone(), found[w].clone()
+    assert x.grad is None
+    return result
+
+
+@pytest.mark.skipif(not rpc.is_available(), reason="torch is built without RPC")
+def test_verbs_in_distributed_autograd(processes: Processes, tmp_path: Path) -> None:
+    results = processes(SIZE)(in_distributed_autograd, str(tmp_path / "rendezvous"))
+    for result in results:
+        if isinstance(result, str):
+            pytest.skip(f"RPC does not start here: {result}")
+    xs = [weights(rank, (2, 3)).requires_grad_() for rank in range(SIZE)]
+    ws = [weights(5 + rank, (3, 3)).requires_grad_() for rank in range(SIZE)]
+    y = torch.cat(xs)
+    parts = torch.stack([remote_layer(y, w) for w in ws]).sum(0).split(2)
+    torch.stack([(1 + rank) * (part**2).sum() for rank, part in enumerate(parts)]).sum().backward()
+    for x, w, (x_grad, w_grad) in zip(xs, ws, results, strict=True):
+        assert x.grad is not None
+        assert w.grad is not None
+        close(x_grad, x.grad)
+        close(w_grad, w.grad)
