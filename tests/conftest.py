@@ -28,7 +28,8 @@ def without_traces(fn: Callable[..., Any], *args: Any) -> Any:
     try:
         return fn(*args)
     finally:
-        rank_state().__dict__.clear()
+        for name in ("mesh", "mesh_world", "chain"):
+            rank_state().__dict__.pop(name, None)
 
 
 @pytest.fixture(scope="session")

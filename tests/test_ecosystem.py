@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import rpc
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -29,9 +29,28 @@ def close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
 
 
-def model() -> nn.Sequential:
+class Center(nn.Module):
+    """Subtract the mean over the rows, which may lie on several ranks."""
+
+    def __init__(self, mean: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mean = mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.mean(x.mean(0))
+
+
+def local_mean(x: Tensor) -> Tensor:
+    return x
+
+
+def mean_over_ranks(x: Tensor) -> Tensor:
+    return gm.all_reduce(x, op="mean", dst=gm.R)
+
+
+def model(mean: Callable[[Tensor], Tensor] = local_mean) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    return nn.Sequential(nn.Linear(5, 8), Center(mean), nn.Tanh(), nn.Linear(8, 4)).double()
 
 
 def batch() -> Tensor:
@@ -74,15 +93,15 @@ def contrastive(net: nn.Module, scale: float) -> Tensor:
 
 
 def in_ddp(scale: float) -> list[Tensor]:
-    net = DistributedDataParallel(model())
+    net = DistributedDataParallel(model(mean_over_ranks))
     contrastive(net, scale).backward()
     return gradients(net)
 
 
 def in_fsdp(scale: float, divide: float | None) -> list[Tensor]:
     mesh = gm.mesh(dp=-1)
-    net = model()
-    for layer in (net[0], net[2], net):
+    net = model(mean_over_ranks)
+    for layer in (net[0], net[3], net):
         fully_shard(layer, mesh=mesh)
     assert isinstance(net, FSDPModule)
     if divide is not None:
@@ -98,7 +117,9 @@ def in_fsdp(scale: float, divide: float | None) -> list[Tensor]:
     [(in_ddp, (SIZE,)), (in_fsdp, (SIZE, None)), (in_fsdp, (1, 1.0))],
     ids=["DDP, loss times W", "FSDP, loss times W", "FSDP, divided by 1"],
 )
-def test_verbs_in_data_parallelism(train: Callable[..., Any], args: tuple[Any, ...], processes: Processes) -> None:
+def test_verbs_in_data_parallelism(
+    train: Callable[..., Any], args: tuple[Any, ...], processes: Processes
+) -> None:
     for found in processes(SIZE)(train, *args):
         for got, want in zip(found, expected_gradients(), strict=True):
             close(got, want)
@@ -114,7 +135,7 @@ def test_without_the_scale_averaging_takes_a_factor_w(
 
 def one_loss_in_ddp(dst: gm.Type, scale: float) -> list[Tensor]:
     """The same loss on every rank, over the rows of all."""
-    net = DistributedDataParallel(model())
+    net = DistributedDataParallel(model(mean_over_ranks))
     y = gm.all_gather(net(gm.shard(batch())), dst=dst)
     (scale * single_loss(y)).backward()
     return gradients(net)
@@ -127,23 +148,43 @@ def test_one_loss_for_all_ranks_in_ddp(dst: gm.Type, scale: float, processes: Pr
             close(got, want)
 
 
+def one_rank_in_ddp() -> list[Tensor]:
+    """Only rank 0 has a loss."""
+    net = DistributedDataParallel(model())
+    with gm.ordered():
+        y = gm.all_gather(net(gm.shard(batch())))
+        gm.backward(SIZE * (y**3).sum() if gm.axis().rank == 0 else None)
+    return gradients(net)
+
+
+def test_a_rank_without_a_loss_in_ddp(processes: Processes) -> None:
+    net = model()
+    parts = [net(part) for part in batch().split(ROWS // SIZE)]
+    (torch.cat(parts) ** 3).sum().backward()
+    for found in processes(SIZE)(one_rank_in_ddp):
+        for got, want in zip(found, gradients(net), strict=True):
+            close(got, want)
+
+
 # ---- Tensor parallelism ----------------------------------------------------------------------------------------------
 
 
 def normed(net: nn.Sequential, x: Tensor, square_sum: Callable[[Tensor], Tensor]) -> Tensor:
     """A layer, a norm over its features, another layer."""
-    hidden = net[1](net[0](x))
+    hidden = net[2](net[0](x))
     hidden = hidden / (1 + square_sum((hidden**2).sum(-1, keepdim=True))).sqrt()
-    out: Tensor = net[2](hidden)
+    out: Tensor = net[3](hidden)
     return out
 
 
 def in_tensor_parallelism() -> tuple[list[Tensor], Tensor]:
     mesh = gm.mesh(tp=-1)
-    net = parallelize_module(model(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    net = parallelize_module(model(), mesh, {"0": ColwiseParallel(), "3": RowwiseParallel()})
     assert isinstance(net, nn.Sequential)
     x = batch().requires_grad_()
-    y = normed(net, x, lambda part: gm.all_reduce(part, "tp", dst=gm.R))  # between the layers each has its features
+    y = normed(
+        net, x, lambda part: gm.all_reduce(part, "tp", dst=gm.R)
+    )  # between the layers each has its features
     rank = gm.axis("tp").rank
     own = gm.shard(y, "tp")  # the layers' result is the same on every rank: type I
     rank_loss(own, gm.replicate(y, "tp"), rank).backward()
@@ -205,13 +246,17 @@ RECIPES: dict[str, Recipe] = {
     "Replicate is R": (
         Replicate(),
         Partial(),
-        lambda x: weighted(gm.all_gather(gm.shard(x, src=gm.R)), gm.axis().rank) + weighted(x, gm.axis().rank),
+        lambda x: (
+            weighted(gm.all_gather(gm.shard(x, src=gm.R)), gm.axis().rank) + weighted(x, gm.axis().rank)
+        ),
         lambda x: 2 * each_rank(x),
     ),
     "Replicate is I": (
         Replicate(),
         Replicate(),
-        lambda x: weighted(gm.replicate(x), gm.axis().rank) + weighted(gm.all_gather(gm.shard(x)), gm.axis().rank),
+        lambda x: (
+            weighted(gm.replicate(x), gm.axis().rank) + weighted(gm.all_gather(gm.shard(x)), gm.axis().rank)
+        ),
         lambda x: 2 * each_rank(x),
     ),
     "Partial is P": (
@@ -247,7 +292,9 @@ def out_of_dtensor(name: str) -> tuple[bool, Tensor]:
     loss(local).backward()
     grad = leaf.grad
     assert grad is not None
-    return storage(local) == storage(x._local_tensor), grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return storage(local) == storage(x._local_tensor), grad.full_tensor() if isinstance(
+        grad, DTensor
+    ) else grad
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -258,6 +305,20 @@ def test_a_dtensor_leads_to_verbs_without_a_copy(name: str, processes: Processes
     for shared, grad in processes(SIZE)(out_of_dtensor, name):
         assert shared
         close(grad, x.grad)
+
+
+def without_a_sum() -> Tensor:
+    """A tensor that each rank uses differently, its gradient taken for whole."""
+    x = as_dtensor(Replicate())[1]
+    weighted(gm.all_gather(gm.shard(x.to_local(), src=gm.R)), gm.axis().rank).backward()
+    assert isinstance(x.grad, DTensor)
+    return x.grad.full_tensor()
+
+
+def test_the_wrong_placement_of_the_gradient_is_seen(processes: Processes) -> None:
+    """The comparison can fail: each rank is left with a gradient of its own."""
+    one, other = processes(SIZE)(without_a_sum)
+    assert (one - other).abs().max() > 0.1
 
 
 # How a verb's result of each type leads to a DTensor: the result, its placement, the whole tensor that it stands for.
@@ -278,7 +339,9 @@ def into_dtensor(name: str) -> tuple[bool, Tensor, Tensor, Tensor]:
     x = weights(gm.axis().rank, (2, 3)).requires_grad_()
     y = BACK[name][0](x)
     there = DTensor.from_local(y, mesh, [BACK[name][1]])
-    loss = (there**3).sum().full_tensor() if name != "P" else (there.redistribute(mesh, [Shard(0)]) ** 3).sum()
+    loss = (
+        (there**3).sum().full_tensor() if name != "P" else (there.redistribute(mesh, [Shard(0)]) ** 3).sum()
+    )
     loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
     loss.backward()
     assert x.grad is not None
@@ -331,6 +394,7 @@ def pending() -> tuple[list[float], list[float]]:
     mesh = gm.mesh(tp=-1)
     x = distribute_tensor(whole(), mesh, [Shard(0)]).requires_grad_()
     local = x.redistribute(mesh, [Replicate()], async_op=True).to_local(grad_placements=[Partial()])
+    assert isinstance(local, AsyncCollectiveTensor)
     y = gm.all_gather(local.view(-1))
     weighted(y, gm.axis().rank).backward()
     assert isinstance(x.grad, DTensor)

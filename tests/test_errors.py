@@ -46,9 +46,20 @@ BAD: dict[str, tuple[type[gm.GradmeshError], str, Callable[[], object]]] = {
     "source twice": (gm.ArgumentError, "permute", lambda: gm.permute(ones(2), pairs=[(0, 1), (0, 0)])),
     "target twice": (gm.ArgumentError, "permute", lambda: gm.permute(ones(2), pairs=[(0, 1), (1, 1)])),
     "pair of three": (gm.ArgumentError, "permute", lambda: gm.permute(ones(2), pairs=[(0, 1, 2)])),  # type: ignore[list-item]
+    "to itself": (gm.ArgumentError, "send", lambda: gm.send(ones(2), to=gm.axis().rank)),
+    "from nobody": (gm.ArgumentError, "recv", lambda: gm.recv(ones(2), source=2)),
+    "too few parts": (gm.ArgumentError, "exchange", lambda: gm.exchange([ones(1)])),
+    "parts of two dtypes": (gm.ArgumentError, "exchange", lambda: gm.exchange([ones(1), torch.arange(1)])),
+    "reduce outside of ordered": (gm.OrderError, "reduce", lambda: gm.reduce(ones(2).requires_grad_())),
+    "gather outside of ordered": (gm.OrderError, "gather", lambda: gm.gather(ones(2).requires_grad_())),
+    "send outside of ordered": (
+        gm.OrderError,
+        "send",
+        lambda: gm.send(ones(2).requires_grad_(), to=1 - gm.axis().rank),
+    ),
     "sizes of bools": (gm.ArgumentError, "shard", lambda: gm.shard(ones(2), sizes=(True, True))),
     "sizes without an order": (gm.ArgumentError, "shard", lambda: gm.shard(ones(4), sizes={3, 1})),  # type: ignore[arg-type]
-    "splits that ask": (gm.ArgumentError, "all_to_all", lambda: gm.all_to_all(ones(2), split_sizes="auto")),
+    "splits that ask": (gm.ArgumentError, "all_to_all", lambda: gm.all_to_all(ones(2), split_sizes="auto")),  # type: ignore[arg-type]
     "a dtype's name": (gm.DTypeError, "shift", lambda: gm.shift(ones(2), comm_dtype="bf16")),  # type: ignore[arg-type]
     "types in a list": (gm.ArgumentError, "convert", lambda: gm.convert(ones(2), src=[gm.R], dst=gm.P)),  # type: ignore[arg-type]
     "an axis of numbers": (gm.AxisError, "scan", lambda: gm.scan(ones(2), torch.ones(2))),  # type: ignore[arg-type]

@@ -8,14 +8,19 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
-from gradmesh._torch import is_fake
+from gradmesh._torch import functorch_active, is_fake, only_vmap_active, transforms_active
 from gradmesh.axis import Axis, AxisLike, resolve
-from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, message
+from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError, message
 from gradmesh.ops import wire
 from gradmesh.ops.base import Precision
+from gradmesh.world import rank_state
 
 __all__ = ["Call", "Sizes", "integer"]
+
+_HEADER = 16
+"""Numbers that tell a shape: how many dimensions, and their sizes."""
 
 T = TypeVar("T")
 Sizes = Sequence[int] | Literal["auto"] | None
@@ -223,6 +228,65 @@ class Call:
             )
         mine = torch.tensor([own], dtype=torch.int64, device=self.x.device)
         return tuple(wire.all_gather(mine, self.axis, [1] * self.axis.size).tolist())
+
+    def other(self, rank: int, name: str) -> int:
+        """A rank of the axis that is not this one."""
+        peer = self.rank(rank, name)
+        if peer == self.axis.rank:
+            self.fail(
+                f"{name} is this rank itself",
+                expected="another rank of the axis",
+                got=f"{name}={rank!r}",
+                remedy="use the tensor as it is",
+            )
+        return peer
+
+    def one_for_each(self, parts: Sequence[Tensor]) -> None:
+        """Tensors of one dtype and device, one for each rank."""
+        alike = all(
+            isinstance(p, Tensor) and (p.dtype, p.device) == (self.x.dtype, self.x.device) for p in parts
+        )
+        if len(parts) != self.axis.size or not alike or any(p.dim() >= _HEADER for p in parts):
+            shown = [f"{p.dtype}{list(p.shape)}" if isinstance(p, Tensor) else repr(p) for p in parts]
+            self.fail(
+                "parts is not one tensor for each rank",
+                expected=f"{self.axis.size} tensors of one dtype, with at most {_HEADER - 1} dimensions",
+                got=f"{len(parts)}: {', '.join(shown)}",
+                remedy="give each rank a tensor, an empty one where there is nothing to send",
+            )
+
+    def exchange_shapes(self, parts: Sequence[Tensor]) -> list[list[int]]:
+        """The shapes that the ranks have for this one, for the shapes that it has for them."""
+        header = [[p.dim(), *p.shape, *[0] * (_HEADER - 1 - p.dim())] for p in parts]
+        counts = [_HEADER] * self.axis.size
+        sent = torch.tensor(header, device=self.x.device).view(-1)
+        rows = wire.exchange(sent, counts, counts, self.axis).view(-1, _HEADER).tolist()
+        return [row[1 : 1 + row[0]] for row in rows]
+
+    def refuse_forward_mode(self, instead: str) -> None:
+        """Refuse a tangent that the other end would not know of."""
+        if transforms_active() and not (functorch_active() and only_vmap_active()):
+            self.fail(
+                "a message between two ranks has no forward mode",
+                expected="reverse mode",
+                got="a call inside a forward-mode level or a torch.func derivative",
+                remedy=f"use gradmesh.{instead}, which all ranks call",
+                kind=OrderError,
+            )
+
+    def refuse_unordered(self, instead: str) -> None:
+        """Refuse a gradient that not all ranks would join in."""
+        asked = torch.is_grad_enabled() and self.x.requires_grad and self.axis.size > 1
+        if not asked or is_compiling() or functorch_active():
+            return
+        if getattr(rank_state(), "chain", None) is None:
+            self.fail(
+                "a gradient is asked for that not every rank would join in",
+                expected="the call inside `with gradmesh.ordered():`",
+                got="a tensor that requires grad, outside of it",
+                remedy=f"open gradmesh.ordered() around the step, or use {instead}",
+                kind=OrderError,
+            )
 
     def flag(self, value: bool, name: str) -> bool:
         """A bool."""

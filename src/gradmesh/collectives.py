@@ -20,6 +20,7 @@ moving them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -37,15 +38,18 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "convert",
+    "exchange",
     "exscan",
     "gather",
     "halo_exchange",
     "permute",
+    "recv",
     "reduce",
     "reduce_scatter",
     "replicate",
     "scan",
     "scatter",
+    "send",
     "shard",
     "shift",
     "sizes",
@@ -302,8 +306,8 @@ def reduce(
 ) -> Tensor:
     """Sum the ranks' tensors at the root; zeros elsewhere.
 
-    Every rank has to use its result in its loss (`+ 0 * y.sum()` will do), since the backward collective runs on
-    the ranks whose loss reaches it and needs all of them.
+    With a tensor that requires grad it has to be called inside `ordered()`, since a rank that has no use for its
+    zeros would not join the backward collective; or use `all_reduce`.
 
     ::
 
@@ -327,6 +331,7 @@ def reduce(
         [0.0, 3.0]
     """
     call = Call("reduce", x, axis, comm_dtype, backward_dtype)
+    call.refuse_unordered("all_reduce")
     return apply(ops.Reduce(call.axis, call.rank(root), **call.precision), x)
 
 
@@ -342,8 +347,8 @@ def gather(
 ) -> Tensor:
     """Concatenate the ranks' tensors along `dim` at the root; the others get a tensor empty along `dim`.
 
-    Every rank has to use its result in its loss (`+ y.sum()` of the empty one will do), since the backward
-    collective runs on the ranks whose loss reaches it and needs all of them.
+    With a tensor that requires grad it has to be called inside `ordered()`, since a rank that has no use for its
+    empty tensor would not join the backward collective; or use `all_gather`.
 
     ::
 
@@ -369,6 +374,7 @@ def gather(
     """
     x = _stackable(x)
     call = Call("gather", x, axis, comm_dtype, backward_dtype)
+    call.refuse_unordered("all_gather")
     dim = call.dim(dim)
     given = call.told(sizes, dim)
     return apply(ops.Gather(call.axis, dim, call.rank(root), given, **call.precision), x)
@@ -654,6 +660,145 @@ def permute(
     call = Call("permute", x, axis, comm_dtype, backward_dtype)
     op = ops.Permute(call.axis, pairs=call.pairs(pairs), **call.precision)
     return apply(op if sizes is None else op.along(call.dim(dim), call.told(sizes, dim)), x)
+
+
+def send(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    to: int,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Send a tensor to one rank, which calls `recv`; the other ranks have no part in it.
+
+    It does not wait for the other rank. For gradients both ends have to be inside `ordered()`, where backward runs
+    the messages the other way, in the reverse order: what is free of deadlock forward is so backward. Reverse mode
+    of any order is all there is; `permute` has every mode.
+
+    ::
+
+        V -> V    rank a   x -> (nothing)      g <- (waits)
+                  rank b       x               g             (recv)
+
+    Args:
+        x: the message.
+        axis: the ranks that `to` is counted among.
+        to: the rank that receives it.
+        comm_dtype: what travels forward; the same at both ends.
+        backward_dtype: what travels backward; the same at both ends.
+
+    Returns:
+        An empty tensor, which can be ignored.
+
+    Raises:
+        ArgumentError: `to` is this rank, or no rank of the axis.
+        OrderError: a tensor that requires grad outside of `ordered()`, or in forward mode.
+
+    Example:
+        >>> def on_each_rank():
+        ...     x = torch.tensor(3.0, requires_grad=True)
+        ...     with gm.ordered():
+        ...         if gm.axis().rank == 0:
+        ...             loss = None
+        ...             gm.send(x**2, to=1)
+        ...         else:
+        ...             loss = 10 * gm.recv(torch.empty(()), source=0)
+        ...         gm.backward(loss)
+        ...     return x.grad
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [tensor(60.), None]
+    """
+    call = Call("send", x, axis, comm_dtype, backward_dtype)
+    peer = call.other(to, "to")
+    call.refuse_forward_mode("permute")
+    call.refuse_unordered("permute")
+    return apply(ops.Send(call.axis, peer, tuple(x.shape), **call.precision), x)
+
+
+def recv(
+    like: Tensor,
+    axis: AxisLike = None,
+    *,
+    source: int,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Receive a tensor from one rank, which calls `send`; see there.
+
+    Args:
+        like: a tensor of the shape, dtype and device that comes; its values do not count.
+        axis: the ranks that `source` is counted among.
+        source: the rank that sends.
+        comm_dtype: what travels forward; the same at both ends.
+        backward_dtype: what travels backward; the same at both ends.
+
+    Raises:
+        ArgumentError: `source` is this rank, or no rank of the axis.
+        MismatchError: what comes is of another shape or dtype (told for CPU tensors).
+
+    Example:
+        >>> def on_each_rank():
+        ...     if gm.axis().rank == 0:
+        ...         gm.send(torch.arange(3), to=1)
+        ...         return None
+        ...     return gm.recv(torch.empty(3, dtype=torch.int64), source=0).tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [None, [0, 1, 2]]
+    """
+    call = Call("recv", like, axis, comm_dtype, backward_dtype)
+    peer = call.other(source, "source")
+    call.refuse_forward_mode("permute")
+    call.refuse_unordered("permute")
+    return apply(ops.Receive(call.axis, peer, tuple(like.shape), **call.precision), like.new_empty(0))
+
+
+def exchange(
+    parts: Sequence[Tensor],
+    axis: AxisLike = None,
+    *,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """Send each rank a tensor of any shape, and receive one from each.
+
+    The ragged form of `all_to_all`: the shapes go ahead in one small exchange, then all elements in one message to
+    each rank. Backward is the way back.
+
+    ::
+
+        V -> V    [a0, a1] -> [a0, b0]      [g0[0], g1[0]] <- [g0[0], g0[1]]
+                  [b0, b1] -> [a1, b1]      [g0[1], g1[1]] <- [g1[0], g1[1]]
+
+    Args:
+        parts: a tensor for each rank, in rank order, all of one dtype and with at most 15 dimensions.
+        axis: the ranks to exchange among.
+        comm_dtype: what travels forward.
+        backward_dtype: what travels backward.
+
+    Returns:
+        The tensor from each rank, in rank order.
+
+    Raises:
+        ArgumentError: not one tensor for each rank, or of several dtypes.
+
+    Example:
+        >>> def on_each_rank():
+        ...     rank = gm.axis().rank
+        ...     parts = [torch.full((n,), rank) for n in (1, 2 + rank)]
+        ...     return [part.tolist() for part in gm.exchange(parts)]
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [[[0], [1]], [[0, 0], [1, 1, 1]]]
+    """
+    call = Call("exchange", next(iter(parts), torch.empty(0)), axis, comm_dtype, backward_dtype)
+    call.one_for_each(parts)
+    shapes = [torch.Size(shape) for shape in call.exchange_shapes(parts)]
+    sent, taken = [part.numel() for part in parts], [shape.numel() for shape in shapes]
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    op = ops.AllToAll(call.axis, 0, 0, tuple(sent), tuple(taken), **call.precision)
+    ends = list(accumulate(taken, initial=0))
+    got = apply(op, flat)
+    return [got.narrow(0, at, n).view(shape) for at, n, shape in zip(ends, taken, shapes, strict=False)]
 
 
 def halo_exchange(

@@ -31,7 +31,7 @@ from gradmesh.autograd import linked, unlinked
 from gradmesh.axis import Axis
 from gradmesh.backends._rendezvous import Site, call_site, show_site
 from gradmesh.errors import OrderError, message
-from gradmesh.ops import LinearOp, PartialFromVarying
+from gradmesh.ops import LinearOp, PartialFromVarying, wire
 from gradmesh.world import rank_state
 
 __all__ = ["Order", "backward", "grad", "join", "ordered"]
@@ -202,6 +202,8 @@ class Order:
             self._root = self._token = None
             raise
         else:
+            # The pass is over on this rank, so that what it sent can only wait for passes of others.
+            wire.settle()
             if not create_graph and not retain_graph:
                 self._root = self._token = None
         finally:

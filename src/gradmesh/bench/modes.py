@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gradmesh.bench.cases import RANKS, Case
-from gradmesh.bench.systems import Gradient, Op
+from gradmesh.bench.systems import Grad, Op, torch_grad
 from gradmesh.types import I, P, R, Type, V
 
 __all__ = ["MODES", "Found", "Mode", "expected", "measured", "no_meaning"]
@@ -76,23 +76,19 @@ def no_meaning(case: Case, mode: Mode) -> str:
     return ""
 
 
-def measured(op: Op, case: Case, mode: Mode, rank: int, gradient: Gradient) -> Found:
+def measured(op: Op, case: Case, mode: Mode, rank: int, grad: Grad) -> Found:
     """Run a case on this rank of the group."""
     x, v = (_sample(case.src, case, mode, rank, tag) for tag in ("operand", "direction"))
+    weight, linear = _weights(case, mode)[rank], case.dst is P
     if mode.name == "unused output":
-        x.requires_grad_()
-
-        def partly_used() -> Tensor:
-            y = op(x.sin())
-            used = rank in _users(case, mode)
-            return _loss(y, case, mode, rank) if used else 0 * x.sum()
-
-        return {"gradient": [gradient(partly_used, x)]}
+        y = op(x.requires_grad_().sin())
+        loss = 0 * x.sum() if weight is None else _loss(y, weight, linear)
+        return {"gradient": list(grad(loss, [x], False))}
     batched = torch.func.vmap(op) if mode.name == "vmap" else op
 
     def program(x: Tensor) -> tuple[Tensor, Tensor]:
         y = batched(x.sin())
-        return _loss(y, case, mode, rank), y
+        return _loss(y, weight, linear), y
 
     if mode.name == "compile":
         torch._dynamo.reset()
@@ -102,29 +98,31 @@ def measured(op: Op, case: Case, mode: Mode, rank: int, gradient: Gradient) -> F
         loss, y = program(xs[0])
         return loss, [y]
 
-    return _derivatives(listed, [x], [v], mode)
+    return _derivatives(listed, [x], [v], mode, grad)
 
 
 def expected(case: Case, mode: Mode) -> Found:
     """Run a case densely: the same for all ranks at once, in this process."""
-    alike = case.src in (R, I)
-    holders = range(1 if alike else RANKS)
-    xs, vs = (
-        [_sample(case.src, case, mode, rank, tag) for rank in holders] for tag in ("operand", "direction")
-    )
+    xs, vs = (_samples(case, mode, tag) for tag in ("operand", "direction"))
+    weights = _weights(case, mode)
 
     def program(leaves: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        operands = [x.sin() for x in leaves] * (RANKS if alike else 1)
-        if mode.name == "vmap":
-            each = [case.dense([x[at] for x in operands], mode.layout) for at in range(BATCH)]
-            ys = [torch.stack([out[rank] for out in each]) for rank in range(RANKS)]
-        else:
-            ys = case.dense(operands, mode.layout)
-        counted = _users(case, mode)[:1] if case.dst is I else _users(case, mode)
-        return torch.stack([_loss(ys[rank], case, mode, rank) for rank in counted]).sum(), ys
+        ys = _dense([x.sin() for x in leaves], case, mode)
+        used = [rank for rank in range(RANKS) if weights[rank] is not None]
+        losses = [_loss(ys[rank], weights[rank], case.dst is P) for rank in used]
+        return torch.stack(losses[:1] if case.dst is I else losses).sum(), ys
 
-    found = _derivatives(program, xs, vs, mode)
+    found = _derivatives(program, xs, vs, mode, torch_grad)
     return {"gradient": found["gradient"]} if mode.name == "unused output" else found
+
+
+def _dense(operands: list[Tensor], case: Case, mode: Mode) -> list[Tensor]:
+    """All ranks' results; an operand that is the same on every rank is given once."""
+    operands = operands * (RANKS // len(operands))
+    if mode.name != "vmap":
+        return case.dense(operands, mode.layout)
+    each = [case.dense([x[at] for x in operands], mode.layout) for at in range(BATCH)]
+    return [torch.stack([out[rank] for out in each]) for rank in range(RANKS)]
 
 
 def _derivatives(
@@ -132,6 +130,7 @@ def _derivatives(
     xs: list[Tensor],
     vs: list[Tensor],
     mode: Mode,
+    grad: Grad,
 ) -> Found:
     if mode.name == "forward":
         with forward_ad.dual_level():
@@ -143,33 +142,36 @@ def _derivatives(
         x.requires_grad_()
     loss, ys = program(xs)
     again = mode.name == "second order"
-    grads = _grads(loss, xs, create_graph=again)
+    grads = grad(loss, xs, again)
     found = {"value": [y.detach().clone() for y in ys], "gradient": [g.detach() for g in grads]}
     if again:
         along = torch.stack([(g * v).sum() for g, v in zip(grads, vs, strict=True)]).sum()
-        found["second derivative"] = [g.detach() for g in _grads(along, xs)]
+        found["second derivative"] = [g.detach() for g in grad(along, xs, False)]
     return found
 
 
-def _grads(loss: Tensor, xs: list[Tensor], *, create_graph: bool = False) -> Sequence[Tensor]:
-    return torch.autograd.grad(
-        loss, xs, allow_unused=True, materialize_grads=True, create_graph=create_graph
-    )
+def _weights(case: Case, mode: Mode) -> list[Tensor | None]:
+    """The weights of each rank's objective; None on a rank that does not use its result."""
+    kind = I if case.dst in (I, P) else V
+    users = (RANKS - 1,) if mode.name == "unused output" else case.users
+    shapes = [tuple(y.shape) for y in _dense(_samples(case, mode, "operand"), case, mode)]
+    return [
+        _sample(kind, case, mode, rank, "weight", shape) if rank in users else None
+        for rank, shape in enumerate(shapes)
+    ]
 
 
-def _users(case: Case, mode: Mode) -> tuple[int, ...]:
-    """The ranks whose loss uses the result: a root whose result alone is defined, else in one mode not rank 0."""
-    return (RANKS - 1,) if mode.name == "unused output" else case.users
-
-
-def _loss(y: Tensor, case: Case, mode: Mode, rank: int) -> Tensor:
-    """This rank's objective; one whose result is not defined takes part with weight zero."""
-    if rank not in _users(case, mode):
+def _loss(y: Tensor, weight: Tensor | None, linear: bool) -> Tensor:
+    """A rank's objective; one that does not use its result takes part with weight zero."""
+    if weight is None or weight.shape != y.shape:  # a wrong shape is told when the values are compared
         return (0 * y * y).sum().real
-    kind = case.dst if case.dst in (R, I) else V
-    alike = I if case.dst in (I, P) else kind if kind is not R else V
-    w = _sample(alike, case, mode, rank, "weight", tuple(y.shape))
-    return (w * (y if case.dst is P else y * y)).sum().real
+    return (weight * (y if linear else y * y)).sum().real
+
+
+def _samples(case: Case, mode: Mode, tag: str) -> list[Tensor]:
+    """Every rank's sample, or the one that is the same on all."""
+    ranks = range(1 if case.src in (R, I) else RANKS)
+    return [_sample(case.src, case, mode, rank, tag) for rank in ranks]
 
 
 def _sample(

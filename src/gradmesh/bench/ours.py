@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from gradmesh import collectives as verbs
 from gradmesh.bench.cases import PAIRS
-from gradmesh.bench.systems import Make, Op, Setting, System
+from gradmesh.bench.systems import Grad, Make, Op, Setting, System, torch_grad
 from gradmesh.order import grad, ordered
 from gradmesh.types import I, P, R, V
 
@@ -54,10 +55,18 @@ def _scatter(at: Setting) -> Op:
     return lambda x: verbs.scatter(x, at.group, root=at.root, sizes=at.sizes)
 
 
-def _ordered(loss: Callable[[], Tensor], x: Tensor) -> Tensor:
-    with ordered():
-        (found,) = grad(loss(), x, allow_unused=True, materialize_grads=True)
-    return found
+def _ordered_grad(loss: Tensor, xs: Sequence[Tensor], create_graph: bool) -> Sequence[Tensor]:
+    return grad(loss, xs, allow_unused=True, materialize_grads=True, create_graph=create_graph)
+
+
+@contextmanager
+def _session(case: str, mode: str) -> Iterator[Grad]:
+    """The block that the docs ask for where a rank does not use the result."""
+    if mode == "unused output" or (case in ("reduce", "gather") and mode not in ("compile", "forward")):
+        with ordered():
+            yield _ordered_grad
+    else:
+        yield torch_grad
 
 
 _REDUCTIONS = ("mean", "max", "min", "prod", "logsumexp")
@@ -67,9 +76,9 @@ GRADMESH = System(
     name="gradmesh",
     where="gradmesh.bench.ours:GRADMESH",
     own=("gradmesh",),
-    assumed="Where a rank does not use the result, the call is inside `gm.ordered()`. "
-    "Uneven sizes are passed as `sizes=`.",
-    gradient=_ordered,
+    assumed="Where a rank does not use the result, the call is inside `gm.ordered()`; so are `reduce` and `gather`, "
+    "except in forward mode and under the compiler. Uneven sizes are passed as `sizes=`.",
+    session=_session,
     verbs={
         "all_gather(dst=R)": _sized(verbs.all_gather, dst=R),
         "all_gather(dst=I)": _sized(verbs.all_gather, dst=I),

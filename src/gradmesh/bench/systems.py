@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from gradmesh.bench.cases import RANKS, ROOT, SIZES, amounts
 
-__all__ = ["Gradient", "Make", "Op", "Setting", "System", "find"]
+__all__ = ["Grad", "Make", "Op", "Setting", "System", "find", "torch_grad"]
 
 Op = Callable[[Tensor], Tensor]
-Gradient = Callable[[Callable[[], Tensor], Tensor], Tensor]
+Grad = Callable[[Tensor, Sequence[Tensor], bool], Sequence[Tensor]]
+"""The gradients of a tensor with respect to others, with a graph or without."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +73,16 @@ class Setting:
 Make = Callable[[Setting], Op]
 
 
-def _gradient(loss: Callable[[], Tensor], x: Tensor) -> Tensor:
-    (grad,) = torch.autograd.grad(loss(), x, allow_unused=True, materialize_grads=True)
-    return grad
+def torch_grad(loss: Tensor, xs: Sequence[Tensor], create_graph: bool) -> Sequence[Tensor]:
+    """Plain autograd; zeros where a loss does not depend on an operand."""
+    return torch.autograd.grad(
+        loss, xs, allow_unused=True, materialize_grads=True, create_graph=create_graph
+    )
+
+
+@contextmanager
+def _plainly(_case: str, _mode: str) -> Iterator[Grad]:
+    yield torch_grad
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,7 @@ class System:
         own: the modules whose errors count as the system's own.
         assumed: what was taken for granted, for the docs.
         needs: a module without which it is left out, and the command that installs it.
-        gradient: how a gradient is asked for where not every rank uses the result.
+        session: what a program of that case and mode runs in, and how a gradient is asked for there.
     """
 
     name: str
@@ -96,7 +105,7 @@ class System:
     own: Sequence[str]
     assumed: str = ""
     needs: tuple[str, str] | None = None
-    gradient: Gradient = field(default=_gradient)
+    session: Callable[[str, str], AbstractContextManager[Grad]] = _plainly
 
 
 def find(where: str) -> System:

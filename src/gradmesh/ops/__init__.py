@@ -27,6 +27,7 @@ from gradmesh.ops.extremum import Extremum
 from gradmesh.ops.gather import Gather, Scatter
 from gradmesh.ops.halo import HaloExchange, HaloReturn
 from gradmesh.ops.mean import Mean
+from gradmesh.ops.pair import Receive, Send
 from gradmesh.ops.permute import Permute, Shift
 from gradmesh.ops.scan import Exscan, Scan
 from gradmesh.ops.shard import AllGatherInvariant, Pad, Shard, ShardReplicated
@@ -53,6 +54,7 @@ __all__ = [
     "Pad",
     "PartialFromVarying",
     "Permute",
+    "Receive",
     "Reduce",
     "ReduceScatter",
     "Replicate",
@@ -61,6 +63,7 @@ __all__ = [
     "Row",
     "Scan",
     "Scatter",
+    "Send",
     "Shard",
     "ShardReplicated",
     "Shift",

@@ -49,7 +49,7 @@ class Route(LinearOp):
         """The rank that this rank receives from."""
 
     @abc.abstractmethod
-    def turned(self) -> LinearOp:
+    def turned(self) -> Self:
         """The way back, for operands of one shape and the same precision."""
 
     def transfer(self, x: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class Permute(Route):
         """The partner in the pairs."""
         return next((source for source, target in self.pairs if target == rank), None)
 
-    def turned(self) -> Permute:
+    def turned(self) -> Self:
         """Every pair turned round."""
         return replace(self, pairs=tuple((target, source) for source, target in self.pairs))
 
@@ -139,6 +139,6 @@ class Shift(Route):
             return source % self.axis.size
         return source if 0 <= source < self.axis.size else None
 
-    def turned(self) -> Shift:
+    def turned(self) -> Self:
         """The shift back."""
         return replace(self, offset=-self.offset)

@@ -7,8 +7,12 @@ else on the data path.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,6 +23,7 @@ from gradmesh._torch import functional
 from gradmesh.axis import Axis
 from gradmesh.ops import opaque
 from gradmesh.ops.opaque import CARRIED, flat_memory, send_and_receive
+from gradmesh.world import rank_state
 
 __all__ = [
     "all_fold",
@@ -28,11 +33,14 @@ __all__ = [
     "broadcast",
     "counts",
     "exchange",
+    "fetch",
     "fresh",
     "pack",
+    "post",
     "reduce",
     "reduce_scatter",
     "relay",
+    "settle",
 ]
 
 # torch 2.13 renamed both; the old names only warn there.
@@ -216,3 +224,54 @@ def relay(x: Tensor, axis: Axis, to: int | None, source: int | None, shape: Sequ
         exchange(flat if to is not None else flat[:0], send, receive, axis)
         return None
     return exchange(flat if to is not None else flat[:0], send, receive, axis, shape)
+
+
+_TAG = 7103
+"""Keeps messages of `post` apart from those that users send on the same group."""
+
+_GREETING = 128
+"""Bytes that go ahead of a message between CPUs, to say what it is."""
+
+_OUTSTANDING = 256
+"""Messages that may be under way from a rank before a further one waits for the oldest."""
+
+
+def post(x: Tensor, axis: Axis, peer: int, greeting: str) -> None:
+    """Send a tensor to one rank and go on; it is copied, and kept until it has gone."""
+    state = rank_state()
+    if not hasattr(state, "posted"):
+        state.posted = deque()
+        atexit.register(_last_post, state.posted)
+    parts = [flat_memory(fresh(x))]
+    if x.device.type == "cpu":
+        parts.insert(0, torch.tensor(list(greeting.encode()[:_GREETING].ljust(_GREETING)), dtype=torch.uint8))
+    for part in parts:
+        state.posted.append((part, dist.isend(part, group_dst=peer, group=axis.group, tag=_TAG)))
+    settle(_OUTSTANDING)
+
+
+def settle(outstanding: int = 0) -> None:
+    """Wait until no more than so many posted messages are under way from this rank."""
+    posted: deque[tuple[Tensor, dist.Work]] = getattr(rank_state(), "posted", deque())
+    while len(posted) > outstanding:
+        _, oldest = posted.popleft()
+        oldest.wait()
+
+
+def _last_post(posted: deque[tuple[Tensor, dist.Work]]) -> None:
+    """Let messages go before the process does, if there is still a group to carry them."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        for _, work in posted:
+            work.wait(timedelta(seconds=30))
+
+
+def fetch(out: Tensor, axis: Axis, peer: int, greeting: str) -> str | None:
+    """Receive a tensor from one rank, in place; returns what came instead if it greets otherwise."""
+    if out.device.type == "cpu":
+        heard = torch.empty(_GREETING, dtype=torch.uint8)
+        dist.recv(heard, group_src=peer, group=axis.group, tag=_TAG)
+        said = bytes(heard.tolist()).rstrip()
+        if said != greeting.encode()[:_GREETING].rstrip():
+            return said.decode(errors="replace")
+    dist.recv(flat_memory(out), group_src=peer, group=axis.group, tag=_TAG)
+    return None

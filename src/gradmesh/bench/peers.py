@@ -1,0 +1,263 @@
+"""What else there is, as systems under measurement. Each is called as its own documentation says.
+
+`torch.distributed.nn.functional`, the functional collectives and DTensor are part of torch; private names of them are
+reached here alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from gradmesh.bench.systems import Make, Op, Setting, System
+
+__all__ = ["DTENSOR", "FUNCTIONAL", "NN", "PEERS", "SPMD_TYPES"]
+
+
+def _shape(x: Tensor, rows: int) -> tuple[int, ...]:
+    return (rows, *x.shape[1:])
+
+
+# torch.distributed.nn.functional
+
+
+def _nn(name: str) -> Any:
+    return getattr(importlib.import_module("torch.distributed.nn.functional"), name)
+
+
+def _nn_all_reduce(op: Any) -> Make:
+    return lambda at: lambda x: _nn("all_reduce")(x, op, at.group)
+
+
+def _nn_all_gather(at: Setting) -> Op:
+    return lambda x: torch.cat(_nn("all_gather")(x, at.group))
+
+
+def _nn_reduce_scatter(op: Any) -> Make:
+    def make(at: Setting) -> Op:
+        def call(x: Tensor) -> Tensor:
+            parts = list(x.split(at.sizes))
+            return _nn("reduce_scatter")(torch.empty_like(parts[at.rank]), parts, op, at.group)  # type: ignore[no-any-return]
+
+        return call
+
+    return make
+
+
+def _nn_all_to_all(at: Setting) -> Op:
+    def call(x: Tensor) -> Tensor:
+        out = x.new_empty(_shape(x, sum(at.receives)))
+        return _nn("all_to_all_single")(out, x, list(at.receives), list(at.sends), at.group)  # type: ignore[no-any-return]
+
+    return call
+
+
+def _nn_scatter(at: Setting) -> Op:
+    def call(x: Tensor) -> Tensor:
+        if at.rank == at.root:
+            parts = list(x.split(at.sizes))
+        else:
+            # Parts that depend on the operand, as a rank without any gradient would not take part in backward.
+            parts = [0 * x.sum() + x.new_zeros(_shape(x, n)) for n in at.sizes]
+        return _nn("scatter")(parts, at.global_root, at.group)  # type: ignore[no-any-return]
+
+    return call
+
+
+_OPS = {
+    "mean": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+
+NN = System(
+    name="torch.distributed.nn.functional",
+    where="gradmesh.bench.peers:NN",
+    own=("torch.distributed",),
+    assumed="Its gradients sum over the ranks, so that its results are judged as R. Roots are global ranks, as in "
+    "`torch.distributed`. A rank that is not the root scatters zeros that depend on its operand.",
+    verbs={
+        "all_gather(dst=R)": _nn_all_gather,
+        "reduce_scatter": _nn_reduce_scatter(dist.ReduceOp.SUM),
+        "reduce_scatter(op='mean')": _nn_reduce_scatter(dist.ReduceOp.AVG),
+        "all_reduce(dst=R)": _nn_all_reduce(dist.ReduceOp.SUM),
+        **{f"all_reduce(op='{name}', dst=R)": _nn_all_reduce(op) for name, op in _OPS.items()},
+        "all_to_all": _nn_all_to_all,
+        "broadcast(dst=R)": lambda at: lambda x: _nn("broadcast")(x, at.global_root, at.group),
+        "reduce": lambda at: lambda x: _nn("reduce")(x, at.global_root, group=at.group),
+        "gather": lambda at: lambda x: torch.cat(_nn("gather")(x, at.global_root, at.group)),
+        "scatter": _nn_scatter,
+    },
+)
+
+# Functional collectives
+
+
+def _funcol(*names: str) -> Any:
+    """The first of these names that this torch has."""
+    module = importlib.import_module("torch.distributed._functional_collectives")
+    return next(getattr(module, name) for name in names if hasattr(module, name))
+
+
+def _funcol_all_reduce(op: str) -> Make:
+    return lambda at: lambda x: _funcol("all_reduce")(x, op, at.group)
+
+
+def _funcol_all_gather(at: Setting) -> Op:
+    gather = _funcol("all_gather_single_autograd", "all_gather_tensor_autograd")
+    return lambda x: gather(x, 0, at.group)  # type: ignore[no-any-return]
+
+
+def _funcol_reduce_scatter(op: str) -> Make:
+    def make(at: Setting) -> Op:
+        scatter = _funcol("reduce_scatter_single_autograd", "reduce_scatter_tensor_autograd")
+        return lambda x: scatter(x, op, 0, at.group)  # type: ignore[no-any-return]
+
+    return make
+
+
+def _funcol_all_to_all(at: Setting) -> Op:
+    send, receive = list(at.sends), list(at.receives)
+    return lambda x: _funcol("all_to_all_single_autograd")(x, receive, send, at.group)  # type: ignore[no-any-return]
+
+
+def _funcol_shift(at: Setting) -> Op:
+    targets = [(rank + 1) % at.size for rank in range(at.size)]
+    # The elements are counted along dim 0.
+    return lambda x: _funcol("permute_tensor")(x.reshape(-1), targets, at.group).view(x.shape)  # type: ignore[no-any-return]
+
+
+FUNCTIONAL = System(
+    name="functional collectives",
+    where="gradmesh.bench.peers:FUNCTIONAL",
+    own=("torch.distributed",),
+    assumed="`torch.distributed._functional_collectives`, the `_autograd` forms where there are any. Their gradients "
+    "sum over the ranks, so that results are judged as R. They know no uneven sizes but in all_to_all. "
+    "The root is a rank of the group. "
+    "`permute_tensor` gets a flat tensor.",
+    verbs={
+        "all_gather(dst=R)": _funcol_all_gather,
+        "reduce_scatter": _funcol_reduce_scatter("sum"),
+        "reduce_scatter(op='mean')": _funcol_reduce_scatter("avg"),
+        "all_reduce(dst=R)": _funcol_all_reduce("sum"),
+        "all_reduce(op='mean', dst=R)": _funcol_all_reduce("avg"),
+        "all_reduce(op='max', dst=R)": _funcol_all_reduce("max"),
+        "all_reduce(op='min', dst=R)": _funcol_all_reduce("min"),
+        "all_reduce(op='prod', dst=R)": _funcol_all_reduce("product"),
+        "all_to_all": _funcol_all_to_all,
+        "broadcast(dst=R)": lambda at: lambda x: _funcol("broadcast")(x, at.root, at.group),
+        "shift": _funcol_shift,
+    },
+)
+
+# DTensor
+
+
+def _dtensor(
+    source: Placement, target: Placement, grad: Placement | None = None, source_grad: Placement | None = None
+) -> Make:
+    """`from_local`, `redistribute`, `to_local`, and what is said about the gradients at both ends."""
+
+    def make(at: Setting) -> Op:
+        mesh = DeviceMesh.from_group(at.group, "cpu")
+        out = None if grad is None else [grad]
+        into: dict[str, Any] = {} if source_grad is None else {"grad_placements": [source_grad]}
+
+        def call(x: Tensor) -> Tensor:
+            extra = dict(into)
+            if isinstance(source, Shard) and not at.even:
+                whole = torch.Size(_shape(x, sum(at.sizes)))
+                extra |= {"shape": whole, "stride": (x.shape[1], 1)}
+            held = DTensor.from_local(x, mesh, [source], run_check=False, **extra)
+            local: Tensor = held.redistribute(mesh, [target]).to_local(grad_placements=out)
+            return local
+
+        return call
+
+    return make
+
+
+DTENSOR = System(
+    name="DTensor",
+    where="gradmesh.bench.peers:DTENSOR",
+    own=("torch.distributed",),
+    assumed="`from_local`, `redistribute`, `to_local` over a 1-D mesh: Replicate with `grad_placements=[Partial()]` "
+    "is R, without it is I. Uneven shards are told by `shape=` and `stride=`.",
+    verbs={
+        "all_gather(dst=R)": _dtensor(Shard(0), Replicate(), Partial()),
+        "all_gather(dst=I)": _dtensor(Shard(0), Replicate()),
+        "reduce_scatter": _dtensor(Partial(), Shard(0)),
+        "reduce_scatter(op='mean')": _dtensor(Partial("avg"), Shard(0)),
+        "all_reduce(dst=R)": _dtensor(Partial(), Replicate(), Partial()),
+        "all_reduce(dst=I)": _dtensor(Partial(), Replicate()),
+        "all_reduce(op='mean', dst=R)": _dtensor(Partial("avg"), Replicate(), Partial()),
+        "all_reduce(op='max', dst=R)": _dtensor(Partial("max"), Replicate(), Partial()),
+        "all_reduce(op='min', dst=R)": _dtensor(Partial("min"), Replicate(), Partial()),
+        "all_reduce(op='prod', dst=R)": _dtensor(Partial("product"), Replicate(), Partial()),
+        "replicate": _dtensor(Replicate(), Replicate(), Partial()),
+        "shard(src=I)": _dtensor(Replicate(), Shard(0)),
+        "shard(src=R)": _dtensor(Replicate(), Shard(0), source_grad=Partial()),
+        "convert(src=R, dst=P)": _dtensor(Replicate(), Partial(), Replicate(), Partial()),
+        "all_to_all(split_dim=1)": _dtensor(Shard(0), Shard(1)),
+    },
+)
+
+# spmd_types
+
+
+def _spmd(name: str, src: str, dst: str, sized: Callable[[Setting], dict[str, Any]] | None = None) -> Make:
+    """A function of spmd_types between two types; "S0" is a shard of dim 0."""
+
+    def make(at: Setting) -> Op:
+        spmd = importlib.import_module("spmd_types")
+        kinds = {letter: getattr(spmd, letter) for letter in "VRIP"} | {"S0": spmd.S(0), "S1": spmd.S(1)}
+        extra = {} if sized is None or at.even else sized(at)
+        verb = getattr(spmd, name)
+        return lambda x: verb(x, at.group, src=kinds[src], dst=kinds[dst], **extra)  # type: ignore[no-any-return]
+
+    return make
+
+
+def _split_sizes(at: Setting) -> dict[str, Any]:
+    return {"split_sizes": list(at.sizes)}
+
+
+def _spmd_splits(at: Setting) -> dict[str, Any]:
+    return {"output_split_sizes": list(at.receives), "input_split_sizes": list(at.sends)}
+
+
+SPMD_TYPES = System(
+    name="spmd_types",
+    where="gradmesh.bench.peers:SPMD_TYPES",
+    own=("spmd_types",),
+    needs=("spmd_types", "pip install 'gradmesh[peers]'"),
+    assumed="The types are those of gradmesh, and are passed as `src=` and `dst=` (a shard as `S(0)`), with the type "
+    "checker off. Uneven sizes are passed where a function takes them.",
+    verbs={
+        "all_gather(dst=R)": _spmd("all_gather", "S0", "R", _split_sizes),
+        "all_gather(dst=I)": _spmd("all_gather", "S0", "I", _split_sizes),
+        "reduce_scatter": _spmd("reduce_scatter", "P", "S0", _split_sizes),
+        "all_reduce(dst=R)": _spmd("all_reduce", "P", "R"),
+        "all_reduce(dst=I)": _spmd("all_reduce", "P", "I"),
+        "replicate": _spmd("convert", "I", "R"),
+        "shard(src=I)": _spmd("shard", "I", "S0"),
+        "shard(src=R)": _spmd("shard", "R", "S0"),
+        "convert(src=R, dst=P)": _spmd("convert", "R", "P"),
+        "convert(src=R, dst=I)": _spmd("convert", "R", "I"),
+        "convert(src=I, dst=P)": _spmd("convert", "I", "P"),
+        "convert(src=V, dst=P)": _spmd("reinterpret", "V", "P"),
+        "convert(src=R, dst=V)": _spmd("reinterpret", "R", "V"),
+        "all_to_all": _spmd("all_to_all", "S0", "S0", _spmd_splits),
+        "all_to_all(split_dim=1)": _spmd("all_to_all", "S0", "S1"),
+    },
+)
+
+PEERS = (NN, FUNCTIONAL, DTENSOR, SPMD_TYPES)

@@ -1,0 +1,103 @@
+"""A message between two ranks, which only these two call: send, and its adjoint receive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradmesh.errors import ArgumentError, MismatchError
+from gradmesh.ops import wire
+from gradmesh.ops.base import LinearOp
+from gradmesh.types import V
+
+__all__ = ["Receive", "Send"]
+
+
+@dataclass(frozen=True)
+class _Pair(LinearOp):
+    """One end of a message.
+
+    Attributes:
+        peer: the rank at the other end.
+        shape: the shape of the message.
+    """
+
+    peer: int
+    shape: tuple[int, ...]
+
+    src, dst = V, V
+    # The two ends greet each other; the other ranks of the axis are not there to be asked.
+    sends = False
+
+    def batched(self) -> LinearOp:
+        """Refused: the other end would have to be mapped alike."""
+        self.fail(
+            "a message between two ranks cannot be mapped",
+            expected="a call outside of torch.func.vmap",
+            got="a call inside of it",
+            remedy="use gradmesh.permute, which all ranks call",
+            kind=ArgumentError,
+        )
+
+    def greeting(self, x: Tensor) -> str:
+        """What both ends have to say alike."""
+        return f"{str(x.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+class Send(_Pair):
+    """V -> V: a tensor to one rank; an empty one is left, which carries the gradient's way back."""
+
+    verb = "send"
+
+    def transfer(self, x: Tensor) -> Tensor:
+        """Hand the message over, without waiting for the other end to take it."""
+        if tuple(x.shape) != self.shape:
+            self.fail(
+                "the message is of another shape",
+                expected=f"shape {self.shape}",
+                got=f"shape {tuple(x.shape)}",
+                remedy="send what the other rank receives",
+            )
+        wire.post(x, self.axis, self.peer, self.greeting(x))
+        return x.new_empty(0)
+
+    def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:  # noqa: ARG002 - one shape alone is possible
+        """Nothing."""
+        return (0,)
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """Receive the gradient."""
+        return Receive(self.axis, self.peer, self.shape, **self.swapped)
+
+
+class Receive(_Pair):
+    """V -> V: a tensor from one rank, in place of an empty one."""
+
+    verb = "recv"
+
+    def transfer(self, x: Tensor) -> Tensor:
+        """Wait for the message."""
+        out = torch.empty(self.shape, dtype=x.dtype, device=x.device)
+        heard = wire.fetch(out, self.axis, self.peer, self.greeting(x))
+        if heard is not None:
+            self.fail(
+                "the message is not the one expected",
+                expected=f"{self.greeting(x)} from rank {self.peer}",
+                got=heard,
+                remedy="call send and recv in the same order on both ranks, with the same shape and dtype",
+                kind=MismatchError,
+            )
+        return out
+
+    def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:  # noqa: ARG002 - one shape alone is possible
+        """The message's shape."""
+        return self.shape
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """Send the gradient."""
+        return Send(self.axis, self.peer, self.shape, **self.swapped)
