@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+import torch.distributed.autograd
 from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -23,6 +23,7 @@ import gradmesh as gm
 pytestmark = pytest.mark.processes
 Processes = Callable[[int], Callable[..., list[Any]]]
 SIZE, ROWS = 2, 6
+dist_autograd: Any = torch.distributed.autograd
 
 
 def close(got: Tensor, want: Tensor) -> None:
@@ -339,10 +340,9 @@ def into_dtensor(name: str) -> tuple[bool, Tensor, Tensor, Tensor]:
     x = weights(gm.axis().rank, (2, 3)).requires_grad_()
     y = BACK[name][0](x)
     there = DTensor.from_local(y, mesh, [BACK[name][1]])
-    loss = (
-        (there**3).sum().full_tensor() if name != "P" else (there.redistribute(mesh, [Shard(0)]) ** 3).sum()
-    )
-    loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+    loss = (there**3).sum()
+    assert isinstance(loss, DTensor)
+    loss = loss.full_tensor()
     loss.backward()
     assert x.grad is not None
     return storage(there._local_tensor) == storage(y), there.full_tensor().detach(), x.grad, loss.detach()
@@ -392,7 +392,8 @@ def test_a_dtensor_itself_is_refused_with_the_way_out(processes: Processes) -> N
 def pending() -> tuple[list[float], list[float]]:
     """A result of torch's functional collectives that nobody has waited for."""
     mesh = gm.mesh(tp=-1)
-    x = distribute_tensor(whole(), mesh, [Shard(0)]).requires_grad_()
+    x = distribute_tensor(whole(), mesh, [Shard(0)])
+    x.requires_grad_()
     local = x.redistribute(mesh, [Replicate()], async_op=True).to_local(grad_placements=[Partial()])
     assert isinstance(local, AsyncCollectiveTensor)
     y = gm.all_gather(local.view(-1))
@@ -439,12 +440,12 @@ def in_distributed_autograd(path: str) -> tuple[Tensor, Tensor] | str:
             stack.enter_context(rpc_world(path))
         except RuntimeError as error:
             return str(error)
-        with dist.autograd.context() as context:
+        with dist_autograd.context() as context:
             y = gm.all_gather(x)
             z = rpc.rpc_sync(f"rank{1 - rank}", remote_layer, (y, w))
             loss = (1 + rank) * (gm.reduce_scatter(gm.convert(z, src=gm.V, dst=gm.P)) ** 2).sum()
-            dist.autograd.backward(context, [loss])
-            found = dist.autograd.get_gradients(context)
+            dist_autograd.backward(context, [loss])
+            found = dist_autograd.get_gradients(context)
             result = found[x].clone(), found[w].clone()
     assert x.grad is None
     return result

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import doctest
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -257,6 +259,18 @@ def test_what_cannot_come_back_by_pickle_is_said(pool: Ranks) -> None:
 def test_a_call_that_cannot_be_pickled_is_said() -> None:
     with pytest.raises(ArgumentError, match="cannot be pickled for another process"):
         _shipping.dumps((my_rank_plus, (threading.Lock(),)))
+
+
+def uses_modules_of_a_special_kind() -> tuple[bool, str]:
+    from gradmesh import ops
+
+    return torch.ops is not None, ops.__name__
+
+
+def test_a_function_that_names_torch_and_ops_goes_by_value() -> None:
+    """cloudpickle takes torch.ops along then, which is a module that it does not know how to pickle."""
+    local = types.FunctionType(uses_modules_of_a_special_kind.__code__, {"torch": torch}, "local")
+    assert pickle.loads(_shipping.dumps(local))() == (True, "gradmesh.ops")
 
 
 def test_without_cloudpickle_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.machinery
 import io
 import pickle
@@ -81,6 +82,9 @@ def _by_value(obj: object, reason: Exception) -> bytes:
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, part: object) -> object:
+            if isinstance(part, types.ModuleType) and type(part) is not types.ModuleType:
+                # Such as torch.ops, which cloudpickle finds for any function that says both "torch" and "ops".
+                return importlib.import_module, (part.__name__,)
             # Modules that are loaded but could not be found again, such as pytest's test modules.
             name = part.__name__ if type(part) is types.ModuleType else getattr(part, "__module__", None)
             if isinstance(part, type | types.FunctionType | types.ModuleType) and name != "__main__":

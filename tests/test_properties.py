@@ -1,0 +1,170 @@
+"""The laws on ops that are drawn: kind, number of ranks, sizes, dimension, roots, pairs, precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import gradmesh as gm
+from gradmesh import ops
+from gradmesh.ops import LinearOp
+from tests import contract
+
+Threads = Callable[[int], Callable[..., list[Any]]]
+Build = Callable[[gm.Axis], tuple[LinearOp, Sequence[int]]]
+"""From an axis to an op and the shape of this rank's operand."""
+
+PARTS = (ops.AllGather, ops.AllGatherInvariant, ops.Pad)
+WHOLES = (ops.ReduceScatter, ops.Shard, ops.ShardReplicated)
+ALIKE = (ops.AllReduce, ops.AllReduceInvariant, ops.Replicate, ops.Scan, ops.Exscan, ops.ReplicatedToPartial)
+ROOTED = (ops.Broadcast, ops.BroadcastInvariant, ops.KeepAtRoot, ops.Reduce)
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> tuple[int, str, Build]:
+    """A number of ranks, a text that says what was drawn, and the op."""
+    world = draw(st.integers(1, 4))
+    rest = draw(st.lists(st.integers(0, 3), max_size=2))
+    dim = draw(st.integers(0, len(rest)))
+    sizes = tuple(draw(st.lists(st.integers(0, 3), min_size=world, max_size=world)))
+    even = draw(st.booleans())
+    n = draw(st.integers(0, 3))
+
+    def shape(size: int) -> tuple[int, ...]:
+        return (*rest[:dim], size, *rest[dim:])
+
+    kind = draw(
+        st.sampled_from(["parts", "wholes", "alike", "rooted", "gather", "exchange", "route", "halo"])
+    )
+    name, build = kind, None
+    if kind == "parts":
+        part = draw(st.sampled_from(PARTS))
+        name = part.__name__
+        build = lambda a: (  # noqa: E731
+            part(a, dim, None if even else sizes),
+            shape(n if even else sizes[a.rank]),
+        )
+    elif kind == "wholes":
+        whole = draw(st.sampled_from(WHOLES))
+        name = whole.__name__
+        build = lambda a: (  # noqa: E731
+            whole(a, dim, None if even else sizes),
+            shape(n * world if even else sum(sizes)),
+        )
+    elif kind == "alike":
+        alike = draw(st.sampled_from(ALIKE))
+        name = alike.__name__
+        build = lambda a: (alike(a), shape(n))  # noqa: E731
+    elif kind == "rooted":
+        rooted, root = draw(st.sampled_from(ROOTED)), draw(st.integers(0, world - 1))
+        name = rooted.__name__
+        build = lambda a: (rooted(a, root), shape(n))  # noqa: E731
+    elif kind == "gather":
+        root, back = draw(st.integers(0, world - 1)), draw(st.booleans())
+
+        def build(a: gm.Axis) -> tuple[LinearOp, Sequence[int]]:
+            op: LinearOp = ops.Gather(a, dim, root, sizes)
+            return (op.adjoint, op.out_shape(shape(sizes[a.rank]))) if back else (op, shape(sizes[a.rank]))
+    elif kind == "exchange":
+        amounts = draw(st.lists(st.tuples(*[st.integers(0, 2)] * world), min_size=world, max_size=world))
+        build = lambda a: (  # noqa: E731
+            ops.AllToAll(a, dim, dim, amounts[a.rank], tuple(row[a.rank] for row in amounts)),
+            shape(sum(amounts[a.rank])),
+        )
+    elif kind == "route":
+        targets = draw(st.permutations(range(world)))
+        pairs = tuple(enumerate(targets))[: draw(st.integers(0, world))]
+
+        def build(a: gm.Axis) -> tuple[LinearOp, Sequence[int]]:
+            op = ops.Permute(a, pairs=pairs)
+            return (op, shape(n)) if even else (op.along(dim, sizes), shape(sizes[a.rank]))
+    else:
+        left, right = draw(st.integers(0, 5)), draw(st.integers(0, 5))
+        wrap, back = draw(st.booleans()), draw(st.booleans())
+
+        def build(a: gm.Axis) -> tuple[LinearOp, Sequence[int]]:
+            op: LinearOp = ops.HaloExchange(a, dim, left, right, wrap, sizes)
+            return (op.adjoint, op.out_shape(shape(sizes[a.rank]))) if back else (op, shape(sizes[a.rank]))
+
+    if draw(st.integers(0, 3)) == 0:
+        plain = build
+        build = lambda a: (ops.Mean(plain(a)[0]), plain(a)[1])  # noqa: E731
+        name = f"mean of {name}"
+    return world, f"{name}, dim {dim} of {shape(n)}, {'even' if even else sizes}", build
+
+
+def put_to(law: contract.Check, build: Build) -> None:
+    law(*build(gm.axis()))
+
+
+def sweep(examples: int) -> Any:
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
+
+@sweep(200)
+@given(drawn(), st.sampled_from(contract.LAWS))
+def test_any_op_keeps_any_law(threads: Threads, case: tuple[int, str, Build], law: contract.Check) -> None:
+    world, _, build = case
+    threads(world)(put_to, law, build)
+
+
+@pytest.mark.slow
+@sweep(3000)
+@given(drawn(), st.sampled_from(contract.LAWS))
+def test_any_op_keeps_any_law_at_length(
+    threads: Threads, case: tuple[int, str, Build], law: contract.Check
+) -> None:
+    world, _, build = case
+    threads(world)(put_to, law, build)
+
+
+def in_two_precisions(build: Build, there: torch.dtype, back: torch.dtype) -> None:
+    """The op in a precision is the op on rounded operands, its result in the operand's dtype; so is its adjoint."""
+    op, shape = build(gm.axis())
+    if isinstance(op, ops.Mean):
+        op = op.op
+    op = replace(op, comm_dtype=there, backward_dtype=back)
+    x = contract.laws.sample(op.src, shape, torch.float64, op.axis)
+    for tried, sent in ((op, there), (op.adjoint, back)):
+        plain = replace(tried, comm_dtype=None, backward_dtype=None)
+        x = contract.laws.sample(tried.src, shape, torch.float64, op.axis)
+        y = tried.apply(x)
+        assert y.dtype is torch.float64
+        assert torch.equal(y, plain.apply(x.to(sent)).double())
+        shape = y.shape
+
+
+@sweep(100)
+@given(
+    drawn(),
+    st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    st.sampled_from([torch.bfloat16, torch.float32]),
+)
+def test_any_op_rounds_what_travels_and_nothing_else(
+    threads: Threads, case: tuple[int, str, Build], there: torch.dtype, back: torch.dtype
+) -> None:
+    world, _, build = case
+    threads(world)(in_two_precisions, build, there, back)
+
+
+@sweep(100)
+@given(drawn())
+def test_any_op_gives_the_same_bits_again(threads: Threads, case: tuple[int, str, Build]) -> None:
+    def twice() -> None:
+        op, shape = build(gm.axis())
+        x = contract.laws.sample(op.src, shape, torch.float32, op.axis)
+        assert torch.equal(op.apply(x), op.apply(x))
+
+    world, _, build = case
+    threads(world)(twice)

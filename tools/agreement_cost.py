@@ -1,0 +1,61 @@
+"""Print what the check that the ranks' calls fit together costs on Gloo: all_gather with and without it.
+
+Both run in turn on two processes of this machine, and a row is the median over the rounds of the slower rank.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+import gradmesh as gm
+from gradmesh import ops
+
+SIZES = (1, 1 << 10, 1 << 17, 1 << 20, 1 << 23)
+"""Elements of float32 on each rank."""
+
+
+def measure(rounds: int) -> list[tuple[float, float]]:
+    """Median seconds of the verb, and of its op without the check, for each size."""
+    axis = gm.axis()
+    rows = []
+    for size in SIZES:
+        x = torch.ones(size)
+        op = ops.AllGather(axis, 0)
+        checked: list[float] = []
+        bare: list[float] = []
+        for turn in range(rounds + 2):
+            for seconds, run in (
+                (checked, lambda x=x: gm.all_gather(x, axis)),
+                (bare, lambda x=x: op.apply(x)),
+            ):
+                dist.barrier()
+                begin = time.perf_counter()
+                run()
+                if turn >= 2:
+                    seconds.append(time.perf_counter() - begin)
+        rows.append((statistics.median(checked), statistics.median(bare)))
+    return rows
+
+
+def main() -> None:
+    """Print the table."""
+    results = gm.launch(measure, 2, backend="gloo", args=(40,))
+    print(
+        f"torch {torch.__version__.split('+')[0]}, {platform.machine()}, {os.cpu_count()} cores, 2 Gloo processes\n"
+    )
+    print("| bytes a rank | without the check | with it | ratio |")
+    print("|---|---|---|---|")
+    for at, size in enumerate(SIZES):
+        checked = max(rank[at][0] for rank in results)
+        bare = max(rank[at][1] for rank in results)
+        print(f"| {4 * size:,} | {bare * 1e3:.2f} ms | {checked * 1e3:.2f} ms | {checked / bare:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
