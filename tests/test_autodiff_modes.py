@@ -112,7 +112,7 @@ def test_jacobian_transforms_give_the_sum_over_ranks_of_the_blocks(threads: Thre
 
     def on_each_rank() -> tuple[Tensor, Tensor, Tensor]:
         x, w = own_data()
-        weighted = lambda x: gm.all_gather(x**2) * w  # noqa: E731
+        weighted = lambda x: gm.all_gather(x**2) * w
         return (
             torch.func.jacrev(weighted)(x),
             torch.func.jacfwd(weighted)(x),

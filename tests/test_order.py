@@ -32,7 +32,7 @@ def terms(x: Tensor) -> list[Tensor]:
 
 def dense_terms(xs: Tensor, rows: int, columns: int) -> list[list[Tensor]]:
     """The same for all ranks, on one process."""
-    at = lambda r, c: (r % rows) * columns + c  # noqa: E731
+    at = lambda r, c: (r % rows) * columns + c
     spots = [(r, c) for r in range(rows) for c in range(columns)]
     a = [torch.cat([xs[at(r, k)].sin() for k in range(columns)]) for r, c in spots]
     b = [a[at(r - 1, c)] ** 2 for r, c in spots]
@@ -245,7 +245,7 @@ def test_a_kept_graph_keeps_its_chain(threads: Threads) -> None:
 def test_a_checkpoint_saves_alike_inside_the_block_and_outside(opened: str, threads: Threads) -> None:
     def on_each_rank() -> Tensor | None:
         x = data(gm.axis().rank)
-        run = lambda: checkpoint(lambda t: gm.all_gather(t.sin()) ** 2, x, use_reentrant=False)  # noqa: E731
+        run = lambda: checkpoint(lambda t: gm.all_gather(t.sin()) ** 2, x, use_reentrant=False)
         factor = 1 + gm.axis().rank
         if opened == "around the backward":
             y = run()
@@ -412,7 +412,7 @@ def test_an_exception_in_the_block_comes_through_as_it_is(threads: Threads) -> N
 def test_torch_func_derivatives_inside_are_refused(transform: str, threads: Threads) -> None:
     def on_each_rank() -> None:
         x = data(gm.axis().rank).detach()
-        f = lambda x: gm.all_gather(x).sum()  # noqa: E731
+        f = lambda x: gm.all_gather(x).sum()
         run: dict[str, Callable[[], object]] = {
             "grad": lambda: torch.func.grad(f)(x),
             "jvp": lambda: torch.func.jvp(f, (x,), (x,)),

@@ -14,16 +14,33 @@ from hypothesis import strategies as st
 import gradmesh as gm
 from gradmesh import ops
 from gradmesh.ops import LinearOp
+from gradmesh.verify import laws
 from tests import contract
 
 Threads = Callable[[int], Callable[..., list[Any]]]
 Build = Callable[[gm.Axis], tuple[LinearOp, Sequence[int]]]
 """From an axis to an op and the shape of this rank's operand."""
 
-PARTS = (ops.AllGather, ops.AllGatherInvariant, ops.Pad)
-WHOLES = (ops.ReduceScatter, ops.Shard, ops.ShardReplicated)
-ALIKE = (ops.AllReduce, ops.AllReduceInvariant, ops.Replicate, ops.Scan, ops.Exscan, ops.ReplicatedToPartial)
-ROOTED = (ops.Broadcast, ops.BroadcastInvariant, ops.KeepAtRoot, ops.Reduce)
+PARTS: tuple[Callable[..., LinearOp], ...] = (ops.AllGather, ops.AllGatherInvariant, ops.Pad)
+WHOLES: tuple[Callable[..., LinearOp], ...] = (ops.ReduceScatter, ops.Shard, ops.ShardReplicated)
+ALIKE: tuple[Callable[..., LinearOp], ...] = (
+    ops.AllReduce,
+    ops.AllReduceInvariant,
+    ops.Replicate,
+    ops.Scan,
+    ops.Exscan,
+    ops.ReplicatedToPartial,
+)
+ROOTED: tuple[Callable[[gm.Axis, int], LinearOp], ...] = (
+    ops.Broadcast,
+    ops.BroadcastInvariant,
+    ops.KeepAtRoot,
+    ops.Reduce,
+)
+
+
+def there_or_back(op: LinearOp, shape: Sequence[int], back: bool) -> tuple[LinearOp, Sequence[int]]:
+    return (op.adjoint, op.out_shape(shape)) if back else (op, shape)
 
 
 @st.composite
@@ -42,38 +59,33 @@ def drawn(draw: st.DrawFn) -> tuple[int, str, Build]:
     kind = draw(
         st.sampled_from(["parts", "wholes", "alike", "rooted", "gather", "exchange", "route", "halo"])
     )
-    name, build = kind, None
+    name = kind
+    build: Build
     if kind == "parts":
         part = draw(st.sampled_from(PARTS))
-        name = part.__name__
-        build = lambda a: (  # noqa: E731
+        build = lambda a: (
             part(a, dim, None if even else sizes),
             shape(n if even else sizes[a.rank]),
         )
     elif kind == "wholes":
         whole = draw(st.sampled_from(WHOLES))
-        name = whole.__name__
-        build = lambda a: (  # noqa: E731
+        build = lambda a: (
             whole(a, dim, None if even else sizes),
             shape(n * world if even else sum(sizes)),
         )
     elif kind == "alike":
         alike = draw(st.sampled_from(ALIKE))
-        name = alike.__name__
-        build = lambda a: (alike(a), shape(n))  # noqa: E731
+        build = lambda a: (alike(a), shape(n))
     elif kind == "rooted":
         rooted, root = draw(st.sampled_from(ROOTED)), draw(st.integers(0, world - 1))
-        name = rooted.__name__
-        build = lambda a: (rooted(a, root), shape(n))  # noqa: E731
+        build = lambda a: (rooted(a, root), shape(n))
     elif kind == "gather":
         root, back = draw(st.integers(0, world - 1)), draw(st.booleans())
 
-        def build(a: gm.Axis) -> tuple[LinearOp, Sequence[int]]:
-            op: LinearOp = ops.Gather(a, dim, root, sizes)
-            return (op.adjoint, op.out_shape(shape(sizes[a.rank]))) if back else (op, shape(sizes[a.rank]))
+        build = lambda a: there_or_back(ops.Gather(a, dim, root, sizes), shape(sizes[a.rank]), back)
     elif kind == "exchange":
         amounts = draw(st.lists(st.tuples(*[st.integers(0, 2)] * world), min_size=world, max_size=world))
-        build = lambda a: (  # noqa: E731
+        build = lambda a: (
             ops.AllToAll(a, dim, dim, amounts[a.rank], tuple(row[a.rank] for row in amounts)),
             shape(sum(amounts[a.rank])),
         )
@@ -81,20 +93,22 @@ def drawn(draw: st.DrawFn) -> tuple[int, str, Build]:
         targets = draw(st.permutations(range(world)))
         pairs = tuple(enumerate(targets))[: draw(st.integers(0, world))]
 
-        def build(a: gm.Axis) -> tuple[LinearOp, Sequence[int]]:
-            op = ops.Permute(a, pairs=pairs)
-            return (op, shape(n)) if even else (op.along(dim, sizes), shape(sizes[a.rank]))
+        build = lambda a: (
+            (ops.Permute(a, pairs=pairs), shape(n))
+            if even
+            else (ops.Permute(a, pairs=pairs).along(dim, sizes), shape(sizes[a.rank]))
+        )
     else:
         left, right = draw(st.integers(0, 5)), draw(st.integers(0, 5))
         wrap, back = draw(st.booleans()), draw(st.booleans())
 
-        def build(a: gm.Axis) -> tuple[LinearOp, Sequence[int]]:
-            op: LinearOp = ops.HaloExchange(a, dim, left, right, wrap, sizes)
-            return (op.adjoint, op.out_shape(shape(sizes[a.rank]))) if back else (op, shape(sizes[a.rank]))
+        build = lambda a: there_or_back(
+            ops.HaloExchange(a, dim, left, right, wrap, sizes), shape(sizes[a.rank]), back
+        )
 
     if draw(st.integers(0, 3)) == 0:
         plain = build
-        build = lambda a: (ops.Mean(plain(a)[0]), plain(a)[1])  # noqa: E731
+        build = lambda a: (ops.Mean(plain(a)[0]), plain(a)[1])
         name = f"mean of {name}"
     return world, f"{name}, dim {dim} of {shape(n)}, {'even' if even else sizes}", build
 
@@ -103,7 +117,7 @@ def put_to(law: contract.Check, build: Build) -> None:
     law(*build(gm.axis()))
 
 
-def sweep(examples: int) -> Any:
+def sweep(examples: int) -> settings:
     return settings(
         max_examples=examples,
         deadline=None,
@@ -135,10 +149,10 @@ def in_two_precisions(build: Build, there: torch.dtype, back: torch.dtype) -> No
     if isinstance(op, ops.Mean):
         op = op.op
     op = replace(op, comm_dtype=there, backward_dtype=back)
-    x = contract.laws.sample(op.src, shape, torch.float64, op.axis)
+    x = laws.sample(op.src, shape, torch.float64, op.axis)
     for tried, sent in ((op, there), (op.adjoint, back)):
         plain = replace(tried, comm_dtype=None, backward_dtype=None)
-        x = contract.laws.sample(tried.src, shape, torch.float64, op.axis)
+        x = laws.sample(tried.src, shape, torch.float64, op.axis)
         y = tried.apply(x)
         assert y.dtype is torch.float64
         assert torch.equal(y, plain.apply(x.to(sent)).double())
@@ -163,7 +177,7 @@ def test_any_op_rounds_what_travels_and_nothing_else(
 def test_any_op_gives_the_same_bits_again(threads: Threads, case: tuple[int, str, Build]) -> None:
     def twice() -> None:
         op, shape = build(gm.axis())
-        x = contract.laws.sample(op.src, shape, torch.float32, op.axis)
+        x = laws.sample(op.src, shape, torch.float32, op.axis)
         assert torch.equal(op.apply(x), op.apply(x))
 
     world, _, build = case

@@ -75,7 +75,7 @@ def test_forward_mode_and_vmap_match_torch(op: str, threads: Threads) -> None:
 
     def on_each_rank() -> tuple[Tensor, Tensor]:
         x = whole[gm.axis().rank]
-        reduce = lambda x: gm.all_reduce(x, op=op, dst=gm.R)  # noqa: E731
+        reduce = lambda x: gm.all_reduce(x, op=op, dst=gm.R)
         _, tangent = torch.func.jvp(reduce, (x,), (x.cos(),))
         return tangent, torch.func.vmap(reduce, in_dims=1)(x.view(2, 2))
 

@@ -75,7 +75,7 @@ def test_results_from_a_root_require_grad_on_every_rank(verb: str, threads: Thre
     def on_each_rank() -> tuple[bool, bool, bool, list[float] | None]:
         at_root = gm.axis().rank == 0
         x = torch.ones(2 if at_root or verb == "broadcast" else 0, requires_grad=at_root)
-        run = lambda x: gm.broadcast(x) if verb == "broadcast" else gm.scatter(x, sizes=(1, 1))  # noqa: E731
+        run = lambda x: gm.broadcast(x) if verb == "broadcast" else gm.scatter(x, sizes=(1, 1))
         y = run(x)
         with torch.no_grad():
             quiet = run(x)

@@ -165,6 +165,7 @@ _ALL = (
     Case("all_reduce(dst=R)", P, R, _plain, _everywhere(lambda x: x.sum(0))),
     Case("all_reduce(dst=I)", P, I, _plain, _everywhere(lambda x: x.sum(0))),
     Case("all_reduce(op='mean', dst=R)", P, R, _plain, _everywhere(lambda x: x.mean(0))),
+    Case("all_reduce(op='mean', dst=I)", P, I, _plain, _everywhere(lambda x: x.mean(0))),
     *(
         Case(f"all_reduce(op='{name}', dst=R)", V, R, _plain, _everywhere(combine))
         for name, combine in _REDUCTIONS

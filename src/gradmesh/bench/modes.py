@@ -154,7 +154,9 @@ def _weights(case: Case, mode: Mode) -> list[Tensor | None]:
     """The weights of each rank's objective; None on a rank that does not use its result."""
     kind = I if case.dst in (I, P) else V
     users = (RANKS - 1,) if mode.name == "unused output" else case.users
-    shapes = [tuple(y.shape) for y in _dense(_samples(case, mode, "operand"), case, mode)]
+    # Real operands, as the dense program itself is not defined for all complex ones.
+    operands = [x.abs() for x in _samples(case, mode, "operand")]
+    shapes = [tuple(y.shape) for y in _dense(operands, case, mode)]
     return [
         _sample(kind, case, mode, rank, "weight", shape) if rank in users else None
         for rank, shape in enumerate(shapes)

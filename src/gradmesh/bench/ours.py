@@ -87,6 +87,7 @@ GRADMESH = System(
         "all_reduce(dst=R)": _simple(verbs.all_reduce, dst=R),
         "all_reduce(dst=I)": _simple(verbs.all_reduce, dst=I),
         **{f"all_reduce(op='{op}', dst=R)": _simple(verbs.all_reduce, op=op, dst=R) for op in _REDUCTIONS},
+        "all_reduce(op='mean', dst=I)": _simple(verbs.all_reduce, op="mean", dst=I),
         "replicate": _simple(verbs.replicate),
         "shard(src=I)": _sized(verbs.shard, src=I),
         "shard(src=R)": _sized(verbs.shard, src=R),

@@ -33,42 +33,44 @@ def _nn(name: str) -> Any:
 
 
 def _nn_all_reduce(op: Any) -> Make:
-    return lambda at: lambda x: _nn("all_reduce")(x, op, at.group)
+    return _nn_call("all_reduce", lambda x, at: (x, op, at.group))
 
 
-def _nn_all_gather(at: Setting) -> Op:
-    return lambda x: torch.cat(_nn("all_gather")(x, at.group))
+def _nn_call(name: str, arguments: Callable[[Tensor, Setting], tuple[Any, ...]]) -> Make:
+    """A function by its name; what it returns in parts is concatenated."""
 
-
-def _nn_reduce_scatter(op: Any) -> Make:
     def make(at: Setting) -> Op:
+        function = _nn(name)
+
         def call(x: Tensor) -> Tensor:
-            parts = list(x.split(at.sizes))
-            return _nn("reduce_scatter")(torch.empty_like(parts[at.rank]), parts, op, at.group)  # type: ignore[no-any-return]
+            out: Tensor | tuple[Tensor, ...] = function(*arguments(x, at))
+            return out if isinstance(out, Tensor) else torch.cat(out)
 
         return call
 
     return make
 
 
-def _nn_all_to_all(at: Setting) -> Op:
-    def call(x: Tensor) -> Tensor:
-        out = x.new_empty(_shape(x, sum(at.receives)))
-        return _nn("all_to_all_single")(out, x, list(at.receives), list(at.sends), at.group)  # type: ignore[no-any-return]
+def _nn_reduce_scatter(op: Any) -> Make:
+    def arguments(x: Tensor, at: Setting) -> tuple[Any, ...]:
+        parts = list(x.split(at.sizes))
+        return torch.empty_like(parts[at.rank]), parts, op, at.group
 
-    return call
+    return _nn_call("reduce_scatter", arguments)
 
 
-def _nn_scatter(at: Setting) -> Op:
-    def call(x: Tensor) -> Tensor:
-        if at.rank == at.root:
-            parts = list(x.split(at.sizes))
-        else:
-            # Parts that depend on the operand, as a rank without any gradient would not take part in backward.
-            parts = [0 * x.sum() + x.new_zeros(_shape(x, n)) for n in at.sizes]
-        return _nn("scatter")(parts, at.global_root, at.group)  # type: ignore[no-any-return]
+def _all_to_all_arguments(x: Tensor, at: Setting) -> tuple[Any, ...]:
+    out = x.new_empty(_shape(x, sum(at.receives)))
+    return out, x, list(at.receives), list(at.sends), at.group
 
-    return call
+
+def _scatter_arguments(x: Tensor, at: Setting) -> tuple[Any, ...]:
+    if at.rank == at.root:
+        parts = list(x.split(at.sizes))
+    else:
+        # Parts that depend on the operand, as a rank without any gradient would not take part in backward.
+        parts = [0 * x.sum() + x.new_zeros(_shape(x, n)) for n in at.sizes]
+    return parts, at.global_root, at.group
 
 
 _OPS = {
@@ -85,16 +87,16 @@ NN = System(
     assumed="Its gradients sum over the ranks, so that its results are judged as R. Roots are global ranks, as in "
     "`torch.distributed`. A rank that is not the root scatters zeros that depend on its operand.",
     verbs={
-        "all_gather(dst=R)": _nn_all_gather,
+        "all_gather(dst=R)": _nn_call("all_gather", lambda x, at: (x, at.group)),
         "reduce_scatter": _nn_reduce_scatter(dist.ReduceOp.SUM),
         "reduce_scatter(op='mean')": _nn_reduce_scatter(dist.ReduceOp.AVG),
         "all_reduce(dst=R)": _nn_all_reduce(dist.ReduceOp.SUM),
         **{f"all_reduce(op='{name}', dst=R)": _nn_all_reduce(op) for name, op in _OPS.items()},
-        "all_to_all": _nn_all_to_all,
-        "broadcast(dst=R)": lambda at: lambda x: _nn("broadcast")(x, at.global_root, at.group),
-        "reduce": lambda at: lambda x: _nn("reduce")(x, at.global_root, group=at.group),
-        "gather": lambda at: lambda x: torch.cat(_nn("gather")(x, at.global_root, at.group)),
-        "scatter": _nn_scatter,
+        "all_to_all": _nn_call("all_to_all_single", _all_to_all_arguments),
+        "broadcast(dst=R)": _nn_call("broadcast", lambda x, at: (x, at.global_root, at.group)),
+        "reduce": _nn_call("reduce", lambda x, at: (x, at.global_root, dist.ReduceOp.SUM, at.group)),
+        "gather": _nn_call("gather", lambda x, at: (x, at.global_root, at.group)),
+        "scatter": _nn_call("scatter", _scatter_arguments),
     },
 )
 
@@ -107,32 +109,27 @@ def _funcol(*names: str) -> Any:
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
-def _funcol_all_reduce(op: str) -> Make:
-    return lambda at: lambda x: _funcol("all_reduce")(x, op, at.group)
-
-
-def _funcol_all_gather(at: Setting) -> Op:
-    gather = _funcol("all_gather_single_autograd", "all_gather_tensor_autograd")
-    return lambda x: gather(x, 0, at.group)  # type: ignore[no-any-return]
-
-
-def _funcol_reduce_scatter(op: str) -> Make:
+def _funcol_call(arguments: Callable[[Tensor, Setting], tuple[Any, ...]], *names: str) -> Make:
     def make(at: Setting) -> Op:
-        scatter = _funcol("reduce_scatter_single_autograd", "reduce_scatter_tensor_autograd")
-        return lambda x: scatter(x, op, 0, at.group)  # type: ignore[no-any-return]
+        function = _funcol(*names)
+        return lambda x: function(*arguments(x, at))  # type: ignore[no-any-return]
 
     return make
 
 
-def _funcol_all_to_all(at: Setting) -> Op:
-    send, receive = list(at.sends), list(at.receives)
-    return lambda x: _funcol("all_to_all_single_autograd")(x, receive, send, at.group)  # type: ignore[no-any-return]
+def _funcol_all_reduce(op: str) -> Make:
+    return _funcol_call(lambda x, at: (x, op, at.group), "all_reduce")
+
+
+def _funcol_reduce_scatter(op: str) -> Make:
+    names = ("reduce_scatter_single_autograd", "reduce_scatter_tensor_autograd")
+    return _funcol_call(lambda x, at: (x, op, 0, at.group), *names)
 
 
 def _funcol_shift(at: Setting) -> Op:
-    targets = [(rank + 1) % at.size for rank in range(at.size)]
+    permute, targets = _funcol("permute_tensor"), [(rank + 1) % at.size for rank in range(at.size)]
     # The elements are counted along dim 0.
-    return lambda x: _funcol("permute_tensor")(x.reshape(-1), targets, at.group).view(x.shape)  # type: ignore[no-any-return]
+    return lambda x: permute(x.reshape(-1), targets, at.group).view(x.shape)  # type: ignore[no-any-return]
 
 
 FUNCTIONAL = System(
@@ -144,7 +141,9 @@ FUNCTIONAL = System(
     "The root is a rank of the group. "
     "`permute_tensor` gets a flat tensor.",
     verbs={
-        "all_gather(dst=R)": _funcol_all_gather,
+        "all_gather(dst=R)": _funcol_call(
+            lambda x, at: (x, 0, at.group), "all_gather_single_autograd", "all_gather_tensor_autograd"
+        ),
         "reduce_scatter": _funcol_reduce_scatter("sum"),
         "reduce_scatter(op='mean')": _funcol_reduce_scatter("avg"),
         "all_reduce(dst=R)": _funcol_all_reduce("sum"),
@@ -152,8 +151,10 @@ FUNCTIONAL = System(
         "all_reduce(op='max', dst=R)": _funcol_all_reduce("max"),
         "all_reduce(op='min', dst=R)": _funcol_all_reduce("min"),
         "all_reduce(op='prod', dst=R)": _funcol_all_reduce("product"),
-        "all_to_all": _funcol_all_to_all,
-        "broadcast(dst=R)": lambda at: lambda x: _funcol("broadcast")(x, at.root, at.group),
+        "all_to_all": _funcol_call(
+            lambda x, at: (x, list(at.receives), list(at.sends), at.group), "all_to_all_single_autograd"
+        ),
+        "broadcast(dst=R)": _funcol_call(lambda x, at: (x, at.root, at.group), "broadcast"),
         "shift": _funcol_shift,
     },
 )
@@ -190,7 +191,8 @@ DTENSOR = System(
     where="gradmesh.bench.peers:DTENSOR",
     own=("torch.distributed",),
     assumed="`from_local`, `redistribute`, `to_local` over a 1-D mesh: Replicate with `grad_placements=[Partial()]` "
-    "is R, without it is I. Uneven shards are told by `shape=` and `stride=`.",
+    "is R, without it is I. Uneven shards are told by `shape=` and `stride=`. In second order, the gradient of a "
+    "replicated gradient is taken to be the same on every rank; no argument says otherwise.",
     verbs={
         "all_gather(dst=R)": _dtensor(Shard(0), Replicate(), Partial()),
         "all_gather(dst=I)": _dtensor(Shard(0), Replicate()),
@@ -199,6 +201,7 @@ DTENSOR = System(
         "all_reduce(dst=R)": _dtensor(Partial(), Replicate(), Partial()),
         "all_reduce(dst=I)": _dtensor(Partial(), Replicate()),
         "all_reduce(op='mean', dst=R)": _dtensor(Partial("avg"), Replicate(), Partial()),
+        "all_reduce(op='mean', dst=I)": _dtensor(Partial("avg"), Replicate()),
         "all_reduce(op='max', dst=R)": _dtensor(Partial("max"), Replicate(), Partial()),
         "all_reduce(op='min', dst=R)": _dtensor(Partial("min"), Replicate(), Partial()),
         "all_reduce(op='prod', dst=R)": _dtensor(Partial("product"), Replicate(), Partial()),
@@ -213,24 +216,30 @@ DTENSOR = System(
 # spmd_types
 
 
-def _spmd(name: str, src: str, dst: str, sized: Callable[[Setting], dict[str, Any]] | None = None) -> Make:
+def _spmd(name: str, src: str, dst: str, more: Callable[[Setting], dict[str, Any]] | None = None) -> Make:
     """A function of spmd_types between two types; "S0" is a shard of dim 0."""
 
     def make(at: Setting) -> Op:
         spmd = importlib.import_module("spmd_types")
         kinds = {letter: getattr(spmd, letter) for letter in "VRIP"} | {"S0": spmd.S(0), "S1": spmd.S(1)}
-        extra = {} if sized is None or at.even else sized(at)
+        extra = {} if more is None else more(at)
         verb = getattr(spmd, name)
         return lambda x: verb(x, at.group, src=kinds[src], dst=kinds[dst], **extra)  # type: ignore[no-any-return]
 
     return make
 
 
+def _expert(_: Setting) -> dict[str, Any]:
+    return {"expert_mode": True}
+
+
 def _split_sizes(at: Setting) -> dict[str, Any]:
-    return {"split_sizes": list(at.sizes)}
+    return {} if at.even else {"split_sizes": list(at.sizes)}
 
 
 def _spmd_splits(at: Setting) -> dict[str, Any]:
+    if at.even:
+        return {}
     return {"output_split_sizes": list(at.receives), "input_split_sizes": list(at.sends)}
 
 
@@ -240,7 +249,7 @@ SPMD_TYPES = System(
     own=("spmd_types",),
     needs=("spmd_types", "pip install 'gradmesh[peers]'"),
     assumed="The types are those of gradmesh, and are passed as `src=` and `dst=` (a shard as `S(0)`), with the type "
-    "checker off. Uneven sizes are passed where a function takes them.",
+    "checker off. Uneven sizes are passed where a function takes them, `expert_mode=True` where it is asked for.",
     verbs={
         "all_gather(dst=R)": _spmd("all_gather", "S0", "R", _split_sizes),
         "all_gather(dst=I)": _spmd("all_gather", "S0", "I", _split_sizes),
@@ -251,10 +260,10 @@ SPMD_TYPES = System(
         "shard(src=I)": _spmd("shard", "I", "S0"),
         "shard(src=R)": _spmd("shard", "R", "S0"),
         "convert(src=R, dst=P)": _spmd("convert", "R", "P"),
-        "convert(src=R, dst=I)": _spmd("convert", "R", "I"),
-        "convert(src=I, dst=P)": _spmd("convert", "I", "P"),
+        "convert(src=R, dst=I)": _spmd("convert", "R", "I", _expert),
+        "convert(src=I, dst=P)": _spmd("convert", "I", "P", _expert),
         "convert(src=V, dst=P)": _spmd("reinterpret", "V", "P"),
-        "convert(src=R, dst=V)": _spmd("reinterpret", "R", "V"),
+        "convert(src=R, dst=V)": _spmd("reinterpret", "R", "V", _expert),
         "all_to_all": _spmd("all_to_all", "S0", "S0", _spmd_splits),
         "all_to_all(split_dim=1)": _spmd("all_to_all", "S0", "S1"),
     },
