@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._functorch import eager_transforms, predispatch
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from gradmesh import _torch
 
@@ -146,3 +148,101 @@ def test_a_named_range_is_seen_by_the_profiler_and_by_no_mode() -> None:
     assert not [op for op in ops if "record" in op]
     assert "aten.sin.default" in ops
     assert {"outside", "inside"} <= {event.name for event in profiled.events() or ()}
+
+
+def test_batched_gradients_come_as_a_legacy_batch_that_can_be_taken_out() -> None:
+    seen: list[tuple[bool, tuple[int, ...]]] = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            def work(whole: torch.Tensor) -> torch.Tensor:
+                seen.append((_torch.is_legacy_batched(g), tuple(whole.shape)))
+                return 2 * whole
+
+            return _torch.on_legacy_batch(g, work)
+
+    x = torch.ones(3, requires_grad=True)
+    (grads,) = torch.autograd.grad(Look.apply(x), x, torch.eye(3)[:2], is_grads_batched=True)
+    assert seen == [(True, (2, 3))]
+    assert torch.equal(grads, 2 * torch.eye(3)[:2])
+    assert not _torch.is_legacy_batched(x)
+
+
+def test_a_backward_pass_a_checkpoint_and_its_kind_can_be_told() -> None:
+    seen: list[tuple[bool, bool, bool]] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append((_torch.in_backward(), _torch.saves_for_a_checkpoint(), _torch.in_reentrant_checkpoint()))
+        return x.sin()
+
+    x = torch.ones(1, requires_grad=True)
+    look(x)
+    for reentrant in (False, True):
+        checkpoint(look, x, use_reentrant=reentrant).backward()
+    plain, first, again, hidden, entered = seen
+    assert plain == (False, False, False)
+    assert (first, again) == ((False, True, False), (True, True, False))
+    assert (hidden, entered) == ((False, False, False), (True, False, True))
+
+
+def test_transforms_tell_vmap_from_derivatives() -> None:
+    seen: list[bool] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.only_vmap_active())
+        return x.sum()
+
+    x = torch.ones(2, 2)
+    torch.func.vmap(look)(x)
+    torch.func.grad(look)(x)
+    torch.func.vmap(torch.func.grad(look))(x)
+    assert seen == [True, False, False]
+
+
+def test_fake_and_meta_tensors_are_known_and_a_parameter_is_neither() -> None:
+    assert _torch.is_fake(torch.empty(1, device="meta"))
+    with FakeTensorMode():
+        assert _torch.is_fake(torch.empty(1))
+    assert not _torch.is_fake(torch.nn.Parameter(torch.ones(1)))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("all_gather_into_tensor", ["input", "group_size", "group_name"]),
+        ("reduce_scatter_tensor", ["input", "reduce_op", "group_size", "group_name"]),
+        ("all_to_all_single", ["input", "output_split_sizes", "input_split_sizes", "group_name"]),
+        ("all_reduce", ["input", "reduce_op", "group_name"]),
+        ("broadcast", ["input", "src", "group_name"]),
+        ("wait_tensor", ["tensor"]),
+    ],
+)
+def test_the_functional_collectives_take_what_is_given(name: str, arguments: list[str]) -> None:
+    schema = getattr(torch.ops._c10d_functional, name).default._schema
+    assert [argument.name for argument in schema.arguments] == arguments
+
+
+def test_a_group_is_found_by_its_name() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        assert _torch.resolve_group(group.group_name) is group
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_opaque_ops_have_an_ordered_effect() -> None:
+    from torch._higher_order_ops.effects import _get_effect
+
+    for op in (torch.ops.gradmesh.exchange.default, torch.ops.gradmesh.reduce.default):
+        assert _get_effect(op) is not None
