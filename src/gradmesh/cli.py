@@ -1,4 +1,4 @@
-"""The command line: `gradmesh demo` and `gradmesh info`.
+"""The command line: `gradmesh demo`, `gradmesh modes` and `gradmesh info`.
 
 Every command is a plain function, and `commands` is the one place that says how its options are spelled. What the
 extras bring is imported when it is used, so that without them there is a text and no traceback.
@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 from gradmesh import ops
+from gradmesh.bench.command import SYSTEMS, modes
+from gradmesh.bench.modes import MODES
 from gradmesh.demo.extras import EXTRAS, missing, require
 from gradmesh.demo.job import Settings, run
 from gradmesh.errors import GradmeshError, MissingExtraError
@@ -94,6 +96,47 @@ def commands() -> click.Group:
                     ["--json", "as_json"],
                     is_flag=True,
                     help="Print nothing but a line of JSON to stdout, all else to stderr.",
+                ),
+            ],
+        )
+    )
+    group.add_command(
+        click.Command(
+            "modes",
+            callback=_told(modes),
+            short_help="Run every verb in every autodiff mode, here and in other systems.",
+            help="Run every verb in every autodiff mode on local ranks, hold each against a dense program of one "
+            "process, and print what came out; the same for other systems that are installed. Takes minutes.",
+            params=[
+                option(
+                    ["--system", "systems"],
+                    multiple=True,
+                    type=click.Choice(list(SYSTEMS)),
+                    help="A system to measure; all by default.",
+                ),
+                option(
+                    ["--mode", "only"],
+                    multiple=True,
+                    type=click.Choice(list(MODES)),
+                    help="A mode to run; all by default.",
+                ),
+                option(["--quick"], is_flag=True, help="gradmesh alone."),
+                option(
+                    ["--backend"],
+                    type=click.Choice(["gloo", "threads"]),
+                    default="gloo",
+                    help="What gradmesh runs on; compiled programs and the others run on gloo.",
+                ),
+                option(
+                    ["--json", "json_path"],
+                    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+                    help="Where to write everything, as JSON.",
+                ),
+                option(["--markdown", "as_markdown"], is_flag=True, help="Print Markdown."),
+                option(
+                    ["--write", "page"],
+                    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+                    help="Where to write the page of the docs.",
                 ),
             ],
         )

@@ -8,7 +8,7 @@ same on every rank, and its objective is linear, <w, op(sin x)>.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,13 +52,20 @@ class Mode:
 
 _ALL = (
     Mode("reverse", "value, and gradient by `torch.autograd.grad`"),
-    Mode("second order", "gradient with `create_graph=True`, and its product with a vector differentiated again"),
+    Mode(
+        "second order",
+        "gradient with `create_graph=True`, and its product with a vector differentiated again",
+    ),
     Mode("forward", "value and tangent of dual numbers, `torch.autograd.forward_ad`"),
     Mode("vmap", "`torch.func.vmap` of the verb over a batch of 3, and the gradient through it"),
     Mode("compile", "value and gradient under `torch.compile(fullgraph=True, backend='aot_eager')`"),
     Mode("complex", "value and gradient in complex128", dtype=torch.complex128),
-    Mode("uneven", "value and gradient, sizes 3 and 2 along dim 0 (all_to_all: 1, 2, 3 and 1)", layout="uneven"),
-    Mode("zero-size", "value and gradient, sizes 1 and 0 along dim 0; (0, 2) where all sizes are equal", "zero"),
+    Mode(
+        "uneven", "value and gradient, sizes 3 and 2 along dim 0 (all_to_all: 1, 2, 3 and 1)", layout="uneven"
+    ),
+    Mode(
+        "zero-size", "value and gradient, sizes 1 and 0 along dim 0; (0, 2) where all sizes are equal", "zero"
+    ),
     Mode("subgroup", "value and gradient on a group of ranks 1 and 3 of 4", world=2 * RANKS),
     Mode("unused output", "gradient where the loss of one rank does not use its result"),
 )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gradmesh import collectives as verbs
@@ -46,6 +47,16 @@ def _all_to_all_dims(at: Setting) -> Op:
     return lambda x: verbs.all_to_all(x, at.group, split_dim=1, concat_dim=0, concat_sizes=sizes)
 
 
+def _exchange(at: Setting) -> Op:
+    return lambda x: torch.cat(verbs.exchange(x.split(at.sends), at.group))
+
+
+def _send_recv(at: Setting) -> Op:
+    if at.rank == at.root:
+        return lambda x: verbs.recv(torch.empty_like(x), at.group, source=0)
+    return lambda x: verbs.send(x, at.group, to=at.root)
+
+
 def _gather(at: Setting) -> Op:
     sizes = None if at.even else at.sizes
     return lambda x: verbs.gather(x, at.group, root=at.root, sizes=sizes)
@@ -62,7 +73,8 @@ def _ordered_grad(loss: Tensor, xs: Sequence[Tensor], create_graph: bool) -> Seq
 @contextmanager
 def _session(case: str, mode: str) -> Iterator[Grad]:
     """The block that the docs ask for where a rank does not use the result."""
-    if mode == "unused output" or (case in ("reduce", "gather") and mode not in ("compile", "forward")):
+    one_sided = case in ("reduce", "gather", "send, recv") and mode not in ("compile", "forward")
+    if one_sided or mode == "unused output":
         with ordered():
             yield _ordered_grad
     else:
@@ -76,8 +88,8 @@ GRADMESH = System(
     name="gradmesh",
     where="gradmesh.bench.ours:GRADMESH",
     own=("gradmesh",),
-    assumed="Where a rank does not use the result, the call is inside `gm.ordered()`; so are `reduce` and `gather`, "
-    "except in forward mode and under the compiler. Uneven sizes are passed as `sizes=`.",
+    assumed="Where a rank does not use the result, the call is inside `gm.ordered()`; so are `reduce`, `gather`, "
+    "`send` and `recv`, except in forward mode and under the compiler. Uneven sizes are passed as `sizes=`.",
     session=_session,
     verbs={
         "all_gather(dst=R)": _sized(verbs.all_gather, dst=R),
@@ -97,11 +109,13 @@ GRADMESH = System(
         },
         "all_to_all": _all_to_all,
         "all_to_all(split_dim=1)": _all_to_all_dims,
+        "exchange": _exchange,
         "broadcast(dst=R)": _rooted(verbs.broadcast, dst=R),
         "broadcast(dst=I)": _rooted(verbs.broadcast, dst=I),
         "reduce": _rooted(verbs.reduce),
         "gather": _gather,
         "scatter": _scatter,
+        "send, recv": _send_recv,
         "shift": _simple(verbs.shift),
         "permute": _simple(verbs.permute, pairs=PAIRS),
         "halo_exchange": _sized(verbs.halo_exchange),

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from gradmesh.bench.systems import Make, Op, Setting, System
 
@@ -112,7 +111,7 @@ def _funcol(*names: str) -> Any:
 def _funcol_call(arguments: Callable[[Tensor, Setting], tuple[Any, ...]], *names: str) -> Make:
     def make(at: Setting) -> Op:
         function = _funcol(*names)
-        return lambda x: function(*arguments(x, at))  # type: ignore[no-any-return]
+        return lambda x: function(*arguments(x, at))
 
     return make
 
@@ -129,7 +128,7 @@ def _funcol_reduce_scatter(op: str) -> Make:
 def _funcol_shift(at: Setting) -> Op:
     permute, targets = _funcol("permute_tensor"), [(rank + 1) % at.size for rank in range(at.size)]
     # The elements are counted along dim 0.
-    return lambda x: permute(x.reshape(-1), targets, at.group).view(x.shape)  # type: ignore[no-any-return]
+    return lambda x: permute(x.reshape(-1), targets, at.group).view(x.shape)
 
 
 FUNCTIONAL = System(
@@ -162,23 +161,28 @@ FUNCTIONAL = System(
 # DTensor
 
 
-def _dtensor(
-    source: Placement, target: Placement, grad: Placement | None = None, source_grad: Placement | None = None
-) -> Make:
-    """`from_local`, `redistribute`, `to_local`, and what is said about the gradients at both ends."""
+def _dtensor(source: str, target: str, grad: str | None = None, source_grad: str | None = None) -> Make:
+    """`from_local`, `redistribute`, `to_local`, and what is said about the gradients at both ends.
+
+    Placements are written R, S0, S1, or by the reduction that is pending.
+    """
 
     def make(at: Setting) -> Op:
+        tensor: Any = importlib.import_module("torch.distributed.tensor")
+        known = {"R": tensor.Replicate(), "S0": tensor.Shard(0), "S1": tensor.Shard(1)}
+
+        def place(name: str | None) -> Any:
+            return None if name is None else [known.get(name) or tensor.Partial(name)]
+
         mesh = DeviceMesh.from_group(at.group, "cpu")
-        out = None if grad is None else [grad]
-        into: dict[str, Any] = {} if source_grad is None else {"grad_placements": [source_grad]}
+        before, after, out, into = (place(name) for name in (source, target, grad, source_grad))
 
         def call(x: Tensor) -> Tensor:
-            extra = dict(into)
-            if isinstance(source, Shard) and not at.even:
-                whole = torch.Size(_shape(x, sum(at.sizes)))
-                extra |= {"shape": whole, "stride": (x.shape[1], 1)}
-            held = DTensor.from_local(x, mesh, [source], run_check=False, **extra)
-            local: Tensor = held.redistribute(mesh, [target]).to_local(grad_placements=out)
+            extra: dict[str, Any] = {} if into is None else {"grad_placements": into}
+            if source == "S0" and not at.even:
+                extra |= {"shape": torch.Size(_shape(x, sum(at.sizes))), "stride": (x.shape[1], 1)}
+            held = tensor.DTensor.from_local(x, mesh, before, run_check=False, **extra)
+            local: Tensor = held.redistribute(mesh, after).to_local(grad_placements=out)
             return local
 
         return call
@@ -194,22 +198,22 @@ DTENSOR = System(
     "is R, without it is I. Uneven shards are told by `shape=` and `stride=`. In second order, the gradient of a "
     "replicated gradient is taken to be the same on every rank; no argument says otherwise.",
     verbs={
-        "all_gather(dst=R)": _dtensor(Shard(0), Replicate(), Partial()),
-        "all_gather(dst=I)": _dtensor(Shard(0), Replicate()),
-        "reduce_scatter": _dtensor(Partial(), Shard(0)),
-        "reduce_scatter(op='mean')": _dtensor(Partial("avg"), Shard(0)),
-        "all_reduce(dst=R)": _dtensor(Partial(), Replicate(), Partial()),
-        "all_reduce(dst=I)": _dtensor(Partial(), Replicate()),
-        "all_reduce(op='mean', dst=R)": _dtensor(Partial("avg"), Replicate(), Partial()),
-        "all_reduce(op='mean', dst=I)": _dtensor(Partial("avg"), Replicate()),
-        "all_reduce(op='max', dst=R)": _dtensor(Partial("max"), Replicate(), Partial()),
-        "all_reduce(op='min', dst=R)": _dtensor(Partial("min"), Replicate(), Partial()),
-        "all_reduce(op='prod', dst=R)": _dtensor(Partial("product"), Replicate(), Partial()),
-        "replicate": _dtensor(Replicate(), Replicate(), Partial()),
-        "shard(src=I)": _dtensor(Replicate(), Shard(0)),
-        "shard(src=R)": _dtensor(Replicate(), Shard(0), source_grad=Partial()),
-        "convert(src=R, dst=P)": _dtensor(Replicate(), Partial(), Replicate(), Partial()),
-        "all_to_all(split_dim=1)": _dtensor(Shard(0), Shard(1)),
+        "all_gather(dst=R)": _dtensor("S0", "R", "sum"),
+        "all_gather(dst=I)": _dtensor("S0", "R"),
+        "reduce_scatter": _dtensor("sum", "S0"),
+        "reduce_scatter(op='mean')": _dtensor("avg", "S0"),
+        "all_reduce(dst=R)": _dtensor("sum", "R", "sum"),
+        "all_reduce(dst=I)": _dtensor("sum", "R"),
+        "all_reduce(op='mean', dst=R)": _dtensor("avg", "R", "sum"),
+        "all_reduce(op='mean', dst=I)": _dtensor("avg", "R"),
+        "all_reduce(op='max', dst=R)": _dtensor("max", "R", "sum"),
+        "all_reduce(op='min', dst=R)": _dtensor("min", "R", "sum"),
+        "all_reduce(op='prod', dst=R)": _dtensor("product", "R", "sum"),
+        "replicate": _dtensor("R", "R", "sum"),
+        "shard(src=I)": _dtensor("R", "S0"),
+        "shard(src=R)": _dtensor("R", "S0", source_grad="sum"),
+        "convert(src=R, dst=P)": _dtensor("R", "sum", "R", "sum"),
+        "all_to_all(split_dim=1)": _dtensor("S0", "S1"),
     },
 )
 
@@ -224,7 +228,7 @@ def _spmd(name: str, src: str, dst: str, more: Callable[[Setting], dict[str, Any
         kinds = {letter: getattr(spmd, letter) for letter in "VRIP"} | {"S0": spmd.S(0), "S1": spmd.S(1)}
         extra = {} if more is None else more(at)
         verb = getattr(spmd, name)
-        return lambda x: verb(x, at.group, src=kinds[src], dst=kinds[dst], **extra)  # type: ignore[no-any-return]
+        return lambda x: verb(x, at.group, src=kinds[src], dst=kinds[dst], **extra)
 
     return make
 

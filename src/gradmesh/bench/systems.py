@@ -75,9 +75,7 @@ Make = Callable[[Setting], Op]
 
 def torch_grad(loss: Tensor, xs: Sequence[Tensor], create_graph: bool) -> Sequence[Tensor]:
     """Plain autograd; zeros where a loss does not depend on an operand."""
-    return torch.autograd.grad(
-        loss, xs, allow_unused=True, materialize_grads=True, create_graph=create_graph
-    )
+    return torch.autograd.grad(loss, xs, allow_unused=True, materialize_grads=True, create_graph=create_graph)
 
 
 @contextmanager
