@@ -263,6 +263,16 @@ class Call:
         rows = wire.exchange(sent, counts, counts, self.axis).view(-1, _HEADER).tolist()
         return [row[1 : 1 + row[0]] for row in rows]
 
+    def refuse_compiled(self, why: str, instead: str) -> None:
+        """Refuse a call that a compiler cannot take."""
+        if is_compiling():
+            self.fail(
+                why,
+                expected="a call outside of torch.compile",
+                got="a call inside of it",
+                remedy=f"use {instead}, or call it uncompiled",
+            )
+
     def refuse_forward_mode(self, instead: str) -> None:
         """Refuse a tangent that the other end would not know of."""
         if transforms_active() and not (functorch_active() and only_vmap_active()):

@@ -711,6 +711,7 @@ def send(
     """
     call = Call("send", x, axis, comm_dtype, backward_dtype)
     peer = call.other(to, "to")
+    call.refuse_compiled("messages between two ranks are not compiled", "gradmesh.permute")
     call.refuse_forward_mode("permute")
     call.refuse_unordered("permute")
     return apply(ops.Send(call.axis, peer, tuple(x.shape), **call.precision), x)
@@ -748,6 +749,7 @@ def recv(
     """
     call = Call("recv", like, axis, comm_dtype, backward_dtype)
     peer = call.other(source, "source")
+    call.refuse_compiled("messages between two ranks are not compiled", "gradmesh.permute")
     call.refuse_forward_mode("permute")
     call.refuse_unordered("permute")
     return apply(ops.Receive(call.axis, peer, tuple(like.shape), **call.precision), like.new_empty(0))
@@ -791,6 +793,7 @@ def exchange(
         [[[0], [1]], [[0, 0], [1, 1, 1]]]
     """
     call = Call("exchange", next(iter(parts), torch.empty(0)), axis, comm_dtype, backward_dtype)
+    call.refuse_compiled("a compiler cannot wait for shapes", "gradmesh.all_to_all with its sizes")
     call.one_for_each(parts)
     shapes = [torch.Size(shape) for shape in call.exchange_shapes(parts)]
     sent, taken = [part.numel() for part in parts], [shape.numel() for shape in shapes]

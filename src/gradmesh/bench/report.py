@@ -35,7 +35,8 @@ four), in float64, and is held against the same program written densely for one 
 derivative or tangent, to within 1e-10 of the largest entry. The objective is the sum of the ranks' losses, which differ
 from rank to rank; where a result is typed I it is one loss, the same on every rank. The same script and the same cases
 measure all systems, each called as its own documentation says. What an error says is taken as the system's own
-refusal when in doubt. A group's collectives time out after 5 s (compile: 30 s)."""
+refusal when in doubt. A group's collectives time out after 5 s (compile: 30 s). All of it is on CPU tensors over Gloo;
+another backend may refuse, or allow, other things."""
 
 
 def machine() -> str:
@@ -92,7 +93,7 @@ def show(measured: Measured, console: Console) -> None:
 def markdown(measured: Measured) -> str:
     """The page of the docs."""
     grids = [grid for _, grid in measured.values()]
-    parts = [_INTRO, f"Measured with {machine()}.", "## What is run\n"]
+    parts = [_INTRO, f"Measured with {machine()}.", "## What is run\n\n"]
     parts[-1] += "\n".join(f"* {name}: {MODES[name].text}" for name in _modes(*grids))
     reasons = {
         reason: mode.name
@@ -100,7 +101,7 @@ def markdown(measured: Measured) -> str:
         for case in CASES.values()
         if (reason := no_meaning(case, mode))
     }
-    parts.append("## What a cell says\n")
+    parts.append("## What a cell says\n\n")
     parts[-1] += "\n".join(f"* {word}: {meaning}" for word, meaning in VERDICTS.items())
     parts[-1] += "".join(f"\n  * {mode}: {reason}" for reason, mode in reasons.items())
     parts.append("## In short\n\n" + _rows(["system", *VERDICTS], _counts(measured)))
