@@ -59,6 +59,9 @@ Report = Found | Raised | None
 """What a rank tells; None from one that does not take part."""
 
 _LATE = re.compile(r"timed? ?out|wait timeout", re.IGNORECASE)
+_TRACED = re.compile(r"raised exception (\w+)\(['\"](.+?)(?:\\n|['\"]\))")
+"""How a compiler quotes an error that the code it follows raises."""
+
 _STATED = re.compile(
     r"not? (yet )?(been )?(implement|support)|does ?n[o']t support|unsupported|only support|must (override|implement)|"
     r"cannot be|can ?not redistribute|not allowed",
@@ -103,6 +106,9 @@ def _raised(error: Exception, system: System) -> Raised:
     chain = list(_causes(error))
     stated = [e for e in chain if _is_own(e, system)]
     told = stated[-1] if stated else error
+    traced = _TRACED.search(str(error))
+    if traced and any(f"{os.sep}{name.replace('.', os.sep)}{os.sep}" in str(error) for name in system.own):
+        return Raised(f"{traced[1]}: {_first_line(traced[2])}", own=True, late=False)
     late = any(isinstance(e, DeadlockError) or _LATE.search(str(e)) for e in chain)
     return Raised(f"{type(told).__name__}: {_first_line(str(told))}", bool(stated), late)
 
