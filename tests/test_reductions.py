@@ -210,6 +210,7 @@ def test_what_travels_in_less_precision_still_finds_its_rank(threads: Threads) -
     assert threads(2)(on_each_rank) == [(2.0, [0.0]), (2.0, [1.0])]
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn, torch.complex32])
 @pytest.mark.parametrize("op", ["sum", "max", "prod"])
 def test_a_dtype_that_torch_only_stores_is_refused(op: str, dtype: torch.dtype, threads: Threads) -> None:
