@@ -130,13 +130,15 @@ class ThreadRanks:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         late = [thread for thread in self._threads if thread.is_alive()]
-        for thread in late:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_End)
-            )
         deadline = time.monotonic() + _END_GRACE
-        for thread in late:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        # Again and again: code that catches everything, at the wrong moment, may swallow one.
+        while late and time.monotonic() < deadline:
+            for thread in late:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_End)
+                )
+            late[0].join(0.05)
+            late = [thread for thread in late if thread.is_alive()]
 
     def _serve(self, rank: int) -> None:
         """Be that rank: the thread's main function."""
