@@ -109,6 +109,5 @@ class System:
 def find(where: str) -> System:
     """The system of that "module:name"."""
     module, _, name = where.partition(":")
-    found = getattr(importlib.import_module(module), name)
-    assert isinstance(found, System)
+    found: System = getattr(importlib.import_module(module), name)
     return found
