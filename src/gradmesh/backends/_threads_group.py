@@ -1,10 +1,6 @@
 # mypy: disable-error-code="override,assignment"
 # torch's stubs give every method a second, direct form, which torch.distributed does not call.
-"""The process group that torch.distributed sees, of ranks that are threads.
-
-Both families of names are here: `_allgather_base` and the like up to torch 2.12, `all_gather_single` and the
-like from 2.13.
-"""
+"""The process group that torch.distributed sees, of ranks that are threads."""
 
 from __future__ import annotations
 
@@ -17,14 +13,13 @@ import torch
 import torch.distributed as dist
 
 from gradmesh.backends import _kernels
+from gradmesh.backends._group import PythonGroup, Tensors, reduction
 from gradmesh.backends._kernels import Exchange
 from gradmesh.backends._rendezvous import Group, Part, Receive, call_site
 from gradmesh.backends._waiting import Waitable, World
-from gradmesh.errors import ArgumentError, ShapeError, message
 
 __all__ = ["ThreadsGroup"]
 
-Tensors = list[torch.Tensor]
 _Kernel = Callable[[list[Part]], None]
 
 
@@ -92,75 +87,30 @@ def _only_at(place: int, tensor: torch.Tensor, size: int) -> list[torch.Tensor |
     return [tensor if i == place else None for i in range(size)]
 
 
-class ThreadsGroup(dist.ProcessGroup):
+class ThreadsGroup(PythonGroup):
     """A process group whose ranks are threads.
 
     A call posts this rank's part and returns; the rank waits in the `wait()` of the work, as with gloo.
     """
 
+    backend = "threads"
+
     def __init__(self, shared: Group, place: int, timeout: datetime.timedelta) -> None:
-        super().__init__(place, len(shared.ranks))  # type: ignore[call-arg]
+        super().__init__(shared.name, place, len(shared.ranks), timeout)
         self.shared = shared
-        self.place = place
-        self.count = len(shared.ranks)
-        self.timeout = timeout.total_seconds()
-        self._name = shared.name
-        self._desc = "undefined"
         self._coalesced: list[_Work] | None = None
 
     # -- what torch asks of a group
 
-    def getBackendName(self) -> str:  # noqa: N802
-        return "threads"
-
-    def name(self) -> str:
-        return "threads"
-
-    def getRank(self) -> int:  # noqa: N802
-        return self.place
-
-    def getSize(self) -> int:  # noqa: N802
-        return self.count
-
-    rank, size = getRank, getSize
-
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        self._name = self.shared.name = name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        return self._name
-
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        self._desc = desc
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        return self._desc
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._desc
-
-    def set_timeout(self, timeout: datetime.timedelta) -> None:
-        self.timeout = timeout.total_seconds()
-
-    def _set_default_timeout(self, timeout: datetime.timedelta) -> None:
-        self.set_timeout(timeout)
-
-    def _set_sequence_number_for_group(self) -> None:
-        pass
+        super().setGroupName(name)
+        self.shared.name = name
 
     def _get_sequence_number_for_group(self) -> int:
         return self.shared.calls[self.place]
 
-    def shutdown(self) -> None:
-        pass
-
-    def abort(self) -> None:
-        pass
+    def _shown(self) -> str:
+        return str(self.shared)
 
     def __repr__(self) -> str:
         return f"ThreadsGroup({self.shared}, place {self.place})"
@@ -203,8 +153,6 @@ class ThreadsGroup(dist.ProcessGroup):
         kernel = functools.partial(_kernels.reduce, op=op, root=None)
         return self._post(f"all_reduce({op.lower()})", kernel, tensors, tensors)
 
-    allreduce_coalesced = allreduce
-
     def reduce(self, tensors: Tensors, opts: Any) -> _Work:
         op = _reduction(opts)
         kernel = functools.partial(_kernels.reduce, op=op, root=opts.rootRank)
@@ -232,9 +180,6 @@ class ThreadsGroup(dist.ProcessGroup):
             pieces=[Exchange(self._slots(i, o), ()) for o, i in zip(outputs, inputs, strict=True)],
         )
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> _Work:  # noqa: A002
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
-
     # -- exchanges
 
     def broadcast(self, tensors: Tensors, opts: Any) -> _Work:
@@ -255,17 +200,12 @@ class ThreadsGroup(dist.ProcessGroup):
         pieces = [Exchange(_same_for_all(i, self.count), o) for o, i in zip(outputs, inputs, strict=True)]
         return self._exchange("all_gather", inputs, [t for o in outputs for t in o], pieces, outputs)
 
-    allgather_coalesced = allgather
-
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:  # noqa: ARG002
         pieces = [
             Exchange(_same_for_all(i, self.count), self._slots(o, i))
             for o, i in zip(outputs, inputs, strict=True)
         ]
         return self._exchange("all_gather_single", inputs, outputs, pieces)
-
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> _Work:  # noqa: A002
-        return self.all_gather_single_coalesced([output], [input], opts)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> _Work:
         root = opts.rootRank
@@ -333,19 +273,6 @@ class ThreadsGroup(dist.ProcessGroup):
 
     # -- cutting tensors up
 
-    def _one_per_rank(self, call: str, tensors: Tensors) -> Tensors:
-        if len(tensors) != self.count:
-            raise ArgumentError(
-                message(
-                    f"{call} needs one tensor per rank",
-                    axis=str(self.shared),
-                    expected=f"{self.count} tensors",
-                    got=f"{len(tensors)}",
-                    remedy="pass a list with one tensor for every rank of the group",
-                )
-            )
-        return tensors
-
     def _slots(self, whole: torch.Tensor, piece: torch.Tensor) -> Tensors:
         """Cut a tensor into one slot per rank, shaped as the piece: joined along dim 0, or stacked."""
         if whole.shape == (self.count, *piece.shape):
@@ -354,57 +281,11 @@ class ThreadsGroup(dist.ProcessGroup):
             return list(whole.split(piece.shape[0])) if piece.shape[0] else [whole] * self.count
         if whole.numel() == self.count * piece.numel() and whole.is_contiguous():
             return [slot.view(piece.shape) for slot in whole.view(self.count, -1)]
-        raise ShapeError(
-            message(
-                "the large tensor is not one piece per rank",
-                axis=str(self.shared),
-                expected=f"shape {[self.count * s for s in piece.shape[:1]] + list(piece.shape[1:])}",
-                got=f"shape {list(whole.shape)} for pieces of shape {list(piece.shape)}",
-                remedy="make it the group's size times the piece, along dim 0",
-            )
-        )
+        raise self._not_one_piece_per_rank(whole, piece)
 
     def _cut(self, tensor: torch.Tensor, splits: list[int]) -> Tensors:
-        rows = tensor.shape[0] if tensor.dim() else -1
-        if not splits and rows >= 0 and rows % self.count == 0:
-            splits = [rows // self.count] * self.count
-        if len(splits) != self.count or sum(splits) != rows:
-            raise ShapeError(
-                message(
-                    "the splits do not cover dim 0",
-                    op="all_to_all_single",
-                    axis=str(self.shared),
-                    expected=f"{self.count} sizes whose sum is the size of dim 0",
-                    got=f"{splits or 'an equal split'} for shape {list(tensor.shape)}",
-                    remedy="give one size per rank; they must add up",
-                )
-            )
-        return list(tensor.split(splits))
-
-    # -- the names up to torch 2.12
-
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
-    # -- and from 2.14
-    recvAnysource = recv_anysource  # noqa: N815
-    start_coalescing = _start_coalescing
-    end_coalescing = _end_coalescing
+        return list(tensor.split(self._split_sizes(tensor, splits)))
 
 
 def _reduction(opts: Any) -> str:
-    if opts is None:
-        return "SUM"
-    name: str = opts.reduceOp.op.name
-    if name not in _kernels.REDUCTIONS:
-        raise ArgumentError(
-            message(
-                "the threads backend does not know this reduction",
-                expected=", ".join(_kernels.REDUCTIONS),
-                got=name,
-                remedy="multiply the tensor first and use SUM" if name == "PREMUL_SUM" else None,
-            )
-        )
-    return name
+    return reduction(opts, _kernels.REDUCTIONS, "threads")

@@ -1,0 +1,204 @@
+# mypy: disable-error-code="override,assignment"
+# torch's stubs give every method a second, direct form, which torch.distributed does not call.
+"""What the process groups of gradmesh's own backends have in common: torch's names, and how tensors are cut up.
+
+torch.distributed takes a Python subclass of `ProcessGroup` for the whole group. Both families of names are here:
+`_allgather_base` and the like up to torch 2.12, `all_gather_single` and the like from 2.13.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from gradmesh.errors import ArgumentError, ShapeError, message
+
+__all__ = ["PythonGroup", "Tensors", "reduction"]
+
+Tensors = list[torch.Tensor]
+
+
+class PythonGroup(dist.ProcessGroup):
+    """A process group in Python. A subclass has the collectives, under the names of torch 2.13.
+
+    Args:
+        name: the group's name, until torch gives it another.
+        place: this rank's place in the group.
+        count: the number of ranks.
+        timeout: how long a call may wait for the other ranks.
+    """
+
+    backend: ClassVar[str]
+
+    def __init__(self, name: str, place: int, count: int, timeout: datetime.timedelta) -> None:
+        super().__init__(place, count)  # type: ignore[call-arg]
+        self.place = place
+        self.count = count
+        self.timeout = timeout.total_seconds()
+        self._name = name
+        self._desc = "undefined"
+
+    # -- what torch asks of a group
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return self.backend
+
+    def name(self) -> str:
+        return self.backend
+
+    def getRank(self) -> int:  # noqa: N802
+        return self.place
+
+    def getSize(self) -> int:  # noqa: N802
+        return self.count
+
+    rank, size = getRank, getSize
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        self._desc = desc
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._desc
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def set_timeout(self, timeout: datetime.timedelta) -> None:
+        self.timeout = timeout.total_seconds()
+
+    def _set_default_timeout(self, timeout: datetime.timedelta) -> None:
+        self.set_timeout(timeout)
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.shutdown()
+
+    # -- the forms that come down to others
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        return self.allreduce(tensors, opts)
+
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        return self.allgather(outputs, inputs, opts)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    # -- the names up to torch 2.12
+
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
+        return self.all_gather_single(output, input, opts)
+
+    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
+        return self.reduce_scatter_single(output, input, opts)
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> dist.Work:
+        return self.all_gather_single_coalesced(outputs, inputs, opts)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> dist.Work:
+        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
+
+    def alltoall_base(self, *arguments: Any) -> dist.Work:
+        return self.all_to_all_single(*arguments)
+
+    # -- and from 2.14
+
+    def recvAnysource(self, tensors: Tensors, tag: int) -> dist.Work:  # noqa: N802
+        return self.recv_anysource(tensors, tag)
+
+    def start_coalescing(self, device: torch.device) -> None:
+        self._start_coalescing(device)
+
+    def end_coalescing(self, device: torch.device) -> dist.Work:
+        return self._end_coalescing(device)
+
+    # -- cutting tensors up
+
+    def _one_per_rank(self, call: str, tensors: Tensors) -> Tensors:
+        if len(tensors) != self.count:
+            raise ArgumentError(
+                message(
+                    f"{call} needs one tensor per rank",
+                    axis=self._shown(),
+                    expected=f"{self.count} tensors",
+                    got=f"{len(tensors)}",
+                    remedy="pass a list with one tensor for every rank of the group",
+                )
+            )
+        return tensors
+
+    def _not_one_piece_per_rank(self, whole: torch.Tensor, piece: torch.Tensor) -> ShapeError:
+        return ShapeError(
+            message(
+                "the large tensor is not one piece per rank",
+                axis=self._shown(),
+                expected=f"shape {[self.count * s for s in piece.shape[:1]] + list(piece.shape[1:])}",
+                got=f"shape {list(whole.shape)} for pieces of shape {list(piece.shape)}",
+                remedy="make it the group's size times the piece, along dim 0",
+            )
+        )
+
+    def _split_sizes(self, tensor: torch.Tensor, splits: list[int]) -> list[int]:
+        """The rows that go to or come from each rank; no splits means equal ones."""
+        rows = tensor.shape[0] if tensor.dim() else -1
+        if not splits and rows >= 0 and rows % self.count == 0:
+            splits = [rows // self.count] * self.count
+        if len(splits) != self.count or sum(splits) != rows:
+            raise ShapeError(
+                message(
+                    "the splits do not cover dim 0",
+                    op="all_to_all_single",
+                    axis=self._shown(),
+                    expected=f"{self.count} sizes whose sum is the size of dim 0",
+                    got=f"{splits or 'an equal split'} for shape {list(tensor.shape)}",
+                    remedy="give one size per rank; they must add up",
+                )
+            )
+        return list(splits)
+
+    def _shown(self) -> str:
+        """The group, for error texts."""
+        return f"group '{self._name}'"
+
+
+def reduction(opts: Any, known: Any, backend: str) -> str:
+    """The name of the reduction that a call's options ask for."""
+    if opts is None:
+        return "SUM"
+    name: str = opts.reduceOp.op.name
+    if name not in known:
+        raise ArgumentError(
+            message(
+                f"the {backend} backend does not know this reduction",
+                expected=", ".join(known),
+                got=name,
+                remedy="multiply the tensor first and use SUM" if name == "PREMUL_SUM" else None,
+            )
+        )
+    return name
