@@ -12,6 +12,7 @@
 
 from gradmesh import reductions as _reductions  # noqa: F401 - enters its rules
 from gradmesh.axis import Axis, axis
+from gradmesh.backends import shm as _shm
 from gradmesh.collectives import (
     all_gather,
     all_reduce,
@@ -51,6 +52,9 @@ from gradmesh.launch import Ranks, launch
 from gradmesh.order import Order, backward, grad, join, ordered
 from gradmesh.types import I, P, R, Type, V
 from gradmesh.world import init, mesh, use_mesh
+
+# So that torch.distributed.init_process_group("shm") and new_group(backend="shm") know it.
+_shm.register()
 
 __all__ = [
     "ArgumentError",

@@ -22,12 +22,14 @@ from torch.autograd import profiler as autograd_profiler
 from torch.distributed import distributed_c10d as c10d
 from torch.profiler import record_function
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "adopt_thread",
     "functional",
     "functorch_active",
     "in_backward",
+    "in_plain_mode",
     "in_reentrant_checkpoint",
     "is_fake",
     "is_legacy_batched",
@@ -71,6 +73,14 @@ def without_autograd(work: Callable[[], T]) -> T:
     finally:
         torch._C._set_fwd_grad_enabled(forward)
         torch._C._set_grad_enabled(grad)
+
+
+def in_plain_mode(work: Callable[[], T]) -> T:
+    """Run `work` as C++ would: autograd does not record it, and no mode of the caller's sees or changes its ops."""
+    if torch._C._len_torch_dispatch_stack() == 0 and torch._C._len_torch_function_stack() == 0:
+        return without_autograd(work)
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return without_autograd(work)
 
 
 # ---- Ranks as threads -------------------------------------------------------------------------------------

@@ -1,0 +1,153 @@
+"""The ranks of a group go through phases together: each publishes, and reads the others' when all have.
+
+A rank has two chunks of shared memory, which it uses in turn. It writes one, publishes, waits until all have published,
+and reads what the others wrote. Before it writes a chunk again it has waited for a later phase, which nobody
+publishes before having read the earlier one: no second barrier is needed.
+
+With the first phase of a call each rank publishes what it calls, and all compare. So a call that the ranks make
+differently is an error on every rank, before anything is written to a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from gradmesh.backends import _futex
+from gradmesh.backends._segment import Segment, Slots
+from gradmesh.errors import MismatchError, message
+
+__all__ = ["Call", "Claim", "Lockstep", "RefusedError", "Steps", "refusal"]
+
+Steps = Iterator[None]
+"""A call that is under way: it yields when it has to wait until all ranks have published."""
+
+
+_WORDS = 4096
+"""Bytes of what a rank says about a call that is refused."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a rank says about a call, for the others to compare.
+
+    Attributes:
+        digest: differs where the calls do not fit together.
+        said: the call in words, for the error.
+        refusal: builds the error from every rank's words.
+    """
+
+    digest: int
+    said: Callable[[], str]
+    refusal: Callable[[list[str]], Exception]
+
+
+class Lockstep:
+    """The phases of a group, as one of its ranks sees them."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.rank, self.size = segment.rank, segment.size
+        self.phase = 0
+        self.uses = 0
+        self._published = segment.published
+        self._word = segment.word(segment.rank)
+        self._alone = segment.size == 1
+
+    def slots(self, dtype: torch.dtype, count: int) -> Slots:
+        """The chunks to use next, for so many elements of each rank."""
+        self.uses += 1
+        return self.segment.slots(dtype, count)[self.uses & 1]
+
+    def publish(self) -> bool:
+        """Let the others see what was written; whether all have published already."""
+        self.phase += 1
+        if self._alone:
+            return True
+        _futex.fence()
+        self._published[self.rank] = self.phase
+        _futex.wake(self._word)
+        return self.arrived()
+
+    def arrived(self) -> bool:
+        """Whether all have published this phase."""
+        if min(self._published.tolist()) < self.phase:
+            return False
+        _futex.fence()
+        return True
+
+    def late(self) -> list[int]:
+        """The ranks that have not."""
+        return [rank for rank, phase in enumerate(self._published.tolist()) if phase < self.phase]
+
+    def late_word(self) -> tuple[int, int] | None:
+        """The word of a rank that has not, and its value."""
+        for rank, phase in enumerate(self._published.tolist()):
+            if phase < self.phase:
+                return self.segment.word(rank), phase
+        return None
+
+
+class Call:
+    """One call of this rank: what it says it is, and whether the others make the same."""
+
+    def __init__(self, lockstep: Lockstep, head: int, claim: Claim) -> None:
+        self.lockstep = lockstep
+        self.head = head & 0xFFFF_FFFF_FFFF_FFFF
+        self.claim = claim
+        self.agreed = False
+
+    def publish(self) -> bool:
+        """Let the others see what was written, and with the first phase what is called; whether all have published."""
+        lockstep = self.lockstep
+        if not self.agreed:
+            lockstep.segment.heads[(lockstep.phase + 1) & 1][lockstep.rank] = self.head
+        return lockstep.publish()
+
+    def agree(self) -> Steps:
+        """After the first phase: go on only if all ranks opened the same call."""
+        self.agreed = True
+        lockstep = self.lockstep
+        if lockstep.segment.heads[lockstep.phase & 1].tolist().count(self.head) != lockstep.size:
+            yield from self.refuse()
+
+    def refuse(self) -> Steps:
+        """Tell the others in words what was called, and raise the error with every rank's words.
+
+        Raises:
+            RefusedError: always.
+        """
+        lockstep = self.lockstep
+        # Different calls may have used different numbers of chunks up to here.
+        lockstep.uses = lockstep.phase
+        lockstep.uses += 1
+        chunks = [lockstep.segment.raw_slot(rank, lockstep.uses & 1) for rank in range(lockstep.size)]
+        said = self.claim.said().encode()[:_WORDS]
+        chunks[lockstep.rank][:_WORDS] = said.ljust(_WORDS)
+        if not lockstep.publish():
+            yield
+        words = [bytes(chunk[:_WORDS]).decode(errors="replace").rstrip() for chunk in chunks]
+        raise RefusedError(self.claim.refusal(words))
+
+
+class RefusedError(Exception):
+    """All ranks refuse a call, at the same point: the group is as good as before. Its argument is what to raise."""
+
+
+def refusal(group: str) -> Callable[[list[str]], Exception]:
+    """What to raise when the ranks of a group made calls that do not fit together."""
+
+    def build(words: list[str]) -> Exception:
+        return MismatchError(
+            message(
+                "the ranks' calls do not fit together",
+                axis=f"group '{group}'",
+                expected="the same call with fitting tensors on every rank",
+                got="\n".join(f"rank {rank}: {said}" for rank, said in enumerate(words)),
+                remedy="find the branch that the ranks take differently, at the places above",
+            )
+        )
+
+    return build

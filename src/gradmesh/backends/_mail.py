@@ -1,0 +1,283 @@
+"""Messages from rank to rank: a ring of bytes in shared memory for each pair, and what waits at both ends.
+
+A message is a header and the tensor's bytes. What fits in the ring is buffered; the rest follows as the receiver makes
+room. A message is read from the ring when a receive has asked for it, or when it stands before one that was asked for:
+then it is kept aside, in memory of its own.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from gradmesh.backends import _futex
+from gradmesh.backends._segment import Segment
+from gradmesh.errors import MismatchError, message
+
+__all__ = ["DTYPES", "Mail", "Receive", "Send"]
+
+DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+"""Every dtype of torch; its place here is its number in shared memory, the same for every process."""
+_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
+_HEADER = struct.Struct("<qqqq")  # tag, number of the dtype, elements, bytes
+
+
+class Send:
+    """A tensor that goes to a rank. Its bytes are read as the ring takes them."""
+
+    def __init__(self, tensor: Tensor, target: int, tag: int) -> None:
+        self.bytes = _bytes(tensor)
+        self.header = _HEADER.pack(tag, _NUMBER[tensor.dtype], tensor.numel(), len(self.bytes))
+        self.target = target
+        self.position = -len(self.header)
+        self.done = False
+
+
+class Receive:
+    """A tensor that waits for a message of a rank, or of anybody (`source` None)."""
+
+    def __init__(self, tensor: Tensor, source: int | None, tag: int) -> None:
+        self.tensor = tensor
+        self.source = source
+        self.tag = tag
+        self.came_from = -1
+        self.done = False
+        self.misfit: str | None = None
+
+
+class _Incoming:
+    """A message that is being read, or kept aside until it is asked for."""
+
+    def __init__(self, source: int, header: bytes) -> None:
+        self.source = source
+        self.tag, self.number, self.elements, size = _HEADER.unpack(header)
+        self.size = size
+        self.position = 0
+        self.receive: Receive | None = None
+        self.bytes: Tensor | None = None
+
+    def fits(self, tensor: Tensor) -> bool:
+        return (_NUMBER[tensor.dtype], tensor.numel()) == (self.number, self.elements)
+
+    def __str__(self) -> str:
+        return f"{_show(DTYPES[self.number])}, {self.elements} elements, tag {self.tag}"
+
+
+class Mail:
+    """The messages of one rank in a group."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._rank, self._size, self._ring = segment.rank, segment.size, segment.ring_bytes
+        self._written = [0] * self._size
+        self._read = [0] * self._size
+        self._leaving: dict[int, deque[Send]] = {}
+        self._coming: dict[int, _Incoming] = {}
+        self._aside: list[_Incoming] = []
+        self._asked: list[Receive] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is under way."""
+        return bool(self._leaving or self._asked)
+
+    def send(self, send: Send) -> None:
+        """Begin to send; goes on in `progress`."""
+        self._leaving.setdefault(send.target, deque()).append(send)
+        self._push(send.target)
+
+    def receive(self, receive: Receive) -> None:
+        """Begin to receive; goes on in `progress`."""
+        for kept in self._aside:
+            if _wants(receive, kept):
+                self._aside.remove(kept)
+                kept.receive = receive
+                if kept.position == kept.size:
+                    self._hand_over(kept)
+                else:
+                    self._asked.append(receive)
+                return
+        self._asked.append(receive)
+        self.progress()
+
+    def progress(self) -> None:
+        """Write what there is room for, and read what has come for those who asked."""
+        for target in list(self._leaving):
+            self._push(target)
+        for source in self._sources():
+            self._pull(source)
+
+    def sleep_on(self, waits_for: Send | Receive) -> tuple[int, int] | None:
+        """The word that changes when it can go on, and its value."""
+        if isinstance(waits_for, Send):
+            pair = self._rank * self._size + waits_for.target
+            return self._segment.read_word(pair), self._segment.read[pair]
+        if waits_for.source is None:
+            return None
+        pair = waits_for.source * self._size + self._rank
+        return self._segment.written_word(pair), self._read[waits_for.source]
+
+    def needs(self, waits_for: Send | Receive) -> Sequence[int]:
+        """The ranks without which it cannot go on."""
+        if isinstance(waits_for, Send):
+            return [waits_for.target]
+        if waits_for.source is not None:
+            return [waits_for.source]
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        gone = {*self._segment.dead(others), *(rank for rank in others if self._segment.states[rank])}
+        return others if len(gone) == len(others) else []
+
+    def _sources(self) -> Iterator[int]:
+        """The ranks from which something is being read or was asked for."""
+        if not self._asked and not self._coming:
+            return iter(())
+        if any(receive.source is None for receive in self._asked):
+            return iter(range(self._size))
+        return iter(
+            {*self._coming, *(receive.source for receive in self._asked if receive.source is not None)}
+        )
+
+    def _push(self, target: int) -> None:
+        """Write to a ring what there is room for."""
+        pair = self._rank * self._size + target
+        leaving = self._leaving[target]
+        most = max(1, self._ring // 4)  # so that the receiver can begin while the sender goes on
+        while leaving:
+            send = leaving[0]
+            room = self._ring - (self._written[target] - self._segment.read[pair])
+            if room == 0:
+                return
+            _futex.fence()
+            count = min(room, most)
+            if send.position < 0:
+                count = min(count, -send.position)
+                first = len(send.header) + send.position
+                self._copy_header(pair, target, send.header[first : first + count])
+            else:
+                count = min(count, len(send.bytes) - send.position)
+                for ring, at, length in self._stretches(pair, self._written[target], count):
+                    ring[:length].copy_(send.bytes[send.position + at : send.position + at + length])
+            send.position += count
+            self._written[target] += count
+            _futex.fence()
+            self._segment.written[pair] = self._written[target]
+            _futex.wake(self._segment.written_word(pair))
+            if send.position == len(send.bytes):
+                send.done = True
+                leaving.popleft()
+        del self._leaving[target]
+
+    def _copy_header(self, pair: int, target: int, part: bytes) -> None:
+        raw, ring = self._segment.raw_rings[pair], self._ring
+        for at, byte in enumerate(part, self._written[target]):
+            raw[at % ring] = byte
+
+    def _stretches(self, pair: int, start: int, count: int) -> Iterator[tuple[Tensor, int, int]]:
+        """Where `count` bytes from `start` lie in a ring: one stretch, or two where it turns over."""
+        ring = self._segment.rings[pair]
+        at = start % self._ring
+        first = min(count, self._ring - at)
+        yield ring[at:], 0, first
+        if first < count:
+            yield ring, first, count - first
+
+    def _pull(self, source: int) -> None:
+        """Read from a ring what has come."""
+        pair = source * self._size + self._rank
+        while True:
+            available = self._segment.written[pair] - self._read[source]
+            coming = self._coming.get(source)
+            if coming is None:
+                if available < _HEADER.size:
+                    return
+                _futex.fence()
+                coming = self._match(source, self._peek(pair, source))
+                if coming is None:
+                    return
+                self._coming[source] = coming
+                self._take(pair, source, _HEADER.size)
+                available -= _HEADER.size
+            count = min(available, coming.size - coming.position)
+            if count and coming.bytes is not None:
+                _futex.fence()
+                for ring, at, length in self._stretches(pair, self._read[source], count):
+                    coming.bytes[coming.position + at : coming.position + at + length].copy_(ring[:length])
+                coming.position += count
+                self._take(pair, source, count)
+            if coming.position < coming.size:
+                return
+            del self._coming[source]
+            if coming.receive is not None:
+                self._hand_over(coming)
+
+    def _peek(self, pair: int, source: int) -> bytes:
+        raw, start = self._segment.raw_rings[pair], self._read[source]
+        return bytes(raw[at % self._ring] for at in range(start, start + _HEADER.size))
+
+    def _take(self, pair: int, source: int, count: int) -> None:
+        self._read[source] += count
+        _futex.fence()
+        self._segment.read[pair] = self._read[source]
+        _futex.wake(self._segment.read_word(pair))
+
+    def _match(self, source: int, header: bytes) -> _Incoming | None:
+        """The message at the head of a ring, if it is to be read now."""
+        coming = _Incoming(source, header)
+        taken = {id(each.receive) for each in (*self._coming.values(), *self._aside)}
+        asked = [r for r in self._asked if id(r) not in taken and r.source in (None, source)]
+        if not asked:
+            return None
+        coming.receive = next((receive for receive in asked if receive.tag == coming.tag), None)
+        if coming.receive is not None and coming.fits(coming.receive.tensor):
+            coming.bytes = _bytes(coming.receive.tensor)
+        else:
+            coming.bytes = torch.empty(coming.size, dtype=torch.uint8, device="cpu")
+            if coming.receive is None:
+                self._aside.append(coming)
+        return coming
+
+    def _hand_over(self, coming: _Incoming) -> None:
+        """Complete a receive with a message that is here."""
+        receive = coming.receive
+        if receive is None or coming.bytes is None:
+            return
+        target = _bytes(receive.tensor)
+        if not coming.fits(receive.tensor):
+            receive.misfit = str(coming)
+        elif coming.bytes.data_ptr() != target.data_ptr():
+            target.copy_(coming.bytes)
+        receive.came_from = coming.source
+        receive.done = True
+        if receive in self._asked:
+            self._asked.remove(receive)
+
+
+def misfit(receive: Receive, group: str) -> MismatchError:
+    """The error of a receive whose tensor does not fit the message."""
+    tensor = receive.tensor
+    return MismatchError(
+        message(
+            "the receiver's tensor does not fit the message",
+            axis=f"group '{group}'",
+            expected=f"the message of rank {receive.came_from}: {receive.misfit}",
+            got=f"{_show(tensor.dtype)}, {tensor.numel()} elements, tag {receive.tag}",
+            remedy="give both the same number of elements and the same dtype",
+        )
+    )
+
+
+def _wants(receive: Receive, kept: _Incoming) -> bool:
+    return kept.receive is None and kept.tag == receive.tag and receive.source in (None, kept.source)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    flat = tensor.view(-1)
+    return flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
+
+
+def _show(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,138 @@
+"""How a rank that is a process waits: it spins briefly, then sleeps in the kernel, and looks up now and then.
+
+Spinning is for ranks that have a core each: a peer that runs will publish within microseconds. With more ranks than
+cores it would only keep the peer from running. Asleep, a rank wakes up every 50 ms to see whether the others are alive
+and whether its time is over; what it waits for wakes it at once.
+
+While it waits for one group, a rank goes on with what it has begun on others: otherwise two ranks could each wait for
+a call that the other has begun and not finished.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from gradmesh.backends import _futex
+from gradmesh.backends._segment import BROKE, Segment
+from gradmesh.errors import DeadlockError, message
+
+if TYPE_CHECKING:
+    from gradmesh.backends._shm_group import ShmGroup
+
+__all__ = ["busy", "forget", "idle", "spins", "until"]
+
+_LOOK = 0.05
+"""Seconds between two looks at the other processes."""
+_SLICE = 0.0005
+"""Seconds that a rank sleeps at once while it has unfinished calls on other groups."""
+_SPINS = 1000
+_SPINS_OVERSUBSCRIBED = 10
+
+_lock = threading.Lock()
+_unfinished: weakref.WeakSet[ShmGroup] = weakref.WeakSet()
+_most_ranks = 1
+
+
+def busy(group: ShmGroup) -> None:
+    """Say that a group has calls that were begun and are not finished."""
+    with _lock:
+        _unfinished.add(group)
+
+
+def idle(group: ShmGroup) -> None:
+    """Say that it has none any more."""
+    with _lock:
+        _unfinished.discard(group)
+
+
+def forget() -> None:
+    """In a forked child: what the parent has begun is not its business."""
+    global _lock
+    _lock = threading.Lock()
+    _unfinished.clear()
+
+
+def spins(ranks: int) -> int:
+    """How often to look before sleeping, for a group of so many ranks; the largest group of the process decides."""
+    global _most_ranks
+    _most_ranks = max(_most_ranks, ranks)
+    return _SPINS if _most_ranks <= len(os.sched_getaffinity(0)) else _SPINS_OVERSUBSCRIBED
+
+
+def until(
+    ready: Callable[[], bool],
+    word: Callable[[], tuple[int, int] | None],
+    needs: Callable[[], Sequence[int]],
+    segment: Segment,
+    group: ShmGroup,
+    seconds: float,
+    call: Callable[[], str],
+) -> None:
+    """Wait until `ready`.
+
+    Args:
+        ready: whether it has come.
+        word: the address of a word that changes before it comes, and its value now; None if there is no such word.
+        needs: the ranks that it still has to come from.
+        segment: the memory of the group.
+        group: who waits.
+        seconds: how long at most.
+        call: what was called, for the error text.
+
+    Raises:
+        AbortedError: a rank that it needs has gone.
+        DeadlockError: the time is over.
+    """
+    for _ in range(group.spins):
+        if ready():
+            return
+    start = looked = time.monotonic()
+    while True:
+        others = bool(_unfinished) and _progress(group)
+        sleep = word()
+        if ready():
+            return
+        if sleep is None or others:
+            time.sleep(_SLICE) if sleep is None else _futex.wait(*sleep, _SLICE)
+        else:
+            _futex.wait(*sleep, min(_LOOK, max(0.0, start + seconds - time.monotonic())))
+        if ready():
+            return
+        now = time.monotonic()
+        if now - looked >= _LOOK or any(segment.states[rank] for rank in needs()):
+            looked = now
+            gone = segment.missing(needs(), call)
+            # It may have published and left between the two looks.
+            if gone is not None and not ready():
+                raise gone
+        if now - start > seconds and not ready():
+            segment.say(BROKE)
+            raise _late(segment, needs(), seconds, call())
+
+
+def _progress(waiting: ShmGroup) -> bool:
+    """Go on with the unfinished calls of all groups; whether there are any besides what is waited for."""
+    with _lock:
+        groups = list(_unfinished)
+    others = False
+    for group in groups:
+        others |= group.poll(waiting)
+    return others
+
+
+def _late(segment: Segment, needs: Sequence[int], seconds: float, call: str) -> DeadlockError:
+    late = ", ".join(segment.name(rank) for rank in needs).rstrip(",")
+    return DeadlockError(
+        message(
+            f"nothing came for {seconds:g} s, the timeout of the group",
+            axis=f"group '{segment.group}', rank {segment.rank} of {segment.size}",
+            expected=f"the same call on rank {late}",
+            got=call,
+            remedy="let every rank of the group make the same calls, in one order; or give a longer timeout",
+        )
+    )

@@ -1,0 +1,671 @@
+# mypy: disable-error-code="override"
+# torch's stubs give every method a second, direct form, which torch.distributed does not call.
+"""The process group that torch.distributed sees, of ranks that share memory.
+
+A call is begun when it is made, and goes on while the rank waits for it or for anything else: the calls of a group in
+order, those of different groups side by side. There is no thread behind it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradmesh import _torch
+from gradmesh.backends import _patience, _steps
+from gradmesh.backends._group import PythonGroup, Tensors, reduction
+from gradmesh.backends._lockstep import Call, Claim, Lockstep, RefusedError, Steps, refusal
+from gradmesh.backends._mail import DTYPES, Mail, Receive, Send, misfit
+from gradmesh.backends._rendezvous import call_site, show_site
+from gradmesh.backends._segment import BROKE, LEFT, Segment
+from gradmesh.backends._waiting import AbortedError
+from gradmesh.errors import ArgumentError, GradmeshError, NotInitializedError, ShapeError, message
+
+__all__ = ["ShmGroup"]
+
+_DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
+_REDUCTION_NUMBER = {name: number for number, name in enumerate(_steps.REDUCTIONS)}
+_KINDS = (
+    "all_gather",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "scatter",
+)
+_KIND_NUMBER = {name: number for number, name in enumerate(_KINDS)}
+_DRAIN = 5.0
+"""Seconds that a rank which leaves gives to calls that it began and never waited for."""
+
+_groups: weakref.WeakSet[ShmGroup] = weakref.WeakSet()
+
+
+class _Work(dist.Work):
+    """A collective of one rank, begun."""
+
+    def __init__(
+        self, group: ShmGroup, steps: Steps, result: object, inference: bool, call: Callable[[], str]
+    ) -> None:
+        super().__init__()
+        self.group, self.steps, self.call = group, steps, call
+        self.inference = inference
+        self.done = False
+        self.error: BaseException | None = None
+        self._result = result
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        if not self.done:
+            self.group.finish(self, _seconds(timeout, self.group))
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        if not self.done:
+            self.group.poll(None)
+        return self.done
+
+    def is_success(self) -> bool:
+        return self.done and self.error is None
+
+    def exception(self) -> BaseException | None:
+        return self.error
+
+    def result(self) -> Any:
+        self.wait()
+        return self._result
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        # Whoever waits for a future waits in C++, where no call can go on; so it is complete when it is handed out.
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._result)
+        return future
+
+
+class _Message(_Work):
+    """A message of one rank, begun."""
+
+    def __init__(
+        self, group: ShmGroup, under_way: Send | Receive, tensors: Tensors, call: Callable[[], str]
+    ) -> None:
+        super().__init__(group, iter(()), tensors, inference=False, call=call)
+        self.under_way = under_way
+        self._after: Callable[[], object] | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.under_way.done
+
+    @done.setter
+    def done(self, value: bool) -> None:
+        pass
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        self.group.deliver(self.under_way, _seconds(timeout, self.group), self.call)
+        if isinstance(self.under_way, Receive) and self.under_way.misfit:
+            raise misfit(self.under_way, self.group.group_name)
+        if self._after is not None:
+            after, self._after = self._after, None
+            after()
+        return True
+
+    def then(self, after: Callable[[], object]) -> _Message:
+        """Do this too, when the message is here."""
+        self._after = after
+        return self
+
+    def source_rank(self) -> int:
+        return self.under_way.came_from if isinstance(self.under_way, Receive) else -1
+
+    _source_rank = source_rank
+
+
+class _All(_Work):
+    """Several works as one, for `_end_coalescing`."""
+
+    def __init__(self, group: ShmGroup, works: Sequence[_Work]) -> None:
+        super().__init__(group, iter(()), [], inference=False, call=str)
+        self._works = works
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        self.done = True
+        return True
+
+
+def _seconds(timeout: datetime.timedelta | None, group: ShmGroup) -> float:
+    seconds = timeout.total_seconds() if timeout else 0.0
+    return seconds if seconds > 0 else group.timeout
+
+
+class ShmGroup(PythonGroup):
+    """A process group whose ranks are processes of one host."""
+
+    backend = "shm"
+
+    def __init__(self, segment: Segment, timeout: datetime.timedelta, name: str) -> None:
+        super().__init__(name, segment.rank, segment.size, timeout)
+        self.segment = segment
+        self.spins = _patience.spins(segment.size)
+        self.lockstep = Lockstep(segment)
+        self.mail = Mail(segment)
+        self._queue: deque[_Work] = deque()
+        self._lock = threading.RLock()
+        self._coalesced: list[_Work] | None = None
+        self._closed: Callable[[], GradmeshError] | None = None
+        self._claim: Claim | None = None
+        _groups.add(self)
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.lockstep.phase
+
+    def _shown(self) -> str:
+        return f"group '{self._name}', rank {self.place} of {self.count}"
+
+    def __repr__(self) -> str:
+        return f"ShmGroup({self._shown()})"
+
+    # -- what ranks say about a call
+
+    def claim(self, claim: Claim) -> None:
+        """Have the next call compared by this too; ranks that claim something else make it an error on all of them."""
+        self._claim = claim
+
+    def _call(self, name: str, shown: Callable[[], str], *facts: int) -> Call:
+        head: int = hash((_KIND_NUMBER[name], *facts))
+        claim, self._claim = self._claim, None
+        if claim is None:
+            return Call(self.lockstep, head, Claim(0, shown, refusal(self._name)))
+        return Call(self.lockstep, hash((claim.digest, head)), claim)
+
+    # -- beginning and finishing
+
+    def _post(
+        self,
+        call: Callable[[], str],
+        steps: Steps,
+        result: object,
+        outputs: Iterable[Tensor],
+    ) -> _Work:
+        inference = not torch.is_inference_mode_enabled() and any(t.is_inference() for t in outputs)
+        work = _Work(self, steps, result, inference, call)
+        with self._lock:
+            self._check()
+            self._queue.append(work)
+            self._go_on()
+            if self._queue:
+                _patience.busy(self)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _check(self) -> None:
+        if self._closed is not None:
+            raise self._closed()
+
+    def _go_on(self) -> None:
+        """Take the calls in order as far as they go without waiting. The caller holds the lock."""
+        queue = self._queue
+        while queue:
+            work = queue[0]
+            if work.inference:
+                with torch.inference_mode():
+                    over = self._step(work)
+            else:
+                over = self._step(work)
+            if not over:
+                return
+            queue.popleft()
+
+    def _step(self, work: _Work) -> bool:
+        """Run a call until it has to wait; whether it is over."""
+        try:
+            over: bool = _torch.in_plain_mode(partial(next, work.steps, True))
+        except RefusedError as refused:
+            work.error = refused.args[0]
+            over = True
+        except BaseException as error:
+            self._break(error)
+            raise
+        if over:
+            work.done = True
+        return over
+
+    def finish(self, work: _Work, seconds: float) -> None:
+        """Wait until a call is over."""
+        with self._lock:
+            while not work.done:
+                self._check()
+                first = self._queue[0]
+                lockstep = self.lockstep
+                self._wait(lockstep.arrived, lockstep.late_word, lockstep.late, seconds, first.call)
+                self._go_on()
+            if not self._queue:
+                _patience.idle(self)
+
+    def deliver(self, under_way: Send | Receive, seconds: float, call: Callable[[], str]) -> None:
+        """Wait until a message has gone, or come."""
+        mail = self.mail
+
+        def ready() -> bool:
+            _torch.in_plain_mode(mail.progress)
+            return under_way.done
+
+        with self._lock:
+            if not under_way.done:
+                self._check()
+                self._wait(
+                    ready, partial(mail.sleep_on, under_way), partial(mail.needs, under_way), seconds, call
+                )
+
+    def _wait(
+        self,
+        ready: Callable[[], bool],
+        word: Callable[[], tuple[int, int] | None],
+        needs: Callable[[], Sequence[int]],
+        seconds: float,
+        call: Callable[[], str],
+    ) -> None:
+        try:
+            _patience.until(ready, word, needs, self.segment, self, seconds, call)
+        except BaseException as error:
+            self._break(error)
+            raise
+
+    def poll(self, waiting: ShmGroup | None) -> bool:
+        """Go on with what can go on; whether the group has something unfinished, besides what it waits for itself."""
+        if not self._lock.acquire(blocking=False):
+            return False  # another thread is at it
+        try:
+            if self._closed is not None:
+                return False
+            if self.mail.busy:
+                _torch.in_plain_mode(self.mail.progress)
+            if self is waiting:
+                return self.mail.busy
+            if self._queue and self.lockstep.arrived():
+                self._go_on()
+            unfinished = bool(self._queue) or self.mail.busy
+            if not unfinished:
+                _patience.idle(self)
+            return unfinished
+        finally:
+            self._lock.release()
+
+    # -- ending
+
+    def _break(self, error: BaseException) -> None:
+        """After an error in the middle of a call the ranks are out of step: nothing works any more."""
+        text = f"{type(error).__name__}: {error}"
+        self.segment.say(BROKE)
+        self._end(
+            lambda: AbortedError(
+                message("the group is over: an earlier call failed", axis=self._shown(), got=text)
+            )
+        )
+
+    def _over(self, why: str, remedy: str) -> GradmeshError:
+        return NotInitializedError(message(f"the group is over: {why}", axis=self._shown(), remedy=remedy))
+
+    def _end(self, closed: Callable[[], GradmeshError]) -> None:
+        if self._closed is None:
+            self._closed = closed
+        for work in self._queue:
+            work.error, work.done = closed(), True
+        self._queue.clear()
+        _patience.idle(self)
+
+    def shutdown(self) -> None:
+        with self._lock:
+            if self._closed is None:
+                try:
+                    for work in list(self._queue):
+                        self.finish(work, min(_DRAIN, self.timeout))
+                except GradmeshError:
+                    pass  # whoever is missing has gone, and nobody waits for the result
+                self.segment.say(LEFT)
+                self._end(lambda: self._over("this rank has left it", "make a new group"))
+                self.segment.close()
+
+    def abort(self) -> None:
+        self.segment.say(BROKE)
+        self.shutdown()
+
+    def forget(self) -> None:
+        """In a forked child: the group belongs to the parent."""
+        self._lock = threading.RLock()
+        self._closed = lambda: self._over(
+            "it belongs to the process that this one was forked from",
+            "start ranks with gradmesh.launch or torchrun, not by a fork",
+        )
+        self._queue.clear()
+
+    # -- reductions
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> _Work:
+        op = reduction(opts, _steps.REDUCTIONS, "shm")
+        shown = partial(_show, f"all_reduce({op.lower()})", tensors)
+        calls, after = [], _After()
+        for tensor in tensors:
+            flat = after.flat(self, tensor, keep=True)
+            _reducible(flat, op)
+            call = self._call("all_reduce", shown, *_facts(flat), _REDUCTION_NUMBER[op])
+            calls.append(_steps.all_reduce(call, flat, op))
+        return self._post(shown, after.steps(calls), tensors, tensors)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> _Work:
+        op, root = reduction(opts, _steps.REDUCTIONS, "shm"), opts.rootRank
+        shown = partial(_show, f"reduce({op.lower()}, root {root})", tensors)
+        after = _After()
+        flat = after.flat(self, tensors[0], keep=True)
+        _reducible(flat, op)
+        call = self._call("reduce", shown, *_facts(flat), _REDUCTION_NUMBER[op], root)
+        return self._post(shown, after.steps([_steps.reduce(call, flat, op, root)]), tensors, tensors)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> _Work:
+        op = reduction(opts, _steps.REDUCTIONS, "shm")
+        shown = partial(_show, f"reduce_scatter({op.lower()})", inputs[0], outputs)
+        calls: list[Steps] = []
+        after = _After()
+        for output, given in zip(outputs, inputs, strict=True):
+            out = after.flat(self, output)
+            flats = [_flat(self, tensor) for tensor in self._one_per_rank("reduce_scatter", given)]
+            _reducible(out, op)
+            self._fits("output", output, given[self.place])
+            sizes = [len(flat) for flat in flats]
+            facts = _DTYPE_NUMBER[out.dtype], _REDUCTION_NUMBER[op], *sizes
+            if len(set(sizes)) == 1:
+                call = self._call("reduce_scatter", shown, *facts)
+                calls.append(_steps.reduce_scatter(call, out, flats, op))
+                continue
+            for target, flat in enumerate(flats):
+                call = self._call("reduce_scatter", shown, *facts, target)
+                mine = out.copy_(flat) if target == self.place else flat.clone()
+                calls.append(_steps.reduce(call, mine, op, target))
+        return self._post(shown, after.steps(calls), outputs, outputs)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
+        op = reduction(opts, _steps.REDUCTIONS, "shm")
+        shown = partial(_show, f"reduce_scatter_single({op.lower()})", inputs, outputs)
+        calls, after = [], _After()
+        for output, given in zip(outputs, inputs, strict=True):
+            out = after.flat(self, output)
+            rows = self._rows(_flat(self, given), out, given, output).unbind(0)
+            _reducible(out, op)
+            call = self._call("reduce_scatter_single", shown, *_facts(out), _REDUCTION_NUMBER[op])
+            calls.append(_steps.reduce_scatter(call, out, rows, op))
+        return self._post(shown, after.steps(calls), outputs, outputs)
+
+    # -- exchanges
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> _Work:
+        root = opts.rootRank
+        shown = partial(_show, f"broadcast(root {root})", tensors)
+        calls, after = [], _After()
+        for tensor in tensors:
+            flat = after.flat(self, tensor, keep=self.place == root)
+            call = self._call("broadcast", shown, *_facts(flat), root)
+            calls.append(_steps.broadcast(call, flat, root))
+        return self._post(shown, after.steps(calls), tensors, tensors)
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> _Work:  # noqa: ARG002
+        shown = partial(_show, "all_gather", inputs, outputs[0])
+        calls, after = [], _After()
+        for taken, given in zip(outputs, inputs, strict=True):
+            flat = _flat(self, given)
+            outs = [after.flat(self, tensor) for tensor in self._one_per_rank("all_gather", taken)]
+            self._fits("own place in the output list", taken[self.place], given)
+            call = self._call("all_gather", shown, _DTYPE_NUMBER[flat.dtype], *map(len, outs))
+            calls.append(_steps.all_gather_lists(call, outs, flat))
+        return self._post(shown, after.steps(calls), outputs, [t for taken in outputs for t in taken])
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:  # noqa: ARG002
+        shown = partial(_show, "all_gather_single", inputs, outputs)
+        calls, after = [], _After()
+        for output, given in zip(outputs, inputs, strict=True):
+            flat = _flat(self, given)
+            rows = self._rows(after.flat(self, output), flat, output, given)
+            call = self._call("all_gather_single", shown, *_facts(flat))
+            calls.append(_steps.all_gather(call, rows, flat))
+        return self._post(shown, after.steps(calls), outputs, outputs)
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> _Work:
+        root, given = opts.rootRank, inputs[0]
+        after, flat = _After(), _flat(self, given)
+        nothing = flat[:0]
+        taken = [nothing] * self.count
+        shown = partial(_show, f"gather(root {root})", inputs, outputs[0] if outputs else [])
+        if self.place == root:
+            taken = [after.flat(self, tensor) for tensor in self._one_per_rank("gather", outputs[0])]
+            self._fits("own place in the output list", outputs[0][root], given)
+        gives = [flat if rank == root else nothing for rank in range(self.count)]
+        call = self._call("gather", shown, _DTYPE_NUMBER[flat.dtype], root)
+        steps = after.steps([_steps.exchange(call, taken, gives)])
+        return self._post(shown, steps, outputs, outputs[0] if outputs else [])
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> _Work:
+        root, output = opts.rootRank, outputs[0]
+        after = _After()
+        out = after.flat(self, output)
+        nothing = out[:0]
+        gives = [nothing] * self.count
+        shown = partial(_show, f"scatter(root {root})", inputs[0] if inputs else [], outputs)
+        if self.place == root:
+            gives = [_flat(self, tensor) for tensor in self._one_per_rank("scatter", inputs[0])]
+            self._fits("output", output, inputs[0][root])
+        taken = [out if rank == root else nothing for rank in range(self.count)]
+        call = self._call("scatter", shown, _DTYPE_NUMBER[out.dtype], root)
+        return self._post(shown, after.steps([_steps.exchange(call, taken, gives)]), outputs, outputs)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:  # noqa: ARG002
+        shown = partial(_show, "all_to_all", inputs, outputs)
+        after = _After()
+        gives = [_flat(self, tensor) for tensor in self._one_per_rank("all_to_all", inputs)]
+        taken = [after.flat(self, tensor) for tensor in self._one_per_rank("all_to_all", outputs)]
+        self._fits("own place in the output list", outputs[self.place], inputs[self.place])
+        call = self._call("all_to_all", shown, _DTYPE_NUMBER[gives[0].dtype])
+        return self._post(shown, after.steps([_steps.exchange(call, taken, gives)]), outputs, outputs)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,  # noqa: A002
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,  # noqa: ARG002
+    ) -> _Work:
+        shown = partial(_show, "all_to_all_single", [input], [output])
+        after = _After()
+        given, out = _flat(self, input), after.flat(self, output)
+        self._fits("output", output, input, sizes=False)
+        number = _DTYPE_NUMBER[given.dtype]
+        if not output_splits and not input_splits:
+            self._split_sizes(input, input_splits)
+            self._fits("output", output, input)
+            call = self._call("all_to_all_single", shown, *_facts(given))
+            pieces = given.view(self.count, -1 if len(given) else 0)
+            steps = _steps.all_to_all(call, out.view(pieces.shape).unbind(0), pieces.unbind(0))
+        else:
+            call = self._call("all_to_all_single", shown, number)
+            gives = given.split(_elements(input, self._split_sizes(input, input_splits)))
+            taken = out.split(_elements(output, self._split_sizes(output, output_splits)))
+            self._fits("own part of the output", taken[self.place], gives[self.place])
+            steps = _steps.exchange(call, taken, gives)
+        return self._post(shown, after.steps([steps]), [output], [output])
+
+    def barrier(self, opts: Any = None) -> _Work:  # noqa: ARG002
+        shown = partial(_show, "barrier", [])
+        return self._post(shown, _steps.barrier(self._call("barrier", shown)), [], [])
+
+    # -- point to point
+
+    def send(self, tensors: Tensors, to: int, tag: int) -> _Work:
+        shown = partial(_show, f"send(to rank {to}, tag {tag})", tensors)
+        send = Send(_flat(self, tensors[0]), to, tag)
+        with self._lock:
+            self._check()
+            _torch.in_plain_mode(partial(self.mail.send, send))
+        return self._message(_Message(self, send, tensors, shown))
+
+    def recv(self, tensors: Tensors, source: int, tag: int) -> _Work:
+        return self._receive(tensors, source, tag, f"recv(from rank {source}, tag {tag})")
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> _Work:
+        return self._receive(tensors, None, tag, f"recv(from anybody, tag {tag})")
+
+    def _receive(self, tensors: Tensors, source: int | None, tag: int, call: str) -> _Work:
+        after = _After()
+        receive = Receive(after.flat(self, tensors[0]), source, tag)
+        with self._lock:
+            self._check()
+            _torch.in_plain_mode(partial(self.mail.receive, receive))
+        work = _Message(self, receive, tensors, partial(_show, call, tensors))
+        return self._message(work.then(partial(_torch.in_plain_mode, after.copy)))
+
+    def _message(self, work: _Message) -> _Work:
+        if self.mail.busy:
+            _patience.busy(self)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    # -- coalescing
+
+    def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> _Work:  # noqa: ARG002
+        works, self._coalesced = self._coalesced or [], None
+        return _All(self, works)
+
+    # -- checking tensors
+
+    def _rows(self, large: Tensor, small: Tensor, whole: Tensor, piece: Tensor) -> Tensor:
+        """The flat large tensor with one row for each rank, if that fits the flat small one."""
+        if large.dtype != small.dtype:
+            self._fits("output", whole, piece, sizes=False)
+        if len(large) != self.count * len(small):
+            raise self._not_one_piece_per_rank(whole, piece)
+        return large.view(self.count, len(small))
+
+    def _fits(self, what: str, tensor: Tensor, other: Tensor, *, sizes: bool = True) -> None:
+        if tensor.dtype != other.dtype or (sizes and tensor.numel() != other.numel()):
+            raise ShapeError(
+                message(
+                    f"the {what} does not fit the input",
+                    axis=self._shown(),
+                    expected=_show_tensors([other]),
+                    got=_show_tensors([tensor]),
+                    remedy="give both the same dtype and number of elements",
+                )
+            )
+
+
+class _After:
+    """What is to be copied when a call is over: results whose memory is not in one piece."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def flat(self, group: ShmGroup, tensor: Tensor, *, keep: bool = False) -> Tensor:
+        """A result as a flat tensor, with what is in it now if `keep`."""
+        _on_cpu(group, tensor)
+        # Without its history, and no view of another tensor, which autograd might not allow to write.
+        plain = tensor.detach()
+        if plain.is_contiguous():
+            return plain.view(-1)
+        dense = plain.contiguous() if keep else torch.empty_like(plain, memory_format=torch.contiguous_format)
+        self._copies.append((plain, dense))
+        return dense.view(-1)
+
+    def steps(self, calls: Sequence[Steps]) -> Steps:
+        """The calls one after another, and then the copies."""
+        if len(calls) == 1 and not self._copies:
+            return calls[0]
+        return itertools.chain(itertools.chain.from_iterable(calls), self._finally())
+
+    def _finally(self) -> Iterator[None]:
+        self.copy()
+        yield from ()
+
+    def copy(self) -> None:
+        """Copy now."""
+        for tensor, dense in self._copies:
+            tensor.copy_(dense)
+
+
+def _flat(group: ShmGroup, tensor: Tensor) -> Tensor:
+    """An operand as a flat tensor."""
+    _on_cpu(group, tensor)
+    return tensor.detach().contiguous().view(-1)
+
+
+def _on_cpu(group: ShmGroup, tensor: Tensor) -> None:
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        raise ArgumentError(
+            message(
+                "the shm backend takes dense tensors on the CPU",
+                axis=group._shown(),
+                expected="a dense CPU tensor",
+                got=f"a tensor on {tensor.device}, {tensor.layout}",
+                remedy="for CUDA tensors make a second group: torch.distributed.new_group(backend='nccl')",
+            )
+        )
+
+
+def _reducible(flat: Tensor, op: str) -> None:
+    """Refuse what torch's own kernel refuses, before anything is sent."""
+    _steps.REDUCTIONS[op](flat[:0], flat[:0])
+
+
+def _facts(flat: Tensor) -> tuple[int, int]:
+    return _DTYPE_NUMBER[flat.dtype], len(flat)
+
+
+def _elements(tensor: Tensor, rows: Sequence[int]) -> list[int]:
+    each = tensor.numel() // tensor.shape[0] if tensor.shape[0] else 0
+    return [row * each for row in rows]
+
+
+def _show(call: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] = ()) -> str:
+    to = f" -> {_show_tensors(outputs)}" if outputs else ""
+    return f"{call}  {_show_tensors(inputs)}{to}  {show_site(call_site())}"
+
+
+def _show_tensors(tensors: Sequence[Tensor]) -> str:
+    shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors[:4]]
+    if len(set(shown)) == 1 and len(tensors) > 1:
+        return f"{len(tensors)} x {shown[0]}"
+    return " ".join(shown) + (f" and {len(tensors) - 4} more" if len(tensors) > 4 else "")
+
+
+def _forget_all() -> None:
+    _patience.forget()
+    for group in list(_groups):
+        group.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,285 @@
+"""What each collective does in the phases of a group: the bytes that a rank writes for the others, and reads of them.
+
+The functions are generators, which yield where they have to wait for the other ranks; so a call can be begun, and
+finished later. They take flat tensors. What is longer than a chunk goes in windows. Copies and sums are torch's own; a
+sum is taken in rank order, and where every rank takes it, every rank takes it alike, so that the bits are the same.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from gradmesh.backends._lockstep import Call, Steps
+
+__all__ = [
+    "REDUCTIONS",
+    "all_gather",
+    "all_gather_lists",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "exchange",
+    "reduce",
+    "reduce_scatter",
+]
+
+REDUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+_SHARED_WORK = 1 << 16
+"""Bytes a rank from which more than two ranks share the work of a sum, for one more phase in each window."""
+
+
+def _windows(total: int, width: int) -> Iterator[tuple[int, int]]:
+    """Ranges of at most `width`; one that is empty if there is nothing, as every call has a phase."""
+    for start in range(0, total or 1, width):
+        yield start, min(start + width, total)
+
+
+def _width(call: Call, dtype: torch.dtype, parts: int = 1) -> int:
+    return call.lockstep.segment.chunk // (dtype.itemsize * parts)
+
+
+def _cut(flat: Tensor, start: int, end: int) -> Tensor:
+    return flat if end - start == len(flat) else flat[start:end]
+
+
+def _fold(op: str, rows: Sequence[Tensor], out: Tensor) -> None:
+    """Reduce tensors in order, into `out`, which may be the first or the second of them."""
+    function = REDUCTIONS[op]
+    if len(rows) == 1:
+        out.copy_(rows[0])
+    else:
+        function(rows[0], rows[1], out=out)
+        for row in rows[2:]:
+            function(out, row, out=out)
+    if op == "AVG":
+        if out.is_floating_point() or out.is_complex():
+            out.div_(len(rows))
+        else:
+            out.copy_(torch.div(out, len(rows), rounding_mode="trunc"))
+
+
+def barrier(call: Call) -> Steps:
+    """Wait until all ranks are here."""
+    if not call.publish():
+        yield
+    yield from call.agree()
+
+
+def all_gather(call: Call, out: Tensor, given: Tensor) -> Steps:
+    """Write the own tensor for all; read all of them into the rows of `out`."""
+    lockstep = call.lockstep
+    for start, end in _windows(len(given), _width(call, given.dtype)):
+        slots = lockstep.slots(given.dtype, end - start)
+        slots.rows[lockstep.rank].copy_(_cut(given, start, end))
+        if not call.publish():
+            yield
+        if not call.agreed:
+            yield from call.agree()
+        (out if end - start == len(given) else out[:, start:end]).copy_(slots.together)
+
+
+def all_gather_lists(call: Call, taken: Sequence[Tensor], given: Tensor) -> Steps:
+    """The same for parts that lie apart, and may differ in size from rank to rank."""
+    lockstep = call.lockstep
+    for start, end in _windows(max(map(len, taken)), _width(call, given.dtype)):
+        slots = lockstep.slots(given.dtype, end - start)
+        mine = given[start:end]
+        slots.rows[lockstep.rank][: len(mine)].copy_(mine)
+        if not call.publish():
+            yield
+        if not call.agreed:
+            yield from call.agree()
+        for row, out in zip(slots.rows, taken, strict=True):
+            part = out[start:end]
+            part.copy_(row[: len(part)])
+
+
+def broadcast(call: Call, tensor: Tensor, root: int) -> Steps:
+    """The root writes; the others read."""
+    lockstep = call.lockstep
+    for start, end in _windows(len(tensor), _width(call, tensor.dtype)):
+        slots = lockstep.slots(tensor.dtype, end - start)
+        part = _cut(tensor, start, end)
+        if lockstep.rank == root:
+            slots.rows[root].copy_(part)
+        if not call.publish():
+            yield
+        if not call.agreed:
+            yield from call.agree()
+        if lockstep.rank != root:
+            part.copy_(slots.rows[root])
+
+
+def reduce(call: Call, tensor: Tensor, op: str, root: int) -> Steps:
+    """All write; the root reads and reduces, in place."""
+    lockstep = call.lockstep
+    for start, end in _windows(len(tensor), _width(call, tensor.dtype)):
+        slots = lockstep.slots(tensor.dtype, end - start)
+        part = _cut(tensor, start, end)
+        slots.rows[lockstep.rank].copy_(part)
+        if not call.publish():
+            yield
+        if not call.agreed:
+            yield from call.agree()
+        if lockstep.rank == root:
+            _fold(op, slots.rows, part)
+
+
+def all_reduce(call: Call, tensor: Tensor, op: str) -> Steps:
+    """All write, and each reduces everything itself; where much is to be done, each reduces a share for all."""
+    lockstep = call.lockstep
+    size, rank = lockstep.size, lockstep.rank
+    shared = size > 2 and len(tensor) * tensor.dtype.itemsize >= _SHARED_WORK
+    for start, end in _windows(len(tensor), _width(call, tensor.dtype)):
+        slots = lockstep.slots(tensor.dtype, end - start)
+        part = _cut(tensor, start, end)
+        slots.rows[rank].copy_(part)
+        if not call.publish():
+            yield
+        if not call.agreed:
+            yield from call.agree()
+        if not shared:
+            _fold(op, slots.rows, part)
+            continue
+        share = -(-(end - start) // size)
+        mine = [row[rank * share : (rank + 1) * share] for row in slots.rows]
+        # Nobody else reads this part of the own chunk in the first phase, nor writes it.
+        result = torch.empty_like(mine[0]) if rank > 1 else mine[rank]
+        _fold(op, mine, result)
+        if rank > 1:
+            mine[rank].copy_(result)
+        if not call.publish():
+            yield
+        for owner, row in enumerate(slots.rows):
+            ready = slice(owner * share, (owner + 1) * share)
+            part[ready].copy_(row[ready])
+
+
+def _hand_out(row: Tensor, given: Sequence[Tensor], rank: int, start: int, end: int) -> None:
+    """Write each other rank's piece of a window into the own chunk, the next rank's first."""
+    size, width = len(given), end - start
+    for step in range(1, size):
+        piece = _cut(given[(rank + step) % size], start, end)
+        _cut(row, (step - 1) * width, step * width).copy_(piece)
+
+
+def _piece(rows: Sequence[Tensor], source: int, target: int, width: int) -> Tensor:
+    """Where `_hand_out` on the source wrote the target's piece."""
+    at = (target - source - 1) % len(rows)
+    return _cut(rows[source], at * width, (at + 1) * width)
+
+
+def reduce_scatter(call: Call, out: Tensor, given: Sequence[Tensor], op: str) -> Steps:
+    """Write the others' pieces; read the own one of all ranks and reduce them."""
+    lockstep = call.lockstep
+    size, rank = lockstep.size, lockstep.rank
+    own = given[rank]
+    if rank > 1 and out.untyped_storage().data_ptr() == own.untyped_storage().data_ptr():
+        own = own.clone()  # it is read after `out` has been written
+    others = max(1, size - 1)
+    for start, end in _windows(len(out), _width(call, out.dtype, others)):
+        slots = lockstep.slots(out.dtype, others * (end - start))
+        _hand_out(slots.rows[rank], given, rank, start, end)
+        if not call.publish():
+            yield
+        if not call.agreed:
+            yield from call.agree()
+        pieces = [
+            _cut(own, start, end) if source == rank else _piece(slots.rows, source, rank, end - start)
+            for source in range(size)
+        ]
+        _fold(op, pieces, _cut(out, start, end))
+
+
+def all_to_all(call: Call, taken: Sequence[Tensor], given: Sequence[Tensor]) -> Steps:
+    """Write the others' pieces, all of one size; read the own one of all ranks."""
+    lockstep = call.lockstep
+    size, rank = lockstep.size, lockstep.rank
+    others = max(1, size - 1)
+    for start, end in _windows(len(given[0]), _width(call, given[0].dtype, others)):
+        slots = lockstep.slots(given[0].dtype, others * (end - start))
+        _hand_out(slots.rows[rank], given, rank, start, end)
+        if not call.publish():
+            yield
+        if not call.agreed:
+            yield from call.agree()
+        for source in range(size):
+            piece = given[rank] if source == rank else None
+            _cut(taken[source], start, end).copy_(
+                _piece(slots.rows, source, rank, end - start) if piece is None else _cut(piece, start, end)
+            )
+
+
+def exchange(call: Call, taken: Sequence[Tensor], given: Sequence[Tensor]) -> Steps:
+    """Pieces of any sizes to and from every rank.
+
+    With the first phase each rank says how much it gives to and takes from each, so that all know where a piece lies
+    in the stream of its source, and whether everything fits. A source's stream has the next rank's piece first.
+    """
+    lockstep = call.lockstep
+    size, rank = lockstep.size, lockstep.rank
+    row = 2 * size
+    parity = (lockstep.phase + 1) & 1
+    amounts = array("Q", [len(piece) for piece in (*given, *taken)])
+    lockstep.segment.amounts[parity][rank * row : (rank + 1) * row] = memoryview(amounts)
+    stream = [given[(rank + step) % size] for step in range(1, size)]
+    dtype = given[rank].dtype
+    width = _width(call, dtype)
+    start, windows, offsets = 0, 1, [0] * size
+    while windows:
+        slots = lockstep.slots(dtype, width)
+        _write(slots.rows[rank], stream, start)
+        if not call.publish():
+            yield
+        if not call.agreed:
+            yield from call.agree()
+            table = lockstep.segment.amounts[parity].tolist()
+            gives = [table[source * row : source * row + size] for source in range(size)]
+            takes = [table[target * row + size : (target + 1) * row] for target in range(size)]
+            if gives != [list(column) for column in zip(*takes, strict=True)]:
+                yield from call.refuse()
+            offsets = [_offset(gives[source], source, rank) for source in range(size)]
+            windows = max(1, *(-(-(sum(gives[r]) - gives[r][r]) // width) for r in range(size)))
+            taken[rank].copy_(given[rank])
+        for source in range(size):
+            if source != rank:
+                _read(slots.rows[source], taken[source], offsets[source] - start)
+        start += width
+        windows -= 1
+
+
+def _offset(gives: Sequence[int], source: int, target: int) -> int:
+    """Where the target's piece begins in the stream of the source."""
+    steps = (target - source) % len(gives)
+    return sum(gives[(source + step) % len(gives)] for step in range(1, steps))
+
+
+def _write(row: Tensor, stream: Sequence[Tensor], start: int) -> None:
+    """Write the part of a stream that begins at `start` and fits."""
+    at = -start
+    for piece in stream:
+        first, last = max(at, 0), min(at + len(piece), len(row))
+        if first < last:
+            row[first:last].copy_(piece[first - at : last - at])
+        at += len(piece)
+
+
+def _read(row: Tensor, out: Tensor, at: int) -> None:
+    """Read the part of `out` that is here, where it begins at `at`."""
+    first, last = max(at, 0), min(at + len(out), len(row))
+    if first < last:
+        out[first - at : last - at].copy_(row[first:last])
