@@ -20,7 +20,7 @@ from gradmesh._torch import (
     saves_for_a_checkpoint,
     transforms_active,
 )
-from gradmesh.agreement import agree
+from gradmesh.agreement import agree, withdraw
 from gradmesh.errors import OrderError
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.world import rank_state
@@ -33,6 +33,14 @@ def apply(op: Op, x: Tensor) -> Tensor:
     if is_compiling():
         return _compiled(op, x)
     agree(op, x)
+    try:
+        return _run(op, x)
+    except Exception as error:
+        withdraw(op, error)
+        raise
+
+
+def _run(op: Op, x: Tensor) -> Tensor:
     chain = getattr(rank_state(), "chain", None)
     if chain is not None and torch.is_grad_enabled() and isinstance(op, LinearOp) and _differentiable(x):
         result: Tensor = chain.link(op, x)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gradmesh._process_ranks import ProcessRanks
 from gradmesh._thread_ranks import ThreadRanks
-from gradmesh.backends import threads
+from gradmesh.backends import shm, threads
 from gradmesh.errors import ArgumentError, message
 
 __all__ = ["Ranks", "launch"]
@@ -25,7 +25,7 @@ def launch(
     fn: Callable[..., T],
     nprocs: int,
     *,
-    backend: str = "gloo",
+    backend: str | None = None,
     args: Sequence[object] = (),
     kwargs: Mapping[str, object] | None = None,
     timeout: float | None = None,
@@ -44,8 +44,8 @@ def launch(
         fn: what each rank runs.
         nprocs: the number of ranks.
         backend: "threads" for threads of this process, which take CPU tensors; any other backend of
-            torch.distributed ("gloo", "nccl", "cpu:gloo,cuda:nccl") for processes. Under NCCL, rank i has
-            CUDA device i.
+            torch.distributed ("shm", "gloo", "nccl", "cpu:gloo,cuda:nccl") for processes. Under NCCL, rank i has
+            CUDA device i. By default "shm", and "gloo" on systems that do not have it.
         args: positional arguments, the same for every rank.
         kwargs: keyword arguments, the same for every rank.
         timeout: seconds that the ranks may take to return, not counting the start of the processes. By
@@ -93,8 +93,10 @@ class Ranks:
         ([0, 1], [4, 4])
     """
 
-    def __init__(self, nprocs: int, backend: str = "gloo", timeout: float | None = None) -> None:
+    def __init__(self, nprocs: int, backend: str | None = None, timeout: float | None = None) -> None:
         threads.register()
+        if backend is None:
+            backend = "shm" if shm.available() else "gloo"
         if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
             raise _argument_error("nprocs", "an integer, 1 or more", nprocs, "say how many ranks to start")
         if timeout is not None and not timeout > 0:

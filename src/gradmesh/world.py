@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from gradmesh.backends import threads
+from gradmesh.backends import shm, threads
 from gradmesh.errors import ArgumentError, NotInitializedError, message
 
 __all__ = ["current_mesh", "init", "mesh", "rank_state", "use_mesh", "world_group"]
@@ -37,8 +37,10 @@ def init(backend: str | None = None) -> None:
     verb works and differentiates. Calling it again does nothing.
 
     Args:
-        backend: a torch.distributed backend; by default `gloo` for CPU tensors and, where there is a GPU,
-            `nccl` for CUDA tensors, with this process's device set from LOCAL_RANK.
+        backend: a torch.distributed backend; by default `shm` for CPU tensors if all ranks are on this host (as
+            LOCAL_WORLD_SIZE, or a MASTER_ADDR of the host itself, says), else `gloo`. Where there is a GPU, by
+            default `gloo` for CPU tensors and `nccl` for CUDA tensors, with this process's device set from
+            LOCAL_RANK.
 
     Raises:
         NotInitializedError: only part of the launcher's environment is there.
@@ -52,7 +54,7 @@ def init(backend: str | None = None) -> None:
     if dist.is_initialized():
         return
     cuda = torch.cuda.is_available()
-    backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "shm" if _on_one_host() else "gloo")
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
@@ -73,6 +75,14 @@ def init(backend: str | None = None) -> None:
     if cuda and "nccl" in backend:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     dist.init_process_group(backend)
+
+
+def _on_one_host() -> bool:
+    """Whether the environment says that all ranks run here, and the shm backend does; alike on every rank."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    local = os.environ.get("LOCAL_WORLD_SIZE") == size
+    loopback = os.environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1")
+    return shm.available() and (local or loopback)
 
 
 def world_group(op: str) -> dist.ProcessGroup:

@@ -31,7 +31,7 @@ class Send:
 
     def __init__(self, tensor: Tensor, target: int, tag: int) -> None:
         self.bytes = _bytes(tensor)
-        self.header = _HEADER.pack(tag, _NUMBER[tensor.dtype], tensor.numel(), len(self.bytes))
+        self.header = _HEADER.pack(tag, _NUMBER[tensor.dtype], tensor.numel(), self.bytes.numel())
         self.target = target
         self.position = -len(self.header)
         self.done = False
@@ -158,7 +158,7 @@ class Mail:
                 first = len(send.header) + send.position
                 self._copy_header(pair, target, send.header[first : first + count])
             else:
-                count = min(count, len(send.bytes) - send.position)
+                count = min(count, send.bytes.numel() - send.position)
                 for ring, at, length in self._stretches(pair, self._written[target], count):
                     ring[:length].copy_(send.bytes[send.position + at : send.position + at + length])
             send.position += count
@@ -166,7 +166,7 @@ class Mail:
             _futex.fence()
             self._segment.written[pair] = self._written[target]
             _futex.wake(self._segment.written_word(pair))
-            if send.position == len(send.bytes):
+            if send.position == send.bytes.numel():
                 send.done = True
                 leaving.popleft()
         del self._leaving[target]

@@ -8,9 +8,11 @@ order, those of different groups side by side. There is no thread behind it.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import os
+import secrets
 import threading
 import weakref
 from collections import deque
@@ -192,6 +194,15 @@ class ShmGroup(PythonGroup):
     def claim(self, claim: Claim) -> None:
         """Have the next call compared by this too; ranks that claim something else make it an error on all of them."""
         self._claim = claim
+
+    def withdraw(self, said: str) -> None:
+        """Make the call that was claimed an error on the other ranks, as this one fails before it can make it."""
+        if self._claim is None or self._closed is not None:
+            return
+        self._claim = None
+        call = Call(self.lockstep, secrets.randbits(64), Claim(0, lambda: said, refusal(self._name)))
+        with contextlib.suppress(GradmeshError):
+            self._post(lambda: said, _steps.barrier(call), [], []).wait()
 
     def _call(self, name: str, shown: Callable[[], str], *facts: int) -> Call:
         head: int = hash((_KIND_NUMBER[name], *facts))
@@ -394,7 +405,7 @@ class ShmGroup(PythonGroup):
             flats = [_flat(self, tensor) for tensor in self._one_per_rank("reduce_scatter", given)]
             _reducible(out, op)
             self._fits("output", output, given[self.place])
-            sizes = [len(flat) for flat in flats]
+            sizes = [flat.numel() for flat in flats]
             facts = _DTYPE_NUMBER[out.dtype], _REDUCTION_NUMBER[op], *sizes
             if len(set(sizes)) == 1:
                 call = self._call("reduce_scatter", shown, *facts)
@@ -437,7 +448,7 @@ class ShmGroup(PythonGroup):
             flat = _flat(self, given)
             outs = [after.flat(self, tensor) for tensor in self._one_per_rank("all_gather", taken)]
             self._fits("own place in the output list", taken[self.place], given)
-            call = self._call("all_gather", shown, _DTYPE_NUMBER[flat.dtype], *map(len, outs))
+            call = self._call("all_gather", shown, _DTYPE_NUMBER[flat.dtype], *(out.numel() for out in outs))
             calls.append(_steps.all_gather_lists(call, outs, flat))
         return self._post(shown, after.steps(calls), outputs, [t for taken in outputs for t in taken])
 
@@ -505,7 +516,7 @@ class ShmGroup(PythonGroup):
             self._split_sizes(input, input_splits)
             self._fits("output", output, input)
             call = self._call("all_to_all_single", shown, *_facts(given))
-            pieces = given.view(self.count, -1 if len(given) else 0)
+            pieces = given.view(self.count, -1 if given.numel() else 0)
             steps = _steps.all_to_all(call, out.view(pieces.shape).unbind(0), pieces.unbind(0))
         else:
             call = self._call("all_to_all_single", shown, number)
@@ -566,9 +577,9 @@ class ShmGroup(PythonGroup):
         """The flat large tensor with one row for each rank, if that fits the flat small one."""
         if large.dtype != small.dtype:
             self._fits("output", whole, piece, sizes=False)
-        if len(large) != self.count * len(small):
+        if large.numel() != self.count * small.numel():
             raise self._not_one_piece_per_rank(whole, piece)
-        return large.view(self.count, len(small))
+        return large.view(self.count, small.numel())
 
     def _fits(self, what: str, tensor: Tensor, other: Tensor, *, sizes: bool = True) -> None:
         if tensor.dtype != other.dtype or (sizes and tensor.numel() != other.numel()):
@@ -595,7 +606,7 @@ class _After:
         # Without its history, and no view of another tensor, which autograd might not allow to write.
         plain = tensor.detach()
         if plain.is_contiguous():
-            return plain.view(-1)
+            return plain if plain.dim() == 1 else plain.view(-1)
         dense = plain.contiguous() if keep else torch.empty_like(plain, memory_format=torch.contiguous_format)
         self._copies.append((plain, dense))
         return dense.view(-1)
@@ -619,11 +630,12 @@ class _After:
 def _flat(group: ShmGroup, tensor: Tensor) -> Tensor:
     """An operand as a flat tensor."""
     _on_cpu(group, tensor)
-    return tensor.detach().contiguous().view(-1)
+    plain = tensor.detach().contiguous()
+    return plain if plain.dim() == 1 else plain.view(-1)
 
 
 def _on_cpu(group: ShmGroup, tensor: Tensor) -> None:
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
         raise ArgumentError(
             message(
                 "the shm backend takes dense tensors on the CPU",
@@ -635,13 +647,18 @@ def _on_cpu(group: ShmGroup, tensor: Tensor) -> None:
         )
 
 
+_reduced: set[tuple[torch.dtype, str]] = set()
+
+
 def _reducible(flat: Tensor, op: str) -> None:
     """Refuse what torch's own kernel refuses, before anything is sent."""
-    _steps.REDUCTIONS[op](flat[:0], flat[:0])
+    if (flat.dtype, op) not in _reduced:
+        _steps.REDUCTIONS[op](flat[:0], flat[:0])
+        _reduced.add((flat.dtype, op))
 
 
 def _facts(flat: Tensor) -> tuple[int, int]:
-    return _DTYPE_NUMBER[flat.dtype], len(flat)
+    return _DTYPE_NUMBER[flat.dtype], flat.numel()
 
 
 def _elements(tensor: Tensor, rows: Sequence[int]) -> list[int]:

@@ -53,7 +53,7 @@ def _width(call: Call, dtype: torch.dtype, parts: int = 1) -> int:
 
 
 def _cut(flat: Tensor, start: int, end: int) -> Tensor:
-    return flat if end - start == len(flat) else flat[start:end]
+    return flat if end - start == flat.numel() else flat[start:end]
 
 
 def _fold(op: str, rows: Sequence[Tensor], out: Tensor) -> None:
@@ -82,36 +82,36 @@ def barrier(call: Call) -> Steps:
 def all_gather(call: Call, out: Tensor, given: Tensor) -> Steps:
     """Write the own tensor for all; read all of them into the rows of `out`."""
     lockstep = call.lockstep
-    for start, end in _windows(len(given), _width(call, given.dtype)):
+    for start, end in _windows(given.numel(), _width(call, given.dtype)):
         slots = lockstep.slots(given.dtype, end - start)
         slots.rows[lockstep.rank].copy_(_cut(given, start, end))
         if not call.publish():
             yield
         if not call.agreed:
             yield from call.agree()
-        (out if end - start == len(given) else out[:, start:end]).copy_(slots.together)
+        (out if end - start == given.numel() else out[:, start:end]).copy_(slots.together)
 
 
 def all_gather_lists(call: Call, taken: Sequence[Tensor], given: Tensor) -> Steps:
     """The same for parts that lie apart, and may differ in size from rank to rank."""
     lockstep = call.lockstep
-    for start, end in _windows(max(map(len, taken)), _width(call, given.dtype)):
+    for start, end in _windows(max(out.numel() for out in taken), _width(call, given.dtype)):
         slots = lockstep.slots(given.dtype, end - start)
         mine = given[start:end]
-        slots.rows[lockstep.rank][: len(mine)].copy_(mine)
+        slots.rows[lockstep.rank][: mine.numel()].copy_(mine)
         if not call.publish():
             yield
         if not call.agreed:
             yield from call.agree()
         for row, out in zip(slots.rows, taken, strict=True):
             part = out[start:end]
-            part.copy_(row[: len(part)])
+            part.copy_(row[: part.numel()])
 
 
 def broadcast(call: Call, tensor: Tensor, root: int) -> Steps:
     """The root writes; the others read."""
     lockstep = call.lockstep
-    for start, end in _windows(len(tensor), _width(call, tensor.dtype)):
+    for start, end in _windows(tensor.numel(), _width(call, tensor.dtype)):
         slots = lockstep.slots(tensor.dtype, end - start)
         part = _cut(tensor, start, end)
         if lockstep.rank == root:
@@ -127,7 +127,7 @@ def broadcast(call: Call, tensor: Tensor, root: int) -> Steps:
 def reduce(call: Call, tensor: Tensor, op: str, root: int) -> Steps:
     """All write; the root reads and reduces, in place."""
     lockstep = call.lockstep
-    for start, end in _windows(len(tensor), _width(call, tensor.dtype)):
+    for start, end in _windows(tensor.numel(), _width(call, tensor.dtype)):
         slots = lockstep.slots(tensor.dtype, end - start)
         part = _cut(tensor, start, end)
         slots.rows[lockstep.rank].copy_(part)
@@ -143,8 +143,8 @@ def all_reduce(call: Call, tensor: Tensor, op: str) -> Steps:
     """All write, and each reduces everything itself; where much is to be done, each reduces a share for all."""
     lockstep = call.lockstep
     size, rank = lockstep.size, lockstep.rank
-    shared = size > 2 and len(tensor) * tensor.dtype.itemsize >= _SHARED_WORK
-    for start, end in _windows(len(tensor), _width(call, tensor.dtype)):
+    shared = size > 2 and tensor.numel() * tensor.dtype.itemsize >= _SHARED_WORK
+    for start, end in _windows(tensor.numel(), _width(call, tensor.dtype)):
         slots = lockstep.slots(tensor.dtype, end - start)
         part = _cut(tensor, start, end)
         slots.rows[rank].copy_(part)
@@ -191,7 +191,7 @@ def reduce_scatter(call: Call, out: Tensor, given: Sequence[Tensor], op: str) ->
     if rank > 1 and out.untyped_storage().data_ptr() == own.untyped_storage().data_ptr():
         own = own.clone()  # it is read after `out` has been written
     others = max(1, size - 1)
-    for start, end in _windows(len(out), _width(call, out.dtype, others)):
+    for start, end in _windows(out.numel(), _width(call, out.dtype, others)):
         slots = lockstep.slots(out.dtype, others * (end - start))
         _hand_out(slots.rows[rank], given, rank, start, end)
         if not call.publish():
@@ -210,7 +210,7 @@ def all_to_all(call: Call, taken: Sequence[Tensor], given: Sequence[Tensor]) -> 
     lockstep = call.lockstep
     size, rank = lockstep.size, lockstep.rank
     others = max(1, size - 1)
-    for start, end in _windows(len(given[0]), _width(call, given[0].dtype, others)):
+    for start, end in _windows(given[0].numel(), _width(call, given[0].dtype, others)):
         slots = lockstep.slots(given[0].dtype, others * (end - start))
         _hand_out(slots.rows[rank], given, rank, start, end)
         if not call.publish():
@@ -234,7 +234,7 @@ def exchange(call: Call, taken: Sequence[Tensor], given: Sequence[Tensor]) -> St
     size, rank = lockstep.size, lockstep.rank
     row = 2 * size
     parity = (lockstep.phase + 1) & 1
-    amounts = array("Q", [len(piece) for piece in (*given, *taken)])
+    amounts = array("Q", [piece.numel() for piece in (*given, *taken)])
     lockstep.segment.amounts[parity][rank * row : (rank + 1) * row] = memoryview(amounts)
     stream = [given[(rank + step) % size] for step in range(1, size)]
     dtype = given[rank].dtype
@@ -272,14 +272,14 @@ def _write(row: Tensor, stream: Sequence[Tensor], start: int) -> None:
     """Write the part of a stream that begins at `start` and fits."""
     at = -start
     for piece in stream:
-        first, last = max(at, 0), min(at + len(piece), len(row))
+        first, last = max(at, 0), min(at + piece.numel(), row.numel())
         if first < last:
             row[first:last].copy_(piece[first - at : last - at])
-        at += len(piece)
+        at += piece.numel()
 
 
 def _read(row: Tensor, out: Tensor, at: int) -> None:
     """Read the part of `out` that is here, where it begins at `at`."""
-    first, last = max(at, 0), min(at + len(out), len(row))
+    first, last = max(at, 0), min(at + out.numel(), row.numel())
     if first < last:
         out[first - at : last - at].copy_(row[first:last])
