@@ -47,14 +47,14 @@ def threads() -> Iterator[Callable[[int], Run]]:
         ranks.close()
 
 
-@pytest.fixture(scope="session")
-def processes() -> Iterator[Callable[[int], Run]]:
-    """`processes(n)(fn, *args)` runs fn on n gloo processes, and returns their results."""
+@pytest.fixture(scope="session", params=["gloo", "shm"])
+def processes(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Run]]:
+    """`processes(n)(fn, *args)` runs fn on n processes, of both backends in turn, and returns their results."""
     pools: dict[int, gm.Ranks] = {}
 
     def pool(n: int) -> Run:
         if n not in pools:
-            pools[n] = gm.Ranks(n, backend="gloo", timeout=240)
+            pools[n] = gm.Ranks(n, backend=request.param, timeout=240)
         return functools.partial(pools[n].run, without_traces)
 
     yield pool

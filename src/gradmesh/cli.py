@@ -1,4 +1,4 @@
-"""The command line: `gradmesh demo`, `gradmesh modes` and `gradmesh info`.
+"""The command line: `gradmesh demo`, `gradmesh modes`, `gradmesh bench`, `gradmesh compare` and `gradmesh info`.
 
 Every command is a plain function, and `commands` is the one place that says how its options are spelled. What the
 extras bring is imported when it is used, so that without them there is a text and no traceback.
@@ -22,6 +22,9 @@ import torch.distributed as dist
 from gradmesh import ops
 from gradmesh.bench.command import SYSTEMS, modes
 from gradmesh.bench.modes import MODES
+from gradmesh.bench.speed.command import bench, compare
+from gradmesh.bench.speed.contenders import SYSTEMS as TIMED
+from gradmesh.bench.speed.tasks import VERBS
 from gradmesh.demo.extras import EXTRAS, missing, require
 from gradmesh.demo.job import Settings, run
 from gradmesh.errors import GradmeshError, MissingExtraError
@@ -137,6 +140,85 @@ def commands() -> click.Group:
                     ["--write", "page"],
                     type=click.Path(dir_okay=False, writable=True, path_type=Path),
                     help="Where to write the page of the docs.",
+                ),
+            ],
+        )
+    )
+    group.add_command(
+        click.Command(
+            "bench",
+            callback=_told(bench),
+            short_help="Time every collective, forward and backward, here and in other systems.",
+            help="Time forward and backward of the collectives on local ranks: gradmesh on each backend, the raw "
+            "calls, other systems, MPI where it is installed, and the copies that nobody can avoid. All systems take "
+            "turns in one run. Takes some ten minutes.",
+            params=[
+                option(
+                    ["--ranks"],
+                    multiple=True,
+                    type=click.IntRange(min=2),
+                    help="A number of ranks; 2 and 4 by default.",
+                ),
+                option(
+                    ["--verb", "verbs"],
+                    multiple=True,
+                    type=click.Choice(list(VERBS)),
+                    help="A verb to time; all by default.",
+                ),
+                option(
+                    ["--size", "sizes"],
+                    multiple=True,
+                    help="Bytes of a rank's part; 4, 4KiB, 512KiB, 4MiB and 32MiB by default.",
+                ),
+                option(
+                    ["--system", "systems"],
+                    multiple=True,
+                    type=click.Choice(TIMED),
+                    help="A system to time, on all its backends; all by default.",
+                ),
+                option(
+                    ["--rounds"],
+                    type=click.IntRange(min=1),
+                    help="How often each system is timed at most.",
+                ),
+                option(["--quick"], is_flag=True, help="2 ranks, few sizes, few rounds: less than a minute."),
+                option(
+                    ["--json", "json_path"],
+                    type=click.Path(dir_okay=False, writable=True, allow_dash=True),
+                    help="Where to write everything, as JSON; - for stdout, all else goes to stderr then.",
+                ),
+                option(
+                    ["--picture"],
+                    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+                    help="Where to draw time over floor against size, as PNG.",
+                ),
+                option(
+                    ["--write", "page"],
+                    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+                    help="Where to write the page of the docs; the picture is drawn beside it.",
+                ),
+            ],
+        )
+    )
+    group.add_command(
+        click.Command(
+            "compare",
+            callback=_told(compare),
+            help="Compare two files that `gradmesh bench --json` wrote, and fail when a cell has become slower.",
+            params=[
+                click.Argument(["old"], type=click.Path(exists=True, dir_okay=False, path_type=Path)),
+                click.Argument(["new"], type=click.Path(exists=True, dir_okay=False, path_type=Path)),
+                option(
+                    ["--threshold"],
+                    type=click.FloatRange(min=1),
+                    default=1.25,
+                    help="How many times as long a cell may take.",
+                ),
+                option(
+                    ["--system", "systems"],
+                    multiple=True,
+                    type=click.Choice(TIMED),
+                    help="A system to compare; all by default.",
                 ),
             ],
         )

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from gradmesh import memory
 from gradmesh._torch import functional
 from gradmesh.axis import Axis
 from gradmesh.ops import opaque
@@ -55,7 +56,15 @@ def _dense(x: Tensor) -> Tensor:
 
 def fresh(x: Tensor) -> Tensor:
     """A dense copy of `x`."""
-    return x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    plain = x.resolve_conj().resolve_neg()
+    if is_compiling():
+        return plain.clone(memory_format=torch.contiguous_format)
+    return _room(plain, plain.shape).copy_(plain)
+
+
+def _room(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """Memory for a result of that shape, on the device and of the dtype of another tensor."""
+    return like.new_empty(shape) if is_compiling() else memory.empty(shape, like.dtype, like.device)
 
 
 def counts(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> list[int]:
@@ -96,7 +105,7 @@ def assemble(
 
 def _filled(flat: Tensor, shape: Sequence[int] | None) -> Tensor:
     """A copy of a flat buffer in another shape."""
-    out = flat.new_empty(flat.shape if shape is None else shape)
+    out = _room(flat, flat.shape if shape is None else shape)
     out.view(-1).copy_(flat)
     return out
 
@@ -112,7 +121,7 @@ def all_gather(
     if is_compiling():
         out = functional("all_gather_into_tensor", axis.group, flat, axis.size)
         return out if shape is None else out.view(shape)
-    out = flat.new_empty(sum(sizes) if shape is None else shape)
+    out = _room(flat, [sum(sizes)] if shape is None else shape)
     _gather_single(flat_memory(out), flat_memory(flat), group=axis.group)
     return out
 
@@ -130,7 +139,7 @@ def reduce_scatter(
         return parts.sum(0, dtype=flat.dtype)
     if is_compiling():
         return functional("reduce_scatter_tensor", axis.group, flat, "sum", axis.size).view(shape)
-    out = flat.new_empty(shape)
+    out = _room(flat, shape)
     _scatter_single(out.view(-1), flat, group=axis.group)
     return out
 
@@ -165,7 +174,7 @@ def broadcast(x: Tensor, axis: Axis, root: int) -> Tensor:
     """The root's tensor; the others' only say shape and dtype."""
     if is_compiling() and axis.size > 1:
         return functional("broadcast", axis.group, _dense(x), root)
-    out = fresh(x) if axis.rank == root else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = fresh(x) if axis.rank == root else _room(x, x.shape)
     if axis.size > 1:
         dist.broadcast(flat_memory(out), group_src=root, group=axis.group)
     return out
@@ -207,7 +216,7 @@ def exchange(
         else:
             got = opaque.exchange(got, list(send), list(receive), name)
         return got if shape is None else got.view(shape)
-    out = flat.new_empty(sum(receive) if shape is None else shape)
+    out = _room(flat, [sum(receive)] if shape is None else shape)
     send_and_receive(out, flat, send, receive, axis.group)
     return out
 

@@ -131,4 +131,4 @@ def _differentiated(op: Op, at: Place) -> Calls:
 
 def _settled(x: Tensor) -> Tensor:
     """`x` when it has come: functional collectives return earlier."""
-    return x if type(x) is Tensor else x.wait()  # type: ignore[attr-defined,no-any-return]
+    return x if type(x) is Tensor else x.wait()  # type: ignore[attr-defined]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from contextlib import nullcontext
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -51,9 +51,16 @@ def bench(
         picture = page.with_suffix(".png")
     if picture is not None:
         require("demo", "bench")
-    given = {"ranks": ranks, "verbs": verbs, "sizes": [size_of(text) for text in sizes], "systems": systems}
-    plan = replace(run.QUICK if quick else run.FULL, **{name: tuple(of) for name, of in given.items() if of})
-    plan = plan if rounds is None else replace(plan, rounds=rounds)
+    plan = run.QUICK if quick else run.FULL
+    plan = replace(
+        plan,
+        ranks=tuple(ranks) or plan.ranks,
+        verbs=tuple(verbs) or plan.verbs,
+        sizes=tuple(map(size_of, sizes)) or plan.sizes,
+        systems=tuple(systems),
+        rounds=rounds or plan.rounds,
+    )
+    command = _command(quick, {"ranks": ranks, "verb": verbs, "size": sizes, "system": systems}, rounds, page)
     for path in (picture, page, Path(json_path) if json_path not in (None, "-") else None):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +72,7 @@ def bench(
         bar = progress.add_task("", total=plan.steps)
         results = run.measure(
             plan,
-            _command(quick, given, rounds, page),
+            command,
             lambda what, steps: progress.update(bar, advance=steps, description=what),
         )
     tables.show(results, console)
@@ -83,3 +90,75 @@ def bench(
         added = [asdict(each) | {"key": each.key._asdict()} for each in overheads(results)]
         text = json.dumps({**results.as_json(), "overheads": added, "targets": promises}, indent=1) + "\n"
         print(text, end="") if json_path == "-" else Path(json_path).write_text(text)
+
+
+def compare(old: Path, new: Path, threshold: float, systems: Sequence[str]) -> None:
+    """Show how many times as long each cell takes now, and fail when one is beyond the threshold.
+
+    Args:
+        old: what `bench` wrote before.
+        new: what it wrote after.
+        threshold: how many times as long a cell may take.
+        systems: their names; all if empty.
+    """
+    from rich.console import Console
+
+    from gradmesh.bench.speed import tables
+    from gradmesh.bench.speed.compare import changes, other_machine
+    from gradmesh.bench.speed.contenders import CONTENDERS
+    from gradmesh.bench.speed.results import loaded
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 180
+    before, after = loaded(old), loaded(new)
+    found = changes(before, after)
+    if systems:
+        found = [change for change in found if CONTENDERS[change.contender].system in systems]
+    for difference in other_machine(before, after):
+        console.print(f"Not the same machine: {difference}", style="yellow", markup=False, soft_wrap=True)
+    tables.show_changes(found, threshold, console)
+    if slower := [change for change in found if change.ratio > threshold]:
+        raise GradmeshError(
+            message(
+                f"{len(slower)} of {len(found)} cells have become slower",
+                op="compare",
+                expected=f"at most {threshold:g} times the old time",
+                got="\n".join(map(str, sorted(slower, key=lambda change: -change.ratio)[:10])),
+            )
+        )
+
+
+def size_of(text: str) -> int:
+    """The bytes that a size says, in B, KiB or MiB.
+
+    >>> size_of("4"), size_of("512KiB"), size_of("4 MiB")
+    (4, 524288, 4194304)
+
+    Raises:
+        ArgumentError: it is no size, or not of whole float32 elements.
+    """
+    digits = text.rstrip("KMiB ")
+    unit = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20}.get(text[len(digits) :].strip())
+    size = int(digits) * unit if unit and digits.isdigit() else 0
+    if size < ELEMENT or size % ELEMENT:
+        raise ArgumentError(
+            message(
+                "this is no size",
+                op="bench",
+                expected=f"a multiple of {ELEMENT} bytes such as 4, 4KiB or 32MiB",
+                got=f"--size {text}",
+            )
+        )
+    return size
+
+
+def _command(
+    quick: bool, given: Mapping[str, Sequence[object]], rounds: int | None, page: Path | None
+) -> str:
+    """How the command was called, as far as it decides what is measured and written."""
+    words = ["gradmesh bench", *(["--quick"] if quick else [])]
+    words += [f"--{name} {shlex.quote(str(value))}" for name, values in given.items() for value in values]
+    words += [] if rounds is None else [f"--rounds {rounds}"]
+    words += [] if page is None else [f"--write {page}"]
+    return " ".join(words)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gradmesh.bench.speed.results import Key, Results
+from gradmesh.bench.speed.tasks import said
 from gradmesh.errors import ArgumentError, message
 
 __all__ = ["Change", "changes", "other_machine"]
@@ -30,6 +31,11 @@ class Change:
     def ratio(self) -> float:
         """How many times as long it takes now."""
         return self.new / self.old
+
+    def __str__(self) -> str:
+        ranks, verb, way, size = self.key
+        times = f"{1e6 * self.old:.1f} us before, {1e6 * self.new:.1f} us now"
+        return f"{self.contender}, {verb} {way}, {ranks} ranks, {said(size)}: {self.ratio:.2f} times, {times}"
 
 
 def changes(old: Results, new: Results) -> list[Change]:

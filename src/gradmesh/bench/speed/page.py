@@ -42,7 +42,7 @@ def markdown(results: Results, picture: str | None) -> str:
         "## Memory",
         "By how much a rank's process grows at most over one forward and one backward, the results included, and how "
         "many times the result that is.",
-        _rows(_turned(memory_rows(results.memory))),
+        _rows(memory_rows(results.memory)),
         "## Medians",
         "In microseconds.",
     ]
@@ -62,10 +62,6 @@ def _medians(results: Results, ranks: int, verb: str, way: str) -> list[list[str
         if any(median is not None for median in medians):
             rows.append([name, *("" if median is None else f"{1e6 * median:.1f}" for median in medians)])
     return rows
-
-
-def _turned(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    return [list(column) for column in zip(*rows, strict=True)]
 
 
 def _rows(rows: Sequence[Sequence[str]]) -> str:

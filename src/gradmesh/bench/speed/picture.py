@@ -6,6 +6,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
 from gradmesh.bench.speed.contenders import CONTENDERS, FLOOR_NAME
@@ -34,7 +35,7 @@ def draw(results: Results, path: Path) -> None:
     figure = Figure(figsize=(1 + 3.6 * len(columns), 1.6 + 2.6 * len(rows)), dpi=110, layout="constrained")
     figure.suptitle("Time over the floor (the copies and sums that cannot be avoided)", fontsize=13)
     grid = figure.subplots(len(rows), len(columns), squeeze=False, sharex=True, sharey=True)
-    lines: dict[str, object] = {}
+    lines: dict[str, Line2D] = {}
     for verb, across in zip(rows, grid, strict=True):
         for (ranks, way), axes in zip(columns, across, strict=True):
             _plot(axes, results, Key(ranks, verb, way, 0), lines)
@@ -42,11 +43,18 @@ def draw(results: Results, path: Path) -> None:
         axes.set_xlabel("bytes a rank")
     for axes in grid[:, 0]:
         axes.set_ylabel("times the floor")
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(
+        list(lines.values()),
+        list(lines),
+        loc="outside lower center",
+        ncols=len(columns),
+        frameon=False,
+        handlelength=3,
+    )
     figure.savefig(path, format="png")
 
 
-def _plot(axes: Axes, results: Results, at: Key, lines: dict[str, object]) -> None:
+def _plot(axes: Axes, results: Results, at: Key, lines: dict[str, Line2D]) -> None:
     for name in results.contenders:
         found = [(size, results.ratio(at._replace(size=size), name, FLOOR_NAME)) for size in results.sizes]
         points = [(size, ratio) for size, ratio in found if ratio is not None]

@@ -130,7 +130,8 @@ def set_up(names: Sequence[str], quiet: bool) -> dict[str, str]:
     for backend in {CONTENDERS[name].backend: None for name in names if CONTENDERS[name].backend}:
         if backend not in groups:
             try:
-                importlib.import_module(f"gradmesh.backends.{backend}").register()
+                if backend == "shm":
+                    importlib.import_module("gradmesh.backends.shm").register()
                 groups[backend] = dist.new_group(backend=backend)
             except Exception as error:
                 reasons[backend] = f"{type(error).__name__}: {error}"

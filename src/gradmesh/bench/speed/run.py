@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,15 +14,17 @@ from gradmesh.bench.speed.contenders import CONTENDERS, FLOOR_NAME, absent, chos
 from gradmesh.bench.speed.machine import machine
 from gradmesh.bench.speed.pools import MpiPool, Pool, open_pools
 from gradmesh.bench.speed.results import Cell, Memory, Results
-from gradmesh.bench.speed.tasks import ELEMENT, SIZES, VERBS, WAYS, Task
+from gradmesh.bench.speed.tasks import ELEMENT, SIZES, VERBS, WAYS, Task, said
 
-__all__ = ["FULL", "QUICK", "Plan", "calibrated", "judged", "measure"]
+__all__ = ["FULL", "QUICK", "Plan", "able_to", "calibrated", "judged", "measure"]
 
 SAMPLE = 3e-3
 """Seconds that a sample should take at least."""
 _MOST = 1000
 """Calls in a sample at most."""
 _LEAST_ROUNDS = 3
+
+Tell = Callable[[str, int], object]
 
 
 @dataclass(frozen=True)
@@ -51,23 +54,23 @@ class Plan:
 
 
 FULL = Plan()
-QUICK = Plan(ranks=(2,), sizes=(4, 512 * 2**10, 4 * 2**20), rounds=7, seconds=0.6)
+QUICK = Plan(ranks=(2,), sizes=(4, 512 * 2**10, 4 * 2**20), rounds=7, seconds=0.5)
 
 
-def measure(plan: Plan, command: str, tell: Callable[[str], None] = lambda _: None) -> Results:
+def measure(plan: Plan, command: str, tell: Tell = lambda *_: None) -> Results:
     """Measure everything.
 
     Args:
         plan: what.
         command: how it was asked for.
-        tell: called before each cell, with what it is.
+        tell: called with what is going on, and how many cells further it is than it was.
     """
     results = Results(machine(), command, {name: getattr(plan, name) for name in Plan.__annotations__})
     contenders = [(contender, absent(contender)) for contender in chosen(plan.systems)]
     results.left_out.update({contender.name: reason for contender, reason in contenders if reason})
     there = [contender for contender, reason in contenders if not reason]
     for ranks in plan.ranks:
-        tell(f"starting {ranks} ranks")
+        tell(f"starting {ranks} ranks", 0)
         with open_pools(ranks, there) as pools:
             for pool in pools:
                 results.left_out.update(pool.left_out)
@@ -78,17 +81,17 @@ def measure(plan: Plan, command: str, tell: Callable[[str], None] = lambda _: No
     return results
 
 
-def _verb(
-    plan: Plan, pools: Sequence[Pool], ranks: int, verb: str, results: Results, tell: Callable[[str], None]
-) -> None:
-    able = [_able(pool, Task(verb, ranks, ELEMENT * ranks), results.left_out) for pool in pools]
+def _verb(plan: Plan, pools: Sequence[Pool], ranks: int, verb: str, results: Results, tell: Tell) -> None:
+    able = [able_to(pool, Task(verb, ranks, ELEMENT * ranks), results.left_out) for pool in pools]
     for size in plan.sizes:
         task = Task(verb, ranks, size)
         for pool, ways in zip(pools, able, strict=True):
             pool.call("prepare", task, list(dict.fromkeys(name for way in WAYS for name in ways[way])))
         for way in WAYS:
-            tell(f"{ranks} ranks, {size} bytes: {verb} {way}")
+            what = f"{ranks} ranks, {said(size)}: {verb} {way}"
+            tell(what, 0)
             results.cells.extend(_cells(plan, task, way, _those(pools, able, way)))
+            tell(what, 1)
         if size == max(plan.sizes):
             results.memory.extend(_memory(task, _those(pools, able, "backward")))
 
@@ -99,7 +102,7 @@ def _those(
     return [(pool, ways[way]) for pool, ways in zip(pools, able, strict=True)]
 
 
-def _able(pool: Pool, task: Task, left_out: dict[str, str]) -> dict[str, list[str]]:
+def able_to(pool: Pool, task: Task, left_out: dict[str, str]) -> dict[str, list[str]]:
     """Who does the verb rightly, each way; the others are left out, as the time of a wrong result says nothing."""
     names = [name for name in pool.names if task.verb in CONTENDERS[name].makers]
     found = pool.check(task, names)
@@ -125,7 +128,7 @@ def judged(task: Task, way: str, found: Sequence[Tensor | str]) -> str | None:
 
 
 def _cells(plan: Plan, task: Task, way: str, able: Sequence[tuple[Pool, list[str]]]) -> list[Cell]:
-    numbers = [calibrated(lambda n, p=pool: p.sample(way, n), names) for pool, names in able]
+    numbers = [calibrated(partial(pool.sample, way), names) for pool, names in able]
     samples: dict[str, list[float]] = {name: [] for _, names in able for name in names}
     begin, done = time.monotonic(), 0
     while done < min(_LEAST_ROUNDS, plan.rounds) or (

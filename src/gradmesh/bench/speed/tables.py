@@ -23,11 +23,11 @@ NOTES = (
     "A size is that of a rank's part: the operand of all_gather and the result of reduce_scatter; an all_to_all has "
     "at least one element for each rank. float32, one thread a rank.",
     "forward builds the graph; backward is torch.autograd.grad alone. torch.distributed and MPI have no gradient: "
-    "theirs is the adjoint collective. They write into memory that is there already, all_reduce and broadcast in place.",
+    "theirs is the adjoint collective, into memory that is there already; all_reduce, broadcast and reduce in place.",
     "floor: the copies and sums that a rank cannot avoid, by all processes at once; of small messages it is the time "
     "of a call of torch.",
-    "gradmesh checks that the ranks call the same (GRADMESH_CHECK as it is by default). torch.distributed.nn.functional "
-    "returns parts, which are concatenated. A result that is wrong is not timed.",
+    "gradmesh checks that the ranks call the same (GRADMESH_CHECK is left as it is). torch.distributed.nn.functional "
+    "returns parts, which are concatenated. What is wrong on a small operand is not timed.",
 )
 
 _STYLES = {"met": "green", "missed": "red", "not measured": "dim"}
@@ -39,9 +39,19 @@ def show(results: Results, console: Console) -> None:
     """Print everything."""
     for table in compared(results.cells, coloured=console.is_terminal):
         console.out(table)
-    _print(console, "gradmesh on shm", speedup_rows(results))
-    _print(console, "What a wrapper adds to the raw call, at the smallest size", overhead_rows(overheads(results)))
-    _print(console, "The most memory that a forward and a backward take on a rank", memory_rows(results.memory))
+    _print(
+        console,
+        "gradmesh on shm, against the fastest peer on gloo, and over the floor",
+        speedup_rows(results),
+    )
+    _print(
+        console,
+        "What a wrapper adds to the raw call, at the smallest size",
+        overhead_rows(overheads(results)),
+    )
+    _print(
+        console, "The most memory that a forward and a backward take on a rank", memory_rows(results.memory)
+    )
     grid = Table(title="\nTargets", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for column in ("target", "measured", ""):
         grid.add_column(column)
@@ -56,15 +66,14 @@ def show(results: Results, console: Console) -> None:
 
 
 def compared(cells: Iterable[Cell], coloured: bool = False) -> list[str]:
-    """torch's tables, one for each verb, way and number of ranks."""
-    groups: dict[tuple[object, ...], list[Measurement]] = {}
-    for cell in cells:
+    """The tables of torch, one for each verb, way and number of ranks."""
+    groups: dict[tuple[int, str, str], list[Measurement]] = {}
+    for cell in sorted(cells, key=lambda cell: cell.contender == FLOOR_NAME):
         if cell.contender != FLOOR_NAME or cell.median >= _LEAST:
             groups.setdefault((cell.ranks, cell.verb, cell.way), []).append(cell.measurement)
     found = []
     for group in groups.values():
         table = Compare(group)
-        table.trim_significant_figures()
         if coloured:
             table.colorize()
         found.append(str(table))
@@ -72,13 +81,13 @@ def compared(cells: Iterable[Cell], coloured: bool = False) -> list[str]:
 
 
 def speedup_rows(results: Results) -> list[list[str]]:
-    """gradmesh on shm against the fastest peer on gloo, and over the floor, by size."""
+    """What gradmesh reaches on shm: against the fastest peer on gloo, and over the floor, by size."""
     rows = [["ranks", "verb", "way", *(said(size) for size in results.sizes)]]
     for key in results.keys(sizes=results.sizes[:1]):
         texts = []
         for at in (key._replace(size=size) for size in results.sizes):
             peer, floor = against_peers(results, at), results.ratio(at, OURS, FLOOR_NAME)
-            faster = "" if peer is None else f"{peer[0]:.1f} x faster"
+            faster = "" if peer is None else f"{peer[0]:.1f} x as fast"
             texts.append(", ".join(filter(None, (faster, "" if floor is None else f"{floor:.1f} floors"))))
         if any(texts):
             rows.append([str(key.ranks), key.verb, key.way, *texts])
@@ -92,23 +101,25 @@ def overhead_rows(found: Sequence[Overhead]) -> list[list[str]]:
     table = {(each.key, each.wrapper, each.backend): each for each in found}
     for key in dict.fromkeys(each.key for each in found):
         cells = [table.get((key, *column)) for column in columns]
-        texts = ["" if cell is None else f"{1e6 * cell.seconds:+.1f} us, x {cell.ratio:.2f}" for cell in cells]
+        texts = [
+            "" if cell is None else f"{1e6 * cell.seconds:+.1f} us, x {cell.ratio:.2f}" for cell in cells
+        ]
         rows.append([str(key.ranks), key.verb, key.way, *texts])
     return rows
 
 
 def memory_rows(found: Sequence[Memory]) -> list[list[str]]:
     """The growth in MiB, and as a multiple of the result's bytes."""
-    tasks = list(dict.fromkeys((each.ranks, each.verb, each.size) for each in found))
-    rows = [["system", *(f"{verb}, {ranks} ranks, {said(size)}" for ranks, verb, size in tasks)]]
-    table = {(each.contender, each.ranks, each.verb, each.size): each for each in found}
-    for name in dict.fromkeys(each.contender for each in found):
-        cells = [table.get((name, *task)) for task in tasks]
+    verbs = list(dict.fromkeys(each.verb for each in found))
+    rows = [["ranks", "bytes a rank", "system", *verbs]]
+    table = {(each.ranks, each.size, each.contender, each.verb): each for each in found}
+    for ranks, size, name in dict.fromkeys((each.ranks, each.size, each.contender) for each in found):
+        cells = [table.get((ranks, size, name, verb)) for verb in verbs]
         texts = [
             "" if cell is None else f"{cell.bytes / 2**20:.1f} MiB, x {cell.bytes / cell.output:.1f}"
             for cell in cells
         ]
-        rows.append([name, *texts])
+        rows.append([str(ranks), said(size), name, *texts])
     return rows
 
 

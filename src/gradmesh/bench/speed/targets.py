@@ -76,7 +76,9 @@ def _against_peers(results: Results, ranks: int, verb: str, times: float) -> lis
     if each is not None:
         least, key = min(ratios)
         figure = f"{least:.1f} times at worst: {key.way}, {said(key.size)}"
-        found.insert(0, Target(f"{what}: at least {each:g} times as fast in every cell", figure, least >= each))
+        found.insert(
+            0, Target(f"{what}: at least {each:g} times as fast in every cell", figure, least >= each)
+        )
     return found
 
 
@@ -103,7 +105,9 @@ def _against_floor(results: Results, ranks: int, name: str) -> Target:
 
 def _overhead(results: Results, ranks: int, way: str) -> Target:
     """The mean over the verbs that both wrappers have."""
-    promise = f"what the verb adds to the raw call, {way}, {ranks} ranks: not above functional collectives (shm)"
+    promise = (
+        f"what the verb adds to the raw call, {way}, {ranks} ranks: not above functional collectives (shm)"
+    )
     added: dict[str, dict[str, float]] = {GRADMESH.name: {}, FUNCTIONAL.name: {}}
     for each in overheads(results):
         if each.backend == "shm" and (each.key.ranks, each.key.way) == (ranks, way):
@@ -117,7 +121,5 @@ def _overhead(results: Results, ranks: int, way: str) -> Target:
     return Target(promise, figure, mine <= other)
 
 
-def _ratios(
-    results: Results, keys: Iterable[Key], name: str, other: str
-) -> Sequence[tuple[float, Key]]:
+def _ratios(results: Results, keys: Iterable[Key], name: str, other: str) -> Sequence[tuple[float, Key]]:
     return [(ratio, key) for key in keys if (ratio := results.ratio(key, name, other)) is not None]

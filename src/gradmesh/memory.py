@@ -1,0 +1,122 @@
+"""Memory for large results on the CPU, which comes back when its tensor dies.
+
+A fresh result of 32 MiB and more is memory that the system has to hand out page by page while it is being written, and
+that takes longer than the transfer: `python tools/fresh_memory.py` shows how much. So blocks that were used before are
+used again, in huge pages where the system has them. While a block is idle the system may take its pages, if memory
+runs short.
+
+GRADMESH_RECYCLE in the environment is how many MiB may be kept idle, 512 if it is not set; 0 turns recycling off. The
+storage of a recycled tensor cannot be resized.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import os
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gradmesh.errors import ArgumentError, message
+
+__all__ = ["SMALLEST", "empty", "idle_bytes"]
+
+SMALLEST = 1 << 20
+"""Bytes from which a result is recycled; below, the C library does it well enough."""
+_HUGE_PAGE = 1 << 21
+_VARIABLE = "GRADMESH_RECYCLE"
+_MOST = 1.25
+"""How much larger than asked for a block may be."""
+
+
+def _limit() -> int:
+    text = os.environ.get(_VARIABLE, "512")
+    if not text.isdecimal():
+        raise ArgumentError(
+            message(
+                f"{_VARIABLE} is not usable",
+                expected="a number of MiB, 0 or more",
+                got=f"{_VARIABLE}={text!r}",
+                remedy="unset it, or give the MiB that may be kept idle",
+            )
+        )
+    return int(text) << 20
+
+
+class _Pool:
+    """Blocks that are idle, the latest last.
+
+    A block comes back in whichever thread frees the tensor, perhaps in the middle of `take` when garbage is
+    collected. So there is no lock; `deque.append`, `remove` and `popleft` are each one step.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.idle: deque[mmap.mmap] = deque()
+        self.lent: dict[int, weakref.ref[memoryview]] = {}
+
+    def take(self, size: int) -> memoryview:
+        """A block of that size or a little more."""
+        whole = -(-size // _HUGE_PAGE) * _HUGE_PAGE
+        block = self._idle_one(whole) or _fresh(whole)
+        view = memoryview(block)
+        # The tensor holds the view and nothing else does, so that its end is the tensor's.
+        ref = weakref.ref(view, partial(self._back, block))
+        self.lent[id(ref)] = ref
+        return view
+
+    def _idle_one(self, size: int) -> mmap.mmap | None:
+        for block in reversed(tuple(self.idle)):
+            if size <= len(block) <= _MOST * size:
+                with contextlib.suppress(ValueError):  # another thread took it
+                    self.idle.remove(block)
+                    return block
+        return None
+
+    def _back(self, block: mmap.mmap, ref: weakref.ref[memoryview]) -> None:
+        del self.lent[id(ref)]
+        with contextlib.suppress(OSError, AttributeError):
+            block.madvise(mmap.MADV_FREE)
+        self.idle.append(block)
+        while sum(map(len, tuple(self.idle))) > self.limit:
+            with contextlib.suppress(IndexError):
+                self.idle.popleft()
+
+
+def _fresh(size: int) -> mmap.mmap:
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):  # the system may have no huge pages
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return block
+
+
+_pool = _Pool(_limit() if hasattr(mmap, "MAP_ANONYMOUS") else 0)
+
+
+def idle_bytes() -> int:
+    """How many bytes are kept for later."""
+    return sum(map(len, tuple(_pool.idle)))
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A dense tensor with nothing in it; of recycled memory if it is large and on the CPU.
+
+    Args:
+        shape: the shape.
+        dtype: the dtype.
+        device: where it lies.
+
+    Example:
+        >>> empty((2, 3), torch.float32, torch.device("cpu")).shape
+        torch.Size([2, 3])
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if size < SMALLEST or size > _pool.limit or device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.frombuffer(_pool.take(size), dtype=dtype, count=size // dtype.itemsize).view(shape)
