@@ -23,7 +23,13 @@ def _run(*arguments: str) -> Result:
 def test_help_names_every_command() -> None:
     told = _run("--help")
     assert told.exit_code == 0
-    assert re.findall(r"^  (\w+)  ", told.output, re.MULTILINE) == ["demo", "info", "modes"]
+    assert re.findall(r"^  (\w+)  ", told.output, re.MULTILINE) == [
+        "bench",
+        "compare",
+        "demo",
+        "info",
+        "modes",
+    ]
 
 
 def test_info_tells_versions_and_backends() -> None:

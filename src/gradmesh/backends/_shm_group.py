@@ -225,7 +225,8 @@ class ShmGroup(PythonGroup):
         with self._lock:
             self._check()
             self._queue.append(work)
-            self._go_on()
+            if len(self._queue) == 1 or self.lockstep.arrived():
+                self._go_on()
             if self._queue:
                 _patience.busy(self)
         if self._coalesced is not None:
@@ -237,7 +238,7 @@ class ShmGroup(PythonGroup):
             raise self._closed()
 
     def _go_on(self) -> None:
-        """Take the calls in order as far as they go without waiting. The caller holds the lock."""
+        """Take the calls in order as far as they go, after what the first waited for. The caller holds the lock."""
         queue = self._queue
         while queue:
             work = queue[0]
