@@ -29,6 +29,8 @@ from gradmesh.bench.speed.targets import OURS, PEERS, RAW_SHM, against_peers, ta
 from gradmesh.bench.speed.tasks import ELEMENT, SIZES, VERBS, WAYS, Task, cotangent, operand
 from gradmesh.bench.speed.worker import Worker, memory_is_told
 from gradmesh.errors import ArgumentError
+from gradmesh.memory import empty as recycled
+from gradmesh.memory import idle_bytes
 from tests.conftest import Run
 
 WRONG = {("functional collectives", "broadcast", "backward")}
@@ -252,6 +254,18 @@ def test_memory_is_the_growth_over_a_forward_and_a_backward() -> None:
     worker.prepare(Task("shift", 1, 8), ["heavy", "light"])
     assert 64 * 2**20 <= worker.memory("heavy") + 2**20 <= 72 * 2**20
     assert worker.memory("light") < 8 * 2**20
+
+
+@pytest.mark.skipif(not memory_is_told(), reason="the system does not tell")
+def test_memory_that_an_earlier_call_left_idle_counts_all_the_same() -> None:
+    def recycles(at: Place) -> Calls:
+        return in_turn(lambda: recycled((16 * 2**20,), torch.float32, at.x.device).fill_(1), lambda: at.x)
+
+    worker = lone_worker(recycles=recycles)
+    worker.prepare(Task("shift", 1, 8), ["recycles"])
+    worker.sample("forward", {"recycles": 1})
+    assert idle_bytes() >= 64 * 2**20
+    assert worker.memory("recycles") + 2**20 >= 64 * 2**20
 
 
 def test_who_is_wrong_is_left_out_and_told() -> None:

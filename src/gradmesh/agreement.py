@@ -40,10 +40,10 @@ def agree(op: Op, x: Tensor) -> None:
     axis = op.axis
     if not _ON or axis.size == 1 or not op.sends or x.device.type != "cpu" or is_fake(x):
         return
-    claim = op.claim(x)
     if isinstance(axis.group, ShmGroup):
-        axis.group.claim(Claim(_digest(claim), partial(_said, claim), partial(_refusal, op)))
+        axis.group.claim((op, x.shape, x.dtype), partial(_claim, op, x))
         return
+    claim = op.claim(x)
     if len(set(_exchange(_digest(claim), axis))) == 1:
         return
     claims: list[str] = [""] * axis.size
@@ -55,6 +55,11 @@ def withdraw(op: Op, error: Exception) -> None:
     """Tell the others that this rank cannot make the call it announced, so that they do not wait for it."""
     if isinstance(op.axis.group, ShmGroup):
         op.axis.group.withdraw(f"{type(error).__name__}: {error}")
+
+
+def _claim(op: Op, x: Tensor) -> Claim:
+    claim = op.claim(x)
+    return Claim(_digest(claim), partial(_said, claim), partial(_refusal, op))
 
 
 def _said(claim: str) -> str:

@@ -183,8 +183,31 @@ class _Rule(torch.autograd.Function):
         return linked(op.batched(), moved, token), (0, in_dims[2])  # type: ignore[arg-type]
 
 
-# Function.apply asks for the signature at every call; computing it anew takes longer than the rest of the rule.
-_Rule.forward.__signature__ = inspect.signature(_Rule.forward)  # type: ignore[attr-defined]
+class _Bound:
+    """The arguments of a call, as `inspect.BoundArguments` has them."""
+
+    __slots__ = ("args", "kwargs")
+
+    def __init__(self, args: tuple[object, ...]) -> None:
+        self.args = args if len(args) == 3 else (*args, None)
+        self.kwargs: dict[str, object] = {}
+
+    def apply_defaults(self) -> None:
+        """Done already."""
+
+
+class _Signature(inspect.Signature):
+    """That of `_Rule.forward`, which the rule calls with two positional arguments or three."""
+
+    def bind(self, *args: Any, **_: Any) -> Any:
+        """The token is None unless it is given."""
+        return _Bound(args)
+
+
+# Function.apply asks for the signature at every call, and binds the arguments to it. Computing it anew takes longer
+# than the rest of the rule, and binding in general takes 6 us of the 30.
+_parameters = list(inspect.signature(_Rule.forward).parameters.values())
+_Rule.forward.__signature__ = _Signature(_parameters)  # type: ignore[attr-defined]
 
 
 class _CompiledRule(torch.autograd.Function):

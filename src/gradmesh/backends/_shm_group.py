@@ -16,7 +16,7 @@ import secrets
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -53,6 +53,8 @@ _KINDS = (
     "scatter",
 )
 _KIND_NUMBER = {name: number for number, name in enumerate(_KINDS)}
+_CLAIMS = 256
+"""Claims that are kept for calls like the ones before."""
 _DRAIN = 5.0
 """Seconds that a rank which leaves gives to calls that it began and never waited for."""
 
@@ -178,6 +180,7 @@ class ShmGroup(PythonGroup):
         self._coalesced: list[_Work] | None = None
         self._closed: Callable[[], GradmeshError] | None = None
         self._claim: Claim | None = None
+        self._claims: dict[Hashable, Claim] = {}
         _groups.add(self)
 
     def _get_sequence_number_for_group(self) -> int:
@@ -191,9 +194,19 @@ class ShmGroup(PythonGroup):
 
     # -- what ranks say about a call
 
-    def claim(self, claim: Claim) -> None:
-        """Have the next call compared by this too; ranks that claim something else make it an error on all of them."""
-        self._claim = claim
+    def claim(self, key: Hashable, make: Callable[[], Claim]) -> None:
+        """Have the next call compared by this too; ranks that claim something else make it an error on all of them.
+
+        Args:
+            key: what the claim depends on, by which it is kept.
+            make: makes it.
+        """
+        found = self._claims.get(key)
+        if found is None:
+            if len(self._claims) >= _CLAIMS:
+                self._claims.clear()
+            found = self._claims[key] = make()
+        self._claim = found
 
     def withdraw(self, said: str) -> None:
         """Make the call that was claimed an error on the other ranks, as this one fails before it can make it."""

@@ -39,7 +39,7 @@ CARRIED = frozenset(
 
 def flat_memory(x: Tensor) -> Tensor:
     """The memory of a dense tensor as a flat buffer of a dtype that travels."""
-    flat = x.view(-1)
+    flat = x if x.dim() == 1 else x.view(-1)
     return flat if flat.dtype in CARRIED else flat.view(torch.uint8)
 
 

@@ -54,6 +54,10 @@ def _dense(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg().contiguous()
 
 
+def _flat(dense: Tensor) -> Tensor:
+    return dense if dense.dim() == 1 else dense.view(-1)
+
+
 def fresh(x: Tensor) -> Tensor:
     """A dense copy of `x`."""
     plain = x.resolve_conj().resolve_neg()
@@ -76,7 +80,7 @@ def counts(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> list[int]:
 def pack(x: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     """The parts of `x` along `dim`, one after another, as one flat buffer."""
     if math.prod(x.shape[:dim]) == 1:
-        return _dense(x).view(-1)
+        return _flat(_dense(x))
     return torch.cat([part.reshape(-1) for part in _dense(x).split(list(sizes), dim)])
 
 
@@ -140,7 +144,7 @@ def reduce_scatter(
     if is_compiling():
         return functional("reduce_scatter_tensor", axis.group, flat, "sum", axis.size).view(shape)
     out = _room(flat, shape)
-    _scatter_single(out.view(-1), flat, group=axis.group)
+    _scatter_single(_flat(out), flat, group=axis.group)
     return out
 
 

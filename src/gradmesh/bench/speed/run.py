@@ -18,8 +18,10 @@ from gradmesh.bench.speed.tasks import ELEMENT, SIZES, VERBS, WAYS, Task, said
 
 __all__ = ["FULL", "QUICK", "Plan", "able_to", "calibrated", "judged", "measure"]
 
-SAMPLE = 3e-3
+SAMPLE = 4e-3
 """Seconds that a sample should take at least."""
+_ALONE = 16 * 2**20
+"""Bytes from which one call takes longer than that, whoever makes it."""
 _MOST = 1000
 """Calls in a sample at most."""
 _LEAST_ROUNDS = 3
@@ -45,7 +47,7 @@ class Plan:
     sizes: tuple[int, ...] = SIZES
     systems: tuple[str, ...] = ()
     rounds: int = 15
-    seconds: float = 4.0
+    seconds: float = 2.5
 
     @property
     def steps(self) -> int:
@@ -128,7 +130,10 @@ def judged(task: Task, way: str, found: Sequence[Tensor | str]) -> str | None:
 
 
 def _cells(plan: Plan, task: Task, way: str, able: Sequence[tuple[Pool, list[str]]]) -> list[Cell]:
-    numbers = [calibrated(partial(pool.sample, way), names) for pool, names in able]
+    numbers = [
+        dict.fromkeys(names, 1) if task.size >= _ALONE else calibrated(partial(pool.sample, way), names)
+        for pool, names in able
+    ]
     samples: dict[str, list[float]] = {name: [] for _, names in able for name in names}
     begin, done = time.monotonic(), 0
     while done < min(_LEAST_ROUNDS, plan.rounds) or (
@@ -156,12 +161,11 @@ def calibrated(
         sample: the seconds of so many calls of each.
         names: who.
     """
-    numbers = dict.fromkeys(names, 1)
-    for _ in range(2):  # the second time from more calls than one, where one is short
-        taken = sample(numbers)
-        numbers = {
-            name: min(_MOST, max(1, round(SAMPLE * number / taken[name]))) for name, number in numbers.items()
-        }
+    numbers, short = dict.fromkeys(names, 1), list(names)
+    for _ in range(2):  # again where a call is short, from more calls than one
+        for name, seconds in sample({name: numbers[name] for name in short}).items():
+            numbers[name] = min(_MOST, max(1, round(SAMPLE * numbers[name] / seconds)))
+        short = [name for name in short if numbers[name] > 1]
     return numbers
 
 

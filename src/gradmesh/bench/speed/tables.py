@@ -26,8 +26,11 @@ NOTES = (
     "theirs is the adjoint collective, into memory that is there already; all_reduce, broadcast and reduce in place.",
     "floor: the copies and sums that a rank cannot avoid, by all processes at once; of small messages it is the time "
     "of a call of torch.",
-    "gradmesh checks that the ranks call the same (GRADMESH_CHECK is left as it is). torch.distributed.nn.functional "
-    "returns parts, which are concatenated. What is wrong on a small operand is not timed.",
+    "gradmesh checks that the ranks call the same (GRADMESH_CHECK is left as it is), and recycles the memory of large "
+    "results (GRADMESH_RECYCLE). torch.distributed.nn.functional returns parts, which are concatenated. What is wrong "
+    "on a small operand is not timed.",
+    "Memory is that of the call, from allocators that keep nothing from earlier ones; not counted is what a process "
+    "group or MPI has set aside before, and what is kept idle afterwards.",
 )
 
 _STYLES = {"met": "green", "missed": "red", "not measured": "dim"}

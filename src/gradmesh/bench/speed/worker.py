@@ -15,6 +15,7 @@ from torch.utils.benchmark import Timer
 from gradmesh.bench.speed.calls import Calls, Place
 from gradmesh.bench.speed.contenders import Contender
 from gradmesh.bench.speed.tasks import WAYS, Task, cotangent, operand
+from gradmesh.memory import _pool as recycled
 
 __all__ = ["Worker", "memory_is_told"]
 
@@ -90,8 +91,9 @@ class Worker:
         place = self._places[name]
         self._calls.pop(name)
         gc.collect()
+        # What the allocators keep from earlier calls would be used again unseen.
+        recycled.idle.clear()
         with contextlib.suppress(OSError, AttributeError):
-            # What the allocator keeps from earlier calls would be used again unseen.
             ctypes.CDLL(None).malloc_trim(0)
         self._barrier()
         _RESET.write_text("5")
