@@ -33,7 +33,7 @@ class Send:
         self.bytes = _bytes(tensor)
         self.header = _HEADER.pack(tag, _NUMBER[tensor.dtype], tensor.numel(), self.bytes.numel())
         self.target = target
-        self.position = -len(self.header)
+        self.position = -_HEADER.size
         self.done = False
 
 
@@ -73,6 +73,7 @@ class Mail:
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._rank, self._size, self._ring = segment.rank, segment.size, segment.ring_bytes
+        self._piece = self._ring // 4
         self._written = [0] * self._size
         self._read = [0] * self._size
         self._leaving: dict[int, deque[Send]] = {}
@@ -145,24 +146,24 @@ class Mail:
         """Write to a ring what there is room for."""
         pair = self._rank * self._size + target
         leaving = self._leaving[target]
-        most = max(1, self._ring // 4)  # so that the receiver can begin while the sender goes on
         while leaving:
             send = leaving[0]
-            room = self._ring - (self._written[target] - self._segment.read[pair])
-            if room == 0:
+            rest = send.bytes.numel() - send.position
+            # In pieces, so that the receiver can begin while the sender goes on; but not in crumbs.
+            count = min(rest, self._piece)
+            if self._ring - (self._written[target] - self._segment.read[pair]) < count:
                 return
             _futex.fence()
-            count = min(room, most)
             if send.position < 0:
-                count = min(count, -send.position)
-                first = len(send.header) + send.position
-                self._copy_header(pair, target, send.header[first : first + count])
-            else:
-                count = min(count, send.bytes.numel() - send.position)
+                self._write_raw(pair, self._written[target], send.header)
+                self._written[target] += _HEADER.size
+                count -= _HEADER.size
+                send.position = 0
+            if count:
                 for ring, at, length in self._stretches(pair, self._written[target], count):
                     ring[:length].copy_(send.bytes[send.position + at : send.position + at + length])
-            send.position += count
-            self._written[target] += count
+                send.position += count
+                self._written[target] += count
             _futex.fence()
             self._segment.written[pair] = self._written[target]
             _futex.wake(self._segment.written_word(pair))
@@ -171,10 +172,11 @@ class Mail:
                 leaving.popleft()
         del self._leaving[target]
 
-    def _copy_header(self, pair: int, target: int, part: bytes) -> None:
-        raw, ring = self._segment.raw_rings[pair], self._ring
-        for at, byte in enumerate(part, self._written[target]):
-            raw[at % ring] = byte
+    def _write_raw(self, pair: int, start: int, data: bytes) -> None:
+        raw, at = self._segment.raw_rings[pair], start % self._ring
+        first = data[: self._ring - at]
+        raw[at : at + len(first)] = first
+        raw[: len(data) - len(first)] = data[len(first) :]
 
     def _stretches(self, pair: int, start: int, count: int) -> Iterator[tuple[Tensor, int, int]]:
         """Where `count` bytes from `start` lie in a ring: one stretch, or two where it turns over."""
@@ -215,8 +217,9 @@ class Mail:
                 self._hand_over(coming)
 
     def _peek(self, pair: int, source: int) -> bytes:
-        raw, start = self._segment.raw_rings[pair], self._read[source]
-        return bytes(raw[at % self._ring] for at in range(start, start + _HEADER.size))
+        raw, at = self._segment.raw_rings[pair], self._read[source] % self._ring
+        first = bytes(raw[at : at + _HEADER.size])
+        return first + bytes(raw[: _HEADER.size - len(first)])
 
     def _take(self, pair: int, source: int, count: int) -> None:
         self._read[source] += count

@@ -54,27 +54,23 @@ def chunk_bytes() -> int:
     return size
 
 
-def _ring(chunk: int) -> int:
-    return max(_SMALLEST, chunk // 4)
-
-
 def _word_count(size: int) -> int:
     # mapped, state, published; head and total twice; the amounts twice; written and read for every pair of ranks.
     return 3 * size + 4 * size + 4 * size * size + 2 * size * size
 
 
 def segment_bytes(size: int, chunk: int) -> int:
-    """The size of the segment of a group: two chunks for each rank, and a ring of a quarter for each pair of ranks.
+    """The size of the segment of a group: two chunks for each rank, and a ring as long for each pair of ranks.
 
     Args:
         size: the number of ranks.
         chunk: the bytes of a chunk.
 
     >>> segment_bytes(2, 1 << 20) // (1 << 20)
-    5
+    8
     """
     words = _TOKEN + _WORD * _word_count(size)
-    return -(-words // _PAGE) * _PAGE + size * size * _ring(chunk) + 2 * size * chunk
+    return -(-words // _PAGE) * _PAGE + (size + 2) * size * chunk
 
 
 class Segment:
@@ -176,7 +172,8 @@ class Segment:
     # -- what lies where
 
     def _map(self, memory: mmap.mmap) -> None:
-        size, chunk, ring = self.size, self.chunk, _ring(self.chunk)
+        size, chunk = self.size, self.chunk
+        ring = chunk
         words = memoryview(memory)[_TOKEN : _TOKEN + _WORD * _word_count(size)].cast("Q")
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + _TOKEN
         at = 0
