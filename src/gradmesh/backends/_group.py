@@ -187,11 +187,17 @@ class PythonGroup(dist.ProcessGroup):
         return f"group '{self._name}'"
 
 
+_names: dict[Any, str] = {}
+
+
 def reduction(opts: Any, known: Any, backend: str) -> str:
     """The name of the reduction that a call's options ask for."""
     if opts is None:
         return "SUM"
-    name: str = opts.reduceOp.op.name
+    kind = opts.reduceOp.op
+    name = _names.get(kind)
+    if name is None:
+        name = _names[kind] = kind.name
     if name not in known:
         raise ArgumentError(
             message(

@@ -139,19 +139,22 @@ def reduce(call: Call, tensor: Tensor, op: str, root: int) -> Steps:
             _fold(op, slots.rows, part)
 
 
-def all_reduce(call: Call, tensor: Tensor, op: str) -> Steps:
-    """All write, and each reduces everything itself; where much is to be done, each reduces a share for all."""
+def all_reduce(call: Call, out: Tensor, given: Tensor, op: str) -> Steps:
+    """All write, and each reduces everything itself; where much is to be done, each reduces a share for all.
+
+    `out` may be `given`.
+    """
     lockstep = call.lockstep
     size, rank = lockstep.size, lockstep.rank
-    shared = size > 2 and tensor.numel() * tensor.dtype.itemsize >= _SHARED_WORK
-    for start, end in _windows(tensor.numel(), _width(call, tensor.dtype)):
-        slots = lockstep.slots(tensor.dtype, end - start)
-        part = _cut(tensor, start, end)
-        slots.rows[rank].copy_(part)
+    shared = size > 2 and given.numel() * given.dtype.itemsize >= _SHARED_WORK
+    for start, end in _windows(given.numel(), _width(call, given.dtype)):
+        slots = lockstep.slots(given.dtype, end - start)
+        slots.rows[rank].copy_(_cut(given, start, end))
         if not call.publish():
             yield
         if not call.agreed:
             yield from call.agree()
+        part = _cut(out, start, end)
         if not shared:
             _fold(op, slots.rows, part)
             continue

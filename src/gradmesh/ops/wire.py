@@ -22,6 +22,7 @@ from torch.compiler import is_compiling
 from gradmesh import memory
 from gradmesh._torch import functional
 from gradmesh.axis import Axis
+from gradmesh.backends._shm_group import ShmGroup
 from gradmesh.ops import opaque
 from gradmesh.ops.opaque import CARRIED, flat_memory, send_and_receive
 from gradmesh.world import rank_state
@@ -154,6 +155,10 @@ def all_reduce(x: Tensor, axis: Axis) -> Tensor:
         return all_fold(x, axis, lambda parts: parts.sum(0, dtype=parts.dtype))
     if is_compiling() and axis.size > 1:
         return functional("all_reduce", axis.group, _dense(x), "sum")
+    if isinstance(axis.group, ShmGroup) and axis.size > 1:
+        out = _room(x, x.shape)
+        axis.group.all_reduce_into(out, _dense(x)).wait()
+        return out
     out = fresh(x)
     if axis.size > 1:
         dist.all_reduce(out, group=axis.group)
