@@ -86,5 +86,5 @@ def _digest(text: str) -> int:
 def _exchange(number: int, axis: Axis) -> list[int]:
     ones = [1] * axis.size
     sent = torch.tensor([number] * axis.size)
-    numbers: list[int] = wire.exchange(sent, ones, ones, axis).tolist()
+    numbers: list[int] = wire.exchange(sent, ones, ones, axis, even=True).tolist()
     return numbers

@@ -313,11 +313,20 @@ class Segment:
 class Slots:
     """Views of one chunk of every rank: all as one tensor (rank, element), and one by one."""
 
-    __slots__ = ("rows", "together")
+    __slots__ = ("_pieces", "rows", "together")
 
     def __init__(self, together: torch.Tensor, rows: list[torch.Tensor]) -> None:
         self.together = together
         self.rows = rows
+        self._pieces: list[list[torch.Tensor]] | None = None
+
+    def pieces(self, parts: int) -> list[list[torch.Tensor]]:
+        """Each rank's chunk in so many equal parts. It is asked for the same number of parts every time."""
+        if self._pieces is None:
+            with torch.inference_mode(False):
+                each = self.together.shape[1] // parts
+                self._pieces = [list(row.view(parts, each).unbind(0)) for row in self.rows]
+        return self._pieces
 
 
 def _host() -> list[str]:

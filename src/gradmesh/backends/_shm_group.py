@@ -50,6 +50,7 @@ _KINDS = (
     "reduce",
     "reduce_scatter",
     "reduce_scatter_single",
+    "relay",
     "scatter",
 )
 _KIND_NUMBER = {name: number for number, name in enumerate(_KINDS)}
@@ -549,6 +550,14 @@ class ShmGroup(PythonGroup):
             self._fits("own part of the output", taken[self.place], gives[self.place])
             steps = _steps.exchange(call, taken, gives)
         return self._post(shown, after.steps([steps]), [output], [output])
+
+    def relay(self, output: Tensor, input: Tensor, source: int | None) -> _Work:  # noqa: A002
+        """Hand on one tensor, or an empty one, and take that of one rank or of none; for all ranks at once."""
+        shown = partial(_show, f"relay(from {source})", [input], [output])
+        after = _After()
+        flat, out = _flat(self, input), after.flat(self, output)
+        call = self._call("relay", shown, _DTYPE_NUMBER[flat.dtype])
+        return self._post(shown, after.steps([_steps.relay(call, out, flat, source)]), [output], [output])
 
     def barrier(self, opts: Any = None) -> _Work:  # noqa: ARG002
         shown = partial(_show, "barrier", [])

@@ -26,6 +26,7 @@ __all__ = [
     "exchange",
     "reduce",
     "reduce_scatter",
+    "relay",
 ]
 
 REDUCTIONS: dict[str, Callable[..., Tensor]] = {
@@ -172,18 +173,15 @@ def all_reduce(call: Call, out: Tensor, given: Tensor, op: str) -> Steps:
             part[ready].copy_(row[ready])
 
 
-def _hand_out(row: Tensor, given: Sequence[Tensor], rank: int, start: int, end: int) -> None:
+def _hand_out(pieces: Sequence[Tensor], given: Sequence[Tensor], rank: int, start: int, end: int) -> None:
     """Write each other rank's piece of a window into the own chunk, the next rank's first."""
-    size, width = len(given), end - start
-    for step in range(1, size):
-        piece = _cut(given[(rank + step) % size], start, end)
-        _cut(row, (step - 1) * width, step * width).copy_(piece)
+    for step, piece in enumerate(pieces, 1):
+        piece.copy_(_cut(given[(rank + step) % len(given)], start, end))
 
 
-def _piece(rows: Sequence[Tensor], source: int, target: int, width: int) -> Tensor:
+def _handed(pieces: Sequence[Sequence[Tensor]], source: int, target: int) -> Tensor:
     """Where `_hand_out` on the source wrote the target's piece."""
-    at = (target - source - 1) % len(rows)
-    return _cut(rows[source], at * width, (at + 1) * width)
+    return pieces[source][(target - source - 1) % len(pieces)]
 
 
 def reduce_scatter(call: Call, out: Tensor, given: Sequence[Tensor], op: str) -> Steps:
@@ -195,17 +193,18 @@ def reduce_scatter(call: Call, out: Tensor, given: Sequence[Tensor], op: str) ->
         own = own.clone()  # it is read after `out` has been written
     others = max(1, size - 1)
     for start, end in _windows(out.numel(), _width(call, out.dtype, others)):
-        slots = lockstep.slots(out.dtype, others * (end - start))
-        _hand_out(slots.rows[rank], given, rank, start, end)
+        pieces = lockstep.slots(out.dtype, others * (end - start)).pieces(others)
+        if size > 1:
+            _hand_out(pieces[rank], given, rank, start, end)
         if not call.publish():
             yield
         if not call.agreed:
             yield from call.agree()
-        pieces = [
-            _cut(own, start, end) if source == rank else _piece(slots.rows, source, rank, end - start)
+        rows = [
+            _cut(own, start, end) if source == rank else _handed(pieces, source, rank)
             for source in range(size)
         ]
-        _fold(op, pieces, _cut(out, start, end))
+        _fold(op, rows, _cut(out, start, end))
 
 
 def all_to_all(call: Call, taken: Sequence[Tensor], given: Sequence[Tensor]) -> Steps:
@@ -214,17 +213,16 @@ def all_to_all(call: Call, taken: Sequence[Tensor], given: Sequence[Tensor]) -> 
     size, rank = lockstep.size, lockstep.rank
     others = max(1, size - 1)
     for start, end in _windows(given[0].numel(), _width(call, given[0].dtype, others)):
-        slots = lockstep.slots(given[0].dtype, others * (end - start))
-        _hand_out(slots.rows[rank], given, rank, start, end)
+        pieces = lockstep.slots(given[0].dtype, others * (end - start)).pieces(others)
+        if size > 1:
+            _hand_out(pieces[rank], given, rank, start, end)
         if not call.publish():
             yield
         if not call.agreed:
             yield from call.agree()
         for source in range(size):
-            piece = given[rank] if source == rank else None
-            _cut(taken[source], start, end).copy_(
-                _piece(slots.rows, source, rank, end - start) if piece is None else _cut(piece, start, end)
-            )
+            piece = _cut(given[rank], start, end) if source == rank else _handed(pieces, source, rank)
+            _cut(taken[source], start, end).copy_(piece)
 
 
 def exchange(call: Call, taken: Sequence[Tensor], given: Sequence[Tensor]) -> Steps:
@@ -261,6 +259,34 @@ def exchange(call: Call, taken: Sequence[Tensor], given: Sequence[Tensor]) -> St
         for source in range(size):
             if source != rank:
                 _read(slots.rows[source], taken[source], offsets[source] - start)
+        start += width
+        windows -= 1
+
+
+def relay(call: Call, out: Tensor, given: Tensor, source: int | None) -> Steps:
+    """Each rank hands on one tensor, which may be empty, and takes that of one rank, or of none."""
+    lockstep = call.lockstep
+    size, rank = lockstep.size, lockstep.rank
+    row = 2 * size
+    parity = (lockstep.phase + 1) & 1
+    amounts = array("Q", [given.numel(), size if source is None else source, out.numel()])
+    lockstep.segment.amounts[parity][rank * row : rank * row + 3] = memoryview(amounts)
+    width = _width(call, given.dtype)
+    start, windows = 0, 1
+    while windows:
+        slots = lockstep.slots(given.dtype, width)
+        _write(slots.rows[rank], [given], start)
+        if not call.publish():
+            yield
+        if not call.agreed:
+            yield from call.agree()
+            table = lockstep.segment.amounts[parity].tolist()
+            gives = [*table[::row], 0]  # and what comes from nobody
+            if any(gives[table[at + 1]] != table[at + 2] for at in range(0, len(table), row)):
+                yield from call.refuse()
+            windows = max(1, -(-max(gives) // width))
+        if source is not None:
+            _read(slots.rows[source], out, -start)
         start += width
         windows -= 1
 

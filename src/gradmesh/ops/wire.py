@@ -226,12 +226,17 @@ def exchange(
             got = opaque.exchange(got, list(send), list(receive), name)
         return got if shape is None else got.view(shape)
     out = _room(flat, [sum(receive)] if shape is None else shape)
-    send_and_receive(out, flat, send, receive, axis.group)
+    if even:
+        dist.all_to_all_single(flat_memory(out), flat_memory(flat), group=axis.group)
+    else:
+        send_and_receive(out, flat, send, receive, axis.group)
     return out
 
 
 def relay(x: Tensor, axis: Axis, to: int | None, source: int | None, shape: Sequence[int]) -> Tensor | None:
     """Send `x` to one rank or none and receive a tensor of the given shape from one rank or none."""
+    if isinstance(axis.group, ShmGroup):
+        return _relay_on_shm(x, axis.group, to, source, shape)
     send, receive = [0] * axis.size, [0] * axis.size
     if to is not None:
         send[to] = x.numel()
@@ -242,6 +247,15 @@ def relay(x: Tensor, axis: Axis, to: int | None, source: int | None, shape: Sequ
         exchange(flat if to is not None else flat[:0], send, receive, axis)
         return None
     return exchange(flat if to is not None else flat[:0], send, receive, axis, shape)
+
+
+def _relay_on_shm(
+    x: Tensor, group: ShmGroup, to: int | None, source: int | None, shape: Sequence[int]
+) -> Tensor | None:
+    flat = _flat(_dense(x))
+    out = _room(x, [0] if source is None else shape)
+    group.relay(_flat(out), flat if to is not None else flat[:0], source).wait()
+    return None if source is None else out
 
 
 _TAG = 7103
