@@ -7,6 +7,7 @@ second. Each survivor reports its own exception and when it was raised, then hol
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,7 +64,7 @@ class Trial:
         victim: its rank.
         size: the number of ranks.
         notices: what the survivors raised, in rank order.
-        left_behind: new names in /dev/shm, and ranks whose process did not end by itself.
+        left_behind: files in /dev/shm that a rank used, and ranks whose process did not end by itself.
     """
 
     waits: str
@@ -143,6 +145,17 @@ def _random_calls(seed: int) -> None:
 # ---- one world
 
 
+def _files_in_dev_shm() -> list[str]:
+    """What this process has there; others may come and go meanwhile."""
+    with open("/proc/self/maps") as maps:
+        mapped = [line.split(maxsplit=5)[5].strip() for line in maps if line.count("/")]
+    opened = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one that listdir used is gone
+            opened.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sorted({name for name in (*mapped, *opened) if name.startswith("/dev/shm/")})
+
+
 def _rank(
     rank: int, size: int, victim: int, store: str, waits: str, ending: str, seed: int, say: Callable[..., None]
 ) -> None:
@@ -154,7 +167,7 @@ def _rank(
         timeout=datetime.timedelta(seconds=6 * PATIENCE),
     )
     dist.barrier()
-    say("ready")
+    say("ready", files=_files_in_dev_shm())
     if rank == victim and waits != RANDOM:
         if ending == "killed":
             time.sleep(6 * PATIENCE)
@@ -192,6 +205,8 @@ def _fork(hold: tuple[int, int], body: Callable[[Callable[..., None]], None]) ->
         os.close(writer)
         os.read(hold[0], 1)  # until the parent closes its end
         code = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(code)
 
@@ -248,7 +263,6 @@ def trial(waits: str, ending: str, size: int, chance: random.Random) -> Trial:
         chance: chooses the victim, the moment and the calls.
     """
     victim, seed, moment = chance.randrange(size), chance.randrange(1 << 30), chance.uniform(0.0, 0.3)
-    before = set(os.listdir("/dev/shm"))
     hold = os.pipe()
     with tempfile.TemporaryDirectory() as folder:
         world = [
@@ -282,7 +296,7 @@ def trial(waits: str, ending: str, size: int, chance: random.Random) -> Trial:
             left = _reap(pids, PATIENCE / 2)
             for fd in (hold[0], *readers):
                 os.close(fd)
-    left += sorted(set(os.listdir("/dev/shm")) - before)
+    left += sorted({name for words in lines.said for name in words["ready"]["files"]})
     raised = [(rank, lines.said[rank]["raised"]) for rank in survivors if "raised" in lines.said[rank]]
     notices = [Notice(rank, word.pop("when") - ended, **word) for rank, word in raised]
     return Trial(waits, ending, victim, size, notices, left)

@@ -234,10 +234,10 @@ class ShmGroup(PythonGroup):
         result: object,
         outputs: Iterable[Tensor],
     ) -> _Work:
-        inference = not torch.is_inference_mode_enabled() and any(t.is_inference() for t in outputs)
-        work = _Work(self, steps, result, inference, call)
+        work = _Work(self, steps, result, _is_inference(outputs), call)
         with self._lock:
-            self._check()
+            if self._closed is not None:
+                raise self._closed()
             self._queue.append(work)
             if len(self._queue) == 1 or self.lockstep.arrived():
                 self._go_on()
@@ -688,6 +688,14 @@ def _reducible(flat: Tensor, op: str) -> None:
     if (flat.dtype, op) not in _reduced:
         _steps.REDUCTIONS[op](flat[:0], flat[:0])
         _reduced.add((flat.dtype, op))
+
+
+def _is_inference(outputs: Iterable[Tensor]) -> bool:
+    """Whether results are of inference mode, and the mode is off, so that it has to be on to write them."""
+    for tensor in outputs:
+        if tensor.is_inference():
+            return not torch.is_inference_mode_enabled()
+    return False
 
 
 def _facts(flat: Tensor) -> tuple[int, int]:

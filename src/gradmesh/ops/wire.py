@@ -46,8 +46,32 @@ __all__ = [
 ]
 
 # torch 2.13 renamed both; the old names only warn there.
-_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_dist_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_dist_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# torch.distributed's functions take a tenth of a small call on shared memory, so that its group is called itself.
+
+
+def _gather_single(out: Tensor, flat: Tensor, group: dist.ProcessGroup) -> None:
+    if isinstance(group, ShmGroup):
+        group.all_gather_single(out, flat).wait()
+    else:
+        _dist_gather(flat_memory(out), flat_memory(flat), group=group)
+
+
+def _scatter_single(out: Tensor, flat: Tensor, group: dist.ProcessGroup) -> None:
+    if isinstance(group, ShmGroup):
+        group.reduce_scatter_single(out, flat).wait()
+    else:
+        _dist_scatter(_flat(out), flat, group=group)
+
+
+def _exchange_single(out: Tensor, flat: Tensor, group: dist.ProcessGroup) -> None:
+    if isinstance(group, ShmGroup):
+        group.all_to_all_single(out, flat, [], []).wait()
+    else:
+        dist.all_to_all_single(flat_memory(out), flat_memory(flat), group=group)
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -127,7 +151,7 @@ def all_gather(
         out = functional("all_gather_into_tensor", axis.group, flat, axis.size)
         return out if shape is None else out.view(shape)
     out = _room(flat, [sum(sizes)] if shape is None else shape)
-    _gather_single(flat_memory(out), flat_memory(flat), group=axis.group)
+    _gather_single(out, flat, axis.group)
     return out
 
 
@@ -145,7 +169,7 @@ def reduce_scatter(
     if is_compiling():
         return functional("reduce_scatter_tensor", axis.group, flat, "sum", axis.size).view(shape)
     out = _room(flat, shape)
-    _scatter_single(_flat(out), flat, group=axis.group)
+    _scatter_single(out, flat, axis.group)
     return out
 
 
@@ -227,7 +251,7 @@ def exchange(
         return got if shape is None else got.view(shape)
     out = _room(flat, [sum(receive)] if shape is None else shape)
     if even:
-        dist.all_to_all_single(flat_memory(out), flat_memory(flat), group=axis.group)
+        _exchange_single(_flat(out), flat, axis.group)
     else:
         send_and_receive(out, flat, send, receive, axis.group)
     return out
