@@ -370,3 +370,21 @@ def test_ddp_averages_gradients(ranks: Run) -> None:
     expected = torch.stack([data(r, 2, 3, dtype=torch.float32).sum(0) for r in range(W)]).mean(0)
     for gradient in ranks(work):
         torch.testing.assert_close(gradient[0], expected)
+
+
+def test_a_long_call_goes_on_while_its_rank_waits_for_a_message(ranks: Run) -> None:
+    def work() -> float:
+        rank, x, y = dist.get_rank(), torch.ones(200_000, dtype=torch.float64), torch.zeros(1)
+        if rank == 0:
+            request = dist.all_reduce(x, async_op=True)
+            dist.recv(y, 1)  # which rank 1 sends when the sum is there
+            assert request is not None
+            request.wait()
+        else:
+            dist.all_reduce(x)
+            if rank == 1:
+                dist.send(y + 7, 0)
+        assert (x == W).all()
+        return y.item()
+
+    assert ranks(work)[0] == 7

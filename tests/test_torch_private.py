@@ -241,6 +241,24 @@ def test_a_group_is_found_by_its_name() -> None:
         dist.destroy_process_group()
 
 
+def test_work_in_plain_mode_is_seen_by_no_mode_and_not_changed_by_one() -> None:
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2, requires_grad=True)
+    with Watch(), torch.device("meta"):
+        assert _torch.in_plain_mode(lambda: torch.empty(1).device.type) == "cpu"
+        assert _torch.in_plain_mode(lambda: (x + x).requires_grad) is False
+        assert seen == []
+        assert torch.empty(1).device.type == "meta"
+    assert seen
+    assert (x + x).requires_grad
+
+
 def test_the_opaque_ops_have_an_ordered_effect() -> None:
     from torch._higher_order_ops.effects import _get_effect
 

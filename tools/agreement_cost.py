@@ -1,4 +1,4 @@
-"""Print what the check that the ranks' calls fit together costs on Gloo: all_gather with and without it.
+"""Print what the check that the ranks' calls fit together costs on shm and on Gloo: all_gather with and without it.
 
 Both run in turn on two processes of this machine, and a row is the median over the rounds of the slower rank.
 """
@@ -43,16 +43,16 @@ def measure(rounds: int) -> list[tuple[float, float]]:
 
 def main() -> None:
     """Print the table."""
-    results = gm.launch(measure, 2, backend="gloo", args=(40,))
     print(
-        f"torch {torch.__version__.split('+')[0]}, {platform.machine()}, {os.cpu_count()} cores, 2 Gloo processes\n"
+        f"torch {torch.__version__.split('+')[0]}, {platform.machine()}, {os.cpu_count()} cores, 2 processes\n"
     )
-    print("| bytes a rank | without the check | with it | ratio |")
-    print("|---|---|---|---|")
-    for at, size in enumerate(SIZES):
-        checked = max(rank[at][0] for rank in results)
-        bare = max(rank[at][1] for rank in results)
-        print(f"| {4 * size:,} | {bare * 1e3:.2f} ms | {checked * 1e3:.2f} ms | {checked / bare:.2f} |")
+    print("| backend | bytes a rank | without the check | with it | ratio |")
+    print("|---|---|---|---|---|")
+    for backend in ("shm", "gloo"):
+        results = gm.launch(measure, 2, backend=backend, args=(40,))
+        for at, size in enumerate(SIZES):
+            checked, bare = (1e3 * max(rank[at][way] for rank in results) for way in (0, 1))
+            print(f"| {backend} | {4 * size:,} | {bare:.3f} ms | {checked:.3f} ms | {checked / bare:.2f} |")
 
 
 if __name__ == "__main__":

@@ -157,7 +157,14 @@ def _files_in_dev_shm() -> list[str]:
 
 
 def _rank(
-    rank: int, size: int, victim: int, store: str, waits: str, ending: str, seed: int, say: Callable[..., None]
+    rank: int,
+    size: int,
+    victim: int,
+    store: str,
+    waits: str,
+    ending: str,
+    seed: int,
+    say: Callable[..., None],
 ) -> None:
     dist.init_process_group(
         "shm",

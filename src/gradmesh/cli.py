@@ -75,7 +75,7 @@ def commands() -> click.Group:
                 option(
                     ["--backend"],
                     default=default.backend,
-                    help="gloo: processes; threads: threads of one process.",
+                    help="shm, gloo: processes; threads: threads of one process.",
                 ),
                 option(
                     ["--epochs"],
@@ -126,7 +126,7 @@ def commands() -> click.Group:
                 option(["--quick"], is_flag=True, help="gradmesh alone."),
                 option(
                     ["--backend"],
-                    type=click.Choice(["gloo", "threads"]),
+                    type=click.Choice(["gloo", "shm", "threads"]),
                     default="gloo",
                     help="What gradmesh runs on; compiled programs and the others run on gloo.",
                 ),

@@ -95,8 +95,7 @@ class Ranks:
 
     def __init__(self, nprocs: int, backend: str | None = None, timeout: float | None = None) -> None:
         threads.register()
-        if backend is None:
-            backend = "shm" if shm.available() else "gloo"
+        backend = shm.default() if backend is None else backend
         if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
             raise _argument_error("nprocs", "an integer, 1 or more", nprocs, "say how many ranks to start")
         if timeout is not None and not timeout > 0:

@@ -54,7 +54,7 @@ def init(backend: str | None = None) -> None:
     if dist.is_initialized():
         return
     cuda = torch.cuda.is_available()
-    backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "shm" if _on_one_host() else "gloo")
+    backend = backend or ("cpu:gloo,cuda:nccl" if cuda else shm.default() if _on_one_host() else "gloo")
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
@@ -78,11 +78,11 @@ def init(backend: str | None = None) -> None:
 
 
 def _on_one_host() -> bool:
-    """Whether the environment says that all ranks run here, and the shm backend does; alike on every rank."""
+    """Whether the environment says that all ranks run here; alike on every rank."""
     size = os.environ.get("WORLD_SIZE", "1")
     local = os.environ.get("LOCAL_WORLD_SIZE") == size
     loopback = os.environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1")
-    return shm.available() and (local or loopback)
+    return local or loopback
 
 
 def world_group(op: str) -> dist.ProcessGroup:

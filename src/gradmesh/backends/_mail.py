@@ -86,6 +86,11 @@ class Mail:
         """Whether something is under way."""
         return bool(self._leaving or self._asked)
 
+    @property
+    def under_way(self) -> int:
+        """How many messages are."""
+        return sum(map(len, self._leaving.values())) + len(self._asked)
+
     def send(self, send: Send) -> None:
         """Begin to send; goes on in `progress`."""
         self._leaving.setdefault(send.target, deque()).append(send)

@@ -68,10 +68,11 @@ def until(
     ready: Callable[[], bool],
     word: Callable[[], tuple[int, int] | None],
     needs: Callable[[], Sequence[int]],
-    segment: Segment,
     group: ShmGroup,
     seconds: float,
     call: Callable[[], str],
+    *,
+    in_call: bool,
 ) -> None:
     """Wait until `ready`.
 
@@ -79,22 +80,23 @@ def until(
         ready: whether it has come.
         word: the address of a word that changes before it comes, and its value now; None if there is no such word.
         needs: the ranks that it still has to come from.
-        segment: the memory of the group.
         group: who waits.
         seconds: how long at most.
         call: what was called, for the error text.
+        in_call: whether that is a collective of the group, else a message.
 
     Raises:
         AbortedError: a rank that it needs has gone.
         DeadlockError: the time is over.
     """
+    segment = group.segment
     for _ in range(group.spins):
         if ready():
             return
         os.sched_yield()
     start = looked = time.monotonic()
     while True:
-        others = bool(_unfinished) and _progress(group)
+        others = bool(_unfinished) and _progress(group, in_call)
         sleep = word()
         if ready():
             return
@@ -116,13 +118,14 @@ def until(
             raise _late(segment, needs(), seconds, call())
 
 
-def _progress(waiting: ShmGroup) -> bool:
+def _progress(waiting: ShmGroup, in_call: bool) -> bool:
     """Go on with the unfinished calls of all groups; whether there are any besides what is waited for."""
     with _lock:
         groups = list(_unfinished)
     others = False
     for group in groups:
-        others |= group.poll(waiting)
+        mine = group is waiting
+        others |= group.poll(in_call=mine and in_call, in_message=mine and not in_call)
     return others
 
 

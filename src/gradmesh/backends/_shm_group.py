@@ -84,7 +84,7 @@ class _Work(dist.Work):
 
     def is_completed(self) -> bool:
         if not self.done:
-            self.group.poll(None)
+            self.group.poll()
         return self.done
 
     def is_success(self) -> bool:
@@ -286,7 +286,7 @@ class ShmGroup(PythonGroup):
                 self._check()
                 first = self._queue[0]
                 lockstep = self.lockstep
-                self._wait(lockstep.arrived, lockstep.late_word, lockstep.late, seconds, first.call)
+                self._wait(lockstep.arrived, lockstep.late_word, lockstep.late, seconds, first.call, True)
                 self._go_on()
             if not self._queue:
                 _patience.idle(self)
@@ -302,9 +302,8 @@ class ShmGroup(PythonGroup):
         with self._lock:
             if not under_way.done:
                 self._check()
-                self._wait(
-                    ready, partial(mail.sleep_on, under_way), partial(mail.needs, under_way), seconds, call
-                )
+                word, needs = partial(mail.sleep_on, under_way), partial(mail.needs, under_way)
+                self._wait(ready, word, needs, seconds, call, False)
 
     def _wait(
         self,
@@ -313,15 +312,21 @@ class ShmGroup(PythonGroup):
         needs: Callable[[], Sequence[int]],
         seconds: float,
         call: Callable[[], str],
+        in_call: bool,
     ) -> None:
         try:
-            _patience.until(ready, word, needs, self.segment, self, seconds, call)
+            _patience.until(ready, word, needs, self, seconds, call, in_call=in_call)
         except BaseException as error:
             self._break(error)
             raise
 
-    def poll(self, waiting: ShmGroup | None) -> bool:
-        """Go on with what can go on; whether the group has something unfinished, besides what it waits for itself."""
+    def poll(self, in_call: bool = False, in_message: bool = False) -> bool:
+        """Go on with what can go on; whether something is unfinished besides what the caller waits for.
+
+        Args:
+            in_call: the caller waits for the first call of this group, and goes on with it itself.
+            in_message: the caller waits for a message of this group.
+        """
         if not self._lock.acquire(blocking=False):
             return False  # another thread is at it
         try:
@@ -329,14 +334,13 @@ class ShmGroup(PythonGroup):
                 return False
             if self.mail.busy:
                 _torch.in_plain_mode(self.mail.progress)
-            if self is waiting:
+            if in_call:
                 return self.mail.busy
             if self._queue and self.lockstep.arrived():
                 self._go_on()
-            unfinished = bool(self._queue) or self.mail.busy
-            if not unfinished:
+            if not self._queue and not self.mail.busy:
                 _patience.idle(self)
-            return unfinished
+            return bool(self._queue) or self.mail.under_way > int(in_message)
         finally:
             self._lock.release()
 

@@ -16,7 +16,7 @@ from gradmesh.backends._segment import Segment
 from gradmesh.backends._shm_group import ShmGroup
 from gradmesh.errors import ArgumentError, message
 
-__all__ = ["available", "register"]
+__all__ = ["available", "default", "register"]
 
 _register_lock = threading.Lock()
 
@@ -24,6 +24,11 @@ _register_lock = threading.Lock()
 def available() -> bool:
     """Whether this system has what the backend needs: Linux, on a processor whose system calls it knows."""
     return _futex.supported()
+
+
+def default() -> str:
+    """The backend for CPU ranks that are processes of one host: "shm" where it runs, else "gloo"."""
+    return "shm" if available() else "gloo"
 
 
 def register() -> None:

@@ -31,7 +31,7 @@ class Pools:
     """The ranks of both world sizes; a context manager.
 
     Args:
-        backend: "gloo" for processes, or "threads"; compiled programs run on processes anyway.
+        backend: "gloo" or "shm" for processes, or "threads"; compiled programs run on processes anyway.
         timeout: seconds that a collective may wait.
     """
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import gradmesh as gm
+from gradmesh.backends import shm
 from gradmesh.demo.contrast import (
     GATHERS,
     Learner,
@@ -46,7 +47,7 @@ class Settings:
     """What the command line can choose."""
 
     ranks: int = 4
-    backend: str = "gloo"
+    backend: str = field(default_factory=shm.default)
     epochs: int = 20
     seed: int = 0
 
