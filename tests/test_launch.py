@@ -159,7 +159,7 @@ def test_a_rank_has_its_place_in_the_environment(pool: Ranks) -> None:
             [str(rank)] * 2 + ["2", "2", "127.0.0.1", intra_op],
             int(intra_op),
             os.getcwd(),
-            "gloo",
+            "shm",
         )
 
 

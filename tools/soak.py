@@ -62,7 +62,8 @@ class Summary:
         kinds: how many of each kind.
         largest: bytes of the largest tensor that was reduced or handed on.
         worst: the largest relative deviation from Gloo where the order of the sum may differ.
-        memory: bytes of resident memory, after the warm-up and at the end.
+        memory: resident bytes of the process's own, after the warm-up and at the end.
+        shared: resident bytes of shared memory, at the end.
         descriptors: open file descriptors, likewise.
     """
 
@@ -72,6 +73,7 @@ class Summary:
     largest: int = 0
     worst: float = 0.0
     memory: tuple[int, int] = (0, 0)
+    shared: int = 0
     descriptors: tuple[int, int] = (0, 0)
 
     def __str__(self) -> str:
@@ -79,7 +81,7 @@ class Summary:
         before, after = self.memory
         return (
             f"{self.calls} calls in {self.seconds:.0f} s ({kinds}); largest {self.largest / 2**20:.1f} MiB; "
-            f"resident memory {before / 2**20:.0f} MiB -> {after / 2**20:.0f} MiB; "
+            f"own memory {before / 2**20:.0f} MiB -> {after / 2**20:.0f} MiB, shared {self.shared / 2**20:.0f} MiB; "
             f"descriptors {self.descriptors[0]} -> {self.descriptors[1]}; worst relative deviation {self.worst:.1e}"
         )
 
@@ -332,7 +334,7 @@ def soak(seconds: float, seed: int = 0) -> Summary:
         now = torch.tensor([time.monotonic() - begin])
         dist.broadcast(now, 0, group=run.groups[0].gloo)
         if warm is None and now >= seconds / 4:
-            warm = _resident(), _descriptors()
+            warm = _resident("RssAnon"), _descriptors()
         if turn % 100 == 0:
             run.groups[1].close()
             run.groups[1] = _Pair(run.groups[1].ranks)
@@ -340,18 +342,34 @@ def soak(seconds: float, seed: int = 0) -> Summary:
             break
     assert warm is not None
     summary.seconds = time.monotonic() - begin
-    summary.memory, summary.descriptors = (warm[0], _resident()), (warm[1], _descriptors())
+    summary.memory, summary.descriptors = (warm[0], _resident("RssAnon")), (warm[1], _descriptors())
+    summary.shared = _resident("RssShmem")
     for pair in run.groups:
         pair.close()
     return summary
 
 
-def _resident() -> int:
+def soak_ranks(seconds: float, ranks: int = 4, seed: int = 0) -> list[Summary]:
+    """Soak on ranks of this machine.
+
+    Gloo's threads take the tensors that they receive from as many arenas of malloc, which grow for minutes; so the
+    ranks have one arena, and large blocks go back at once.
+    """
+    before = dict(os.environ)
+    os.environ.update(MALLOC_ARENA_MAX="1", MALLOC_MMAP_THRESHOLD_="65536")
+    try:
+        return gm.launch(soak, ranks, backend="shm", args=(seconds, seed))
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _resident(kind: str) -> int:
     """Resident bytes of this process, after what malloc keeps for later has gone back."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{kind}:"))
 
 
 def _descriptors() -> int:
