@@ -63,8 +63,26 @@ def tensor_parallel(net: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
     return net, torch.optim.SGD(net.parameters(), lr=0.1)
 
 
+class Words(nn.Module):
+    """An embedding whose gradient is sparse, before the same head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(40, 6, sparse=True), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embedding((x[:, 0].abs() * 10).long().clamp(max=39)))
+        return out
+
+
+def sparse_ddp(_: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    wrapped = DistributedDataParallel(Words())
+    return wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.5)
+
+
 PARALLEL: dict[str, Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]] = {
     "DDP": ddp,
+    "DDP with sparse gradients": sparse_ddp,
     "FSDP2": fsdp2,
     "DTensor": tensor_parallel,
     "ZeRO": zero,

@@ -52,6 +52,7 @@ _KINDS = (
     "reduce_scatter_single",
     "relay",
     "scatter",
+    "sparse_all_reduce",
 )
 _KIND_NUMBER = {name: number for number, name in enumerate(_KINDS)}
 _CLAIMS = 256
@@ -399,6 +400,11 @@ class ShmGroup(PythonGroup):
         shown = partial(_show, f"all_reduce({op.lower()})", tensors)
         calls, after = [], _After()
         for tensor in tensors:
+            if tensor.layout is torch.sparse_coo and tensor.is_cpu and op == "SUM":
+                facts = _DTYPE_NUMBER[tensor.dtype], tensor.sparse_dim(), *tensor.shape
+                three = [self._call("sparse_all_reduce", shown, *facts, part) for part in range(3)]
+                calls.append(_steps.sparse_all_reduce(three, tensor))
+                continue
             flat = after.flat(self, tensor, keep=True)
             _reducible(flat, op)
             call = self._call("all_reduce", shown, *_facts(flat), _REDUCTION_NUMBER[op])

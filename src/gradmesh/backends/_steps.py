@@ -27,6 +27,7 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "relay",
+    "sparse_all_reduce",
 ]
 
 REDUCTIONS: dict[str, Callable[..., Tensor]] = {
@@ -171,6 +172,23 @@ def all_reduce(call: Call, out: Tensor, given: Tensor, op: str) -> Steps:
         for owner, row in enumerate(slots.rows):
             ready = slice(owner * share, (owner + 1) * share)
             part[ready].copy_(row[ready])
+
+
+def sparse_all_reduce(calls: Sequence[Call], tensor: Tensor) -> Steps:
+    """Sum tensors in coordinate form: gather everybody's counts, indices and values, and let torch add them up."""
+    own = tensor.detach().coalesce()
+    size, sparse_dim = calls[0].lockstep.size, own.sparse_dim()
+    counts = torch.empty(size, 1, dtype=torch.int64)
+    yield from all_gather(calls[0], counts, torch.tensor([own._nnz()]))
+    each = counts.view(-1).tolist()
+    indices = [torch.empty(sparse_dim, n, dtype=torch.int64) for n in each]
+    values = [own.values().new_empty((n, *own.values().shape[1:])) for n in each]
+    for call, taken, given in ((calls[1], indices, own.indices()), (calls[2], values, own.values())):
+        yield from all_gather_lists(call, [part.view(-1) for part in taken], given.reshape(-1))
+    total = torch.sparse_coo_tensor(
+        torch.cat(indices, 1), torch.cat(values), own.shape, check_invariants=False
+    )
+    tensor.copy_(total.coalesce())  # a detached one would get the result to itself
 
 
 def _hand_out(pieces: Sequence[Tensor], given: Sequence[Tensor], rank: int, start: int, end: int) -> None:
