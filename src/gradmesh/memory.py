@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gradmesh.errors import ArgumentError, message
 
-__all__ = ["SMALLEST", "empty", "idle_bytes"]
+__all__ = ["SMALLEST", "empty", "idle_bytes", "release"]
 
 SMALLEST = 1 << 22
 """Bytes from which a result is recycled; below, the C library does it faster."""
@@ -105,6 +105,11 @@ _pool = _Pool(_limit() if hasattr(mmap, "MAP_ANONYMOUS") else 0)
 def idle_bytes() -> int:
     """How many bytes are kept for later."""
     return sum(map(len, tuple(_pool.idle)))
+
+
+def release() -> None:
+    """Give the idle blocks back to the system."""
+    _pool.idle.clear()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

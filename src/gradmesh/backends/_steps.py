@@ -179,7 +179,7 @@ def sparse_all_reduce(calls: Sequence[Call], tensor: Tensor) -> Steps:
     own = tensor.detach().coalesce()
     size, sparse_dim = calls[0].lockstep.size, own.sparse_dim()
     counts = torch.empty(size, 1, dtype=torch.int64)
-    yield from all_gather(calls[0], counts, torch.tensor([own._nnz()]))
+    yield from all_gather(calls[0], counts, torch.tensor([own.indices().shape[1]]))
     each = counts.view(-1).tolist()
     indices = [torch.empty(sparse_dim, n, dtype=torch.int64) for n in each]
     values = [own.values().new_empty((n, *own.values().shape[1:])) for n in each]

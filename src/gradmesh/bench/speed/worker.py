@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
+from gradmesh import memory
 from gradmesh.bench.speed.calls import Calls, Place
 from gradmesh.bench.speed.contenders import Contender
 from gradmesh.bench.speed.tasks import WAYS, Task, cotangent, operand
-from gradmesh.memory import _pool as recycled
 
 __all__ = ["Worker", "memory_is_told"]
 
@@ -92,7 +92,7 @@ class Worker:
         self._calls.pop(name)
         gc.collect()
         # What the allocators keep from earlier calls would be used again unseen.
-        recycled.idle.clear()
+        memory.release()
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
         self._barrier()
