@@ -383,9 +383,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    for rank, summary in enumerate(
-        gm.launch(soak, options.ranks, backend="shm", args=(options.seconds, options.seed))
-    ):
+    for rank, summary in enumerate(soak_ranks(options.seconds, options.ranks, options.seed)):
         print(f"rank {rank}: {summary}")
 
 

@@ -55,8 +55,8 @@ def chunk_bytes() -> int:
 
 
 def _word_count(size: int) -> int:
-    # mapped, state, published; head and total twice; the amounts twice; written and read for every pair of ranks.
-    return 3 * size + 4 * size + 4 * size * size + 2 * size * size
+    # published, mapped, state; heads twice; amounts twice; written and read for every pair of ranks.
+    return 3 * size + 2 * size + 4 * size * size + 2 * size * size
 
 
 def segment_bytes(size: int, chunk: int) -> int:
@@ -82,7 +82,6 @@ class Segment:
         published: for each rank, the phases that it has published.
         states: for each rank, OPEN, LEFT or BROKE.
         heads: two buffers of one word a rank: what it calls.
-        totals: two buffers of one word a rank: how much it has to hand on.
         amounts: two buffers of two rows a rank: what it sends to, and takes from, each rank.
         written: for each pair (source, target), the bytes that went into its ring.
         read: for each pair, the bytes that came out.
@@ -187,7 +186,6 @@ class Segment:
         self._mapped = take(size)
         self.states = take(size)
         self.heads = [take(size) for _ in range(2)]
-        self.totals = [take(size) for _ in range(2)]
         self.amounts = [take(2 * size * size) for _ in range(2)]
         self._written_at = self._base + _WORD * at
         self.written = take(size * size)
