@@ -388,3 +388,18 @@ def test_a_long_call_goes_on_while_its_rank_waits_for_a_message(ranks: Run) -> N
         return y.item()
 
     assert ranks(work)[0] == 7
+
+
+def test_a_group_may_have_the_name_of_one_of_fewer_ranks_that_is_gone(ranks: Run) -> None:
+    def work() -> list[float]:
+        sums = []
+        for count in (2, 3, 2, 3):
+            group = dist.new_group(list(range(count)))
+            x = torch.ones(1)
+            if dist.get_rank() < count:
+                dist.all_reduce(x, group=group)
+                dist.destroy_process_group(group)
+            sums.append(x.item())
+        return sums
+
+    assert ranks(work) == [[2, 3, 2, 3]] * 2 + [[1, 3, 1, 3]]

@@ -78,15 +78,15 @@ class Trial:
 # ---- what the survivors wait in
 
 
-def _all_reduce(victim: int) -> None:
+def _all_reduce(_: int) -> None:
     dist.all_reduce(torch.ones(3))
 
 
-def _large_all_reduce(victim: int) -> None:
+def _large_all_reduce(_: int) -> None:
     dist.all_reduce(torch.ones(LARGE))
 
 
-def _barrier(victim: int) -> None:
+def _barrier(_: int) -> None:
     dist.barrier()
 
 
@@ -98,7 +98,7 @@ def _send(victim: int) -> None:
     dist.send(torch.ones(LARGE), victim)
 
 
-def _polled_all_reduce(victim: int) -> None:
+def _polled_all_reduce(_: int) -> None:
     work = dist.all_reduce(torch.ones(3), async_op=True)
     assert work is not None
     while not work.is_completed():
@@ -222,7 +222,7 @@ class _Lines:
     """What the ranks say, line by line."""
 
     def __init__(self, readers: Sequence[int]) -> None:
-        self._text = {reader: b"" for reader in readers}
+        self._text = dict.fromkeys(readers, b"")
         self._rank = {reader: rank for rank, reader in enumerate(readers)}
         self.said: list[dict[str, Any]] = [{} for _ in readers]
 
@@ -354,10 +354,11 @@ def main() -> None:
         notices = [(each, notice) for each in trials for notice in each.notices]
         right = sum(notice.named == each.victim for each, notice in notices)
         slowest = max((notice.seconds for _, notice in notices), default=float("nan"))
+        left = [name for each in trials for name in each.left_behind]
         print(
             f"{len(trials)} ranks {options.ending}: {len(notices)} of {len(trials) * (options.ranks - 1)} survivors "
             f"raised an error, {right} of them with the rank's name; the slowest after {slowest * 1e3:.0f} ms; "
-            f"left behind: {sum((each.left_behind for each in trials), []) or 'nothing'}"
+            f"left behind: {left or 'nothing'}"
         )
 
 

@@ -274,7 +274,7 @@ class _Soak:
             work.wait()
         self.same(torch.cat(outs), everybody[pair.ranks.index(source)])
 
-    def barrier(self, pair: _Pair, dtype: torch.dtype, count: int) -> None:
+    def barrier(self, pair: _Pair, _dtype: torch.dtype, _count: int) -> None:
         dist.barrier(group=pair.shm)
 
     def two_at_once(self, pair: _Pair, dtype: torch.dtype, count: int) -> None:

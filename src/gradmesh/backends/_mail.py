@@ -42,6 +42,7 @@ class Receive:
 
     def __init__(self, tensor: Tensor, source: int | None, tag: int) -> None:
         self.tensor = tensor
+        self.inference = tensor.is_inference()
         self.source = source
         self.tag = tag
         self.came_from = -1
@@ -85,6 +86,11 @@ class Mail:
     def busy(self) -> bool:
         """Whether something is under way."""
         return bool(self._leaving or self._asked)
+
+    @property
+    def inference(self) -> bool:
+        """Whether a tensor that is asked for can only be written in inference mode."""
+        return any(receive.inference for receive in self._asked)
 
     @property
     def under_way(self) -> int:
@@ -136,6 +142,11 @@ class Mail:
         others = [rank for rank in range(self._size) if rank != self._rank]
         gone = {*self._segment.dead(others), *(rank for rank in others if self._segment.states[rank])}
         return others if len(gone) == len(others) else []
+
+    def waits_for(self) -> list[int]:
+        """The ranks of what is under way."""
+        sources = [receive.source for receive in self._asked if receive.source is not None]
+        return [*self._leaving, *sources]
 
     def _sources(self) -> Iterator[int]:
         """The ranks from which something is being read or was asked for."""

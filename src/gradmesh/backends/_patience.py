@@ -24,9 +24,9 @@ from gradmesh.errors import DeadlockError, message
 if TYPE_CHECKING:
     from gradmesh.backends._shm_group import ShmGroup
 
-__all__ = ["busy", "forget", "idle", "spins", "until"]
+__all__ = ["LOOK", "busy", "forget", "idle", "progress", "spins", "until"]
 
-_LOOK = 0.05
+LOOK = 0.05
 """Seconds between two looks at the other processes."""
 _SLICE = 0.0005
 """Seconds that a rank sleeps at once while it has unfinished calls on other groups."""
@@ -96,18 +96,18 @@ def until(
         os.sched_yield()
     start = looked = time.monotonic()
     while True:
-        others = bool(_unfinished) and _progress(group, in_call)
+        others = bool(_unfinished) and progress(group, in_call)
         sleep = word()
         if ready():
             return
         if sleep is None or others:
             time.sleep(_SLICE) if sleep is None else _futex.wait(*sleep, _SLICE)
         else:
-            _futex.wait(*sleep, min(_LOOK, max(0.0, start + seconds - time.monotonic())))
+            _futex.wait(*sleep, min(LOOK, max(0.0, start + seconds - time.monotonic())))
         if ready():
             return
         now = time.monotonic()
-        if now - looked >= _LOOK or any(segment.states[rank] for rank in needs()):
+        if now - looked >= LOOK or segment.hurt(needs()):
             looked = now
             gone = segment.missing(needs(), call)
             # It may have published and left between the two looks.
@@ -115,10 +115,10 @@ def until(
                 raise gone
         if now - start > seconds and not ready():
             segment.say(BROKE)
-            raise _late(segment, needs(), seconds, call())
+            raise _late(segment, needs() or segment.others, seconds, call())
 
 
-def _progress(waiting: ShmGroup, in_call: bool) -> bool:
+def progress(waiting: ShmGroup | None = None, in_call: bool = False) -> bool:
     """Go on with the unfinished calls of all groups; whether there are any besides what is waited for."""
     with _lock:
         groups = list(_unfinished)

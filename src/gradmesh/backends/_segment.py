@@ -10,12 +10,15 @@ The size depends on the number of ranks alone, never on a message. Pages that ar
 from __future__ import annotations
 
 import ctypes
+import datetime
 import json
 import mmap
 import os
 import secrets
 import select
+import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +26,7 @@ import torch
 
 from gradmesh.backends import _futex
 from gradmesh.backends._waiting import AbortedError
-from gradmesh.errors import ArgumentError, GradmeshError, message
+from gradmesh.errors import ArgumentError, DeadlockError, GradmeshError, message
 
 __all__ = ["CHUNK_VARIABLE", "Segment", "chunk_bytes", "segment_bytes"]
 
@@ -91,27 +94,36 @@ class Segment:
         self, store: Any, rank: int, size: int, names: Sequence[int], timeout: float, group: str
     ) -> None:
         self.rank, self.size, self.names, self.group = rank, size, names, group
+        self.others = [other for other in range(size) if other != rank]
         self.pids = [os.getpid()] * size
         self._pidfds: dict[int, int] = {}
         self._poll = select.poll()
         if size == 1:
             self.chunk = chunk_bytes()
-            self._map(mmap.mmap(-1, segment_bytes(1, self.chunk)))
+            self._map(mmap.mmap(-1, segment_bytes(1, self.chunk)))  # for the rank alone
         else:
             self._meet(store, timeout)
 
     # -- finding each other
 
     def _meet(self, store: Any, timeout: float) -> None:
-        # A store may outlive a group of this name, so that the keys of its first life are still there.
-        life = store.add(f"life/{self.rank}", 1)
+        # A store outlives a group, and its name may come back for other ranks or the same: each life of a group of
+        # these ranks has keys of its own.
+        ranks = ",".join(map(str, self.names))
+        life = f"{ranks}/{store.add(f'{ranks}/lives of {self.rank}', 1)}"
         token = secrets.token_bytes(_TOKEN)
-        chunk = chunk_bytes()
-        fd = self._create(segment_bytes(self.size, chunk), token) if self.rank == 0 else -1
+        fd = -1
         try:
+            chunk = chunk_bytes()
+            if self.rank == 0:
+                fd = self._create(segment_bytes(self.size, chunk), token)
             own = {"host": _host(), "pid": os.getpid(), "fd": fd, "token": token.hex(), "chunk": chunk}
+        except Exception as error:
+            store.set(f"{life}/{self.rank}", json.dumps({"error": f"{type(error).__name__}: {error}"}))
+            raise
+        try:
             store.set(f"{life}/{self.rank}", json.dumps(own))
-            everybody = [json.loads(store.get(f"{life}/{rank}")) for rank in range(self.size)]
+            everybody = self._everybody(store, life, timeout)
             self._on_one_host(everybody)
             self.pids = [each["pid"] for each in everybody]
             self._watch()
@@ -124,6 +136,27 @@ class Segment:
             if fd >= 0:
                 os.close(fd)
 
+    def _everybody(self, store: Any, life: str, timeout: float) -> list[dict[str, Any]]:
+        """What all ranks say about themselves."""
+        keys = [f"{life}/{rank}" for rank in range(self.size)]
+        try:
+            store.wait(keys, datetime.timedelta(seconds=timeout))
+        except RuntimeError as error:  # torch's DistStoreError is one
+            late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise DeadlockError(
+                message(
+                    f"rank {', '.join(map(str, late))} did not come to make the group within {timeout:g} s",
+                    axis=f"group '{self.group}', rank {self.rank} of {self.size}",
+                    expected="every rank of the group makes it",
+                    remedy="see whether that rank failed earlier, or give a longer timeout",
+                )
+            ) from error
+        everybody = [json.loads(store.get(key)) for key in keys]
+        for rank, each in enumerate(everybody):
+            if "error" in each:
+                raise self._gone(rank, "it could not make the group", each["error"])
+        return everybody
+
     def _create(self, size: int, token: bytes) -> int:
         fd = os.memfd_create("gradmesh", os.MFD_CLOEXEC)
         os.fchmod(fd, 0o600)
@@ -131,10 +164,10 @@ class Segment:
         os.pwrite(fd, token, 0)
         return fd
 
-    def _open(self, first: dict[str, Any], own: int) -> mmap.mmap:
+    def _open(self, first: dict[str, Any], own: int) -> Any:
         size = segment_bytes(self.size, self.chunk)
         if self.rank == 0:
-            return mmap.mmap(own, size)
+            return _shared(own, size)
         try:
             fd = os.open(f"/proc/{first['pid']}/fd/{first['fd']}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -142,7 +175,7 @@ class Segment:
         try:
             if os.pread(fd, _TOKEN, 0) != bytes.fromhex(first["token"]):
                 raise self._gone(0, "another process has its number now")
-            return mmap.mmap(fd, size)
+            return _shared(fd, size)
         finally:
             os.close(fd)
 
@@ -170,10 +203,11 @@ class Segment:
 
     # -- what lies where
 
-    def _map(self, memory: mmap.mmap) -> None:
+    def _map(self, memory: Any) -> None:
         size, chunk = self.size, self.chunk
         ring = chunk
-        words = memoryview(memory)[_TOKEN : _TOKEN + _WORD * _word_count(size)].cast("Q")
+        raw = memoryview(memory).cast("B")
+        words = raw[_TOKEN : _TOKEN + _WORD * _word_count(size)].cast("Q")
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + _TOKEN
         at = 0
 
@@ -200,10 +234,9 @@ class Segment:
             self.rings = list(data[first_ring:first_slot].view(size * size, ring).unbind(0))
             self._slots = data[first_slot:]
         self.raw_rings = [
-            memoryview(memory)[first_ring + pair * ring : first_ring + (pair + 1) * ring]
-            for pair in range(size * size)
+            raw[first_ring + pair * ring : first_ring + (pair + 1) * ring] for pair in range(size * size)
         ]
-        self._raw_slots = memoryview(memory)[first_slot:]
+        self._raw_slots = raw[first_slot:]
         self._views: dict[tuple[torch.dtype, int], tuple[Slots, Slots]] = {}
         self._mapped[self.rank] = 1
 
@@ -263,17 +296,24 @@ class Segment:
 
     def missing(self, ranks: Sequence[int], call: Callable[[], str]) -> GradmeshError | None:
         """The error for waiting for these ranks in vain, if one of them cannot come any more."""
-        dead = self.dead(range(self.size))
-        for rank in ranks:
+        dead = self.dead(self.others)
+        for rank in dead:
             # Who gave up did so because of somebody: that one is the news.
-            if rank in dead or (self.states[rank] == BROKE and dead):
-                return self._gone(rank if rank in dead else dead[0], "its process has ended", call())
+            if rank in ranks or BROKE in self.states.tolist():
+                return self._gone(rank, "its process has ended", call())
         for rank in ranks:
-            if self.states[rank] == BROKE:
-                return self._gone(rank, "it gave up on a call of this group", call())
             if self.states[rank] == LEFT:
                 return self._gone(rank, "it has left the group", call())
+        # One that gave up has left all others out of step, whether it is its turn now or not.
+        for rank in self.others:
+            if self.states[rank] == BROKE:
+                return self._gone(rank, "it gave up on a call of this group", call())
         return None
+
+    def hurt(self, ranks: Sequence[int]) -> bool:
+        """Whether a rank has said that it gave up, or one of these that it left."""
+        states = self.states.tolist()
+        return BROKE in states or any(states[rank] for rank in ranks)
 
     def _gone(self, rank: int, why: str, call: str | None = None) -> AbortedError:
         return AbortedError(
@@ -325,6 +365,28 @@ class Slots:
                 each = self.together.shape[1] // parts
                 self._pieces = [list(row.view(parts, each).unbind(0)) for row in self.rows]
         return self._pieces
+
+
+def _shared(fd: int, size: int) -> Any:
+    """Map a file. Python's own mmap would keep a descriptor of it open."""
+    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), "the group's memory cannot be mapped")
+    memory = (ctypes.c_char * size).from_address(address)
+    # Views and tensors of it keep this object, so that its end is theirs.
+    weakref.finalize(memory, _libc.munmap, address, size).atexit = False
+    return memory
+
+
+def _c_library() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return library
+
+
+_libc: Any = _c_library() if sys.platform == "linux" else None
 
 
 def _host() -> list[str]:

@@ -14,6 +14,7 @@ import itertools
 import os
 import secrets
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -25,11 +26,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradmesh import _torch
+from gradmesh._torch import is_fake
 from gradmesh.backends import _patience, _steps
 from gradmesh.backends._group import PythonGroup, Tensors, reduction
 from gradmesh.backends._lockstep import Call, Claim, Lockstep, RefusedError, Steps, refusal
 from gradmesh.backends._mail import DTYPES, Mail, Receive, Send, misfit
-from gradmesh.backends._rendezvous import call_site, show_site
+from gradmesh.backends._rendezvous import Site, call_site, show_site
 from gradmesh.backends._segment import BROKE, LEFT, Segment
 from gradmesh.backends._waiting import AbortedError
 from gradmesh.errors import ArgumentError, GradmeshError, NotInitializedError, ShapeError, message
@@ -66,9 +68,7 @@ _groups: weakref.WeakSet[ShmGroup] = weakref.WeakSet()
 class _Work(dist.Work):
     """A collective of one rank, begun."""
 
-    def __init__(
-        self, group: ShmGroup, steps: Steps, result: object, inference: bool, call: Callable[[], str]
-    ) -> None:
+    def __init__(self, group: ShmGroup, steps: Steps, result: object, inference: bool, call: _Shown) -> None:
         super().__init__()
         self.group, self.steps, self.call = group, steps, call
         self.inference = inference
@@ -85,7 +85,7 @@ class _Work(dist.Work):
 
     def is_completed(self) -> bool:
         if not self.done:
-            self.group.poll()
+            _patience.progress()
         return self.done
 
     def is_success(self) -> bool:
@@ -112,12 +112,25 @@ class _Work(dist.Work):
 class _Message(_Work):
     """A message of one rank, begun."""
 
-    def __init__(
-        self, group: ShmGroup, under_way: Send | Receive, tensors: Tensors, call: Callable[[], str]
-    ) -> None:
+    def __init__(self, group: ShmGroup, under_way: Send | Receive, tensors: Tensors, call: _Shown) -> None:
         super().__init__(group, iter(()), tensors, inference=False, call=call)
         self.under_way = under_way
         self._after: Callable[[], object] | None = None
+
+    def is_completed(self) -> bool:
+        if not self.done and not self.group.over:
+            _patience.progress()
+        if self.done:
+            self._finish()
+        return self.done or self.group.over
+
+    def is_success(self) -> bool:
+        return self.done and not (isinstance(self.under_way, Receive) and self.under_way.misfit)
+
+    def _finish(self) -> None:
+        after, self._after = self._after, None
+        if after is not None:
+            _in_mode_of(self._result, after)
 
     @property
     def done(self) -> bool:
@@ -131,9 +144,7 @@ class _Message(_Work):
         self.group.deliver(self.under_way, _seconds(timeout, self.group), self.call)
         if isinstance(self.under_way, Receive) and self.under_way.misfit:
             raise misfit(self.under_way, self.group.group_name)
-        if self._after is not None:
-            after, self._after = self._after, None
-            after()
+        self._finish()
         return True
 
     def then(self, after: Callable[[], object]) -> _Message:
@@ -151,7 +162,7 @@ class _All(_Work):
     """Several works as one, for `_end_coalescing`."""
 
     def __init__(self, group: ShmGroup, works: Sequence[_Work]) -> None:
-        super().__init__(group, iter(()), [], inference=False, call=str)
+        super().__init__(group, iter(()), [], inference=False, call=_Shown("several", []))
         self._works = works
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
@@ -159,6 +170,16 @@ class _All(_Work):
             work.wait(timeout)
         self.done = True
         return True
+
+    def is_completed(self) -> bool:
+        self.done = all(work.is_completed() for work in self._works)
+        return self.done
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((work.exception() for work in self._works if work.exception()), None)
 
 
 def _seconds(timeout: datetime.timedelta | None, group: ShmGroup) -> float:
@@ -183,6 +204,7 @@ class ShmGroup(PythonGroup):
         self._closed: Callable[[], GradmeshError] | None = None
         self._claim: Claim | None = None
         self._claims: dict[Hashable, Claim] = {}
+        self._looked = 0.0
         _groups.add(self)
 
     def _get_sequence_number_for_group(self) -> int:
@@ -217,7 +239,7 @@ class ShmGroup(PythonGroup):
         self._claim = None
         call = Call(self.lockstep, secrets.randbits(64), Claim(0, lambda: said, refusal(self._name)))
         with contextlib.suppress(GradmeshError):
-            self._post(lambda: said, _steps.barrier(call), [], []).wait()
+            self._post(_Shown(said, []), _steps.barrier(call), [], []).wait()
 
     def _call(self, name: str, shown: Callable[[], str], *facts: int) -> Call:
         head: int = hash((_KIND_NUMBER[name], *facts))
@@ -230,12 +252,12 @@ class ShmGroup(PythonGroup):
 
     def _post(
         self,
-        call: Callable[[], str],
+        call: _Shown,
         steps: Steps,
         result: object,
         outputs: Iterable[Tensor],
     ) -> _Work:
-        work = _Work(self, steps, result, _is_inference(outputs), call)
+        work = _Work(self, steps, result, any(map(Tensor.is_inference, outputs)), call)
         with self._lock:
             if self._closed is not None:
                 raise self._closed()
@@ -244,6 +266,7 @@ class ShmGroup(PythonGroup):
                 self._go_on()
             if self._queue:
                 _patience.busy(self)
+                call.begun()  # now that there is time
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -257,7 +280,7 @@ class ShmGroup(PythonGroup):
         queue = self._queue
         while queue:
             work = queue[0]
-            if work.inference:
+            if work.inference and not torch.is_inference_mode_enabled():
                 with torch.inference_mode():
                     over = self._step(work)
             else:
@@ -297,7 +320,7 @@ class ShmGroup(PythonGroup):
         mail = self.mail
 
         def ready() -> bool:
-            _torch.in_plain_mode(mail.progress)
+            self._progress_mail()
             return under_way.done
 
         with self._lock:
@@ -334,9 +357,10 @@ class ShmGroup(PythonGroup):
             if self._closed is not None:
                 return False
             if self.mail.busy:
-                _torch.in_plain_mode(self.mail.progress)
+                self._progress_mail()
             if in_call:
                 return self.mail.busy
+            self._look()
             if self._queue and self.lockstep.arrived():
                 self._go_on()
             if not self._queue and not self.mail.busy:
@@ -345,27 +369,51 @@ class ShmGroup(PythonGroup):
         finally:
             self._lock.release()
 
+    @property
+    def over(self) -> bool:
+        """Whether no call is possible any more."""
+        return self._closed is not None
+
+    def _progress_mail(self) -> None:
+        progress = partial(_torch.in_plain_mode, self.mail.progress)
+        if self.mail.inference and not torch.is_inference_mode_enabled():
+            with torch.inference_mode():
+                progress()
+        else:
+            progress()
+
+    def _look(self) -> None:
+        """Now and then see whether the ranks that a begun call needs are there: who only polls never waits for them."""
+        now = time.monotonic()
+        if now - self._looked < _patience.LOOK or not (self._queue or self.mail.busy):
+            return
+        self._looked = now
+        needs = self.lockstep.late() if self._queue else self.mail.waits_for()
+        gone = self.segment.missing(needs, self._queue[0].call if self._queue else str)
+        if gone is not None and not (self._queue and self.lockstep.arrived()):
+            self._break(gone)
+
     # -- ending
 
     def _break(self, error: BaseException) -> None:
         """After an error in the middle of a call the ranks are out of step: nothing works any more."""
         text = f"{type(error).__name__}: {error}"
         self.segment.say(BROKE)
-        self._end(
-            lambda: AbortedError(
-                message("the group is over: an earlier call failed", axis=self._shown(), got=text)
-            )
-        )
+        over = message("the group is over: an earlier call failed", axis=self._shown(), got=text)
+        self._end(partial(AbortedError, over), error if isinstance(error, GradmeshError) else None)
 
-    def _over(self, why: str, remedy: str) -> GradmeshError:
-        return NotInitializedError(message(f"the group is over: {why}", axis=self._shown(), remedy=remedy))
+    def _over(self, why: str, remedy: str) -> Callable[[], GradmeshError]:
+        over = message(f"the group is over: {why}", axis=self._shown(), remedy=remedy)
+        return partial(NotInitializedError, over)
 
-    def _end(self, closed: Callable[[], GradmeshError]) -> None:
+    def _end(self, closed: Callable[[], GradmeshError], error: GradmeshError | None = None) -> None:
         if self._closed is None:
             self._closed = closed
         for work in self._queue:
-            work.error, work.done = closed(), True
+            work.error, work.done = error or closed(), True
         self._queue.clear()
+        self._claims.clear()  # they hold the group itself
+        self._claim = None
         _patience.idle(self)
 
     def shutdown(self) -> None:
@@ -377,7 +425,7 @@ class ShmGroup(PythonGroup):
                 except GradmeshError:
                     pass  # whoever is missing has gone, and nobody waits for the result
                 self.segment.say(LEFT)
-                self._end(lambda: self._over("this rank has left it", "make a new group"))
+                self._end(self._over("this rank has left it", "make a new group"))
                 self.segment.close()
 
     def abort(self) -> None:
@@ -387,7 +435,7 @@ class ShmGroup(PythonGroup):
     def forget(self) -> None:
         """In a forked child: the group belongs to the parent."""
         self._lock = threading.RLock()
-        self._closed = lambda: self._over(
+        self._closed = self._over(
             "it belongs to the process that this one was forked from",
             "start ranks with gradmesh.launch or torchrun, not by a fork",
         )
@@ -397,33 +445,33 @@ class ShmGroup(PythonGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> _Work:
         op = reduction(opts, _steps.REDUCTIONS, "shm")
-        shown = partial(_show, f"all_reduce({op.lower()})", tensors)
+        shown = _Shown(f"all_reduce({op.lower()})", tensors)
         calls, after = [], _After()
         for tensor in tensors:
             if tensor.layout is torch.sparse_coo and tensor.is_cpu and op == "SUM":
-                facts = _DTYPE_NUMBER[tensor.dtype], tensor.sparse_dim(), *tensor.shape
+                facts = len(tensors), _DTYPE_NUMBER[tensor.dtype], tensor.sparse_dim(), *tensor.shape
                 three = [self._call("sparse_all_reduce", shown, *facts, part) for part in range(3)]
                 calls.append(_steps.sparse_all_reduce(three, tensor))
                 continue
             flat = after.flat(self, tensor, keep=True)
             _reducible(flat, op)
-            call = self._call("all_reduce", shown, *_facts(flat), _REDUCTION_NUMBER[op])
+            call = self._call("all_reduce", shown, len(tensors), *_facts(flat), _REDUCTION_NUMBER[op])
             calls.append(_steps.all_reduce(call, flat, flat, op))
         return self._post(shown, after.steps(calls), tensors, tensors)
 
     def all_reduce_into(self, output: Tensor, input: Tensor) -> _Work:  # noqa: A002
         """Sum over the ranks, not in place: torch.distributed has no such call, and a copy beforehand costs a third."""
-        shown = partial(_show, "all_reduce(sum)", [input])
+        shown = _Shown("all_reduce(sum)", [input])
         after = _After()
         flat, out = _flat(self, input), after.flat(self, output)
         self._fits("output", output, input)
         _reducible(flat, "SUM")
-        call = self._call("all_reduce", shown, *_facts(flat), _REDUCTION_NUMBER["SUM"])
+        call = self._call("all_reduce", shown, 1, *_facts(flat), _REDUCTION_NUMBER["SUM"])
         return self._post(shown, after.steps([_steps.all_reduce(call, out, flat, "SUM")]), [output], [output])
 
     def reduce(self, tensors: Tensors, opts: Any) -> _Work:
         op, root = reduction(opts, _steps.REDUCTIONS, "shm"), opts.rootRank
-        shown = partial(_show, f"reduce({op.lower()}, root {root})", tensors)
+        shown = _Shown(f"reduce({op.lower()}, root {root})", tensors)
         after = _After()
         flat = after.flat(self, tensors[0], keep=True)
         _reducible(flat, op)
@@ -432,7 +480,7 @@ class ShmGroup(PythonGroup):
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> _Work:
         op = reduction(opts, _steps.REDUCTIONS, "shm")
-        shown = partial(_show, f"reduce_scatter({op.lower()})", inputs[0], outputs)
+        shown = _Shown(f"reduce_scatter({op.lower()})", inputs[0], outputs)
         calls: list[Steps] = []
         after = _After()
         for output, given in zip(outputs, inputs, strict=True):
@@ -441,26 +489,26 @@ class ShmGroup(PythonGroup):
             _reducible(out, op)
             self._fits("output", output, given[self.place])
             sizes = [flat.numel() for flat in flats]
-            facts = _DTYPE_NUMBER[out.dtype], _REDUCTION_NUMBER[op], *sizes
+            facts = len(outputs), _DTYPE_NUMBER[out.dtype], _REDUCTION_NUMBER[op], *sizes
             if len(set(sizes)) == 1:
                 call = self._call("reduce_scatter", shown, *facts)
                 calls.append(_steps.reduce_scatter(call, out, flats, op))
                 continue
             for target, flat in enumerate(flats):
                 call = self._call("reduce_scatter", shown, *facts, target)
-                mine = out.copy_(flat) if target == self.place else flat.clone()
-                calls.append(_steps.reduce(call, mine, op, target))
+                calls.append(_steps.reduce_apart(call, out, flat, op, target))
         return self._post(shown, after.steps(calls), outputs, outputs)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
         op = reduction(opts, _steps.REDUCTIONS, "shm")
-        shown = partial(_show, f"reduce_scatter_single({op.lower()})", inputs, outputs)
+        shown = _Shown(f"reduce_scatter_single({op.lower()})", inputs, outputs)
         calls, after = [], _After()
         for output, given in zip(outputs, inputs, strict=True):
             out = after.flat(self, output)
             rows = self._rows(_flat(self, given), out, given, output).unbind(0)
             _reducible(out, op)
-            call = self._call("reduce_scatter_single", shown, *_facts(out), _REDUCTION_NUMBER[op])
+            facts = len(outputs), *_facts(out), _REDUCTION_NUMBER[op]
+            call = self._call("reduce_scatter_single", shown, *facts)
             calls.append(_steps.reduce_scatter(call, out, rows, op))
         return self._post(shown, after.steps(calls), outputs, outputs)
 
@@ -468,32 +516,33 @@ class ShmGroup(PythonGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any) -> _Work:
         root = opts.rootRank
-        shown = partial(_show, f"broadcast(root {root})", tensors)
+        shown = _Shown(f"broadcast(root {root})", tensors)
         calls, after = [], _After()
         for tensor in tensors:
             flat = after.flat(self, tensor, keep=self.place == root)
-            call = self._call("broadcast", shown, *_facts(flat), root)
+            call = self._call("broadcast", shown, len(tensors), *_facts(flat), root)
             calls.append(_steps.broadcast(call, flat, root))
         return self._post(shown, after.steps(calls), tensors, tensors)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> _Work:  # noqa: ARG002
-        shown = partial(_show, "all_gather", inputs, outputs[0])
+        shown = _Shown("all_gather", inputs, outputs[0])
         calls, after = [], _After()
         for taken, given in zip(outputs, inputs, strict=True):
             flat = _flat(self, given)
             outs = [after.flat(self, tensor) for tensor in self._one_per_rank("all_gather", taken)]
             self._fits("own place in the output list", taken[self.place], given)
-            call = self._call("all_gather", shown, _DTYPE_NUMBER[flat.dtype], *(out.numel() for out in outs))
+            facts = len(inputs), _DTYPE_NUMBER[flat.dtype], *(out.numel() for out in outs)
+            call = self._call("all_gather", shown, *facts)
             calls.append(_steps.all_gather_lists(call, outs, flat))
         return self._post(shown, after.steps(calls), outputs, [t for taken in outputs for t in taken])
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:  # noqa: ARG002
-        shown = partial(_show, "all_gather_single", inputs, outputs)
+        shown = _Shown("all_gather_single", inputs, outputs)
         calls, after = [], _After()
         for output, given in zip(outputs, inputs, strict=True):
             flat = _flat(self, given)
             rows = self._rows(after.flat(self, output), flat, output, given)
-            call = self._call("all_gather_single", shown, *_facts(flat))
+            call = self._call("all_gather_single", shown, len(inputs), *_facts(flat))
             calls.append(_steps.all_gather(call, rows, flat))
         return self._post(shown, after.steps(calls), outputs, outputs)
 
@@ -502,7 +551,7 @@ class ShmGroup(PythonGroup):
         after, flat = _After(), _flat(self, given)
         nothing = flat[:0]
         taken = [nothing] * self.count
-        shown = partial(_show, f"gather(root {root})", inputs, outputs[0] if outputs else [])
+        shown = _Shown(f"gather(root {root})", inputs, outputs[0] if outputs else [])
         if self.place == root:
             taken = [after.flat(self, tensor) for tensor in self._one_per_rank("gather", outputs[0])]
             self._fits("own place in the output list", outputs[0][root], given)
@@ -517,7 +566,7 @@ class ShmGroup(PythonGroup):
         out = after.flat(self, output)
         nothing = out[:0]
         gives = [nothing] * self.count
-        shown = partial(_show, f"scatter(root {root})", inputs[0] if inputs else [], outputs)
+        shown = _Shown(f"scatter(root {root})", inputs[0] if inputs else [], outputs)
         if self.place == root:
             gives = [_flat(self, tensor) for tensor in self._one_per_rank("scatter", inputs[0])]
             self._fits("output", output, inputs[0][root])
@@ -526,7 +575,7 @@ class ShmGroup(PythonGroup):
         return self._post(shown, after.steps([_steps.exchange(call, taken, gives)]), outputs, outputs)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:  # noqa: ARG002
-        shown = partial(_show, "all_to_all", inputs, outputs)
+        shown = _Shown("all_to_all", inputs, outputs)
         after = _After()
         gives = [_flat(self, tensor) for tensor in self._one_per_rank("all_to_all", inputs)]
         taken = [after.flat(self, tensor) for tensor in self._one_per_rank("all_to_all", outputs)]
@@ -542,7 +591,7 @@ class ShmGroup(PythonGroup):
         input_splits: list[int],
         opts: Any = None,  # noqa: ARG002
     ) -> _Work:
-        shown = partial(_show, "all_to_all_single", [input], [output])
+        shown = _Shown("all_to_all_single", [input], [output])
         after = _After()
         given, out = _flat(self, input), after.flat(self, output)
         self._fits("output", output, input, sizes=False)
@@ -563,20 +612,20 @@ class ShmGroup(PythonGroup):
 
     def relay(self, output: Tensor, input: Tensor, source: int | None) -> _Work:  # noqa: A002
         """Hand on one tensor, or an empty one, and take that of one rank or of none; for all ranks at once."""
-        shown = partial(_show, f"relay(from {source})", [input], [output])
+        shown = _Shown(f"relay(from {source})", [input], [output])
         after = _After()
         flat, out = _flat(self, input), after.flat(self, output)
         call = self._call("relay", shown, _DTYPE_NUMBER[flat.dtype])
         return self._post(shown, after.steps([_steps.relay(call, out, flat, source)]), [output], [output])
 
     def barrier(self, opts: Any = None) -> _Work:  # noqa: ARG002
-        shown = partial(_show, "barrier", [])
+        shown = _Shown("barrier", [])
         return self._post(shown, _steps.barrier(self._call("barrier", shown)), [], [])
 
     # -- point to point
 
     def send(self, tensors: Tensors, to: int, tag: int) -> _Work:
-        shown = partial(_show, f"send(to rank {to}, tag {tag})", tensors)
+        shown = _Shown(f"send(to rank {to}, tag {tag})", tensors)
         send = Send(_flat(self, tensors[0]), to, tag)
         with self._lock:
             self._check()
@@ -595,12 +644,13 @@ class ShmGroup(PythonGroup):
         with self._lock:
             self._check()
             _torch.in_plain_mode(partial(self.mail.receive, receive))
-        work = _Message(self, receive, tensors, partial(_show, call, tensors))
+        work = _Message(self, receive, tensors, _Shown(call, tensors))
         return self._message(work.then(partial(_torch.in_plain_mode, after.copy)))
 
     def _message(self, work: _Message) -> _Work:
-        if self.mail.busy:
+        if not work.done:
             _patience.busy(self)
+            work.call.begun()
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -648,9 +698,19 @@ class _After:
         _on_cpu(group, tensor)
         # Without its history, and no view of another tensor, which autograd might not allow to write.
         plain = tensor.detach()
-        if plain.is_contiguous():
+        if plain.is_contiguous() and not plain.is_neg() and not plain.is_conj():
             return plain if plain.dim() == 1 else plain.view(-1)
-        dense = plain.contiguous() if keep else torch.empty_like(plain, memory_format=torch.contiguous_format)
+        if any(size > 1 and stride == 0 for size, stride in zip(plain.shape, plain.stride(), strict=True)):
+            raise ShapeError(
+                message(
+                    "a result is expanded: several of its elements are one place in memory",
+                    axis=group._shown(),
+                    expected="a tensor with a place for each element",
+                    got=f"shape {list(plain.shape)} with strides {list(plain.stride())}",
+                    remedy="pass its .clone()",
+                )
+            )
+        dense = _torch.in_plain_mode(partial(_dense_like, plain, keep))
         self._copies.append((plain, dense))
         return dense.view(-1)
 
@@ -673,18 +733,26 @@ class _After:
 def _flat(group: ShmGroup, tensor: Tensor) -> Tensor:
     """An operand as a flat tensor."""
     _on_cpu(group, tensor)
-    plain = tensor.detach().contiguous()
+    plain = tensor.detach()
+    if not plain.is_contiguous() or plain.is_neg() or plain.is_conj():
+        plain = _torch.in_plain_mode(partial(_dense_like, plain, True))
     return plain if plain.dim() == 1 else plain.view(-1)
 
 
+def _dense_like(tensor: Tensor, keep: bool) -> Tensor:
+    """A tensor of the same shape in one piece, with the same values if they are to be kept."""
+    dense = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return dense.copy_(tensor) if keep else dense
+
+
 def _on_cpu(group: ShmGroup, tensor: Tensor) -> None:
-    if not tensor.is_cpu or tensor.layout is not torch.strided:
+    if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized or is_fake(tensor):
         raise ArgumentError(
             message(
                 "the shm backend takes dense tensors on the CPU",
                 axis=group._shown(),
-                expected="a dense CPU tensor",
-                got=f"a tensor on {tensor.device}, {tensor.layout}",
+                expected="a dense CPU tensor with values",
+                got=f"a {type(tensor).__name__} on {tensor.device}, {tensor.layout}, {tensor.dtype}",
                 remedy="for CUDA tensors make a second group: torch.distributed.new_group(backend='nccl')",
             )
         )
@@ -696,16 +764,17 @@ _reduced: set[tuple[torch.dtype, str]] = set()
 def _reducible(flat: Tensor, op: str) -> None:
     """Refuse what torch's own kernel refuses, before anything is sent."""
     if (flat.dtype, op) not in _reduced:
-        _steps.REDUCTIONS[op](flat[:0], flat[:0])
+        _torch.in_plain_mode(lambda: _steps.REDUCTIONS[op](flat[:0], flat[:0]))
         _reduced.add((flat.dtype, op))
 
 
-def _is_inference(outputs: Iterable[Tensor]) -> bool:
-    """Whether results are of inference mode, and the mode is off, so that it has to be on to write them."""
-    for tensor in outputs:
-        if tensor.is_inference():
-            return not torch.is_inference_mode_enabled()
-    return False
+def _in_mode_of(tensors: Any, work: Callable[[], object]) -> None:
+    """Write to tensors, in inference mode if they are of it."""
+    if tensors[0].is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            work()
+    else:
+        work()
 
 
 def _facts(flat: Tensor) -> tuple[int, int]:
@@ -717,9 +786,22 @@ def _elements(tensor: Tensor, rows: Sequence[int]) -> list[int]:
     return [row * each for row in rows]
 
 
-def _show(call: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] = ()) -> str:
-    to = f" -> {_show_tensors(outputs)}" if outputs else ""
-    return f"{call}  {_show_tensors(inputs)}{to}  {show_site(call_site())}"
+class _Shown:
+    """A call in words, for errors: its name, its tensors, and where it was begun."""
+
+    __slots__ = ("_call", "_inputs", "_outputs", "_site")
+
+    def __init__(self, call: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] = ()) -> None:
+        self._call, self._inputs, self._outputs = call, inputs, outputs
+        self._site: Site = None
+
+    def begun(self) -> None:
+        """Keep where the call is made: it may be finished elsewhere."""
+        self._site = call_site()
+
+    def __call__(self) -> str:
+        to = f" -> {_show_tensors(self._outputs)}" if self._outputs else ""
+        return f"{self._call}  {_show_tensors(self._inputs)}{to}  {show_site(self._site or call_site())}"
 
 
 def _show_tensors(tensors: Sequence[Tensor]) -> str:

@@ -25,6 +25,7 @@ __all__ = [
     "broadcast",
     "exchange",
     "reduce",
+    "reduce_apart",
     "reduce_scatter",
     "relay",
     "sparse_all_reduce",
@@ -139,6 +140,13 @@ def reduce(call: Call, tensor: Tensor, op: str, root: int) -> Steps:
             yield from call.agree()
         if lockstep.rank == root:
             _fold(op, slots.rows, part)
+
+
+def reduce_apart(call: Call, out: Tensor, given: Tensor, op: str, root: int) -> Steps:
+    """The same, not in place, and `out` is written at the root alone."""
+    mine = out if call.lockstep.rank == root else torch.empty_like(given)
+    mine.copy_(given)
+    yield from reduce(call, mine, op, root)
 
 
 def all_reduce(call: Call, out: Tensor, given: Tensor, op: str) -> Steps:
