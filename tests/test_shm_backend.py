@@ -239,6 +239,8 @@ def test_a_forked_child_cannot_call_and_does_not_disturb_its_parent(ranks: Run) 
         said = []
         for leave in (False, True):
             x = torch.ones(1 << 18)
+            if dist.get_rank() == 0:
+                time.sleep(1.5)  # so that it is not complete when the children try
             under_way = begun(dist.all_reduce(x, async_op=True))
             if dist.get_rank() in (1, 2):
                 context = multiprocessing.get_context("fork")
@@ -1134,3 +1136,46 @@ def test_a_segment_of_one_rank_needs_no_store() -> None:
     assert segment.missing([0], str) is None
     assert segment.dead([0]) == []
     assert not isinstance(segment.missing([0], str), GradmeshError)
+
+
+def test_a_begun_call_goes_on_while_its_rank_waits_for_something_else(ranks: Run) -> None:
+    def work() -> tuple[float, float]:
+        other = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=20))
+        dist.barrier(group=other)
+        x, y = torch.ones(1 << 20), torch.zeros(1 << 20)
+        rank, begin = dist.get_rank(), time.monotonic()
+        if rank == 0:
+            works = [dist.all_reduce(x, async_op=True), dist.irecv(y, 1)]
+            dist.barrier(group=other)  # where the others come after the sum and the message
+            seconds = time.monotonic() - begin
+            for each in works:
+                begun(each).wait()
+        else:
+            dist.all_reduce(x)
+            if rank == 1:
+                dist.send(torch.full((1 << 20,), 7.0), 0)
+            dist.barrier(group=other)
+            seconds = time.monotonic() - begin
+        assert (x == W).all()
+        dist.destroy_process_group(other)
+        return seconds, y[-1].item()
+
+    outcomes = ranks(work)
+    assert outcomes[0][1] == 7
+    assert all(seconds < 10 for seconds, _ in outcomes)
+
+
+def test_two_threads_of_a_rank_may_wait_in_one_group(ranks: Run) -> None:
+    def work() -> list[float]:
+        rank, got = dist.get_rank(), torch.zeros(1)
+        with group(2) as pair:
+            if rank >= 2:
+                return []
+            receiver = threading.Thread(target=lambda: dist.recv(got, 1 - rank, group=pair))
+            receiver.start()
+            time.sleep(0.2)
+            dist.send(torch.tensor([rank + 5.0]), 1 - rank, group=pair)
+            receiver.join(10)
+            return got.tolist()
+
+    assert ranks(work)[:2] == [[6.0], [5.0]]

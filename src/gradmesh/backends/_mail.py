@@ -254,7 +254,8 @@ class Mail:
         if coming.receive is not None and coming.fits(coming.receive.tensor):
             coming.bytes = _bytes(coming.receive.tensor)
         else:
-            coming.bytes = torch.empty(coming.size, dtype=torch.uint8, device="cpu")
+            with torch.inference_mode(False):  # it may be filled in another mode than this one
+                coming.bytes = torch.empty(coming.size, dtype=torch.uint8, device="cpu")
             if coming.receive is None:
                 self._aside.append(coming)
         return coming

@@ -5,11 +5,14 @@ that halves the time of a barrier against sleeping at once. Asleep, a rank wakes
 others are alive and whether its time is over; what it waits for wakes it at once.
 
 While it waits for one group, a rank goes on with what it has begun on others: otherwise two ranks could each wait for
-a call that the other has begun and not finished.
+a call that the other has begun and not finished. And what was begun goes on, at a slower pace, when the rank waits for
+nothing of this backend: a thread sees to it every other millisecond as long as there is such a call.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import threading
 import time
@@ -24,7 +27,7 @@ from gradmesh.errors import DeadlockError, message
 if TYPE_CHECKING:
     from gradmesh.backends._shm_group import ShmGroup
 
-__all__ = ["LOOK", "busy", "forget", "idle", "progress", "spins", "until"]
+__all__ = ["LOOK", "busy", "forget", "idle", "in_background", "progress", "spins", "until"]
 
 LOOK = 0.05
 """Seconds between two looks at the other processes."""
@@ -50,10 +53,59 @@ def idle(group: ShmGroup) -> None:
         _unfinished.discard(group)
 
 
+class _Helper:
+    """The thread that goes on with what was begun; started when it is needed first."""
+
+    pause = 0.002
+    linger = 50
+    """Pauses with nothing to do after which it sleeps until it is needed again."""
+
+    def __init__(self) -> None:
+        self.needed = threading.Event()
+        self.over = False
+        self.thread = threading.Thread(target=self._run, name="gradmesh shm", daemon=True)
+
+    def need(self) -> None:
+        if not self.needed.is_set():
+            self.needed.set()
+        if self.thread.ident is None:
+            self.thread.start()
+            atexit.register(self.end)
+
+    def end(self) -> None:
+        self.over = True
+        self.needed.set()
+        self.thread.join(1)
+
+    def _run(self) -> None:
+        idle_for = 0
+        while not self.over:
+            self.needed.wait()
+            time.sleep(self.pause)
+            idle_for = 0 if self._go_on() else idle_for + 1
+            if idle_for > self.linger:
+                self.needed.clear()
+                if self._go_on():  # begun since the last look
+                    self.needed.set()
+
+    def _go_on(self) -> bool:
+        with contextlib.suppress(Exception):  # whoever waits for the call gets it
+            progress()
+        return bool(_unfinished)
+
+
+_helper = _Helper()
+
+
+def in_background() -> None:
+    """Go on with what was begun also while the rank does something else."""
+    _helper.need()
+
+
 def forget() -> None:
     """In a forked child: what the parent has begun is not its business."""
-    global _lock
-    _lock = threading.Lock()
+    global _lock, _helper
+    _lock, _helper = threading.Lock(), _Helper()
     _unfinished.clear()
 
 

@@ -132,6 +132,9 @@ class Segment:
             self._map(self._open(first, fd))
             if self.rank == 0:
                 self._wait_until_mapped(timeout)
+        except BaseException:
+            self.close()
+            raise
         finally:
             if fd >= 0:
                 os.close(fd)

@@ -256,6 +256,7 @@ class ShmGroup(PythonGroup):
         steps: Steps,
         result: object,
         outputs: Iterable[Tensor],
+        opts: Any = None,
     ) -> _Work:
         work = _Work(self, steps, result, any(map(Tensor.is_inference, outputs)), call)
         with self._lock:
@@ -267,6 +268,8 @@ class ShmGroup(PythonGroup):
             if self._queue:
                 _patience.busy(self)
                 call.begun()  # now that there is time
+                if opts is not None and getattr(opts, "asyncOp", True):
+                    _patience.in_background()
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -280,11 +283,11 @@ class ShmGroup(PythonGroup):
         queue = self._queue
         while queue:
             work = queue[0]
-            if work.inference and not torch.is_inference_mode_enabled():
-                with torch.inference_mode():
-                    over = self._step(work)
-            else:
+            if torch.is_inference_mode_enabled() == work.inference:
                 over = self._step(work)
+            else:  # whatever the caller's mode is, who may have begun another call
+                with torch.inference_mode(work.inference):
+                    over = self._step(work)
             if not over:
                 return
             queue.popleft()
@@ -305,29 +308,40 @@ class ShmGroup(PythonGroup):
 
     def finish(self, work: _Work, seconds: float) -> None:
         """Wait until a call is over."""
-        with self._lock:
-            while not work.done:
-                self._check()
-                first = self._queue[0]
-                lockstep = self.lockstep
-                self._wait(lockstep.arrived, lockstep.late_word, lockstep.late, seconds, first.call, True)
-                self._go_on()
-            if not self._queue:
-                _patience.idle(self)
+        lockstep = self.lockstep
+        while not work.done:
+            if self._closed is not None:
+                raise self._closed()
+            first = self._queue[0] if self._queue else work
+            # Another thread of the rank may be the one that goes on.
+            self._wait(
+                lambda: work.done or lockstep.arrived(),
+                lockstep.late_word,
+                lockstep.late,
+                seconds,
+                first.call,
+                True,
+            )
+            with self._lock:
+                if self._queue and lockstep.arrived():
+                    self._go_on()
+                if not self._queue and not self.mail.busy:
+                    _patience.idle(self)
 
     def deliver(self, under_way: Send | Receive, seconds: float, call: Callable[[], str]) -> None:
         """Wait until a message has gone, or come."""
         mail = self.mail
 
         def ready() -> bool:
-            self._progress_mail()
+            with self._lock:
+                self._progress_mail()
             return under_way.done
 
-        with self._lock:
-            if not under_way.done:
-                self._check()
-                word, needs = partial(mail.sleep_on, under_way), partial(mail.needs, under_way)
-                self._wait(ready, word, needs, seconds, call, False)
+        if not under_way.done:
+            if self._closed is not None:
+                raise self._closed()
+            word, needs = partial(mail.sleep_on, under_way), partial(mail.needs, under_way)
+            self._wait(ready, word, needs, seconds, call, False)
 
     def _wait(
         self,
@@ -366,6 +380,9 @@ class ShmGroup(PythonGroup):
             if not self._queue and not self.mail.busy:
                 _patience.idle(self)
             return bool(self._queue) or self.mail.under_way > int(in_message)
+        except Exception as error:
+            self._break(error)  # whoever waits for this group hears of it, and not who waits for another one
+            return False
         finally:
             self._lock.release()
 
@@ -375,12 +392,12 @@ class ShmGroup(PythonGroup):
         return self._closed is not None
 
     def _progress_mail(self) -> None:
-        progress = partial(_torch.in_plain_mode, self.mail.progress)
-        if self.mail.inference and not torch.is_inference_mode_enabled():
-            with torch.inference_mode():
-                progress()
+        inference = self.mail.inference
+        if torch.is_inference_mode_enabled() == inference:
+            _torch.in_plain_mode(self.mail.progress)
         else:
-            progress()
+            with torch.inference_mode(inference):
+                _torch.in_plain_mode(self.mail.progress)
 
     def _look(self) -> None:
         """Now and then see whether the ranks that a begun call needs are there: who only polls never waits for them."""
@@ -457,7 +474,7 @@ class ShmGroup(PythonGroup):
             _reducible(flat, op)
             call = self._call("all_reduce", shown, len(tensors), *_facts(flat), _REDUCTION_NUMBER[op])
             calls.append(_steps.all_reduce(call, flat, flat, op))
-        return self._post(shown, after.steps(calls), tensors, tensors)
+        return self._post(shown, after.steps(calls), tensors, tensors, opts)
 
     def all_reduce_into(self, output: Tensor, input: Tensor) -> _Work:  # noqa: A002
         """Sum over the ranks, not in place: torch.distributed has no such call, and a copy beforehand costs a third."""
@@ -476,7 +493,7 @@ class ShmGroup(PythonGroup):
         flat = after.flat(self, tensors[0], keep=True)
         _reducible(flat, op)
         call = self._call("reduce", shown, *_facts(flat), _REDUCTION_NUMBER[op], root)
-        return self._post(shown, after.steps([_steps.reduce(call, flat, op, root)]), tensors, tensors)
+        return self._post(shown, after.steps([_steps.reduce(call, flat, op, root)]), tensors, tensors, opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> _Work:
         op = reduction(opts, _steps.REDUCTIONS, "shm")
@@ -497,7 +514,7 @@ class ShmGroup(PythonGroup):
             for target, flat in enumerate(flats):
                 call = self._call("reduce_scatter", shown, *facts, target)
                 calls.append(_steps.reduce_apart(call, out, flat, op, target))
-        return self._post(shown, after.steps(calls), outputs, outputs)
+        return self._post(shown, after.steps(calls), outputs, outputs, opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
         op = reduction(opts, _steps.REDUCTIONS, "shm")
@@ -510,7 +527,7 @@ class ShmGroup(PythonGroup):
             facts = len(outputs), *_facts(out), _REDUCTION_NUMBER[op]
             call = self._call("reduce_scatter_single", shown, *facts)
             calls.append(_steps.reduce_scatter(call, out, rows, op))
-        return self._post(shown, after.steps(calls), outputs, outputs)
+        return self._post(shown, after.steps(calls), outputs, outputs, opts)
 
     # -- exchanges
 
@@ -522,9 +539,9 @@ class ShmGroup(PythonGroup):
             flat = after.flat(self, tensor, keep=self.place == root)
             call = self._call("broadcast", shown, len(tensors), *_facts(flat), root)
             calls.append(_steps.broadcast(call, flat, root))
-        return self._post(shown, after.steps(calls), tensors, tensors)
+        return self._post(shown, after.steps(calls), tensors, tensors, opts)
 
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> _Work:  # noqa: ARG002
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> _Work:
         shown = _Shown("all_gather", inputs, outputs[0])
         calls, after = [], _After()
         for taken, given in zip(outputs, inputs, strict=True):
@@ -534,9 +551,9 @@ class ShmGroup(PythonGroup):
             facts = len(inputs), _DTYPE_NUMBER[flat.dtype], *(out.numel() for out in outs)
             call = self._call("all_gather", shown, *facts)
             calls.append(_steps.all_gather_lists(call, outs, flat))
-        return self._post(shown, after.steps(calls), outputs, [t for taken in outputs for t in taken])
+        return self._post(shown, after.steps(calls), outputs, [t for taken in outputs for t in taken], opts)
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:  # noqa: ARG002
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
         shown = _Shown("all_gather_single", inputs, outputs)
         calls, after = [], _After()
         for output, given in zip(outputs, inputs, strict=True):
@@ -544,7 +561,7 @@ class ShmGroup(PythonGroup):
             rows = self._rows(after.flat(self, output), flat, output, given)
             call = self._call("all_gather_single", shown, len(inputs), *_facts(flat))
             calls.append(_steps.all_gather(call, rows, flat))
-        return self._post(shown, after.steps(calls), outputs, outputs)
+        return self._post(shown, after.steps(calls), outputs, outputs, opts)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> _Work:
         root, given = opts.rootRank, inputs[0]
@@ -558,7 +575,7 @@ class ShmGroup(PythonGroup):
         gives = [flat if rank == root else nothing for rank in range(self.count)]
         call = self._call("gather", shown, _DTYPE_NUMBER[flat.dtype], root)
         steps = after.steps([_steps.exchange(call, taken, gives)])
-        return self._post(shown, steps, outputs, outputs[0] if outputs else [])
+        return self._post(shown, steps, outputs, outputs[0] if outputs else [], opts)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> _Work:
         root, output = opts.rootRank, outputs[0]
@@ -572,16 +589,16 @@ class ShmGroup(PythonGroup):
             self._fits("output", output, inputs[0][root])
         taken = [out if rank == root else nothing for rank in range(self.count)]
         call = self._call("scatter", shown, _DTYPE_NUMBER[out.dtype], root)
-        return self._post(shown, after.steps([_steps.exchange(call, taken, gives)]), outputs, outputs)
+        return self._post(shown, after.steps([_steps.exchange(call, taken, gives)]), outputs, outputs, opts)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:  # noqa: ARG002
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
         shown = _Shown("all_to_all", inputs, outputs)
         after = _After()
         gives = [_flat(self, tensor) for tensor in self._one_per_rank("all_to_all", inputs)]
         taken = [after.flat(self, tensor) for tensor in self._one_per_rank("all_to_all", outputs)]
         self._fits("own place in the output list", outputs[self.place], inputs[self.place])
         call = self._call("all_to_all", shown, _DTYPE_NUMBER[gives[0].dtype])
-        return self._post(shown, after.steps([_steps.exchange(call, taken, gives)]), outputs, outputs)
+        return self._post(shown, after.steps([_steps.exchange(call, taken, gives)]), outputs, outputs, opts)
 
     def all_to_all_single(
         self,
@@ -589,7 +606,7 @@ class ShmGroup(PythonGroup):
         input: Tensor,  # noqa: A002
         output_splits: list[int],
         input_splits: list[int],
-        opts: Any = None,  # noqa: ARG002
+        opts: Any = None,
     ) -> _Work:
         shown = _Shown("all_to_all_single", [input], [output])
         after = _After()
@@ -608,7 +625,7 @@ class ShmGroup(PythonGroup):
             taken = out.split(_elements(output, self._split_sizes(output, output_splits)))
             self._fits("own part of the output", taken[self.place], gives[self.place])
             steps = _steps.exchange(call, taken, gives)
-        return self._post(shown, after.steps([steps]), [output], [output])
+        return self._post(shown, after.steps([steps]), [output], [output], opts)
 
     def relay(self, output: Tensor, input: Tensor, source: int | None) -> _Work:  # noqa: A002
         """Hand on one tensor, or an empty one, and take that of one rank or of none; for all ranks at once."""
@@ -618,9 +635,9 @@ class ShmGroup(PythonGroup):
         call = self._call("relay", shown, _DTYPE_NUMBER[flat.dtype])
         return self._post(shown, after.steps([_steps.relay(call, out, flat, source)]), [output], [output])
 
-    def barrier(self, opts: Any = None) -> _Work:  # noqa: ARG002
+    def barrier(self, opts: Any = None) -> _Work:
         shown = _Shown("barrier", [])
-        return self._post(shown, _steps.barrier(self._call("barrier", shown)), [], [])
+        return self._post(shown, _steps.barrier(self._call("barrier", shown)), [], [], opts)
 
     # -- point to point
 
@@ -651,6 +668,7 @@ class ShmGroup(PythonGroup):
         if not work.done:
             _patience.busy(self)
             work.call.begun()
+            _patience.in_background()
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
