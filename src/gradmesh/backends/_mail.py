@@ -143,11 +143,6 @@ class Mail:
         gone = {*self._segment.dead(others), *(rank for rank in others if self._segment.states[rank])}
         return others if len(gone) == len(others) else []
 
-    def waits_for(self) -> list[int]:
-        """The ranks of what is under way."""
-        sources = [receive.source for receive in self._asked if receive.source is not None]
-        return [*self._leaving, *sources]
-
     def _sources(self) -> Iterator[int]:
         """The ranks from which something is being read or was asked for."""
         if not self._asked and not self._coming:

@@ -118,11 +118,12 @@ class _Message(_Work):
         self._after: Callable[[], object] | None = None
 
     def is_completed(self) -> bool:
-        if not self.done and not self.group.over:
+        if not self.done and self.error is None:
             _patience.progress()
+            self.error = self.group.lost(self.under_way, self.call)
         if self.done:
             self._finish()
-        return self.done or self.group.over
+        return self.done or self.error is not None
 
     def is_success(self) -> bool:
         return self.done and not (isinstance(self.under_way, Receive) and self.under_way.misfit)
@@ -141,6 +142,8 @@ class _Message(_Work):
         pass
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        if self.error is not None:
+            raise self.error
         self.group.deliver(self.under_way, _seconds(timeout, self.group), self.call)
         if isinstance(self.under_way, Receive) and self.under_way.misfit:
             raise misfit(self.under_way, self.group.group_name)
@@ -386,11 +389,6 @@ class ShmGroup(PythonGroup):
         finally:
             self._lock.release()
 
-    @property
-    def over(self) -> bool:
-        """Whether no call is possible any more."""
-        return self._closed is not None
-
     def _progress_mail(self) -> None:
         inference = self.mail.inference
         if torch.is_inference_mode_enabled() == inference:
@@ -401,14 +399,29 @@ class ShmGroup(PythonGroup):
 
     def _look(self) -> None:
         """Now and then see whether the ranks that a begun call needs are there: who only polls never waits for them."""
+        if self._queue and self._time_to_look():
+            gone = self.segment.missing(self.lockstep.late(), self._queue[0].call)
+            if gone is not None and not self.lockstep.arrived():
+                self._break(gone)
+
+    def lost(self, under_way: Send | Receive, call: Callable[[], str]) -> GradmeshError | None:
+        """The error of a message that cannot come any more; None if it may, or is here."""
+        if not under_way.done and self._closed is not None:
+            return self._closed()
+        if under_way.done or not self._time_to_look():
+            return None
+        gone = self.segment.missing(self.mail.needs(under_way), call)
+        if gone is not None:
+            with self._lock:  # it may have come before its sender went
+                self._progress_mail()
+        return None if under_way.done else gone
+
+    def _time_to_look(self) -> bool:
         now = time.monotonic()
-        if now - self._looked < _patience.LOOK or not (self._queue or self.mail.busy):
-            return
+        if now - self._looked < _patience.LOOK:
+            return False
         self._looked = now
-        needs = self.lockstep.late() if self._queue else self.mail.waits_for()
-        gone = self.segment.missing(needs, self._queue[0].call if self._queue else str)
-        if gone is not None and not (self._queue and self.lockstep.arrived()):
-            self._break(gone)
+        return True
 
     # -- ending
 
