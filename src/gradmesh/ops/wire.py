@@ -259,7 +259,7 @@ def exchange(
 
 def relay(x: Tensor, axis: Axis, to: int | None, source: int | None, shape: Sequence[int]) -> Tensor | None:
     """Send `x` to one rank or none and receive a tensor of the given shape from one rank or none."""
-    if isinstance(axis.group, ShmGroup):
+    if not is_compiling() and isinstance(axis.group, ShmGroup):
         return _relay_on_shm(x, axis.group, to, source, shape)
     send, receive = [0] * axis.size, [0] * axis.size
     if to is not None:
