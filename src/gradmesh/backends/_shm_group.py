@@ -3,7 +3,8 @@
 """The process group that torch.distributed sees, of ranks that share memory.
 
 A call is begun when it is made, and goes on while the rank waits for it or for anything else: the calls of a group in
-order, those of different groups side by side. There is no thread behind it.
+order, those of different groups side by side. Only what the rank leaves unfinished is taken on by a thread
+(`_patience.in_background`).
 """
 
 from __future__ import annotations
