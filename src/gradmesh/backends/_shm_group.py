@@ -507,7 +507,22 @@ class ShmGroup(PythonGroup):
         flat = after.flat(self, tensors[0], keep=True)
         _reducible(flat, op)
         call = self._call("reduce", shown, *_facts(flat), _REDUCTION_NUMBER[op], root)
-        return self._post(shown, after.steps([_steps.reduce(call, flat, op, root)]), tensors, tensors, opts)
+        return self._post(
+            shown, after.steps([_steps.reduce(call, flat, flat, op, root)]), tensors, tensors, opts
+        )
+
+    def reduce_into(self, output: Tensor, input: Tensor, root: int) -> _Work:  # noqa: A002
+        """Sum at the root, not in place; the output counts there alone."""
+        shown = _Shown(f"reduce(sum, root {root})", [input])
+        after = _After()
+        flat, out = _flat(self, input), after.flat(self, output)
+        if self.place == root:
+            self._fits("output", output, input)
+        _reducible(flat, "SUM")
+        call = self._call("reduce", shown, *_facts(flat), _REDUCTION_NUMBER["SUM"], root)
+        return self._post(
+            shown, after.steps([_steps.reduce(call, out, flat, "SUM", root)]), [output], [output]
+        )
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> _Work:
         op = reduction(opts, _steps.REDUCTIONS, "shm")
@@ -527,7 +542,7 @@ class ShmGroup(PythonGroup):
                 continue
             for target, flat in enumerate(flats):
                 call = self._call("reduce_scatter", shown, *facts, target)
-                calls.append(_steps.reduce_apart(call, out, flat, op, target))
+                calls.append(_steps.reduce(call, out, flat, op, target))
         return self._post(shown, after.steps(calls), outputs, outputs, opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:

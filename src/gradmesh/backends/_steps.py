@@ -25,7 +25,6 @@ __all__ = [
     "broadcast",
     "exchange",
     "reduce",
-    "reduce_apart",
     "reduce_scatter",
     "relay",
     "sparse_all_reduce",
@@ -127,26 +126,18 @@ def broadcast(call: Call, tensor: Tensor, root: int) -> Steps:
             part.copy_(slots.rows[root])
 
 
-def reduce(call: Call, tensor: Tensor, op: str, root: int) -> Steps:
-    """All write; the root reads and reduces, in place."""
+def reduce(call: Call, out: Tensor, given: Tensor, op: str, root: int) -> Steps:
+    """All write; the root reads and reduces into `out`, which may be `given` and which nobody else touches."""
     lockstep = call.lockstep
-    for start, end in _windows(tensor.numel(), _width(call, tensor.dtype)):
-        slots = lockstep.slots(tensor.dtype, end - start)
-        part = _cut(tensor, start, end)
-        slots.rows[lockstep.rank].copy_(part)
+    for start, end in _windows(given.numel(), _width(call, given.dtype)):
+        slots = lockstep.slots(given.dtype, end - start)
+        slots.rows[lockstep.rank].copy_(_cut(given, start, end))
         if not call.publish():
             yield
         if not call.agreed:
             yield from call.agree()
         if lockstep.rank == root:
-            _fold(op, slots.rows, part)
-
-
-def reduce_apart(call: Call, out: Tensor, given: Tensor, op: str, root: int) -> Steps:
-    """The same, not in place, and `out` is written at the root alone."""
-    mine = out if call.lockstep.rank == root else torch.empty_like(given)
-    mine.copy_(given)
-    yield from reduce(call, mine, op, root)
+            _fold(op, slots.rows, _cut(out, start, end))
 
 
 def all_reduce(call: Call, out: Tensor, given: Tensor, op: str) -> Steps:

@@ -219,6 +219,11 @@ def reduce(x: Tensor, axis: Axis, root: int) -> Tensor:
         total = all_reduce(x, axis)
     elif is_compiling() and axis.size > 1:
         total = opaque.reduce(_dense(x), root, axis.group.group_name)
+    elif isinstance(axis.group, ShmGroup) and axis.size > 1:
+        at_root = axis.rank == root
+        total = _room(x, x.shape) if at_root else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        axis.group.reduce_into(total, _dense(x), root).wait()
+        return total
     else:
         total = fresh(x)
         if axis.size > 1:
