@@ -202,7 +202,7 @@ def test_a_sample_is_that_of_the_slowest_rank() -> None:
 
 
 def test_calibration_fills_a_sample_and_tells_all_ranks_the_same() -> None:
-    pool = Recorded({"fast": 0.5e-5, "slow": 1.0, "free": 1e-12})
+    pool = Recorded({"fast": run.SAMPLE / 800, "slow": 1.0, "free": 1e-12})
     numbers = run.calibrated(lambda n: pool.sample("forward", n), pool.names)
     assert numbers == {"fast": 400, "slow": 1, "free": 1000}
     assert pool.asked == [
