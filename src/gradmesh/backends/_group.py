@@ -9,6 +9,7 @@ torch.distributed takes a Python subclass of `ProcessGroup` for the whole group.
 from __future__ import annotations
 
 import datetime
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -16,9 +17,28 @@ import torch.distributed as dist
 
 from gradmesh.errors import ArgumentError, ShapeError, message
 
-__all__ = ["PythonGroup", "Tensors", "reduction"]
+__all__ = ["REDUCTIONS", "PythonGroup", "Tensors", "averaged", "reduction"]
 
 Tensors = list[torch.Tensor]
+
+REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+"""The reductions by torch's names: each folds two tensors. AVG is divided afterwards, by `averaged`."""
+
+
+def averaged(total: torch.Tensor, count: int) -> torch.Tensor:
+    """A sum divided by the number of ranks, in place; whole numbers are cut off towards zero."""
+    if total.is_floating_point() or total.is_complex():
+        return total.div_(count)
+    return total.copy_(torch.div(total, count, rounding_mode="trunc"))
 
 
 class PythonGroup(dist.ProcessGroup):
@@ -190,7 +210,7 @@ class PythonGroup(dist.ProcessGroup):
 _names: dict[Any, str] = {}
 
 
-def reduction(opts: Any, known: Any, backend: str) -> str:
+def reduction(opts: Any, backend: str) -> str:
     """The name of the reduction that a call's options ask for."""
     if opts is None:
         return "SUM"
@@ -198,11 +218,11 @@ def reduction(opts: Any, known: Any, backend: str) -> str:
     name = _names.get(kind)
     if name is None:
         name = _names[kind] = kind.name
-    if name not in known:
+    if name not in REDUCTIONS:
         raise ArgumentError(
             message(
                 f"the {backend} backend does not know this reduction",
-                expected=", ".join(known),
+                expected=", ".join(REDUCTIONS),
                 got=name,
                 remedy="multiply the tensor first and use SUM" if name == "PREMUL_SUM" else None,
             )

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from gradmesh.backends._group import REDUCTIONS, averaged
 from gradmesh.backends._rendezvous import Misfit, Part
 
-__all__ = ["REDUCTIONS", "Exchange", "exchange", "reduce", "reduce_scatter"]
+__all__ = ["Exchange", "exchange", "reduce", "reduce_scatter"]
 
 Pieces = Sequence[torch.Tensor | None]
 
@@ -26,29 +27,6 @@ class Exchange:
 
     give: Pieces
     take: Pieces
-
-
-def _by_pairs(op: Callable[..., torch.Tensor]) -> Callable[[list[torch.Tensor]], torch.Tensor]:
-    return lambda tensors: functools.reduce(op, tensors)
-
-
-def _mean(tensors: list[torch.Tensor]) -> torch.Tensor:
-    total = functools.reduce(torch.add, tensors)
-    if total.is_floating_point() or total.is_complex():
-        return total / len(tensors)
-    return torch.div(total, len(tensors), rounding_mode="trunc")
-
-
-REDUCTIONS: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
-    "SUM": _by_pairs(torch.add),
-    "AVG": _mean,
-    "PRODUCT": _by_pairs(torch.mul),
-    "MIN": _by_pairs(torch.minimum),
-    "MAX": _by_pairs(torch.maximum),
-    "BAND": _by_pairs(torch.bitwise_and),
-    "BOR": _by_pairs(torch.bitwise_or),
-    "BXOR": _by_pairs(torch.bitwise_xor),
-}
 
 
 def _fit(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
@@ -123,7 +101,10 @@ def _same(of_ranks: Sequence[Sequence[torch.Tensor]]) -> None:
 
 
 def _reduced(op: str, tensors: list[torch.Tensor]) -> torch.Tensor:
-    return REDUCTIONS[op](tensors)
+    total = functools.reduce(REDUCTIONS[op], tensors)
+    if op != "AVG":
+        return total
+    return averaged(total.clone() if len(tensors) == 1 else total, len(tensors))
 
 
 def _show(tensor: torch.Tensor | None) -> str:

@@ -99,17 +99,17 @@ class Call:
         self.claim = claim
         self.agreed = False
 
-    def publish(self) -> bool:
-        """Let the others see what was written, and with the first phase what is called; whether all have published."""
+    def meet(self) -> Steps:
+        """Publish what was written, and with the first phase what is called; go on when all have, if they agree."""
         lockstep = self.lockstep
-        if not self.agreed:
-            lockstep.segment.heads[(lockstep.phase + 1) & 1][lockstep.rank] = self.head
-        return lockstep.publish()
-
-    def agree(self) -> Steps:
-        """After the first phase: go on only if all ranks opened the same call."""
+        if self.agreed:
+            if not lockstep.publish():
+                yield
+            return
+        lockstep.segment.heads[(lockstep.phase + 1) & 1][lockstep.rank] = self.head
+        if not lockstep.publish():
+            yield
         self.agreed = True
-        lockstep = self.lockstep
         if lockstep.segment.heads[lockstep.phase & 1].tolist().count(self.head) != lockstep.size:
             yield from self.refuse()
 

@@ -20,7 +20,7 @@ from gradmesh import _torch
 from gradmesh.backends._waiting import Waitable, World
 from gradmesh.errors import MismatchError, message
 
-__all__ = ["Group", "Misfit", "Part", "Receive", "Site", "call_site", "show_site"]
+__all__ = ["Group", "Misfit", "Part", "Receive", "Site", "call_site", "show_site", "show_tensors"]
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _INTERNAL = (
@@ -52,7 +52,8 @@ def show_site(site: Site) -> str:
     return f"at {site[0].co_filename}:{site[1]} in {site[0].co_name}" if site else "at an unknown place"
 
 
-def _show_tensors(tensors: Sequence[torch.Tensor]) -> str:
+def show_tensors(tensors: Sequence[torch.Tensor]) -> str:
+    """Dtypes and shapes as text, a few of them."""
     shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors[:4]]
     if len(set(shown)) == 1 and len(tensors) > 1:
         return f"{len(tensors)} x {shown[0]}"
@@ -71,9 +72,9 @@ class Part:
     """The same tensors, cut up as the kernel of the call wants them."""
 
     def __str__(self) -> str:
-        text = f"{self.call}  {_show_tensors(self.inputs)}"
+        text = f"{self.call}  {show_tensors(self.inputs)}"
         if self.outputs and self.outputs is not self.inputs:
-            text += f" -> {_show_tensors(self.outputs)}"
+            text += f" -> {show_tensors(self.outputs)}"
         return f"{text}  {show_site(self.site)}"
 
 

@@ -29,18 +29,18 @@ from torch import Tensor
 from gradmesh import _torch
 from gradmesh._torch import is_fake
 from gradmesh.backends import _patience, _steps
-from gradmesh.backends._group import PythonGroup, Tensors, reduction
+from gradmesh.backends._group import REDUCTIONS, PythonGroup, Tensors, reduction
 from gradmesh.backends._lockstep import Call, Claim, Lockstep, RefusedError, Steps, refusal
 from gradmesh.backends._mail import DTYPES, Mail, Receive, Send, misfit
-from gradmesh.backends._rendezvous import Site, call_site, show_site
+from gradmesh.backends._rendezvous import Site, call_site, show_site, show_tensors
 from gradmesh.backends._segment import BROKE, LEFT, Segment
 from gradmesh.backends._waiting import AbortedError
-from gradmesh.errors import ArgumentError, GradmeshError, NotInitializedError, ShapeError, message
+from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, NotInitializedError, ShapeError, message
 
 __all__ = ["ShmGroup"]
 
 _DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
-_REDUCTION_NUMBER = {name: number for number, name in enumerate(_steps.REDUCTIONS)}
+_REDUCTION_NUMBER = {name: number for number, name in enumerate(REDUCTIONS)}
 _KINDS = (
     "all_gather",
     "all_gather_single",
@@ -264,8 +264,7 @@ class ShmGroup(PythonGroup):
     ) -> _Work:
         work = _Work(self, steps, result, any(map(Tensor.is_inference, outputs)), call)
         with self._lock:
-            if self._closed is not None:
-                raise self._closed()
+            self._check()
             self._queue.append(work)
             if len(self._queue) == 1 or self.lockstep.arrived():
                 self._go_on()
@@ -279,6 +278,7 @@ class ShmGroup(PythonGroup):
         return work
 
     def _check(self) -> None:
+        """Refuse calls on a group that is over."""
         if self._closed is not None:
             raise self._closed()
 
@@ -314,8 +314,7 @@ class ShmGroup(PythonGroup):
         """Wait until a call is over."""
         lockstep = self.lockstep
         while not work.done:
-            if self._closed is not None:
-                raise self._closed()
+            self._check()
             first = self._queue[0] if self._queue else work
             # Another thread of the rank may be the one that goes on.
             self._wait(
@@ -342,8 +341,7 @@ class ShmGroup(PythonGroup):
             return under_way.done
 
         if not under_way.done:
-            if self._closed is not None:
-                raise self._closed()
+            self._check()
             word, needs = partial(mail.sleep_on, under_way), partial(mail.needs, under_way)
             self._wait(ready, word, needs, seconds, call, False)
 
@@ -475,7 +473,7 @@ class ShmGroup(PythonGroup):
     # -- reductions
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> _Work:
-        op = reduction(opts, _steps.REDUCTIONS, "shm")
+        op = reduction(opts, self.backend)
         shown = _Shown(f"all_reduce({op.lower()})", tensors)
         calls, after = [], _After()
         for tensor in tensors:
@@ -501,7 +499,7 @@ class ShmGroup(PythonGroup):
         return self._post(shown, after.steps([_steps.all_reduce(call, out, flat, "SUM")]), [output], [output])
 
     def reduce(self, tensors: Tensors, opts: Any) -> _Work:
-        op, root = reduction(opts, _steps.REDUCTIONS, "shm"), opts.rootRank
+        op, root = reduction(opts, self.backend), opts.rootRank
         shown = _Shown(f"reduce({op.lower()}, root {root})", tensors)
         after = _After()
         flat = after.flat(self, tensors[0], keep=True)
@@ -525,7 +523,7 @@ class ShmGroup(PythonGroup):
         )
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> _Work:
-        op = reduction(opts, _steps.REDUCTIONS, "shm")
+        op = reduction(opts, self.backend)
         shown = _Shown(f"reduce_scatter({op.lower()})", inputs[0], outputs)
         calls: list[Steps] = []
         after = _After()
@@ -546,7 +544,7 @@ class ShmGroup(PythonGroup):
         return self._post(shown, after.steps(calls), outputs, outputs, opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
-        op = reduction(opts, _steps.REDUCTIONS, "shm")
+        op = reduction(opts, self.backend)
         shown = _Shown(f"reduce_scatter_single({op.lower()})", inputs, outputs)
         calls, after = [], _After()
         for output, given in zip(outputs, inputs, strict=True):
@@ -727,8 +725,8 @@ class ShmGroup(PythonGroup):
                 message(
                     f"the {what} does not fit the input",
                     axis=self._shown(),
-                    expected=_show_tensors([other]),
-                    got=_show_tensors([tensor]),
+                    expected=show_tensors([other]),
+                    got=show_tensors([tensor]),
                     remedy="give both the same dtype and number of elements",
                 )
             )
@@ -810,9 +808,20 @@ _reduced: set[tuple[torch.dtype, str]] = set()
 
 def _reducible(flat: Tensor, op: str) -> None:
     """Refuse what torch's own kernel refuses, before anything is sent."""
-    if (flat.dtype, op) not in _reduced:
-        _torch.in_plain_mode(lambda: _steps.REDUCTIONS[op](flat[:0], flat[:0]))
-        _reduced.add((flat.dtype, op))
+    if (flat.dtype, op) in _reduced:
+        return
+    try:
+        _torch.in_plain_mode(lambda: REDUCTIONS[op](flat[:0], flat[:0]))
+    except RuntimeError as error:
+        raise DTypeError(
+            message(
+                f"torch has no {op} for this dtype",
+                expected="a dtype that torch reduces so",
+                got=f"{flat.dtype}: {error}",
+                remedy="convert the tensor first, or reduce it otherwise",
+            )
+        ) from error
+    _reduced.add((flat.dtype, op))
 
 
 def _in_mode_of(tensors: Any, work: Callable[[], object]) -> None:
@@ -847,15 +856,8 @@ class _Shown:
         self._site = call_site()
 
     def __call__(self) -> str:
-        to = f" -> {_show_tensors(self._outputs)}" if self._outputs else ""
-        return f"{self._call}  {_show_tensors(self._inputs)}{to}  {show_site(self._site or call_site())}"
-
-
-def _show_tensors(tensors: Sequence[Tensor]) -> str:
-    shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors[:4]]
-    if len(set(shown)) == 1 and len(tensors) > 1:
-        return f"{len(tensors)} x {shown[0]}"
-    return " ".join(shown) + (f" and {len(tensors) - 4} more" if len(tensors) > 4 else "")
+        to = f" -> {show_tensors(self._outputs)}" if self._outputs else ""
+        return f"{self._call}  {show_tensors(self._inputs)}{to}  {show_site(self._site or call_site())}"
 
 
 def _forget_all() -> None:

@@ -8,15 +8,15 @@ sum is taken in rank order, and where every rank takes it, every rank takes it a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from gradmesh.backends._group import REDUCTIONS, averaged
 from gradmesh.backends._lockstep import Call, Steps
 
 __all__ = [
-    "REDUCTIONS",
     "all_gather",
     "all_gather_lists",
     "all_reduce",
@@ -30,16 +30,6 @@ __all__ = [
     "sparse_all_reduce",
 ]
 
-REDUCTIONS: dict[str, Callable[..., Tensor]] = {
-    "SUM": torch.add,
-    "AVG": torch.add,
-    "PRODUCT": torch.mul,
-    "MIN": torch.minimum,
-    "MAX": torch.maximum,
-    "BAND": torch.bitwise_and,
-    "BOR": torch.bitwise_or,
-    "BXOR": torch.bitwise_xor,
-}
 _SHARED_WORK = 1 << 16
 """Bytes a rank from which more than two ranks share the work of a sum, for one more phase in each window."""
 
@@ -68,17 +58,12 @@ def _fold(op: str, rows: Sequence[Tensor], out: Tensor) -> None:
         for row in rows[2:]:
             function(out, row, out=out)
     if op == "AVG":
-        if out.is_floating_point() or out.is_complex():
-            out.div_(len(rows))
-        else:
-            out.copy_(torch.div(out, len(rows), rounding_mode="trunc"))
+        averaged(out, len(rows))
 
 
 def barrier(call: Call) -> Steps:
     """Wait until all ranks are here."""
-    if not call.publish():
-        yield
-    yield from call.agree()
+    yield from call.meet()
 
 
 def all_gather(call: Call, out: Tensor, given: Tensor) -> Steps:
@@ -87,10 +72,7 @@ def all_gather(call: Call, out: Tensor, given: Tensor) -> Steps:
     for start, end in _windows(given.numel(), _width(call, given.dtype)):
         slots = lockstep.slots(given.dtype, end - start)
         slots.rows[lockstep.rank].copy_(_cut(given, start, end))
-        if not call.publish():
-            yield
-        if not call.agreed:
-            yield from call.agree()
+        yield from call.meet()
         (out if end - start == given.numel() else out[:, start:end]).copy_(slots.together)
 
 
@@ -101,10 +83,7 @@ def all_gather_lists(call: Call, taken: Sequence[Tensor], given: Tensor) -> Step
         slots = lockstep.slots(given.dtype, end - start)
         mine = given[start:end]
         slots.rows[lockstep.rank][: mine.numel()].copy_(mine)
-        if not call.publish():
-            yield
-        if not call.agreed:
-            yield from call.agree()
+        yield from call.meet()
         for row, out in zip(slots.rows, taken, strict=True):
             part = out[start:end]
             part.copy_(row[: part.numel()])
@@ -118,10 +97,7 @@ def broadcast(call: Call, tensor: Tensor, root: int) -> Steps:
         part = _cut(tensor, start, end)
         if lockstep.rank == root:
             slots.rows[root].copy_(part)
-        if not call.publish():
-            yield
-        if not call.agreed:
-            yield from call.agree()
+        yield from call.meet()
         if lockstep.rank != root:
             part.copy_(slots.rows[root])
 
@@ -132,10 +108,7 @@ def reduce(call: Call, out: Tensor, given: Tensor, op: str, root: int) -> Steps:
     for start, end in _windows(given.numel(), _width(call, given.dtype)):
         slots = lockstep.slots(given.dtype, end - start)
         slots.rows[lockstep.rank].copy_(_cut(given, start, end))
-        if not call.publish():
-            yield
-        if not call.agreed:
-            yield from call.agree()
+        yield from call.meet()
         if lockstep.rank == root:
             _fold(op, slots.rows, _cut(out, start, end))
 
@@ -151,10 +124,7 @@ def all_reduce(call: Call, out: Tensor, given: Tensor, op: str) -> Steps:
     for start, end in _windows(given.numel(), _width(call, given.dtype)):
         slots = lockstep.slots(given.dtype, end - start)
         slots.rows[rank].copy_(_cut(given, start, end))
-        if not call.publish():
-            yield
-        if not call.agreed:
-            yield from call.agree()
+        yield from call.meet()
         part = _cut(out, start, end)
         if not shared:
             _fold(op, slots.rows, part)
@@ -166,8 +136,7 @@ def all_reduce(call: Call, out: Tensor, given: Tensor, op: str) -> Steps:
         _fold(op, mine, result)
         if rank > 1:
             mine[rank].copy_(result)
-        if not call.publish():
-            yield
+        yield from call.meet()
         for owner, row in enumerate(slots.rows):
             ready = slice(owner * share, (owner + 1) * share)
             part[ready].copy_(row[ready])
@@ -213,10 +182,7 @@ def reduce_scatter(call: Call, out: Tensor, given: Sequence[Tensor], op: str) ->
         pieces = lockstep.slots(out.dtype, others * (end - start)).pieces(others)
         if size > 1:
             _hand_out(pieces[rank], given, rank, start, end)
-        if not call.publish():
-            yield
-        if not call.agreed:
-            yield from call.agree()
+        yield from call.meet()
         rows = [
             _cut(own, start, end) if source == rank else _handed(pieces, source, rank)
             for source in range(size)
@@ -233,10 +199,7 @@ def all_to_all(call: Call, taken: Sequence[Tensor], given: Sequence[Tensor]) -> 
         pieces = lockstep.slots(given[0].dtype, others * (end - start)).pieces(others)
         if size > 1:
             _hand_out(pieces[rank], given, rank, start, end)
-        if not call.publish():
-            yield
-        if not call.agreed:
-            yield from call.agree()
+        yield from call.meet()
         for source in range(size):
             piece = _cut(given[rank], start, end) if source == rank else _handed(pieces, source, rank)
             _cut(taken[source], start, end).copy_(piece)
@@ -261,10 +224,9 @@ def exchange(call: Call, taken: Sequence[Tensor], given: Sequence[Tensor]) -> St
     while windows:
         slots = lockstep.slots(dtype, width)
         _write(slots.rows[rank], stream, start)
-        if not call.publish():
-            yield
-        if not call.agreed:
-            yield from call.agree()
+        opening = not call.agreed
+        yield from call.meet()
+        if opening:
             table = lockstep.segment.amounts[parity].tolist()
             gives = [table[source * row : source * row + size] for source in range(size)]
             takes = [table[target * row + size : (target + 1) * row] for target in range(size)]
@@ -293,10 +255,9 @@ def relay(call: Call, out: Tensor, given: Tensor, source: int | None) -> Steps:
     while windows:
         slots = lockstep.slots(given.dtype, width)
         _write(slots.rows[rank], [given], start)
-        if not call.publish():
-            yield
-        if not call.agreed:
-            yield from call.agree()
+        opening = not call.agreed
+        yield from call.meet()
+        if opening:
             table = lockstep.segment.amounts[parity].tolist()
             gives = [*table[::row], 0]  # and what comes from nobody
             if any(gives[table[at + 1]] != table[at + 2] for at in range(0, len(table), row)):

@@ -149,17 +149,17 @@ class ThreadsGroup(PythonGroup):
     # -- reductions
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> _Work:
-        op = _reduction(opts)
+        op = reduction(opts, self.backend)
         kernel = functools.partial(_kernels.reduce, op=op, root=None)
         return self._post(f"all_reduce({op.lower()})", kernel, tensors, tensors)
 
     def reduce(self, tensors: Tensors, opts: Any) -> _Work:
-        op = _reduction(opts)
+        op = reduction(opts, self.backend)
         kernel = functools.partial(_kernels.reduce, op=op, root=opts.rootRank)
         return self._post(f"reduce({op.lower()}, root {opts.rootRank})", kernel, tensors, tensors)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> _Work:
-        op = _reduction(opts)
+        op = reduction(opts, self.backend)
         for given in inputs:
             self._one_per_rank("reduce_scatter", given)
         return self._post(
@@ -171,7 +171,7 @@ class ThreadsGroup(PythonGroup):
         )
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
-        op = _reduction(opts)
+        op = reduction(opts, self.backend)
         return self._post(
             f"reduce_scatter_single({op.lower()})",
             functools.partial(_kernels.reduce_scatter, op=op),
@@ -285,7 +285,3 @@ class ThreadsGroup(PythonGroup):
 
     def _cut(self, tensor: torch.Tensor, splits: list[int]) -> Tensors:
         return list(tensor.split(self._split_sizes(tensor, splits)))
-
-
-def _reduction(opts: Any) -> str:
-    return reduction(opts, _kernels.REDUCTIONS, "threads")
