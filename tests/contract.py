@@ -15,9 +15,10 @@ from torch.autograd import forward_ad
 
 import gradmesh as gm
 from gradmesh.autograd import apply
-from gradmesh.ops import REGISTRY, LinearOp, wire
+from gradmesh.ops import REGISTRY, LinearOp
 from gradmesh.types import I, P, R
 from gradmesh.verify import laws
+from gradmesh.wire import motions as wire
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 ROUNDING = {

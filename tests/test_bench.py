@@ -29,8 +29,8 @@ from gradmesh.bench.speed.targets import OURS, PEERS, RAW_SHM, against_peers, ta
 from gradmesh.bench.speed.tasks import ELEMENT, SIZES, VERBS, WAYS, Task, cotangent, operand
 from gradmesh.bench.speed.worker import Worker, memory_is_told
 from gradmesh.errors import ArgumentError
-from gradmesh.memory import empty as recycled
-from gradmesh.memory import idle_bytes
+from gradmesh.wire.memory import empty as recycled
+from gradmesh.wire.memory import idle_bytes
 from tests.conftest import Run
 
 WRONG = {("functional collectives", "broadcast", "backward")}

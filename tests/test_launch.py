@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 
 import gradmesh.launch  # noqa: F401 - the module; the package may export a function of that name
-from gradmesh import _shipping
 from gradmesh.errors import ArgumentError, MissingExtraError, RankError
-from gradmesh.launch import Ranks, launch
+from gradmesh.launch import Ranks, launch, pickling
 
 launch_module = sys.modules["gradmesh.launch"]
 
@@ -258,7 +257,7 @@ def test_what_cannot_come_back_by_pickle_is_said(pool: Ranks) -> None:
 
 def test_a_call_that_cannot_be_pickled_is_said() -> None:
     with pytest.raises(ArgumentError, match="cannot be pickled for another process"):
-        _shipping.dumps((my_rank_plus, (threading.Lock(),)))
+        pickling.dumps((my_rank_plus, (threading.Lock(),)))
 
 
 def uses_modules_of_a_special_kind() -> tuple[bool, str]:
@@ -270,25 +269,23 @@ def uses_modules_of_a_special_kind() -> tuple[bool, str]:
 def test_a_function_that_names_torch_and_ops_goes_by_value() -> None:
     """cloudpickle takes torch.ops along then, which is a module that it does not know how to pickle."""
     local = types.FunctionType(uses_modules_of_a_special_kind.__code__, {"torch": torch}, "local")
-    assert pickle.loads(_shipping.dumps(local))() == (True, "gradmesh.ops")
+    assert pickle.loads(pickling.dumps(local))() == (True, "gradmesh.ops")
 
 
 def test_without_cloudpickle_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'gradmesh\[notebook\]'"):
-        _shipping.dumps(lambda: 1)
+        pickling.dumps(lambda: 1)
 
 
 def test_what_can_be_imported_goes_by_name() -> None:
     assert (
         len(
-            _shipping.dumps(
-                (torch.nn.functional.softmax, textwrap.dedent, dist.ReduceOp.SUM, torch.nn.Linear)
-            )
+            pickling.dumps((torch.nn.functional.softmax, textwrap.dedent, dist.ReduceOp.SUM, torch.nn.Linear))
         )
         < 400
     )
-    assert not _shipping.importable("__main__")
+    assert not pickling.importable("__main__")
     for name in (
         "os",
         "posixpath",
@@ -297,7 +294,7 @@ def test_what_can_be_imported_goes_by_name() -> None:
         "torch._C._distributed_c10d",
         "numpy",
     ):
-        assert name not in sys.modules or _shipping.importable(name), name
+        assert name not in sys.modules or pickling.importable(name), name
 
 
 @pytest.mark.parametrize(
@@ -482,7 +479,7 @@ def test_a_module_that_only_the_caller_can_import_goes_by_value(tmp_path: Path, 
     sys.modules["only_here"] = module
     try:
         spec.loader.exec_module(module)
-        assert not _shipping.importable("only_here")
+        assert not pickling.importable("only_here")
         assert pool.run(module.times, 2) == [12, 12]
         assert pool.run(lambda: module.times(3)) == [16, 16]
     finally:

@@ -29,8 +29,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradmesh as gm
-from gradmesh.backends import _futex, _segment
-from gradmesh.backends._segment import Segment, chunk_bytes, segment_bytes
+from gradmesh.backends.shm import futex, segment
+from gradmesh.backends.shm.segment import Segment, chunk_bytes, segment_bytes
 from gradmesh.errors import ArgumentError, GradmeshError
 from tools.kill_ranks import RANDOM, WAITS, Trial, kill_ranks
 from tools.soak import soak_ranks
@@ -337,7 +337,7 @@ def test_ranks_on_two_hosts_are_refused_on_every_rank(ranks: Run) -> None:
         elsewhere = ["elsewhere", "another-boot", "pid:[1]"]
         with contextlib.ExitStack() as stack:
             if dist.get_rank() == 2:
-                stack.enter_context(mock.patch.object(_segment, "_host", return_value=elsewhere))
+                stack.enter_context(mock.patch.object(segment, "_host", return_value=elsewhere))
             tried = attempt(lambda: dist.new_group(backend="shm"))
         return tried, total()
 
@@ -926,7 +926,7 @@ def test_more_ranks_than_cores_get_on() -> None:
 
 def test_the_collectives_are_right_with_the_fence_of_other_processors(ranks: Run) -> None:
     def work() -> list[bool]:
-        with mock.patch.object(_futex, "fence", _futex._through_a_lock), group() as made:
+        with mock.patch.object(futex, "fence", futex._through_a_lock), group() as made:
             rank, right = dist.get_rank(), []
             for count in (3, 30_000, 600_001):
                 xs = [data(r, count, dtype=torch.float32) for r in range(W)]

@@ -23,7 +23,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.func import hessian, jacfwd, jvp
 
 from gradmesh import _torch
-from gradmesh.backends import _waiting, threads
+from gradmesh.backends import threads
+from gradmesh.backends.threads import waiting
 from gradmesh.errors import ArgumentError, DeadlockError, MismatchError, RankError, ShapeError
 from gradmesh.launch import launch
 
@@ -349,7 +350,7 @@ def test_the_timeout_of_a_group_is_honoured() -> None:
 
 
 def test_a_failing_rank_wakes_the_others_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_waiting, "GRACE", 30)  # a rank that only looked around now and then would be late
+    monkeypatch.setattr(waiting, "GRACE", 30)  # a rank that only looked around now and then would be late
     woken: list[tuple[float, BaseException]] = []
     failed_at: list[float] = []
 

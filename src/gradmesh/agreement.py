@@ -19,11 +19,12 @@ from torch import Tensor
 
 from gradmesh._torch import is_fake
 from gradmesh.axis import Axis
-from gradmesh.backends._lockstep import Claim
-from gradmesh.backends._rendezvous import call_site, show_site
-from gradmesh.backends._shm_group import ShmGroup
+from gradmesh.backends.shm.group import ShmGroup
+from gradmesh.backends.shm.phases import Claim
+from gradmesh.call_sites import call_site, show_site
 from gradmesh.errors import MismatchError, message
-from gradmesh.ops import Op, wire
+from gradmesh.ops import Op
+from gradmesh.wire import motions as wire
 
 __all__ = ["agree", "withdraw"]
 

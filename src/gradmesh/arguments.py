@@ -13,8 +13,8 @@ from torch.compiler import is_compiling
 from gradmesh._torch import functorch_active, is_fake, only_vmap_active, transforms_active
 from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError, message
-from gradmesh.ops import wire
 from gradmesh.ops.base import Precision
+from gradmesh.wire import motions as wire
 from gradmesh.world import rank_state
 
 __all__ = ["Call", "Sizes", "integer"]

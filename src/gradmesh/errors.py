@@ -12,6 +12,7 @@ The tree::
     |-- DeadlockError         RuntimeError   ranks wait for something that cannot come
     |-- OrderError            RuntimeError   a chain of ordered collectives is not joined, or used after it was
     |-- RankError             RuntimeError   a launched rank failed; carries its rank and traceback
+    |   `-- AbortedError                     this rank could not go on because another one failed
     `-- MissingExtraError     ImportError    an optional dependency is not installed
 
 Every class also derives from the builtin that PyTorch users would catch. A message always has the same
@@ -27,6 +28,7 @@ lines, so that it can be read at a glance and searched for::
 from __future__ import annotations
 
 __all__ = [
+    "AbortedError",
     "ArgumentError",
     "AxisError",
     "DTypeError",
@@ -113,6 +115,10 @@ class RankError(GradmeshError, RuntimeError):
         super().__init__(text)
         self.rank = rank
         self.rank_traceback = rank_traceback
+
+
+class AbortedError(RankError):
+    """This rank could not go on because another one failed. Never the first failure of a launch."""
 
 
 class MissingExtraError(GradmeshError, ImportError):

@@ -29,9 +29,10 @@ from gradmesh._torch import (
 )
 from gradmesh.autograd import linked, unlinked
 from gradmesh.axis import Axis
-from gradmesh.backends._rendezvous import Site, call_site, show_site
+from gradmesh.call_sites import Site, call_site, show_site
 from gradmesh.errors import OrderError, message
-from gradmesh.ops import LinearOp, PartialFromVarying, wire
+from gradmesh.ops import LinearOp, PartialFromVarying
+from gradmesh.wire import motions as wire
 from gradmesh.world import rank_state
 
 __all__ = ["Order", "backward", "grad", "join", "ordered"]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from gradmesh.ops import wire
 from gradmesh.ops.base import LinearOp, shifted
 from gradmesh.types import P, R, V
+from gradmesh.wire import motions as wire
 
 __all__ = ["AllGather", "ReduceScatter", "Split"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gradmesh.ops import wire
 from gradmesh.ops.base import LinearOp, SameShape
 from gradmesh.types import I, P, R
+from gradmesh.wire import motions as wire
 
 __all__ = ["AllReduce", "AllReduceInvariant", "Replicate"]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradmesh.ops import wire
 from gradmesh.ops.base import LinearOp, shifted
 from gradmesh.types import V
+from gradmesh.wire import motions as wire
 
 __all__ = ["AllToAll"]
 

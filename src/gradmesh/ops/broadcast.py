@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradmesh.ops import wire
 from gradmesh.ops.base import LinearOp, SameShape
 from gradmesh.types import I, P, R, V
+from gradmesh.wire import motions as wire
 
 __all__ = ["Broadcast", "BroadcastInvariant", "KeepAtRoot", "Reduce", "Rooted"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradmesh.ops import wire
 from gradmesh.ops.base import LinearOp, SameShape
 from gradmesh.types import I, P, R, V
+from gradmesh.wire import motions as wire
 
 __all__ = [
     "InvariantToPartial",

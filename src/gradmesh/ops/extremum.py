@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradmesh.ops import wire
 from gradmesh.ops.base import Op
+from gradmesh.wire import motions as wire
 
 __all__ = ["Extremum"]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from gradmesh.ops import wire
 from gradmesh.ops.base import LinearOp, shifted
 from gradmesh.types import V
+from gradmesh.wire import motions as wire
 
 __all__ = ["HaloExchange", "HaloReturn"]
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from gradmesh.errors import ArgumentError, MismatchError
-from gradmesh.ops import wire
 from gradmesh.ops.base import LinearOp
 from gradmesh.types import V
+from gradmesh.wire import motions as wire
 
 __all__ = ["Receive", "Send"]
 

@@ -10,9 +10,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from gradmesh.ops import wire
 from gradmesh.ops.base import LinearOp, shifted
 from gradmesh.types import V
+from gradmesh.wire import motions as wire
 
 __all__ = ["Extents", "Permute", "Shift"]
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradmesh.ops import wire
 from gradmesh.ops.base import LinearOp, SameShape
 from gradmesh.types import V
+from gradmesh.wire import motions as wire
 
 __all__ = ["Exscan", "Scan"]
 

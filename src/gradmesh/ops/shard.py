@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradmesh.ops import wire
 from gradmesh.ops.all_gather import Join, Split
 from gradmesh.ops.base import LinearOp, shifted
 from gradmesh.types import I, P, R, V
+from gradmesh.wire import motions as wire
 
 __all__ = ["AllGatherInvariant", "Pad", "Shard", "ShardReplicated"]
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from gradmesh.axis import Axis
-from gradmesh.ops import LinearOp, wire
+from gradmesh.ops import LinearOp
 from gradmesh.types import Type
+from gradmesh.wire import motions as wire
 
 __all__ = ["adjoint_matrix_error", "inner_product_error", "matrix", "pairing", "sample"]
 

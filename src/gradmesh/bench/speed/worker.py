@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from gradmesh import memory
 from gradmesh.bench.speed.calls import Calls, Place
 from gradmesh.bench.speed.contenders import Contender
 from gradmesh.bench.speed.tasks import WAYS, Task, cotangent, operand
+from gradmesh.wire import memory
 
 __all__ = ["Worker", "memory_is_told"]
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gradmesh.backends._group import REDUCTIONS, averaged
-from gradmesh.backends._lockstep import Call, Steps
+from gradmesh.backends.process_group import REDUCTIONS, averaged
+from gradmesh.backends.shm.phases import Call, Steps
 
 __all__ = [
     "all_gather",

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from gradmesh import _torch
-from gradmesh.backends._rendezvous import Group
-from gradmesh.backends._threads_group import ThreadsGroup
-from gradmesh.backends._waiting import World
+from gradmesh.backends.threads.group import ThreadsGroup
+from gradmesh.backends.threads.rendezvous import Group
+from gradmesh.backends.threads.waiting import World
 from gradmesh.errors import ArgumentError, message
 
 __all__ = ["rank_locals", "register", "seated"]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from gradmesh.backends import _futex
-from gradmesh.backends._segment import Segment, Slots
+from gradmesh.backends.shm import futex
+from gradmesh.backends.shm.segment import Segment, Slots
 from gradmesh.errors import MismatchError, message
 
 __all__ = ["Call", "Claim", "Lockstep", "RefusedError", "Steps", "refusal"]
@@ -66,16 +66,16 @@ class Lockstep:
         self.phase += 1
         if self._alone:
             return True
-        _futex.fence()
+        futex.fence()
         self._published[self.rank] = self.phase
-        _futex.wake(self._word)
+        futex.wake(self._word)
         return self.arrived()
 
     def arrived(self) -> bool:
         """Whether all have published this phase."""
         if min(self._published.tolist()) < self.phase:
             return False
-        _futex.fence()
+        futex.fence()
         return True
 
     def late(self) -> list[int]:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradmesh.backends import _kernels
-from gradmesh.backends._group import PythonGroup, Tensors, reduction
-from gradmesh.backends._kernels import Exchange
-from gradmesh.backends._rendezvous import Group, Part, Receive, call_site
-from gradmesh.backends._waiting import Waitable, World
+from gradmesh.backends.process_group import PythonGroup, Tensors, reduction
+from gradmesh.backends.threads import collectives
+from gradmesh.backends.threads.collectives import Exchange
+from gradmesh.backends.threads.rendezvous import Group, Part, Receive
+from gradmesh.backends.threads.waiting import Waitable, World
+from gradmesh.call_sites import call_site
 
 __all__ = ["ThreadsGroup"]
 
@@ -144,18 +145,18 @@ class ThreadsGroup(PythonGroup):
         pieces: list[Exchange],
         result: object = None,
     ) -> _Work:
-        return self._post(call, _kernels.exchange, inputs, outputs, pieces=pieces, result=result)
+        return self._post(call, collectives.exchange, inputs, outputs, pieces=pieces, result=result)
 
     # -- reductions
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> _Work:
         op = reduction(opts, self.backend)
-        kernel = functools.partial(_kernels.reduce, op=op, root=None)
+        kernel = functools.partial(collectives.reduce, op=op, root=None)
         return self._post(f"all_reduce({op.lower()})", kernel, tensors, tensors)
 
     def reduce(self, tensors: Tensors, opts: Any) -> _Work:
         op = reduction(opts, self.backend)
-        kernel = functools.partial(_kernels.reduce, op=op, root=opts.rootRank)
+        kernel = functools.partial(collectives.reduce, op=op, root=opts.rootRank)
         return self._post(f"reduce({op.lower()}, root {opts.rootRank})", kernel, tensors, tensors)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> _Work:
@@ -164,7 +165,7 @@ class ThreadsGroup(PythonGroup):
             self._one_per_rank("reduce_scatter", given)
         return self._post(
             f"reduce_scatter({op.lower()})",
-            functools.partial(_kernels.reduce_scatter, op=op),
+            functools.partial(collectives.reduce_scatter, op=op),
             [tensor for given in inputs for tensor in given],
             outputs,
             pieces=[Exchange(given, ()) for given in inputs],
@@ -174,7 +175,7 @@ class ThreadsGroup(PythonGroup):
         op = reduction(opts, self.backend)
         return self._post(
             f"reduce_scatter_single({op.lower()})",
-            functools.partial(_kernels.reduce_scatter, op=op),
+            functools.partial(collectives.reduce_scatter, op=op),
             inputs,
             outputs,
             pieces=[Exchange(self._slots(i, o), ()) for o, i in zip(outputs, inputs, strict=True)],

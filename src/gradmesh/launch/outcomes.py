@@ -11,8 +11,7 @@ import time
 import traceback
 from types import TracebackType
 
-from gradmesh.backends._waiting import AbortedError
-from gradmesh.errors import RankError, message
+from gradmesh.errors import AbortedError, RankError, message
 
 __all__ = ["FAILURE_GRACE", "POLL", "START_LIMIT", "Failure", "Outcome", "group_timeout"]
 

@@ -11,10 +11,10 @@ from typing import Any, Self, TypeVar, cast
 
 import torch.distributed as dist
 
-from gradmesh._process_ranks import ProcessRanks
-from gradmesh._thread_ranks import ThreadRanks
 from gradmesh.backends import shm, threads
 from gradmesh.errors import ArgumentError, message
+from gradmesh.launch.process_ranks import ProcessRanks
+from gradmesh.launch.thread_ranks import ThreadRanks
 
 __all__ = ["Ranks", "launch"]
 

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from gradmesh import _torch
-from gradmesh._outcomes import FAILURE_GRACE, POLL, Failure, Outcome, group_timeout
 from gradmesh.backends import threads
-from gradmesh.backends._waiting import AbortedError, World
-from gradmesh.errors import message
+from gradmesh.backends.threads.waiting import World
+from gradmesh.errors import AbortedError, message
+from gradmesh.launch.outcomes import FAILURE_GRACE, POLL, Failure, Outcome, group_timeout
 
 __all__ = ["ThreadRanks"]
 

@@ -20,12 +20,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from gradmesh.backends import _futex
-from gradmesh.backends._segment import BROKE, Segment
+from gradmesh.backends.shm import futex
+from gradmesh.backends.shm.segment import BROKE, Segment
 from gradmesh.errors import DeadlockError, message
 
 if TYPE_CHECKING:
-    from gradmesh.backends._shm_group import ShmGroup
+    from gradmesh.backends.shm.group import ShmGroup
 
 __all__ = ["LOOK", "busy", "forget", "idle", "in_background", "progress", "spins", "until"]
 
@@ -153,9 +153,9 @@ def until(
         if ready():
             return
         if sleep is None or others:
-            time.sleep(_SLICE) if sleep is None else _futex.wait(*sleep, _SLICE)
+            time.sleep(_SLICE) if sleep is None else futex.wait(*sleep, _SLICE)
         else:
-            _futex.wait(*sleep, min(LOOK, max(0.0, start + seconds - time.monotonic())))
+            futex.wait(*sleep, min(LOOK, max(0.0, start + seconds - time.monotonic())))
         if ready():
             return
         now = time.monotonic()

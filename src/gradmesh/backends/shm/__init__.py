@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradmesh.backends import _futex
-from gradmesh.backends._segment import Segment
-from gradmesh.backends._shm_group import ShmGroup
+from gradmesh.backends.shm import futex
+from gradmesh.backends.shm.group import ShmGroup
+from gradmesh.backends.shm.segment import Segment
 from gradmesh.errors import ArgumentError, message
 
 __all__ = ["available", "default", "register"]
@@ -23,7 +23,7 @@ _register_lock = threading.Lock()
 
 def available() -> bool:
     """Whether this system has what the backend needs: Linux, on a processor whose system calls it knows."""
-    return _futex.supported()
+    return futex.supported()
 
 
 def default() -> str:

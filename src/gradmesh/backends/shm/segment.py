@@ -24,9 +24,8 @@ from typing import Any
 
 import torch
 
-from gradmesh.backends import _futex
-from gradmesh.backends._waiting import AbortedError
-from gradmesh.errors import ArgumentError, DeadlockError, GradmeshError, message
+from gradmesh.backends.shm import futex
+from gradmesh.errors import AbortedError, ArgumentError, DeadlockError, GradmeshError, message
 
 __all__ = ["CHUNK_VARIABLE", "Segment", "chunk_bytes", "segment_bytes"]
 
@@ -338,10 +337,10 @@ class Segment:
         """Say that this rank has left, or given up, and wake whoever waits for it."""
         if self.states[self.rank] == OPEN:
             self.states[self.rank] = state
-            _futex.wake(self.word(self.rank))
+            futex.wake(self.word(self.rank))
             for other in range(self.size):
-                _futex.wake(self.written_word(self.rank * self.size + other))
-                _futex.wake(self.read_word(other * self.size + self.rank))
+                futex.wake(self.written_word(self.rank * self.size + other))
+                futex.wake(self.read_word(other * self.size + self.rank))
 
     def close(self) -> None:
         """Stop watching the other processes. The memory goes when the last view of it does."""

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gradmesh.backends import _futex
-from gradmesh.backends._segment import Segment
+from gradmesh.backends.shm import futex
+from gradmesh.backends.shm.segment import Segment
 from gradmesh.errors import MismatchError, message
 
 __all__ = ["DTYPES", "Mail", "Receive", "Send"]
@@ -164,7 +164,7 @@ class Mail:
             count = min(rest, self._piece)
             if self._ring - (self._written[target] - self._segment.read[pair]) < count:
                 return
-            _futex.fence()
+            futex.fence()
             if send.position < 0:
                 self._write_raw(pair, self._written[target], send.header)
                 self._written[target] += _HEADER.size
@@ -175,9 +175,9 @@ class Mail:
                     ring[:length].copy_(send.bytes[send.position + at : send.position + at + length])
                 send.position += count
                 self._written[target] += count
-            _futex.fence()
+            futex.fence()
             self._segment.written[pair] = self._written[target]
-            _futex.wake(self._segment.written_word(pair))
+            futex.wake(self._segment.written_word(pair))
             if send.position == send.bytes.numel():
                 send.done = True
                 leaving.popleft()
@@ -207,7 +207,7 @@ class Mail:
             if coming is None:
                 if available < _HEADER.size:
                     return
-                _futex.fence()
+                futex.fence()
                 coming = self._match(source, self._peek(pair, source))
                 if coming is None:
                     return
@@ -216,7 +216,7 @@ class Mail:
                 available -= _HEADER.size
             count = min(available, coming.size - coming.position)
             if count and coming.bytes is not None:
-                _futex.fence()
+                futex.fence()
                 for ring, at, length in self._stretches(pair, self._read[source], count):
                     coming.bytes[coming.position + at : coming.position + at + length].copy_(ring[:length])
                 coming.position += count
@@ -234,9 +234,9 @@ class Mail:
 
     def _take(self, pair: int, source: int, count: int) -> None:
         self._read[source] += count
-        _futex.fence()
+        futex.fence()
         self._segment.read[pair] = self._read[source]
-        _futex.wake(self._segment.read_word(pair))
+        futex.wake(self._segment.read_word(pair))
 
     def _match(self, source: int, header: bytes) -> _Incoming | None:
         """The message at the head of a ring, if it is to be read now."""

@@ -1,4 +1,4 @@
-"""The main program of a rank that is a process. Its parent is `_process_ranks.ProcessRanks`.
+"""The main program of a rank that is a process. Its parent is `launch.process_ranks.ProcessRanks`.
 
 A thread reads what the parent sends, so that the process notices at once when the parent is gone, and can say
 where its main thread is while that one works.
@@ -21,8 +21,8 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from gradmesh._outcomes import Failure, group_timeout
-from gradmesh._shipping import dumps_result
+from gradmesh.launch.outcomes import Failure, group_timeout
+from gradmesh.launch.pickling import dumps_result
 
 __all__ = ["main"]
 

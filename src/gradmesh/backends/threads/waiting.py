@@ -13,16 +13,12 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from gradmesh.errors import DeadlockError, GradmeshError, RankError, message
+from gradmesh.errors import AbortedError, DeadlockError, GradmeshError, message
 
-__all__ = ["AbortedError", "Waitable", "World"]
+__all__ = ["Waitable", "World"]
 
 GRACE = 0.25
 """Seconds between two looks at the world; what is stuck at two looks in a row, with no event between, is stuck."""
-
-
-class AbortedError(RankError):
-    """This rank could not go on because another one failed. Never the first failure of a launch."""
 
 
 class World:

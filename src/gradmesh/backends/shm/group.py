@@ -4,7 +4,7 @@
 
 A call is begun when it is made, and goes on while the rank waits for it or for anything else: the calls of a group in
 order, those of different groups side by side. Only what the rank leaves unfinished is taken on by a thread
-(`_patience.in_background`).
+(`progress.in_background`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,21 @@ from torch import Tensor
 
 from gradmesh import _torch
 from gradmesh._torch import is_fake
-from gradmesh.backends import _patience, _steps
-from gradmesh.backends._group import REDUCTIONS, PythonGroup, Tensors, reduction
-from gradmesh.backends._lockstep import Call, Claim, Lockstep, RefusedError, Steps, refusal
-from gradmesh.backends._mail import DTYPES, Mail, Receive, Send, misfit
-from gradmesh.backends._rendezvous import Site, call_site, show_site, show_tensors
-from gradmesh.backends._segment import BROKE, LEFT, Segment
-from gradmesh.backends._waiting import AbortedError
-from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, NotInitializedError, ShapeError, message
+from gradmesh.backends.process_group import REDUCTIONS, PythonGroup, Tensors, reduction
+from gradmesh.backends.shm import collectives, progress
+from gradmesh.backends.shm.p2p import DTYPES, Mail, Receive, Send, misfit
+from gradmesh.backends.shm.phases import Call, Claim, Lockstep, RefusedError, Steps, refusal
+from gradmesh.backends.shm.segment import BROKE, LEFT, Segment
+from gradmesh.call_sites import Site, call_site, show_site, show_tensors
+from gradmesh.errors import (
+    AbortedError,
+    ArgumentError,
+    DTypeError,
+    GradmeshError,
+    NotInitializedError,
+    ShapeError,
+    message,
+)
 
 __all__ = ["ShmGroup"]
 
@@ -86,7 +93,7 @@ class _Work(dist.Work):
 
     def is_completed(self) -> bool:
         if not self.done:
-            _patience.progress()
+            progress.progress()
         return self.done
 
     def is_success(self) -> bool:
@@ -120,7 +127,7 @@ class _Message(_Work):
 
     def is_completed(self) -> bool:
         if not self.done and self.error is None:
-            _patience.progress()
+            progress.progress()
             self.error = self.group.lost(self.under_way, self.call)
         if self.done:
             self._finish()
@@ -199,7 +206,7 @@ class ShmGroup(PythonGroup):
     def __init__(self, segment: Segment, timeout: datetime.timedelta, name: str) -> None:
         super().__init__(name, segment.rank, segment.size, timeout)
         self.segment = segment
-        self.spins = _patience.spins(segment.size)
+        self.spins = progress.spins(segment.size)
         self.lockstep = Lockstep(segment)
         self.mail = Mail(segment)
         self._queue: deque[_Work] = deque()
@@ -243,7 +250,7 @@ class ShmGroup(PythonGroup):
         self._claim = None
         call = Call(self.lockstep, secrets.randbits(64), Claim(0, lambda: said, refusal(self._name)))
         with contextlib.suppress(GradmeshError):
-            self._post(_Shown(said, []), _steps.barrier(call), [], []).wait()
+            self._post(_Shown(said, []), collectives.barrier(call), [], []).wait()
 
     def _call(self, name: str, shown: Callable[[], str], *facts: int) -> Call:
         head: int = hash((_KIND_NUMBER[name], *facts))
@@ -269,10 +276,10 @@ class ShmGroup(PythonGroup):
             if len(self._queue) == 1 or self.lockstep.arrived():
                 self._go_on()
             if self._queue:
-                _patience.busy(self)
+                progress.busy(self)
                 call.begun()  # now that there is time
                 if opts is not None and getattr(opts, "asyncOp", True):
-                    _patience.in_background()
+                    progress.in_background()
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -329,7 +336,7 @@ class ShmGroup(PythonGroup):
                 if self._queue and lockstep.arrived():
                     self._go_on()
                 if not self._queue and not self.mail.busy:
-                    _patience.idle(self)
+                    progress.idle(self)
 
     def deliver(self, under_way: Send | Receive, seconds: float, call: Callable[[], str]) -> None:
         """Wait until a message has gone, or come."""
@@ -355,7 +362,7 @@ class ShmGroup(PythonGroup):
         in_call: bool,
     ) -> None:
         try:
-            _patience.until(ready, word, needs, self, seconds, call, in_call=in_call)
+            progress.until(ready, word, needs, self, seconds, call, in_call=in_call)
         except BaseException as error:
             self._break(error)
             raise
@@ -380,7 +387,7 @@ class ShmGroup(PythonGroup):
             if self._queue and self.lockstep.arrived():
                 self._go_on()
             if not self._queue and not self.mail.busy:
-                _patience.idle(self)
+                progress.idle(self)
             return bool(self._queue) or self.mail.under_way > int(in_message)
         except Exception as error:
             self._break(error)  # whoever waits for this group hears of it, and not who waits for another one
@@ -417,7 +424,7 @@ class ShmGroup(PythonGroup):
 
     def _time_to_look(self) -> bool:
         now = time.monotonic()
-        if now - self._looked < _patience.LOOK:
+        if now - self._looked < progress.LOOK:
             return False
         self._looked = now
         return True
@@ -443,7 +450,7 @@ class ShmGroup(PythonGroup):
         self._queue.clear()
         self._claims.clear()  # they hold the group itself
         self._claim = None
-        _patience.idle(self)
+        progress.idle(self)
 
     def shutdown(self) -> None:
         with self._lock:
@@ -480,12 +487,12 @@ class ShmGroup(PythonGroup):
             if tensor.layout is torch.sparse_coo and tensor.is_cpu and op == "SUM":
                 facts = len(tensors), _DTYPE_NUMBER[tensor.dtype], tensor.sparse_dim(), *tensor.shape
                 three = [self._call("sparse_all_reduce", shown, *facts, part) for part in range(3)]
-                calls.append(_steps.sparse_all_reduce(three, tensor))
+                calls.append(collectives.sparse_all_reduce(three, tensor))
                 continue
             flat = after.flat(self, tensor, keep=True)
             _reducible(flat, op)
             call = self._call("all_reduce", shown, len(tensors), *_facts(flat), _REDUCTION_NUMBER[op])
-            calls.append(_steps.all_reduce(call, flat, flat, op))
+            calls.append(collectives.all_reduce(call, flat, flat, op))
         return self._post(shown, after.steps(calls), tensors, tensors, opts)
 
     def all_reduce_into(self, output: Tensor, input: Tensor) -> _Work:  # noqa: A002
@@ -496,7 +503,9 @@ class ShmGroup(PythonGroup):
         self._fits("output", output, input)
         _reducible(flat, "SUM")
         call = self._call("all_reduce", shown, 1, *_facts(flat), _REDUCTION_NUMBER["SUM"])
-        return self._post(shown, after.steps([_steps.all_reduce(call, out, flat, "SUM")]), [output], [output])
+        return self._post(
+            shown, after.steps([collectives.all_reduce(call, out, flat, "SUM")]), [output], [output]
+        )
 
     def reduce(self, tensors: Tensors, opts: Any) -> _Work:
         op, root = reduction(opts, self.backend), opts.rootRank
@@ -506,7 +515,7 @@ class ShmGroup(PythonGroup):
         _reducible(flat, op)
         call = self._call("reduce", shown, *_facts(flat), _REDUCTION_NUMBER[op], root)
         return self._post(
-            shown, after.steps([_steps.reduce(call, flat, flat, op, root)]), tensors, tensors, opts
+            shown, after.steps([collectives.reduce(call, flat, flat, op, root)]), tensors, tensors, opts
         )
 
     def reduce_into(self, output: Tensor, input: Tensor, root: int) -> _Work:  # noqa: A002
@@ -519,7 +528,7 @@ class ShmGroup(PythonGroup):
         _reducible(flat, "SUM")
         call = self._call("reduce", shown, *_facts(flat), _REDUCTION_NUMBER["SUM"], root)
         return self._post(
-            shown, after.steps([_steps.reduce(call, out, flat, "SUM", root)]), [output], [output]
+            shown, after.steps([collectives.reduce(call, out, flat, "SUM", root)]), [output], [output]
         )
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> _Work:
@@ -536,11 +545,11 @@ class ShmGroup(PythonGroup):
             facts = len(outputs), _DTYPE_NUMBER[out.dtype], _REDUCTION_NUMBER[op], *sizes
             if len(set(sizes)) == 1:
                 call = self._call("reduce_scatter", shown, *facts)
-                calls.append(_steps.reduce_scatter(call, out, flats, op))
+                calls.append(collectives.reduce_scatter(call, out, flats, op))
                 continue
             for target, flat in enumerate(flats):
                 call = self._call("reduce_scatter", shown, *facts, target)
-                calls.append(_steps.reduce(call, out, flat, op, target))
+                calls.append(collectives.reduce(call, out, flat, op, target))
         return self._post(shown, after.steps(calls), outputs, outputs, opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
@@ -553,7 +562,7 @@ class ShmGroup(PythonGroup):
             _reducible(out, op)
             facts = len(outputs), *_facts(out), _REDUCTION_NUMBER[op]
             call = self._call("reduce_scatter_single", shown, *facts)
-            calls.append(_steps.reduce_scatter(call, out, rows, op))
+            calls.append(collectives.reduce_scatter(call, out, rows, op))
         return self._post(shown, after.steps(calls), outputs, outputs, opts)
 
     # -- exchanges
@@ -565,7 +574,7 @@ class ShmGroup(PythonGroup):
         for tensor in tensors:
             flat = after.flat(self, tensor, keep=self.place == root)
             call = self._call("broadcast", shown, len(tensors), *_facts(flat), root)
-            calls.append(_steps.broadcast(call, flat, root))
+            calls.append(collectives.broadcast(call, flat, root))
         return self._post(shown, after.steps(calls), tensors, tensors, opts)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> _Work:
@@ -577,7 +586,7 @@ class ShmGroup(PythonGroup):
             self._fits("own place in the output list", taken[self.place], given)
             facts = len(inputs), _DTYPE_NUMBER[flat.dtype], *(out.numel() for out in outs)
             call = self._call("all_gather", shown, *facts)
-            calls.append(_steps.all_gather_lists(call, outs, flat))
+            calls.append(collectives.all_gather_lists(call, outs, flat))
         return self._post(shown, after.steps(calls), outputs, [t for taken in outputs for t in taken], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
@@ -587,7 +596,7 @@ class ShmGroup(PythonGroup):
             flat = _flat(self, given)
             rows = self._rows(after.flat(self, output), flat, output, given)
             call = self._call("all_gather_single", shown, len(inputs), *_facts(flat))
-            calls.append(_steps.all_gather(call, rows, flat))
+            calls.append(collectives.all_gather(call, rows, flat))
         return self._post(shown, after.steps(calls), outputs, outputs, opts)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> _Work:
@@ -601,7 +610,7 @@ class ShmGroup(PythonGroup):
             self._fits("own place in the output list", outputs[0][root], given)
         gives = [flat if rank == root else nothing for rank in range(self.count)]
         call = self._call("gather", shown, _DTYPE_NUMBER[flat.dtype], root)
-        steps = after.steps([_steps.exchange(call, taken, gives)])
+        steps = after.steps([collectives.exchange(call, taken, gives)])
         return self._post(shown, steps, outputs, outputs[0] if outputs else [], opts)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> _Work:
@@ -616,7 +625,9 @@ class ShmGroup(PythonGroup):
             self._fits("output", output, inputs[0][root])
         taken = [out if rank == root else nothing for rank in range(self.count)]
         call = self._call("scatter", shown, _DTYPE_NUMBER[out.dtype], root)
-        return self._post(shown, after.steps([_steps.exchange(call, taken, gives)]), outputs, outputs, opts)
+        return self._post(
+            shown, after.steps([collectives.exchange(call, taken, gives)]), outputs, outputs, opts
+        )
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
         shown = _Shown("all_to_all", inputs, outputs)
@@ -625,7 +636,9 @@ class ShmGroup(PythonGroup):
         taken = [after.flat(self, tensor) for tensor in self._one_per_rank("all_to_all", outputs)]
         self._fits("own place in the output list", outputs[self.place], inputs[self.place])
         call = self._call("all_to_all", shown, _DTYPE_NUMBER[gives[0].dtype])
-        return self._post(shown, after.steps([_steps.exchange(call, taken, gives)]), outputs, outputs, opts)
+        return self._post(
+            shown, after.steps([collectives.exchange(call, taken, gives)]), outputs, outputs, opts
+        )
 
     def all_to_all_single(
         self,
@@ -645,13 +658,13 @@ class ShmGroup(PythonGroup):
             self._fits("output", output, input)
             call = self._call("all_to_all_single", shown, *_facts(given))
             pieces = given.view(self.count, -1 if given.numel() else 0)
-            steps = _steps.all_to_all(call, out.view(pieces.shape).unbind(0), pieces.unbind(0))
+            steps = collectives.all_to_all(call, out.view(pieces.shape).unbind(0), pieces.unbind(0))
         else:
             call = self._call("all_to_all_single", shown, number)
             gives = given.split(_elements(input, self._split_sizes(input, input_splits)))
             taken = out.split(_elements(output, self._split_sizes(output, output_splits)))
             self._fits("own part of the output", taken[self.place], gives[self.place])
-            steps = _steps.exchange(call, taken, gives)
+            steps = collectives.exchange(call, taken, gives)
         return self._post(shown, after.steps([steps]), [output], [output], opts)
 
     def relay(self, output: Tensor, input: Tensor, source: int | None) -> _Work:  # noqa: A002
@@ -660,11 +673,13 @@ class ShmGroup(PythonGroup):
         after = _After()
         flat, out = _flat(self, input), after.flat(self, output)
         call = self._call("relay", shown, _DTYPE_NUMBER[flat.dtype])
-        return self._post(shown, after.steps([_steps.relay(call, out, flat, source)]), [output], [output])
+        return self._post(
+            shown, after.steps([collectives.relay(call, out, flat, source)]), [output], [output]
+        )
 
     def barrier(self, opts: Any = None) -> _Work:
         shown = _Shown("barrier", [])
-        return self._post(shown, _steps.barrier(self._call("barrier", shown)), [], [], opts)
+        return self._post(shown, collectives.barrier(self._call("barrier", shown)), [], [], opts)
 
     # -- point to point
 
@@ -693,9 +708,9 @@ class ShmGroup(PythonGroup):
 
     def _message(self, work: _Message) -> _Work:
         if not work.done:
-            _patience.busy(self)
+            progress.busy(self)
             work.call.begun()
-            _patience.in_background()
+            progress.in_background()
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -861,7 +876,7 @@ class _Shown:
 
 
 def _forget_all() -> None:
-    _patience.forget()
+    progress.forget()
     for group in list(_groups):
         group.forget()
 

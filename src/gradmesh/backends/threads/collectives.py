@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from gradmesh.backends._group import REDUCTIONS, averaged
-from gradmesh.backends._rendezvous import Misfit, Part
+from gradmesh.backends.process_group import REDUCTIONS, averaged
+from gradmesh.backends.threads.rendezvous import Misfit, Part
 
 __all__ = ["Exchange", "exchange", "reduce", "reduce_scatter"]
 

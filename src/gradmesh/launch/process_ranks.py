@@ -15,8 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradmesh._outcomes import FAILURE_GRACE, POLL, START_LIMIT, Failure, Outcome
-from gradmesh._shipping import dumps
+from gradmesh.launch.outcomes import FAILURE_GRACE, POLL, START_LIMIT, Failure, Outcome
+from gradmesh.launch.pickling import dumps
 
 __all__ = ["ProcessRanks"]
 
@@ -100,7 +100,7 @@ class ProcessRanks:
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # sys.path is handed over before anything is imported; multiprocessing would run __main__ again instead.
         code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from gradmesh._child import main; "
+            f"import sys; sys.path[:] = {sys.path!r}; from gradmesh.launch.child import main; "
             f"main({theirs.fileno()}, {backend!r}, {self._timeout!r})"
         )
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]

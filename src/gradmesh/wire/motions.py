@@ -19,12 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from gradmesh import memory
 from gradmesh._torch import functional
 from gradmesh.axis import Axis
-from gradmesh.backends._shm_group import ShmGroup
-from gradmesh.ops import opaque
-from gradmesh.ops.opaque import CARRIED, flat_memory, send_and_receive
+from gradmesh.backends.shm.group import ShmGroup
+from gradmesh.wire import memory, opaque
+from gradmesh.wire.opaque import CARRIED, flat_memory, send_and_receive
 from gradmesh.world import rank_state
 
 __all__ = [

@@ -1,0 +1,46 @@
+"""Where a call was made, and what was handed in, in words: for error texts."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from types import CodeType
+
+import torch
+
+__all__ = ["Site", "call_site", "show_site", "show_tensors"]
+
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_INTERNAL = (
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    _PACKAGE,
+    threading.__file__,
+    "<frozen",
+)
+
+Site = tuple[CodeType, int] | None
+
+
+def call_site() -> Site:
+    """The first frame outside torch and gradmesh, as cheaply as possible: it is only shown in errors."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_INTERNAL):
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def show_site(site: Site) -> str:
+    """A call site as text."""
+    return f"at {site[0].co_filename}:{site[1]} in {site[0].co_name}" if site else "at an unknown place"
+
+
+def show_tensors(tensors: Sequence[torch.Tensor]) -> str:
+    """Dtypes and shapes as text, a few of them."""
+    shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors[:4]]
+    if len(set(shown)) == 1 and len(tensors) > 1:
+        return f"{len(tensors)} x {shown[0]}"
+    return " ".join(shown) + (f" and {len(tensors) - 4} more" if len(tensors) > 4 else "")
