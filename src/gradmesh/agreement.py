@@ -19,8 +19,8 @@ from torch import Tensor
 
 from gradmesh._torch import is_fake
 from gradmesh.axis import Axis
+from gradmesh.backends.claim import Claim
 from gradmesh.backends.shm.group import ShmGroup
-from gradmesh.backends.shm.phases import Claim
 from gradmesh.call_sites import call_site, show_site
 from gradmesh.errors import MismatchError, message
 from gradmesh.ops import Op
@@ -55,7 +55,7 @@ def agree(op: Op, x: Tensor) -> None:
 def withdraw(op: Op, error: Exception) -> None:
     """Tell the others that this rank cannot make the call it announced, so that they do not wait for it."""
     if isinstance(op.axis.group, ShmGroup):
-        op.axis.group.withdraw(f"{type(error).__name__}: {error}")
+        op.axis.group.withdraw_claimed(f"{type(error).__name__}: {error}")
 
 
 def _claim(op: Op, x: Tensor) -> Claim:
