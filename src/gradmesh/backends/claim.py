@@ -1,4 +1,4 @@
-"""What a rank says about a call of its group, for the others to compare."""
+"""What a rank says about a call, so that calls which do not fit together are refused on every rank."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["Claim"]
 
 @dataclass(frozen=True)
 class Claim:
-    """What a rank says about a call.
+    """What a rank says about a call, for the others to compare.
 
     Attributes:
-        digest: differs where the calls do not fit together.
-        said: the call in words, for the error.
-        refusal: builds the error from every rank's words.
+        digest: 64 bits that differ where the calls do not fit together.
+        said: the call in words, for the error; asked only when the calls are refused.
+        refusal: builds the error from every rank's words, in rank order.
     """
 
     digest: int

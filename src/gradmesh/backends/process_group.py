@@ -8,16 +8,18 @@ torch.distributed takes a Python subclass of `ProcessGroup` for the whole group.
 
 from __future__ import annotations
 
+import abc
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
+from gradmesh.backends.claim import Claim
 from gradmesh.errors import ArgumentError, ShapeError, message
 
-__all__ = ["REDUCTIONS", "PythonGroup", "Tensors", "averaged", "reduction"]
+__all__ = ["REDUCTIONS", "OwnGroup", "Tensors", "averaged", "reduction"]
 
 Tensors = list[torch.Tensor]
 
@@ -41,7 +43,7 @@ def averaged(total: torch.Tensor, count: int) -> torch.Tensor:
     return total.copy_(torch.div(total, count, rounding_mode="trunc"))
 
 
-class PythonGroup(dist.ProcessGroup):
+class OwnGroup(dist.ProcessGroup):
     """A process group in Python. A subclass has the collectives, under the names of torch 2.13.
 
     Args:
@@ -111,6 +113,64 @@ class PythonGroup(dist.ProcessGroup):
 
     def abort(self) -> None:
         self.shutdown()
+
+    # -- the calls of gradmesh itself
+    #
+    # They return when the result is there. Their tensors are flat, dense and on the CPU, without history, tangent, or
+    # pending conjugation or sign, in sizes that fit together on this rank; outputs share no memory with inputs. Where
+    # tensors are moved the dtype is any that torch stores; where they are summed, any that torch adds. With the first
+    # bytes the ranks compare the call and their claims. If these differ, every rank raises the claim's refusal with
+    # every rank's words, or a MismatchError where there is no claim, and the group is as good as before.
+
+    @abc.abstractmethod
+    def all_gather_flat(self, out: torch.Tensor, given: torch.Tensor, claim: Claim | None = None) -> None:
+        """Write every rank's tensor, all of one size, into `out`, one after another."""
+
+    @abc.abstractmethod
+    def reduce_scatter_flat(self, out: torch.Tensor, given: torch.Tensor, claim: Claim | None = None) -> None:
+        """Sum the ranks' tensors in rank order, and write this rank's equal part of the sum."""
+
+    @abc.abstractmethod
+    def all_reduce_flat(self, out: torch.Tensor, given: torch.Tensor, claim: Claim | None = None) -> None:
+        """Write the sum of the ranks' tensors, in rank order: the same bits everywhere."""
+
+    @abc.abstractmethod
+    def reduce_flat(
+        self, out: torch.Tensor, given: torch.Tensor, root: int, claim: Claim | None = None
+    ) -> None:
+        """Write the sum at the root; the other ranks' `out` is left alone."""
+
+    @abc.abstractmethod
+    def broadcast_flat(
+        self, out: torch.Tensor, given: torch.Tensor, root: int, claim: Claim | None = None
+    ) -> None:
+        """Write the root's `given` into every rank's `out`, the root's own too; the others' `given` is not read."""
+
+    @abc.abstractmethod
+    def exchange_flat(
+        self,
+        out: torch.Tensor,
+        given: torch.Tensor,
+        send: Sequence[int] | None = None,
+        receive: Sequence[int] | None = None,
+        claim: Claim | None = None,
+    ) -> None:
+        """Give `send[r]` elements to each rank r and take `receive[r]` from it, in rank order; None: equal parts."""
+
+    @abc.abstractmethod
+    def relay_flat(
+        self, out: torch.Tensor, given: torch.Tensor, source: int | None, claim: Claim | None = None
+    ) -> None:
+        """Hand on `given`, which may be empty, to whoever takes it, and take that of one rank or of none."""
+
+    @abc.abstractmethod
+    def withdraw(self, claim: Claim | None, said: str) -> None:
+        """Make the call that this rank would have claimed an error on the others, as it fails before it can make it.
+
+        Args:
+            claim: what it would have claimed.
+            said: why it cannot, in words; it stands for this rank in the others' error.
+        """
 
     # -- the forms that come down to others
 

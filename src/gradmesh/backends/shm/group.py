@@ -28,10 +28,12 @@ from torch import Tensor
 
 from gradmesh import _torch
 from gradmesh._torch import is_fake
-from gradmesh.backends.process_group import REDUCTIONS, PythonGroup, Tensors, reduction
-from gradmesh.backends.shm import collectives, progress
+from gradmesh.backends.claim import Claim
+from gradmesh.backends.process_group import REDUCTIONS, OwnGroup, Tensors, reduction
+from gradmesh.backends.shm import collectives, direct, progress
+from gradmesh.backends.shm.direct import Motion
 from gradmesh.backends.shm.p2p import DTYPES, Mail, Receive, Send, misfit
-from gradmesh.backends.shm.phases import Call, Claim, Lockstep, RefusedError, Steps, refusal
+from gradmesh.backends.shm.phases import Call, Lockstep, RefusedError, Steps, refusal
 from gradmesh.backends.shm.segment import BROKE, LEFT, Segment
 from gradmesh.call_sites import Site, call_site, show_site, show_tensors
 from gradmesh.errors import (
@@ -65,6 +67,7 @@ _KINDS = (
     "sparse_all_reduce",
 )
 _KIND_NUMBER = {name: number for number, name in enumerate(_KINDS)}
+_SUM = _REDUCTION_NUMBER["SUM"]
 _CLAIMS = 256
 """Claims that are kept for calls like the ones before."""
 _DRAIN = 5.0
@@ -198,7 +201,7 @@ def _seconds(timeout: datetime.timedelta | None, group: ShmGroup) -> float:
     return seconds if seconds > 0 else group.timeout
 
 
-class ShmGroup(PythonGroup):
+class ShmGroup(OwnGroup):
     """A process group whose ranks are processes of one host."""
 
     backend = "shm"
@@ -243,21 +246,99 @@ class ShmGroup(PythonGroup):
             found = self._claims[key] = make()
         self._claim = found
 
-    def withdraw(self, said: str) -> None:
+    def withdraw_claimed(self, said: str) -> None:
         """Make the call that was claimed an error on the other ranks, as this one fails before it can make it."""
         if self._claim is None or self._closed is not None:
             return
-        self._claim = None
-        call = Call(self.lockstep, secrets.randbits(64), Claim(0, lambda: said, refusal(self._name)))
-        with contextlib.suppress(GradmeshError):
-            self._post(_Shown(said, []), collectives.barrier(call), [], []).wait()
+        claim, self._claim = self._claim, None
+        self.withdraw(claim, said)
 
     def _call(self, name: str, shown: Callable[[], str], *facts: int) -> Call:
-        head: int = hash((_KIND_NUMBER[name], *facts))
         claim, self._claim = self._claim, None
-        if claim is None:
-            return Call(self.lockstep, head, Claim(0, shown, refusal(self._name)))
-        return Call(self.lockstep, hash((claim.digest, head)), claim)
+        head = _head(name, claim, facts)
+        return Call(self.lockstep, head, claim or Claim(0, shown, refusal(self._name)))
+
+    # -- the calls of gradmesh itself
+
+    def all_gather_flat(self, out: Tensor, given: Tensor, claim: Claim | None = None) -> None:
+        self._direct(direct.ALL_GATHER, out, given, None, claim, 1, *_facts(given))
+
+    def reduce_scatter_flat(self, out: Tensor, given: Tensor, claim: Claim | None = None) -> None:
+        _reducible(out, "SUM")
+        self._direct(direct.REDUCE_SCATTER, out, given, None, claim, 1, *_facts(out), _SUM)
+
+    def all_reduce_flat(self, out: Tensor, given: Tensor, claim: Claim | None = None) -> None:
+        _reducible(given, "SUM")
+        self._direct(direct.ALL_REDUCE, out, given, None, claim, 1, *_facts(given), _SUM)
+
+    def reduce_flat(self, out: Tensor, given: Tensor, root: int, claim: Claim | None = None) -> None:
+        _reducible(given, "SUM")
+        self._direct(direct.REDUCE, out, given, root, claim, *_facts(given), _SUM, root)
+
+    def broadcast_flat(self, out: Tensor, given: Tensor, root: int, claim: Claim | None = None) -> None:
+        self._direct(direct.BROADCAST, out, given, root, claim, 1, *_facts(out), root)
+
+    def exchange_flat(
+        self,
+        out: Tensor,
+        given: Tensor,
+        send: Sequence[int] | None = None,
+        receive: Sequence[int] | None = None,
+        claim: Claim | None = None,
+    ) -> None:
+        number = _DTYPE_NUMBER[given.dtype]
+        if send is None or receive is None:
+            self._direct(direct.EXCHANGE_EVEN, out, given, None, claim, number)
+        else:
+            self._direct(direct.EXCHANGE, out, given, (send, receive), claim, number)
+
+    def relay_flat(self, out: Tensor, given: Tensor, source: int | None, claim: Claim | None = None) -> None:
+        if self.count == 1:  # its row of the amounts would be too short
+            if source is not None:
+                out.copy_(given)
+            return
+        self._direct(direct.RELAY, out, given, source, claim, _DTYPE_NUMBER[given.dtype])
+
+    def withdraw(self, claim: Claim | None, said: str) -> None:
+        if self._closed is not None:
+            return
+        refuse = claim.refusal if claim is not None else refusal(self._name)
+        call = Call(self.lockstep, secrets.randbits(64), Claim(0, lambda: said, refuse))
+        with contextlib.suppress(Exception):  # the caller has an error of its own
+            self._post(_Shown(said, []), collectives.barrier(call), [], []).wait()
+
+    def _direct(
+        self, motion: Motion, out: Tensor, given: Tensor, extra: Any, claim: Claim | None, *facts: int
+    ) -> None:
+        """Make a call at once if it can be, and through the queue if not, or from where it has to wait."""
+        head = _head(motion.name, claim, facts)
+        lockstep = self.lockstep
+        opened = False
+        with self._lock:
+            self._check()
+            elements = motion.elements(lockstep, out, given, extra)
+            if (
+                0 <= elements * given.dtype.itemsize <= self.segment.chunk
+                and not self._queue
+                and not _torch.modes_active()
+            ):
+                try:
+                    lockstep.uses += 1
+                    motion.write(lockstep, out, given, extra)
+                    opened = True
+                    if (
+                        lockstep.open(head, self.spins)
+                        and lockstep.agree(head)
+                        and motion.read(lockstep, out, given, extra)
+                    ):
+                        return
+                except BaseException as error:
+                    self._break(error)
+                    raise
+            shown = _Shown(motion.shown.format(extra), [given], [out])
+            call = Call(lockstep, head, claim or Claim(0, shown, refusal(self._name)), opened=opened)
+            work = self._post(shown, motion.steps(call, out, given, extra), [out], [out], opened=opened)
+        work.wait()
 
     # -- beginning and finishing
 
@@ -268,12 +349,14 @@ class ShmGroup(PythonGroup):
         result: object,
         outputs: Iterable[Tensor],
         opts: Any = None,
+        *,
+        opened: bool = False,
     ) -> _Work:
         work = _Work(self, steps, result, any(map(Tensor.is_inference, outputs)), call)
         with self._lock:
             self._check()
             self._queue.append(work)
-            if len(self._queue) == 1 or self.lockstep.arrived():
+            if (len(self._queue) == 1 and not opened) or self.lockstep.arrived():
                 self._go_on()
             if self._queue:
                 progress.busy(self)
@@ -574,7 +657,7 @@ class ShmGroup(PythonGroup):
         for tensor in tensors:
             flat = after.flat(self, tensor, keep=self.place == root)
             call = self._call("broadcast", shown, len(tensors), *_facts(flat), root)
-            calls.append(collectives.broadcast(call, flat, root))
+            calls.append(collectives.broadcast(call, flat, flat, root))
         return self._post(shown, after.steps(calls), tensors, tensors, opts)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> _Work:
@@ -652,19 +735,11 @@ class ShmGroup(PythonGroup):
         after = _After()
         given, out = _flat(self, input), after.flat(self, output)
         self._fits("output", output, input, sizes=False)
-        number = _DTYPE_NUMBER[given.dtype]
-        if not output_splits and not input_splits:
-            self._split_sizes(input, input_splits)
-            self._fits("output", output, input)
-            call = self._call("all_to_all_single", shown, *_facts(given))
-            pieces = given.view(self.count, -1 if given.numel() else 0)
-            steps = collectives.all_to_all(call, out.view(pieces.shape).unbind(0), pieces.unbind(0))
-        else:
-            call = self._call("all_to_all_single", shown, number)
-            gives = given.split(_elements(input, self._split_sizes(input, input_splits)))
-            taken = out.split(_elements(output, self._split_sizes(output, output_splits)))
-            self._fits("own part of the output", taken[self.place], gives[self.place])
-            steps = collectives.exchange(call, taken, gives)
+        gives = given.split(_elements(input, self._split_sizes(input, input_splits)))
+        taken = out.split(_elements(output, self._split_sizes(output, output_splits)))
+        self._fits("own part of the output", taken[self.place], gives[self.place])
+        call = self._call("all_to_all_single", shown, _DTYPE_NUMBER[given.dtype])
+        steps = collectives.exchange(call, taken, gives)
         return self._post(shown, after.steps([steps]), [output], [output], opts)
 
     def relay(self, output: Tensor, input: Tensor, source: int | None) -> _Work:  # noqa: A002
@@ -846,6 +921,14 @@ def _in_mode_of(tensors: Any, work: Callable[[], object]) -> None:
             work()
     else:
         work()
+
+
+def _head(name: str, claim: Claim | None, facts: tuple[int, ...]) -> int:
+    """64 bits of what is called, and claimed: what the ranks compare."""
+    head = hash((_KIND_NUMBER[name], *facts))
+    if claim is not None:
+        head = hash((claim.digest, head))
+    return head & 0xFFFF_FFFF_FFFF_FFFF
 
 
 def _facts(flat: Tensor) -> tuple[int, int]:

@@ -4,20 +4,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from gradmesh.backends.process_group import PythonGroup, Tensors, reduction
+from gradmesh.backends.claim import Claim
+from gradmesh.backends.process_group import OwnGroup, Tensors, reduction
 from gradmesh.backends.threads import collectives
 from gradmesh.backends.threads.collectives import Exchange
 from gradmesh.backends.threads.rendezvous import Group, Part, Receive
 from gradmesh.backends.threads.waiting import Waitable, World
 from gradmesh.call_sites import call_site
+from gradmesh.errors import MismatchError
 
 __all__ = ["ThreadsGroup"]
 
@@ -88,7 +92,7 @@ def _only_at(place: int, tensor: torch.Tensor, size: int) -> list[torch.Tensor |
     return [tensor if i == place else None for i in range(size)]
 
 
-class ThreadsGroup(PythonGroup):
+class ThreadsGroup(OwnGroup):
     """A process group whose ranks are threads.
 
     A call posts this rank's part and returns; the rank waits in the `wait()` of the work, as with gloo.
@@ -146,6 +150,81 @@ class ThreadsGroup(PythonGroup):
         result: object = None,
     ) -> _Work:
         return self._post(call, collectives.exchange, inputs, outputs, pieces=pieces, result=result)
+
+    # -- the calls of gradmesh itself
+
+    def all_gather_flat(self, out: torch.Tensor, given: torch.Tensor, claim: Claim | None = None) -> None:
+        pieces = [Exchange(_same_for_all(given, self.count), self._equal(out))]
+        self._direct("all_gather_single", collectives.exchange, out, given, pieces, claim)
+
+    def reduce_scatter_flat(self, out: torch.Tensor, given: torch.Tensor, claim: Claim | None = None) -> None:
+        kernel = functools.partial(collectives.reduce_scatter, op="SUM")
+        pieces = [Exchange(self._equal(given), ())]
+        self._direct("reduce_scatter_single(sum)", kernel, out, given, pieces, claim)
+
+    def all_reduce_flat(self, out: torch.Tensor, given: torch.Tensor, claim: Claim | None = None) -> None:
+        kernel = functools.partial(collectives.reduce, op="SUM", root=None)
+        self._direct("all_reduce(sum)", kernel, out, given, None, claim)
+
+    def reduce_flat(
+        self, out: torch.Tensor, given: torch.Tensor, root: int, claim: Claim | None = None
+    ) -> None:
+        kernel = functools.partial(collectives.reduce, op="SUM", root=root)
+        self._direct(f"reduce(sum, root {root})", kernel, out, given, None, claim)
+
+    def broadcast_flat(
+        self, out: torch.Tensor, given: torch.Tensor, root: int, claim: Claim | None = None
+    ) -> None:
+        gives = _same_for_all(given if self.place == root else None, self.count)
+        pieces = [Exchange(gives, _only_at(root, out, self.count))]
+        self._direct(f"broadcast(root {root})", collectives.exchange, out, given, pieces, claim)
+
+    def exchange_flat(
+        self,
+        out: torch.Tensor,
+        given: torch.Tensor,
+        send: Sequence[int] | None = None,
+        receive: Sequence[int] | None = None,
+        claim: Claim | None = None,
+    ) -> None:
+        gives = self._equal(given) if send is None else list(given.split(list(send)))
+        takes = self._equal(out) if receive is None else list(out.split(list(receive)))
+        pieces = [Exchange(gives, takes)]
+        self._direct("all_to_all_single", collectives.exchange, out, given, pieces, claim)
+
+    def relay_flat(
+        self, out: torch.Tensor, given: torch.Tensor, source: int | None, claim: Claim | None = None
+    ) -> None:
+        self._direct("relay", collectives.relay, out, given, source, claim)
+
+    def withdraw(self, claim: Claim | None, said: str) -> None:
+        if claim is not None:
+            claim = Claim(secrets.randbits(64), lambda: said, claim.refusal)
+        with contextlib.suppress(Exception):  # the caller has an error of its own
+            self._meet(Part(said, [], [], call_site(), None, claim), lambda _parts: None)
+
+    def _direct(
+        self,
+        call: str,
+        kernel: _Kernel,
+        out: torch.Tensor,
+        given: torch.Tensor,
+        pieces: object,
+        claim: Claim | None,
+    ) -> None:
+        self._meet(Part(call, [given], [out], call_site(), pieces, claim), kernel)
+
+    def _meet(self, part: Part, kernel: _Kernel) -> None:
+        meeting = self.shared.meet(self.place, part, kernel)
+        try:
+            meeting.wait(self.timeout)
+        except MismatchError:
+            if part.claim is None or meeting.words is None:
+                raise
+            raise part.claim.refusal(list(meeting.words)) from None
+
+    def _equal(self, flat: torch.Tensor) -> Tensors:
+        return list(flat.view(self.count, flat.numel() // self.count).unbind(0))
 
     # -- reductions
 

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from gradmesh import _torch
+from gradmesh.backends.claim import Claim
 from gradmesh.backends.threads.waiting import Waitable, World
-from gradmesh.call_sites import Site, show_site, show_tensors
+from gradmesh.call_sites import Site, seen_from, show_site, show_tensors
 from gradmesh.errors import MismatchError, message
 
 __all__ = ["Group", "Misfit", "Part", "Receive"]
@@ -34,6 +35,8 @@ class Part:
     site: Site
     pieces: object = None
     """The same tensors, cut up as the kernel of the call wants them."""
+    claim: Claim | None = None
+    """What else the ranks have to agree in."""
 
     def __str__(self) -> str:
         text = f"{self.call}  {show_tensors(self.inputs)}"
@@ -50,6 +53,8 @@ class Meeting(Waitable):
         self.group = group
         self.number = number
         self.parts: dict[int, Part] = {}
+        self.words: list[str] | None = None
+        """What every rank claimed, in words, if all claimed something and not the same."""
 
     def needs(self) -> Iterable[int]:
         """The ranks that have not come."""
@@ -63,11 +68,15 @@ class Meeting(Waitable):
         """Say whether a rank is missing; it will find the meeting over."""
         return len(self.parts) < len(self.group.ranks)
 
+    def _in_order(self) -> list[Part]:
+        return [self.parts[place] for place in range(len(self.group.ranks))]
+
     def work(self, kernel: Callable[[list[Part]], None]) -> None:
         """Do the work for all, in the thread of the rank that came last."""
-        parts = [self.parts[place] for place in range(len(self.group.ranks))]
+        parts = self._in_order()
         error: BaseException | None = None
         try:
+            self._compare([part.claim for part in parts])
             if any(part.call != parts[0].call for part in parts):
                 raise Misfit("the ranks of a group made different calls")
             _torch.without_autograd(lambda: kernel(parts))
@@ -79,6 +88,16 @@ class Meeting(Waitable):
         with self.world.lock:
             self.parts.clear()  # the tensors belong to their ranks again
             self._complete(error)
+
+    def _compare(self, claims: Sequence[Claim | None]) -> None:
+        if len({None if claim is None else claim.digest for claim in claims}) == 1:
+            return
+        if None not in claims:
+            self.words = []
+            for part in self._in_order():
+                with seen_from(part.site):
+                    self.words.append(part.claim.said() if part.claim else str(part))
+        raise Misfit("the ranks of a group made different calls")
 
     def _mismatch(self, problem: str) -> MismatchError:
         got = [f"rank {self.group.ranks[place]}  {part}" for place, part in sorted(self.parts.items())]
