@@ -44,6 +44,7 @@ from gradmesh.ops.convert import (
 from gradmesh.ops.gather import Gather, Scatter
 from gradmesh.ops.halo import HaloExchange
 from gradmesh.ops.mean import Mean
+from gradmesh.ops.neighbor import CountsByRank, RowsByRank, neighbors
 from gradmesh.ops.pair import Receive, Send
 from gradmesh.ops.permute import Permute, Shift
 from gradmesh.ops.scan import Exscan, Scan
@@ -61,6 +62,7 @@ __all__ = [
     "exscan",
     "gather",
     "halo_exchange",
+    "neighbor_all_to_all",
     "permute",
     "recv",
     "reduce",
@@ -869,6 +871,55 @@ def halo_exchange(
     given = call.told(sizes, dim)
     wrap = call.flag(wrap, "wrap")
     return apply(HaloExchange(call.axis, dim, left, right, wrap, given, **call.precision), x)
+
+
+def neighbor_all_to_all(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    send_rows: RowsByRank,
+    receive_counts: CountsByRank,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Send rows of `x`, picked by an index, to a few ranks, and receive theirs: what a graph or a mesh in parts needs.
+
+    ::
+
+        V -> V    shape (n, ...) -> (rows received, ...)
+
+                  send_rows on rank 0: {1: [2, 0]}     [a b c] -> [d]        [ga' gb gc'] <- [gd]
+                               rank 1: {0: [0]}        [d e]   -> [c a]      [gd' 0]      <- [gc ga]
+
+    Backward sends the rows' gradients back to where they were picked, and adds them there.
+
+    Args:
+        x: this rank's rows, along dim 0.
+        axis: the ranks to exchange among.
+        send_rows: for each rank that gets rows, which: a 1-d tensor of indices into dim 0, on the device of `x`. A row
+            may be picked for several ranks, and more than once. Ranks that are not named get none.
+        receive_counts: for each rank that sends rows to this one, how many. Ranks that are not named send none.
+        comm_dtype: what travels forward.
+        backward_dtype: what travels backward.
+
+    Returns:
+        The rows that came, those of rank 0 first.
+
+    Raises:
+        ArgumentError: a rank that is not on the axis, an index that is no 1-d tensor of integers or leaves dim 0, a
+            count that is no int of 0 or more.
+
+    Example:
+        >>> def on_each_rank():
+        ...     rank, other = gm.axis().rank, 1 - gm.axis().rank
+        ...     x = 10 * rank + torch.arange(3)
+        ...     rows = {other: torch.tensor([2, 0]) if rank == 0 else torch.tensor([1])}
+        ...     return gm.neighbor_all_to_all(x, send_rows=rows, receive_counts={other: 1 + rank}).tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [[11], [2, 0]]
+    """
+    call = Call("neighbor_all_to_all", x, axis, comm_dtype, backward_dtype)
+    return apply(neighbors(x, call.axis, call.dim(0), send_rows, receive_counts, **call.precision), x)
 
 
 def scan(

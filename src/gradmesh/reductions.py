@@ -19,6 +19,7 @@ from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant
 from gradmesh.ops.base import refuse_unless_added
 from gradmesh.ops.extremum import Extremum
 from gradmesh.ops.shard import AllGatherInvariant
+from gradmesh.ops.sizes import EQUAL
 from gradmesh.types import R, Type
 
 __all__ = ["RULES"]
@@ -64,7 +65,7 @@ def _prod(call: Call, dst: Type) -> Tensor:
         _refuse(call, "bool tensors have no product", "a numeric dtype")
     refuse_unless_added(call.x.dtype, call.fail)
     gather = AllGather if dst is R else AllGatherInvariant
-    factors = apply(gather(call.axis, 0, **call.precision), call.x.unsqueeze(0))
+    factors = apply(gather(call.axis, 0, EQUAL, **call.precision), call.x.unsqueeze(0))
     return factors.prod(0, dtype=call.x.dtype)
 
 

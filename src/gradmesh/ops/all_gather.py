@@ -28,7 +28,7 @@ class Split(LinearOp):
     """
 
     dim: int
-    sizes: Sizes = EQUAL
+    sizes: Sizes
 
     def batched(self) -> Split:
         """The same op one dimension further back."""
@@ -108,9 +108,9 @@ def parts(op: type[Split]) -> Examples:
         sizes = uneven(axis)
         own = sizes[axis.rank]
         return [
-            (op(axis, 0), (2, 3)),
-            (op(axis, 1), (2, 3)),
-            (op(axis, 2), (2, 1, 2)),
+            (op(axis, 0, EQUAL), (2, 3)),
+            (op(axis, 1, EQUAL), (2, 3)),
+            (op(axis, 2, EQUAL), (2, 1, 2)),
             (op(axis, 0, sizes), (own, 2)),
             (op(axis, 1, sizes), (2, own)),
         ]
@@ -124,9 +124,9 @@ def wholes(op: type[Split]) -> Examples:
     def examples(axis: Axis) -> list[Example]:
         sizes = uneven(axis)
         return [
-            (op(axis, 0), (2 * axis.size, 3)),
-            (op(axis, 1), (2, axis.size)),
-            (op(axis, 2), (2, 1, 2 * axis.size)),
+            (op(axis, 0, EQUAL), (2 * axis.size, 3)),
+            (op(axis, 1, EQUAL), (2, axis.size)),
+            (op(axis, 2, EQUAL), (2, 1, 2 * axis.size)),
             (op(axis, 0, sizes), (sizes.total, 2)),
             (op(axis, 1, sizes), (2, sizes.total)),
         ]

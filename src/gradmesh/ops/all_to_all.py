@@ -32,8 +32,8 @@ class AllToAll(LinearOp):
 
     split_dim: int
     concat_dim: int
-    split_sizes: Sizes = EQUAL
-    concat_sizes: Sizes = EQUAL
+    split_sizes: Sizes
+    concat_sizes: Sizes
 
     verb = "all_to_all"
     src, dst = V, V
@@ -98,9 +98,9 @@ def _exchanges(axis: Axis) -> list[Example]:
     amounts = [[(r + 2 * s) % 3 for s in range(size)] for r in range(size)]
     ragged = AllToAll(axis, 0, 0, Sizes(tuple(amounts[rank])), Sizes(tuple(row[rank] for row in amounts)))
     return [
-        (AllToAll(axis, 0, 1), (2 * size, 3)),
-        (AllToAll(axis, 0, 0), (2 * size, 3)),
-        (AllToAll(axis, 2, 0), (2, 1, size)),
+        (AllToAll(axis, 0, 1, EQUAL, EQUAL), (2 * size, 3)),
+        (AllToAll(axis, 0, 0, EQUAL, EQUAL), (2 * size, 3)),
+        (AllToAll(axis, 2, 0, EQUAL, EQUAL), (2, 1, size)),
         (ragged, (sum(amounts[rank]), 2)),
         (AllToAll(axis, 1, 0, sizes, turned), (turned[rank], sizes.total)),
     ]

@@ -30,8 +30,8 @@ from gradmesh.wire.torch_group import TorchGroup
 __all__ = ["CARRIERS", "Carrier", "carrier", "compiling"]
 
 CARRIERS: dict[type[dist.ProcessGroup], type[Carrier]] = {
-    # ShmGroup: OwnGroupCarrier,
-    # ThreadsGroup: OwnGroupCarrier,
+    ShmGroup: OwnGroupCarrier,
+    ThreadsGroup: OwnGroupCarrier,
 }
 """The carrier for each class of process group; `TorchGroup` for any other."""
 
