@@ -16,6 +16,8 @@ from gradmesh.wire import opaque
 
 Processes = Callable[[int], Callable[..., list[Any]]]
 
+PICKED = ({1: torch.tensor([3, 0])}, {0: torch.tensor([2]), 1: torch.tensor([1, 1, 0])})
+
 VERBS: dict[str, Callable[[Tensor], Tensor]] = {
     "all_gather": lambda x: gm.all_gather(x, "tp"),
     "all_gather to I, dim 1": lambda x: gm.all_gather(x, "tp", dim=-1, dst=gm.I),
@@ -49,6 +51,12 @@ VERBS: dict[str, Callable[[Tensor], Tensor]] = {
     "shift": lambda x: gm.shift(x, "tp", wrap=False),
     "permute": lambda x: gm.permute(x, "tp", pairs=[(0, 1)]),
     "halo_exchange": lambda x: gm.halo_exchange(x, "tp", halo=(1, 0)),
+    "neighbor_all_to_all": lambda x: gm.neighbor_all_to_all(
+        x,
+        "tp",
+        send_rows=PICKED[gm.axis("tp").rank],
+        receive_counts=({1: 1}, {0: 2, 1: 3})[gm.axis("tp").rank],
+    ),
     "scan": lambda x: gm.scan(x, "tp"),
     "exscan": lambda x: gm.exscan(x, "tp", reverse=True),
 }

@@ -132,7 +132,7 @@ def test_the_dense_reference_would_notice_a_wrong_rule(threads: Threads) -> None
         lying = type("Lying", (AllGather,), {"adjoint": property(lambda self: Shard(self.axis, 0, EQUAL))})
         contract.matches_dense_autograd_to_third_order(op, (2, 3))
         try:
-            contract.matches_dense_autograd_to_third_order(lying(gm.axis(), 0), (2, 3))
+            contract.matches_dense_autograd_to_third_order(lying(gm.axis(), 0, EQUAL), (2, 3))
         except AssertionError:
             return True
         return False
