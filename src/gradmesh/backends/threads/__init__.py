@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,23 +41,23 @@ class _Seat:
     """How many groups of each name this rank has made: a name can come back after a group was destroyed."""
 
 
-_here = threading.local()  # .seat and .namespace, in the threads that are ranks
+_here = threading.local()  # .seat and .kept, in the threads that are ranks
 
 
-def rank_locals() -> types.SimpleNamespace | None:
-    """The calling rank's own namespace, or None in a thread that is not a rank of a threads world.
+def rank_locals() -> object:
+    """What the calling rank keeps, as it was handed to `seated`; None in a thread that is no rank of a threads world.
 
     >>> rank_locals() is None
     True
     """
-    return getattr(_here, "namespace", None)
+    return getattr(_here, "kept", None)
 
 
 @contextlib.contextmanager
-def seated(world: World, rank: int) -> Iterator[None]:
-    """Make the calling thread that rank of the world."""
+def seated(world: World, rank: int, kept: object) -> Iterator[None]:
+    """Make the calling thread that rank of the world, and keep an object for it, which `rank_locals` returns."""
     _here.seat = _Seat(world, rank)
-    _here.namespace = types.SimpleNamespace()
+    _here.kept = kept
     _torch.adopt_thread()
     # Backward stays on the rank's thread for every device, or it would not know which rank it is.
     world.rank_of_thread[threading.get_ident()] = rank
