@@ -29,7 +29,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradmesh as gm
-from gradmesh.backends.shm import futex, segment
+from gradmesh.backends.shm import futex, progress, segment
 from gradmesh.backends.shm.segment import Segment, chunk_bytes, segment_bytes
 from gradmesh.errors import ArgumentError, GradmeshError
 from tools.kill_ranks import RANDOM, WAITS, Trial, kill_ranks
@@ -1179,3 +1179,112 @@ def test_two_threads_of_a_rank_may_wait_in_one_group(ranks: Run) -> None:
             return got.tolist()
 
     assert ranks(work)[:2] == [[6.0], [5.0]]
+
+
+def test_two_threads_may_look_whether_the_others_are_alive(ranks: Run) -> None:
+    def work() -> list[str]:
+        errors = []
+        with group(2) as pair:
+            if dist.get_rank() >= 2:
+                return []
+            until = time.monotonic() + 0.5
+
+            def look() -> None:
+                while time.monotonic() < until:
+                    tried = attempt(lambda: pair.segment.dead(pair.segment.others))
+                    if tried.result != []:
+                        errors.append(tried.text)
+                        return
+
+            threads = [threading.Thread(target=look) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            dist.barrier(group=pair)
+        return errors
+
+    assert ranks(work) == [[]] * W
+
+
+def test_an_asynchronous_call_may_wait_long_for_a_slow_rank(ranks: Run) -> None:
+    def work() -> list[float]:
+        rank, values = dist.get_rank(), []
+        with group(2, seconds=20) as pair:
+            if rank >= 2:
+                return []
+            for _ in range(3):
+                if rank:
+                    time.sleep(0.7)
+                x = torch.ones(4)
+                begun(dist.all_reduce(x, group=pair, async_op=True)).wait()
+                values.append(x[0].item())
+        return values
+
+    assert ranks(work)[:2] == [[2.0] * 3] * 2
+
+
+def test_a_forked_child_that_aborts_its_copy_of_a_group_ends_nothing(ranks: Run) -> None:
+    def work() -> tuple[list[int], list[float]]:
+        with group() as made:
+            if dist.get_rank() == 1:
+                pid = os.fork()
+                if pid == 0:
+                    try:
+                        made.abort()
+                    finally:
+                        os._exit(0)
+                os.waitpid(pid, 0)
+            dist.barrier(group=made)
+            states = made.segment.states.tolist()
+            return states, [total(made) for _ in range(3)]
+
+    assert ranks(work) == [([0] * W, [10.0] * 3)] * W
+
+
+def test_a_message_is_whole_for_every_thread_that_sees_it_done(ranks: Run) -> None:
+    def work() -> bool:
+        rank, right = dist.get_rank(), []
+        with group(2) as pair:
+            if rank >= 2:
+                return True
+            for turn in range(20):
+                if rank:
+                    dist.send(torch.full((2000, 300), float(turn)), 0, group=pair)
+                    continue
+                out = torch.full((300, 2000), -1.0).t()  # so that it is copied when it is here
+                came = begun(dist.irecv(out, 1, group=pair))
+
+                def look(came: Any = came, out: Tensor = out, turn: int = turn) -> None:
+                    came.wait()
+                    right.append(bool((out == turn).all()))
+
+                threads = [threading.Thread(target=look) for _ in range(3)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+        return all(right) and len(right) == (0 if rank else 60)
+
+    assert ranks(work) == [True] * W
+
+
+def test_the_helper_is_started_once_by_threads_that_need_it_at_once() -> None:
+    for _ in range(50):
+        errors: list[str] = []
+        helper, at_once = progress._Helper(), threading.Barrier(4)
+
+        def need(helper: Any = helper, at_once: Any = at_once, errors: list[str] = errors) -> None:
+            at_once.wait()
+            try:
+                helper.need()
+            except RuntimeError as error:
+                errors.append(str(error))
+
+        threads = [threading.Thread(target=need) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        helper.end()
+        assert errors == []

@@ -1,9 +1,9 @@
 """What each collective does in the phases of a group: the bytes that a rank writes for the others, and reads of them.
 
 The functions are generators, which yield where they have to wait for the other ranks; so a call can be begun, and
-finished later; of a call that was opened directly (`direct.py`) the first window is written and published already, and
-they go on from there. They take flat tensors. What is longer than a chunk goes in windows. Copies and sums are torch's own; a
-sum is taken in rank order, and where every rank takes it, every rank takes it alike, so that the bits are the same.
+finished later. Of a call that was opened directly (`direct.py`) the first window is written and published already; they
+go on from there. They take flat tensors. What is longer than a chunk goes in windows. Copies and sums are torch's own;
+a sum is taken in rank order, and where every rank takes it, every rank takes it alike, so that the bits are the same.
 """
 
 from __future__ import annotations

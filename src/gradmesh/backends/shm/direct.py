@@ -1,9 +1,9 @@
 """The calls that gradmesh's own data path makes of a group, without torch.distributed and its objects in between.
 
-Nearly all of them find the group free and fit into one chunk. Then nothing is made for them: the rank writes its chunk,
-publishes, looks for a moment whether the others have come, and reads. If they are not here by then, or do not agree, or
-more than a chunk is to be moved, the call joins the queue of the group, and goes on from where it is: the phases, chunks
-and heads are the same both ways, so that one rank may take this way and another one that.
+Nearly all of them find the group free and fit into one chunk. Then nothing is made for them: the rank writes its
+chunk, publishes, looks for a moment whether the others have come, and reads. If they are not here by then, or do not
+agree, or more than a chunk is to be moved, the call joins the queue of the group and goes on from where it is. Phases,
+chunks and heads are the same both ways, so that one rank may take this way and another one that.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def _write_uneven(lockstep: Lockstep, out: Tensor, given: Tensor, counts: Counts
 
 def _read_uneven(lockstep: Lockstep, out: Tensor, given: Tensor, counts: Counts) -> bool:
     send, receive = counts
-    size, rank = lockstep.size, lockstep.rank
+    rank = lockstep.rank
     width = _window(lockstep, given.dtype)
     gives, fit = collectives.exchanged(lockstep)
     if not fit or collectives.exchange_windows(gives, width) > 1:

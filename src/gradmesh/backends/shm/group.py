@@ -126,23 +126,15 @@ class _Message(_Work):
     def __init__(self, group: ShmGroup, under_way: Send | Receive, tensors: Tensors, call: _Shown) -> None:
         super().__init__(group, iter(()), tensors, inference=False, call=call)
         self.under_way = under_way
-        self._after: Callable[[], object] | None = None
 
     def is_completed(self) -> bool:
         if not self.done and self.error is None:
             progress.progress()
             self.error = self.group.lost(self.under_way, self.call)
-        if self.done:
-            self._finish()
         return self.done or self.error is not None
 
     def is_success(self) -> bool:
         return self.done and not (isinstance(self.under_way, Receive) and self.under_way.misfit)
-
-    def _finish(self) -> None:
-        after, self._after = self._after, None
-        if after is not None:
-            _in_mode_of(self._result, after)
 
     @property
     def done(self) -> bool:
@@ -158,13 +150,7 @@ class _Message(_Work):
         self.group.deliver(self.under_way, _seconds(timeout, self.group), self.call)
         if isinstance(self.under_way, Receive) and self.under_way.misfit:
             raise misfit(self.under_way, self.group.group_name)
-        self._finish()
         return True
-
-    def then(self, after: Callable[[], object]) -> _Message:
-        """Do this too, when the message is here."""
-        self._after = after
-        return self
 
     def source_rank(self) -> int:
         return self.under_way.came_from if isinstance(self.under_way, Receive) else -1
@@ -404,8 +390,9 @@ class ShmGroup(OwnGroup):
         """Wait until a call is over."""
         lockstep = self.lockstep
         while not work.done:
-            self._check()
-            first = self._queue[0] if self._queue else work
+            with self._lock:
+                self._check()
+                first = self._queue[0] if self._queue else work
             # Another thread of the rank may be the one that goes on.
             self._wait(
                 lambda: work.done or lockstep.arrived(),
@@ -526,14 +513,16 @@ class ShmGroup(OwnGroup):
         return partial(NotInitializedError, over)
 
     def _end(self, closed: Callable[[], GradmeshError], error: GradmeshError | None = None) -> None:
-        if self._closed is None:
-            self._closed = closed
-        for work in self._queue:
-            work.error, work.done = error or closed(), True
-        self._queue.clear()
-        self._claims.clear()  # they hold the group itself
-        self._claim = None
-        progress.idle(self)
+        with self._lock:
+            if self._closed is None:
+                self._closed = closed
+            for work in self._queue:
+                work.error = error or closed()
+                work.done = True
+            self._queue.clear()
+            self._claims.clear()  # they hold the group itself
+            self._claim = None
+            progress.idle(self)
 
     def shutdown(self) -> None:
         with self._lock:
@@ -554,6 +543,7 @@ class ShmGroup(OwnGroup):
     def forget(self) -> None:
         """In a forked child: the group belongs to the parent."""
         self._lock = threading.RLock()
+        self.segment.forget()
         self._closed = self._over(
             "it belongs to the process that this one was forked from",
             "start ranks with gradmesh.launch or torchrun, not by a fork",
@@ -774,12 +764,12 @@ class ShmGroup(OwnGroup):
 
     def _receive(self, tensors: Tensors, source: int | None, tag: int, call: str) -> _Work:
         after = _After()
-        receive = Receive(after.flat(self, tensors[0]), source, tag)
+        flat = after.flat(self, tensors[0])
+        receive = Receive(flat, source, tag, partial(_in_mode_of, tensors, after.copy))
         with self._lock:
             self._check()
             _torch.in_plain_mode(partial(self.mail.receive, receive))
-        work = _Message(self, receive, tensors, _Shown(call, tensors))
-        return self._message(work.then(partial(_torch.in_plain_mode, after.copy)))
+        return self._message(_Message(self, receive, tensors, _Shown(call, tensors)))
 
     def _message(self, work: _Message) -> _Work:
         if not work.done:

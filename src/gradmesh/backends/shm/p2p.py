@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -38,10 +38,16 @@ class Send:
 
 
 class Receive:
-    """A tensor that waits for a message of a rank, or of anybody (`source` None)."""
+    """A tensor that waits for a message of a rank, or of anybody (`source` None).
 
-    def __init__(self, tensor: Tensor, source: int | None, tag: int) -> None:
+    `after` is called with the message in the tensor, before the receive is done.
+    """
+
+    def __init__(
+        self, tensor: Tensor, source: int | None, tag: int, after: Callable[[], object] | None = None
+    ) -> None:
         self.tensor = tensor
+        self.after = after
         self.inference = tensor.is_inference()
         self.source = source
         self.tag = tag
@@ -265,6 +271,8 @@ class Mail:
             receive.misfit = str(coming)
         elif coming.bytes.data_ptr() != target.data_ptr():
             target.copy_(coming.bytes)
+        if receive.after is not None and receive.misfit is None:
+            receive.after()
         receive.came_from = coming.source
         receive.done = True
         if receive in self._asked:

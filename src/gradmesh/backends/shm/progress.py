@@ -63,14 +63,17 @@ class _Helper:
     def __init__(self) -> None:
         self.needed = threading.Event()
         self.over = False
+        self.starting = threading.Lock()
         self.thread = threading.Thread(target=self._run, name="gradmesh shm", daemon=True)
 
     def need(self) -> None:
         if not self.needed.is_set():
             self.needed.set()
         if self.thread.ident is None:
-            self.thread.start()
-            atexit.register(self.end)
+            with self.starting:
+                if self.thread.ident is None:
+                    self.thread.start()
+                    atexit.register(self.end)
 
     def end(self) -> None:
         self.over = True

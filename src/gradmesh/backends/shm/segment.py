@@ -17,6 +17,7 @@ import os
 import secrets
 import select
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -97,6 +98,8 @@ class Segment:
         self.pids = [os.getpid()] * size
         self._pidfds: dict[int, int] = {}
         self._poll = select.poll()
+        self._poll_lock = threading.Lock()
+        self._foreign = False
         if size == 1:
             self.chunk = chunk_bytes()
             self._map(mmap.mmap(-1, segment_bytes(1, self.chunk)))  # for the rank alone
@@ -293,8 +296,9 @@ class Segment:
 
     def dead(self, ranks: Sequence[int]) -> list[int]:
         """Which of these ranks' processes have ended."""
-        ended = {fd for fd, _ in self._poll.poll(0)}
-        return [rank for rank in ranks if self._pidfds.get(rank) in ended]
+        with self._poll_lock:  # several threads of a rank may wait, and Python lets only one of them poll
+            ended = {fd for fd, _ in self._poll.poll(0)}
+            return [rank for rank in ranks if self._pidfds.get(rank) in ended]
 
     def missing(self, ranks: Sequence[int], call: Callable[[], str]) -> GradmeshError | None:
         """The error for waiting for these ranks in vain, if one of them cannot come any more."""
@@ -335,19 +339,25 @@ class Segment:
 
     def say(self, state: int) -> None:
         """Say that this rank has left, or given up, and wake whoever waits for it."""
-        if self.states[self.rank] == OPEN:
+        if self.states[self.rank] == OPEN and not self._foreign:
             self.states[self.rank] = state
             futex.wake(self.word(self.rank))
             for other in range(self.size):
                 futex.wake(self.written_word(self.rank * self.size + other))
                 futex.wake(self.read_word(other * self.size + self.rank))
 
+    def forget(self) -> None:
+        """In a forked child: the place in the group is the parent's, and what is said there is its to say."""
+        self._foreign = True
+        self._poll_lock = threading.Lock()
+
     def close(self) -> None:
         """Stop watching the other processes. The memory goes when the last view of it does."""
-        for fd in self._pidfds.values():
-            os.close(fd)
-        self._pidfds.clear()
-        self._poll = select.poll()
+        with self._poll_lock:
+            for fd in self._pidfds.values():
+                os.close(fd)
+            self._pidfds.clear()
+            self._poll = select.poll()
 
 
 class Slots:
