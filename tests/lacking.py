@@ -6,6 +6,7 @@ one that has imported torch but not gradmesh.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pkgutil
@@ -26,10 +27,23 @@ from torch.autograd import forward_ad
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-# What torch itself cannot do without while it runs: these are missing only while gradmesh is imported.
-TORCH_NEEDS: set[str] = set()
-
 REFUSED = "lacks what it needs"
+
+# The names that are asked for while a program is compiled. Compiling takes long, and is tried without these only.
+SEEN_BY_COMPILERS = {
+    "torch.ops._c10d_functional.all_gather_into_tensor",
+    "torch.ops._c10d_functional.all_reduce",
+    "torch.ops._c10d_functional.all_to_all_single",
+    "torch.ops._c10d_functional.broadcast",
+    "torch.ops._c10d_functional.reduce_scatter_tensor",
+    "torch.ops._c10d_functional.wait_tensor",
+    "torch._subclasses.FakeTensor",
+    "torch.distributed.distributed_c10d._resolve_process_group",
+    "torch._library.effects.EffectType.ORDERED",
+    "torch.library.CustomOpDef.register_effect",
+    "torch._C._are_functorch_transforms_active",
+    "torch.autograd.forward_ad._current_level",
+}
 
 
 def remove(path: str) -> Callable[[], None]:
@@ -44,13 +58,13 @@ def remove(path: str) -> Callable[[], None]:
         before = plain.__code__
         plain.__code__ = before.replace(co_names=tuple(n.replace(name, f"{name}_") for n in before.co_names))
         return lambda: setattr(plain, "__code__", before)
+    for op in SEEN_BY_COMPILERS:
+        pkgutil.resolve_name(op)  # a namespace of ops lists only those that were asked for
     parent_path, _, name = path.rpartition(".")
     parent = pkgutil.resolve_name(parent_path)
     value = getattr(parent, name)
-    try:
+    with contextlib.suppress(AttributeError, TypeError):
         delattr(parent, name)
-    except (AttributeError, TypeError):
-        pass
     if not hasattr(parent, name):
         return lambda: setattr(parent, name, value)
     # A namespace that makes its names when they are asked for, or one that cannot be written: another one stands in.
@@ -85,12 +99,12 @@ def _forward_on_threads(gm: Any) -> bool:
 def _modes(gm: Any) -> bool:
     gm.init()
     x = torch.arange(3.0)
-    right = torch.equal(torch.func.grad(lambda x: (gm.shift(x) ** 2).sum())(x), 2 * x)
-    right &= torch.equal(torch.func.vmap(gm.shift)(torch.ones(2, 3)), torch.ones(2, 3))
-    right &= torch.equal(torch.func.jvp(lambda x: gm.shift(x) ** 2, (x,), (torch.ones(3),))[1], 2 * x)
-    right &= torch.equal(torch.func.hessian(lambda x: (gm.shift(x) ** 3).sum())(x), torch.diag(6 * x))
+    right = torch.equal(torch.func.grad(lambda x: (gm.all_gather(x) ** 2).sum())(x), 2 * x)
+    right &= torch.equal(torch.func.vmap(gm.all_gather)(torch.ones(2, 3)), torch.ones(2, 3))
+    right &= torch.equal(torch.func.jvp(lambda x: gm.all_gather(x) ** 2, (x,), (torch.ones(3),))[1], 2 * x)
+    right &= torch.equal(torch.func.hessian(lambda x: (gm.all_gather(x) ** 3).sum())(x), torch.diag(6 * x))
     with forward_ad.dual_level():
-        dual = gm.shift(forward_ad.make_dual(x, 2 * x))
+        dual = gm.all_gather(forward_ad.make_dual(x, 2 * x))
         right &= torch.equal(forward_ad.unpack_dual(dual).tangent, 2 * x)
     return right
 
@@ -98,7 +112,7 @@ def _modes(gm: Any) -> bool:
 def _batched(gm: Any) -> bool:
     gm.init()
     x = torch.ones(3, requires_grad=True)
-    (rows,) = torch.autograd.grad(2 * gm.shift(x), x, torch.eye(3)[:2], is_grads_batched=True)
+    (rows,) = torch.autograd.grad(2 * gm.all_gather(x), x, torch.eye(3)[:2], is_grads_batched=True)
     return torch.equal(rows, 2 * torch.eye(3)[:2])
 
 
@@ -109,7 +123,8 @@ def _ordered(gm: Any) -> bool:
         with gm.ordered():
             y = checkpoint(lambda x: gm.all_gather(x.sin()), x, use_reentrant=False)
             gm.backward(scale * y.sum())
-        grad: list[float] = (x.grad / x.detach().cos()).tolist()  # type: ignore[operator]
+        assert x.grad is not None
+        grad: list[float] = (x.grad / x.detach().cos()).tolist()
         try:
             with gm.ordered():
                 gm.backward(checkpoint(lambda x: gm.all_gather(x.sin()), x, use_reentrant=True).sum())
@@ -125,22 +140,22 @@ def _ordered_vmap(gm: Any) -> bool:
     gm.init()
     x = torch.ones(2, 3, requires_grad=True)
     with gm.ordered():
-        gm.backward(torch.func.vmap(gm.shift)(x).sum())
+        gm.backward(torch.func.vmap(gm.all_gather)(x).sum())
     return x.grad is not None and torch.equal(x.grad, torch.ones(2, 3))
 
 
 def _profile(gm: Any) -> bool:
     gm.init()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
-        gm.shift(torch.ones(1))
-    return any("gradmesh::shift" in event.name for event in profiled.events() or ())
+        gm.all_gather(torch.ones(1))
+    return any("gradmesh::all_gather" in event.name for event in profiled.events() or ())
 
 
 def _meta(gm: Any) -> bool:
     gm.init()
     with FakeTensorMode():
-        right = tuple(gm.shift(torch.empty(3)).shape) == (3,)
-    return right and gm.shift(torch.empty(3, device="meta")).is_meta
+        right = tuple(gm.all_gather(torch.empty(3)).shape) == (3,)
+    return right and gm.all_gather(torch.empty(3, device="meta")).is_meta
 
 
 def _plain_kernels(gm: Any) -> bool:
@@ -154,7 +169,7 @@ def _plain_kernels(gm: Any) -> bool:
 
 
 def _compiled(gm: Any, verb: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     compiled = torch.compile(lambda x: verb(x).sum(), fullgraph=True, backend="eager")
     return bool(compiled(torch.ones(2)).ndim == 0)
 
@@ -186,7 +201,8 @@ def outcome(feature: Callable[[Any], bool], gm: Any) -> str:
         return "right" if feature(gm) else "wrong"
     except BaseException as error:
         text = f"{type(error).__name__}: {error}"
-        return "refused" if REFUSED in text else text
+        own = isinstance(error, gm.GradmeshError) and not isinstance(error, gm.RankError)
+        return "refused" if own or REFUSED in text else text
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -198,13 +214,16 @@ def report(path: str) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         import gradmesh as gm
-    if path in TORCH_NEEDS:
-        put_back()
+    put_back()  # torch itself uses most of these names while it runs
     warnings.simplefilter("ignore")
     return {
         "name": path,
         "warnings": [(each.category.__name__, str(each.message)) for each in caught],
-        "features": {name: outcome(feature, gm) for name, feature in FEATURES.items()},
+        "features": {
+            name: outcome(feature, gm)
+            for name, feature in FEATURES.items()
+            if path in SEEN_BY_COMPILERS or "compiled" not in name
+        },
     }
 
 

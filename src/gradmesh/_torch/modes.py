@@ -151,30 +151,53 @@ def in_plain_mode(work: Callable[[], T]) -> T:
 
 
 _NO_BATCH = "torch.autograd.grad(is_grads_batched=True) through a collective is refused"
-_batched = find("torch._C._functorch.is_legacy_batchedtensor", without=f"{_NO_BATCH}, with torch's own error")
-_enter_batch = find("torch._C._vmapmode_increment_nesting", without=_NO_BATCH)
-_leave_batch = find("torch._C._vmapmode_decrement_nesting", without=_NO_BATCH)
-_take_out = find("torch._remove_batch_dim", without=_NO_BATCH)
-_put_in = find("torch._add_batch_dim", without=_NO_BATCH)
+_BATCHED = "torch._C._functorch.is_legacy_batchedtensor"
+_BATCHES = (
+    "torch._C._vmapmode_increment_nesting",
+    "torch._C._vmapmode_decrement_nesting",
+    "torch._remove_batch_dim",
+    "torch._add_batch_dim",
+)
+_batched = find(_BATCHED, without=_NO_BATCH)
+_enter_batch, _leave_batch, _take_out, _put_in = [find(path, without=_NO_BATCH) for path in _BATCHES]
 
 
-def is_legacy_batched(x: torch.Tensor) -> bool:
-    """Whether `x` is batched by `torch.autograd.grad(is_grads_batched=True)`, which is older than torch.func."""
-    return _batched is not None and _batched(x)
+def _batch_level() -> int:
+    """How many legacy batches the calling thread is in."""
+    if _enter_batch is None or _leave_batch is None:
+        refuse("batched gradients of a collective", *_BATCHES)
+    level: int = _enter_batch() - 1
+    _leave_batch()
+    return level
+
+
+if _batched is not None:
+
+    def is_legacy_batched(x: torch.Tensor) -> bool:
+        """Whether `x` is batched by `torch.autograd.grad(is_grads_batched=True)`, which is older than torch.func."""
+        batched: bool = _batched(x)
+        return batched
+
+elif None in (_enter_batch, _leave_batch):
+
+    def is_legacy_batched(x: torch.Tensor) -> bool:  # noqa: ARG001
+        """False: nothing tells, and torch refuses such a tensor itself."""
+        return False
+
+else:
+
+    def is_legacy_batched(x: torch.Tensor) -> bool:  # noqa: ARG001
+        """False outside of such a batch; inside, where nothing tells which tensors are in it, an error."""
+        if _batch_level() > 0:
+            refuse("batched gradients of a collective", _BATCHED)
+        return False
 
 
 def on_legacy_batch(x: torch.Tensor, work: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Run `work` on the whole of such a tensor, its batch as the first dimension, and batch the result again."""
-    if None in (_enter_batch, _leave_batch, _take_out, _put_in):
-        refuse(
-            "batched gradients of a collective",
-            "torch._C._vmapmode_increment_nesting",
-            "torch._C._vmapmode_decrement_nesting",
-            "torch._remove_batch_dim",
-            "torch._add_batch_dim",
-        )
-    level = _enter_batch() - 1
-    _leave_batch()
+    if _take_out is None or _put_in is None:
+        refuse("batched gradients of a collective", *_BATCHES)
+    level = _batch_level()
     whole = _take_out(x, level, 0, 0)
     batched: torch.Tensor = _put_in(work(whole), 0, level)
     return batched
