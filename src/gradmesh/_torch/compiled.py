@@ -14,7 +14,7 @@ __all__ = ["functional", "is_fake", "ordered_effect", "resolve_group"]
 _COMPILED = "compiled programs refuse {}"
 _OPS = {
     f"torch.ops._c10d_functional.{name}": find(
-        f"torch.ops._c10d_functional.{name}", without=_COMPILED.format(f"the verbs that send by {name}")
+        f"torch.ops._c10d_functional.{name}", without=_COMPILED.format("the verbs that any of these carries")
     )
     for name in (
         "all_gather_into_tensor",
