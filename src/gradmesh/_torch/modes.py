@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from gradmesh._torch.names import find, refuse, there
 
 __all__ = [
+    "dispatch_modes",
     "forward_level_open",
     "functorch_active",
     "in_plain_mode",
@@ -71,13 +72,21 @@ else:
         return False
 
 
-def transforms_active() -> bool:
-    """Whether a tensor may carry more than its values: a torch.func transform or a forward-mode level is on.
+if _LEVEL and _functorch_active is not None:
 
-    >>> transforms_active()
-    False
-    """
-    return functorch_active() or forward_level_open()
+    def transforms_active() -> bool:
+        """Whether a tensor may carry more than its values: a torch.func transform or a forward-mode level is on.
+
+        >>> transforms_active()
+        False
+        """
+        return _functorch_active() or forward_ad._current_level >= 0
+
+else:
+
+    def transforms_active() -> bool:
+        """Whether a tensor may carry more than its values: a torch.func transform or a forward-mode level is on."""
+        return functorch_active() or forward_level_open()
 
 
 _NO_VMAP = "every torch.func transform is taken for a derivative, so that vmap inside ordered() is refused"
@@ -127,24 +136,24 @@ else:
             _set_grad(grad)
 
 
+def _perhaps_one() -> int:
+    """How many modes of the caller's see every op, where that cannot be told."""
+    return 1
+
+
 _TAKES_LONGER = "kernels of own backends step out of the caller's modes always, which takes longer"
 _MODES_SEE = "modes of the caller see and may change what kernels of own backends do"
-_dispatch_modes = find("torch._C._len_torch_dispatch_stack", without=_TAKES_LONGER)
-_function_modes = find("torch._C._len_torch_function_stack", without=_TAKES_LONGER)
+dispatch_modes = find("torch._C._len_torch_dispatch_stack", without=_TAKES_LONGER) or _perhaps_one
+_function_modes = find("torch._C._len_torch_function_stack", without=_TAKES_LONGER) or _perhaps_one
 _no_functions = find("torch._C.DisableTorchFunction", without=_MODES_SEE) or contextlib.nullcontext
 _no_dispatch = (
     find("torch.utils._python_dispatch._disable_current_modes", without=_MODES_SEE) or contextlib.nullcontext
 )
 
 
-def dispatch_modes_on() -> bool:
-    """Whether a dispatch mode of the caller's sees every op, as far as that can be told."""
-    return _dispatch_modes is None or _dispatch_modes() > 0
-
-
 def in_plain_mode(work: Callable[[], T]) -> T:
     """Run `work` as C++ would: autograd does not record it, and no mode of the caller's sees or changes its ops."""
-    if not dispatch_modes_on() and _function_modes is not None and _function_modes() == 0:
+    if dispatch_modes() == 0 and _function_modes() == 0:
         return without_autograd(work)
     with _no_functions(), _no_dispatch():
         return without_autograd(work)

@@ -13,7 +13,7 @@ import torch
 from torch.profiler import record_function
 from torch.utils import checkpoint
 
-from gradmesh._torch.modes import dispatch_modes_on
+from gradmesh._torch.modes import dispatch_modes
 from gradmesh._torch.names import find, there
 
 if there(
@@ -113,7 +113,7 @@ def named_range(name: str) -> contextlib.AbstractContextManager[Any]:
     `record_function` also marks the kernels on a GPU, but is an op itself, which a mode sees: a selective checkpoint
     would miss it if the profiler ran in only one of the two passes. The range for such a mode is no op.
     """
-    if _fast_range is not None and dispatch_modes_on():
+    if _fast_range is not None and dispatch_modes() > 0:
         fast: contextlib.AbstractContextManager[Any] = _fast_range(name)
         return fast
     return record_function(name)
