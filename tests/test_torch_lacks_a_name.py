@@ -117,6 +117,19 @@ def test_several_names_that_are_gone_give_one_warning() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_of_several_ranks_on_a_machine_one_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "gone", ["torch._this"])
+    monkeypatch.setattr(names, "RELIED_ON", {"torch._this": "more work"})
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.warns(gm.TorchWarning, match=r"no torch\._this: more work"):
+        names.warn_of_what_is_gone()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    names.warn_of_what_is_gone()  # a warning is an error here
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr("multiprocessing.parent_process", object)
+    names.warn_of_what_is_gone()
+
+
 def test_what_is_refused_names_the_torch_and_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "gone", ["torch._this"])
     with pytest.raises(gm.TorchVersionError, match=r"no torch\._this\n") as caught:

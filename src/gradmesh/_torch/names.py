@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import pkgutil
 import warnings
 from typing import Any, NoReturn
@@ -59,8 +61,12 @@ def calls(path: str, name: str, *, without: str) -> bool:
 
 
 def warn_of_what_is_gone() -> None:
-    """Tell the user once, in one warning, which names are gone and what happens instead."""
-    if not gone:
+    """Tell the user once, in one warning, which names are gone and what happens instead.
+
+    Of several ranks on a machine, one process says it: that which launched the others, or torchrun's first.
+    """
+    one_of_many = multiprocessing.parent_process() is not None or os.environ.get("LOCAL_RANK", "0") != "0"
+    if not gone or one_of_many:
         return
     warnings.warn(
         message(
