@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -173,7 +174,7 @@ def refused(how: str) -> str:
                 compiled(x)
         else:
             with torch.autograd.forward_ad.dual_level():
-                compiled(torch.autograd.forward_ad.make_dual(x, x))
+                compiled(torch.autograd.forward_ad.make_dual(x, x) if how == "a dual tensor" else x)
 
     with pytest.raises(Exception, match="gradmesh") as caught:  # dynamo wraps it in an error of its own
         run()
@@ -182,10 +183,18 @@ def refused(how: str) -> str:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("how", "text"), [("ordered", "cannot be a link of a chain"), ("forward mode", "has no forward mode")]
+    ("how", "text"),
+    [
+        ("ordered", "cannot be a link of a chain"),
+        ("forward mode", "has no forward mode"),
+        (
+            "a dual tensor",
+            "has no forward mode|wrap a dual tensor",
+        ),  # newer torch refuses it before gradmesh does
+    ],
 )
 def test_what_cannot_be_compiled_is_refused(how: str, text: str, processes: Processes) -> None:
-    assert all(text in got for got in processes(2)(refused, how))
+    assert all(re.search(text, got) for got in processes(2)(refused, how))
 
 
 def checked_ops() -> None:

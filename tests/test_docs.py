@@ -33,6 +33,12 @@ def test_the_readmes_table_is_the_registrys() -> None:
     assert generate.with_table(text.replace("| V -> R |", "| V -> V |")) == text
 
 
+def test_the_page_of_versions_has_every_private_name_of_torch() -> None:
+    text = (ROOT / "docs" / "versions.md").read_text()
+    assert text == generate.with_names(text)
+    assert generate.with_names(text.replace("`torch._add_batch_dim`", "`torch._none`")) == text
+
+
 @pytest.mark.parametrize("name", ["gradmesh", *MODULES])
 def test_docstrings_show_what_happens(name: str) -> None:
     module = importlib.import_module(name)

@@ -47,6 +47,8 @@ from gradmesh.errors import (
     OrderError,
     RankError,
     ShapeError,
+    TorchVersionError,
+    TorchWarning,
 )
 from gradmesh.launch import Ranks, launch
 from gradmesh.order import Order, backward, grad, join, ordered
@@ -74,6 +76,8 @@ __all__ = [
     "RankError",
     "Ranks",
     "ShapeError",
+    "TorchVersionError",
+    "TorchWarning",
     "Type",
     "V",
     "all_gather",

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gradmesh._torch import (
+    forward_level_open,
     functorch_active,
     is_legacy_batched,
     on_legacy_batch,
@@ -71,7 +72,7 @@ def unlinked(op: Op, x: Tensor) -> Tensor:
 
 def _compiled(op: Op, x: Tensor) -> Tensor:
     """Run an op inside a program that is being compiled."""
-    if forward_ad._current_level >= 0:
+    if forward_level_open():
         _refuse(
             op, "a compiled program has no forward mode", "call the function uncompiled inside forward mode"
         )
