@@ -396,7 +396,7 @@ def test_a_script_without_a_main_guard_and_a_notebook_cell_work(tmp_path: Path) 
     code = """
         import sys, torch, torch.distributed as dist
         from gradmesh.launch import launch
-        print("main", flush=True)
+        print("main", sys.flags.dev_mode, sys.warnoptions)
         class Scale:  # lives in __main__ too
             factor = 3
         def work(scale):
@@ -410,8 +410,8 @@ def test_a_script_without_a_main_guard_and_a_notebook_cell_work(tmp_path: Path) 
     ran = run_python(code, "-X", "dev", "-W", "error", folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
     main, *ranks, first, second = ran.stdout.splitlines()
-    assert (main, first, second) == ("main", "[6, 6]", "[3, 4]")
-    assert sorted(ranks) == [f"[rank {rank}] rank True ['error']" for rank in range(2)]
+    assert (main, first, second) == ("main True ['default', 'error']", "[6, 6]", "[3, 4]")
+    assert sorted(ranks) == [f"[rank {rank}] {main.replace('main', 'rank')}" for rank in range(2)]
 
 
 # ---- the docs
