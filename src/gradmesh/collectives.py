@@ -76,6 +76,9 @@ __all__ = [
     "sizes",
 ]
 
+_ALL_GATHERS = {R: AllGather, I: AllGatherInvariant}
+_ALL_REDUCES = {R: AllReduce, I: AllReduceInvariant}
+_REDUCTIONS = {name: name for name in ("sum", "mean", *reductions.RULES)}
 _WHICH_DST = (
     "dst=gradmesh.R if each rank uses the result differently from here on: backward sums the ranks' gradients.\n"
     "dst=gradmesh.I if every rank repeats the same work on it: backward passes the gradient on, unsummed."
@@ -127,11 +130,11 @@ def all_reduce(
         [(5.0, 3.0), (10.0, 3.0)]
     """
     call = Call("all_reduce", x, axis, comm_dtype, backward_dtype)
-    kind = call.choose("dst", dst, {R: AllReduce, I: AllReduceInvariant}, _WHICH_DST)
-    reduction = call.choose("op", op, dict.fromkeys(("sum", "mean", *reductions.RULES), op))
+    kind = call.choose("dst", dst, _ALL_REDUCES, _WHICH_DST)
+    reduction = call.choose("op", op, _REDUCTIONS)
     if reduction in reductions.RULES:
         return reductions.RULES[reduction](call, kind.dst)
-    return apply(_scaled(kind(call.axis, **call.precision), reduction), x)
+    return apply(_scaled(call.op(kind), reduction), x)
 
 
 def all_gather(
@@ -176,8 +179,8 @@ def all_gather(
     x = _stackable(x)
     call = Call("all_gather", x, axis, comm_dtype, backward_dtype)
     dim = call.dim(dim)
-    kind = call.choose("dst", dst, {R: AllGather, I: AllGatherInvariant}, _WHICH_DST)
-    return apply(kind(call.axis, dim, call.sizes(sizes, dim), **call.precision), x)
+    kind = call.choose("dst", dst, _ALL_GATHERS, _WHICH_DST)
+    return apply(call.op(kind, dim, call.sizes(sizes, dim)), x)
 
 
 def reduce_scatter(
@@ -220,7 +223,7 @@ def reduce_scatter(
     dim = call.dim(dim)
     reduction = call.choose("op", op, {"sum": "sum", "mean": "mean"})
     given = call.sizes(call.not_auto(sizes), dim)
-    return apply(_scaled(ReduceScatter(call.axis, dim, given, **call.precision), reduction), x)
+    return apply(_scaled(call.op(ReduceScatter, dim, given), reduction), x)
 
 
 def all_to_all(
@@ -268,7 +271,7 @@ def all_to_all(
     cut, join = call.dim(split_dim, "split_dim"), call.dim(concat_dim, "concat_dim")
     send = call.sizes(call.not_auto(split_sizes, "split_sizes"), cut, "split_sizes")
     receive = call.sizes(call.not_auto(concat_sizes, "concat_sizes"), join, "concat_sizes")
-    return apply(AllToAll(call.axis, cut, join, send, receive, **call.precision), x)
+    return apply(call.op(AllToAll, cut, join, send, receive), x)
 
 
 def broadcast(
@@ -311,7 +314,7 @@ def broadcast(
     """
     call = Call("broadcast", x, axis, comm_dtype, backward_dtype)
     kind = call.choose("dst", dst, {R: Broadcast, I: BroadcastInvariant}, _WHICH_DST)
-    return apply(kind(call.axis, call.rank(root), **call.precision), x)
+    return apply(call.op(kind, call.rank(root)), x)
 
 
 def reduce(
@@ -350,7 +353,7 @@ def reduce(
     """
     call = Call("reduce", x, axis, comm_dtype, backward_dtype)
     call.refuse_unordered("all_reduce")
-    return apply(Reduce(call.axis, call.rank(root), **call.precision), x)
+    return apply(call.op(Reduce, call.rank(root)), x)
 
 
 def gather(
@@ -395,7 +398,7 @@ def gather(
     call.refuse_unordered("all_gather")
     dim = call.dim(dim)
     given = call.told(sizes, dim)
-    return apply(Gather(call.axis, dim, call.rank(root), given, **call.precision), x)
+    return apply(call.op(Gather, dim, call.rank(root), given), x)
 
 
 def scatter(
@@ -446,7 +449,7 @@ def scatter(
         given = Sizes.balanced(call.found_sizes(x.shape[dim])[root], call.axis.size)
     else:
         given = call.sizes(sizes, dim)
-    return apply(Scatter(call.axis, dim, root, given, **call.precision), x)
+    return apply(call.op(Scatter, dim, root, given), x)
 
 
 def replicate(
@@ -480,7 +483,7 @@ def replicate(
         [3.0, 3.0]
     """
     call = Call("replicate", x, axis, comm_dtype, backward_dtype)
-    return apply(Replicate(call.axis, **call.precision), x)
+    return apply(call.op(Replicate), x)
 
 
 def shard(
@@ -528,7 +531,7 @@ def shard(
     given = call.sizes(call.not_auto(sizes), dim)
     if given.equal and x.shape[dim] % call.axis.size:
         given = Sizes.balanced(x.shape[dim], call.axis.size)
-    return apply(kind(call.axis, dim, given, **call.precision), x)
+    return apply(call.op(kind, dim, given), x)
 
 
 _CONVERSIONS: dict[tuple[Type, Type], type[LinearOp]] = {
@@ -588,7 +591,7 @@ def convert(
         ways.get((src, dst), "a value of this type needs no conversion") if known else "pass gm.V, R, I or P"
     )
     kind = call.choose("(src, dst)", (src, dst) if known else f"({src!r}, {dst!r})", _CONVERSIONS, way)
-    return apply(kind(call.axis, **call.precision), x)
+    return apply(call.op(kind), x)
 
 
 def shift(
@@ -732,7 +735,7 @@ def send(
     call.refuse_compiled("messages between two ranks are not compiled", "gradmesh.permute")
     call.refuse_forward_mode("permute")
     call.refuse_unordered("permute")
-    return apply(Send(call.axis, peer, tuple(x.shape), **call.precision), x)
+    return apply(call.op(Send, peer, tuple(x.shape)), x)
 
 
 def recv(
@@ -770,7 +773,7 @@ def recv(
     call.refuse_compiled("messages between two ranks are not compiled", "gradmesh.permute")
     call.refuse_forward_mode("permute")
     call.refuse_unordered("permute")
-    return apply(Receive(call.axis, peer, tuple(like.shape), **call.precision), like.new_empty(0))
+    return apply(call.op(Receive, peer, tuple(like.shape)), like.new_empty(0))
 
 
 def exchange(
@@ -816,7 +819,7 @@ def exchange(
     shapes = [torch.Size(shape) for shape in call.exchange_shapes(parts)]
     sent, taken = [part.numel() for part in parts], [shape.numel() for shape in shapes]
     flat = torch.cat([part.reshape(-1) for part in parts])
-    op = AllToAll(call.axis, 0, 0, Sizes(tuple(sent)), Sizes(tuple(taken)), **call.precision)
+    op = call.op(AllToAll, 0, 0, Sizes(tuple(sent)), Sizes(tuple(taken)))
     ends = list(accumulate(taken, initial=0))
     got = apply(op, flat)
     return [got.narrow(0, at, n).view(shape) for at, n, shape in zip(ends, taken, shapes, strict=False)]
@@ -870,7 +873,7 @@ def halo_exchange(
     left, right = call.halo(halo)
     given = call.told(sizes, dim)
     wrap = call.flag(wrap, "wrap")
-    return apply(HaloExchange(call.axis, dim, left, right, wrap, given, **call.precision), x)
+    return apply(call.op(HaloExchange, dim, left, right, wrap, given), x)
 
 
 def neighbor_all_to_all(
@@ -952,7 +955,7 @@ def scan(
         [1, 3, 6]
     """
     call = Call("scan", x, axis, comm_dtype, backward_dtype)
-    return apply(Scan(call.axis, call.flag(reverse, "reverse"), **call.precision), x)
+    return apply(call.op(Scan, call.flag(reverse, "reverse")), x)
 
 
 def exscan(
@@ -983,7 +986,7 @@ def exscan(
         [0, 1, 3]
     """
     call = Call("exscan", x, axis, comm_dtype, backward_dtype)
-    return apply(Exscan(call.axis, call.flag(reverse, "reverse"), **call.precision), x)
+    return apply(call.op(Exscan, call.flag(reverse, "reverse")), x)
 
 
 def sizes(x: Tensor, axis: AxisLike = None, dim: int = 0) -> tuple[int, ...]:
@@ -1010,4 +1013,4 @@ def _stackable(x: Tensor) -> Tensor:
 
 
 def _scaled(op: LinearOp, reduction: str) -> LinearOp:
-    return Mean(op) if reduction == "mean" else op
+    return op.once(Mean, lambda: Mean(op)) if reduction == "mean" else op

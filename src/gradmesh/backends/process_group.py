@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from gradmesh.backends.claim import Claim
 from gradmesh.errors import ArgumentError, ShapeError, message
+from gradmesh.memo import Memo
 
 __all__ = ["REDUCTIONS", "OwnGroup", "Tensors", "averaged", "reduction"]
 
@@ -43,6 +44,11 @@ def averaged(total: torch.Tensor, count: int) -> torch.Tensor:
     return total.copy_(torch.div(total, count, rounding_mode="trunc"))
 
 
+def kept_by(group: dist.ProcessGroup) -> Memo | None:
+    """What is kept for a group by those who call it, to work it out once; None for groups of other backends."""
+    return group.kept if isinstance(group, OwnGroup) else None
+
+
 class OwnGroup(dist.ProcessGroup):
     """A process group in Python. A subclass has the collectives, under the names of torch 2.13.
 
@@ -62,6 +68,7 @@ class OwnGroup(dist.ProcessGroup):
         self.timeout = timeout.total_seconds()
         self._name = name
         self._desc = "undefined"
+        self.kept = Memo()
 
     # -- what torch asks of a group
 

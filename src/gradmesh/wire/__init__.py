@@ -36,9 +36,8 @@ CARRIERS: dict[type[dist.ProcessGroup], type[Carrier]] = {
 """The carrier for each class of process group; `TorchGroup` for any other."""
 
 
-def compiling() -> bool:
-    """Whether the call is part of a program that is being compiled."""
-    return is_compiling()
+compiling = is_compiling
+"""Whether the call is part of a program that is being compiled; asked of torch here and nowhere else."""
 
 
 def carrier(axis: Axis, claim: Claim | None = None) -> Carrier:

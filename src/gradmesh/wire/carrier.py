@@ -214,6 +214,8 @@ class Carrier(abc.ABC):
 
     def room(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """Memory for a result: dense, uninitialised, of the dtype and on the device of another tensor."""
+        if type(like) is Tensor and math.prod(shape) * like.dtype.itemsize < memory.SMALLEST:
+            return like.new_empty(shape)
         return memory.empty(shape, like.dtype, like.device)
 
     def copy(self, x: Tensor) -> Tensor:
