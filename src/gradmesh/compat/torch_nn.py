@@ -39,9 +39,9 @@ from torch.distributed import ReduceOp
 from gradmesh import collectives
 from gradmesh.autograd import apply
 from gradmesh.axis import Axis, AxisLike, resolve
+from gradmesh.compat import _ops
 from gradmesh.compat.ksuit import separate
 from gradmesh.errors import ArgumentError, ShapeError, message
-from gradmesh.ops import Gather, Reduce
 from gradmesh.types import R
 from gradmesh.world import world_group
 
@@ -82,8 +82,8 @@ def gather(tensor: Tensor, dst: int = 0, group: AxisLike = None) -> tuple[Tensor
     """
     axis = _axis(group, "gather")
     root = _root(dst, axis, "gather", "dst")
-    # The op itself: the verb asks for `ordered()`, which callers of torch's function know nothing of.
-    stacked = apply(Gather(axis, 0, root, (1,) * axis.size), tensor.unsqueeze(0))
+    stack = tensor.unsqueeze(0)
+    stacked = apply(_ops.gather(stack, axis, root), stack)
     if axis.rank != root:
         # Sums over nothing: zeros that hang on the empty result, or this rank would miss the backward collective.
         return tuple(stacked.sum(0, dtype=tensor.dtype) for _ in range(axis.size))
@@ -116,7 +116,7 @@ def reduce(tensor: Tensor, dst: int, op: _Reduction = ReduceOp.SUM, group: AxisL
     root = _root(dst, axis, "reduce", "dst")
     reduction = _reduction(op, axis, "reduce")
     if reduction == "sum":
-        return apply(Reduce(axis, root), tensor)  # not the verb, as in `gather`
+        return apply(_ops.reduce(tensor, axis, root), tensor)
     everywhere = collectives.all_reduce(tensor, axis, op=reduction, dst=R)
     elsewhere = torch.tensor(axis.rank != root, device=tensor.device)
     return everywhere.masked_fill(elsewhere, 0)
