@@ -58,16 +58,3 @@ def test_shapes_that_differ_are_refused(threads: Any) -> None:
     with pytest.raises(gm.RankError) as error:
         gm.launch(refused, 2, backend="threads")
     assert isinstance(error.value.__cause__, gm.GradmeshError)
-
-
-def _by_hand() -> None:
-    rank = gm.axis().rank
-    x, ctx = random(rank, 2).requires_grad_(), torch.autograd.function.FunctionCtx()
-    parts = AllGatherGradAutograd.forward(ctx, x)
-    torch.testing.assert_close(parts, (random(0, 2), random(1, 2)))
-    grad = AllGatherGradAutograd.backward(ctx, random(10 + rank, 2), random(20 + rank, 2))
-    torch.testing.assert_close(grad, random(10 + 10 * rank, 2) + random(11 + 10 * rank, 2))
-
-
-def test_forward_and_backward_can_be_called_by_hand(threads: Any) -> None:
-    threads(2)(_by_hand)
