@@ -67,6 +67,11 @@ def graph_parallel(size: int) -> Iterator[int]:
         fc.cleanup_gp()
 
 
+def owned(rank: int) -> Tensor:
+    """Which atoms a rank owns."""
+    return torch.tensor([owner == rank for owner in OWNERS.tolist()])
+
+
 def random(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -176,8 +181,8 @@ def _energy_and_forces(mode: str) -> tuple[Tensor, ...]:
         weight = random(2, 3, 3).requires_grad_()
         w = gp_utils.copy_to_model_parallel_region(weight)
         if mode == "all_to_all":
-            own = (rank == OWNERS).nonzero().squeeze(1).flip(0)  # any order will do
-            context = fc.build_gp_context(EDGES[:, OWNERS[EDGES[1]] == rank], OWNERS, rank, 2, own)
+            own = owned(rank).nonzero().squeeze(1).flip(0)  # any order will do
+            context = fc.build_gp_context(EDGES[:, owned(rank)[EDGES[1]]], OWNERS, rank, 2, own)
             assert torch.equal(
                 context.local_edge_idx, context.edge_index_local[0].lt(len(own)).nonzero()[:, 0]
             )
@@ -223,7 +228,7 @@ def test_the_exchange_works_on_real_processes(processes: Any) -> None:
 
 def _forward_mode() -> None:
     with graph_parallel(2) as rank, forward_ad.dual_level():
-        own = rank == OWNERS
+        own = owned(rank)
         context = fc.build_gp_context(EDGES[:, own[EDGES[1]]], OWNERS, rank, 2)
         x = forward_ad.make_dual(random(1, ATOMS, 2)[own], random(2, ATOMS, 2)[own])
         value, tangent = forward_ad.unpack_dual(fc.all_to_all_collect(x, context))

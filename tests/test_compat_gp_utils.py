@@ -448,7 +448,7 @@ def test_the_ops_of_scaling_keep_the_law_for_equal_gradients(threads: Any, shape
 
 def _work_that_differs() -> tuple[Tensor, ...]:
     with graph_parallel(2) as rank:
-        grads = []
+        grads: list[Tensor] = []
         for gather in (
             lambda x: gp.gather_from_model_parallel_region_sum_grad(x, 0),
             lambda x: gp.copy_to_model_parallel_region(gp.gather_from_model_parallel_region(x, 0)),

@@ -30,7 +30,6 @@ What is new: a group is looked up when the function is called, and None is the w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -38,12 +37,20 @@ from torch.distributed import ReduceOp
 
 from gradmesh import collectives
 from gradmesh.autograd import apply
-from gradmesh.axis import Axis, AxisLike, resolve
+from gradmesh.axis import AxisLike
 from gradmesh.compat import _ops
+from gradmesh.compat._torch_arguments import (
+    Reduction,
+    axis_of,
+    equal,
+    fill,
+    one_each,
+    reduction_of,
+    root_of,
+    stack,
+)
 from gradmesh.compat.ksuit import separate
-from gradmesh.errors import ArgumentError, ShapeError, message
 from gradmesh.types import R
-from gradmesh.world import world_group
 
 __all__ = [
     "all_gather",
@@ -57,33 +64,61 @@ __all__ = [
     "scatter",
 ]
 
-# What torch's stubs call the members of ReduceOp, and ReduceOp itself.
-_Reduction = ReduceOp | ReduceOp.RedOpType
-
-_REDUCTIONS = (
-    (ReduceOp.SUM, "sum"),
-    (ReduceOp.AVG, "mean"),
-    (ReduceOp.MAX, "max"),
-    (ReduceOp.MIN, "min"),
-    (ReduceOp.PRODUCT, "prod"),
-)
-
 
 def broadcast(tensor: Tensor, src: int, group: AxisLike = None) -> Tensor:
-    """V at src -> R: the tensor of rank `src` of the world on every rank of the group; backward sums at `src`."""
-    axis = _axis(group, "broadcast")
-    return collectives.broadcast(tensor, axis, root=_root(src, axis, "broadcast", "src"))
+    """Give every rank of the group the tensor of one rank.
+
+    ::
+
+        V at src -> R    shape (...) -> (...)    src  x0 -> x0      g0+g1 <- g0
+                                                      x1 -> x0          0 <- g1
+
+    Args:
+        tensor: the value at `src`; elsewhere a tensor of the same shape and dtype, whose values do not count.
+        src: a rank of the world.
+        group: the ranks that get it.
+
+    Raises:
+        ArgumentError: `src` is not in the group.
+
+    Example:
+        >>> def on_each_rank():
+        ...     return broadcast(torch.tensor(1.0 + gm.axis().rank), src=1).item()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [2.0, 2.0]
+    """
+    axis = axis_of(group, "broadcast")
+    return collectives.broadcast(tensor, axis, root=root_of(src, axis, "broadcast", "src"))
 
 
 def gather(tensor: Tensor, dst: int = 0, group: AxisLike = None) -> tuple[Tensor, ...]:
-    """V -> V at dst: every rank's tensor at rank `dst` of the world, zeros elsewhere; backward is `scatter`.
+    """Give one rank every rank's tensor; the others get zeros.
+
+    ::
+
+        V -> V at dst    shape (...) -> W of shape (...)    dst  x0 -> (x0, x1)      g0[0] <- (g0[0], g0[1])
+                                                                 x1 -> (0, 0)        g0[1] <- (...)
 
     Every rank has to use one of its results in its loss, since the backward collective needs all ranks.
+
+    Args:
+        tensor: this rank's tensor, of one shape on all ranks.
+        dst: a rank of the world.
+        group: the ranks to gather from.
+
+    Raises:
+        ArgumentError: `dst` is not in the group.
+
+    Example:
+        >>> def on_each_rank():
+        ...     return [part.item() for part in gather(torch.tensor(1.0 + gm.axis().rank), dst=1)]
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [[0.0, 0.0], [1.0, 2.0]]
     """
-    axis = _axis(group, "gather")
-    root = _root(dst, axis, "gather", "dst")
-    stack = tensor.unsqueeze(0)
-    stacked = apply(_ops.gather(stack, axis, root), stack)
+    axis = axis_of(group, "gather")
+    root = root_of(dst, axis, "gather", "dst")
+    row = tensor.unsqueeze(0)
+    stacked = apply(_ops.gather(row, axis, root), row)
     if axis.rank != root:
         # Sums over nothing: zeros that hang on the empty result, or this rank would miss the backward collective.
         return tuple(stacked.sum(0, dtype=tensor.dtype) for _ in range(axis.size))
@@ -91,30 +126,66 @@ def gather(tensor: Tensor, dst: int = 0, group: AxisLike = None) -> tuple[Tensor
 
 
 def scatter(tensors: Sequence[Tensor], src: int = 0, group: AxisLike = None) -> Tensor:
-    """V at src -> V: rank r of the group gets `tensors[r]` of rank `src` of the world; backward is `gather`.
+    """Give rank r of the group `tensors[r]` of one rank.
 
-    The other ranks pass tensors of the same shape and dtype, as torch's own needs them to, whose values do not count.
+    ::
+
+        V at src -> V    W of shape (...) -> (...)    src  (x0, x1) -> x0      (g0, g1) <- g0
+                                                           (..., ...) -> x1    (0, 0)   <- g1
+
+    Args:
+        tensors: at `src` one tensor for each rank; elsewhere as many of the same shape and dtype, as torch's own needs
+            them to be, whose values do not count.
+        src: a rank of the world.
+        group: the ranks that get a part.
 
     Raises:
+        ArgumentError: `src` is not in the group.
         ShapeError: not one tensor for each rank, or tensors of different shapes.
+
+    Example:
+        >>> def on_each_rank():
+        ...     rank = gm.axis().rank
+        ...     return scatter([torch.tensor(rank), torch.tensor(rank + 5)], src=1).item()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [1, 6]
     """
-    axis = _axis(group, "scatter")
-    root = _root(src, axis, "scatter", "src")
-    stacked = _stack(tensors, axis, "scatter")
+    axis = axis_of(group, "scatter")
+    root = root_of(src, axis, "scatter", "src")
+    stacked = stack(tensors, axis, "scatter")
     if axis.rank != root:
         stacked = stacked[:0]
     return collectives.scatter(stacked, axis, root=root, sizes=(1,) * axis.size).squeeze(0)
 
 
-def reduce(tensor: Tensor, dst: int, op: _Reduction = ReduceOp.SUM, group: AxisLike = None) -> Tensor:
-    """P -> V at dst: the reduction at rank `dst` of the world, zeros elsewhere; backward hands out the gradient at dst.
+def reduce(tensor: Tensor, dst: int, op: Reduction = ReduceOp.SUM, group: AxisLike = None) -> Tensor:
+    """Combine the ranks' tensors at one rank; the others get zeros.
+
+    ::
+
+        P -> V at dst    shape (...) -> (...)    dst  x0 -> x0+x1      g0 <- g0
+                                                      x1 -> 0          g0 <- g1
+
+    The picture is that of SUM; backward of the other ops is that of `all_reduce`.
+
+    Args:
+        tensor: this rank's term.
+        dst: a rank of the world.
+        op: SUM, AVG, MAX, MIN or PRODUCT.
+        group: the ranks to combine.
 
     Raises:
-        ArgumentError: an op that has no gradient rule, such as the bitwise ones.
+        ArgumentError: `dst` is not in the group, or an op that has no gradient rule, such as the bitwise ones.
+
+    Example:
+        >>> def on_each_rank():
+        ...     return reduce(torch.tensor(1.0 + gm.axis().rank), dst=1).item()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [0.0, 3.0]
     """
-    axis = _axis(group, "reduce")
-    root = _root(dst, axis, "reduce", "dst")
-    reduction = _reduction(op, axis, "reduce")
+    axis = axis_of(group, "reduce")
+    root = root_of(dst, axis, "reduce", "dst")
+    reduction = reduction_of(op, axis, "reduce")
     if reduction == "sum":
         return apply(_ops.reduce(tensor, axis, root), tensor)
     everywhere = collectives.all_reduce(tensor, axis, op=reduction, dst=R)
@@ -123,19 +194,37 @@ def reduce(tensor: Tensor, dst: int, op: _Reduction = ReduceOp.SUM, group: AxisL
 
 
 def reduce_scatter(
-    output: Tensor, input_list: Sequence[Tensor], op: _Reduction = ReduceOp.SUM, group: AxisLike = None
+    output: Tensor, input_list: Sequence[Tensor], op: Reduction = ReduceOp.SUM, group: AxisLike = None
 ) -> Tensor:
-    """P -> V: the reduction of all ranks' `input_list[r]` on rank r of the group; backward is `all_gather`.
+    """Combine the ranks' `input_list[r]` on rank r of the group.
 
-    The tensors of `input_list` may have different shapes, the same ones on every rank.
+    ::
+
+        P -> V    W of shape (...) -> (...)    (x0[0], x0[1]) -> x0[0]+x1[0]      (g0, g1) <- g0
+                                               (x1[0], x1[1]) -> x0[1]+x1[1]      (g0, g1) <- g1
+
+    The picture is that of SUM; backward of the other ops is that of `all_reduce`.
+
+    Args:
+        output: filled with the result.
+        input_list: one term for each rank; they may have different shapes, the same ones on every rank.
+        op: SUM, AVG, MAX, MIN or PRODUCT.
+        group: the ranks to combine.
 
     Raises:
         ArgumentError: an op that has no gradient rule, such as the bitwise ones.
         ShapeError: not one tensor for each rank, or an output that does not fit.
+
+    Example:
+        >>> def on_each_rank():
+        ...     terms = [torch.tensor(1.0), torch.tensor(2.0 + gm.axis().rank)]
+        ...     return reduce_scatter(torch.empty(()), terms).item()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [2.0, 5.0]
     """
-    axis = _axis(group, "reduce_scatter")
-    reduction = _reduction(op, axis, "reduce_scatter")
-    _one_each(input_list, axis, "reduce_scatter")
+    axis = axis_of(group, "reduce_scatter")
+    reduction = reduction_of(op, axis, "reduce_scatter")
+    one_each(input_list, axis, "reduce_scatter")
     flat = torch.cat([part.reshape(-1) for part in input_list])
     sizes = [part.numel() for part in input_list]
     if reduction in ("sum", "mean"):
@@ -143,44 +232,99 @@ def reduce_scatter(
     else:
         whole = collectives.all_reduce(flat, axis, op=reduction, dst=R)
         mine = whole.split(sizes)[axis.rank].clone()
-    return _fill(output, mine, axis, "reduce_scatter")
+    return fill(output, mine, axis, "reduce_scatter")
 
 
 def all_gather(tensor: Tensor, group: AxisLike = None) -> tuple[Tensor, ...]:
-    """V -> R: every rank's tensor, of one shape on all ranks; backward sums over the ranks."""
-    axis = _axis(group, "all_gather")
+    """Give every rank all ranks' tensors.
+
+    ::
+
+        V -> R    shape (...) -> W of shape (...)    x0 -> (x0, x1)      g0[0]+g1[0] <- (g0[0], g0[1])
+                                                     x1 -> (x0, x1)      g0[1]+g1[1] <- (g1[0], g1[1])
+
+    Args:
+        tensor: this rank's tensor, of one shape on all ranks.
+        group: the ranks to gather from.
+
+    Raises:
+        MismatchError: the shapes differ (on backends that can tell).
+
+    Example:
+        >>> def on_each_rank():
+        ...     return [part.item() for part in all_gather(torch.tensor(gm.axis().rank))]
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [[0, 1], [0, 1]]
+    """
+    axis = axis_of(group, "all_gather")
     return separate(collectives.all_gather(tensor.unsqueeze(0), axis))
 
 
 def _all_gather_base(output_tensor: Tensor, input_tensor: Tensor, group: AxisLike = None) -> Tensor:
-    """V -> R: every rank's tensor in one, in the shape of `output_tensor`; backward sums over the ranks."""
-    axis = _axis(group, "_all_gather_base")
+    """Give every rank all ranks' tensors in one.
+
+    ::
+
+        V -> R    shape (n, ...) -> (W n, ...)    x0 -> [x0 x1]      g0[0]+g1[0] <- [g0[0] g0[1]]
+                                                  x1 -> [x0 x1]      g0[1]+g1[1] <- [g1[0] g1[1]]
+
+    Args:
+        output_tensor: filled with the result, whose shape is its own: any with W times the elements.
+        input_tensor: this rank's tensor, of one shape on all ranks.
+        group: the ranks to gather from.
+
+    Raises:
+        ShapeError: an output that does not fit.
+
+    Example:
+        >>> def on_each_rank():
+        ...     return _all_gather_base(torch.empty(2), torch.tensor([1.0 + gm.axis().rank])).tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [[1.0, 2.0], [1.0, 2.0]]
+    """
+    axis = axis_of(group, "_all_gather_base")
     flat = collectives.all_gather(input_tensor.reshape(-1), axis)
-    return _fill(output_tensor, flat, axis, "_all_gather_base")
+    return fill(output_tensor, flat, axis, "_all_gather_base")
 
 
 def all_to_all(
     output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], group: AxisLike = None
 ) -> tuple[Tensor, ...]:
-    """V -> V: rank r of the group gets `input_tensor_list[r]`; backward is the way back.
+    """Give rank r of the group `input_tensor_list[r]` of every rank.
+
+    ::
+
+        V -> V    W of any shapes -> W of any shapes    (a0, a1) -> (a0, b0)      (g0[0], g1[0]) <- (g0[0], g0[1])
+                                                        (b0, b1) -> (a1, b1)      (g0[1], g1[1]) <- (g1[0], g1[1])
+
+    Args:
+        output_tensor_list: filled with the results.
+        input_tensor_list: one tensor for each rank.
+        group: the ranks to exchange among.
 
     Returns:
         What came from each rank, in the shapes of `output_tensor_list`, which may all differ.
 
     Raises:
-        ShapeError: not one tensor for each rank.
+        ShapeError: not one tensor for each rank, or outputs that do not fit.
+
+    Example:
+        >>> def on_each_rank():
+        ...     mine = list(10.0 * gm.axis().rank + torch.arange(2.0))
+        ...     return [part.item() for part in all_to_all(list(torch.empty(2)), mine)]
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [[0.0, 10.0], [1.0, 11.0]]
     """
-    axis = _axis(group, "all_to_all")
-    _one_each(output_tensor_list, axis, "all_to_all")
-    _one_each(input_tensor_list, axis, "all_to_all")
+    axis = axis_of(group, "all_to_all")
+    one_each(output_tensor_list, axis, "all_to_all")
+    one_each(input_tensor_list, axis, "all_to_all")
     send = [part.numel() for part in input_tensor_list]
     receive = [part.numel() for part in output_tensor_list]
     flat = torch.cat([part.reshape(-1) for part in input_tensor_list])
     got = collectives.all_to_all(flat, axis, split_sizes=send, concat_sizes=receive)
     parts = got.unsafe_split_with_sizes(receive)
     return tuple(
-        _fill(output, part, axis, "all_to_all")
-        for output, part in zip(output_tensor_list, parts, strict=True)
+        fill(output, part, axis, "all_to_all") for output, part in zip(output_tensor_list, parts, strict=True)
     )
 
 
@@ -191,7 +335,12 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: AxisLike = None,
 ) -> Tensor:
-    """V -> V: rank r of the group gets the r-th part of `input` along dim 0; backward is the way back.
+    """Give rank r of the group the r-th part of `input` along dim 0.
+
+    ::
+
+        V -> V    shape (n, ...) -> (m, ...)    [a0 a1] -> [a0 b0]      [g0[0] g1[0]] <- [g0[0] g0[1]]
+                                                [b0 b1] -> [a1 b1]      [g0[1] g1[1]] <- [g1[0] g1[1]]
 
     Args:
         output: filled with the result.
@@ -202,128 +351,44 @@ def all_to_all_single(
 
     Raises:
         ShapeError: sizes that do not add up, or an output that does not fit.
+
+    Example:
+        >>> def on_each_rank():
+        ...     return all_to_all_single(torch.empty(2), 10 * gm.axis().rank + torch.arange(2.0)).tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [[0.0, 10.0], [1.0, 11.0]]
     """
-    axis = _axis(group, "all_to_all_single")
-    receive = output_split_sizes or _equal(output, axis)
+    axis = axis_of(group, "all_to_all_single")
+    receive = output_split_sizes or equal(output, axis)
     send = input_split_sizes or None
     got = collectives.all_to_all(input, axis, split_sizes=send, concat_sizes=receive)
-    return _fill(output, got, axis, "all_to_all_single")
+    return fill(output, got, axis, "all_to_all_single")
 
 
-def all_reduce(tensor: Tensor, op: _Reduction = ReduceOp.SUM, group: AxisLike = None) -> Tensor:
-    """P -> R: the reduction over the ranks, on each of them; backward sums (see the module for the other ops).
+def all_reduce(tensor: Tensor, op: Reduction = ReduceOp.SUM, group: AxisLike = None) -> Tensor:
+    """Combine the ranks' tensors; every rank gets the result.
+
+    ::
+
+        P -> R    shape (...) -> (...)    x0 -> x0+x1      g0+g1 <- g0
+                                          x1 -> x0+x1      g0+g1 <- g1
+
+    The picture is that of SUM. Backward of AVG is the mean; of MAX and MIN the sum goes to the ranks that hold the
+    extremum, which share it; of PRODUCT it is the product rule, right with zeros.
+
+    Args:
+        tensor: this rank's term.
+        op: SUM, AVG, MAX, MIN or PRODUCT.
+        group: the ranks to combine.
 
     Raises:
         ArgumentError: an op that has no gradient rule, such as the bitwise ones.
+
+    Example:
+        >>> def on_each_rank():
+        ...     return all_reduce(torch.tensor(1.0 + gm.axis().rank), op=ReduceOp.MAX).item()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [2.0, 2.0]
     """
-    axis = _axis(group, "all_reduce")
-    return collectives.all_reduce(tensor, axis, op=_reduction(op, axis, "all_reduce"), dst=R)
-
-
-# ---- Arguments --------------------------------------------------------------------------------------------
-
-
-def _fail(
-    problem: str, axis: Axis, op: str, expected: str, got: str, remedy: str, kind: type[ArgumentError]
-) -> NoReturn:
-    text = message(
-        problem, op=f"compat.torch_nn.{op}", axis=str(axis), expected=expected, got=got, remedy=remedy
-    )
-    raise kind(text)
-
-
-def _axis(group: AxisLike, op: str) -> Axis:
-    """The ranks of a group; None is the world here, also where there is a current mesh."""
-    op = f"compat.torch_nn.{op}"
-    return resolve(world_group(op) if group is None else group, op)
-
-
-def _root(rank: int, axis: Axis, op: str, name: str) -> int:
-    """The place on the axis of a rank of the world."""
-    ranks = axis.global_ranks
-    if rank not in ranks:
-        _fail(
-            f"{name} is not in the group",
-            axis,
-            op,
-            expected=f"one of the group's ranks of the world, {ranks}",
-            got=f"{name}={rank!r}",
-            remedy=f"pass {name} as a rank of the world, as torch.distributed takes it",
-            kind=ArgumentError,
-        )
-    return ranks.index(rank)
-
-
-def _reduction(op: _Reduction, axis: Axis, verb: str) -> str:
-    """The name that gradmesh has for a reduction of torch."""
-    for theirs, ours in _REDUCTIONS:
-        if op == theirs:
-            return ours
-    return _fail(
-        "the reduction has no gradient rule",
-        axis,
-        verb,
-        expected="SUM, AVG, MAX, MIN or PRODUCT",
-        got=f"op={op}",
-        remedy="call torch.distributed itself, on tensors that need no gradient",
-        kind=ArgumentError,
-    )
-
-
-def _one_each(tensors: Sequence[Tensor], axis: Axis, op: str) -> None:
-    if not isinstance(tensors, Sequence) or len(tensors) != axis.size:
-        _fail(
-            "not one tensor for each rank of the group",
-            axis,
-            op,
-            expected=f"a list of {axis.size} tensors, on every rank",
-            got=f"{len(tensors)} tensors" if isinstance(tensors, Sequence) else type(tensors).__name__,
-            remedy="on ranks whose values do not count, pass empty tensors of the right shapes",
-            kind=ShapeError,
-        )
-
-
-def _stack(tensors: Sequence[Tensor], axis: Axis, op: str) -> Tensor:
-    _one_each(tensors, axis, op)
-    if len({part.shape for part in tensors}) > 1:
-        _fail(
-            "the tensors have different shapes",
-            axis,
-            op,
-            expected="one shape for all ranks",
-            got=", ".join(str(tuple(part.shape)) for part in tensors),
-            remedy="use gradmesh.scatter with sizes=",
-            kind=ShapeError,
-        )
-    return torch.stack(list(tensors))
-
-
-def _equal(output: Tensor, axis: Axis) -> list[int]:
-    if output.size(0) % axis.size:
-        _fail(
-            "dim 0 of output cannot be split equally",
-            axis,
-            "all_to_all_single",
-            expected=f"a size that {axis.size} ranks divide",
-            got=f"size {output.size(0)}",
-            remedy="pass output_split_sizes=",
-            kind=ShapeError,
-        )
-    return [output.size(0) // axis.size] * axis.size
-
-
-def _fill(output: Tensor, result: Tensor, axis: Axis, op: str) -> Tensor:
-    """Copy the values into `output`, as torch does, and return the differentiable result in its shape."""
-    if output.numel() != result.numel():
-        _fail(
-            "output does not fit the result",
-            axis,
-            op,
-            expected=f"{result.numel()} elements",
-            got=f"shape {tuple(output.shape)}",
-            remedy="make output as large as what this rank receives",
-            kind=ShapeError,
-        )
-    result = result.view(output.shape)
-    output.detach().copy_(result.detach())
-    return result
+    axis = axis_of(group, "all_reduce")
+    return collectives.all_reduce(tensor, axis, op=reduction_of(op, axis, "all_reduce"), dst=R)
