@@ -75,6 +75,7 @@ def reduction_of(op: Reduction, axis: Axis, verb: str) -> str:
 
 
 def one_each(tensors: Sequence[Tensor], axis: Axis, op: str) -> None:
+    """Refuse anything but one tensor for each rank."""
     if not isinstance(tensors, Sequence) or len(tensors) != axis.size:
         _fail(
             "not one tensor for each rank of the group",
@@ -88,6 +89,7 @@ def one_each(tensors: Sequence[Tensor], axis: Axis, op: str) -> None:
 
 
 def stack(tensors: Sequence[Tensor], axis: Axis, op: str) -> Tensor:
+    """One tensor for each rank, of one shape, in one."""
     one_each(tensors, axis, op)
     if len({part.shape for part in tensors}) > 1:
         _fail(
@@ -103,6 +105,7 @@ def stack(tensors: Sequence[Tensor], axis: Axis, op: str) -> Tensor:
 
 
 def equal(output: Tensor, axis: Axis) -> list[int]:
+    """The sizes of equal parts from each rank."""
     if output.size(0) % axis.size:
         _fail(
             "dim 0 of output cannot be split equally",
