@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gradmesh.backends.process_group import PythonGroup as OwnGroup
+from gradmesh.backends.process_group import OwnGroup
 from gradmesh.wire.carrier import Carrier
 from gradmesh.wire.packing import dense, flattened
 from gradmesh.wire.torch_group import TorchGroup
