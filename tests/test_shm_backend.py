@@ -29,8 +29,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradmesh as gm
-from gradmesh.backends.shm import futex, progress, segment
-from gradmesh.backends.shm.segment import Segment, chunk_bytes, segment_bytes
+from gradmesh.backends.shm import bootstrap, futex, progress
+from gradmesh.backends.shm.buffers import chunk_bytes, segment_bytes
+from gradmesh.backends.shm.segment import Segment
 from gradmesh.errors import ArgumentError, GradmeshError
 from tools.kill_ranks import RANDOM, WAITS, Trial, kill_ranks
 from tools.soak import soak_ranks
@@ -337,7 +338,7 @@ def test_ranks_on_two_hosts_are_refused_on_every_rank(ranks: Run) -> None:
         elsewhere = ["elsewhere", "another-boot", "pid:[1]"]
         with contextlib.ExitStack() as stack:
             if dist.get_rank() == 2:
-                stack.enter_context(mock.patch.object(segment, "_host", return_value=elsewhere))
+                stack.enter_context(mock.patch.object(bootstrap, "_host", return_value=elsewhere))
             tried = attempt(lambda: dist.new_group(backend="shm"))
         return tried, total()
 
@@ -360,14 +361,14 @@ def descriptors() -> list[str]:
 def test_the_memory_is_its_owners_and_never_grows(ranks: Run) -> None:
     def work() -> Any:
         kept: list[int] = []
-        create = Segment._create
+        create = bootstrap.create
 
-        def watched(self: Segment, size: int, token: bytes) -> int:
-            fd = create(self, size, token)
+        def watched(size: int, token: bytes) -> int:
+            fd = create(size, token)
             kept.append(os.dup(fd))
             return fd
 
-        with mock.patch.object(Segment, "_create", watched), group() as made:
+        with mock.patch.object(bootstrap, "create", watched), group() as made:
             before = [os.fstat(fd) for fd in kept]
             x = torch.ones(64 * MIB // 4)
             dist.all_reduce(x, group=made)
@@ -1134,7 +1135,7 @@ def test_a_default_device_of_the_caller_changes_nothing(ranks: Run) -> None:
 def test_a_segment_of_one_rank_needs_no_store() -> None:
     segment = Segment(None, 0, 1, [0], 1.0, "alone")
     assert segment.missing([0], str) is None
-    assert segment.dead([0]) == []
+    assert segment.peers.dead([0]) == []
     assert not isinstance(segment.missing([0], str), GradmeshError)
 
 
@@ -1191,7 +1192,7 @@ def test_two_threads_may_look_whether_the_others_are_alive(ranks: Run) -> None:
 
             def look() -> None:
                 while time.monotonic() < until:
-                    tried = attempt(lambda: pair.segment.dead(pair.segment.others))
+                    tried = attempt(lambda: pair.segment.peers.dead(pair.segment.peers.others))
                     if tried.result != []:
                         errors.append(tried.text)
                         return

@@ -1,127 +1,140 @@
 # mypy: disable-error-code="override,assignment"
 # torch's stubs give every method a second, direct form, which torch.distributed does not call.
-"""What the process groups of gradmesh's own backends have in common: torch's names, and how tensors are cut up.
+"""What a process group of gradmesh's own backends owes: to torch.distributed, and to gradmesh's data path.
 
-torch.distributed takes a Python subclass of `ProcessGroup` for the whole group. Both families of names are here:
-`_allgather_base` and the like up to torch 2.12, `all_gather_single` and the like from 2.13.
+torch.distributed takes a Python subclass of `ProcessGroup` for the whole group.
 """
 
 from __future__ import annotations
 
 import abc
-import datetime
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from gradmesh.backends.claim import Claim
+from gradmesh.backends.torch_names import Tensors, TorchNames
+from gradmesh.backends.works import OwnWork
 from gradmesh.errors import ArgumentError, ShapeError, message
 from gradmesh.memo import Memo
 
-__all__ = ["REDUCTIONS", "OwnGroup", "Tensors", "averaged", "reduction"]
-
-Tensors = list[torch.Tensor]
-
-REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "SUM": torch.add,
-    "AVG": torch.add,
-    "PRODUCT": torch.mul,
-    "MIN": torch.minimum,
-    "MAX": torch.maximum,
-    "BAND": torch.bitwise_and,
-    "BOR": torch.bitwise_or,
-    "BXOR": torch.bitwise_xor,
-}
-"""The reductions by torch's names: each folds two tensors. AVG is divided afterwards, by `averaged`."""
-
-
-def averaged(total: torch.Tensor, count: int) -> torch.Tensor:
-    """A sum divided by the number of ranks, in place; whole numbers are cut off towards zero."""
-    if total.is_floating_point() or total.is_complex():
-        return total.div_(count)
-    return total.copy_(torch.div(total, count, rounding_mode="trunc"))
+__all__ = ["OwnGroup", "Tensors", "kept_by"]
 
 
 def kept_by(group: dist.ProcessGroup) -> Memo | None:
-    """What is kept for a group by those who call it, to work it out once; None for groups of other backends."""
+    """What callers of a group have worked out for it, to do so once; None for groups of other backends."""
     return group.kept if isinstance(group, OwnGroup) else None
 
 
-class OwnGroup(dist.ProcessGroup):
-    """A process group in Python. A subclass has the collectives, under the names of torch 2.13.
+class OwnGroup(TorchNames):
+    """A process group in Python: what its subclasses share, and what each of them has to bring.
 
-    Args:
-        name: the group's name, until torch gives it another.
-        place: this rank's place in the group.
-        count: the number of ranks.
-        timeout: how long a call may wait for the other ranks.
+    A subclass owes the calls below, under the names of torch 2.13; the other names of torch come down to these. Each
+    call is begun when it is made and returns a work, which is waited for, asked, or left. `opts` are torch's options of
+    the call: `rootRank`, `reduceOp`, and `asyncOp`, whether the caller will wait later. Ranks are ranks of the group.
+    All ranks make the same calls in one order; where they do not, each gets an error.
     """
 
-    backend: ClassVar[str]
+    # -- owed to torch by a subclass: sums
 
-    def __init__(self, name: str, place: int, count: int, timeout: datetime.timedelta) -> None:
-        super().__init__(place, count)  # type: ignore[call-arg]
-        self.place = place
-        self.count = count
-        self.timeout = timeout.total_seconds()
-        self._name = name
-        self._desc = "undefined"
-        self.kept = Memo()
+    @abc.abstractmethod
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> OwnWork:
+        """Reduce each tensor over the ranks, in place, in rank order: the same bits everywhere."""
 
-    # -- what torch asks of a group
+    @abc.abstractmethod
+    def reduce(self, tensors: Tensors, opts: Any) -> OwnWork:
+        """Reduce the tensor over the ranks, in place at the root; the other ranks' stay as they are."""
 
-    def getBackendName(self) -> str:  # noqa: N802
-        return self.backend
+    @abc.abstractmethod
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> OwnWork:
+        """Reduce `inputs[i][rank]` onto `outputs[i]` of that rank; the ranks' sizes may differ."""
 
-    def name(self) -> str:
-        return self.backend
+    @abc.abstractmethod
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
+        """Reduce each input, and write this rank's equal part, along dim 0, to the output beside it."""
 
-    def getRank(self) -> int:  # noqa: N802
-        return self.place
+    # -- owed to torch by a subclass: moves
 
-    def getSize(self) -> int:  # noqa: N802
-        return self.count
+    @abc.abstractmethod
+    def broadcast(self, tensors: Tensors, opts: Any) -> OwnWork:
+        """Copy the root's tensors to the other ranks'."""
 
-    rank, size = getRank, getSize
+    @abc.abstractmethod
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> OwnWork:
+        """Copy every rank's `inputs[i]` to `outputs[i][rank]`; the ranks' sizes may differ."""
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        self._name = name
+    @abc.abstractmethod
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
+        """Copy every rank's input to the output beside it, joined along dim 0 or stacked."""
 
-    def getGroupName(self) -> str:  # noqa: N802
-        return self._name
+    @abc.abstractmethod
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OwnWork:
+        """Copy every rank's tensor to `outputs[0][rank]` of the root; `outputs` is empty elsewhere."""
 
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        self._desc = desc
+    @abc.abstractmethod
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> OwnWork:
+        """Copy `inputs[0][rank]` of the root to that rank's output; `inputs` is empty elsewhere."""
 
-    def getGroupDesc(self) -> str:  # noqa: N802
-        return self._desc
+    @abc.abstractmethod
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
+        """Copy `inputs[r]` to rank r, which has it in its `outputs` at this rank's place."""
 
-    @property
-    def group_name(self) -> str:
-        return self._name
+    @abc.abstractmethod
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> OwnWork:
+        """Give `input_splits[r]` rows to each rank r and take `output_splits[r]` from it; empty lists: equal parts."""
 
-    @property
-    def group_desc(self) -> str:
-        return self._desc
+    @abc.abstractmethod
+    def barrier(self, opts: Any = None) -> OwnWork:
+        """Wait until all ranks are here."""
 
-    def set_timeout(self, timeout: datetime.timedelta) -> None:
-        self.timeout = timeout.total_seconds()
+    # -- owed to torch by a subclass: messages
 
-    def _set_default_timeout(self, timeout: datetime.timedelta) -> None:
-        self.set_timeout(timeout)
+    @abc.abstractmethod
+    def send(self, tensors: Tensors, to: int, tag: int) -> OwnWork:
+        """Send `tensors[0]` to a rank."""
 
-    def _set_sequence_number_for_group(self) -> None:
-        pass
+    @abc.abstractmethod
+    def recv(self, tensors: Tensors, source: int, tag: int) -> OwnWork:
+        """Receive the first message of that rank with that tag."""
 
+    @abc.abstractmethod
+    def recv_anysource(self, tensors: Tensors, tag: int) -> OwnWork:
+        """Receive the first message with that tag; the work's `_source_rank()` says whose it is."""
+
+    # -- owed to torch by a subclass: calls as one, and the end
+
+    @abc.abstractmethod
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Collect the works of the calls from here on."""
+
+    @abc.abstractmethod
+    def _end_coalescing(self, device: torch.device) -> OwnWork:
+        """All works since `_start_coalescing` as one."""
+
+    @abc.abstractmethod
+    def _get_sequence_number_for_group(self) -> int:
+        """A number that grows with the calls of the group, the same on ranks that are equally far."""
+
+    @override
     def shutdown(self) -> None:
-        pass
+        """Leave the group, when what was begun is over."""
 
+    @override
     def abort(self) -> None:
+        """Leave the group at once."""
         self.shutdown()
 
-    # -- the calls of gradmesh itself
+    # -- owed to gradmesh by a subclass
     #
     # They return when the result is there. Their tensors are flat, dense and on the CPU, without history, tangent, or
     # pending conjugation or sign, in sizes that fit together on this rank; outputs share no memory with inputs. Where
@@ -179,52 +192,6 @@ class OwnGroup(dist.ProcessGroup):
             said: why it cannot, in words; it stands for this rank in the others' error.
         """
 
-    # -- the forms that come down to others
-
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        return self.allreduce(tensors, opts)
-
-    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
-        return self.allgather(outputs, inputs, opts)
-
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
-        return self.all_gather_single_coalesced([output], [input], opts)
-
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
-
-    # -- the names up to torch 2.12
-
-    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
-        return self.all_gather_single(output, input, opts)
-
-    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
-        return self.reduce_scatter_single(output, input, opts)
-
-    def allgather_into_tensor_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> dist.Work:
-        return self.all_gather_single_coalesced(outputs, inputs, opts)
-
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> dist.Work:
-        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
-
-    def alltoall_base(self, *arguments: Any) -> dist.Work:
-        return self.all_to_all_single(*arguments)
-
-    # -- and from 2.14
-
-    def recvAnysource(self, tensors: Tensors, tag: int) -> dist.Work:  # noqa: N802
-        return self.recv_anysource(tensors, tag)
-
-    def start_coalescing(self, device: torch.device) -> None:
-        self._start_coalescing(device)
-
-    def end_coalescing(self, device: torch.device) -> dist.Work:
-        return self._end_coalescing(device)
-
     # -- cutting tensors up
 
     def _one_per_rank(self, call: str, tensors: Tensors) -> Tensors:
@@ -270,28 +237,5 @@ class OwnGroup(dist.ProcessGroup):
         return list(splits)
 
     def _shown(self) -> str:
-        """The group, for error texts."""
-        return f"group '{self._name}'"
-
-
-_names: dict[Any, str] = {}
-
-
-def reduction(opts: Any, backend: str) -> str:
-    """The name of the reduction that a call's options ask for."""
-    if opts is None:
-        return "SUM"
-    kind = opts.reduceOp.op
-    name = _names.get(kind)
-    if name is None:
-        name = _names[kind] = kind.name
-    if name not in REDUCTIONS:
-        raise ArgumentError(
-            message(
-                f"the {backend} backend does not know this reduction",
-                expected=", ".join(REDUCTIONS),
-                got=name,
-                remedy="multiply the tensor first and use SUM" if name == "PREMUL_SUM" else None,
-            )
-        )
-    return name
+        """The group and the rank, for error texts."""
+        return f"group '{self._name}', rank {self.place} of {self.count}"

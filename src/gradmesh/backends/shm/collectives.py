@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gradmesh.backends.process_group import REDUCTIONS, averaged
+from gradmesh.backends.reductions import REDUCTIONS, averaged
 from gradmesh.backends.shm.phases import Call, Lockstep, Steps
 
 __all__ = [

@@ -11,17 +11,17 @@ differently is an error on every rank, before anything is written to a result.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from os import sched_yield
 
 import torch
 
 from gradmesh.backends.claim import Claim
 from gradmesh.backends.shm import futex
-from gradmesh.backends.shm.segment import Segment, Slots
-from gradmesh.errors import MismatchError, message
+from gradmesh.backends.shm.buffers import Slots
+from gradmesh.backends.shm.segment import Segment
 
-__all__ = ["Call", "Lockstep", "RefusedError", "Steps", "refusal"]
+__all__ = ["Call", "Lockstep", "RefusedError", "Steps"]
 
 Steps = Iterator[None]
 """A call that is under way: it yields when it has to wait until all ranks have published."""
@@ -175,20 +175,3 @@ class Call:
 
 class RefusedError(Exception):
     """All ranks refuse a call, at the same point: the group is as good as before. Its argument is what to raise."""
-
-
-def refusal(group: str) -> Callable[[list[str]], Exception]:
-    """What to raise when the ranks of a group made calls that do not fit together."""
-
-    def build(words: list[str]) -> Exception:
-        return MismatchError(
-            message(
-                "the ranks' calls do not fit together",
-                axis=f"group '{group}'",
-                expected="the same call with fitting tensors on every rank",
-                got="\n".join(f"rank {rank}: {said}" for rank, said in enumerate(words)),
-                remedy="find the branch that the ranks take differently, at the places above",
-            )
-        )
-
-    return build

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from gradmesh.backends.process_group import REDUCTIONS, averaged
+from gradmesh.backends.reductions import REDUCTIONS, averaged
 from gradmesh.backends.threads.rendezvous import Misfit, Part
 
 __all__ = ["Exchange", "exchange", "reduce", "reduce_scatter", "relay"]

@@ -15,7 +15,8 @@ import torch
 from gradmesh import _torch
 from gradmesh.backends.claim import Claim
 from gradmesh.backends.threads.waiting import Waitable, World
-from gradmesh.call_sites import Site, seen_from, show_site, show_tensors
+from gradmesh.backends.words import show_call, unfit_message
+from gradmesh.call_sites import Site, seen_from
 from gradmesh.errors import MismatchError, message
 
 __all__ = ["Group", "Misfit", "Part", "Receive"]
@@ -39,10 +40,7 @@ class Part:
     """What else the ranks have to agree in."""
 
     def __str__(self) -> str:
-        text = f"{self.call}  {show_tensors(self.inputs)}"
-        if self.outputs and self.outputs is not self.inputs:
-            text += f" -> {show_tensors(self.outputs)}"
-        return f"{text}  {show_site(self.site)}"
+        return show_call(self.call, self.inputs, self.outputs, self.site)
 
 
 class Meeting(Waitable):
@@ -141,14 +139,10 @@ class Receive(Waitable):
         (tensor,) = self.part.inputs
         error: BaseException | None = None
         if tensor.dtype != sent.tensor.dtype or tensor.numel() != sent.tensor.numel():
-            error = MismatchError(
-                message(
-                    "the receiver's tensor does not fit the message",
-                    axis=str(self.group),
-                    expected=f"rank {self.group.ranks[sent.source]}  {sent.part}",
-                    got=f"rank {self.group.ranks[self.place]}  {self.part}",
-                    remedy="give both the same number of elements and the same dtype",
-                )
+            error = unfit_message(
+                str(self.group),
+                f"rank {self.group.ranks[sent.source]}  {sent.part}",
+                f"rank {self.group.ranks[self.place]}  {self.part}",
             )
         else:
             try:
