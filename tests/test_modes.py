@@ -14,15 +14,15 @@ from click.testing import CliRunner
 from torch import Tensor
 
 import gradmesh as gm
+from benchmarks.modes import report
+from benchmarks.modes.cell import Verdict
+from benchmarks.modes.grid import Pools, measure
+from benchmarks.modes.mode import MODES, expected, no_meaning
+from benchmarks.systems.cases import CASES
+from benchmarks.systems.ours import GRADMESH
+from benchmarks.systems.peers import DTENSOR, FUNCTIONAL, NN, PEERS
+from benchmarks.systems.system import Op, Setting, System, find
 from gradmesh import cli, ops
-from gradmesh.bench import report
-from gradmesh.bench.cases import CASES
-from gradmesh.bench.cell import Verdict
-from gradmesh.bench.grid import Pools, measure
-from gradmesh.bench.modes import MODES, expected, no_meaning
-from gradmesh.bench.ours import GRADMESH
-from gradmesh.bench.peers import DTENSOR, FUNCTIONAL, NN, PEERS
-from gradmesh.bench.systems import Op, Setting, System, find
 
 
 def system(where: str, **verbs: Callable[[Setting], Op]) -> System:
