@@ -1,0 +1,135 @@
+"""`gradmesh bench`: what it times is what it says, and it shows and writes all of it. No test depends on the times."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor
+from torch.utils.benchmark import Measurement
+from torch.utils.benchmark.utils.common import TaskSpec
+
+from gradmesh import cli
+from gradmesh.bench import timing
+from gradmesh.bench.timing import VERBS, WAYS, Cell, Plan, measured
+from tests.conftest import Run
+
+TINY = Plan({"12 B": 12}, rounds=3, seconds=1e-6)
+
+
+def results(verb: str) -> tuple[list[Tensor], list[Tensor]]:
+    """On a rank: what the verb's calls return, forward and backward, and what the raw ones do."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    x = torch.arange(4.0 * size).add_(17 * rank)
+    calls = timing._calls(verb, x)
+    forward, (_, (gradient,)) = calls[0](), calls[1]()  # type: ignore[misc]
+    ours = [forward.detach(), gradient]  # type: ignore[attr-defined]
+    if len(calls) == 2:
+        return ours, []
+    _, back = calls[3]()  # type: ignore[misc]
+    return ours, [timing.VERBS[verb][1][0](x)(), back]  # type: ignore[index, list-item]
+
+
+def assert_same(name: str, ranks: list[tuple[list[Tensor], list[Tensor]]]) -> None:
+    for rank, (ours, raw) in enumerate(ranks):
+        assert bool(raw) == (VERBS[name][1] is not None)
+        for way, mine, other in zip(WAYS, ours, raw, strict=False):
+            if name == "broadcast" and way == WAYS[1] and rank:
+                continue  # dist.reduce leaves what it likes on the ranks that are not the root
+            torch.testing.assert_close(mine, other, rtol=0, atol=0, msg=f"{name} {way}")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", VERBS)
+def test_the_raw_call_does_what_the_verb_does_on_processes(
+    name: str, processes: Callable[[int], Run]
+) -> None:
+    assert_same(name, processes(2)(results, name))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", VERBS)
+def test_the_raw_call_does_what_the_verb_does(name: str, ranks: int, threads: Callable[[int], Run]) -> None:
+    assert_same(name, threads(ranks)(results, name))
+
+
+def test_every_verb_is_timed_both_ways_at_every_size() -> None:
+    said: list[str] = []
+    cells = list(measured(2, "threads", TINY, said.append))
+    assert [(cell.verb, cell.size, cell.way) for cell in cells] == [
+        (verb, "12 B", way) for verb in VERBS for way in WAYS
+    ]
+    for cell in cells:
+        assert (cell.raw is not None) == (VERBS[cell.verb][1] is not None)
+        assert [len(times.times) for times in (cell.ours, cell.raw) if times] == [3] * (1 + bool(cell.raw))
+        assert min(cell.ours.times) > 0
+    assert said[0] == "starting 2 ranks on threads"
+    assert said[1:] == [f"[{n}/{len(VERBS)}] {verb}, 12 B" for n, verb in enumerate(VERBS, 1)]
+
+
+def test_the_garbage_collector_is_left_as_it_was() -> None:
+    assert gc.isenabled()
+    list(measured(2, "threads", TINY, lambda _: None))
+    assert gc.isenabled()
+
+
+def test_a_sample_is_that_of_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made_up(*_: object) -> list[list[float]]:
+        slow = torch.distributed.get_rank() == 1
+        return [[3.0, 1.0] if slow else [2.0, 2.0], [1.0, 1.0]]
+
+    monkeypatch.setattr(timing, "samples", made_up)
+    cell = next(iter(measured(2, "threads", TINY, lambda _: None)))
+    assert cell.ours.times == [3.0, 2.0]
+
+
+def times(*seconds: float) -> Measurement:
+    return Measurement(1, list(seconds), TaskSpec(stmt="", setup=""))
+
+
+def test_what_a_verb_adds_is_the_median_of_the_differences_of_a_round() -> None:
+    cell = Cell("shift", "12 B", "forward", times(15e-6, 97e-6, 16e-6), times(10e-6, 90e-6, 12e-6))
+    assert cell.added == pytest.approx((5e-6, 16 / 12))
+    assert Cell("scan", "12 B", "forward", times(1.0), None).added is None
+
+
+def test_the_command_shows_every_cell_and_writes_every_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradmesh.bench.command.QUICK", TINY)
+    path = tmp_path / "bench.json"
+    told = CliRunner().invoke(
+        cli.commands(), ["bench", "--backend", "threads", "--quick", "--json", str(path)]
+    )
+    assert told.exit_code == 0, told.output
+    assert [sum(verb in line for line in told.stdout.splitlines()) for verb in VERBS] == [2] * len(VERBS)
+    assert f"[{len(VERBS)}/{len(VERBS)}] scan, 12 B" in told.stderr.splitlines()
+    data = json.loads(path.read_text())
+    assert (data["backend"], data["ranks"], data["unit"]) == ("threads", 2, "s")
+    assert len(data["cells"]) == 2 * len(VERBS)
+    first = data["cells"][0]
+    assert (first["verb"], first["way"], len(first["ours"]), len(first["raw"])) == (
+        "all_gather",
+        WAYS[0],
+        3,
+        3,
+    )
+
+
+def test_a_place_that_cannot_hold_the_times_is_told_before_the_work(tmp_path: Path) -> None:
+    told = CliRunner().invoke(cli.commands(), ["bench", "--json", str(tmp_path / "none" / "bench.json")])
+    assert told.exit_code == 1
+    assert "starting" not in told.stderr
+    assert "Traceback" not in told.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_backend_that_is_not_there_is_told_before_the_work() -> None:
+    told = CliRunner().invoke(cli.commands(), ["bench", "--backend", "nccl"])
+    assert told.exit_code == 2
+    assert "nccl is not available" in told.stderr
