@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 VERSION ?= 2.15.0
 
-.PHONY: demo test torch lint docs sweep clean
+.PHONY: demo test torch lint docs sweep bench modes clean
 
 demo: .venv/ready
 	$(BIN)/gradmesh demo
@@ -27,6 +27,17 @@ lint: .venv/ready
 # Writes what is generated into README.md and docs/versions.md.
 docs: .venv/ready
 	$(BIN)/python tools/generate.py
+
+# The tables that compare gradmesh with other systems, and their pages. Some ten minutes each.
+bench: .venv/peers
+	$(BIN)/python -m benchmarks.speed --write docs/bench.md
+
+modes: .venv/peers
+	$(BIN)/python -m benchmarks.modes --write docs/modes.md
+
+.venv/peers: .venv/ready benchmarks/requirements.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --requirement benchmarks/requirements.txt
+	touch $@
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

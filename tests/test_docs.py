@@ -15,13 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import benchmarks
 import gradmesh as gm
 from tools import generate
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(
     module.name
-    for module in pkgutil.walk_packages(gm.__path__, "gradmesh.")
+    for package in (gm, benchmarks)
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     if not module.name.endswith("__main__")
 )
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -25,10 +25,10 @@ FLOORS = (
     ("reductions",),
     ("collectives",),
     ("compat", "verify"),
-    ("bench", "demo"),
+    ("bench", "demo", "installation"),
     ("cli",),
 )
-"""The rooms from the ground up: a file imports from its own room and from the floors below, never from beside or above."""
+"""The rooms from the ground up: a file imports from its own room and from the floors below, not from beside or above."""
 
 ROOFS = {"__init__", "__main__"}
 """What only puts the rooms' names together."""
@@ -69,9 +69,11 @@ def imports(file: Path) -> list[tuple[int, tuple[str, ...]]]:
 def is_for_types_alone(file: Path, line: int) -> bool:
     """Whether an import stands under `if TYPE_CHECKING`, so that it is none when the program runs."""
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            if node.lineno <= line <= (node.end_lineno or node.lineno):
-                return True
+        guard = (
+            isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        )
+        if guard and node.lineno <= line <= (node.end_lineno or node.lineno):
+            return True
     return False
 
 

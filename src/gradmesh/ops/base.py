@@ -61,8 +61,8 @@ class Precision(TypedDict):
 class Op(abc.ABC):
     """A map over the ranks of an axis, as a frozen value.
 
-    A subclass owes `transfer` and `out_shape`; `batched` if it has a dimension; `loose` if sizes may differ from rank to
-    rank; and the class attributes below where they are not as here.
+    A subclass owes `transfer` and `out_shape`; `batched` if it has a dimension; `loose` if sizes may differ from rank
+    to rank; and the class attributes below where they are not as here.
 
     Attributes:
         axis: the ranks it runs over; captured when the verb is called.

@@ -8,8 +8,8 @@ An op says what moves (`gradmesh.ops`), autograd says in which direction (`gradm
 * `Compiled`: functional collectives and opaque ops, in a program that is being compiled.
 * `Alone`: an axis of one rank, on which nothing travels.
 
-`carrier` chooses among them, here and nowhere else. A new transport is a subclass of `Carrier` in a file of its own, and
-a line in `CARRIERS` with the class of process group that it serves.
+`carrier` chooses among them, here and nowhere else. A new transport is a subclass of `Carrier` in a file of its own,
+and a line in `CARRIERS` with the class of process group that it serves.
 """
 
 from __future__ import annotations
