@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from gradmesh._torch import keyword_fields_last
 from gradmesh.axis import Axis
 from gradmesh.ops.all_gather import AllGather, ReduceScatter
 from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant, Replicate
@@ -238,6 +239,8 @@ REGISTRY: tuple[Row, ...] = (
     Row("replicate / W", "identity, divided by W", _mean(_plain(Replicate)), public=False),
     Row("all_gather(dst=R) / W", "concatenate, divided by W", _mean(_splits(AllGather)), public=False),
 )
+
+keyword_fields_last(Op)
 
 
 def table() -> str:
