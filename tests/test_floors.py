@@ -28,7 +28,7 @@ FLOORS = (
     ("bench", "demo", "installation"),
     ("cli",),
 )
-"""The rooms from the ground up: a file imports from its own room and from the floors below, not from beside or above."""
+"""The rooms from the ground up: a file imports from its own room and from the floors below it alone."""
 
 ROOFS = {"__init__", "__main__"}
 """What only puts the rooms' names together."""

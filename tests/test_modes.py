@@ -24,6 +24,7 @@ from benchmarks.systems.cases import CASES
 from benchmarks.systems.ours import GRADMESH
 from benchmarks.systems.peers import DTENSOR, FUNCTIONAL, NN, PEERS
 from benchmarks.systems.system import Op, Setting, System, find
+from gradmesh.ops.registry import REGISTRY
 
 
 def system(where: str, **verbs: Callable[[Setting], Op]) -> System:

@@ -26,13 +26,14 @@ import torch
 from torch import Tensor
 
 from gradmesh import reductions
+from gradmesh._torch import keyword_fields_last
 from gradmesh.arguments import Call, SizesLike, integer
 from gradmesh.autograd import apply
 from gradmesh.axis import AxisLike
 from gradmesh.ops.all_gather import AllGather, ReduceScatter
 from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant, Replicate
 from gradmesh.ops.all_to_all import AllToAll
-from gradmesh.ops.base import LinearOp
+from gradmesh.ops.base import LinearOp, Op
 from gradmesh.ops.broadcast import Broadcast, BroadcastInvariant, Reduce
 from gradmesh.ops.convert import (
     InvariantToPartial,
@@ -75,6 +76,9 @@ __all__ = [
     "shift",
     "sizes",
 ]
+
+# Here all ops are known; a program that is being compiled makes some of them.
+keyword_fields_last(Op)
 
 _ALL_GATHERS = {R: AllGather, I: AllGatherInvariant}
 _ALL_REDUCES = {R: AllReduce, I: AllReduceInvariant}

@@ -5,7 +5,7 @@ gives one warning that names them. `tests/test_torch_private.py` states what is 
 torch release fails there, by name, and not somewhere in a training run.
 """
 
-from gradmesh._torch.compiled import functional, is_fake, ordered_effect, resolve_group
+from gradmesh._torch.compiled import functional, is_fake, keyword_fields_last, ordered_effect, resolve_group
 from gradmesh._torch.modes import (
     forward_level_open,
     functorch_active,
@@ -39,6 +39,7 @@ __all__ = [
     "in_reentrant_checkpoint",
     "is_fake",
     "is_legacy_batched",
+    "keyword_fields_last",
     "modes_active",
     "named_range",
     "on_legacy_batch",

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from gradmesh._torch.names import find, gone, refuse, there
 
-__all__ = ["functional", "is_fake", "ordered_effect", "resolve_group"]
+__all__ = ["functional", "is_fake", "keyword_fields_last", "ordered_effect", "resolve_group"]
 
 _COMPILED = "compiled programs refuse {}"
 _OPS = {
@@ -62,6 +62,18 @@ def resolve_group(name: str) -> dist.ProcessGroup:
         refuse("a ragged exchange or a sum at a root in a compiled program", _RESOLVE)
     group: dist.ProcessGroup = _resolve(name)
     return group
+
+
+def keyword_fields_last(kind: type[Any]) -> None:
+    """Have a dataclass list its keyword-only fields last.
+
+    Dynamo of torch 2.11 takes positional arguments for the first fields in the list, the keyword-only ones of a base
+    class too, and then refuses the call.
+    """
+    fields = kind.__dataclass_fields__
+    kind.__dataclass_fields__ = dict(sorted(fields.items(), key=lambda item: bool(item[1].kw_only)))
+    for derived in kind.__subclasses__():
+        keyword_fields_last(derived)
 
 
 _ORDERED = "torch._library.effects.EffectType.ORDERED"
