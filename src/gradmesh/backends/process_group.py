@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from gradmesh.errors import ArgumentError, ShapeError, message
+from gradmesh.errors import AbortedError, ArgumentError, DeadlockError, ShapeError, message
 
 __all__ = ["REDUCTIONS", "PythonGroup", "Tensors", "averaged", "reduction"]
 
@@ -112,13 +112,102 @@ class PythonGroup(dist.ProcessGroup):
     def abort(self) -> None:
         self.shutdown()
 
+    # -- what torch asks of the backend of a group: this group is its own
+
+    supports_coalescing = False
+    supports_splitting = False
+
+    def _get_backend(self, device: torch.device) -> Any:
+        """The backend for tensors on a device.
+
+        Raises:
+            RuntimeError: it is not the CPU.
+        """
+        return self if torch.device(device).type == "cpu" else super()._get_backend(device)
+
+    get_backend = _get_backend
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The devices whose tensors the group takes; none before torch has entered the group in its list.
+
+        Until then torch 2.15 takes a group that has devices for one with a backend in C++, to which it attaches its
+        flight recorder.
+        """
+        try:
+            dist.get_process_group_ranks(self)
+        except KeyError:
+            return []
+        return [torch.device("cpu")]
+
     # -- the forms that come down to others
+
+    def monitored_barrier(
+        self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for all ranks, and name those that do not come.
+
+        As with Gloo, the timeout of the group's rank 0 counts, and the others wait for it. The errors have the sentences
+        that Gloo's have, since programs look for them.
+
+        Args:
+            timeout: how long rank 0 waits; by default the timeout of the group.
+            wait_all_ranks: name all ranks that are missing in the first line, and not only the first of them.
+
+        Raises:
+            DeadlockError: a rank did not come in time.
+            AbortedError: a rank has gone, or rank 0 gave up.
+        """
+        if timeout is None:
+            timeout = datetime.timedelta(seconds=self.timeout)
+        work: Any = self.barrier()
+        try:
+            # A work takes a timeout of zero for none.
+            work.wait(max(timeout, datetime.timedelta.resolution) if self.place == 0 else None)
+        except (AbortedError, DeadlockError) as error:
+            late: list[int] = work.late()
+            milliseconds = round(timeout.total_seconds() * 1000)
+            named = late if wait_all_ranks else late[:1]
+            problem = (
+                f"Rank {self.place} successfully reached monitoredBarrier, but received errors while waiting for "
+                "send/recv from rank 0"
+            )
+            if self.place == 0 and late:
+                problem = (
+                    f"Rank 0 timed out in monitoredBarrier after {milliseconds} ms: "
+                    f"Rank{'s' * wait_all_ranks} {', '.join(map(str, named))} failed to pass monitoredBarrier "
+                    f"in {milliseconds} ms"
+                )
+            raise type(error)(
+                message(
+                    problem,
+                    axis=self._shown(),
+                    expected="every rank of the group in this barrier",
+                    got=f"none from {', '.join(f'rank {place}' for place in late)}\n{error}"
+                    if late
+                    else str(error),
+                    remedy="look where the ranks that are missing are instead",
+                )
+            ) from error
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         return self.allreduce(tensors, opts)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
-        return self.allgather(outputs, inputs, opts)
+        """Gather several tensors: `outputs[rank][number]`, where allgather has `outputs[number][rank]`."""
+        if [len(of_rank) for of_rank in outputs] != [len(inputs)] * self.count:
+            raise ArgumentError(
+                message(
+                    "all_gather_coalesced needs a list of tensors for each rank",
+                    axis=self._shown(),
+                    expected=f"{self.count} lists of {len(inputs)} tensors",
+                    got=f"lists of {', '.join(str(len(of_rank)) for of_rank in outputs) or 'nothing'}",
+                    remedy="pass for every rank of the group as many outputs as there are inputs",
+                )
+            )
+        work: Any = self.allgather([list(of_ranks) for of_ranks in zip(*outputs, strict=True)], inputs, opts)
+        gathered: dist.Work = work.giving(outputs)
+        return gathered
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
         return self.all_gather_single_coalesced([output], [input], opts)

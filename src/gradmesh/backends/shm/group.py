@@ -116,6 +116,15 @@ class _Work(dist.Work):
         future.set_result(self._result)
         return future
 
+    def giving(self, result: object) -> _Work:
+        """Have `result()` and the future hand this out."""
+        self._result = result
+        return self
+
+    def late(self) -> list[int]:
+        """The ranks of the group that have not come as far as this one."""
+        return self.group.lockstep.late()
+
 
 class _Message(_Work):
     """A message of one rank, begun."""

@@ -61,6 +61,15 @@ class _Work(dist.Work):
         future.set_result(self._tensors)
         return future
 
+    def giving(self, result: object) -> _Work:
+        """Have `result()` and the future hand this out."""
+        self._tensors = result
+        return self
+
+    def late(self) -> list[int]:
+        """The places of the ranks that have not made this call."""
+        return [self._group.shared.ranks.index(rank) for rank in self._waits_for.needs()]
+
     def source_rank(self) -> int:
         return self._waits_for.came_from if isinstance(self._waits_for, Receive) else -1
 
