@@ -170,12 +170,12 @@ def test_a_monitored_barrier_keeps_the_error_of_ranks_that_call_something_else(r
         assert "all_reduce" in said
 
 
-def test_torchs_function_takes_a_group_from_2_15_on(ranks: Run) -> None:
+def test_torchs_function_takes_a_group_from_2_14_on(ranks: Run) -> None:
     def work() -> str:
         return error_of(lambda: dist.monitored_barrier(timeout=datetime.timedelta(seconds=30)))
 
     expected = (
-        "" if TORCH >= (2, 15) else "ValueError: monitored_barrier is only implemented for GLOO backend."
+        "" if TORCH >= (2, 14) else "ValueError: monitored_barrier is only implemented for GLOO backend."
     )
     assert ranks(work) == [expected] * W
 

@@ -40,6 +40,7 @@ from gradmesh.backends.process_group import PythonGroup
 
 __all__ = ["RANKS", "SKIPPED", "Outcome", "asked", "failures", "run", "show"]
 
+torch_distributed: Any = dist
 c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
 
 RANKS = 3
@@ -230,7 +231,7 @@ def _on_threads(test: str) -> Outcome:
         return Outcome("pass")
 
     torch.manual_seed(0)
-    c10d.set_debug_level(c10d.DebugLevel.OFF)  # a test may have set it
+    torch_distributed.set_debug_level(torch_distributed.DebugLevel.OFF)  # a test may have set it
     try:
         with warnings.catch_warnings():
             return gm.launch(on_rank, RANKS, backend="threads", timeout=_LIMIT)[0]

@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from gradmesh.errors import AbortedError, ArgumentError, DeadlockError, ShapeError, message
+from gradmesh.backends.monitored import pass_monitored
+from gradmesh.errors import ArgumentError, ShapeError, message
 
 __all__ = ["REDUCTIONS", "PythonGroup", "Tensors", "averaged", "reduction"]
 
@@ -160,35 +161,7 @@ class PythonGroup(dist.ProcessGroup):
         """
         if timeout is None:
             timeout = datetime.timedelta(seconds=self.timeout)
-        work: Any = self.barrier()
-        try:
-            # A work takes a timeout of zero for none.
-            work.wait(max(timeout, datetime.timedelta.resolution) if self.place == 0 else None)
-        except (AbortedError, DeadlockError) as error:
-            late: list[int] = work.late()
-            milliseconds = round(timeout.total_seconds() * 1000)
-            named = late if wait_all_ranks else late[:1]
-            problem = (
-                f"Rank {self.place} successfully reached monitoredBarrier, but received errors while waiting for "
-                "send/recv from rank 0"
-            )
-            if self.place == 0 and late:
-                problem = (
-                    f"Rank 0 timed out in monitoredBarrier after {milliseconds} ms: "
-                    f"Rank{'s' * wait_all_ranks} {', '.join(map(str, named))} failed to pass monitoredBarrier "
-                    f"in {milliseconds} ms"
-                )
-            raise type(error)(
-                message(
-                    problem,
-                    axis=self._shown(),
-                    expected="every rank of the group in this barrier",
-                    got=f"none from {', '.join(f'rank {place}' for place in late)}\n{error}"
-                    if late
-                    else str(error),
-                    remedy="look where the ranks that are missing are instead",
-                )
-            ) from error
+        pass_monitored(self.barrier(), self.place, timeout, wait_all_ranks, self._shown())
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         return self.allreduce(tensors, opts)
