@@ -68,13 +68,13 @@ def imports(file: Path) -> list[tuple[int, tuple[str, ...]]]:
 
 def is_for_types_alone(file: Path, line: int) -> bool:
     """Whether an import stands under `if TYPE_CHECKING`, so that it is none when the program runs."""
-    for node in ast.walk(ast.parse(file.read_text())):
-        guard = (
-            isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        )
-        if guard and node.lineno <= line <= (node.end_lineno or node.lineno):
-            return True
-    return False
+    guards = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.If)]
+    return any(
+        isinstance(guard.test, ast.Name)
+        and guard.test.id == "TYPE_CHECKING"
+        and guard.lineno <= line <= (guard.end_lineno or guard.lineno)
+        for guard in guards
+    )
 
 
 def test_every_room_has_a_floor() -> None:

@@ -244,6 +244,21 @@ def test_a_group_is_found_by_its_name() -> None:
         dist.destroy_process_group()
 
 
+def test_a_group_has_no_ranks_before_torch_has_entered_it_in_its_list() -> None:
+    class Group(dist.ProcessGroup):
+        pass
+
+    with pytest.raises(KeyError):
+        dist.get_process_group_ranks(Group(0, 1))  # type: ignore[call-arg]
+
+
+def test_torch_asks_a_group_for_its_backend_and_devices_by_these_names() -> None:
+    group = dist.ProcessGroup
+    assert callable(group._get_backend)
+    assert isinstance(group._device_types, property)
+    assert "_get_backend(device)" in inspect.getsource(dist.batch_isend_irecv)
+
+
 def test_work_in_plain_mode_is_seen_by_no_mode_and_not_changed_by_one() -> None:
     seen: list[str] = []
 

@@ -235,7 +235,3 @@ class OwnGroup(TorchNames):
                 )
             )
         return list(splits)
-
-    def _shown(self) -> str:
-        """The group and the rank, for error texts."""
-        return f"group '{self._name}', rank {self.place} of {self.count}"
