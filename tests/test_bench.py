@@ -6,6 +6,7 @@ import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,13 +27,14 @@ def results(verb: str) -> tuple[list[Tensor], list[Tensor]]:
     """On a rank: what the verb's calls return, forward and backward, and what the raw ones do."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     x = torch.arange(4.0 * size).add_(17 * rank)
-    calls = timing._calls(verb, x)
-    forward, (_, (gradient,)) = calls[0](), calls[1]()  # type: ignore[misc]
-    ours = [forward.detach(), gradient]  # type: ignore[attr-defined]
+    calls: list[Any] = list(timing._calls(verb, x))
+    forward = calls[0]()
+    _, (gradient,) = calls[1]()
     if len(calls) == 2:
-        return ours, []
-    _, back = calls[3]()  # type: ignore[misc]
-    return ours, [timing.VERBS[verb][1][0](x)(), back]  # type: ignore[index, list-item]
+        return [forward.detach(), gradient], []
+    others = calls[2]().clone()  # as the next call may work in place
+    _, back = calls[3]()
+    return [forward.detach(), gradient], [others, back]
 
 
 def assert_same(name: str, ranks: list[tuple[list[Tensor], list[Tensor]]]) -> None:

@@ -49,7 +49,7 @@ def test_a_command_that_has_moved_says_where_to(arguments: tuple[str, ...]) -> N
 def test_every_command_explains_itself_and_its_options(command: str) -> None:
     told = _run(command, "--help")
     assert told.exit_code == 0
-    parameters = cli.commands().commands[command].params  # type: ignore[attr-defined]
+    parameters = cli.commands().commands[command].params
     assert parameters
     for each in parameters:
         assert each.help
