@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from gradmesh.axis import Axis
 from gradmesh.errors import DTypeError
 from gradmesh.ops.base import LinearOp
 from gradmesh.types import Type
@@ -22,6 +24,10 @@ class Mean(LinearOp):
         op: the op that is scaled; axis and precision are its own.
     """
 
+    # Dynamo of torch 2.11 would hand __init__ the fields that it does not take, by their defaults.
+    axis: Axis = field(init=False)
+    comm_dtype: torch.dtype | None = field(init=False)
+    backward_dtype: torch.dtype | None = field(init=False)
     op: LinearOp
 
     def __init__(self, op: LinearOp) -> None:
