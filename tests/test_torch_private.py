@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import threading
 from typing import Any
@@ -17,7 +18,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import gradmesh as gm
 from gradmesh import _torch
+from gradmesh.ops.registry import REGISTRY
 
 
 def test_the_groups_of_a_process_are_reached_through_c10d_world() -> None:
@@ -256,6 +259,21 @@ def test_a_group_is_found_by_its_name() -> None:
         dist.destroy_process_group()
 
 
+def test_a_group_has_no_ranks_before_torch_has_entered_it_in_its_list() -> None:
+    class Group(dist.ProcessGroup):
+        pass
+
+    with pytest.raises(KeyError):
+        dist.get_process_group_ranks(Group(0, 1))  # type: ignore[call-arg]
+
+
+def test_torch_asks_a_group_for_its_backend_and_devices_by_these_names() -> None:
+    group = dist.ProcessGroup
+    assert callable(group._get_backend)
+    assert isinstance(group._device_types, property)
+    assert "_get_backend(device)" in inspect.getsource(dist.batch_isend_irecv)
+
+
 def test_work_in_plain_mode_is_seen_by_no_mode_and_not_changed_by_one() -> None:
     seen: list[str] = []
 
@@ -279,3 +297,10 @@ def test_the_opaque_ops_have_an_ordered_effect() -> None:
 
     for op in (torch.ops.gradmesh.exchange.default, torch.ops.gradmesh.reduce.default):
         assert _get_effect(op) is not None
+
+
+def test_every_op_lists_its_keyword_only_fields_last() -> None:
+    for row in REGISTRY:
+        for op, _ in row.examples(gm.Axis("any", 0, 2, None)):  # type: ignore[arg-type]
+            keyword_only = [bool(field.kw_only) for field in dataclasses.fields(op)]
+            assert keyword_only == sorted(keyword_only)

@@ -12,14 +12,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from typing_extensions import override
 
 from gradmesh.backends.claim import Claim
 from gradmesh.backends.torch_names import Tensors, TorchNames
 from gradmesh.backends.works import OwnWork
 from gradmesh.errors import ArgumentError, ShapeError, message
+from gradmesh.memo import Memo
 
-__all__ = ["OwnGroup", "Tensors"]
+__all__ = ["OwnGroup", "Tensors", "kept_by"]
+
+
+def kept_by(group: dist.ProcessGroup) -> Memo | None:
+    """What callers of a group have worked out for it, to do so once; None for groups of other backends."""
+    return group.kept if isinstance(group, OwnGroup) else None
 
 
 class OwnGroup(TorchNames):
@@ -228,7 +235,3 @@ class OwnGroup(TorchNames):
                 )
             )
         return list(splits)
-
-    def _shown(self) -> str:
-        """The group and the rank, for error texts."""
-        return f"group '{self._name}', rank {self.place} of {self.count}"

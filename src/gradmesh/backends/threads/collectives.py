@@ -36,6 +36,9 @@ def _fit(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def _write(output: torch.Tensor, value: torch.Tensor) -> None:
+    if output.layout is torch.sparse_coo:
+        output.copy_(value.coalesce())  # a detached one would get the result to itself
+        return
     # detach: an output that is a view made with grad mode on may not be written through that view
     output = output.detach()
     if output.is_inference() and not torch.is_inference_mode_enabled():
