@@ -1,8 +1,8 @@
 """A training step of DistributedDataParallel on shm beside Gloo: `python -m benchmarks.ddp_step`.
 
-A step is forward, backward with DDP's all_reduce of the gradients, and SGD, of a perceptron with layers of one size. The
-columns are measured in turn in the same processes, step by step; a figure is the median over the steps of the slower
-rank, with the quartiles behind it.
+A step is forward, backward with DDP's all_reduce of the gradients, and SGD, of a perceptron with layers of one size.
+The columns are measured in turn in the same processes, step by step; a figure is the median over the steps of the
+slower rank, with the quartiles behind it.
 
 * alone: the same step without DDP, which is the floor.
 * shm, in line: each bucket is waited for as soon as it is begun, as a future that waits would have it.
