@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gradmesh as gm
-from gradmesh.world import rank_state
+from gradmesh.state import rank_state
 
 pytest.register_assert_rewrite("tests.contract")
 
@@ -28,8 +28,8 @@ def without_traces(fn: Callable[..., Any], *args: Any) -> Any:
     try:
         return fn(*args)
     finally:
-        for name in ("mesh", "mesh_world", "chain"):
-            rank_state().__dict__.pop(name, None)
+        state = rank_state()
+        state.mesh = state.mesh_world = state.chain = None
 
 
 @pytest.fixture(scope="session")

@@ -15,10 +15,12 @@ from torch.autograd import forward_ad
 
 import gradmesh as gm
 from gradmesh.autograd import apply
-from gradmesh.ops import REGISTRY, LinearOp
+from gradmesh.ops.base import LinearOp
+from gradmesh.ops.mean import Mean
+from gradmesh.ops.registry import REGISTRY
 from gradmesh.types import I, P, R
 from gradmesh.verify import laws
-from gradmesh.wire import motions as wire
+from gradmesh.wire import carrier
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 ROUNDING = {
@@ -71,8 +73,8 @@ def is_its_adjoints_adjoint(op: LinearOp, shape: Sequence[int]) -> None:
 
 def replace_precision(op: LinearOp) -> LinearOp:
     """The op with precisions that differ, so that a lost or unswapped one shows."""
-    if isinstance(op, gm.ops.Mean):
-        return gm.ops.Mean(replace_precision(op.op))
+    if isinstance(op, Mean):
+        return Mean(replace_precision(op.op))
     return replace(op, comm_dtype=torch.float32, backward_dtype=torch.float64)
 
 
@@ -84,7 +86,7 @@ def gives_the_same_on_every_rank_where_its_type_says_so(op: LinearOp, shape: Seq
     if op.dst in (R, I):
         for dtype in DTYPES:
             y = op.apply(laws.sample(op.src, shape, dtype, op.axis))
-            every = wire.all_gather(y.reshape(-1), op.axis, [y.numel()] * op.axis.size).view(op.axis.size, -1)
+            every = carrier(op.axis).gather(y.reshape(-1), [y.numel()] * op.axis.size).view(op.axis.size, -1)
             assert bool((every == every[0]).all())
 
 
@@ -125,7 +127,7 @@ def takes_pending_conjugation_and_sign(op: LinearOp, shape: Sequence[int]) -> No
 
 def moves_integers_and_bools(op: LinearOp, shape: Sequence[int]) -> None:
     x = (10 * laws.sample(op.src, shape, torch.float32, op.axis)).round()
-    if isinstance(op, gm.ops.Mean):
+    if isinstance(op, Mean):
         return
     expected = op.apply(x)
     for dtype in (torch.int64, torch.int32, torch.int16, torch.int8):
@@ -177,7 +179,7 @@ def is_a_loop_under_vmap(op: LinearOp, shape: Sequence[int]) -> None:
 
 
 def numels(x: Tensor, axis: gm.Axis) -> list[int]:
-    counts: list[int] = wire.all_gather(torch.tensor([x.numel()]), axis, [1] * axis.size).tolist()
+    counts: list[int] = carrier(axis).gather(torch.tensor([x.numel()]), [1] * axis.size).tolist()
     return counts
 
 
@@ -197,7 +199,7 @@ def matches_dense_autograd_to_third_order(op: LinearOp, shape: Sequence[int]) ->
 
     matrix = laws.matrix(op, shape)
     counts = numels(weight, axis)
-    weights = wire.all_gather(weight.reshape(-1), axis, counts)
+    weights = carrier(axis).gather(weight.reshape(-1), counts)
 
     def dense(flat: Tensor) -> Tensor:
         y = matrix @ flat
@@ -210,7 +212,7 @@ def matches_dense_autograd_to_third_order(op: LinearOp, shape: Sequence[int]) ->
     sizes = numels(x, axis)
 
     def whole(t: Tensor) -> Tensor:
-        return t.reshape(-1) if alike else wire.all_gather(t.reshape(-1), axis, sizes)
+        return t.reshape(-1) if alike else carrier(axis).gather(t.reshape(-1), sizes)
 
     def spread(flat: Tensor) -> Tensor:
         return flat.repeat(axis.size) if alike else flat
@@ -226,8 +228,8 @@ def matches_dense_autograd_to_third_order(op: LinearOp, shape: Sequence[int]) ->
     got = list(derivatives(distributed, x, directions))
     expected = list(derivatives(lambda flat: dense(spread(flat)), whole(x), [whole(v) for v in directions]))
     for g, e in zip(got, expected, strict=True):
-        total = wire.all_reduce(g.detach(), axis) if op.src is R else g.detach()
-        mine = total.reshape(-1) if alike else wire.all_gather(total.reshape(-1), axis, sizes)
+        total = carrier(axis).sum(g.detach()) if op.src is R else g.detach()
+        mine = total.reshape(-1) if alike else carrier(axis).gather(total.reshape(-1), sizes)
         torch.testing.assert_close(mine, e.detach(), rtol=1e-12, atol=1e-12)
 
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from gradmesh import cli, ops
+from gradmesh import cli
 from gradmesh.demo.extras import EXTRAS
+from gradmesh.ops.registry import table
 
 
 def _run(*arguments: str) -> Result:
@@ -49,7 +50,7 @@ def test_info_says_how_to_install_a_missing_extra(monkeypatch: pytest.MonkeyPatc
 
 
 def test_info_prints_the_table_of_the_registry() -> None:
-    assert _run("info", "--table").output == ops.table() + "\n"
+    assert _run("info", "--table").output == table() + "\n"
 
 
 def test_an_unknown_backend_is_told_as_text_that_lists_the_known_ones(tmp_path: Path) -> None:

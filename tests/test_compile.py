@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import gradmesh as gm
-from gradmesh.ops import REGISTRY
+from gradmesh.ops.registry import REGISTRY
 from gradmesh.wire import opaque
 
 Processes = Callable[[int], Callable[..., list[Any]]]

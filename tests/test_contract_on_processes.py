@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import gradmesh as gm
-from gradmesh.ops import REGISTRY
+from gradmesh.ops.registry import REGISTRY
 from tests import contract
 
 pytestmark = pytest.mark.processes

@@ -10,10 +10,21 @@ import pytest
 import torch
 
 import gradmesh as gm
-from gradmesh import ops
-from gradmesh.ops import REGISTRY, LinearOp
-from gradmesh.ops.base import SameShape
+from gradmesh.ops.all_gather import AllGather, ReduceScatter
+from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant, Replicate
+from gradmesh.ops.all_to_all import AllToAll
+from gradmesh.ops.base import LinearOp, SameShape
+from gradmesh.ops.broadcast import Broadcast, KeepAtRoot, Reduce
+from gradmesh.ops.convert import PartialFromVarying
+from gradmesh.ops.halo import HaloExchange
+from gradmesh.ops.mean import Mean
+from gradmesh.ops.permute import Permute, Shift
+from gradmesh.ops.registry import REGISTRY
+from gradmesh.ops.scan import Scan
+from gradmesh.ops.shard import AllGatherInvariant, Shard
+from gradmesh.ops.sizes import Sizes
 from gradmesh.verify import laws
+from gradmesh.wire import Carrier
 from tests import contract
 
 PLACES = [(1, "world"), (2, "world"), (3, "world"), (4, "world"), (4, "subgroup")]
@@ -40,7 +51,7 @@ class Chain(SameShape):
         for name, value in {"axis": ops[0].axis, "comm_dtype": None, "ops": ops}.items():
             object.__setattr__(self, name, value)
 
-    def transfer(self, x: torch.Tensor) -> torch.Tensor:
+    def transfer(self, x: torch.Tensor, wire: Carrier) -> torch.Tensor:
         for op in self.ops:
             x = op.apply(x)
         return x
@@ -59,7 +70,7 @@ def rejects_a_wrong_adjoint(op: LinearOp, shape: Sequence[int], wrong: LinearOp)
 def test_a_factor_of_the_world_size_is_caught(row: int, threads: Threads) -> None:
     def on_each_rank() -> None:
         for op, shape in REGISTRY[row].examples(gm.axis())[:1]:
-            rejects_a_wrong_adjoint(op, shape, ops.Mean(op.adjoint))
+            rejects_a_wrong_adjoint(op, shape, Mean(op.adjoint))
 
     threads(3)(on_each_rank)
 
@@ -68,34 +79,34 @@ def _wrong_pairs(axis: gm.Axis) -> dict[str, tuple[LinearOp, Sequence[int], Line
     """Adjoints that hand-written code has had, and what they were taken for."""
     pairs = ((0, 1), (1, 2))
     return {
-        "slice without the sum": (ops.AllGather(axis, 0), (2,), ops.Shard(axis, 0)),
+        "slice without the sum": (AllGather(axis, 0), (2,), Shard(axis, 0)),
         "sum where the gradient is whole": (
-            ops.AllGatherInvariant(axis, 0),
+            AllGatherInvariant(axis, 0),
             (2,),
-            ops.ReduceScatter(axis, 0),
+            ReduceScatter(axis, 0),
         ),
-        "identity for a sum": (ops.AllReduce(axis), (2,), ops.Replicate(axis)),
-        "sum for an identity": (ops.AllReduceInvariant(axis), (2,), ops.AllReduceInvariant(axis)),
-        "no sum behind a replicated weight": (ops.Replicate(axis), (2,), ops.Replicate(axis)),
+        "identity for a sum": (AllReduce(axis), (2,), Replicate(axis)),
+        "sum for an identity": (AllReduceInvariant(axis), (2,), AllReduceInvariant(axis)),
+        "no sum behind a replicated weight": (Replicate(axis), (2,), Replicate(axis)),
         "shift on instead of back": (
-            ops.Shift(axis, offset=1, wrap=True),
+            Shift(axis, offset=1, wrap=True),
             (2,),
-            ops.Shift(axis, offset=1, wrap=True),
+            Shift(axis, offset=1, wrap=True),
         ),
-        "pairs not turned round": (ops.Permute(axis, pairs=pairs), (2,), ops.Permute(axis, pairs=pairs)),
-        "scan from the same end": (ops.Scan(axis), (2,), ops.Scan(axis)),
-        "broadcast's gradient from the root alone": (ops.Broadcast(axis, 0), (2,), ops.KeepAtRoot(axis, 0)),
-        "another root": (ops.Broadcast(axis, 0), (2,), ops.Reduce(axis, 1)),
+        "pairs not turned round": (Permute(axis, pairs=pairs), (2,), Permute(axis, pairs=pairs)),
+        "scan from the same end": (Scan(axis), (2,), Scan(axis)),
+        "broadcast's gradient from the root alone": (Broadcast(axis, 0), (2,), KeepAtRoot(axis, 0)),
+        "another root": (Broadcast(axis, 0), (2,), Reduce(axis, 1)),
         "slabs of the wrong side": (
-            ops.HaloExchange(axis, 0, 1, 0, True, (2,) * axis.size),
+            HaloExchange(axis, 0, 1, 0, True, Sizes((2,) * axis.size)),
             (2,),
-            ops.HaloExchange(axis, 0, 0, 1, True, (2,) * axis.size).adjoint,
+            HaloExchange(axis, 0, 0, 1, True, Sizes((2,) * axis.size)).adjoint,
         ),
-        "an exchange taken for an identity": (ops.AllToAll(axis, 0, 0), (3,), ops.PartialFromVarying(axis)),
+        "an exchange taken for an identity": (AllToAll(axis, 0, 0), (3,), PartialFromVarying(axis)),
         "the sum of another rank's slice": (
-            ops.AllGather(axis, 0),
+            AllGather(axis, 0),
             (2,),
-            Chain(ops.ReduceScatter(axis, 0), ops.Shift(axis, offset=1, wrap=True)),
+            Chain(ReduceScatter(axis, 0), Shift(axis, offset=1, wrap=True)),
         ),
     }
 
@@ -113,8 +124,8 @@ def test_the_dense_reference_would_notice_a_wrong_rule(threads: Threads) -> None
     """The third-order check fails when backward passes on the wrong op's result."""
 
     def on_each_rank() -> bool:
-        op = ops.AllGather(gm.axis(), 0)
-        lying = type("Lying", (ops.AllGather,), {"adjoint": property(lambda self: ops.Shard(self.axis, 0))})
+        op = AllGather(gm.axis(), 0)
+        lying = type("Lying", (AllGather,), {"adjoint": property(lambda self: Shard(self.axis, 0))})
         contract.matches_dense_autograd_to_third_order(op, (2, 3))
         try:
             contract.matches_dense_autograd_to_third_order(lying(gm.axis(), 0), (2, 3))

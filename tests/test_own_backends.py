@@ -225,6 +225,65 @@ def test_tensors_may_be_strided(ranks: Run) -> None:
         assert torch.equal(gathered, torch.cat([data(r, 3, 3).t() for r in range(W)]))
 
 
+def formats(x: Tensor) -> list[Tensor]:
+    """The same values in other memory formats: dense in the usual order, channels last, transposed, and in no piece."""
+    transposed = x.clone().transpose(0, -1).contiguous().transpose(0, -1)
+    apart = torch.zeros(*x.shape, 2, dtype=x.dtype)[..., 0].copy_(x)
+    return [x.clone(), x.clone(memory_format=torch.channels_last), transposed, apart]
+
+
+@pytest.mark.parametrize("first", range(4))
+def test_sums_of_tensors_in_different_memory_formats_are_of_their_elements(first: int, ranks: Run) -> None:
+    shape = (W, 4, 3, 2)
+
+    def work() -> dict[str, Tensor]:
+        rank = dist.get_rank()
+        mine = data(rank, *shape)
+        own = (first + rank) % 4
+        everywhere, at_root, scattered, listed = (formats(mine)[own] for _ in range(4))
+        dist.all_reduce(everywhere)
+        dist.reduce(at_root, 1)
+        part, parts = formats(torch.zeros(1, *shape[1:]).double())[(own + 1) % 4], torch.empty(1, *shape[1:])
+        reduce_scatter_single(part, scattered)
+        parts = formats(parts.double())[(own + 2) % 4]
+        dist.reduce_scatter(parts, list(listed.split(1)))
+        return {"all": everywhere, "root": at_root, "single": part, "list": parts}
+
+    total = data(0, *shape) + data(1, *shape) + data(2, *shape)
+    for rank, got in enumerate(ranks(work)):
+        assert torch.equal(got["all"], total)
+        assert rank != 1 or torch.equal(got["root"], total)
+        assert torch.equal(got["single"], total[rank : rank + 1])
+        assert torch.equal(got["list"], total[rank : rank + 1])
+
+
+def test_an_expanded_operand_is_summed_by_its_elements(ranks: Run) -> None:
+    def work() -> tuple[Tensor, Tensor]:
+        rank = dist.get_rank()
+        row = data(rank, 4)
+        given = row.expand(W, 4) if rank else row.expand(W, 4).t().contiguous().t()
+        single, listed = torch.empty(1, 4, dtype=torch.float64), torch.empty(4, dtype=torch.float64)
+        reduce_scatter_single(single, given)
+        dist.reduce_scatter(listed, list(given.unbind(0)))
+        return single, listed
+
+    total = data(0, 4) + data(1, 4) + data(2, 4)
+    for single, listed in ranks(work):
+        assert torch.equal(single, total[None])
+        assert torch.equal(listed, total)
+
+
+def test_equal_parts_may_be_told_by_one_rank_and_left_out_by_another(ranks: Run) -> None:
+    def work() -> Tensor:
+        rank, out = dist.get_rank(), torch.empty(2 * W, 3, dtype=torch.float64)
+        told = [2] * W if rank == 1 else None
+        dist.all_to_all_single(out, data(rank, 2 * W, 3), told, told)
+        return out
+
+    for rank, out in enumerate(ranks(work)):
+        assert torch.equal(out, torch.cat([data(s, 2 * W, 3)[2 * rank : 2 * rank + 2] for s in range(W)]))
+
+
 def test_a_tensor_sent_may_be_changed_at_once(ranks: Run) -> None:
     def work() -> list[float]:
         if dist.get_rank() == 0:

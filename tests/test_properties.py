@@ -12,8 +12,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import gradmesh as gm
-from gradmesh import ops
-from gradmesh.ops import LinearOp
+from gradmesh.ops.all_gather import AllGather, ReduceScatter
+from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant, Replicate
+from gradmesh.ops.all_to_all import AllToAll
+from gradmesh.ops.base import LinearOp
+from gradmesh.ops.broadcast import Broadcast, BroadcastInvariant, KeepAtRoot, Reduce
+from gradmesh.ops.convert import ReplicatedToPartial
+from gradmesh.ops.gather import Gather
+from gradmesh.ops.halo import HaloExchange
+from gradmesh.ops.mean import Mean
+from gradmesh.ops.permute import Permute
+from gradmesh.ops.scan import Exscan, Scan
+from gradmesh.ops.shard import AllGatherInvariant, Pad, Shard, ShardReplicated
+from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.verify import laws
 from tests import contract
 
@@ -21,21 +32,21 @@ Threads = Callable[[int], Callable[..., list[Any]]]
 Build = Callable[[gm.Axis], tuple[LinearOp, Sequence[int]]]
 """From an axis to an op and the shape of this rank's operand."""
 
-PARTS: tuple[Callable[..., LinearOp], ...] = (ops.AllGather, ops.AllGatherInvariant, ops.Pad)
-WHOLES: tuple[Callable[..., LinearOp], ...] = (ops.ReduceScatter, ops.Shard, ops.ShardReplicated)
+PARTS: tuple[Callable[..., LinearOp], ...] = (AllGather, AllGatherInvariant, Pad)
+WHOLES: tuple[Callable[..., LinearOp], ...] = (ReduceScatter, Shard, ShardReplicated)
 ALIKE: tuple[Callable[..., LinearOp], ...] = (
-    ops.AllReduce,
-    ops.AllReduceInvariant,
-    ops.Replicate,
-    ops.Scan,
-    ops.Exscan,
-    ops.ReplicatedToPartial,
+    AllReduce,
+    AllReduceInvariant,
+    Replicate,
+    Scan,
+    Exscan,
+    ReplicatedToPartial,
 )
 ROOTED: tuple[Callable[[gm.Axis, int], LinearOp], ...] = (
-    ops.Broadcast,
-    ops.BroadcastInvariant,
-    ops.KeepAtRoot,
-    ops.Reduce,
+    Broadcast,
+    BroadcastInvariant,
+    KeepAtRoot,
+    Reduce,
 )
 
 
@@ -49,7 +60,7 @@ def drawn(draw: st.DrawFn) -> tuple[int, str, Build]:
     world = draw(st.integers(1, 4))
     rest = draw(st.lists(st.integers(0, 3), max_size=2))
     dim = draw(st.integers(0, len(rest)))
-    sizes = tuple(draw(st.lists(st.integers(0, 3), min_size=world, max_size=world)))
+    sizes = Sizes(tuple(draw(st.lists(st.integers(0, 3), min_size=world, max_size=world))))
     even = draw(st.booleans())
     n = draw(st.integers(0, 3))
 
@@ -64,14 +75,14 @@ def drawn(draw: st.DrawFn) -> tuple[int, str, Build]:
     if kind == "parts":
         part = draw(st.sampled_from(PARTS))
         build = lambda a: (
-            part(a, dim, None if even else sizes),
+            part(a, dim, EQUAL if even else sizes),
             shape(n if even else sizes[a.rank]),
         )
     elif kind == "wholes":
         whole = draw(st.sampled_from(WHOLES))
         build = lambda a: (
-            whole(a, dim, None if even else sizes),
-            shape(n * world if even else sum(sizes)),
+            whole(a, dim, EQUAL if even else sizes),
+            shape(n * world if even else sizes.total),
         )
     elif kind == "alike":
         alike = draw(st.sampled_from(ALIKE))
@@ -82,11 +93,13 @@ def drawn(draw: st.DrawFn) -> tuple[int, str, Build]:
     elif kind == "gather":
         root, back = draw(st.integers(0, world - 1)), draw(st.booleans())
 
-        build = lambda a: there_or_back(ops.Gather(a, dim, root, sizes), shape(sizes[a.rank]), back)
+        build = lambda a: there_or_back(Gather(a, dim, root, sizes), shape(sizes[a.rank]), back)
     elif kind == "exchange":
         amounts = draw(st.lists(st.tuples(*[st.integers(0, 2)] * world), min_size=world, max_size=world))
         build = lambda a: (
-            ops.AllToAll(a, dim, dim, amounts[a.rank], tuple(row[a.rank] for row in amounts)),
+            AllToAll(
+                a, dim, dim, Sizes(tuple(amounts[a.rank])), Sizes(tuple(row[a.rank] for row in amounts))
+            ),
             shape(sum(amounts[a.rank])),
         )
     elif kind == "route":
@@ -94,21 +107,21 @@ def drawn(draw: st.DrawFn) -> tuple[int, str, Build]:
         pairs = tuple(enumerate(targets))[: draw(st.integers(0, world))]
 
         build = lambda a: (
-            (ops.Permute(a, pairs=pairs), shape(n))
+            (Permute(a, pairs=pairs), shape(n))
             if even
-            else (ops.Permute(a, pairs=pairs).along(dim, sizes), shape(sizes[a.rank]))
+            else (Permute(a, pairs=pairs).along(dim, sizes), shape(sizes[a.rank]))
         )
     else:
         left, right = draw(st.integers(0, 5)), draw(st.integers(0, 5))
         wrap, back = draw(st.booleans()), draw(st.booleans())
 
         build = lambda a: there_or_back(
-            ops.HaloExchange(a, dim, left, right, wrap, sizes), shape(sizes[a.rank]), back
+            HaloExchange(a, dim, left, right, wrap, sizes), shape(sizes[a.rank]), back
         )
 
     if draw(st.integers(0, 3)) == 0:
         plain = build
-        build = lambda a: (ops.Mean(plain(a)[0]), plain(a)[1])
+        build = lambda a: (Mean(plain(a)[0]), plain(a)[1])
         name = f"mean of {name}"
     return world, f"{name}, dim {dim} of {shape(n)}, {'even' if even else sizes}", build
 
@@ -146,7 +159,7 @@ def test_any_op_keeps_any_law_at_length(
 def in_two_precisions(build: Build, there: torch.dtype, back: torch.dtype) -> None:
     """The op in a precision is the op on rounded operands, its result in the operand's dtype; so is its adjoint."""
     op, shape = build(gm.axis())
-    if isinstance(op, ops.Mean):
+    if isinstance(op, Mean):
         op = op.op
     op = replace(op, comm_dtype=there, backward_dtype=back)
     x = laws.sample(op.src, shape, torch.float64, op.axis)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import gradmesh as gm
-from gradmesh.ops import REGISTRY
+from gradmesh.ops.registry import REGISTRY
 
 CONTRACT = [
     "all_gather",

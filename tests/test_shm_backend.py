@@ -29,8 +29,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradmesh as gm
-from gradmesh.backends.shm import futex, segment
-from gradmesh.backends.shm.segment import Segment, chunk_bytes, segment_bytes
+from gradmesh.backends.shm import bootstrap, futex, progress
+from gradmesh.backends.shm.buffers import chunk_bytes, segment_bytes
+from gradmesh.backends.shm.segment import Segment
 from gradmesh.errors import ArgumentError, GradmeshError
 from tools.kill_ranks import RANDOM, WAITS, Trial, kill_ranks
 from tools.soak import soak_ranks
@@ -337,7 +338,7 @@ def test_ranks_on_two_hosts_are_refused_on_every_rank(ranks: Run) -> None:
         elsewhere = ["elsewhere", "another-boot", "pid:[1]"]
         with contextlib.ExitStack() as stack:
             if dist.get_rank() == 2:
-                stack.enter_context(mock.patch.object(segment, "_host", return_value=elsewhere))
+                stack.enter_context(mock.patch.object(bootstrap, "_host", return_value=elsewhere))
             tried = attempt(lambda: dist.new_group(backend="shm"))
         return tried, total()
 
@@ -360,14 +361,14 @@ def descriptors() -> list[str]:
 def test_the_memory_is_its_owners_and_never_grows(ranks: Run) -> None:
     def work() -> Any:
         kept: list[int] = []
-        create = Segment._create
+        create = bootstrap.create
 
-        def watched(self: Segment, size: int, token: bytes) -> int:
-            fd = create(self, size, token)
+        def watched(size: int, token: bytes) -> int:
+            fd = create(size, token)
             kept.append(os.dup(fd))
             return fd
 
-        with mock.patch.object(Segment, "_create", watched), group() as made:
+        with mock.patch.object(bootstrap, "create", watched), group() as made:
             before = [os.fstat(fd) for fd in kept]
             x = torch.ones(64 * MIB // 4)
             dist.all_reduce(x, group=made)
@@ -1134,7 +1135,7 @@ def test_a_default_device_of_the_caller_changes_nothing(ranks: Run) -> None:
 def test_a_segment_of_one_rank_needs_no_store() -> None:
     segment = Segment(None, 0, 1, [0], 1.0, "alone")
     assert segment.missing([0], str) is None
-    assert segment.dead([0]) == []
+    assert segment.peers.dead([0]) == []
     assert not isinstance(segment.missing([0], str), GradmeshError)
 
 
@@ -1179,3 +1180,112 @@ def test_two_threads_of_a_rank_may_wait_in_one_group(ranks: Run) -> None:
             return got.tolist()
 
     assert ranks(work)[:2] == [[6.0], [5.0]]
+
+
+def test_two_threads_may_look_whether_the_others_are_alive(ranks: Run) -> None:
+    def work() -> list[str]:
+        errors = []
+        with group(2) as pair:
+            if dist.get_rank() >= 2:
+                return []
+            until = time.monotonic() + 0.5
+
+            def look() -> None:
+                while time.monotonic() < until:
+                    tried = attempt(lambda: pair.segment.peers.dead(pair.segment.peers.others))
+                    if tried.result != []:
+                        errors.append(tried.text)
+                        return
+
+            threads = [threading.Thread(target=look) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            dist.barrier(group=pair)
+        return errors
+
+    assert ranks(work) == [[]] * W
+
+
+def test_an_asynchronous_call_may_wait_long_for_a_slow_rank(ranks: Run) -> None:
+    def work() -> list[float]:
+        rank, values = dist.get_rank(), []
+        with group(2, seconds=20) as pair:
+            if rank >= 2:
+                return []
+            for _ in range(3):
+                if rank:
+                    time.sleep(0.7)
+                x = torch.ones(4)
+                begun(dist.all_reduce(x, group=pair, async_op=True)).wait()
+                values.append(x[0].item())
+        return values
+
+    assert ranks(work)[:2] == [[2.0] * 3] * 2
+
+
+def test_a_forked_child_that_aborts_its_copy_of_a_group_ends_nothing(ranks: Run) -> None:
+    def work() -> tuple[list[int], list[float]]:
+        with group() as made:
+            if dist.get_rank() == 1:
+                pid = os.fork()
+                if pid == 0:
+                    try:
+                        made.abort()
+                    finally:
+                        os._exit(0)
+                os.waitpid(pid, 0)
+            dist.barrier(group=made)
+            states = made.segment.states.tolist()
+            return states, [total(made) for _ in range(3)]
+
+    assert ranks(work) == [([0] * W, [10.0] * 3)] * W
+
+
+def test_a_message_is_whole_for_every_thread_that_sees_it_done(ranks: Run) -> None:
+    def work() -> bool:
+        rank, right = dist.get_rank(), []
+        with group(2) as pair:
+            if rank >= 2:
+                return True
+            for turn in range(20):
+                if rank:
+                    dist.send(torch.full((2000, 300), float(turn)), 0, group=pair)
+                    continue
+                out = torch.full((300, 2000), -1.0).t()  # so that it is copied when it is here
+                came = begun(dist.irecv(out, 1, group=pair))
+
+                def look(came: Any = came, out: Tensor = out, turn: int = turn) -> None:
+                    came.wait()
+                    right.append(bool((out == turn).all()))
+
+                threads = [threading.Thread(target=look) for _ in range(3)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join()
+        return all(right) and len(right) == (0 if rank else 60)
+
+    assert ranks(work) == [True] * W
+
+
+def test_the_helper_is_started_once_by_threads_that_need_it_at_once() -> None:
+    for _ in range(50):
+        errors: list[str] = []
+        helper, at_once = progress._Helper(), threading.Barrier(4)
+
+        def need(helper: Any = helper, at_once: Any = at_once, errors: list[str] = errors) -> None:
+            at_once.wait()
+            try:
+                helper.need()
+            except RuntimeError as error:
+                errors.append(str(error))
+
+        threads = [threading.Thread(target=need) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        helper.end()
+        assert errors == []

@@ -27,6 +27,7 @@ from gradmesh.backends import threads
 from gradmesh.backends.threads import waiting
 from gradmesh.errors import ArgumentError, DeadlockError, MismatchError, RankError, ShapeError
 from gradmesh.launch import launch
+from gradmesh.state import RankState
 
 W = 3
 # The names of torch 2.13, and the ones before them, which it deprecates.
@@ -76,11 +77,11 @@ def test_no_memory_is_shared_between_ranks() -> None:
 # ---- who a rank is
 
 
-def test_rank_locals_are_the_ranks_own_and_none_elsewhere() -> None:
+def test_what_a_rank_keeps_is_its_own_and_none_elsewhere() -> None:
     def work() -> tuple[int, bool]:
         mine = threads.rank_locals()
-        assert mine is not None
-        mine.value = dist.get_rank()
+        assert isinstance(mine, RankState)
+        mine.keep(dist.get_rank())
         dist.barrier()
         helper: list[object] = []
         thread = threading.Thread(target=lambda: helper.append(threads.rank_locals()))
@@ -88,7 +89,7 @@ def test_rank_locals_are_the_ranks_own_and_none_elsewhere() -> None:
         thread.join()
         again = threads.rank_locals()
         assert again is mine
-        return mine.value, helper == [None]
+        return mine.kept[int], helper == [None]
 
     assert ranks(work) == [(0, True), (1, True), (2, True)]
     assert threads.rank_locals() is None

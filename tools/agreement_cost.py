@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import gradmesh as gm
-from gradmesh import ops
+from gradmesh.ops.all_gather import AllGather
 
 SIZES = (1, 1 << 10, 1 << 17, 1 << 20, 1 << 23)
 """Elements of float32 on each rank."""
@@ -27,7 +27,7 @@ def measure(rounds: int) -> list[tuple[float, float]]:
     rows = []
     for size in SIZES:
         x = torch.ones(size)
-        op = ops.AllGather(axis, 0)
+        op = AllGather(axis, 0)
         checked: list[float] = []
         bare: list[float] = []
         for turn in range(rounds + 2):

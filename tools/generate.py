@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from gradmesh.ops import table
+from gradmesh.ops.registry import table
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- table: begin (make docs) -->", "<!-- table: end -->"

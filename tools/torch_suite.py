@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 import gradmesh as gm
-from gradmesh.backends.process_group import PythonGroup
+from gradmesh.backends.process_group import OwnGroup
 
 __all__ = ["RANKS", "SKIPPED", "Outcome", "asked", "failures", "run", "show"]
 
@@ -246,7 +246,7 @@ def _stand_in(ours: str, name: str) -> None:
     def helper(size: int, rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
         meant = backend in (ours, name)
         group, store = make(size, rank, ranks, dist.Backend(ours) if meant else backend, *args, **kwargs)
-        if meant and isinstance(group, PythonGroup):
+        if meant and isinstance(group, OwnGroup):
             c10d._world.pg_map[group] = (dist.Backend(name), store)
             c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(dist.Backend(name)))
         return group, store

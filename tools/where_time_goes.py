@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import gradmesh as gm
-from gradmesh.backends.shm import progress
+from gradmesh.backends.shm import waiting
 
 SIZES = (4, 512 << 10, 4 << 20, 32 << 20)
 """Bytes on each rank."""
@@ -91,7 +91,7 @@ def measure(size: int) -> dict[str, Row]:
 def _watch_waiting() -> list[float]:
     """A list that gets the seconds of every wait of this process."""
     waited: list[float] = []
-    until = getattr(progress.until, "watched", progress.until)
+    until = getattr(waiting.until, "watched", waiting.until)
 
     def watch(*arguments: Any, **more: Any) -> None:
         begin = time.perf_counter()
@@ -101,7 +101,7 @@ def _watch_waiting() -> list[float]:
             waited.append(time.perf_counter() - begin)
 
     watch.watched = until  # type: ignore[attr-defined]
-    progress.until = watch
+    waiting.until = watch
     return waited
 
 

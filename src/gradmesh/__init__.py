@@ -10,7 +10,6 @@
 [[6.0], [12.0]]
 """
 
-from gradmesh import reductions as _reductions  # noqa: F401 - enters its rules
 from gradmesh.axis import Axis, axis
 from gradmesh.backends import shm as _shm
 from gradmesh.collectives import (

@@ -33,6 +33,7 @@ __all__ = [
     "in_reentrant_checkpoint",
     "is_fake",
     "is_legacy_batched",
+    "modes_active",
     "named_range",
     "on_legacy_batch",
     "only_vmap_active",
@@ -77,10 +78,19 @@ def without_autograd(work: Callable[[], T]) -> T:
 
 def in_plain_mode(work: Callable[[], T]) -> T:
     """Run `work` as C++ would: autograd does not record it, and no mode of the caller's sees or changes its ops."""
-    if torch._C._len_torch_dispatch_stack() == 0 and torch._C._len_torch_function_stack() == 0:
+    if not modes_active():
         return without_autograd(work)
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         return without_autograd(work)
+
+
+def modes_active() -> bool:
+    """Whether a dispatch mode or a torch-function mode of the caller's would see torch's ops.
+
+    >>> modes_active()
+    False
+    """
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
 
 
 # ---- Ranks as threads -------------------------------------------------------------------------------------

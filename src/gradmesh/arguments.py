@@ -8,22 +8,22 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from gradmesh._torch import functorch_active, is_fake, only_vmap_active, transforms_active
 from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError, message
 from gradmesh.ops.base import Precision
-from gradmesh.wire import motions as wire
-from gradmesh.world import rank_state
+from gradmesh.ops.sizes import EQUAL, Sizes
+from gradmesh.state import rank_state
+from gradmesh.wire import carrier, compiling
 
-__all__ = ["Call", "Sizes", "integer"]
+__all__ = ["Call", "SizesLike", "integer"]
 
 _HEADER = 16
 """Numbers that tell a shape: how many dimensions, and their sizes."""
 
 T = TypeVar("T")
-Sizes = Sequence[int] | Literal["auto"] | None
+SizesLike = Sequence[int] | Literal["auto"] | None
 
 
 def integer(value: object) -> int | None:
@@ -143,12 +143,12 @@ class Call:
             )
         return choices[value]
 
-    def sizes(self, sizes: Sizes, dim: int, name: str = "sizes") -> tuple[int, ...] | None:
-        """One size a rank, or None for equal sizes; "auto" exchanges the operand's own."""
+    def sizes(self, sizes: SizesLike, dim: int, name: str = "sizes") -> Sizes:
+        """Each rank's size along a dim that was checked; "auto" asks the ranks for the operand's own."""
         if sizes is None:
-            return None
+            return EQUAL
         if isinstance(sizes, str) and sizes == "auto":
-            return self.exchange_sizes(self.x.shape[dim])
+            return self.found_sizes(self.x.shape[dim])
         # A set has no order that the ranks could go by.
         listed = isinstance(sizes, Iterable) and not isinstance(sizes, str | Set)
         given = [integer(n) for n in sizes] if listed else []
@@ -161,13 +161,14 @@ class Call:
                 got=f"{name}={sizes!r}",
                 remedy="give each rank's size along dim, in rank order",
             )
-        return whole
+        return Sizes(whole)
 
-    def told(self, sizes: Sizes, dim: int) -> tuple[int, ...]:
-        """One size a rank along a dim that was checked; the own one for all where nothing is said."""
-        return self.sizes(sizes, dim) or (self.x.shape[dim],) * self.axis.size
+    def told(self, sizes: SizesLike, dim: int) -> Sizes:
+        """The same; the own size for all ranks where nothing is said."""
+        given = self.sizes(sizes, dim)
+        return Sizes((self.x.shape[dim],) * self.axis.size) if given.equal else given
 
-    def not_auto(self, sizes: Sizes, name: str = "sizes") -> Sizes:
+    def not_auto(self, sizes: SizesLike, name: str = "sizes") -> SizesLike:
         """Sizes for a verb whose operand is whole on every rank, where there is nothing to ask the others."""
         if isinstance(sizes, str):
             self.fail(
@@ -178,10 +179,16 @@ class Call:
             )
         return sizes
 
-    def balanced(self, total: int) -> tuple[int, ...]:
-        """The balanced split: the first `total % W` ranks get one more."""
-        share, more = divmod(total, self.axis.size)
-        return tuple(share + (rank < more) for rank in range(self.axis.size))
+    def found_sizes(self, own: int) -> Sizes:
+        """Every rank's own number, by one small exchange."""
+        if is_fake(self.x):
+            self.fail(
+                "sizes cannot be exchanged without values",
+                expected=f"{self.axis.size} ints for a fake or meta tensor",
+                got='sizes="auto", or sizes that the root alone knows',
+                remedy="pass the sizes",
+            )
+        return Sizes.found(own, carrier(self.axis), self.x.device)
 
     def halo(self, halo: int | tuple[int, int]) -> tuple[int, int]:
         """Rows from the left and from the right."""
@@ -217,18 +224,6 @@ class Call:
                 )
         return plain
 
-    def exchange_sizes(self, own: int) -> tuple[int, ...]:
-        """Every rank's own number, by one small exchange."""
-        if is_fake(self.x):
-            self.fail(
-                "sizes cannot be exchanged without values",
-                expected=f"{self.axis.size} ints for a fake or meta tensor",
-                got='sizes="auto", or sizes that the root alone knows',
-                remedy="pass the sizes",
-            )
-        mine = torch.tensor([own], dtype=torch.int64, device=self.x.device)
-        return tuple(wire.all_gather(mine, self.axis, [1] * self.axis.size).tolist())
-
     def other(self, rank: int, name: str) -> int:
         """A rank of the axis that is not this one."""
         peer = self.rank(rank, name)
@@ -260,12 +255,12 @@ class Call:
         header = [[p.dim(), *p.shape, *[0] * (_HEADER - 1 - p.dim())] for p in parts]
         counts = [_HEADER] * self.axis.size
         sent = torch.tensor(header, device=self.x.device).view(-1)
-        rows = wire.exchange(sent, counts, counts, self.axis).view(-1, _HEADER).tolist()
+        rows = carrier(self.axis).exchange(sent, counts, counts, even=True).view(-1, _HEADER).tolist()
         return [row[1 : 1 + row[0]] for row in rows]
 
     def refuse_compiled(self, why: str, instead: str) -> None:
         """Refuse a call that a compiler cannot take."""
-        if is_compiling():
+        if compiling():
             self.fail(
                 why,
                 expected="a call outside of torch.compile",
@@ -287,9 +282,9 @@ class Call:
     def refuse_unordered(self, instead: str) -> None:
         """Refuse a gradient that not all ranks would join in."""
         asked = torch.is_grad_enabled() and self.x.requires_grad and self.axis.size > 1
-        if not asked or is_compiling() or functorch_active():
+        if not asked or compiling() or functorch_active():
             return
-        if getattr(rank_state(), "chain", None) is None:
+        if rank_state().chain is None:
             self.fail(
                 "a gradient is asked for that not every rank would join in",
                 expected="the call inside `with gradmesh.ordered():`",

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
 
 from gradmesh._torch import (
     functorch_active,
@@ -20,31 +19,25 @@ from gradmesh._torch import (
     saves_for_a_checkpoint,
     transforms_active,
 )
-from gradmesh.agreement import agree, withdraw
 from gradmesh.errors import OrderError
 from gradmesh.ops.base import LinearOp, Op
-from gradmesh.world import rank_state
+from gradmesh.state import rank_state
+from gradmesh.wire import compiling
 
 __all__ = ["apply", "linked", "unlinked"]
 
 
 def apply(op: Op, x: Tensor) -> Tensor:
     """Run an op on this rank's tensor, differentiably; inside `ordered()`, as the next link of the chain."""
-    if is_compiling():
+    if compiling():
         return _compiled(op, x)
-    agree(op, x)
-    try:
-        return _run(op, x)
-    except Exception as error:
-        withdraw(op, error)
-        raise
-
-
-def _run(op: Op, x: Tensor) -> Tensor:
-    chain = getattr(rank_state(), "chain", None)
+    chain = rank_state().chain
     if chain is not None and torch.is_grad_enabled() and isinstance(op, LinearOp) and _differentiable(x):
-        result: Tensor = chain.link(op, x)
-        return result
+        try:
+            return chain.link(op, x)
+        except OrderError as error:  # of the chain: nothing was sent
+            op.withdraw(x, error)
+            raise
     return unlinked(op, x)
 
 
@@ -63,7 +56,7 @@ def unlinked(op: Op, x: Tensor) -> Tensor:
     Where no derivative can be asked for, the op is run bare: building a graph node costs more than a small
     collective on fast backends.
     """
-    if is_compiling():
+    if compiling():
         return _compiled(op, x)
     if is_legacy_batched(x):
         return on_legacy_batch(x, lambda whole: unlinked(op.batched(), whole))
@@ -82,7 +75,7 @@ def _compiled(op: Op, x: Tensor) -> Tensor:
         _refuse(
             op, "a compiled program has no forward mode", "call the function uncompiled inside forward mode"
         )
-    if getattr(rank_state(), "chain", None) is not None:
+    if rank_state().chain is not None:
         _refuse(op, "a compiled program cannot be a link of a chain", "compile functions without collectives")
     result: Tensor = _CompiledRule.apply(op, x)  # type: ignore[no-untyped-call]
     return result

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import CodeType
 
 import torch
 
-__all__ = ["Site", "call_site", "show_site", "show_tensors"]
+__all__ = ["Site", "call_site", "seen_from", "show_site", "show_tensors"]
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _INTERNAL = (
@@ -22,9 +23,24 @@ _INTERNAL = (
 
 Site = tuple[CodeType, int] | None
 
+_seen = threading.local()  # .site: what `call_site` answers in this thread instead of looking
+
+
+@contextlib.contextmanager
+def seen_from(site: Site) -> Iterator[None]:
+    """Let `call_site` answer with the place of another thread's call, while its words are put together here."""
+    _seen.site = site
+    try:
+        yield
+    finally:
+        del _seen.site
+
 
 def call_site() -> Site:
     """The first frame outside torch and gradmesh, as cheaply as possible: it is only shown in errors."""
+    told: Site = getattr(_seen, "site", None)
+    if told is not None:
+        return told
     frame = sys._getframe(1)
     while frame is not None:
         if not frame.f_code.co_filename.startswith(_INTERNAL):

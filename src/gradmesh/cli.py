@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from gradmesh import ops
 from gradmesh.bench.command import SYSTEMS, modes
 from gradmesh.bench.modes import MODES
 from gradmesh.bench.speed.command import bench, compare
@@ -28,6 +27,7 @@ from gradmesh.bench.speed.tasks import VERBS
 from gradmesh.demo.extras import EXTRAS, missing, require
 from gradmesh.demo.job import Settings, run
 from gradmesh.errors import GradmeshError, MissingExtraError
+from gradmesh.ops.registry import table as ops_table
 
 if TYPE_CHECKING:
     import click
@@ -258,7 +258,7 @@ def demo(ranks: int, backend: str, epochs: int, seed: int, picture: Path, as_jso
 def info(table: bool) -> None:
     """Print what is installed, or the table of the ops."""
     if table:
-        print(ops.table())
+        print(ops_table())
         return
     from rich.console import Console
     from rich.table import Table

@@ -19,17 +19,36 @@ moving them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from gradmesh import ops
-from gradmesh.arguments import Call, Sizes, integer
+from gradmesh import reductions
+from gradmesh.arguments import Call, SizesLike, integer
 from gradmesh.autograd import apply
 from gradmesh.axis import AxisLike
+from gradmesh.ops.all_gather import AllGather, ReduceScatter
+from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant, Replicate
+from gradmesh.ops.all_to_all import AllToAll
 from gradmesh.ops.base import LinearOp
+from gradmesh.ops.broadcast import Broadcast, BroadcastInvariant, Reduce
+from gradmesh.ops.convert import (
+    InvariantToPartial,
+    PartialFromVarying,
+    ReplicatedToInvariant,
+    ReplicatedToPartial,
+    VaryingFromReplicated,
+)
+from gradmesh.ops.gather import Gather, Scatter
+from gradmesh.ops.halo import HaloExchange
+from gradmesh.ops.mean import Mean
+from gradmesh.ops.pair import Receive, Send
+from gradmesh.ops.permute import Permute, Shift
+from gradmesh.ops.scan import Exscan, Scan
+from gradmesh.ops.shard import AllGatherInvariant, Shard, ShardReplicated
+from gradmesh.ops.sizes import Sizes
 from gradmesh.types import I, P, R, Type, V
 
 __all__ = [
@@ -54,9 +73,6 @@ __all__ = [
     "shift",
     "sizes",
 ]
-
-nonlinear: dict[str, Callable[[Call, Type], Tensor]] = {}
-"""The reductions that are not linear, by name; `gradmesh.reductions` builds them from these verbs."""
 
 _WHICH_DST = (
     "dst=gradmesh.R if each rank uses the result differently from here on: backward sums the ranks' gradients.\n"
@@ -109,10 +125,10 @@ def all_reduce(
         [(5.0, 3.0), (10.0, 3.0)]
     """
     call = Call("all_reduce", x, axis, comm_dtype, backward_dtype)
-    kind = call.choose("dst", dst, {R: ops.AllReduce, I: ops.AllReduceInvariant}, _WHICH_DST)
-    reduction = call.choose("op", op, dict.fromkeys(("sum", "mean", *nonlinear), op))
-    if reduction in nonlinear:
-        return nonlinear[reduction](call, kind.dst)
+    kind = call.choose("dst", dst, {R: AllReduce, I: AllReduceInvariant}, _WHICH_DST)
+    reduction = call.choose("op", op, dict.fromkeys(("sum", "mean", *reductions.RULES), op))
+    if reduction in reductions.RULES:
+        return reductions.RULES[reduction](call, kind.dst)
     return apply(_scaled(kind(call.axis, **call.precision), reduction), x)
 
 
@@ -122,7 +138,7 @@ def all_gather(
     dim: int = 0,
     *,
     dst: Type = R,
-    sizes: Sizes = None,
+    sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -158,7 +174,7 @@ def all_gather(
     x = _stackable(x)
     call = Call("all_gather", x, axis, comm_dtype, backward_dtype)
     dim = call.dim(dim)
-    kind = call.choose("dst", dst, {R: ops.AllGather, I: ops.AllGatherInvariant}, _WHICH_DST)
+    kind = call.choose("dst", dst, {R: AllGather, I: AllGatherInvariant}, _WHICH_DST)
     return apply(kind(call.axis, dim, call.sizes(sizes, dim), **call.precision), x)
 
 
@@ -168,7 +184,7 @@ def reduce_scatter(
     dim: int = 0,
     *,
     op: str = "sum",
-    sizes: Sizes = None,
+    sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -202,7 +218,7 @@ def reduce_scatter(
     dim = call.dim(dim)
     reduction = call.choose("op", op, {"sum": "sum", "mean": "mean"})
     given = call.sizes(call.not_auto(sizes), dim)
-    return apply(_scaled(ops.ReduceScatter(call.axis, dim, given, **call.precision), reduction), x)
+    return apply(_scaled(ReduceScatter(call.axis, dim, given, **call.precision), reduction), x)
 
 
 def all_to_all(
@@ -250,7 +266,7 @@ def all_to_all(
     cut, join = call.dim(split_dim, "split_dim"), call.dim(concat_dim, "concat_dim")
     send = call.sizes(call.not_auto(split_sizes, "split_sizes"), cut, "split_sizes")
     receive = call.sizes(call.not_auto(concat_sizes, "concat_sizes"), join, "concat_sizes")
-    return apply(ops.AllToAll(call.axis, cut, join, send, receive, **call.precision), x)
+    return apply(AllToAll(call.axis, cut, join, send, receive, **call.precision), x)
 
 
 def broadcast(
@@ -292,7 +308,7 @@ def broadcast(
         [1.0, 1.0]
     """
     call = Call("broadcast", x, axis, comm_dtype, backward_dtype)
-    kind = call.choose("dst", dst, {R: ops.Broadcast, I: ops.BroadcastInvariant}, _WHICH_DST)
+    kind = call.choose("dst", dst, {R: Broadcast, I: BroadcastInvariant}, _WHICH_DST)
     return apply(kind(call.axis, call.rank(root), **call.precision), x)
 
 
@@ -332,7 +348,7 @@ def reduce(
     """
     call = Call("reduce", x, axis, comm_dtype, backward_dtype)
     call.refuse_unordered("all_reduce")
-    return apply(ops.Reduce(call.axis, call.rank(root), **call.precision), x)
+    return apply(Reduce(call.axis, call.rank(root), **call.precision), x)
 
 
 def gather(
@@ -341,7 +357,7 @@ def gather(
     dim: int = 0,
     *,
     root: int = 0,
-    sizes: Sizes = None,
+    sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -377,7 +393,7 @@ def gather(
     call.refuse_unordered("all_gather")
     dim = call.dim(dim)
     given = call.told(sizes, dim)
-    return apply(ops.Gather(call.axis, dim, call.rank(root), given, **call.precision), x)
+    return apply(Gather(call.axis, dim, call.rank(root), given, **call.precision), x)
 
 
 def scatter(
@@ -386,7 +402,7 @@ def scatter(
     dim: int = 0,
     *,
     root: int = 0,
-    sizes: Sizes = None,
+    sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -425,10 +441,10 @@ def scatter(
     call = Call("scatter", x, axis, comm_dtype, backward_dtype)
     dim, root = call.dim(dim), call.rank(root)
     if sizes is None or sizes == "auto":
-        given = call.balanced(call.exchange_sizes(x.shape[dim])[root])
+        given = Sizes.balanced(call.found_sizes(x.shape[dim])[root], call.axis.size)
     else:
-        given = call.sizes(sizes, dim) or ()
-    return apply(ops.Scatter(call.axis, dim, root, given, **call.precision), x)
+        given = call.sizes(sizes, dim)
+    return apply(Scatter(call.axis, dim, root, given, **call.precision), x)
 
 
 def replicate(
@@ -462,7 +478,7 @@ def replicate(
         [3.0, 3.0]
     """
     call = Call("replicate", x, axis, comm_dtype, backward_dtype)
-    return apply(ops.Replicate(call.axis, **call.precision), x)
+    return apply(Replicate(call.axis, **call.precision), x)
 
 
 def shard(
@@ -471,7 +487,7 @@ def shard(
     dim: int = 0,
     *,
     src: Type = I,
-    sizes: Sizes = None,
+    sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -506,21 +522,21 @@ def shard(
     """
     call = Call("shard", x, axis, comm_dtype, backward_dtype)
     dim = call.dim(dim)
-    kind = call.choose("src", src, {I: ops.Shard, R: ops.ShardReplicated})
+    kind = call.choose("src", src, {I: Shard, R: ShardReplicated})
     given = call.sizes(call.not_auto(sizes), dim)
-    if given is None and x.shape[dim] % call.axis.size:
-        given = call.balanced(x.shape[dim])
+    if given.equal and x.shape[dim] % call.axis.size:
+        given = Sizes.balanced(x.shape[dim], call.axis.size)
     return apply(kind(call.axis, dim, given, **call.precision), x)
 
 
 _CONVERSIONS: dict[tuple[Type, Type], type[LinearOp]] = {
     (op.src, op.dst): op
     for op in (
-        ops.ReplicatedToPartial,
-        ops.ReplicatedToInvariant,
-        ops.InvariantToPartial,
-        ops.PartialFromVarying,
-        ops.VaryingFromReplicated,
+        ReplicatedToPartial,
+        ReplicatedToInvariant,
+        InvariantToPartial,
+        PartialFromVarying,
+        VaryingFromReplicated,
     )
 }
 
@@ -580,7 +596,7 @@ def shift(
     *,
     wrap: bool = True,
     dim: int = 0,
-    sizes: Sizes = None,
+    sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -617,7 +633,7 @@ def shift(
             got=f"offset={offset!r}",
             remedy="pass an int, negative to shift back",
         )
-    op = ops.Shift(call.axis, offset=ranks, wrap=call.flag(wrap, "wrap"), **call.precision)
+    op = Shift(call.axis, offset=ranks, wrap=call.flag(wrap, "wrap"), **call.precision)
     return apply(op if sizes is None else op.along(call.dim(dim), call.told(sizes, dim)), x)
 
 
@@ -627,7 +643,7 @@ def permute(
     *,
     pairs: Sequence[tuple[int, int]],
     dim: int = 0,
-    sizes: Sizes = None,
+    sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -658,7 +674,7 @@ def permute(
         [0.0, 1.0]
     """
     call = Call("permute", x, axis, comm_dtype, backward_dtype)
-    op = ops.Permute(call.axis, pairs=call.pairs(pairs), **call.precision)
+    op = Permute(call.axis, pairs=call.pairs(pairs), **call.precision)
     return apply(op if sizes is None else op.along(call.dim(dim), call.told(sizes, dim)), x)
 
 
@@ -714,7 +730,7 @@ def send(
     call.refuse_compiled("messages between two ranks are not compiled", "gradmesh.permute")
     call.refuse_forward_mode("permute")
     call.refuse_unordered("permute")
-    return apply(ops.Send(call.axis, peer, tuple(x.shape), **call.precision), x)
+    return apply(Send(call.axis, peer, tuple(x.shape), **call.precision), x)
 
 
 def recv(
@@ -752,7 +768,7 @@ def recv(
     call.refuse_compiled("messages between two ranks are not compiled", "gradmesh.permute")
     call.refuse_forward_mode("permute")
     call.refuse_unordered("permute")
-    return apply(ops.Receive(call.axis, peer, tuple(like.shape), **call.precision), like.new_empty(0))
+    return apply(Receive(call.axis, peer, tuple(like.shape), **call.precision), like.new_empty(0))
 
 
 def exchange(
@@ -798,7 +814,7 @@ def exchange(
     shapes = [torch.Size(shape) for shape in call.exchange_shapes(parts)]
     sent, taken = [part.numel() for part in parts], [shape.numel() for shape in shapes]
     flat = torch.cat([part.reshape(-1) for part in parts])
-    op = ops.AllToAll(call.axis, 0, 0, tuple(sent), tuple(taken), **call.precision)
+    op = AllToAll(call.axis, 0, 0, Sizes(tuple(sent)), Sizes(tuple(taken)), **call.precision)
     ends = list(accumulate(taken, initial=0))
     got = apply(op, flat)
     return [got.narrow(0, at, n).view(shape) for at, n, shape in zip(ends, taken, shapes, strict=False)]
@@ -811,7 +827,7 @@ def halo_exchange(
     *,
     halo: int | tuple[int, int] = 1,
     wrap: bool = False,
-    sizes: Sizes = None,
+    sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -852,7 +868,7 @@ def halo_exchange(
     left, right = call.halo(halo)
     given = call.told(sizes, dim)
     wrap = call.flag(wrap, "wrap")
-    return apply(ops.HaloExchange(call.axis, dim, left, right, wrap, given, **call.precision), x)
+    return apply(HaloExchange(call.axis, dim, left, right, wrap, given, **call.precision), x)
 
 
 def scan(
@@ -885,7 +901,7 @@ def scan(
         [1, 3, 6]
     """
     call = Call("scan", x, axis, comm_dtype, backward_dtype)
-    return apply(ops.Scan(call.axis, call.flag(reverse, "reverse"), **call.precision), x)
+    return apply(Scan(call.axis, call.flag(reverse, "reverse"), **call.precision), x)
 
 
 def exscan(
@@ -916,7 +932,7 @@ def exscan(
         [0, 1, 3]
     """
     call = Call("exscan", x, axis, comm_dtype, backward_dtype)
-    return apply(ops.Exscan(call.axis, call.flag(reverse, "reverse"), **call.precision), x)
+    return apply(Exscan(call.axis, call.flag(reverse, "reverse"), **call.precision), x)
 
 
 def sizes(x: Tensor, axis: AxisLike = None, dim: int = 0) -> tuple[int, ...]:
@@ -934,7 +950,7 @@ def sizes(x: Tensor, axis: AxisLike = None, dim: int = 0) -> tuple[int, ...]:
         [(3, 4), (3, 4)]
     """
     call = Call("sizes", x, axis)
-    return call.exchange_sizes(x.shape[call.dim(dim)])
+    return call.found_sizes(x.shape[call.dim(dim)]).told
 
 
 def _stackable(x: Tensor) -> Tensor:
@@ -943,4 +959,4 @@ def _stackable(x: Tensor) -> Tensor:
 
 
 def _scaled(op: LinearOp, reduction: str) -> LinearOp:
-    return ops.Mean(op) if reduction == "mean" else op
+    return Mean(op) if reduction == "mean" else op

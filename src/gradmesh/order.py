@@ -31,9 +31,10 @@ from gradmesh.autograd import linked, unlinked
 from gradmesh.axis import Axis
 from gradmesh.call_sites import Site, call_site, show_site
 from gradmesh.errors import OrderError, message
-from gradmesh.ops import LinearOp, PartialFromVarying
-from gradmesh.wire import motions as wire
-from gradmesh.world import rank_state
+from gradmesh.ops.base import LinearOp
+from gradmesh.ops.convert import PartialFromVarying
+from gradmesh.state import rank_state
+from gradmesh.wire import messages
 
 __all__ = ["Order", "backward", "grad", "join", "ordered"]
 
@@ -204,7 +205,7 @@ class Order:
             raise
         else:
             # The pass is over on this rank, so that what it sent can only wait for passes of others.
-            wire.settle()
+            messages.settle()
             if not create_graph and not retain_graph:
                 self._root = self._token = None
         finally:
@@ -258,9 +259,8 @@ def ordered() -> Iterator[Order]:
         [[1.0], [1.0]]
     """
     state = rank_state()
-    outer: Order | None = getattr(state, "chain", None)
-    if outer is not None:
-        yield outer
+    if isinstance(state.chain, Order):
+        yield state.chain
         return
     state.chain = order = Order()
     try:
@@ -326,8 +326,8 @@ def grad(
 
 
 def _current(op: str) -> Order:
-    chain: Order | None = getattr(rank_state(), "chain", None)
-    if chain is None:
+    chain = rank_state().chain
+    if not isinstance(chain, Order):
         raise OrderError(
             message(
                 "there is no chain",

@@ -1,7 +1,7 @@
 """Reductions that are not linear, built from the verbs with a rule of their own.
 
 Each is a composition of linear ops and of torch's own functions, so that every order of derivative and every
-autodiff mode comes from those. `gradmesh.all_reduce` finds them by name.
+autodiff mode comes from those. `gradmesh.all_reduce` takes them by name.
 """
 
 from __future__ import annotations
@@ -11,34 +11,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradmesh import collectives
 from gradmesh.arguments import Call
 from gradmesh.autograd import apply
 from gradmesh.errors import DTypeError
-from gradmesh.ops import Extremum
+from gradmesh.ops.all_gather import AllGather
+from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant
 from gradmesh.ops.base import refuse_unless_added
-from gradmesh.types import Type
+from gradmesh.ops.extremum import Extremum
+from gradmesh.ops.shard import AllGatherInvariant
+from gradmesh.types import R, Type
 
-__all__: list[str] = []
-
-Rule = Callable[[Call, Type], Tensor]
-
-
-def _rule(name: str) -> Callable[[Rule], Rule]:
-    def enter(rule: Rule) -> Rule:
-        collectives.nonlinear[name] = rule
-        return rule
-
-    return enter
+__all__ = ["RULES"]
 
 
-@_rule("max")
 def _max(call: Call, dst: Type) -> Tensor:
     """The largest value; ranks that tie share the gradient equally."""
     return _extremum(call, dst, largest=True)
 
 
-@_rule("min")
 def _min(call: Call, dst: Type) -> Tensor:
     """The smallest value; ranks that tie share the gradient equally."""
     return _extremum(call, dst, largest=False)
@@ -68,17 +58,16 @@ def _as_sent(call: Call) -> Tensor:
     return x if sent is None else x.to(sent).to(x.dtype)
 
 
-@_rule("prod")
 def _prod(call: Call, dst: Type) -> Tensor:
     """The product; torch's own rule for it is right with zeros, at every order."""
     if call.x.dtype is torch.bool:
         _refuse(call, "bool tensors have no product", "a numeric dtype")
     refuse_unless_added(call.x.dtype, call.fail)
-    factors = collectives.all_gather(call.x.unsqueeze(0), call.axis, 0, dst=dst, **call.precision)
+    gather = AllGather if dst is R else AllGatherInvariant
+    factors = apply(gather(call.axis, 0, **call.precision), call.x.unsqueeze(0))
     return factors.prod(0, dtype=call.x.dtype)
 
 
-@_rule("logsumexp")
 def _logsumexp(call: Call, dst: Type) -> Tensor:
     """The logarithm of the sum of exponentials, shifted by the largest so that no term overflows."""
     x = call.x
@@ -94,10 +83,20 @@ def _logsumexp(call: Call, dst: Type) -> Tensor:
 
 
 def _sum(call: Call, x: Tensor, dst: Type) -> Tensor:
-    return collectives.all_reduce(x, call.axis, dst=dst, **call.precision)
+    total = AllReduce if dst is R else AllReduceInvariant
+    return apply(total(call.axis, **call.precision), x)
 
 
 def _refuse(call: Call, problem: str, expected: str) -> None:
     call.fail(
         problem, expected=expected, got=str(call.x.dtype), remedy="cast the tensor first", kind=DTypeError
     )
+
+
+RULES: dict[str, Callable[[Call, Type], Tensor]] = {
+    "max": _max,
+    "min": _min,
+    "prod": _prod,
+    "logsumexp": _logsumexp,
+}
+"""The reductions by name."""

@@ -1,32 +1,21 @@
-"""The process group of the program and the current mesh.
-
-State is a global of the process. Ranks that are threads of one process have a state each, which the
-`threads` backend keeps for them; nothing here is a ContextVar, because autograd's own threads see none.
-"""
+"""The process group of the program and the current mesh."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
-import types
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from gradmesh.backends import shm, threads
+from gradmesh.backends import shm
 from gradmesh.errors import ArgumentError, NotInitializedError, message
+from gradmesh.state import rank_state
 
-__all__ = ["current_mesh", "init", "mesh", "rank_state", "use_mesh", "world_group"]
-
-_process_state = types.SimpleNamespace()
-
-
-def rank_state() -> types.SimpleNamespace:
-    """The state of the calling rank: of its thread under the `threads` backend, else of the process."""
-    return threads.rank_locals() or _process_state
+__all__ = ["current_mesh", "init", "mesh", "use_mesh", "world_group"]
 
 
 def init(backend: str | None = None) -> None:
@@ -181,5 +170,4 @@ def _set_mesh(mesh: DeviceMesh | None) -> None:
 def current_mesh() -> DeviceMesh | None:
     """The current mesh, unless the process group it was made in is gone."""
     state = rank_state()
-    found: DeviceMesh | None = getattr(state, "mesh", None)
-    return found if found is not None and state.mesh_world is dist.group.WORLD else None
+    return state.mesh if state.mesh is not None and state.mesh_world is dist.group.WORLD else None

@@ -1,155 +1,216 @@
 # mypy: disable-error-code="override,assignment"
 # torch's stubs give every method a second, direct form, which torch.distributed does not call.
-"""What the process groups of gradmesh's own backends have in common: torch's names, and how tensors are cut up.
+"""What a process group of gradmesh's own backends owes: to torch.distributed, and to gradmesh's data path.
 
-torch.distributed takes a Python subclass of `ProcessGroup` for the whole group. Both families of names are here:
-`_allgather_base` and the like up to torch 2.12, `all_gather_single` and the like from 2.13.
+torch.distributed takes a Python subclass of `ProcessGroup` for the whole group.
 """
 
 from __future__ import annotations
 
+import abc
 import datetime
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from typing_extensions import override
 
+from gradmesh.backends.claim import Claim
 from gradmesh.backends.monitored import pass_monitored
+from gradmesh.backends.torch_names import Tensors, TorchNames
+from gradmesh.backends.works import OwnWork
 from gradmesh.errors import ArgumentError, ShapeError, message
 
-__all__ = ["REDUCTIONS", "PythonGroup", "Tensors", "averaged", "reduction"]
-
-Tensors = list[torch.Tensor]
-
-REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "SUM": torch.add,
-    "AVG": torch.add,
-    "PRODUCT": torch.mul,
-    "MIN": torch.minimum,
-    "MAX": torch.maximum,
-    "BAND": torch.bitwise_and,
-    "BOR": torch.bitwise_or,
-    "BXOR": torch.bitwise_xor,
-}
-"""The reductions by torch's names: each folds two tensors. AVG is divided afterwards, by `averaged`."""
+__all__ = ["OwnGroup", "Tensors"]
 
 
-def averaged(total: torch.Tensor, count: int) -> torch.Tensor:
-    """A sum divided by the number of ranks, in place; whole numbers are cut off towards zero."""
-    if total.is_floating_point() or total.is_complex():
-        return total.div_(count)
-    return total.copy_(torch.div(total, count, rounding_mode="trunc"))
+class OwnGroup(TorchNames):
+    """A process group in Python: what its subclasses share, and what each of them has to bring.
 
-
-class PythonGroup(dist.ProcessGroup):
-    """A process group in Python. A subclass has the collectives, under the names of torch 2.13.
-
-    Args:
-        name: the group's name, until torch gives it another.
-        place: this rank's place in the group.
-        count: the number of ranks.
-        timeout: how long a call may wait for the other ranks.
+    A subclass owes the calls below, under the names of torch 2.13; the other names of torch come down to these. Each
+    call is begun when it is made and returns a work, which is waited for, asked, or left. `opts` are torch's options of
+    the call: `rootRank`, `reduceOp`, and `asyncOp`, whether the caller will wait later. Ranks are ranks of the group.
+    All ranks make the same calls in one order; where they do not, each gets an error.
     """
 
-    backend: ClassVar[str]
+    # -- owed to torch by a subclass: sums
 
-    def __init__(self, name: str, place: int, count: int, timeout: datetime.timedelta) -> None:
-        super().__init__(place, count)  # type: ignore[call-arg]
-        self.place = place
-        self.count = count
-        self.timeout = timeout.total_seconds()
-        self._name = name
-        self._desc = "undefined"
+    @abc.abstractmethod
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> OwnWork:
+        """Reduce each tensor over the ranks, in place, in rank order: the same bits everywhere."""
 
-    # -- what torch asks of a group
+    @abc.abstractmethod
+    def reduce(self, tensors: Tensors, opts: Any) -> OwnWork:
+        """Reduce the tensor over the ranks, in place at the root; the other ranks' stay as they are."""
 
-    def getBackendName(self) -> str:  # noqa: N802
-        return self.backend
+    @abc.abstractmethod
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> OwnWork:
+        """Reduce `inputs[i][rank]` onto `outputs[i]` of that rank; the ranks' sizes may differ."""
 
-    def name(self) -> str:
-        return self.backend
+    @abc.abstractmethod
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
+        """Reduce each input, and write this rank's equal part, along dim 0, to the output beside it."""
 
-    def getRank(self) -> int:  # noqa: N802
-        return self.place
+    # -- owed to torch by a subclass: moves
 
-    def getSize(self) -> int:  # noqa: N802
-        return self.count
+    @abc.abstractmethod
+    def broadcast(self, tensors: Tensors, opts: Any) -> OwnWork:
+        """Copy the root's tensors to the other ranks'."""
 
-    rank, size = getRank, getSize
+    @abc.abstractmethod
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> OwnWork:
+        """Copy every rank's `inputs[i]` to `outputs[i][rank]`; the ranks' sizes may differ."""
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        self._name = name
+    @abc.abstractmethod
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
+        """Copy every rank's input to the output beside it, joined along dim 0 or stacked."""
 
-    def getGroupName(self) -> str:  # noqa: N802
-        return self._name
+    @abc.abstractmethod
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OwnWork:
+        """Copy every rank's tensor to `outputs[0][rank]` of the root; `outputs` is empty elsewhere."""
 
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        self._desc = desc
+    @abc.abstractmethod
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> OwnWork:
+        """Copy `inputs[0][rank]` of the root to that rank's output; `inputs` is empty elsewhere."""
 
-    def getGroupDesc(self) -> str:  # noqa: N802
-        return self._desc
+    @abc.abstractmethod
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
+        """Copy `inputs[r]` to rank r, which has it in its `outputs` at this rank's place."""
 
-    @property
-    def group_name(self) -> str:
-        return self._name
+    @abc.abstractmethod
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any = None,
+    ) -> OwnWork:
+        """Give `input_splits[r]` rows to each rank r and take `output_splits[r]` from it; empty lists: equal parts."""
 
-    @property
-    def group_desc(self) -> str:
-        return self._desc
+    @abc.abstractmethod
+    def barrier(self, opts: Any = None) -> OwnWork:
+        """Wait until all ranks are here."""
 
-    def set_timeout(self, timeout: datetime.timedelta) -> None:
-        self.timeout = timeout.total_seconds()
+    # -- owed to torch by a subclass: messages
 
-    def _set_default_timeout(self, timeout: datetime.timedelta) -> None:
-        self.set_timeout(timeout)
+    @abc.abstractmethod
+    def send(self, tensors: Tensors, to: int, tag: int) -> OwnWork:
+        """Send `tensors[0]` to a rank."""
 
-    def _set_sequence_number_for_group(self) -> None:
-        pass
+    @abc.abstractmethod
+    def recv(self, tensors: Tensors, source: int, tag: int) -> OwnWork:
+        """Receive the first message of that rank with that tag."""
 
+    @abc.abstractmethod
+    def recv_anysource(self, tensors: Tensors, tag: int) -> OwnWork:
+        """Receive the first message with that tag; the work's `_source_rank()` says whose it is."""
+
+    # -- owed to torch by a subclass: calls as one, and the end
+
+    @abc.abstractmethod
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Collect the works of the calls from here on."""
+
+    @abc.abstractmethod
+    def _end_coalescing(self, device: torch.device) -> OwnWork:
+        """All works since `_start_coalescing` as one."""
+
+    @abc.abstractmethod
+    def _get_sequence_number_for_group(self) -> int:
+        """A number that grows with the calls of the group, the same on ranks that are equally far."""
+
+    @override
     def shutdown(self) -> None:
-        pass
+        """Leave the group, when what was begun is over."""
 
+    @override
     def abort(self) -> None:
+        """Leave the group at once."""
         self.shutdown()
 
-    # -- what torch asks of the backend of a group: this group is its own
+    # -- owed to gradmesh by a subclass
+    #
+    # They return when the result is there. Their tensors are flat, dense and on the CPU, without history, tangent, or
+    # pending conjugation or sign, in sizes that fit together on this rank; outputs share no memory with inputs. Where
+    # tensors are moved the dtype is any that torch stores; where they are summed, any that torch adds. With the first
+    # bytes the ranks compare the call and their claims. If these differ, every rank raises the claim's refusal with
+    # every rank's words, or a MismatchError where there is no claim, and the group is as good as before.
 
-    supports_coalescing = False
-    supports_splitting = False
+    @abc.abstractmethod
+    def all_gather_flat(self, out: torch.Tensor, given: torch.Tensor, claim: Claim | None = None) -> None:
+        """Write every rank's tensor, all of one size, into `out`, one after another."""
 
-    def _get_backend(self, device: torch.device) -> Any:
-        """The backend for tensors on a device.
+    @abc.abstractmethod
+    def reduce_scatter_flat(self, out: torch.Tensor, given: torch.Tensor, claim: Claim | None = None) -> None:
+        """Sum the ranks' tensors in rank order, and write this rank's equal part of the sum."""
 
-        Raises:
-            RuntimeError: it is not the CPU.
+    @abc.abstractmethod
+    def all_reduce_flat(self, out: torch.Tensor, given: torch.Tensor, claim: Claim | None = None) -> None:
+        """Write the sum of the ranks' tensors, in rank order: the same bits everywhere."""
+
+    @abc.abstractmethod
+    def reduce_flat(
+        self, out: torch.Tensor, given: torch.Tensor, root: int, claim: Claim | None = None
+    ) -> None:
+        """Write the sum at the root; the other ranks' `out` is left alone."""
+
+    @abc.abstractmethod
+    def broadcast_flat(
+        self, out: torch.Tensor, given: torch.Tensor, root: int, claim: Claim | None = None
+    ) -> None:
+        """Write the root's `given` into every rank's `out`, the root's own too; the others' `given` is not read."""
+
+    @abc.abstractmethod
+    def exchange_flat(
+        self,
+        out: torch.Tensor,
+        given: torch.Tensor,
+        send: Sequence[int] | None = None,
+        receive: Sequence[int] | None = None,
+        claim: Claim | None = None,
+    ) -> None:
+        """Give `send[r]` elements to each rank r and take `receive[r]` from it, in rank order; None: equal parts."""
+
+    @abc.abstractmethod
+    def relay_flat(
+        self, out: torch.Tensor, given: torch.Tensor, source: int | None, claim: Claim | None = None
+    ) -> None:
+        """Hand on `given`, which may be empty, to whoever takes it, and take that of one rank or of none."""
+
+    @abc.abstractmethod
+    def withdraw(self, claim: Claim | None, said: str) -> None:
+        """Make the call that this rank would have claimed an error on the others, as it fails before it can make it.
+
+        Args:
+            claim: what it would have claimed.
+            said: why it cannot, in words; it stands for this rank in the others' error.
         """
-        return self if torch.device(device).type == "cpu" else super()._get_backend(device)
 
-    get_backend = _get_backend
+    # -- made of these
 
-    @property
-    def _device_types(self) -> list[torch.device]:
-        """The devices whose tensors the group takes; none before torch has entered the group in its list.
-
-        Until then torch 2.15 takes a group that has devices for one with a backend in C++, to which it attaches its
-        flight recorder.
-        """
-        try:
-            dist.get_process_group_ranks(self)
-        except KeyError:
-            return []
-        return [torch.device("cpu")]
-
-    # -- the forms that come down to others
+    @override
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> OwnWork:
+        """Copy every rank's `inputs[i]` to `outputs[rank][i]`, where `allgather` has `outputs[i][rank]`."""
+        if [len(of_rank) for of_rank in outputs] != [len(inputs)] * self.count:
+            raise ArgumentError(
+                message(
+                    "all_gather_coalesced needs a list of tensors for each rank",
+                    axis=self._shown(),
+                    expected=f"{self.count} lists of {len(inputs)} tensors",
+                    got=f"lists of {', '.join(str(len(of_rank)) for of_rank in outputs) or 'nothing'}",
+                    remedy="pass for every rank of the group as many outputs as there are inputs",
+                )
+            )
+        of_inputs = [list(of_ranks) for of_ranks in zip(*outputs, strict=True)]
+        return self.allgather(of_inputs, inputs, opts).giving(outputs)
 
     def monitored_barrier(
         self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """Wait for all ranks, and name those that do not come.
 
-        As with Gloo, the timeout of the group's rank 0 counts, and the others wait for it. The errors have the sentences
-        that Gloo's have, since programs look for them.
+        As with Gloo, the timeout of the group's rank 0 counts, and the others wait for it.
 
         Args:
             timeout: how long rank 0 waits; by default the timeout of the group.
@@ -162,63 +223,6 @@ class PythonGroup(dist.ProcessGroup):
         if timeout is None:
             timeout = datetime.timedelta(seconds=self.timeout)
         pass_monitored(self.barrier(), self.place, timeout, wait_all_ranks, self._shown())
-
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        return self.allreduce(tensors, opts)
-
-    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
-        """Gather several tensors: `outputs[rank][number]`, where allgather has `outputs[number][rank]`."""
-        if [len(of_rank) for of_rank in outputs] != [len(inputs)] * self.count:
-            raise ArgumentError(
-                message(
-                    "all_gather_coalesced needs a list of tensors for each rank",
-                    axis=self._shown(),
-                    expected=f"{self.count} lists of {len(inputs)} tensors",
-                    got=f"lists of {', '.join(str(len(of_rank)) for of_rank in outputs) or 'nothing'}",
-                    remedy="pass for every rank of the group as many outputs as there are inputs",
-                )
-            )
-        work: Any = self.allgather([list(of_ranks) for of_ranks in zip(*outputs, strict=True)], inputs, opts)
-        gathered: dist.Work = work.giving(outputs)
-        return gathered
-
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
-        return self.all_gather_single_coalesced([output], [input], opts)
-
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
-        return self.reduce_scatter_single_coalesced([output], [input], opts)
-
-    # -- the names up to torch 2.12
-
-    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
-        return self.all_gather_single(output, input, opts)
-
-    def _reduce_scatter_base(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:  # noqa: A002
-        return self.reduce_scatter_single(output, input, opts)
-
-    def allgather_into_tensor_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> dist.Work:
-        return self.all_gather_single_coalesced(outputs, inputs, opts)
-
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> dist.Work:
-        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
-
-    def alltoall_base(self, *arguments: Any) -> dist.Work:
-        return self.all_to_all_single(*arguments)
-
-    # -- and from 2.14
-
-    def recvAnysource(self, tensors: Tensors, tag: int) -> dist.Work:  # noqa: N802
-        return self.recv_anysource(tensors, tag)
-
-    def start_coalescing(self, device: torch.device) -> None:
-        self._start_coalescing(device)
-
-    def end_coalescing(self, device: torch.device) -> dist.Work:
-        return self._end_coalescing(device)
 
     # -- cutting tensors up
 
@@ -265,28 +269,5 @@ class PythonGroup(dist.ProcessGroup):
         return list(splits)
 
     def _shown(self) -> str:
-        """The group, for error texts."""
-        return f"group '{self._name}'"
-
-
-_names: dict[Any, str] = {}
-
-
-def reduction(opts: Any, backend: str) -> str:
-    """The name of the reduction that a call's options ask for."""
-    if opts is None:
-        return "SUM"
-    kind = opts.reduceOp.op
-    name = _names.get(kind)
-    if name is None:
-        name = _names[kind] = kind.name
-    if name not in REDUCTIONS:
-        raise ArgumentError(
-            message(
-                f"the {backend} backend does not know this reduction",
-                expected=", ".join(REDUCTIONS),
-                got=name,
-                remedy="multiply the tensor first and use SUM" if name == "PREMUL_SUM" else None,
-            )
-        )
-    return name
+        """The group and the rank, for error texts."""
+        return f"group '{self._name}', rank {self.place} of {self.count}"

@@ -19,8 +19,8 @@ from gradmesh.bench.cases import CASES, RANKS, Case
 from gradmesh.bench.modes import MODES, Found, Mode, expected, measured
 from gradmesh.bench.systems import Setting, System, find
 from gradmesh.errors import DeadlockError
+from gradmesh.state import rank_state
 from gradmesh.types import I, P, R
-from gradmesh.world import rank_state
 
 __all__ = ["VERDICTS", "Raised", "Report", "Verdict", "judge", "on_rank"]
 
@@ -69,6 +69,13 @@ _STATED = re.compile(
 )
 
 
+@dataclass
+class _CellGroup:
+    """The group of a rank's last cell."""
+
+    group: dist.ProcessGroup
+
+
 def on_rank(where: str, case: str, mode: str, timeout: float, quiet: bool) -> Report:
     """Run one cell on this rank of the world, in a group of its own with a timeout of its own.
 
@@ -85,13 +92,15 @@ def on_rank(where: str, case: str, mode: str, timeout: float, quiet: bool) -> Re
     warnings.simplefilter("ignore") if quiet else None
     system, members = find(where), MODES[mode].members
     state = rank_state()
-    if (last := getattr(state, "bench_group", None)) is not None:
-        dist.destroy_process_group(last)  # not earlier: a rank that waits would see its peer go, and not wait
-    state.bench_group = None
+    if (last := state.find(_CellGroup)) is not None:
+        dist.destroy_process_group(
+            last.group
+        )  # not earlier: a rank that waits would see its peer go, and not wait
+    state.drop(_CellGroup)
     group = dist.new_group(members, timeout=datetime.timedelta(seconds=timeout))
     if dist.get_rank() not in members:
         return None
-    state.bench_group = group
+    state.keep(_CellGroup(group))
     setting = Setting(group, dist.get_group_rank(group, dist.get_rank()), MODES[mode].layout)
     try:
         op = system.verbs[case](setting)

@@ -35,8 +35,9 @@ from gradmesh.axis import Axis
 from gradmesh.collectives import all_gather, all_reduce, replicate, shard
 from gradmesh.compat._function import FunctionLike
 from gradmesh.errors import ArgumentError, GradmeshError, NotInitializedError, ShapeError, message
+from gradmesh.state import rank_state
 from gradmesh.types import I
-from gradmesh.world import rank_state, world_group
+from gradmesh.world import world_group
 
 __all__ = [
     "CopyToModelParallelRegion",
@@ -86,7 +87,7 @@ class _Groups(NamedTuple):
 
 def _groups() -> _Groups | None:
     """This rank's groups, unless the world they were made in is gone."""
-    found: _Groups | None = getattr(rank_state(), "gp_utils", None)
+    found = rank_state().find(_Groups)
     return found if found is not None and found.world is dist.group.WORLD else None
 
 
@@ -157,7 +158,7 @@ def setup_gp(config: Mapping[str, Any]) -> None:
     layout = torch.arange(world.size()).view(-1, size)
     data = _own_group(layout.T.tolist(), world.rank(), backend)
     graph = _own_group(layout.tolist(), world.rank(), backend)
-    rank_state().gp_utils = _Groups(graph, data, world)
+    rank_state().keep(_Groups(graph, data, world))
 
 
 def _own_group(rows: Iterable[list[int]], rank: int, backend: str | None) -> dist.ProcessGroup:
@@ -172,7 +173,7 @@ def cleanup_gp() -> None:
     Raises:
         NotInitializedError: `setup_gp` was not called.
     """
-    made: _Groups | None = getattr(rank_state(), "gp_utils", None)
+    made = rank_state().find(_Groups)
     if made is None:
         raise NotInitializedError(
             message(
@@ -183,7 +184,7 @@ def cleanup_gp() -> None:
                 remedy="call it once, after setup_gp",
             )
         )
-    rank_state().gp_utils = None
+    rank_state().drop(_Groups)
     if made.world is dist.group.WORLD:
         for group in (made.data, made.graph):
             # The caller may have destroyed one of them.

@@ -41,7 +41,9 @@ from gradmesh.autograd import apply
 from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.compat.ksuit import separate
 from gradmesh.errors import ArgumentError, ShapeError, message
-from gradmesh.ops import Gather, Reduce
+from gradmesh.ops.broadcast import Reduce
+from gradmesh.ops.gather import Gather
+from gradmesh.ops.sizes import Sizes
 from gradmesh.types import R
 from gradmesh.world import world_group
 
@@ -83,7 +85,7 @@ def gather(tensor: Tensor, dst: int = 0, group: AxisLike = None) -> tuple[Tensor
     axis = _axis(group, "gather")
     root = _root(dst, axis, "gather", "dst")
     # The op itself: the verb asks for `ordered()`, which callers of torch's function know nothing of.
-    stacked = apply(Gather(axis, 0, root, (1,) * axis.size), tensor.unsqueeze(0))
+    stacked = apply(Gather(axis, 0, root, Sizes((1,) * axis.size)), tensor.unsqueeze(0))
     if axis.rank != root:
         # Sums over nothing: zeros that hang on the empty result, or this rank would miss the backward collective.
         return tuple(stacked.sum(0, dtype=tensor.dtype) for _ in range(axis.size))

@@ -20,6 +20,7 @@ from gradmesh.backends import threads
 from gradmesh.backends.threads.waiting import World
 from gradmesh.errors import AbortedError, message
 from gradmesh.launch.outcomes import FAILURE_GRACE, POLL, Failure, Outcome, group_timeout
+from gradmesh.state import RankState
 
 __all__ = ["ThreadRanks"]
 
@@ -143,7 +144,7 @@ class ThreadRanks:
     def _serve(self, rank: int) -> None:
         """Be that rank: the thread's main function."""
         intra_op = max(1, torch.get_num_threads() // self.size)
-        with contextlib.suppress(_End), threads.seated(self._world, rank):
+        with contextlib.suppress(_End), threads.seated(self._world, rank, RankState()):
             while (job := self._jobs[rank].get()) is not None:
                 with _torch.thread_isolation():
                     torch.set_num_threads(intra_op)

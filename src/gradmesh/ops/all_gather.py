@@ -7,11 +7,15 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from gradmesh.axis import Axis
 from gradmesh.ops.base import LinearOp, shifted
+from gradmesh.ops.row import Example, Examples, Row, uneven
+from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.types import P, R, V
-from gradmesh.wire import motions as wire
+from gradmesh.wire import Carrier
+from gradmesh.wire.packing import assemble, counts, pack
 
-__all__ = ["AllGather", "ReduceScatter", "Split"]
+__all__ = ["ROWS", "AllGather", "Join", "ReduceScatter", "Split", "parts", "wholes"]
 
 
 @dataclass(frozen=True)
@@ -20,11 +24,11 @@ class Split(LinearOp):
 
     Attributes:
         dim: the tensor dimension, counted from 0.
-        sizes: each rank's size along it; None: the same on every rank.
+        sizes: each rank's size along it.
     """
 
     dim: int
-    sizes: tuple[int, ...] | None = None
+    sizes: Sizes = EQUAL
 
     def batched(self) -> Split:
         """The same op one dimension further back."""
@@ -32,60 +36,32 @@ class Split(LinearOp):
 
     def loose(self) -> tuple[int, ...]:
         """The sizes along `dim`, where each rank's is told."""
-        return () if self.sizes is None else (self.dim,)
+        return () if self.sizes.equal else (self.dim,)
 
-    def parts(self, total: int) -> Sequence[int]:
-        """Each rank's size along `dim` of a tensor that is whole; refuses a total that does not fit."""
-        if self.sizes is None:
-            if total % self.axis.size:
-                self.fail(
-                    f"dim {self.dim} cannot be split equally",
-                    expected=f"a size that {self.axis.size} ranks divide",
-                    got=f"size {total}",
-                    remedy="pass sizes= with one size for each rank",
-                )
-            return (total // self.axis.size,) * self.axis.size
-        if sum(self.sizes) != total:
-            self.fail(
-                f"the sizes do not add up to dim {self.dim}",
-                expected=f"sizes with the sum {total}",
-                got=f"sizes={self.sizes} with the sum {sum(self.sizes)}",
-                remedy="give each rank's size along dim",
-            )
-        return self.sizes
+    def parts(self, shape: Sequence[int]) -> Sequence[int]:
+        """Each rank's size along `dim`, of an operand that is whole."""
+        return self.sizes.of_whole(self, self.dim, shape[self.dim])
 
-    def pieces(self, own: int) -> Sequence[int]:
-        """Each rank's size along `dim`, from the own size of a tensor that is one part."""
-        if self.sizes is None:
-            return (own,) * self.axis.size
-        if self.sizes[self.axis.rank] != own:
-            self.fail(
-                f"dim {self.dim} is not what sizes says for this rank",
-                expected=f"size {self.sizes[self.axis.rank]}, from sizes={self.sizes}",
-                got=f"size {own}",
-                remedy='pass the true sizes, or sizes="auto" to have them exchanged',
-            )
-        return self.sizes
+    def pieces(self, shape: Sequence[int]) -> Sequence[int]:
+        """Each rank's size along `dim`, of an operand that is this rank's part."""
+        return self.sizes.of_part(self, self.dim, shape[self.dim])
 
 
 class Join(Split):
-    """Concatenate the ranks' parts along `dim`, on every rank."""
+    """Concatenate the ranks' parts along `dim`, on every rank. A subclass owes its types and its adjoint."""
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Gather, then put the parts side by side along `dim`."""
-        sizes = self.pieces(x.shape[self.dim])
-        flat = wire.pack(x, self.dim, (x.shape[self.dim],))
-        counts = wire.counts(x.shape, self.dim, sizes)
-        return wire.assemble(
-            lambda shape: wire.all_gather(flat, self.axis, counts, shape, even=self.sizes is None),
-            x.shape,
-            self.dim,
-            sizes,
+        sizes = self.pieces(x.shape)
+        flat = pack(x, self.dim, (x.shape[self.dim],))
+        lengths = counts(x.shape, self.dim, sizes)
+        return assemble(
+            lambda shape: wire.gather(flat, lengths, shape, even=self.sizes.equal), x.shape, self.dim, sizes
         )
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The sum of the sizes along `dim`."""
-        return shifted(shape, self.dim, sum(self.pieces(shape[self.dim])))
+        return shifted(shape, self.dim, sum(self.pieces(shape)))
 
 
 class AllGather(Join):
@@ -107,19 +83,58 @@ class ReduceScatter(Split):
     src, dst = P, V
     sums = True
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Send each rank its slice and add what comes."""
-        sizes = self.parts(x.shape[self.dim])
-        flat = wire.pack(x, self.dim, sizes)
-        counts = wire.counts(x.shape, self.dim, sizes)
-        even = self.sizes is None
-        return wire.reduce_scatter(flat, self.axis, counts, self.out_shape(x.shape), even=even)
+        sizes = self.parts(x.shape)
+        flat = pack(x, self.dim, sizes)
+        lengths = counts(x.shape, self.dim, sizes)
+        shape = shifted(x.shape, self.dim, sizes[self.axis.rank])
+        return wire.sum_and_scatter(flat, lengths, shape, even=self.sizes.equal)
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The own size along `dim`."""
-        return shifted(shape, self.dim, self.parts(shape[self.dim])[self.axis.rank])
+        return shifted(shape, self.dim, self.parts(shape)[self.axis.rank])
 
     @property
     def adjoint(self) -> AllGather:
         """Concatenate the ranks' gradients."""
         return AllGather(self.axis, self.dim, self.sizes, **self.swapped)
+
+
+def parts(op: type[Split]) -> Examples:
+    """Examples of an op whose operand is one part: each dim, equal and uneven."""
+
+    def examples(axis: Axis) -> list[Example]:
+        sizes = uneven(axis)
+        own = sizes[axis.rank]
+        return [
+            (op(axis, 0), (2, 3)),
+            (op(axis, 1), (2, 3)),
+            (op(axis, 2), (2, 1, 2)),
+            (op(axis, 0, sizes), (own, 2)),
+            (op(axis, 1, sizes), (2, own)),
+        ]
+
+    return examples
+
+
+def wholes(op: type[Split]) -> Examples:
+    """Examples of an op whose operand is whole: each dim, equal and uneven."""
+
+    def examples(axis: Axis) -> list[Example]:
+        sizes = uneven(axis)
+        return [
+            (op(axis, 0), (2 * axis.size, 3)),
+            (op(axis, 1), (2, axis.size)),
+            (op(axis, 2), (2, 1, 2 * axis.size)),
+            (op(axis, 0, sizes), (sizes.total, 2)),
+            (op(axis, 1, sizes), (2, sizes.total)),
+        ]
+
+    return examples
+
+
+ROWS = (
+    Row("all_gather(dst=R)", "concatenate along dim (0-d: stack)", parts(AllGather)),
+    Row("reduce_scatter", "sum, keep own slice", wholes(ReduceScatter)),
+)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from gradmesh.ops.base import LinearOp, SameShape
+from gradmesh.ops.row import Row, on_axis
 from gradmesh.types import I, P, R
-from gradmesh.wire import motions as wire
+from gradmesh.wire import Carrier
 
-__all__ = ["AllReduce", "AllReduceInvariant", "Replicate"]
+__all__ = ["ROWS", "AllReduce", "AllReduceInvariant", "Replicate"]
 
 
 class AllReduce(SameShape):
@@ -18,9 +19,9 @@ class AllReduce(SameShape):
     src, dst = P, R
     sums = True
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Sum over the ranks."""
-        return wire.all_reduce(x, self.axis)
+        return wire.sum(x)
 
     @property
     def adjoint(self) -> LinearOp:
@@ -35,9 +36,9 @@ class AllReduceInvariant(SameShape):
     src, dst = P, I
     sums = True
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Sum over the ranks."""
-        return wire.all_reduce(x, self.axis)
+        return wire.sum(x)
 
     @property
     def adjoint(self) -> LinearOp:
@@ -52,11 +53,18 @@ class Replicate(SameShape):
     sends = False
     src, dst = I, R
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Copy."""
-        return wire.fresh(x)
+        return wire.copy(x)
 
     @property
     def adjoint(self) -> LinearOp:
         """Sum the ranks' gradients."""
         return AllReduceInvariant(self.axis, **self.swapped)
+
+
+ROWS = (
+    Row("all_reduce(dst=R)", "sum", on_axis(AllReduce)),
+    Row("all_reduce(dst=I)", "sum", on_axis(AllReduceInvariant)),
+    Row("replicate", "identity", on_axis(Replicate)),
+)

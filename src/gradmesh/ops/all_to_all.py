@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
+from gradmesh.axis import Axis
 from gradmesh.ops.base import LinearOp, shifted
+from gradmesh.ops.row import Example, Row, uneven
+from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.types import V
-from gradmesh.wire import motions as wire
+from gradmesh.wire import Carrier
+from gradmesh.wire.packing import assemble, counts, pack
 
-__all__ = ["AllToAll"]
+__all__ = ["ROWS", "AllToAll"]
 
 
 @dataclass(frozen=True)
@@ -22,14 +26,14 @@ class AllToAll(LinearOp):
     Attributes:
         split_dim: the dimension that is cut.
         concat_dim: the dimension along which the received parts are joined.
-        split_sizes: the size of the part for each rank; None: equal parts.
-        concat_sizes: each received part's size along `concat_dim`; None: what an equal split gives.
+        split_sizes: the size of the part for each rank.
+        concat_sizes: each received part's size along `concat_dim`; equal: what an equal split gives.
     """
 
     split_dim: int
     concat_dim: int
-    split_sizes: tuple[int, ...] | None = None
-    concat_sizes: tuple[int, ...] | None = None
+    split_sizes: Sizes = EQUAL
+    concat_sizes: Sizes = EQUAL
 
     verb = "all_to_all"
     src, dst = V, V
@@ -37,54 +41,32 @@ class AllToAll(LinearOp):
 
     def loose(self) -> tuple[int, ...]:
         """What is cut, where the cuts are told, and what is joined, where that differs."""
-        cut = () if self.split_sizes is None or self.split_dim != self.concat_dim else (self.split_dim,)
-        return cut if self.concat_sizes is None else (*cut, self.concat_dim)
+        cut = () if self.split_sizes.equal or self.split_dim != self.concat_dim else (self.split_dim,)
+        return cut if self.concat_sizes.equal else (*cut, self.concat_dim)
 
-    def _split(self, shape: Sequence[int]) -> tuple[int, ...]:
-        size, world = shape[self.split_dim], self.axis.size
-        if self.split_sizes is None and size % world:
-            self.fail(
-                f"dim {self.split_dim} cannot be split equally",
-                expected=f"a size that {world} ranks divide",
-                got=f"size {size}",
-                remedy="pass split_sizes= and concat_sizes=",
-            )
-        sizes = self.split_sizes or (size // world,) * world
-        if sum(sizes) != size:
-            self.fail(
-                f"split_sizes do not add up to dim {self.split_dim}",
-                expected=f"sizes with the sum {size}",
-                got=f"split_sizes={sizes} with the sum {sum(sizes)}",
-                remedy="give the size of the part for each rank",
-            )
-        return sizes
+    def _split(self, shape: Sequence[int]) -> Sequence[int]:
+        """The size of the part for each rank."""
+        return self.split_sizes.of_whole(self, self.split_dim, shape[self.split_dim])
 
     def _received(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
         """The shape of the part that comes from each rank."""
         mine = self._split(shape)[self.axis.rank]
         if self.split_dim == self.concat_dim:
-            return [shifted(shape, self.concat_dim, n) for n in self.concat_sizes or (mine,) * self.axis.size]
-        own = shape[self.concat_dim]
-        sizes = self.concat_sizes or (own,) * self.axis.size
-        if sizes[self.axis.rank] != own:
-            self.fail(
-                f"dim {self.concat_dim} is not what concat_sizes says for this rank",
-                expected=f"size {sizes[self.axis.rank]}, from concat_sizes={sizes}",
-                got=f"size {own}",
-                remedy="pass each rank's size along concat_dim",
-            )
-        return [shifted(shifted(shape, self.split_dim, mine), self.concat_dim, n) for n in sizes]
+            sizes = (mine,) * self.axis.size if self.concat_sizes.equal else self.concat_sizes.told
+            return [shifted(shape, self.concat_dim, n) for n in sizes]
+        joined = self.concat_sizes.of_part(self, self.concat_dim, shape[self.concat_dim])
+        return [shifted(shifted(shape, self.split_dim, mine), self.concat_dim, n) for n in joined]
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Pack a part for each rank, exchange, join."""
         sizes = self._split(x.shape)
         shapes = self._received(x.shape)
-        receive = [torch.Size(shape).numel() for shape in shapes]
-        flat = wire.pack(x, self.split_dim, sizes)
-        send = wire.counts(x.shape, self.split_dim, sizes)
-        even = self.split_sizes is None and self.concat_sizes is None
-        return wire.assemble(
-            lambda shape: wire.exchange(flat, send, receive, self.axis, shape, even=even),
+        receive = [math.prod(shape) for shape in shapes]
+        flat = pack(x, self.split_dim, sizes)
+        send = counts(x.shape, self.split_dim, sizes)
+        even = self.split_sizes.equal and self.concat_sizes.equal
+        return assemble(
+            lambda shape: wire.exchange(flat, send, receive, shape, even=even),
             shapes[0],
             self.concat_dim,
             [shape[self.concat_dim] for shape in shapes],
@@ -105,3 +87,23 @@ class AllToAll(LinearOp):
         return AllToAll(
             self.axis, self.concat_dim, self.split_dim, self.concat_sizes, self.split_sizes, **self.swapped
         )
+
+
+def _exchanges(axis: Axis) -> list[Example]:
+    """All-to-alls with the same and with different dims, equal and uneven."""
+    size, rank = axis.size, axis.rank
+    sizes = uneven(axis)
+    turned = Sizes(tuple(reversed(sizes.told)))
+    # What rank r sends to rank s, as a table that is not symmetric.
+    amounts = [[(r + 2 * s) % 3 for s in range(size)] for r in range(size)]
+    ragged = AllToAll(axis, 0, 0, Sizes(tuple(amounts[rank])), Sizes(tuple(row[rank] for row in amounts)))
+    return [
+        (AllToAll(axis, 0, 1), (2 * size, 3)),
+        (AllToAll(axis, 0, 0), (2 * size, 3)),
+        (AllToAll(axis, 2, 0), (2, 1, size)),
+        (ragged, (sum(amounts[rank]), 2)),
+        (AllToAll(axis, 1, 0, sizes, turned), (turned[rank], sizes.total)),
+    ]
+
+
+ROWS = (Row("all_to_all", "split, exchange, concatenate", _exchanges, "splits and dims swapped"),)

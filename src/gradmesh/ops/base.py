@@ -18,18 +18,24 @@ from typing import ClassVar, NoReturn, TypedDict
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from gradmesh import profiling
 from gradmesh._torch import is_fake, profiler_on
 from gradmesh.axis import Axis
+from gradmesh.environment import CHECK
 from gradmesh.errors import DTypeError, GradmeshError, ShapeError, message
+from gradmesh.state import rank_state
 from gradmesh.types import Type
+from gradmesh.wire import Carrier, carrier, compiling
+from gradmesh.wire.claims import Claim, claim
 
 __all__ = ["LinearOp", "Op", "Precision", "SameShape", "refuse_unless_added", "shifted"]
 
-
 _NEVER_ADDED = frozenset({torch.uint16, torch.uint32, torch.uint64, torch.complex32})
+"""Dtypes that torch stores and moves, but has no arithmetic for; nor has it for floating-point numbers of one byte."""
+
+_CLAIMS = 256
+"""Claims that a rank keeps for calls like the ones before."""
 
 
 def refuse_unless_added(dtype: torch.dtype, fail: Callable[..., NoReturn]) -> None:
@@ -55,6 +61,9 @@ class Precision(TypedDict):
 class Op(abc.ABC):
     """A map over the ranks of an axis, as a frozen value.
 
+    A subclass owes `transfer` and `out_shape`; `batched` if it has a dimension; `loose` if sizes may differ from rank to
+    rank; and the class attributes below where they are not as here.
+
     Attributes:
         axis: the ranks it runs over; captured when the verb is called.
         comm_dtype: what travels; the result has the operand's dtype again. None: the operand's own.
@@ -76,35 +85,19 @@ class Op(abc.ABC):
     rooted: ClassVar[bool] = False
     """Whether only one rank's operand counts, so that the others would miss the backward collective."""
 
-    def apply(self, x: Tensor) -> Tensor:
-        """Run the op on this rank's plain tensor. The result is fresh memory; `x` is only read."""
-        if self.sums:
-            if x.dtype is torch.bool:
-                self.fail(
-                    "bool tensors have no sum",
-                    expected="a numeric dtype",
-                    got="torch.bool",
-                    remedy='cast to int64 to count, or use all_reduce(op="max") for any and op="min" for all',
-                    kind=DTypeError,
-                )
-            refuse_unless_added(x.dtype, self.fail)
-        if not is_compiling():
-            if is_fake(x):
-                return x.new_empty(self.out_shape(x.shape))
-            if profiler_on():
-                with profiling.collective(self.verb, self.axis, x, self.comm_dtype):
-                    return self._run(x)
-        return self._run(x)
-
-    def _run(self, x: Tensor) -> Tensor:
-        """Run the op in the dtype that travels."""
-        if self.comm_dtype is None or self.comm_dtype is x.dtype:
-            return self.transfer(x)
-        return self.transfer(x.to(self.comm_dtype)).to(x.dtype)
+    # -- what a subclass owes
 
     @abc.abstractmethod
-    def transfer(self, x: Tensor) -> Tensor:
-        """Run the op in the dtype of `x`."""
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+        """Run the op in the dtype of `x`.
+
+        Args:
+            x: this rank's plain tensor, of any strides. It is only read.
+            wire: moves what has to travel, for this one call.
+
+        Returns:
+            Fresh memory, also where the op is the identity.
+        """
 
     @abc.abstractmethod
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -118,7 +111,63 @@ class Op(abc.ABC):
         """The operand's dimensions whose sizes may differ from rank to rank."""
         return ()
 
-    def claim(self, x: Tensor) -> str:
+    def accepts(self, dtype: torch.dtype) -> None:
+        """Refuse a dtype that the op is not defined for."""
+        if not self.sums:
+            return
+        if dtype is torch.bool:
+            self.fail(
+                "bool tensors have no sum",
+                expected="a numeric dtype",
+                got="torch.bool",
+                remedy='cast to int64 to count, or use all_reduce(op="max") for any and op="min" for all',
+                kind=DTypeError,
+            )
+        refuse_unless_added(dtype, self.fail)
+
+    # -- what comes from it
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Run the op on this rank's plain tensor. The result is fresh memory; `x` is only read."""
+        self.accepts(x.dtype)
+        if compiling():
+            return self._run(x, carrier(self.axis))
+        if is_fake(x):
+            return x.new_empty(self.out_shape(x.shape))
+        wire = carrier(self.axis, self.claimed(x))
+        try:
+            if profiler_on():
+                with profiling.collective(self.verb, self.axis, x, self.comm_dtype):
+                    return self._run(x, wire)
+            return self._run(x, wire)
+        except Exception as error:
+            wire.withdraw(error)
+            raise
+
+    def _run(self, x: Tensor, wire: Carrier) -> Tensor:
+        """Run the op in the dtype that travels."""
+        if self.comm_dtype is None or self.comm_dtype is x.dtype:
+            return self.transfer(x, wire)
+        return self.transfer(x.to(self.comm_dtype), wire).to(x.dtype)
+
+    def withdraw(self, x: Tensor, error: Exception) -> None:
+        """Tell the other ranks that this one cannot make the call, so that they do not wait for it."""
+        if not compiling() and not is_fake(x):
+            carrier(self.axis, self.claimed(x)).withdraw(error)
+
+    def claimed(self, x: Tensor) -> Claim | None:
+        """What this rank says about the call, for the others to compare; None where nothing is compared."""
+        if not self.sends or self.axis.size == 1 or not x.is_cpu or not CHECK.value():
+            return None
+        claims, key = rank_state().claims, (self, x.shape, x.dtype)
+        found = claims.get(key)
+        if found is None:
+            if len(claims) >= _CLAIMS:
+                claims.clear()
+            found = claims[key] = claim(self.verb, str(self.axis), self.words(x))
+        return found
+
+    def words(self, x: Tensor) -> str:
         """What every rank's call has to say alike: the op, its fields, the operand's dtype and sizes."""
         shown = [f"{self.verb}({type(self).__name__}"]
         for field_ in fields(self):
@@ -138,10 +187,12 @@ class Op(abc.ABC):
 
 
 class LinearOp(Op):
-    """An op that keeps the law."""
+    """An op that keeps the law. A subclass owes what an `Op` owes, its two types, and its adjoint."""
 
     src: ClassVar[Type]
+    """The type of the operand."""
     dst: ClassVar[Type]
+    """The type of the result."""
 
     @property
     @abc.abstractmethod

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from gradmesh.ops.base import LinearOp, SameShape
+from gradmesh.ops.row import Examples, Row
 from gradmesh.types import I, P, R, V
-from gradmesh.wire import motions as wire
+from gradmesh.wire import Carrier
 
-__all__ = ["Broadcast", "BroadcastInvariant", "KeepAtRoot", "Reduce", "Rooted"]
+__all__ = ["ROWS", "Broadcast", "BroadcastInvariant", "KeepAtRoot", "Reduce", "Rooted"]
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,9 @@ class _FromRoot(Rooted):
     verb = "broadcast"
     rooted = True
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Copy from the root."""
-        return wire.broadcast(x, self.axis, self.root)
+        return wire.copy_from(x, self.root)
 
 
 class Broadcast(_FromRoot):
@@ -48,9 +49,9 @@ class Reduce(Rooted):
     src, dst = P, V
     sums = True
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Sum at the root."""
-        return wire.reduce(x, self.axis, self.root)
+        return wire.sum_at(x, self.root)
 
     @property
     def adjoint(self) -> LinearOp:
@@ -76,13 +77,26 @@ class KeepAtRoot(Rooted):
     src, dst = I, V
     sends = False
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Copy at the root."""
         if self.axis.rank == self.root:
-            return wire.fresh(x)
+            return wire.copy(x)
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
 
     @property
     def adjoint(self) -> LinearOp:
         """The root's gradient on every rank, counted once."""
         return BroadcastInvariant(self.axis, self.root, **self.swapped)
+
+
+def _rooted(op: type[Rooted]) -> Examples:
+    """Examples with the first and the last rank as root."""
+    return lambda axis: [(op(axis, axis.size - 1), (2, 3)), (op(axis, 0), ())]
+
+
+ROWS = (
+    Row("broadcast(dst=R)", "copy from root", _rooted(Broadcast)),
+    Row("broadcast(dst=I)", "copy from root", _rooted(BroadcastInvariant)),
+    Row("reduce", "sum at root, zeros elsewhere", _rooted(Reduce)),
+    Row("keep at root", "keep at root, zero elsewhere", _rooted(KeepAtRoot), public=False),
+)

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from gradmesh.ops.base import LinearOp, SameShape
+from gradmesh.ops.row import Row, on_axis
 from gradmesh.types import I, P, R, V
-from gradmesh.wire import motions as wire
+from gradmesh.wire import Carrier
 
 __all__ = [
+    "ROWS",
     "InvariantToPartial",
     "PartialFromVarying",
     "ReplicatedToInvariant",
@@ -22,18 +24,18 @@ class _Relabel(SameShape):
     verb = "convert"
     sends = False
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Copy."""
-        return wire.fresh(x)
+        return wire.copy(x)
 
 
 class _KeepAtFirst(SameShape):
     verb = "convert"
     sends = False
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Copy on rank 0; zeros on the others, so that the sum over the ranks is the value."""
-        return wire.fresh(x) if self.axis.rank == 0 else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        return wire.copy(x) if self.axis.rank == 0 else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
 
 
 class ReplicatedToPartial(_KeepAtFirst):
@@ -89,3 +91,12 @@ class VaryingFromReplicated(_Relabel):
     def adjoint(self) -> LinearOp:
         """Each copy's gradient is a term of the pending sum."""
         return PartialFromVarying(self.axis, **self.swapped)
+
+
+ROWS = (
+    Row("convert(src=R, dst=P)", "keep at one rank, zero elsewhere", on_axis(ReplicatedToPartial)),
+    Row("convert(src=R, dst=I)", "identity", on_axis(ReplicatedToInvariant)),
+    Row("convert(src=I, dst=P)", "keep at one rank, zero elsewhere", on_axis(InvariantToPartial)),
+    Row("convert(src=V, dst=P)", "identity (a relabelling)", on_axis(PartialFromVarying)),
+    Row("convert(src=R, dst=V)", "identity (a relabelling)", on_axis(VaryingFromReplicated)),
+)

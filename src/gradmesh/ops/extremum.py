@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradmesh.ops.base import Op
-from gradmesh.wire import motions as wire
+from gradmesh.wire import Carrier
 
 __all__ = ["Extremum"]
 
@@ -25,9 +25,9 @@ class Extremum(Op):
 
     verb = "all_reduce"
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Fold with torch's own amax or amin, because backends drop a NaN or not as the order falls."""
-        return wire.all_fold(x, self.axis, lambda parts: parts.amax(0) if self.largest else parts.amin(0))
+        return wire.fold(x, lambda parts: parts.amax(0) if self.largest else parts.amin(0))
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The operand's shape."""

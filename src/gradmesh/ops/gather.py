@@ -7,11 +7,15 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from gradmesh.axis import Axis
 from gradmesh.ops.base import LinearOp, shifted
+from gradmesh.ops.row import Example, Row, uneven
+from gradmesh.ops.sizes import Sizes
 from gradmesh.types import V
-from gradmesh.wire import motions as wire
+from gradmesh.wire import Carrier
+from gradmesh.wire.packing import assemble, counts, pack
 
-__all__ = ["Gather", "Scatter"]
+__all__ = ["ROWS", "Gather", "Scatter"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class _AtRoot(LinearOp):
 
     dim: int
     root: int
-    sizes: tuple[int, ...]
+    sizes: Sizes
 
     src, dst = V, V
 
@@ -38,25 +42,13 @@ class _AtRoot(LinearOp):
         """The sizes along `dim`, as each rank's is told."""
         return (self.dim,)
 
-    @property
-    def whole(self) -> tuple[int, ...]:
-        """The sizes at the root; on the other ranks nothing along `dim`."""
-        return self.sizes if self.axis.rank == self.root else (0,) * self.axis.size
+    def at_root(self) -> Sequence[int]:
+        """What the root has of each rank along `dim`; on the other ranks nothing."""
+        return self.sizes.told if self.axis.rank == self.root else (0,) * self.axis.size
 
-    @property
-    def own(self) -> list[int]:
-        """What this rank has for each rank, along `dim`: its part for the root."""
+    def for_root(self) -> Sequence[int]:
+        """What this rank has for each rank along `dim`: its part for the root."""
         return [self.sizes[self.axis.rank] if rank == self.root else 0 for rank in range(self.axis.size)]
-
-    def refuse_unless(self, expected: int, got: int) -> None:
-        """Refuse an operand of another size along `dim`."""
-        if expected != got:
-            self.fail(
-                f"dim {self.dim} is not what sizes says for this rank",
-                expected=f"size {expected}, from sizes={self.sizes} and root {self.root}",
-                got=f"size {got}",
-                remedy="pass each rank's size along dim; only the root of a scatter holds more than nothing",
-            )
 
 
 class Gather(_AtRoot):
@@ -64,20 +56,20 @@ class Gather(_AtRoot):
 
     verb = "gather"
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Send the own part to the root."""
-        self.refuse_unless(self.sizes[self.axis.rank], x.shape[self.dim])
-        send = wire.counts(x.shape, self.dim, self.own)
-        receive = wire.counts(x.shape, self.dim, self.whole)
-        flat = wire.pack(x, self.dim, self.own)
-        return wire.assemble(
-            lambda shape: wire.exchange(flat, send, receive, self.axis, shape), x.shape, self.dim, self.whole
+        self.sizes.of_part(self, self.dim, x.shape[self.dim])
+        send = counts(x.shape, self.dim, self.for_root())
+        receive = counts(x.shape, self.dim, self.at_root())
+        flat = pack(x, self.dim, self.for_root())
+        return assemble(
+            lambda shape: wire.exchange(flat, send, receive, shape), x.shape, self.dim, self.at_root()
         )
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The sum of the sizes at the root, 0 elsewhere."""
-        self.refuse_unless(self.sizes[self.axis.rank], shape[self.dim])
-        return shifted(shape, self.dim, sum(self.whole))
+        self.sizes.of_part(self, self.dim, shape[self.dim])
+        return shifted(shape, self.dim, sum(self.at_root()))
 
     @property
     def adjoint(self) -> LinearOp:
@@ -91,20 +83,38 @@ class Scatter(_AtRoot):
     verb = "scatter"
     rooted = True
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Send each rank its part from the root."""
-        self.refuse_unless(sum(self.whole), x.shape[self.dim])
-        send = wire.counts(x.shape, self.dim, self.whole)
-        receive = wire.counts(x.shape, self.dim, self.own)
-        flat = wire.pack(x, self.dim, self.whole)
-        return wire.exchange(flat, send, receive, self.axis, self.out_shape(x.shape))
+        self.sizes.check(self, self.dim, sum(self.at_root()), x.shape[self.dim])
+        send = counts(x.shape, self.dim, self.at_root())
+        receive = counts(x.shape, self.dim, self.for_root())
+        flat = pack(x, self.dim, self.at_root())
+        return wire.exchange(flat, send, receive, self.out_shape(x.shape))
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The own size along `dim`."""
-        self.refuse_unless(sum(self.whole), shape[self.dim])
+        self.sizes.check(self, self.dim, sum(self.at_root()), shape[self.dim])
         return shifted(shape, self.dim, self.sizes[self.axis.rank])
 
     @property
     def adjoint(self) -> LinearOp:
         """Concatenate the parts' gradients at the root."""
         return Gather(self.axis, self.dim, self.root, self.sizes, **self.swapped)
+
+
+def _gathers(axis: Axis) -> list[Example]:
+    sizes, root = uneven(axis), axis.size - 1
+    return [
+        (Gather(axis, 0, root, Sizes((2,) * axis.size)), (2, 3)),
+        (Gather(axis, 1, 0, sizes), (2, sizes[axis.rank])),
+    ]
+
+
+def _scatters(axis: Axis) -> list[Example]:
+    return [(op.adjoint, op.out_shape(shape)) for op, shape in _gathers(axis)]
+
+
+ROWS = (
+    Row("gather", "concatenate at root; empty along dim elsewhere", _gathers),
+    Row("scatter", "cut at root, one part to each rank", _scatters),
+)

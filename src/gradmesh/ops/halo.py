@@ -10,13 +10,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
+from gradmesh.axis import Axis
 from gradmesh.ops.base import LinearOp, shifted
+from gradmesh.ops.row import Example, Row, uneven
+from gradmesh.ops.sizes import Sizes
 from gradmesh.types import V
-from gradmesh.wire import motions as wire
+from gradmesh.wire import Carrier, compiling
 
-__all__ = ["HaloExchange", "HaloReturn"]
+__all__ = ["ROWS", "HaloExchange", "HaloReturn"]
 
 
 class Segment(NamedTuple):
@@ -71,7 +73,7 @@ class _Halo(LinearOp):
     left: int
     right: int
     wrap: bool
-    sizes: tuple[int, ...]
+    sizes: Sizes
 
     verb = "halo_exchange"
     src, dst = V, V
@@ -87,9 +89,9 @@ class _Halo(LinearOp):
     @property
     def plan(self) -> tuple[tuple[Segment, ...], ...]:
         """Every rank's segments."""
-        if is_compiling():  # which sees through a cache and says so
-            return plan.__wrapped__(self.sizes, self.left, self.right, self.wrap)
-        return plan(self.sizes, self.left, self.right, self.wrap)
+        if compiling():  # which sees through a cache and says so
+            return plan.__wrapped__(self.sizes.told, self.left, self.right, self.wrap)
+        return plan(self.sizes.told, self.left, self.right, self.wrap)
 
     def lent(self, to: int) -> list[Segment]:
         """This rank's rows in the result of another rank; none for itself, since they need no message."""
@@ -102,7 +104,7 @@ class _Halo(LinearOp):
         return [s for s in self.plan[me] if s.owner == owner] if owner != me else []
 
     def swap(
-        self, x: Tensor, pieces: list[list[Tensor]], expected: list[list[Segment]]
+        self, x: Tensor, wire: Carrier, pieces: list[list[Tensor]], expected: list[list[Segment]]
     ) -> list[list[Tensor]]:
         """Send each rank its pieces and receive the expected ones, each as a view of one fresh buffer.
 
@@ -113,7 +115,7 @@ class _Halo(LinearOp):
         flat = torch.cat([piece.reshape(-1) for to in pieces for piece in to] or [x.new_empty(0)])
         send = [sum(piece.numel() for piece in to) for to in pieces]
         receive = [row * sum(s.length for s in segments) for segments in expected]
-        got = wire.exchange(flat, send, receive, self.axis).split(
+        got = wire.exchange(flat, send, receive).split(
             [row * s.length for segments in expected for s in segments]
         )
         views = iter(got)
@@ -122,27 +124,19 @@ class _Halo(LinearOp):
             for segments in expected
         ]
 
-    def expect(self, expected: int, got: int) -> None:
-        """Refuse an operand of another size along `dim`."""
-        if expected != got:
-            self.fail(
-                f"dim {self.dim} is not what sizes says for this rank",
-                expected=f"size {expected}, from sizes={self.sizes}",
-                got=f"size {got}",
-                remedy='pass the true sizes, or sizes="auto" to have them exchanged',
-            )
-
 
 class HaloExchange(_Halo):
     """V -> V: the edge slabs of the neighbours attached; at open ends nothing is attached."""
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Send edge rows to the ranks that need them and join what comes around the own rows."""
         ranks, me = range(self.axis.size), self.axis.rank
-        self.expect(self.sizes[me], x.shape[self.dim])
+        self.sizes.of_part(self, self.dim, x.shape[self.dim])
         x = x.resolve_conj().resolve_neg()
         pieces = [[x.narrow(self.dim, s.start, s.length) for s in self.lent(to)] for to in ranks]
-        received = [iter(views) for views in self.swap(x, pieces, [self.borrowed(owner) for owner in ranks])]
+        received = [
+            iter(views) for views in self.swap(x, wire, pieces, [self.borrowed(owner) for owner in ranks])
+        ]
         joined = [
             x.narrow(self.dim, s.start, s.length) if s.owner == me else next(received[s.owner])
             for s in self.plan[me]
@@ -151,7 +145,7 @@ class HaloExchange(_Halo):
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The own size and what is attached."""
-        self.expect(self.sizes[self.axis.rank], shape[self.dim])
+        self.sizes.of_part(self, self.dim, shape[self.dim])
         return shifted(shape, self.dim, sum(s.length for s in self.plan[self.axis.rank]))
 
     @property
@@ -165,17 +159,17 @@ class HaloReturn(_Halo):
 
     sums = True
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Send borrowed rows home and add the own ones that come back."""
         ranks, me = range(self.axis.size), self.axis.rank
         lengths = [s.length for s in self.plan[me]]
-        self.expect(sum(lengths), x.shape[self.dim])
+        self.sizes.check(self, self.dim, sum(lengths), x.shape[self.dim])
         x = x.resolve_conj().resolve_neg()
         slabs = list(zip(self.plan[me], x.split(lengths, self.dim), strict=True)) if lengths else []
         pieces = [[slab for s, slab in slabs if s.owner == owner and owner != me] for owner in ranks]
         own = [(s, slab) for s, slab in slabs if s.owner == me]
         lent = [self.lent(to) for to in ranks]
-        for segments, views in zip(lent, self.swap(x, pieces, lent), strict=True):
+        for segments, views in zip(lent, self.swap(x, wire, pieces, lent), strict=True):
             own.extend(zip(segments, views, strict=True))
         out = x.new_zeros(self.out_shape(x.shape))
         for s, slab in own:
@@ -184,10 +178,35 @@ class HaloReturn(_Halo):
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The own size."""
-        self.expect(sum(s.length for s in self.plan[self.axis.rank]), shape[self.dim])
+        self.sizes.check(self, self.dim, sum(s.length for s in self.plan[self.axis.rank]), shape[self.dim])
         return shifted(shape, self.dim, self.sizes[self.axis.rank])
 
     @property
     def adjoint(self) -> LinearOp:
         """The halo exchange."""
         return HaloExchange(self.axis, self.dim, self.left, self.right, self.wrap, self.sizes, **self.swapped)
+
+
+def _halos(axis: Axis) -> list[Example]:
+    sizes = uneven(axis)
+
+    def equal(rows: int) -> Sizes:
+        return Sizes((rows,) * axis.size)
+
+    return [
+        (HaloExchange(axis, 0, 1, 1, False, equal(3)), (3, 2)),
+        (HaloExchange(axis, 1, 1, 2, True, equal(2)), (2, 2)),
+        (HaloExchange(axis, 0, 3, 0, False, equal(1)), (1, 2)),
+        (HaloExchange(axis, 0, 3, 4, True, equal(1)), (1, 2)),
+        (HaloExchange(axis, 0, 2, 1, False, sizes), (sizes[axis.rank], 2)),
+    ]
+
+
+def _returns(axis: Axis) -> list[Example]:
+    return [(op.adjoint, op.out_shape(shape)) for op, shape in _halos(axis)]
+
+
+ROWS = (
+    Row("halo_exchange", "neighbours' edge slabs attached", _halos),
+    Row("edge slabs sent back and added", "slabs to their owners, added", _returns, public=False),
+)

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from gradmesh.axis import Axis
 from gradmesh.errors import DTypeError
+from gradmesh.ops.all_gather import AllGather, ReduceScatter, parts, wholes
+from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant, Replicate
 from gradmesh.ops.base import LinearOp
+from gradmesh.ops.row import Example, Examples, Row, on_axis
 from gradmesh.types import Type
+from gradmesh.wire import Carrier
 
-__all__ = ["Mean"]
+__all__ = ["ROWS", "Mean"]
 
 
 @dataclass(frozen=True, init=False)
@@ -44,29 +50,38 @@ class Mean(LinearOp):
         """The type of the op's result."""
         return self.op.dst
 
-    def apply(self, x: Tensor) -> Tensor:
-        """Run the op and divide its result, which is fresh and has the operand's dtype again, in place."""
-        if not (x.is_floating_point() or x.is_complex()):
+    @property
+    def sends(self) -> bool:  # type: ignore[override]
+        """As the op."""
+        return self.op.sends
+
+    def accepts(self, dtype: torch.dtype) -> None:
+        """Refuse also whole numbers."""
+        self.op.accepts(dtype)
+        if not (dtype.is_floating_point or dtype.is_complex):
             self.fail(
                 "the mean of integers is not an integer",
                 expected="a floating-point or complex dtype",
-                got=str(x.dtype),
+                got=str(dtype),
                 remedy="cast the tensor first",
                 kind=DTypeError,
             )
-        return self.op.apply(x).div_(self.axis.size)
 
-    def transfer(self, x: Tensor) -> Tensor:
-        """Run the op in the dtype of `x`, divided."""
-        return self.op.transfer(x).div_(self.axis.size)
+    def _run(self, x: Tensor, wire: Carrier) -> Tensor:
+        """Run the op, and divide what has the operand's dtype again: more exact than in the dtype that travels."""
+        return self.op._run(x, wire).div_(self.axis.size)
+
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+        """Run the op and divide its result, which is fresh, in place."""
+        return self.op.transfer(x, wire).div_(self.axis.size)
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """That of the op."""
         return self.op.out_shape(shape)
 
-    def claim(self, x: Tensor) -> str:
-        """That of the op, as a mean."""
-        return f"mean {self.op.claim(x)}"
+    def words(self, x: Tensor) -> str:
+        """Those of the op, as a mean."""
+        return f"mean {self.op.words(x)}"
 
     def batched(self) -> Mean:
         """The mean of the batched op."""
@@ -76,3 +91,19 @@ class Mean(LinearOp):
     def adjoint(self) -> LinearOp:
         """The op's adjoint, divided alike."""
         return Mean(self.op.adjoint)
+
+
+def _mean(examples: Examples) -> Examples:
+    def of(axis: Axis) -> list[Example]:
+        return [(Mean(op), shape) for op, shape in examples(axis)]
+
+    return of
+
+
+ROWS = (
+    Row("all_reduce(op='mean', dst=R)", "mean", _mean(on_axis(AllReduce))),
+    Row("all_reduce(op='mean', dst=I)", "mean", _mean(on_axis(AllReduceInvariant))),
+    Row("reduce_scatter(op='mean')", "mean, keep own slice", _mean(wholes(ReduceScatter))),
+    Row("replicate / W", "identity, divided by W", _mean(on_axis(Replicate)), public=False),
+    Row("all_gather(dst=R) / W", "concatenate, divided by W", _mean(parts(AllGather)), public=False),
+)

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradmesh.errors import ArgumentError, MismatchError
 from gradmesh.ops.base import LinearOp
 from gradmesh.types import V
-from gradmesh.wire import motions as wire
+from gradmesh.wire import Carrier
 
 __all__ = ["Receive", "Send"]
 
@@ -52,7 +52,7 @@ class Send(_Pair):
 
     verb = "send"
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Hand the message over, without waiting for the other end to take it."""
         if tuple(x.shape) != self.shape:
             self.fail(
@@ -61,7 +61,7 @@ class Send(_Pair):
                 got=f"shape {tuple(x.shape)}",
                 remedy="send what the other rank receives",
             )
-        wire.post(x, self.axis, self.peer, self.greeting(x))
+        wire.post(x, self.peer, self.greeting(x))
         return x.new_empty(0)
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:  # noqa: ARG002 - one shape alone is possible
@@ -79,10 +79,10 @@ class Receive(_Pair):
 
     verb = "recv"
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Wait for the message."""
         out = torch.empty(self.shape, dtype=x.dtype, device=x.device)
-        heard = wire.fetch(out, self.axis, self.peer, self.greeting(x))
+        heard = wire.fetch(out, self.peer, self.greeting(x))
         if heard is not None:
             self.fail(
                 "the message is not the one expected",

@@ -10,11 +10,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from gradmesh.axis import Axis
 from gradmesh.ops.base import LinearOp, shifted
+from gradmesh.ops.row import Example, Row, uneven
+from gradmesh.ops.sizes import Sizes
 from gradmesh.types import V
-from gradmesh.wire import motions as wire
+from gradmesh.wire import Carrier
 
-__all__ = ["Extents", "Permute", "Shift"]
+__all__ = ["ROWS", "Extents", "Permute", "Shift"]
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,8 @@ class Extents:
     """
 
     dim: int
-    before: tuple[int, ...]
-    after: tuple[int, ...]
+    before: Sizes
+    after: Sizes
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,11 @@ class Route(LinearOp):
     def turned(self) -> Self:
         """The way back, for operands of one shape and the same precision."""
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Send and receive."""
         shape, me = self.out_shape(x.shape), self.axis.rank
         targets = [rank for rank in range(self.axis.size) if self.source_of(rank) == me]
-        got = wire.relay(x, self.axis, targets[0] if targets else None, self.source_of(me), shape)
+        got = wire.relay(x, targets[0] if targets else None, self.source_of(me), shape)
         return torch.zeros(shape, dtype=x.dtype, device=x.device) if got is None else got
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -64,23 +67,17 @@ class Route(LinearOp):
         if self.extents is None:
             return tuple(shape)
         dim, before, after = self.extents.dim, self.extents.before, self.extents.after
-        if shape[dim] != before[self.axis.rank]:
-            self.fail(
-                f"dim {dim} is not what sizes says for this rank",
-                expected=f"size {before[self.axis.rank]}, from sizes={before}",
-                got=f"size {shape[dim]}",
-                remedy='pass the true sizes, or sizes="auto" to have them exchanged',
-            )
+        before.of_part(self, dim, shape[dim])
         return shifted(shape, dim, after[self.axis.rank])
 
     def loose(self) -> tuple[int, ...]:
         """The dimension along which sizes are told."""
         return () if self.extents is None else (self.extents.dim,)
 
-    def along(self, dim: int, sizes: tuple[int, ...]) -> Self:
+    def along(self, dim: int, sizes: Sizes) -> Self:
         """The same op for operands of these sizes along `dim`; a rank to which nothing comes gets nothing."""
         sources = [self.source_of(rank) for rank in range(self.axis.size)]
-        after = tuple(0 if source is None else sizes[source] for source in sources)
+        after = Sizes(tuple(0 if source is None else sizes[source] for source in sources))
         return replace(self, extents=Extents(dim, sizes, after))
 
     def batched(self) -> Self:
@@ -142,3 +139,32 @@ class Shift(Route):
     def turned(self) -> Self:
         """The shift back."""
         return replace(self, offset=-self.offset)
+
+
+def _shifts(axis: Axis) -> list[Example]:
+    sizes = uneven(axis)
+    own = sizes[axis.rank]
+    return [
+        (Shift(axis, offset=1, wrap=True), (2, 3)),
+        (Shift(axis, offset=-2, wrap=True), (3,)),
+        (Shift(axis, offset=1, wrap=False), (2, 3)),
+        (Shift(axis, offset=5, wrap=False), ()),
+        (Shift(axis, offset=1, wrap=False).along(1, sizes), (2, own)),
+        (Shift(axis, offset=-1).along(0, sizes), (own, 2)),
+    ]
+
+
+def _permutes(axis: Axis) -> list[Example]:
+    sizes, last = uneven(axis), axis.size - 1
+    return [
+        (Permute(axis, pairs=((0, last),)), (2, 3)),
+        (Permute(axis, pairs=tuple((r, last - r) for r in range(axis.size))), (3,)),
+        (Permute(axis), (3,)),
+        (Permute(axis, pairs=((0, last),)).along(0, sizes), (sizes[axis.rank], 2)),
+    ]
+
+
+ROWS = (
+    Row("shift", "tensor of the rank `offset` before", _shifts, "the other way"),
+    Row("permute", "tensors between pairs of ranks, zeros elsewhere", _permutes, "pairs turned round"),
+)

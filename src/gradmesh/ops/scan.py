@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradmesh.ops.base import LinearOp, SameShape
+from gradmesh.ops.row import Examples, Row
 from gradmesh.types import V
-from gradmesh.wire import motions as wire
+from gradmesh.wire import Carrier
 
-__all__ = ["Exscan", "Scan"]
+__all__ = ["ROWS", "Exscan", "Scan"]
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class Scan(SameShape):
     src, dst = V, V
     sums = True
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Add in log2(size) rounds, each from twice as far (Hillis and Steele, 1986)."""
-        out, reach = wire.fresh(x), 1
+        out, reach = wire.copy(x), 1
         while reach < self.axis.size:
-            got = wire.relay(out, self.axis, *self.neighbours(reach), x.shape)
+            got = wire.relay(out, *self.neighbours(reach), x.shape)
             out = out if got is None else got.add_(out)
             reach *= 2
         return out
@@ -54,7 +55,17 @@ class Exscan(Scan):
 
     verb = "exscan"
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Pass on by one rank, then scan."""
-        got = wire.relay(x, self.axis, *self.neighbours(1), x.shape)
-        return super().transfer(x.new_zeros(x.shape) if got is None else got)
+        got = wire.relay(x, *self.neighbours(1), x.shape)
+        return super().transfer(x.new_zeros(x.shape) if got is None else got, wire)
+
+
+def _both_ways(op: type[Scan]) -> Examples:
+    return lambda axis: [(op(axis), (2, 3)), (op(axis, True), ())]
+
+
+ROWS = (
+    Row("scan", "sum over the ranks up to this one", _both_ways(Scan), "from the other end"),
+    Row("exscan", "sum over the ranks before this one", _both_ways(Exscan), "from the other end"),
+)

@@ -7,26 +7,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradmesh.ops.all_gather import Join, Split
+from gradmesh.ops.all_gather import Join, Split, parts, wholes
 from gradmesh.ops.base import LinearOp, shifted
+from gradmesh.ops.row import Row
 from gradmesh.types import I, P, R, V
-from gradmesh.wire import motions as wire
+from gradmesh.wire import Carrier
 
-__all__ = ["AllGatherInvariant", "Pad", "Shard", "ShardReplicated"]
+__all__ = ["ROWS", "AllGatherInvariant", "Pad", "Shard", "ShardReplicated"]
 
 
 class _Slice(Split):
     verb = "shard"
     sends = False
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Copy the own slice."""
-        sizes, rank = self.parts(x.shape[self.dim]), self.axis.rank
-        return wire.fresh(x.narrow(self.dim, sum(sizes[:rank]), sizes[rank]))
+        sizes, rank = self.parts(x.shape), self.axis.rank
+        return wire.copy(x.narrow(self.dim, sum(sizes[:rank]), sizes[rank]))
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The own size along `dim`."""
-        return shifted(shape, self.dim, self.parts(shape[self.dim])[self.axis.rank])
+        return shifted(shape, self.dim, self.parts(shape)[self.axis.rank])
 
 
 class AllGatherInvariant(Join):
@@ -70,18 +71,26 @@ class Pad(Split):
     src, dst = V, P
     sends = False
 
-    def transfer(self, x: Tensor) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Copy into the own place."""
-        sizes = self.pieces(x.shape[self.dim])
+        sizes = self.pieces(x.shape)
         out = torch.zeros(self.out_shape(x.shape), dtype=x.dtype, device=x.device)
         out.narrow(self.dim, sum(sizes[: self.axis.rank]), x.shape[self.dim]).copy_(x)
         return out
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The sum of the sizes along `dim`."""
-        return shifted(shape, self.dim, sum(self.pieces(shape[self.dim])))
+        return shifted(shape, self.dim, sum(self.pieces(shape)))
 
     @property
     def adjoint(self) -> LinearOp:
         """The own slice."""
         return ShardReplicated(self.axis, self.dim, self.sizes, **self.swapped)
+
+
+ROWS = (
+    Row("all_gather(dst=I)", "concatenate along dim (0-d: stack)", parts(AllGatherInvariant)),
+    Row("shard(src=I)", "own slice", wholes(Shard)),
+    Row("shard(src=R)", "own slice", wholes(ShardReplicated)),
+    Row("zero-padded own slice", "own slice in its place, zeros elsewhere", parts(Pad), public=False),
+)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from gradmesh.axis import Axis
-from gradmesh.ops import LinearOp
+from gradmesh.ops.base import LinearOp
 from gradmesh.types import Type
-from gradmesh.wire import motions as wire
+from gradmesh.wire import carrier
 
 __all__ = ["adjoint_matrix_error", "inner_product_error", "matrix", "pairing", "sample"]
 
@@ -42,7 +42,7 @@ def pairing(kind: Type, x: Tensor, y: Tensor, axis: Axis) -> Tensor:
     """
     x, y = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (x, y))
     local = (x.double() * y.double()).sum()
-    return local if kind is Type.I else wire.all_reduce(local, axis)
+    return local if kind is Type.I else carrier(axis).sum(local)
 
 
 def inner_product_error(
@@ -61,7 +61,7 @@ def inner_product_error(
     y = sample(op.dst.dual, op.out_shape(shape), dtype, op.axis, seed=2)
     left = pairing(op.dst, op.apply(x), y, op.axis)
     right = pairing(op.src, x, adjoint.apply(y), op.axis)
-    scale = wire.all_reduce(x.abs().double().sum() + y.abs().double().sum() + 1, op.axis)
+    scale = carrier(op.axis).sum(x.abs().double().sum() + y.abs().double().sum() + 1)
     return float((left - right).abs() / scale)
 
 
@@ -77,7 +77,7 @@ def matrix(op: LinearOp, shape: Sequence[int]) -> Tensor:
     """
     axis, size = op.axis, torch.Size(shape).numel()
     ones = [1] * axis.size
-    sizes = wire.all_gather(torch.tensor([size]), axis, ones).tolist()
+    sizes = carrier(axis).gather(torch.tensor([size]), ones).tolist()
     columns = []
     for owner, total in enumerate(sizes):
         for element in range(total):
@@ -85,10 +85,10 @@ def matrix(op: LinearOp, shape: Sequence[int]) -> Tensor:
             if owner == axis.rank:
                 x[element] = 1
             y = op.apply(x.view(torch.Size(shape))).reshape(-1)
-            outs = wire.all_gather(torch.tensor([y.numel()]), axis, ones).tolist()
-            columns.append(wire.all_gather(y, axis, outs))
+            outs = carrier(axis).gather(torch.tensor([y.numel()]), ones).tolist()
+            columns.append(carrier(axis).gather(y, outs))
     if not columns:
-        rows = wire.all_reduce(torch.tensor(torch.Size(op.out_shape(shape)).numel()), axis)
+        rows = carrier(axis).sum(torch.tensor(torch.Size(op.out_shape(shape)).numel()))
         return torch.zeros(int(rows), 0, dtype=torch.float64)
     return torch.stack(columns, 1)
 

@@ -1,1 +1,55 @@
-"""How bytes travel between the ranks of an axis."""
+"""How bytes travel: the carrier of an axis, and which one it is.
+
+An op says what moves (`gradmesh.ops`), autograd says in which direction (`gradmesh.autograd`), and a carrier moves it:
+
+* `Carrier` (carrier.py): the motions that ops are made of, stated once. The seam.
+* `TorchGroup`: any process group of torch.distributed.
+* `OwnGroupCarrier`: groups of gradmesh's own backends, called directly.
+* `Compiled`: functional collectives and opaque ops, in a program that is being compiled.
+* `Alone`: an axis of one rank, on which nothing travels.
+
+`carrier` chooses among them, here and nowhere else. A new transport is a subclass of `Carrier` in a file of its own, and
+a line in `CARRIERS` with the class of process group that it serves.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.compiler import is_compiling
+
+from gradmesh.axis import Axis
+from gradmesh.backends.shm.group import ShmGroup
+from gradmesh.backends.threads.group import ThreadsGroup
+from gradmesh.wire.alone import Alone, TracedAlone
+from gradmesh.wire.carrier import Carrier
+from gradmesh.wire.claims import Claim
+from gradmesh.wire.compiled import Compiled
+from gradmesh.wire.own_group import OwnGroupCarrier
+from gradmesh.wire.torch_group import TorchGroup
+
+__all__ = ["CARRIERS", "Carrier", "carrier", "compiling"]
+
+CARRIERS: dict[type[dist.ProcessGroup], type[Carrier]] = {
+    # ShmGroup: OwnGroupCarrier,
+    # ThreadsGroup: OwnGroupCarrier,
+}
+"""The carrier for each class of process group; `TorchGroup` for any other."""
+
+
+def compiling() -> bool:
+    """Whether the call is part of a program that is being compiled."""
+    return is_compiling()
+
+
+def carrier(axis: Axis, claim: Claim | None = None) -> Carrier:
+    """The carrier for one op.
+
+    Args:
+        axis: the ranks that take part.
+        claim: what this rank says about the call; a compiler does not compare.
+    """
+    if is_compiling():
+        return TracedAlone(axis) if axis.size == 1 else Compiled(axis)
+    if axis.size == 1:
+        return Alone(axis)
+    return CARRIERS.get(type(axis.group), TorchGroup)(axis, claim)

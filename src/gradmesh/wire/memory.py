@@ -14,16 +14,14 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-import os
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from gradmesh.errors import ArgumentError, message
+from gradmesh.environment import RECYCLE
 
 __all__ = ["SMALLEST", "empty", "idle_bytes", "release"]
 
@@ -32,35 +30,20 @@ SMALLEST = 1 << 22
 _RECLAIMABLE = 1 << 24
 """Bytes of a block from which the system may take its pages while it is idle; below, that would cost a tenth."""
 _HUGE_PAGE = 1 << 21
-_VARIABLE = "GRADMESH_RECYCLE"
+_ANONYMOUS = hasattr(mmap, "MAP_ANONYMOUS")
 _MOST = 1.25
 """How much larger than asked for a block may be."""
-
-
-def _limit() -> int:
-    text = os.environ.get(_VARIABLE, "512")
-    if not text.isdecimal():
-        raise ArgumentError(
-            message(
-                f"{_VARIABLE} is not usable",
-                expected="a number of MiB, 0 or more",
-                got=f"{_VARIABLE}={text!r}",
-                remedy="unset it, or give the MiB that may be kept idle",
-            )
-        )
-    return int(text) << 20
 
 
 class _Pool:
     """Blocks that are idle, the latest last.
 
     A block comes back in whichever thread frees the tensor, perhaps in the middle of `take` when garbage is
-    collected. So there is no lock; `deque.append`, `remove` and `popleft` are each one step.
+    collected. So there is no lock; each change of the list is one step, and it is looked through in a copy.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.idle: deque[mmap.mmap] = deque()
+    def __init__(self) -> None:
+        self.idle: list[mmap.mmap] = []
         self.lent: dict[int, weakref.ref[memoryview]] = {}
 
     def take(self, size: int) -> memoryview:
@@ -74,7 +57,7 @@ class _Pool:
         return view
 
     def _idle_one(self, size: int) -> mmap.mmap | None:
-        for block in reversed(tuple(self.idle)):
+        for block in reversed(self.idle[:]):
             if size <= len(block) <= _MOST * size:
                 with contextlib.suppress(ValueError):  # another thread took it
                     self.idle.remove(block)
@@ -87,9 +70,13 @@ class _Pool:
             with contextlib.suppress(OSError, AttributeError):
                 block.madvise(mmap.MADV_FREE)
         self.idle.append(block)
-        while sum(map(len, tuple(self.idle))) > self.limit:
+        while self.size() > RECYCLE.value():
             with contextlib.suppress(IndexError):
-                self.idle.popleft()
+                self.idle.pop(0)
+
+    def size(self) -> int:
+        """Bytes that are idle."""
+        return sum(map(len, self.idle[:]))
 
 
 def _fresh(size: int) -> mmap.mmap:
@@ -99,12 +86,12 @@ def _fresh(size: int) -> mmap.mmap:
     return block
 
 
-_pool = _Pool(_limit() if hasattr(mmap, "MAP_ANONYMOUS") else 0)
+_pool = _Pool()
 
 
 def idle_bytes() -> int:
     """How many bytes are kept for later."""
-    return sum(map(len, tuple(_pool.idle)))
+    return _pool.size()
 
 
 def release() -> None:
@@ -125,6 +112,6 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
         torch.Size([2, 3])
     """
     size = math.prod(shape) * dtype.itemsize
-    if size < SMALLEST or size > _pool.limit or device.type != "cpu":
+    if size < SMALLEST or device.type != "cpu" or not _ANONYMOUS or size > RECYCLE.value():
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.frombuffer(_pool.take(size), dtype=dtype, count=size // dtype.itemsize).view(shape)

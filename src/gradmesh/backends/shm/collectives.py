@@ -1,33 +1,42 @@
 """What each collective does in the phases of a group: the bytes that a rank writes for the others, and reads of them.
 
 The functions are generators, which yield where they have to wait for the other ranks; so a call can be begun, and
-finished later. They take flat tensors. What is longer than a chunk goes in windows. Copies and sums are torch's own; a
-sum is taken in rank order, and where every rank takes it, every rank takes it alike, so that the bits are the same.
+finished later. Of a call that was opened directly (`direct.py`) the first window is written and published already; they
+go on from there. They take flat tensors. What is longer than a chunk goes in windows. Copies and sums are torch's own;
+a sum is taken in rank order, and where every rank takes it, every rank takes it alike, so that the bits are the same.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from gradmesh.backends.process_group import REDUCTIONS, averaged
-from gradmesh.backends.shm.phases import Call, Steps
+from gradmesh.backends.reductions import REDUCTIONS, averaged
+from gradmesh.backends.shm.phases import Call, Lockstep, Steps
 
 __all__ = [
     "all_gather",
     "all_gather_lists",
     "all_reduce",
-    "all_to_all",
     "barrier",
     "broadcast",
     "exchange",
+    "exchange_windows",
+    "exchanged",
+    "fold",
+    "hand_out",
+    "handed",
+    "offset",
+    "read_stream",
     "reduce",
     "reduce_scatter",
     "relay",
+    "relayed",
+    "shares_work",
     "sparse_all_reduce",
+    "write_stream",
 ]
 
 _SHARED_WORK = 1 << 16
@@ -48,7 +57,7 @@ def _cut(flat: Tensor, start: int, end: int) -> Tensor:
     return flat if end - start == flat.numel() else flat[start:end]
 
 
-def _fold(op: str, rows: Sequence[Tensor], out: Tensor) -> None:
+def fold(op: str, rows: Sequence[Tensor], out: Tensor) -> None:
     """Reduce tensors in order, into `out`, which may be the first or the second of them."""
     function = REDUCTIONS[op]
     if len(rows) == 1:
@@ -70,8 +79,9 @@ def all_gather(call: Call, out: Tensor, given: Tensor) -> Steps:
     """Write the own tensor for all; read all of them into the rows of `out`."""
     lockstep = call.lockstep
     for start, end in _windows(given.numel(), _width(call, given.dtype)):
-        slots = lockstep.slots(given.dtype, end - start)
-        slots.rows[lockstep.rank].copy_(_cut(given, start, end))
+        slots = call.slots(given.dtype, end - start)
+        if not call.opened:
+            slots.rows[lockstep.rank].copy_(_cut(given, start, end))
         yield from call.meet()
         (out if end - start == given.numel() else out[:, start:end]).copy_(slots.together)
 
@@ -80,7 +90,7 @@ def all_gather_lists(call: Call, taken: Sequence[Tensor], given: Tensor) -> Step
     """The same for parts that lie apart, and may differ in size from rank to rank."""
     lockstep = call.lockstep
     for start, end in _windows(max(out.numel() for out in taken), _width(call, given.dtype)):
-        slots = lockstep.slots(given.dtype, end - start)
+        slots = call.slots(given.dtype, end - start)
         mine = given[start:end]
         slots.rows[lockstep.rank][: mine.numel()].copy_(mine)
         yield from call.meet()
@@ -89,28 +99,35 @@ def all_gather_lists(call: Call, taken: Sequence[Tensor], given: Tensor) -> Step
             part.copy_(row[: part.numel()])
 
 
-def broadcast(call: Call, tensor: Tensor, root: int) -> Steps:
-    """The root writes; the others read."""
-    lockstep = call.lockstep
-    for start, end in _windows(tensor.numel(), _width(call, tensor.dtype)):
-        slots = lockstep.slots(tensor.dtype, end - start)
-        part = _cut(tensor, start, end)
-        if lockstep.rank == root:
-            slots.rows[root].copy_(part)
+def broadcast(call: Call, out: Tensor, given: Tensor, root: int) -> Steps:
+    """The root writes `given`; all read, the root from `given`. The two may be one tensor."""
+    rank = call.lockstep.rank
+    for start, end in _windows(out.numel(), _width(call, out.dtype)):
+        slots = call.slots(out.dtype, end - start)
+        if rank == root and not call.opened:
+            slots.rows[root].copy_(_cut(given, start, end))
         yield from call.meet()
-        if lockstep.rank != root:
-            part.copy_(slots.rows[root])
+        if rank != root:
+            _cut(out, start, end).copy_(slots.rows[root])
+        elif out is not given:
+            _cut(out, start, end).copy_(_cut(given, start, end))
 
 
 def reduce(call: Call, out: Tensor, given: Tensor, op: str, root: int) -> Steps:
     """All write; the root reads and reduces into `out`, which may be `given` and which nobody else touches."""
     lockstep = call.lockstep
     for start, end in _windows(given.numel(), _width(call, given.dtype)):
-        slots = lockstep.slots(given.dtype, end - start)
-        slots.rows[lockstep.rank].copy_(_cut(given, start, end))
+        slots = call.slots(given.dtype, end - start)
+        if not call.opened:
+            slots.rows[lockstep.rank].copy_(_cut(given, start, end))
         yield from call.meet()
         if lockstep.rank == root:
-            _fold(op, slots.rows, _cut(out, start, end))
+            fold(op, slots.rows, _cut(out, start, end))
+
+
+def shares_work(size: int, given: Tensor) -> bool:
+    """Whether so many ranks share the work of a sum of such tensors."""
+    return size > 2 and given.numel() * given.dtype.itemsize >= _SHARED_WORK
 
 
 def all_reduce(call: Call, out: Tensor, given: Tensor, op: str) -> Steps:
@@ -120,20 +137,21 @@ def all_reduce(call: Call, out: Tensor, given: Tensor, op: str) -> Steps:
     """
     lockstep = call.lockstep
     size, rank = lockstep.size, lockstep.rank
-    shared = size > 2 and given.numel() * given.dtype.itemsize >= _SHARED_WORK
+    shared = shares_work(size, given)
     for start, end in _windows(given.numel(), _width(call, given.dtype)):
-        slots = lockstep.slots(given.dtype, end - start)
-        slots.rows[rank].copy_(_cut(given, start, end))
+        slots = call.slots(given.dtype, end - start)
+        if not call.opened:
+            slots.rows[rank].copy_(_cut(given, start, end))
         yield from call.meet()
         part = _cut(out, start, end)
         if not shared:
-            _fold(op, slots.rows, part)
+            fold(op, slots.rows, part)
             continue
         share = -(-(end - start) // size)
         mine = [row[rank * share : (rank + 1) * share] for row in slots.rows]
         # Nobody else reads this part of the own chunk in the first phase, nor writes it.
         result = torch.empty_like(mine[0]) if rank > 1 else mine[rank]
-        _fold(op, mine, result)
+        fold(op, mine, result)
         if rank > 1:
             mine[rank].copy_(result)
         yield from call.meet()
@@ -159,14 +177,14 @@ def sparse_all_reduce(calls: Sequence[Call], tensor: Tensor) -> Steps:
     tensor.copy_(total.coalesce())  # a detached one would get the result to itself
 
 
-def _hand_out(pieces: Sequence[Tensor], given: Sequence[Tensor], rank: int, start: int, end: int) -> None:
+def hand_out(pieces: Sequence[Tensor], given: Sequence[Tensor], rank: int, start: int, end: int) -> None:
     """Write each other rank's piece of a window into the own chunk, the next rank's first."""
     for step, piece in enumerate(pieces, 1):
         piece.copy_(_cut(given[(rank + step) % len(given)], start, end))
 
 
-def _handed(pieces: Sequence[Sequence[Tensor]], source: int, target: int) -> Tensor:
-    """Where `_hand_out` on the source wrote the target's piece."""
+def handed(pieces: Sequence[Sequence[Tensor]], source: int, target: int) -> Tensor:
+    """Where `hand_out` on the source wrote the target's piece."""
     return pieces[source][(target - source - 1) % len(pieces)]
 
 
@@ -179,30 +197,15 @@ def reduce_scatter(call: Call, out: Tensor, given: Sequence[Tensor], op: str) ->
         own = own.clone()  # it is read after `out` has been written
     others = max(1, size - 1)
     for start, end in _windows(out.numel(), _width(call, out.dtype, others)):
-        pieces = lockstep.slots(out.dtype, others * (end - start)).pieces(others)
-        if size > 1:
-            _hand_out(pieces[rank], given, rank, start, end)
+        pieces = call.slots(out.dtype, others * (end - start)).pieces(others)
+        if size > 1 and not call.opened:
+            hand_out(pieces[rank], given, rank, start, end)
         yield from call.meet()
         rows = [
-            _cut(own, start, end) if source == rank else _handed(pieces, source, rank)
+            _cut(own, start, end) if source == rank else handed(pieces, source, rank)
             for source in range(size)
         ]
-        _fold(op, rows, _cut(out, start, end))
-
-
-def all_to_all(call: Call, taken: Sequence[Tensor], given: Sequence[Tensor]) -> Steps:
-    """Write the others' pieces, all of one size; read the own one of all ranks."""
-    lockstep = call.lockstep
-    size, rank = lockstep.size, lockstep.rank
-    others = max(1, size - 1)
-    for start, end in _windows(given[0].numel(), _width(call, given[0].dtype, others)):
-        pieces = lockstep.slots(given[0].dtype, others * (end - start)).pieces(others)
-        if size > 1:
-            _hand_out(pieces[rank], given, rank, start, end)
-        yield from call.meet()
-        for source in range(size):
-            piece = _cut(given[rank], start, end) if source == rank else _handed(pieces, source, rank)
-            _cut(taken[source], start, end).copy_(piece)
+        fold(op, rows, _cut(out, start, end))
 
 
 def exchange(call: Call, taken: Sequence[Tensor], given: Sequence[Tensor]) -> Steps:
@@ -211,71 +214,87 @@ def exchange(call: Call, taken: Sequence[Tensor], given: Sequence[Tensor]) -> St
     With the first phase each rank says how much it gives to and takes from each, so that all know where a piece lies
     in the stream of its source, and whether everything fits. A source's stream has the next rank's piece first.
     """
-    lockstep = call.lockstep
-    size, rank = lockstep.size, lockstep.rank
-    row = 2 * size
-    parity = (lockstep.phase + 1) & 1
-    amounts = array("Q", [piece.numel() for piece in (*given, *taken)])
-    lockstep.segment.amounts[parity][rank * row : (rank + 1) * row] = memoryview(amounts)
+    size, rank = call.lockstep.size, call.lockstep.rank
     stream = [given[(rank + step) % size] for step in range(1, size)]
     dtype = given[rank].dtype
     width = _width(call, dtype)
+    call.amounts([piece.numel() for piece in (*given, *taken)])
     start, windows, offsets = 0, 1, [0] * size
     while windows:
-        slots = lockstep.slots(dtype, width)
-        _write(slots.rows[rank], stream, start)
+        slots = call.slots(dtype, width)
+        if not call.opened:
+            write_stream(slots.rows[rank], stream, start)
         opening = not call.agreed
         yield from call.meet()
         if opening:
-            table = lockstep.segment.amounts[parity].tolist()
-            gives = [table[source * row : source * row + size] for source in range(size)]
-            takes = [table[target * row + size : (target + 1) * row] for target in range(size)]
-            if gives != [list(column) for column in zip(*takes, strict=True)]:
+            gives, fit = exchanged(call.lockstep)
+            if not fit:
                 yield from call.refuse()
-            offsets = [_offset(gives[source], source, rank) for source in range(size)]
-            windows = max(1, *(-(-(sum(gives[r]) - gives[r][r]) // width) for r in range(size)))
+            offsets = [offset(gives[source], source, rank) for source in range(size)]
+            windows = exchange_windows(gives, width)
             taken[rank].copy_(given[rank])
         for source in range(size):
             if source != rank:
-                _read(slots.rows[source], taken[source], offsets[source] - start)
+                read_stream(slots.rows[source], taken[source], offsets[source] - start)
         start += width
         windows -= 1
+
+
+def exchanged(lockstep: Lockstep) -> tuple[list[list[int]], bool]:
+    """What each rank gives to each in the exchange that was just opened, and whether all take what they are given."""
+    size, row = lockstep.size, 2 * lockstep.size
+    table = lockstep.amounts().tolist()
+    gives = [table[source * row : source * row + size] for source in range(size)]
+    takes = [table[target * row + size : (target + 1) * row] for target in range(size)]
+    return gives, gives == [list(column) for column in zip(*takes, strict=True)]
+
+
+def exchange_windows(gives: Sequence[Sequence[int]], width: int) -> int:
+    """How many windows the longest stream has."""
+    return max(1, *(-(-(sum(row) - row[rank]) // width) for rank, row in enumerate(gives)))
 
 
 def relay(call: Call, out: Tensor, given: Tensor, source: int | None) -> Steps:
     """Each rank hands on one tensor, which may be empty, and takes that of one rank, or of none."""
-    lockstep = call.lockstep
-    size, rank = lockstep.size, lockstep.rank
-    row = 2 * size
-    parity = (lockstep.phase + 1) & 1
-    amounts = array("Q", [given.numel(), size if source is None else source, out.numel()])
-    lockstep.segment.amounts[parity][rank * row : rank * row + 3] = memoryview(amounts)
+    size, rank = call.lockstep.size, call.lockstep.rank
     width = _width(call, given.dtype)
+    call.amounts([given.numel(), size if source is None else source, out.numel()])
     start, windows = 0, 1
     while windows:
-        slots = lockstep.slots(given.dtype, width)
-        _write(slots.rows[rank], [given], start)
+        slots = call.slots(given.dtype, width)
+        if not call.opened:
+            write_stream(slots.rows[rank], [given], start)
         opening = not call.agreed
         yield from call.meet()
         if opening:
-            table = lockstep.segment.amounts[parity].tolist()
-            gives = [*table[::row], 0]  # and what comes from nobody
-            if any(gives[table[at + 1]] != table[at + 2] for at in range(0, len(table), row)):
+            most = relayed(call.lockstep)
+            if most is None:
                 yield from call.refuse()
-            windows = max(1, -(-max(gives) // width))
+            else:
+                windows = max(1, -(-most // width))
         if source is not None:
-            _read(slots.rows[source], out, -start)
+            read_stream(slots.rows[source], out, -start)
         start += width
         windows -= 1
 
 
-def _offset(gives: Sequence[int], source: int, target: int) -> int:
+def relayed(lockstep: Lockstep) -> int | None:
+    """The longest tensor of the relay that was just opened; None if somebody does not take what it is given."""
+    row = 2 * lockstep.size
+    table = lockstep.amounts().tolist()
+    gives = [*table[::row], 0]  # and what comes from nobody
+    if any(gives[table[at + 1]] != table[at + 2] for at in range(0, len(table), row)):
+        return None
+    return max(gives)
+
+
+def offset(gives: Sequence[int], source: int, target: int) -> int:
     """Where the target's piece begins in the stream of the source."""
     steps = (target - source) % len(gives)
     return sum(gives[(source + step) % len(gives)] for step in range(1, steps))
 
 
-def _write(row: Tensor, stream: Sequence[Tensor], start: int) -> None:
+def write_stream(row: Tensor, stream: Sequence[Tensor], start: int) -> None:
     """Write the part of a stream that begins at `start` and fits."""
     at = -start
     for piece in stream:
@@ -285,7 +304,7 @@ def _write(row: Tensor, stream: Sequence[Tensor], start: int) -> None:
         at += piece.numel()
 
 
-def _read(row: Tensor, out: Tensor, at: int) -> None:
+def read_stream(row: Tensor, out: Tensor, at: int) -> None:
     """Read the part of `out` that is here, where it begins at `at`."""
     first, last = max(at, 0), min(at + out.numel(), row.numel())
     if first < last:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from gradmesh.backends.shm import futex
 from gradmesh.backends.shm.segment import Segment
-from gradmesh.errors import MismatchError, message
+from gradmesh.backends.words import unfit_message
+from gradmesh.errors import MismatchError
 
-__all__ = ["DTYPES", "Mail", "Receive", "Send"]
+__all__ = ["DTYPES", "Mail", "Receive", "Send", "misfit"]
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 """Every dtype of torch; its place here is its number in shared memory, the same for every process."""
@@ -27,7 +28,10 @@ _HEADER = struct.Struct("<qqqq")  # tag, number of the dtype, elements, bytes
 
 
 class Send:
-    """A tensor that goes to a rank. Its bytes are read as the ring takes them."""
+    """A tensor that goes to a rank. Its bytes are read as the ring takes them.
+
+    `ended` is called when they have gone.
+    """
 
     def __init__(self, tensor: Tensor, target: int, tag: int) -> None:
         self.bytes = _bytes(tensor)
@@ -35,18 +39,26 @@ class Send:
         self.target = target
         self.position = -_HEADER.size
         self.done = False
+        self.ended: Callable[[], object] | None = None
 
 
 class Receive:
-    """A tensor that waits for a message of a rank, or of anybody (`source` None)."""
+    """A tensor that waits for a message of a rank, or of anybody (`source` None).
 
-    def __init__(self, tensor: Tensor, source: int | None, tag: int) -> None:
+    `after` is called with the message in the tensor, before the receive is done; `ended` when it is.
+    """
+
+    def __init__(
+        self, tensor: Tensor, source: int | None, tag: int, after: Callable[[], object] | None = None
+    ) -> None:
         self.tensor = tensor
+        self.after = after
         self.inference = tensor.is_inference()
         self.source = source
         self.tag = tag
         self.came_from = -1
         self.done = False
+        self.ended: Callable[[], object] | None = None
         self.misfit: str | None = None
 
 
@@ -133,6 +145,14 @@ class Mail:
         pair = waits_for.source * self._size + self._rank
         return self._segment.written_word(pair), self._read[waits_for.source]
 
+    def only_word(self) -> tuple[int, int] | None:
+        """The same for all messages that are under way, if there is one of them alone."""
+        if self.under_way != 1:
+            return None
+        if self._asked:
+            return self.sleep_on(self._asked[0])
+        return self.sleep_on(next(iter(self._leaving.values()))[0])
+
     def needs(self, waits_for: Send | Receive) -> Sequence[int]:
         """The ranks without which it cannot go on."""
         if isinstance(waits_for, Send):
@@ -140,7 +160,7 @@ class Mail:
         if waits_for.source is not None:
             return [waits_for.source]
         others = [rank for rank in range(self._size) if rank != self._rank]
-        gone = {*self._segment.dead(others), *(rank for rank in others if self._segment.states[rank])}
+        gone = {*self._segment.peers.dead(others), *(rank for rank in others if self._segment.states[rank])}
         return others if len(gone) == len(others) else []
 
     def _sources(self) -> Iterator[int]:
@@ -179,8 +199,8 @@ class Mail:
             self._segment.written[pair] = self._written[target]
             futex.wake(self._segment.written_word(pair))
             if send.position == send.bytes.numel():
-                send.done = True
                 leaving.popleft()
+                _end(send)
         del self._leaving[target]
 
     def _write_raw(self, pair: int, start: int, data: bytes) -> None:
@@ -265,23 +285,28 @@ class Mail:
             receive.misfit = str(coming)
         elif coming.bytes.data_ptr() != target.data_ptr():
             target.copy_(coming.bytes)
+        if receive.after is not None and receive.misfit is None:
+            receive.after()
         receive.came_from = coming.source
-        receive.done = True
         if receive in self._asked:
             self._asked.remove(receive)
+        _end(receive)
+
+
+def _end(under_way: Send | Receive) -> None:
+    """Say that a message has gone, or come."""
+    under_way.done = True
+    if under_way.ended is not None:
+        under_way.ended()
 
 
 def misfit(receive: Receive, group: str) -> MismatchError:
     """The error of a receive whose tensor does not fit the message."""
     tensor = receive.tensor
-    return MismatchError(
-        message(
-            "the receiver's tensor does not fit the message",
-            axis=f"group '{group}'",
-            expected=f"the message of rank {receive.came_from}: {receive.misfit}",
-            got=f"{_show(tensor.dtype)}, {tensor.numel()} elements, tag {receive.tag}",
-            remedy="give both the same number of elements and the same dtype",
-        )
+    return unfit_message(
+        f"group '{group}'",
+        f"the message of rank {receive.came_from}: {receive.misfit}",
+        f"{_show(tensor.dtype)}, {tensor.numel()} elements, tag {receive.tag}",
     )
 
 

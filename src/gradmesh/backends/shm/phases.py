@@ -10,38 +10,26 @@ differently is an error on every rank, before anything is written to a result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterator, Sequence
+from os import sched_yield
 
 import torch
 
+from gradmesh.backends.claim import Claim
 from gradmesh.backends.shm import futex
-from gradmesh.backends.shm.segment import Segment, Slots
-from gradmesh.errors import MismatchError, message
+from gradmesh.backends.shm.buffers import Slots
+from gradmesh.backends.shm.segment import Segment
 
-__all__ = ["Call", "Claim", "Lockstep", "RefusedError", "Steps", "refusal"]
+__all__ = ["Call", "Lockstep", "RefusedError", "Steps"]
 
 Steps = Iterator[None]
 """A call that is under way: it yields when it has to wait until all ranks have published."""
 
 
+_64_BITS = 0xFFFF_FFFF_FFFF_FFFF
 _WORDS = 4096
 """Bytes of what a rank says about a call that is refused."""
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What a rank says about a call, for the others to compare.
-
-    Attributes:
-        digest: differs where the calls do not fit together.
-        said: the call in words, for the error.
-        refusal: builds the error from every rank's words.
-    """
-
-    digest: int
-    said: Callable[[], str]
-    refusal: Callable[[list[str]], Exception]
 
 
 class Lockstep:
@@ -56,11 +44,6 @@ class Lockstep:
         self._word = segment.word(segment.rank)
         self._alone = segment.size == 1
 
-    def slots(self, dtype: torch.dtype, count: int) -> Slots:
-        """The chunks to use next, for so many elements of each rank."""
-        self.uses += 1
-        return self.segment.slots(dtype, count)[self.uses & 1]
-
     def publish(self) -> bool:
         """Let the others see what was written; whether all have published already."""
         self.phase += 1
@@ -70,6 +53,40 @@ class Lockstep:
         self._published[self.rank] = self.phase
         futex.wake(self._word)
         return self.arrived()
+
+    def open(self, head: int, looks: int) -> bool:
+        """Publish the first phase of a call; whether all have published it, after so many looks at most."""
+        phase = self.phase = self.phase + 1
+        self.segment.heads[phase & 1][self.rank] = head
+        if self._alone:
+            return True
+        published = self._published
+        futex.fence()
+        published[self.rank] = phase
+        futex.wake(self._word)
+        for _ in range(looks):
+            if min(published.tolist()) >= phase:
+                futex.fence()
+                return True
+            sched_yield()
+        return False
+
+    def chunks(self, dtype: torch.dtype, count: int) -> Slots:
+        """The chunks in use, for so many elements of each rank."""
+        return self.segment.slots(dtype, count)[self.uses & 1]
+
+    def amounts(self) -> memoryview:
+        """What every rank says of sizes in the phase that was published last: a row of twice their number for each."""
+        return self.segment.amounts[self.phase & 1]
+
+    def say_amounts(self, phase: int, amounts: Sequence[int]) -> None:
+        """Write this rank's row for a phase."""
+        row = 2 * self.size * self.rank
+        self.segment.amounts[phase & 1][row : row + len(amounts)] = memoryview(array("Q", amounts))
+
+    def agree(self, head: int) -> bool:
+        """Whether the call of every rank has this head."""
+        return self.segment.heads[self.phase & 1].tolist().count(head) == self.size
 
     def arrived(self) -> bool:
         """Whether all have published this phase."""
@@ -91,13 +108,32 @@ class Lockstep:
 
 
 class Call:
-    """One call of this rank: what it says it is, and whether the others make the same."""
+    """One call of this rank: what it says it is, and whether the others make the same.
 
-    def __init__(self, lockstep: Lockstep, head: int, claim: Claim) -> None:
+    Args:
+        lockstep: the phases of the group.
+        head: 64 bits of what is called, which the ranks compare.
+        claim: what the error says if they differ.
+        opened: its first phase has been published already, with everything that belongs to it.
+    """
+
+    def __init__(self, lockstep: Lockstep, head: int, claim: Claim, *, opened: bool = False) -> None:
         self.lockstep = lockstep
-        self.head = head & 0xFFFF_FFFF_FFFF_FFFF
+        self.head = head & _64_BITS
         self.claim = claim
         self.agreed = False
+        self.opened = opened
+
+    def slots(self, dtype: torch.dtype, count: int) -> Slots:
+        """The chunks of the next phase, for so many elements of each rank; written already if the call is `opened`."""
+        if not self.opened:
+            self.lockstep.uses += 1
+        return self.lockstep.chunks(dtype, count)
+
+    def amounts(self, amounts: Sequence[int]) -> None:
+        """Say sizes along with the first phase."""
+        if not self.opened:
+            self.lockstep.say_amounts(self.lockstep.phase + 1, amounts)
 
     def meet(self) -> Steps:
         """Publish what was written, and with the first phase what is called; go on when all have, if they agree."""
@@ -106,11 +142,16 @@ class Call:
             if not lockstep.publish():
                 yield
             return
-        lockstep.segment.heads[(lockstep.phase + 1) & 1][lockstep.rank] = self.head
-        if not lockstep.publish():
-            yield
+        if self.opened:
+            self.opened = False
+            if not lockstep.arrived():
+                yield
+        else:
+            lockstep.segment.heads[(lockstep.phase + 1) & 1][lockstep.rank] = self.head
+            if not lockstep.publish():
+                yield
         self.agreed = True
-        if lockstep.segment.heads[lockstep.phase & 1].tolist().count(self.head) != lockstep.size:
+        if not lockstep.agree(self.head):
             yield from self.refuse()
 
     def refuse(self) -> Steps:
@@ -134,20 +175,3 @@ class Call:
 
 class RefusedError(Exception):
     """All ranks refuse a call, at the same point: the group is as good as before. Its argument is what to raise."""
-
-
-def refusal(group: str) -> Callable[[list[str]], Exception]:
-    """What to raise when the ranks of a group made calls that do not fit together."""
-
-    def build(words: list[str]) -> Exception:
-        return MismatchError(
-            message(
-                "the ranks' calls do not fit together",
-                axis=f"group '{group}'",
-                expected="the same call with fitting tensors on every rank",
-                got="\n".join(f"rank {rank}: {said}" for rank, said in enumerate(words)),
-                remedy="find the branch that the ranks take differently, at the places above",
-            )
-        )
-
-    return build

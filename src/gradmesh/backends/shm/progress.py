@@ -1,105 +1,170 @@
-"""How a rank that is a process waits: it looks again and again for a moment, then sleeps in the kernel.
-
-Between two looks it lets others have its core, so that a peer that waits for one gets it: with four ranks on two cores
-that halves the time of a barrier against sleeping at once. Asleep, a rank wakes up every 50 ms to see whether the
-others are alive and whether its time is over; what it waits for wakes it at once.
+"""The progress engine: what goes on with calls that were begun, while their rank does something else.
 
 While it waits for one group, a rank goes on with what it has begun on others: otherwise two ranks could each wait for
-a call that the other has begun and not finished. And what was begun goes on, at a slower pace, when the rank waits for
-nothing of this backend: a thread sees to it every other millisecond as long as there is such a call.
+a call that the other has begun and not finished. When it waits for nothing of this backend, a thread takes over
+(`in_background`): it sleeps on the word of the call that is next, so that it wakes up when the others have come, and
+otherwise only to look whether they are alive. With nothing begun but what another thread waits for, it sleeps for
+good.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from gradmesh.backends.shm import futex
-from gradmesh.backends.shm.segment import BROKE, Segment
-from gradmesh.errors import DeadlockError, message
 
 if TYPE_CHECKING:
-    from gradmesh.backends.shm.group import ShmGroup
+    from gradmesh.backends.shm.engine import Engine
 
-__all__ = ["LOOK", "busy", "forget", "idle", "in_background", "progress", "spins", "until"]
+__all__ = ["LOOK", "busy", "forget", "idle", "in_background", "progress", "unfinished", "waiting"]
 
 LOOK = 0.05
 """Seconds between two looks at the other processes."""
-_SLICE = 0.0005
-"""Seconds that a rank sleeps at once while it has unfinished calls on other groups."""
-_SPINS = 300
-_SPINS_OVERSUBSCRIBED = 50
+PAUSE = 0.002
+"""Seconds between two looks at several things that have no word in common to sleep on."""
 
 _lock = threading.Lock()
-_unfinished: weakref.WeakSet[ShmGroup] = weakref.WeakSet()
-_most_ranks = 1
+_unfinished: weakref.WeakSet[Engine] = weakref.WeakSet()
+_waited_for: list[Engine] = []
 
 
-def busy(group: ShmGroup) -> None:
+def busy(engine: Engine) -> None:
     """Say that a group has calls that were begun and are not finished."""
     with _lock:
-        _unfinished.add(group)
+        _unfinished.add(engine)
 
 
-def idle(group: ShmGroup) -> None:
+def idle(engine: Engine) -> None:
     """Say that it has none any more."""
     with _lock:
-        _unfinished.discard(group)
+        _unfinished.discard(engine)
+
+
+def unfinished() -> list[Engine]:
+    """The groups that have such calls."""
+    with _lock:
+        return list(_unfinished)
+
+
+def progress(waiting: Engine | None = None, in_call: bool = False) -> bool:
+    """Go on with the unfinished calls of all groups; whether there are any besides what is waited for."""
+    others = False
+    for engine in unfinished():
+        mine = engine is waiting
+        others |= engine.poll(in_call=mine and in_call, in_message=mine and not in_call)
+    return others
+
+
+@contextlib.contextmanager
+def waiting(engine: Engine) -> Iterator[None]:
+    """The calling thread waits in here for something of this group, and goes on with all of it."""
+    with _lock:
+        _waited_for.append(engine)
+    try:
+        yield
+    finally:
+        with _lock:
+            _waited_for.remove(engine)
+            left = engine in _unfinished
+        if left:
+            _helper.resume()
+
+
+def _left_alone() -> list[Engine]:
+    """The groups with unfinished calls for which nobody waits."""
+    with _lock:
+        return [engine for engine in _unfinished if engine not in _waited_for]
+
+
+def _poll_left_alone() -> None:
+    for engine in _left_alone():
+        with contextlib.suppress(Exception):  # whoever waits for the call gets it
+            engine.poll()
 
 
 class _Helper:
     """The thread that goes on with what was begun; started when it is needed first."""
 
-    pause = 0.002
-    linger = 50
-    """Pauses with nothing to do after which it sleeps until it is needed again."""
-
     def __init__(self) -> None:
         self.needed = threading.Event()
         self.over = False
+        self.starting = threading.Lock()
         self.thread = threading.Thread(target=self._run, name="gradmesh shm", daemon=True)
+        self.version = 0
+        self.asleep_on: int | None = None
 
-    def need(self) -> None:
+    def need(self, asleep_on: int | None = None) -> None:
+        """Take over from now on; something new has been begun, which is to be waited for with this word."""
+        self.version += 1
         if not self.needed.is_set():
             self.needed.set()
+        elif self.asleep_on not in (None, asleep_on):
+            self._wake()
         if self.thread.ident is None:
-            self.thread.start()
-            atexit.register(self.end)
+            with self.starting:
+                if self.thread.ident is None:
+                    self.thread.start()
+                    atexit.register(self.end)
+
+    def resume(self) -> None:
+        """Take over again, if it ever was needed."""
+        if self.thread.ident is not None:
+            self.needed.set()
 
     def end(self) -> None:
+        """Stop, when the process does."""
         self.over = True
         self.needed.set()
+        self._wake()
         self.thread.join(1)
 
-    def _run(self) -> None:
-        idle_for = 0
-        while not self.over:
-            self.needed.wait()
-            time.sleep(self.pause)
-            idle_for = 0 if self._go_on() else idle_for + 1
-            if idle_for > self.linger:
-                self.needed.clear()
-                if self._go_on():  # begun since the last look
-                    self.needed.set()
+    def _wake(self) -> None:
+        address = self.asleep_on
+        if address is not None:
+            futex.wake(address)
 
-    def _go_on(self) -> bool:
-        with contextlib.suppress(Exception):  # whoever waits for the call gets it
-            progress()
-        return bool(_unfinished)
+    def _run(self) -> None:
+        while True:
+            self.needed.wait()
+            if self.over:
+                return
+            version = self.version
+            _poll_left_alone()
+            engines = _left_alone()
+            if engines:
+                self._sleep(engines, version)
+                continue
+            self.needed.clear()
+            # Begun, or left by who waited for it, since the last look.
+            if version != self.version or _left_alone():
+                self.needed.set()
+
+    def _sleep(self, engines: list[Engine], version: int) -> None:
+        word = engines[0].sleep_on() if len(engines) == 1 else None
+        if word is None:
+            time.sleep(PAUSE)
+            return
+        try:
+            self.asleep_on = word[0]
+            if version == self.version and not self.over:
+                futex.wait(*word, LOOK)
+        finally:
+            self.asleep_on = None
 
 
 _helper = _Helper()
 
 
-def in_background() -> None:
-    """Go on with what was begun also while the rank does something else."""
-    _helper.need()
+def in_background(engine: Engine) -> None:
+    """Go on with what was begun on this group also while the rank does something else."""
+    word = engine.sleep_on()
+    _helper.need(None if word is None else word[0])
 
 
 def forget() -> None:
@@ -107,88 +172,4 @@ def forget() -> None:
     global _lock, _helper
     _lock, _helper = threading.Lock(), _Helper()
     _unfinished.clear()
-
-
-def spins(ranks: int) -> int:
-    """How often to look before sleeping, for a group of so many ranks; the largest group of the process decides."""
-    global _most_ranks
-    _most_ranks = max(_most_ranks, ranks)
-    return _SPINS if _most_ranks <= len(os.sched_getaffinity(0)) else _SPINS_OVERSUBSCRIBED
-
-
-def until(
-    ready: Callable[[], bool],
-    word: Callable[[], tuple[int, int] | None],
-    needs: Callable[[], Sequence[int]],
-    group: ShmGroup,
-    seconds: float,
-    call: Callable[[], str],
-    *,
-    in_call: bool,
-) -> None:
-    """Wait until `ready`.
-
-    Args:
-        ready: whether it has come.
-        word: the address of a word that changes before it comes, and its value now; None if there is no such word.
-        needs: the ranks that it still has to come from.
-        group: who waits.
-        seconds: how long at most.
-        call: what was called, for the error text.
-        in_call: whether that is a collective of the group, else a message.
-
-    Raises:
-        AbortedError: a rank that it needs has gone.
-        DeadlockError: the time is over.
-    """
-    segment = group.segment
-    for _ in range(group.spins):
-        if ready():
-            return
-        os.sched_yield()
-    start = looked = time.monotonic()
-    while True:
-        others = bool(_unfinished) and progress(group, in_call)
-        sleep = word()
-        if ready():
-            return
-        if sleep is None or others:
-            time.sleep(_SLICE) if sleep is None else futex.wait(*sleep, _SLICE)
-        else:
-            futex.wait(*sleep, min(LOOK, max(0.0, start + seconds - time.monotonic())))
-        if ready():
-            return
-        now = time.monotonic()
-        if now - looked >= LOOK or segment.hurt(needs()):
-            looked = now
-            gone = segment.missing(needs(), call)
-            # It may have published and left between the two looks.
-            if gone is not None and not ready():
-                raise gone
-        if now - start > seconds and not ready():
-            segment.say(BROKE)
-            raise _late(segment, needs() or segment.others, seconds, call())
-
-
-def progress(waiting: ShmGroup | None = None, in_call: bool = False) -> bool:
-    """Go on with the unfinished calls of all groups; whether there are any besides what is waited for."""
-    with _lock:
-        groups = list(_unfinished)
-    others = False
-    for group in groups:
-        mine = group is waiting
-        others |= group.poll(in_call=mine and in_call, in_message=mine and not in_call)
-    return others
-
-
-def _late(segment: Segment, needs: Sequence[int], seconds: float, call: str) -> DeadlockError:
-    late = ", ".join(segment.name(rank) for rank in needs).rstrip(",")
-    return DeadlockError(
-        message(
-            f"nothing came for {seconds:g} s, the timeout of the group",
-            axis=f"group '{segment.group}', rank {segment.rank} of {segment.size}",
-            expected=f"the same call on rank {late}",
-            got=call,
-            remedy="let every rank of the group make the same calls, in one order; or give a longer timeout",
-        )
-    )
+    _waited_for.clear()

@@ -9,6 +9,20 @@ rank's own world: `get_rank()`, `new_group`, DeviceMesh, functional collectives,
 their own. What the ranks still share is the rest of the process: module globals, `os.environ`, the arguments
 of the launch, and torch's default random generator, so that a draw on one rank moves the others' (use a
 `torch.Generator` per rank). A thread that a rank starts is not a rank.
+
+How it works, from the bottom:
+
+* A `World` (`waiting`) knows of every rank whether it runs, waits, or has gone. A rank that waits sleeps on a lock of
+  its own, its gate; when no rank runs and nothing can complete, that is a deadlock, and everybody who waits is told who
+  waits where.
+* The ranks of a group meet (`rendezvous`): the n-th call of each goes to the n-th `Meeting` of the group, and the rank
+  that comes last does the work for all, while the others sleep. It compares the parts first, so that calls that do not
+  fit are an error on every rank. Messages are copied and kept until they are asked for: they are always eager.
+* What is done with the tensors of all ranks, which lie in one memory, is in `collectives`: pieces are moved, or summed
+  in rank order, without a copy in between.
+* `group` is torch's method table, one object for each rank. A future is complete when it is handed out, which means
+  that `get_future` waits: a callback would run in the thread of the rank that came last, and see that rank's world.
+* Which world a thread sees is switched in `gradmesh._torch`; a thread is given its place by `seated`, below.
 """
 
 from __future__ import annotations
@@ -16,7 +30,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,23 +55,23 @@ class _Seat:
     """How many groups of each name this rank has made: a name can come back after a group was destroyed."""
 
 
-_here = threading.local()  # .seat and .namespace, in the threads that are ranks
+_here = threading.local()  # .seat and .kept, in the threads that are ranks
 
 
-def rank_locals() -> types.SimpleNamespace | None:
-    """The calling rank's own namespace, or None in a thread that is not a rank of a threads world.
+def rank_locals() -> object:
+    """What the calling rank keeps, as it was handed to `seated`; None in a thread that is no rank of a threads world.
 
     >>> rank_locals() is None
     True
     """
-    return getattr(_here, "namespace", None)
+    return getattr(_here, "kept", None)
 
 
 @contextlib.contextmanager
-def seated(world: World, rank: int) -> Iterator[None]:
-    """Make the calling thread that rank of the world."""
+def seated(world: World, rank: int, kept: object) -> Iterator[None]:
+    """Make the calling thread that rank of the world, and keep an object for it, which `rank_locals` returns."""
     _here.seat = _Seat(world, rank)
-    _here.namespace = types.SimpleNamespace()
+    _here.kept = kept
     _torch.adopt_thread()
     # Backward stays on the rank's thread for every device, or it would not know which rank it is.
     world.rank_of_thread[threading.get_ident()] = rank

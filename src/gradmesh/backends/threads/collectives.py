@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import torch
 
-from gradmesh.backends.process_group import REDUCTIONS, averaged
+from gradmesh.backends.reductions import REDUCTIONS, averaged
 from gradmesh.backends.threads.rendezvous import Misfit, Part
 
-__all__ = ["Exchange", "exchange", "reduce", "reduce_scatter"]
+__all__ = ["Exchange", "exchange", "reduce", "reduce_scatter", "relay"]
 
 Pieces = Sequence[torch.Tensor | None]
 
@@ -72,13 +72,26 @@ def exchange(parts: list[Part]) -> None:
 
 
 def reduce(parts: list[Part], *, op: str, root: int | None) -> None:
-    """Reduce the tensors over the ranks, onto the root or onto all of them."""
+    """Reduce the inputs over the ranks, onto the outputs of the root or of all of them; they may be the inputs."""
     tensors = [part.inputs for part in parts]
     _same(tensors)
-    for of_ranks in zip(*tensors, strict=True):
+    targets = parts if root is None else parts[root : root + 1]
+    for part in targets:
+        if not all(map(_fit, part.inputs, part.outputs)):
+            raise Misfit("a rank's output does not fit the sum")
+    for number, of_ranks in enumerate(zip(*tensors, strict=True)):
         value = _reduced(op, list(of_ranks))
-        for target in of_ranks if root is None else of_ranks[root : root + 1]:
-            _write(target, value)
+        for part in targets:
+            _write(part.outputs[number], value)
+
+
+def relay(parts: list[Part]) -> None:
+    """Hand each rank the tensor of the rank that its `pieces` name, or nothing."""
+    moves = [(part.outputs[0], parts[part.pieces].inputs[0]) for part in parts if part.pieces is not None]  # type: ignore[call-overload]
+    if len({part.inputs[0].dtype for part in parts}) > 1 or not all(_fit(*move) for move in moves):
+        raise Misfit("what a rank hands on does not fit what another one takes")
+    for out, given in moves:
+        _write(out, given)
 
 
 def reduce_scatter(parts: list[Part], *, op: str) -> None:

@@ -4,89 +4,63 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from typing_extensions import override
 
-from gradmesh.backends.process_group import PythonGroup, Tensors, reduction
+from gradmesh.backends.claim import Claim
+from gradmesh.backends.process_group import OwnGroup, Tensors
+from gradmesh.backends.reductions import reduction
 from gradmesh.backends.threads import collectives
 from gradmesh.backends.threads.collectives import Exchange
 from gradmesh.backends.threads.rendezvous import Group, Part, Receive
-from gradmesh.backends.threads.waiting import Waitable, World
+from gradmesh.backends.threads.waiting import Waitable
+from gradmesh.backends.works import Done, OwnWork, Together
 from gradmesh.call_sites import call_site
+from gradmesh.errors import MismatchError
 
 __all__ = ["ThreadsGroup"]
 
 _Kernel = Callable[[list[Part]], None]
 
 
-class _Work(dist.Work):
+class _Work(OwnWork):
     """A call of one rank: started, and complete when every rank has brought its part."""
 
     def __init__(self, waits_for: Waitable, group: ThreadsGroup, tensors: object) -> None:
-        super().__init__()
+        super().__init__(tensors)
         self._waits_for = waits_for
         self._group = group
-        self._tensors = tensors
 
-    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        seconds = timeout.total_seconds() if timeout else 0.0
-        self._waits_for.wait(seconds if seconds > 0 else self._group.timeout)
-        return True
+    @override
+    def finish(self, seconds: float | None) -> None:
+        self._waits_for.wait(self._group.timeout if seconds is None else seconds)
 
+    @override
     def is_completed(self) -> bool:
         return self._waits_for.done
 
-    def is_success(self) -> bool:
-        return self._waits_for.done and self._waits_for.error is None
-
+    @override
     def exception(self) -> BaseException | None:
         return self._waits_for.error
 
-    def result(self) -> Any:
-        self.wait()
-        return self._tensors
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        # Complete before it is handed out: a callback would run in the thread of whichever rank came last.
-        self.wait()
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(self._tensors)
-        return future
-
-    def giving(self, result: object) -> _Work:
-        """Have `result()` and the future hand this out."""
-        self._tensors = result
-        return self
-
+    @override
     def late(self) -> list[int]:
-        """The places of the ranks that have not made this call."""
-        return [self._group.shared.ranks.index(rank) for rank in self._waits_for.needs()]
+        ranks = self._group.shared.ranks
+        return [ranks.index(rank) for rank in self._waits_for.needs()]
 
+    @override
     def source_rank(self) -> int:
+        """Whose message came, -1 if none has."""
         return self._waits_for.came_from if isinstance(self._waits_for, Receive) else -1
 
     _source_rank = source_rank
-
-
-class _All(Waitable):
-    """Several works as one, for `_end_coalescing`."""
-
-    def __init__(self, world: World, works: Sequence[_Work]) -> None:
-        super().__init__(world)
-        self.works = works
-
-    def wait(self, seconds: float) -> None:
-        for work in self.works:
-            work._waits_for.wait(seconds)
-        self.done = True
 
 
 def _same_for_all(tensor: torch.Tensor | None, size: int) -> list[torch.Tensor | None]:
@@ -97,7 +71,7 @@ def _only_at(place: int, tensor: torch.Tensor, size: int) -> list[torch.Tensor |
     return [tensor if i == place else None for i in range(size)]
 
 
-class ThreadsGroup(PythonGroup):
+class ThreadsGroup(OwnGroup):
     """A process group whose ranks are threads.
 
     A call posts this rank's part and returns; the rank waits in the `wait()` of the work, as with gloo.
@@ -108,17 +82,20 @@ class ThreadsGroup(PythonGroup):
     def __init__(self, shared: Group, place: int, timeout: datetime.timedelta) -> None:
         super().__init__(shared.name, place, len(shared.ranks), timeout)
         self.shared = shared
-        self._coalesced: list[_Work] | None = None
+        self._coalesced: list[OwnWork] | None = None
 
     # -- what torch asks of a group
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
+    @override
+    def setGroupName(self, name: str) -> None:
         super().setGroupName(name)
         self.shared.name = name
 
+    @override
     def _get_sequence_number_for_group(self) -> int:
         return self.shared.calls[self.place]
 
+    @override
     def _shown(self) -> str:
         return str(self.shared)
 
@@ -136,12 +113,14 @@ class ThreadsGroup(PythonGroup):
         *,
         pieces: object = None,
         result: object = None,
-    ) -> _Work:
+    ) -> OwnWork:
         part = Part(call, inputs, outputs, call_site(), pieces)
         return self._work(self.shared.meet(self.place, part, kernel), outputs if result is None else result)
 
-    def _work(self, waits_for: Waitable, result: object) -> _Work:
-        work = _Work(waits_for, self, result)
+    def _work(self, waits_for: Waitable, result: object) -> OwnWork:
+        return self._collected(_Work(waits_for, self, result))
+
+    def _collected(self, work: OwnWork) -> OwnWork:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -153,22 +132,108 @@ class ThreadsGroup(PythonGroup):
         outputs: Sequence[torch.Tensor],
         pieces: list[Exchange],
         result: object = None,
-    ) -> _Work:
+    ) -> OwnWork:
         return self._post(call, collectives.exchange, inputs, outputs, pieces=pieces, result=result)
+
+    # -- the calls of gradmesh itself
+
+    @override
+    def all_gather_flat(self, out: torch.Tensor, given: torch.Tensor, claim: Claim | None = None) -> None:
+        pieces = [Exchange(_same_for_all(given, self.count), self._equal(out))]
+        self._direct("all_gather_single", collectives.exchange, out, given, pieces, claim)
+
+    @override
+    def reduce_scatter_flat(self, out: torch.Tensor, given: torch.Tensor, claim: Claim | None = None) -> None:
+        kernel = functools.partial(collectives.reduce_scatter, op="SUM")
+        pieces = [Exchange(self._equal(given), ())]
+        self._direct("reduce_scatter_single(sum)", kernel, out, given, pieces, claim)
+
+    @override
+    def all_reduce_flat(self, out: torch.Tensor, given: torch.Tensor, claim: Claim | None = None) -> None:
+        kernel = functools.partial(collectives.reduce, op="SUM", root=None)
+        self._direct("all_reduce(sum)", kernel, out, given, None, claim)
+
+    @override
+    def reduce_flat(
+        self, out: torch.Tensor, given: torch.Tensor, root: int, claim: Claim | None = None
+    ) -> None:
+        kernel = functools.partial(collectives.reduce, op="SUM", root=root)
+        self._direct(f"reduce(sum, root {root})", kernel, out, given, None, claim)
+
+    @override
+    def broadcast_flat(
+        self, out: torch.Tensor, given: torch.Tensor, root: int, claim: Claim | None = None
+    ) -> None:
+        gives = _same_for_all(given if self.place == root else None, self.count)
+        pieces = [Exchange(gives, _only_at(root, out, self.count))]
+        self._direct(f"broadcast(root {root})", collectives.exchange, out, given, pieces, claim)
+
+    @override
+    def exchange_flat(
+        self,
+        out: torch.Tensor,
+        given: torch.Tensor,
+        send: Sequence[int] | None = None,
+        receive: Sequence[int] | None = None,
+        claim: Claim | None = None,
+    ) -> None:
+        gives = self._equal(given) if send is None else list(given.split(list(send)))
+        takes = self._equal(out) if receive is None else list(out.split(list(receive)))
+        pieces = [Exchange(gives, takes)]
+        self._direct("all_to_all_single", collectives.exchange, out, given, pieces, claim)
+
+    @override
+    def relay_flat(
+        self, out: torch.Tensor, given: torch.Tensor, source: int | None, claim: Claim | None = None
+    ) -> None:
+        self._direct("relay", collectives.relay, out, given, source, claim)
+
+    @override
+    def withdraw(self, claim: Claim | None, said: str) -> None:
+        if claim is not None:
+            claim = Claim(secrets.randbits(64), lambda: said, claim.refusal)
+        with contextlib.suppress(Exception):  # the caller has an error of its own
+            self._meet(Part(said, [], [], call_site(), None, claim), lambda _parts: None)
+
+    def _direct(
+        self,
+        call: str,
+        kernel: _Kernel,
+        out: torch.Tensor,
+        given: torch.Tensor,
+        pieces: object,
+        claim: Claim | None,
+    ) -> None:
+        self._meet(Part(call, [given], [out], call_site(), pieces, claim), kernel)
+
+    def _meet(self, part: Part, kernel: _Kernel) -> None:
+        meeting = self.shared.meet(self.place, part, kernel)
+        try:
+            meeting.wait(self.timeout)
+        except MismatchError:
+            if part.claim is None or meeting.words is None:
+                raise
+            raise part.claim.refusal(list(meeting.words)) from None
+
+    def _equal(self, flat: torch.Tensor) -> Tensors:
+        return list(flat.view(self.count, flat.numel() // self.count).unbind(0))
 
     # -- reductions
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> _Work:
+    @override
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> OwnWork:
         op = reduction(opts, self.backend)
         kernel = functools.partial(collectives.reduce, op=op, root=None)
         return self._post(f"all_reduce({op.lower()})", kernel, tensors, tensors)
 
-    def reduce(self, tensors: Tensors, opts: Any) -> _Work:
+    @override
+    def reduce(self, tensors: Tensors, opts: Any) -> OwnWork:
         op = reduction(opts, self.backend)
         kernel = functools.partial(collectives.reduce, op=op, root=opts.rootRank)
         return self._post(f"reduce({op.lower()}, root {opts.rootRank})", kernel, tensors, tensors)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> _Work:
+    @override
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> OwnWork:
         op = reduction(opts, self.backend)
         for given in inputs:
             self._one_per_rank("reduce_scatter", given)
@@ -180,7 +245,8 @@ class ThreadsGroup(PythonGroup):
             pieces=[Exchange(given, ()) for given in inputs],
         )
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:
+    @override
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
         op = reduction(opts, self.backend)
         return self._post(
             f"reduce_scatter_single({op.lower()})",
@@ -192,7 +258,8 @@ class ThreadsGroup(PythonGroup):
 
     # -- exchanges
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> _Work:
+    @override
+    def broadcast(self, tensors: Tensors, opts: Any) -> OwnWork:
         root = opts.rootRank
         at_root = self.place == root
         pieces = [
@@ -204,20 +271,23 @@ class ThreadsGroup(PythonGroup):
         ]
         return self._exchange(f"broadcast(root {root})", tensors, tensors, pieces)
 
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> _Work:  # noqa: ARG002
+    @override
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> OwnWork:
         for taken in outputs:
             self._one_per_rank("all_gather", taken)
         pieces = [Exchange(_same_for_all(i, self.count), o) for o, i in zip(outputs, inputs, strict=True)]
         return self._exchange("all_gather", inputs, [t for o in outputs for t in o], pieces, outputs)
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:  # noqa: ARG002
+    @override
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
         pieces = [
             Exchange(_same_for_all(i, self.count), self._slots(o, i))
             for o, i in zip(outputs, inputs, strict=True)
         ]
         return self._exchange("all_gather_single", inputs, outputs, pieces)
 
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> _Work:
+    @override
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OwnWork:
         root = opts.rootRank
         taken: Sequence[torch.Tensor | None] = _same_for_all(None, self.count)
         if self.place == root:
@@ -227,7 +297,8 @@ class ThreadsGroup(PythonGroup):
             f"gather(root {root})", inputs, [t for o in outputs for t in o], pieces, outputs
         )
 
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> _Work:
+    @override
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> OwnWork:
         root = opts.rootRank
         given: Sequence[torch.Tensor | None] = _same_for_all(None, self.count)
         if self.place == root:
@@ -235,51 +306,57 @@ class ThreadsGroup(PythonGroup):
         pieces = [Exchange(given, _only_at(root, outputs[0], self.count))]
         return self._exchange(f"scatter(root {root})", [t for i in inputs for t in i], outputs, pieces)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> _Work:  # noqa: ARG002
+    @override
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
         give, take = self._one_per_rank("all_to_all", inputs), self._one_per_rank("all_to_all", outputs)
         return self._exchange("all_to_all", inputs, outputs, [Exchange(give, take)])
 
+    @override
     def all_to_all_single(
         self,
         output: torch.Tensor,
-        input: torch.Tensor,  # noqa: A002
+        input: torch.Tensor,
         output_splits: list[int],
         input_splits: list[int],
-        opts: Any = None,  # noqa: ARG002
-    ) -> _Work:
+        opts: Any = None,
+    ) -> OwnWork:
         pieces = [Exchange(self._cut(input, input_splits), self._cut(output, output_splits))]
         return self._exchange("all_to_all_single", [input], [output], pieces)
 
-    def barrier(self, opts: Any = None) -> _Work:  # noqa: ARG002
+    @override
+    def barrier(self, opts: Any = None) -> OwnWork:
         return self._post("barrier", lambda _parts: None, [], [])
 
     # -- point to point
 
-    def send(self, tensors: Tensors, to: int, tag: int) -> _Work:
+    @override
+    def send(self, tensors: Tensors, to: int, tag: int) -> OwnWork:
         part = Part(f"send(to place {to}, tag {tag})", tensors, tensors, call_site())
         self.shared.send(self.place, to, tag, part)
-        sent = _All(self.shared.world, ())
-        sent.done = True
-        return self._work(sent, tensors)
+        return self._collected(Done(tensors))
 
-    def recv(self, tensors: Tensors, source: int, tag: int) -> _Work:
+    @override
+    def recv(self, tensors: Tensors, source: int, tag: int) -> OwnWork:
         return self._receive(tensors, source, tag, f"recv(from place {source}, tag {tag})")
 
-    def recv_anysource(self, tensors: Tensors, tag: int) -> _Work:
+    @override
+    def recv_anysource(self, tensors: Tensors, tag: int) -> OwnWork:
         return self._receive(tensors, None, tag, f"recv(from anybody, tag {tag})")
 
-    def _receive(self, tensors: Tensors, source: int | None, tag: int, call: str) -> _Work:
+    def _receive(self, tensors: Tensors, source: int | None, tag: int, call: str) -> OwnWork:
         part = Part(call, tensors, tensors, call_site())
         return self._work(self.shared.receive(self.place, source, tag, part), tensors)
 
     # -- coalescing
 
-    def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002
+    @override
+    def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
 
-    def _end_coalescing(self, device: torch.device) -> _Work:  # noqa: ARG002
+    @override
+    def _end_coalescing(self, device: torch.device) -> OwnWork:
         works, self._coalesced = self._coalesced or [], None
-        return _Work(_All(self.shared.world, works), self, [])
+        return Together(works)
 
     # -- cutting tensors up
 

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from gradmesh import _torch
+from gradmesh.backends.claim import Claim
 from gradmesh.backends.threads.waiting import Waitable, World
-from gradmesh.call_sites import Site, show_site, show_tensors
+from gradmesh.backends.words import show_call, unfit_message
+from gradmesh.call_sites import Site, seen_from
 from gradmesh.errors import MismatchError, message
 
 __all__ = ["Group", "Misfit", "Part", "Receive"]
@@ -34,12 +36,11 @@ class Part:
     site: Site
     pieces: object = None
     """The same tensors, cut up as the kernel of the call wants them."""
+    claim: Claim | None = None
+    """What else the ranks have to agree in."""
 
     def __str__(self) -> str:
-        text = f"{self.call}  {show_tensors(self.inputs)}"
-        if self.outputs and self.outputs is not self.inputs:
-            text += f" -> {show_tensors(self.outputs)}"
-        return f"{text}  {show_site(self.site)}"
+        return show_call(self.call, self.inputs, self.outputs, self.site)
 
 
 class Meeting(Waitable):
@@ -50,6 +51,8 @@ class Meeting(Waitable):
         self.group = group
         self.number = number
         self.parts: dict[int, Part] = {}
+        self.words: list[str] | None = None
+        """What every rank claimed, in words, if all claimed something and not the same."""
 
     def needs(self) -> Iterable[int]:
         """The ranks that have not come."""
@@ -63,11 +66,15 @@ class Meeting(Waitable):
         """Say whether a rank is missing; it will find the meeting over."""
         return len(self.parts) < len(self.group.ranks)
 
+    def _in_order(self) -> list[Part]:
+        return [self.parts[place] for place in range(len(self.group.ranks))]
+
     def work(self, kernel: Callable[[list[Part]], None]) -> None:
         """Do the work for all, in the thread of the rank that came last."""
-        parts = [self.parts[place] for place in range(len(self.group.ranks))]
+        parts = self._in_order()
         error: BaseException | None = None
         try:
+            self._compare([part.claim for part in parts])
             if any(part.call != parts[0].call for part in parts):
                 raise Misfit("the ranks of a group made different calls")
             _torch.without_autograd(lambda: kernel(parts))
@@ -79,6 +86,16 @@ class Meeting(Waitable):
         with self.world.lock:
             self.parts.clear()  # the tensors belong to their ranks again
             self._complete(error)
+
+    def _compare(self, claims: Sequence[Claim | None]) -> None:
+        if len({None if claim is None else claim.digest for claim in claims}) == 1:
+            return
+        if None not in claims:
+            self.words = []
+            for part in self._in_order():
+                with seen_from(part.site):
+                    self.words.append(part.claim.said() if part.claim else str(part))
+        raise Misfit("the ranks of a group made different calls")
 
     def _mismatch(self, problem: str) -> MismatchError:
         got = [f"rank {self.group.ranks[place]}  {part}" for place, part in sorted(self.parts.items())]
@@ -122,14 +139,10 @@ class Receive(Waitable):
         (tensor,) = self.part.inputs
         error: BaseException | None = None
         if tensor.dtype != sent.tensor.dtype or tensor.numel() != sent.tensor.numel():
-            error = MismatchError(
-                message(
-                    "the receiver's tensor does not fit the message",
-                    axis=str(self.group),
-                    expected=f"rank {self.group.ranks[sent.source]}  {sent.part}",
-                    got=f"rank {self.group.ranks[self.place]}  {self.part}",
-                    remedy="give both the same number of elements and the same dtype",
-                )
+            error = unfit_message(
+                str(self.group),
+                f"rank {self.group.ranks[sent.source]}  {sent.part}",
+                f"rank {self.group.ranks[self.place]}  {self.part}",
             )
         else:
             try:

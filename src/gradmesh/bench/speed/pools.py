@@ -34,7 +34,7 @@ from gradmesh.bench.speed.tasks import Task
 from gradmesh.bench.speed.worker import Worker, memory_is_told
 from gradmesh.errors import GradmeshError, message
 from gradmesh.launch import Ranks
-from gradmesh.world import rank_state
+from gradmesh.state import rank_state
 
 __all__ = ["MpiPool", "Pool", "RanksPool", "open_pools"]
 
@@ -136,13 +136,13 @@ def set_up(names: Sequence[str], quiet: bool) -> dict[str, str]:
             except Exception as error:
                 reasons[backend] = f"{type(error).__name__}: {error}"
     there = [CONTENDERS[name] for name in names if CONTENDERS[name].backend not in reasons]
-    rank_state().bench_worker = Worker(dist.get_rank(), there, groups, dist.barrier)
+    rank_state().keep(Worker(dist.get_rank(), there, groups, dist.barrier))
     return reasons
 
 
 def on_rank(method: str, *args: object) -> Any:
     """Call a method of this rank's worker."""
-    return getattr(rank_state().bench_worker, method)(*args)
+    return getattr(rank_state().find(Worker), method)(*args)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,177 @@
+"""What lies where in the memory that a group shares: words, rings, and chunks (bounce buffers).
+
+In this order: a token; the words that the ranks publish; a ring of bytes for each pair of ranks; two chunks for each
+rank. The size depends on the number of ranks and the chunk alone, never on a message (which is cut into chunks). Pages
+that are not touched take no memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import torch
+
+from gradmesh.errors import ArgumentError, message
+
+__all__ = ["CHUNK_VARIABLE", "TOKEN", "Buffers", "Slots", "chunk_bytes", "segment_bytes"]
+
+CHUNK_VARIABLE = "GRADMESH_SHM_CHUNK"
+_CHUNK = 1 << 20
+_SMALLEST, _LARGEST = 1 << 12, 1 << 26
+_PAGE = 4096
+TOKEN = 16
+"""Bytes in front by which a rank knows that it has opened the right file."""
+_WORD = 8
+
+
+def chunk_bytes() -> int:
+    """How many bytes of a message a rank hands on at once: GRADMESH_SHM_CHUNK in the environment, else 1 MiB."""
+    text = os.environ.get(CHUNK_VARIABLE, str(_CHUNK))
+    size = int(text) if text.isdecimal() else 0
+    if not _SMALLEST <= size <= _LARGEST or size & (size - 1):
+        raise ArgumentError(
+            message(
+                f"{CHUNK_VARIABLE} is not usable",
+                expected=f"a power of two between {_SMALLEST} and {_LARGEST}",
+                got=f"{CHUNK_VARIABLE}={text!r}",
+                remedy="unset it, or give the bytes that a rank hands on at once",
+            )
+        )
+    return size
+
+
+def _word_count(size: int) -> int:
+    # published, mapped, state; heads twice; amounts twice; written and read for every pair of ranks.
+    return 3 * size + 2 * size + 4 * size * size + 2 * size * size
+
+
+def segment_bytes(size: int, chunk: int) -> int:
+    """The size of the segment of a group: two chunks for each rank, and a ring as long for each pair of ranks.
+
+    Args:
+        size: the number of ranks.
+        chunk: the bytes of a chunk.
+
+    >>> segment_bytes(2, 1 << 20) // (1 << 20)
+    8
+    """
+    words = TOKEN + _WORD * _word_count(size)
+    return -(-words // _PAGE) * _PAGE + (size + 2) * size * chunk
+
+
+class Slots:
+    """Views of one chunk of every rank: all as one tensor (rank, element), and one by one."""
+
+    __slots__ = ("_pieces", "rows", "together")
+
+    def __init__(self, together: torch.Tensor, rows: list[torch.Tensor]) -> None:
+        self.together = together
+        self.rows = rows
+        self._pieces: list[list[torch.Tensor]] | None = None
+
+    def pieces(self, parts: int) -> list[list[torch.Tensor]]:
+        """Each rank's chunk in so many equal parts. It is asked for the same number of parts every time."""
+        if self._pieces is None:
+            with torch.inference_mode(False):
+                each = self.together.shape[1] // parts
+                self._pieces = [list(row.view(parts, each).unbind(0)) for row in self.rows]
+        return self._pieces
+
+
+class Buffers:
+    """Shared memory, cut up for the ranks of a group.
+
+    Every word has one rank that writes it. Words are 8 bytes and aligned, so that a load or a store moves them whole.
+
+    Args:
+        memory: the mapped memory.
+        rank: this rank.
+        size: the number of ranks.
+        chunk: the bytes of a chunk.
+
+    Attributes:
+        published: for each rank, the phases that it has published.
+        states: for each rank, whether it is open, has left, or gave up.
+        heads: two buffers of one word a rank: what it calls.
+        amounts: two buffers of two rows a rank: what it sends to, and takes from, each rank.
+        written: for each pair (source, target), the bytes that went into its ring.
+        read: for each pair, the bytes that came out.
+        rings: for each pair, its ring as a tensor of bytes.
+        raw_rings: the same as views of memory.
+    """
+
+    def __init__(self, memory: Any, rank: int, size: int, chunk: int) -> None:
+        self.rank, self.size, self.chunk = rank, size, chunk
+        ring = chunk
+        raw = memoryview(memory).cast("B")
+        words = raw[TOKEN : TOKEN + _WORD * _word_count(size)].cast("Q")
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + TOKEN
+        at = 0
+
+        def take(count: int) -> memoryview:
+            nonlocal at
+            at += count
+            return words[at - count : at]
+
+        self.published = take(size)
+        self.mapped = take(size)
+        self.states = take(size)
+        self.heads = [take(size) for _ in range(2)]
+        self.amounts = [take(2 * size * size) for _ in range(2)]
+        self._written_at = self._base + _WORD * at
+        self.written = take(size * size)
+        self._read_at = self._base + _WORD * at
+        self.read = take(size * size)
+        with torch.device("cpu"), torch.inference_mode(False):
+            data = torch.frombuffer(memory, dtype=torch.uint8)
+        first_slot = len(data) - 2 * size * chunk
+        first_ring = first_slot - size * size * ring
+        self.ring_bytes = ring
+        with torch.inference_mode(False):
+            self.rings = list(data[first_ring:first_slot].view(size * size, ring).unbind(0))
+            self._slots = data[first_slot:]
+        self.raw_rings = [
+            raw[first_ring + pair * ring : first_ring + (pair + 1) * ring] for pair in range(size * size)
+        ]
+        self._raw_slots = raw[first_slot:]
+        self._views: dict[tuple[torch.dtype, int], tuple[Slots, Slots]] = {}
+        self.mapped[self.rank] = 1
+
+    def slots(self, dtype: torch.dtype, count: int) -> tuple[Slots, Slots]:
+        """The first `count` elements of every rank's two chunks, as tensors of that dtype."""
+        found = self._views.get((dtype, count))
+        if found is None:
+            if len(self._views) >= 512:
+                self._views.clear()
+            # A view made in inference mode could not be written outside of it.
+            with torch.inference_mode(False):
+                found = self._view(dtype, count, 0), self._view(dtype, count, 1)
+            self._views[dtype, count] = found
+        return found
+
+    def raw_slot(self, rank: int, buffer: int) -> memoryview:
+        """A rank's chunk as bytes."""
+        start = (2 * rank + buffer) * self.chunk
+        return self._raw_slots[start : start + self.chunk]
+
+    def _view(self, dtype: torch.dtype, count: int, buffer: int) -> Slots:
+        whole = self._slots.view(dtype)
+        width = self.chunk // dtype.itemsize
+        together = whole.as_strided(
+            (self.size, count), (2 * width, 1), whole.storage_offset() + buffer * width
+        )
+        return Slots(together, list(together.unbind(0)))
+
+    def word(self, rank: int) -> int:
+        """The address of what a rank has published."""
+        return self._base + _WORD * rank
+
+    def written_word(self, pair: int) -> int:
+        """The address of the bytes that went into a ring."""
+        return self._written_at + _WORD * pair
+
+    def read_word(self, pair: int) -> int:
+        """The address of the bytes that came out of a ring."""
+        return self._read_at + _WORD * pair

@@ -1,0 +1,41 @@
+"""The head of a call: 64 bits of what is called, which the ranks publish with its first phase and compare."""
+
+from __future__ import annotations
+
+from gradmesh.backends.claim import Claim
+from gradmesh.backends.reductions import REDUCTIONS
+
+__all__ = ["REDUCTION_NUMBER", "head"]
+
+REDUCTION_NUMBER = {name: number for number, name in enumerate(REDUCTIONS)}
+_KINDS = (
+    "all_gather",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "relay",
+    "scatter",
+    "sparse_all_reduce",
+)
+_KIND_NUMBER = {name: number for number, name in enumerate(_KINDS)}
+
+
+def head(kind: str, claim: Claim | None, facts: tuple[int, ...]) -> int:
+    """The head of a call.
+
+    Args:
+        kind: its name.
+        claim: what the rank claims about it, if anything.
+        facts: numbers that have to be the same on every rank. (The hash of integers is the same in every process.)
+    """
+    bits = hash((_KIND_NUMBER[kind], *facts))
+    if claim is not None:
+        bits = hash((claim.digest, bits))
+    return bits & 0xFFFF_FFFF_FFFF_FFFF

@@ -1,0 +1,48 @@
+"""Calls in words, and the errors that both backends raise about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from gradmesh.call_sites import Site, show_site, show_tensors
+from gradmesh.errors import MismatchError, message
+
+__all__ = ["refusal", "show_call", "unfit_message"]
+
+
+def show_call(call: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], site: Site) -> str:
+    """A call on one line: its name, the dtypes and shapes of its tensors, and the line of code that made it."""
+    to = f" -> {show_tensors(outputs)}" if outputs and outputs is not inputs else ""
+    return f"{call}  {show_tensors(inputs)}{to}  {show_site(site)}"
+
+
+def refusal(group: str) -> Callable[[list[str]], Exception]:
+    """What to raise when the ranks of a group made calls that do not fit together, from every rank's words."""
+
+    def build(words: list[str]) -> Exception:
+        return MismatchError(
+            message(
+                "the ranks' calls do not fit together",
+                axis=f"group '{group}'",
+                expected="the same call with fitting tensors on every rank",
+                got="\n".join(f"rank {rank}: {said}" for rank, said in enumerate(words)),
+                remedy="find the branch that the ranks take differently, at the places above",
+            )
+        )
+
+    return build
+
+
+def unfit_message(group: str, sent: str, asked: str) -> MismatchError:
+    """The error of a receive whose tensor does not fit the message."""
+    return MismatchError(
+        message(
+            "the receiver's tensor does not fit the message",
+            axis=group,
+            expected=sent,
+            got=asked,
+            remedy="give both the same number of elements and the same dtype",
+        )
+    )

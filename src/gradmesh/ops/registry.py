@@ -1,0 +1,50 @@
+"""The registry: the one list of the linear ops that there are.
+
+Each file of this package that has ops ends with their rows, `ROWS`, and is found here by that. The law tests run over the
+list, and the table in the README is printed from it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from gradmesh import ops
+from gradmesh.axis import Axis
+from gradmesh.ops.base import LinearOp, Op
+from gradmesh.ops.mean import Mean
+from gradmesh.ops.row import Row
+
+__all__ = ["REGISTRY", "Row", "table"]
+
+
+def _rows() -> tuple[Row, ...]:
+    files = sorted(info.name for info in pkgutil.iter_modules(ops.__path__) if info.name != "registry")
+    modules = [importlib.import_module(f"{ops.__name__}.{name}") for name in files]
+    rows = [row for module in modules for row in getattr(module, "ROWS", ())]
+    return tuple(sorted(rows, key=lambda row: row.call))
+
+
+REGISTRY: tuple[Row, ...] = _rows()
+
+
+def table() -> str:
+    """The verbs with their types, forward maps and adjoints, as a Markdown table made from the registry.
+
+    The adjoint's name is looked up through the op that `LinearOp.adjoint` returns, not written down again.
+    """
+    axis = Axis("any", 0, 3, None)  # type: ignore[arg-type]  # nothing is sent
+    names = {_kind(row.examples(axis)[0][0]): row.call for row in REGISTRY}
+    lines = ["| verb | type | forward | adjoint |", "|---|---|---|---|"]
+    for row in REGISTRY:
+        op = row.examples(axis)[0][0]
+        adjoint = "itself" if op.adjoint == op else names[_kind(op.adjoint)]
+        if row.turned:
+            adjoint += f", {row.turned}"
+        if row.public:
+            lines.append(f"| `{row.call}` | {op.src} -> {op.dst} | {row.forward} | {adjoint} |")
+    return "\n".join(lines)
+
+
+def _kind(op: LinearOp) -> tuple[type[Op], ...]:
+    return (Mean, *_kind(op.op)) if isinstance(op, Mean) else (type(op),)

@@ -1,0 +1,46 @@
+"""One row of the registry, and what the rows of several ops share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gradmesh.axis import Axis
+from gradmesh.ops.base import LinearOp
+from gradmesh.ops.sizes import Sizes
+
+__all__ = ["Example", "Examples", "Row", "on_axis", "uneven"]
+
+Example = tuple[LinearOp, Sequence[int]]
+"""An op on an axis, and the shape of this rank's operand."""
+
+Examples = Callable[[Axis], list[Example]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the registry; the types and the adjoint stand on the op's class.
+
+    Attributes:
+        call: how the verb is called, as the table shows it.
+        forward: what the op does, for the table.
+        examples: ops on an axis, each with the shape of this rank's operand; the first stands for the row.
+        turned: what changes places in an adjoint that is the same verb again.
+        public: whether the op is the forward of a verb, and not only the adjoint of one.
+    """
+
+    call: str
+    forward: str
+    examples: Examples
+    turned: str = ""
+    public: bool = True
+
+
+def uneven(axis: Axis) -> Sizes:
+    """Sizes of which no two neighbours are equal and one is 0 from three ranks on."""
+    return Sizes(tuple((2, 3, 0, 1)[rank % 4] for rank in range(axis.size)))
+
+
+def on_axis(op: type[LinearOp]) -> Examples:
+    """Examples of an op that takes nothing but an axis."""
+    return lambda axis: [(op(axis), (2, 3)), (op(axis), ())]

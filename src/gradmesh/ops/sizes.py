@@ -1,0 +1,119 @@
+"""Sizes that the ranks have along one dimension of a tensor: equal ones, or told ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from gradmesh.wire import Carrier
+
+if TYPE_CHECKING:
+    from gradmesh.ops.base import Op
+
+__all__ = ["EQUAL", "Sizes"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Each rank's size along one dimension, in rank order.
+
+    They are *equal* (nobody said anything: every rank has what this one has), *told* by the caller, or *found* by asking
+    the ranks, after which they are as good as told.
+
+    Attributes:
+        each: one size for each rank; None: equal.
+    """
+
+    each: tuple[int, ...] | None = None
+
+    @classmethod
+    def found(cls, own: int, wire: Carrier, device: torch.device) -> Sizes:
+        """Ask every rank for its own size, by one small exchange."""
+        mine = torch.tensor([own], dtype=torch.int64, device=device)
+        return cls(tuple(wire.gather(mine, [1] * wire.axis.size, even=True).tolist()))
+
+    @classmethod
+    def balanced(cls, total: int, ranks: int) -> Sizes:
+        """Cut `total` among the ranks; the first `total % ranks` of them get one more."""
+        share, more = divmod(total, ranks)
+        return cls(tuple(share + (rank < more) for rank in range(ranks)))
+
+    def __getitem__(self, rank: int) -> int:
+        """The size of a rank, of told sizes."""
+        return self.told[rank]
+
+    @property
+    def told(self) -> tuple[int, ...]:
+        """The sizes of all ranks, of told ones."""
+        if self.each is None:
+            raise ValueError("equal sizes are known with an operand alone")
+        return self.each
+
+    @property
+    def total(self) -> int:
+        """The sum of told sizes."""
+        return sum(self.told)
+
+    @property
+    def equal(self) -> bool:
+        """Whether they are equal because nobody told any."""
+        return self.each is None
+
+    def of_whole(self, op: Op, dim: int, total: int) -> Sequence[int]:
+        """Each rank's size, of a tensor that is whole along `dim`.
+
+        Raises:
+            ShapeError: they do not add up to `total`, or the ranks do not divide it.
+        """
+        if self.each is None:
+            share, more = divmod(total, op.axis.size)
+            if more:
+                op.fail(
+                    f"dim {dim} cannot be split equally",
+                    expected=f"a size that {op.axis.size} ranks divide",
+                    got=f"size {total}",
+                    remedy="pass the size of each rank's part",
+                )
+            return (share,) * op.axis.size
+        if sum(self.each) != total:
+            op.fail(
+                f"the sizes do not add up to dim {dim}",
+                expected=f"sizes with the sum {total}",
+                got=f"sizes={self.each} with the sum {sum(self.each)}",
+                remedy="give each rank's size along dim",
+            )
+        return self.each
+
+    def of_part(self, op: Op, dim: int, own: int) -> Sequence[int]:
+        """Each rank's size, of a tensor that is this rank's part along `dim`.
+
+        Raises:
+            ShapeError: this rank's is not `own`.
+        """
+        if self.each is None:
+            return (own,) * op.axis.size
+        self.check(op, dim, self.each[op.axis.rank], own)
+        return self.each
+
+    def check(self, op: Op, dim: int, expected: int, got: int) -> None:
+        """Refuse an operand of another size along `dim` than these sizes say."""
+        if expected != got:
+            self._refuse(op, dim, expected, got)
+
+    def _refuse(self, op: Op, dim: int, expected: int, got: int) -> NoReturn:
+        op.fail(
+            f"dim {dim} is not what sizes says for this rank",
+            expected=f"size {expected}, from sizes={self.each}",
+            got=f"size {got}",
+            remedy='pass the true sizes, or sizes="auto" to have them exchanged',
+        )
+
+    def __str__(self) -> str:
+        return "equal" if self.each is None else str(self.each)
+
+
+EQUAL = Sizes()
+"""Every rank has what this one has."""

@@ -1,0 +1,76 @@
+"""The state of a rank: what gradmesh keeps between two calls, one typed object.
+
+It is a global of the process. Ranks that are threads of one process have one each, which their launcher makes and the
+`threads` backend keeps. Nothing of it is a ContextVar, because autograd's own threads see none.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from gradmesh.backends import threads
+from gradmesh.backends.claim import Claim
+
+__all__ = ["Chain", "RankState", "rank_state"]
+
+
+T = TypeVar("T")
+
+
+class Chain(Protocol):
+    """The collectives of an `ordered()` block, in order."""
+
+    def link(self, op: Any, x: Tensor) -> Tensor:
+        """Run an op as the next link."""
+
+
+@dataclass(slots=True)
+class RankState:
+    """What a rank keeps.
+
+    Attributes:
+        mesh: the current mesh.
+        mesh_world: the world that it was made in; in another one it counts for nothing.
+        chain: the collectives of the `ordered()` block that is open.
+        posted: messages that were sent and may not have gone yet, each with the memory that it is sent from.
+        waits_at_exit: whether the process waits for them when it ends.
+        claims: what was said about calls, by the op and its operand, to say it again.
+        kept: what parts of the library that the data path does not know of keep for the rank, by its class.
+    """
+
+    mesh: DeviceMesh | None = None
+    mesh_world: dist.ProcessGroup | None = None
+    chain: Chain | None = None
+    posted: deque[tuple[Tensor, dist.Work]] = field(default_factory=deque)
+    waits_at_exit: bool = False
+    claims: dict[Hashable, Claim] = field(default_factory=dict)
+    kept: dict[type, Any] = field(default_factory=dict)
+
+    def keep(self, value: object) -> None:
+        """Keep an object, in the place of one of the same class."""
+        self.kept[type(value)] = value
+
+    def find(self, kind: type[T]) -> T | None:
+        """The object of that class that is kept."""
+        found: T | None = self.kept.get(kind)
+        return found
+
+    def drop(self, kind: type) -> None:
+        """Keep the object of that class no longer."""
+        self.kept.pop(kind, None)
+
+
+_process_state = RankState()
+
+
+def rank_state() -> RankState:
+    """The state of the calling rank: of its thread under the `threads` backend, else of the process."""
+    found = threads.rank_locals()
+    return found if isinstance(found, RankState) else _process_state

@@ -1,0 +1,305 @@
+"""Futures of calls on the shm backend: they complete by themselves, with their errors, while nobody waits in Python."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import gradmesh as gm
+from gradmesh.backends.shm import progress
+
+pytestmark = pytest.mark.processes
+
+W = 3
+
+
+class Run(Protocol):
+    def __call__(self, fn: Callable[..., Any], *args: Any) -> list[Any]: ...
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Run]:
+    """`ranks(fn, *args)` runs fn on three ranks."""
+    with gm.Ranks(W, backend="shm", timeout=60) as pool:
+        yield pool.run
+
+
+@contextlib.contextmanager
+def group(seconds: float = 20.0) -> Iterator[Any]:
+    """A new group of all ranks, which a test may break."""
+    made = dist.new_group(backend="shm", timeout=datetime.timedelta(seconds=seconds))
+    try:
+        yield made
+    finally:
+        dist.destroy_process_group(made)
+
+
+def future_of(work: Any) -> Any:
+    assert work is not None
+    return work.get_future()
+
+
+def failure(future: Any) -> str:
+    """The error that a future raises, in words."""
+    try:
+        future.wait()
+    except Exception as error:
+        return f"{type(error).__name__} {error}"
+    return ""
+
+
+def summed(tensor: Tensor, made: Any) -> Any:
+    return future_of(dist.all_reduce(tensor, group=made, async_op=True))
+
+
+@pytest.mark.parametrize("count", [3, 1 << 20])
+def test_a_future_is_handed_out_at_once_and_completes_while_its_rank_waits_in_cpp(
+    count: int, ranks: Run
+) -> None:
+    def work() -> tuple[float, bool, float, float]:
+        rank = dist.get_rank()
+        with group() as made:
+            x = torch.full((count,), rank + 1.0)
+            dist.barrier()
+            begin = time.monotonic()
+            if rank == 2:
+                time.sleep(0.5)
+            future = summed(x, made)
+            handed, early = time.monotonic() - begin, future.done()
+            return handed, early, future.wait()[0][-1].item(), time.monotonic() - begin
+
+    got = ranks(work)
+    for rank, (handed, early, value, _) in enumerate(got):
+        assert value == 6
+        assert handed < 0.3 or rank == 2
+        assert not early or rank == 2
+    assert all(seconds < 1.5 for *_, seconds in got)
+
+
+def test_futures_of_several_groups_complete(ranks: Run) -> None:
+    def work() -> list[float]:
+        rank = dist.get_rank()
+        with group() as first, group() as second:
+            xs = [torch.full((300_000,), float(i)) for i in range(6)]
+            time.sleep(0.05 * rank)
+            futures = [summed(x, first if i % 2 else second) for i, x in enumerate(xs)]
+            return [future.wait()[0][-1].item() for future in reversed(futures)]
+
+    assert ranks(work) == [[15.0, 12.0, 9.0, 6.0, 3.0, 0.0]] * W
+
+
+def test_callbacks_see_the_result(ranks: Run) -> None:
+    def work() -> tuple[float, float]:
+        with group() as made:
+            time.sleep(0.05 * dist.get_rank())
+            future = summed(torch.ones(3), made)
+            seen: list[float] = []
+            done = threading.Event()
+
+            def note(ended: Any) -> None:
+                seen.append(ended.value()[0][0].item())
+                done.set()
+
+            future.add_done_callback(note)
+            ten: Any = future.then(lambda ended: ended.value()[0] * 10)
+            value = ten.wait()[0].item()
+            assert done.wait(5)
+            return value, seen[0]
+
+    assert ranks(work) == [(30.0, 3.0)] * W
+
+
+def test_a_callback_may_wait_for_further_calls(ranks: Run) -> None:
+    """As the hooks of PowerSGD do, one inside another."""
+
+    def work() -> float:
+        with group() as made:
+            time.sleep(0.05 * dist.get_rank())
+
+            def again(ended: Any) -> Tensor:
+                x = ended.value()[0] * 1
+                future = summed(x, made)
+                total: Any = future.then(lambda inner: summed(inner.value()[0] + 1, made).wait()[0])
+                return total.wait()
+
+            result: Any = summed(torch.ones(3), made).then(again)
+            return result.wait()[0].item()
+
+    assert ranks(work) == [30.0] * W
+
+
+def test_a_message_has_a_future(ranks: Run) -> None:
+    def work() -> float:
+        rank = dist.get_rank()
+        with group() as made:
+            out, given = torch.zeros(400_000, 2).t(), torch.full((2, 400_000), rank + 1.0)
+            came = future_of(dist.irecv(out, (rank - 1) % W, group=made))
+            time.sleep(0.1 * rank)
+            sent = future_of(dist.isend(given, (rank + 1) % W, group=made))
+            came.wait()
+            sent.wait()
+            dist.barrier(group=made)
+            return out.sum().item() / out.numel()
+
+    assert ranks(work) == [3, 1, 2]
+
+
+def test_calls_that_do_not_fit_together_are_the_futures_error_and_the_group_goes_on(ranks: Run) -> None:
+    def work() -> tuple[str, str, float]:
+        rank = dist.get_rank()
+        with group() as made:
+            time.sleep(0.05 * rank)
+            waited = failure(summed(torch.ones(3 + (rank == 1)), made))
+            future = summed(torch.ones(3 + (rank == 1)), made)
+            chained: Any = future.then(lambda ended: ended.value())
+            return waited, failure(chained), summed(torch.ones(1), made).wait()[0].item()
+
+    for waited, chained, after in ranks(work):
+        assert "MismatchError" in waited
+        assert "float32[4]" in waited
+        assert chained
+        assert after == 3
+
+
+def test_a_call_that_failed_already_has_a_future_that_fails(ranks: Run) -> None:
+    def work() -> str:
+        with group() as made:
+            begun = dist.all_reduce(torch.ones(3 + (dist.get_rank() == 1)), group=made, async_op=True)
+            assert begun is not None
+            with pytest.raises(gm.errors.MismatchError):
+                begun.wait()
+            return failure(future_of(begun))
+
+    assert all("MismatchError" in text for text in ranks(work))
+
+
+def test_a_future_ends_with_the_timeout_of_the_group_and_names_the_late_rank(ranks: Run) -> None:
+    def work() -> tuple[str, float]:
+        with group(0.6) as made:
+            dist.barrier()
+            begin = time.monotonic()
+            if dist.get_rank() == 2:
+                time.sleep(1.5)
+                return "", 0.0
+            text = failure(summed(torch.ones(3), made))
+            return text, time.monotonic() - begin
+
+    for text, seconds in ranks(work)[:2]:
+        assert "DeadlockError" in text or "AbortedError" in text
+        assert "rank" in text
+        assert seconds < 1.4
+
+
+def test_a_future_of_a_group_that_is_left_fails(ranks: Run) -> None:
+    def work() -> str:
+        rank = dist.get_rank()
+        made = dist.new_group([0, 1], backend="shm", timeout=datetime.timedelta(seconds=20))
+        if rank == 2:
+            return ""
+        if rank == 1:
+            time.sleep(0.2)
+            dist.destroy_process_group(made)
+            return ""
+        text = failure(summed(torch.ones(3), made))
+        dist.destroy_process_group(made)
+        return text
+
+    text = ranks(work)[0]
+    assert "AbortedError" in text
+    assert "has left the group" in text
+
+
+def test_ddp_goes_on_with_backward_while_a_bucket_is_being_summed(ranks: Run) -> None:
+    def work() -> tuple[float, float]:
+        rank = dist.get_rank()
+        first = torch.nn.Linear(64, 64)
+        model = torch.nn.Sequential(first, *[torch.nn.Linear(64, 64) for _ in range(5)])
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)
+        reached = []
+        first.weight.register_hook(lambda _: reached.append(time.monotonic()))
+        for _ in range(2):  # the buckets are put into the order of the gradients after the first step
+            loss = ddp(torch.full((4, 64), rank + 1.0)).sum()
+            dist.barrier()
+            begin = time.monotonic()
+            if rank == 2:
+                time.sleep(0.6)
+            loss.backward()
+        return reached[-1] - begin, time.monotonic() - begin
+
+    for reached, seconds in ranks(work)[:2]:
+        assert reached < 0.4
+        assert seconds > 0.5
+
+
+@pytest.mark.parametrize("bucket", [0.001, 25.0])
+def test_ddp_averages_the_gradients_of_ranks_that_differ(bucket: float, ranks: Run) -> None:
+    def work() -> bool:
+        rank = dist.get_rank()
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 3))
+        twin = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Tanh(), torch.nn.Linear(64, 3))
+        twin.load_state_dict(model.state_dict())
+        ddp = DistributedDataParallel(model, bucket_cap_mb=bucket)
+        right = []
+        for step in range(5):
+            batches = [
+                torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(W)
+            ]
+            model.zero_grad()
+            twin.zero_grad()
+            time.sleep(0.01 * ((rank + step) % W))
+            (ddp(batches[rank]) ** 2 * (rank + 1)).sum().backward()
+            sum((twin(batch) ** 2 * (r + 1)).sum() / W for r, batch in enumerate(batches)).backward()
+            right += [
+                torch.allclose(ours.grad, other.grad, rtol=1e-4, atol=1e-5)  # type: ignore[arg-type]
+                for ours, other in zip(model.parameters(), twin.parameters(), strict=True)
+            ]
+        return all(right) and len(right) == 20
+
+    assert ranks(work) == [True] * W
+
+
+def test_a_python_hook_of_ddp_is_called_with_the_sum(ranks: Run) -> None:
+    # DDP wants annotations of its own or none.
+    hook = lambda made, bucket: summed(bucket.buffer(), made).then(lambda ended: ended.value()[0] * 2)
+
+    def work() -> list[float]:
+        model = torch.nn.Linear(3, 1, bias=False)
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(dist.group.WORLD, hook)
+        ddp(torch.full((1, 3), dist.get_rank() + 1.0)).sum().backward()
+        assert model.weight.grad is not None
+        return model.weight.grad.flatten().tolist()
+
+    assert ranks(work) == [[12.0] * 3] * W
+
+
+def test_the_background_thread_does_not_wake_up_while_nothing_is_begun(ranks: Run) -> None:
+    def switches() -> int:
+        path = f"/proc/self/task/{progress._helper.thread.native_id}/status"
+        with open(path) as file:
+            return sum(int(line.split()[1]) for line in file if "ctxt_switches" in line)
+
+    def work() -> int:
+        with group() as made:
+            time.sleep(0.05 * dist.get_rank())
+            summed(torch.ones(3), made).wait()  # so that there is one
+            time.sleep(0.2)
+            before = switches()
+            for _ in range(20):
+                x = torch.ones(3)
+                dist.all_reduce(x, group=made)
+                time.sleep(0.02)
+            return switches() - before
+
+    assert all(woken <= 4 for woken in ranks(work))
