@@ -1,14 +1,19 @@
 # Every target sets up .venv from nothing; `make demo` and `make test` need no other preparation.
 PYTHON ?= python3
 BIN := .venv/bin
+VERSION ?= 2.15.0
 
-.PHONY: demo test lint docs sweep clean
+.PHONY: demo test torch lint docs sweep bench modes clean
 
 demo: .venv/ready
 	$(BIN)/gradmesh demo
 
 test: .venv/ready
 	$(BIN)/pytest -m "not slow"
+
+# The tests on another torch: `make torch VERSION=2.11.0`, in an environment of its own (several GB with CUDA's parts).
+torch: .venv-$(VERSION)/ready
+	.venv-$(VERSION)/bin/pytest -m "not slow"
 
 # The long form of the law tests: more ranks, more dtypes, more random cases.
 sweep: .venv/ready
@@ -19,14 +24,31 @@ lint: .venv/ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Writes what is generated into README.md.
+# Writes what is generated into README.md and docs/versions.md.
 docs: .venv/ready
 	$(BIN)/python tools/generate.py
+
+# The tables that compare gradmesh with other systems, and their pages. Some ten minutes each.
+bench: .venv/peers
+	$(BIN)/python -m benchmarks.speed --write docs/bench.md
+
+modes: .venv/peers
+	$(BIN)/python -m benchmarks.modes --write docs/modes.md
+
+.venv/peers: .venv/ready benchmarks/requirements.txt
+	$(BIN)/pip install --quiet --constraint constraints.txt --requirement benchmarks/requirements.txt
+	touch $@
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
+.venv-%/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-$*
+	grep -v '^torch==' constraints.txt > .venv-$*/constraints.txt
+	.venv-$*/bin/pip install --quiet --constraint .venv-$*/constraints.txt --editable ".[dev]" torch==$*
+	touch $@
+
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* .pytest_cache .mypy_cache .ruff_cache .hypothesis

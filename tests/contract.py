@@ -45,7 +45,11 @@ def axis_of(place: str) -> gm.Axis | None:
 
 def on_examples(check: Check, rows: Sequence[int], place: str = "world") -> int:
     """Put every example of the rows to a check, on this rank; returns how many there were."""
-    axis = axis_of(place)
+    return on_examples_of(axis_of(place), check, rows)
+
+
+def on_examples_of(axis: gm.Axis | None, check: Check, rows: Sequence[int]) -> int:
+    """The same on an axis, or None on a rank that is not on it."""
     count = 0
     if axis is None:
         return count

@@ -13,6 +13,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from gradmesh import cli
+from gradmesh.backends import shm
 from gradmesh.demo.extras import EXTRAS
 from gradmesh.ops.registry import table
 
@@ -26,11 +27,34 @@ def test_help_names_every_command() -> None:
     assert told.exit_code == 0
     assert re.findall(r"^  (\w+)  ", told.output, re.MULTILINE) == [
         "bench",
-        "compare",
         "demo",
         "info",
-        "modes",
     ]
+
+
+def test_without_arguments_it_says_what_it_does() -> None:
+    told = _run()
+    assert "Differentiable collective communication for PyTorch." in told.output
+    assert "bench" in told.output
+
+
+@pytest.mark.parametrize("arguments", [("modes", "--quick"), ("compare", "a", "b"), ("modes", "--help")])
+def test_a_command_that_has_moved_says_where_to(arguments: tuple[str, ...]) -> None:
+    told = _run(*arguments)
+    assert told.exit_code == 1
+    assert len(told.stderr.splitlines()) == 1
+    assert f"python -m benchmarks.{arguments[0]}" in told.stderr
+
+
+@pytest.mark.parametrize("command", ["bench", "demo", "info"])
+def test_every_command_explains_itself_and_its_options(command: str) -> None:
+    told = _run(command, "--help")
+    assert told.exit_code == 0
+    parameters = cli.commands().commands[command].params
+    assert parameters
+    for each in parameters:
+        assert each.help
+        assert each.opts[0] in told.output
 
 
 def test_info_tells_versions_and_backends() -> None:
@@ -40,13 +64,25 @@ def test_info_tells_versions_and_backends() -> None:
     assert rows["torch"] == torch.__version__
     assert rows["python"] == ".".join(map(str, sys.version_info[:3]))
     assert int(rows["cores"]) >= 1
-    assert {"threads", "gloo"} <= set(rows["backends"].split(", "))
+    default = shm.default()
+    assert [name for name in rows if name.startswith("backend")] == [
+        f"backend {name}" for name in ("shm", "threads", "gloo", "nccl", "mpi")
+    ]
+    assert rows[f"backend {default}"] == "available, the default of gm.launch"
+    assert rows["backend threads"] == "available"
+    assert (rows["backend nccl"] == "available") == torch.cuda.is_available()
     assert [rows[f"extra {extra}"] for extra in ("cli", "demo")] == ["installed", "installed"]
 
 
 def test_info_says_how_to_install_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EXTRAS, "notebook", ("no_such_module",))
     assert "no no_such_module: pip install 'gradmesh[notebook]'" in _run("info").output
+
+
+def test_info_lists_the_variables_that_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "GRADMESH_RECYCLE  64" not in _run("info").output
+    monkeypatch.setenv("GRADMESH_RECYCLE", "64")
+    assert re.search(r"^GRADMESH_RECYCLE\s+64\s*$", _run("info").output, re.MULTILINE)
 
 
 def test_info_prints_the_table_of_the_registry() -> None:

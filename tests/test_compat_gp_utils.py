@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 import gradmesh as gm
 from gradmesh.compat import gp_utils as gp
+from gradmesh.compat._ops import CountedByAll
 
 NAMES = [
     "CopyToModelParallelRegion",
@@ -44,12 +45,17 @@ NAMES = [
     "gather_from_model_parallel_region",
     "_GRAPH_PARALLEL_GROUP",
     "_DATA_PARALLEL_GROUP",
+    "gather_from_model_parallel_region_sum_grad",
+    "scale_backward_grad",
+    "setup_graph_parallel_groups",
 ]
 REGIONS = [
     gp.CopyToModelParallelRegion,
     gp.ReduceFromModelParallelRegion,
     gp.ScatterToModelParallelRegion,
     gp.GatherFromModelParallelRegion,
+    gp.GatherFromModelParallelRegionSumGrad,
+    gp.ScaleBackwardGrad,
 ]
 
 
@@ -70,7 +76,6 @@ def random(seed: int, *shape: int) -> Tensor:
 
 def test_every_name_of_the_original_is_there() -> None:
     assert [name for name in NAMES if not hasattr(gp, name)] == []
-    assert all(callable(getattr(region, "forward")) and callable(region.backward) for region in REGIONS)  # noqa: B009
 
 
 def test_an_unknown_name_is_no_attribute() -> None:
@@ -366,59 +371,115 @@ def test_forward_mode_goes_through(threads: Any) -> None:
     threads(2)(_forward_mode)
 
 
-# ---- Driven by hand, as the documented forward and backward allow ----------------------------------------
+# ---- What fairchem-core 1.10 added -------------------------------------------------------------------------
 
 
-class Context:
-    """What a caller hands in as `ctx`."""
+def _set_up_by_size(size: int) -> tuple[int, int]:
+    gp.setup_graph_parallel_groups(size, dist.get_backend())
+    found = gp.get_dp_rank(), gp.get_gp_rank()
+    gp.cleanup_gp()
+    return found
 
 
-def _by_hand(index: int) -> None:
-    region = REGIONS[index]
-    dim = (0,) if index >= 2 else ()
+def test_groups_of_a_size_are_those_of_a_configuration(threads: Any) -> None:
+    assert threads(4)(_set_up_by_size, 2) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("size", [2, 6, 0])
+def test_the_size_of_the_groups_has_to_divide_the_number_of_ranks(threads: Any, size: int) -> None:
+    def refused() -> None:
+        with pytest.raises(gm.ArgumentError, match=f"{size} does not divide 3"):
+            gp.setup_graph_parallel_groups(size, "threads")
+        assert not gp.initialized()
+
+    threads(3)(refused)
+
+
+def test_groups_need_a_process_group() -> None:
+    with pytest.raises(gm.NotInitializedError, match="setup_graph_parallel_groups"):
+        gp.setup_graph_parallel_groups(1, "gloo")
+
+
+def counted_loss(x: Tensor) -> Tensor:
+    return (x.sin() ** 3).sum()
+
+
+def _counted() -> tuple[Tensor, ...]:
+    with graph_parallel(2):
+        x = random(1, 3).requires_grad_()
+        scaled = gp.scale_backward_grad(counted_loss(x))
+        (first,) = torch.autograd.grad(scaled, x, create_graph=True)
+        bent = (gp.scale_backward_grad(x.sin()) ** 3).sum()
+        (inner,) = torch.autograd.grad(bent, x, create_graph=True)
+        seconds = [torch.autograd.grad(found.sum(), x, retain_graph=True)[0] for found in (first, inner)]
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x.detach(), random(2, 3))
+            tangent = forward_ad.unpack_dual(gp.scale_backward_grad(dual)).tangent
+        assert tangent is not None
+        assert scaled.data_ptr() != x.data_ptr()
+        return scaled.detach(), first.detach(), inner.detach(), *seconds, tangent
+
+
+def test_scaling_a_gradient_counts_the_loss_once_for_each_rank_of_the_graph(threads: Any) -> None:
+    x = random(1, 3).requires_grad_()
+    value = counted_loss(x)
+    (first,) = torch.autograd.grad(value, x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    # Of four ranks two share a graph: the gradient is twice the one, and its derivative twice that derivative.
+    for scaled, one, inner, *seconds, tangent in threads(4)(_counted):
+        torch.testing.assert_close(scaled, value.detach())
+        torch.testing.assert_close([one, inner], [2 * first.detach()] * 2)
+        torch.testing.assert_close(seconds, [2 * second] * 2)
+        torch.testing.assert_close(tangent, random(2, 3))
+
+
+@pytest.mark.parametrize("shape", [(2, 3), ()])
+def test_the_ops_of_scaling_keep_the_law_for_equal_gradients(threads: Any, shape: tuple[int, ...]) -> None:
+    def on_each_rank() -> None:
+        op = CountedByAll(gm.axis())
+        assert op.adjoint.adjoint == op
+        x, y = random(1, *shape), random(2, *shape)  # the same on every rank
+        forward = gm.all_reduce((op.apply(x) * y).sum(), dst=gm.R)
+        torch.testing.assert_close(forward, (x * op.adjoint.apply(y)).sum())
+        assert op.apply(x).data_ptr() != x.data_ptr()
+
+    threads(3)(on_each_rank)
+
+
+def _work_that_differs() -> tuple[Tensor, ...]:
     with graph_parallel(2) as rank:
-        x = random(1 if index != 3 else rank, 4, 2).requires_grad_()
-        y = region.apply(x, *dim)
-        incoming = random(20 + rank, *y.shape)
-        (expected,) = torch.autograd.grad(y, x, incoming)
-        ctx = Context()
-        torch.testing.assert_close(region.forward(ctx, x, *dim), y.detach())
-        torch.testing.assert_close(region.forward(None, x, *dim), y)
-        for _ in range(2):
-            grads = region.backward(ctx, incoming)
-            torch.testing.assert_close(grads[0] if dim else grads, expected)
-        assert not dim or grads[1] is None
-        torch.testing.assert_close(region.jvp(ctx, x.detach(), *dim), y.detach())
+        grads: list[Tensor] = []
+        for gather in (
+            lambda x: gp.gather_from_model_parallel_region_sum_grad(x, 0),
+            lambda x: gp.copy_to_model_parallel_region(gp.gather_from_model_parallel_region(x, 0)),
+            lambda x: gp.gather_from_model_parallel_region(x, 0),
+        ):
+            x = random(rank, 2 - rank).requires_grad_()
+            mine = (1 + rank) * (gather(x) ** 2).sum()
+            grads += torch.autograd.grad(mine, x)
+        return tuple(grads)
 
 
-@pytest.mark.parametrize("index", range(4))
-def test_forward_and_backward_can_be_called_by_hand(threads: Any, index: int) -> None:
-    threads(2)(_by_hand, index)
+def test_a_plain_gather_before_work_that_differs_lacks_the_other_ranks_terms(threads: Any) -> None:
+    for rank, (summed, copied, plain) in enumerate(threads(2)(_work_that_differs)):
+        x = random(rank, 2 - rank)
+        torch.testing.assert_close([summed, copied], [(1 + 2) * 2 * x] * 2)
+        torch.testing.assert_close(plain, (1 + rank) * 2 * x)
 
 
-class Own(torch.autograd.Function):
-    """A user's Function made of the region's documented methods."""
+@pytest.mark.parametrize(
+    "gather", [gp.gather_from_model_parallel_region, gp.gather_from_model_parallel_region_sum_grad]
+)
+def test_calls_of_newer_fairchem_are_refused_by_name(threads: Any, gather: Any) -> None:
+    def refused() -> None:
+        with graph_parallel(2):
+            for call in (lambda: gather(torch.zeros(2, 3), 4), lambda: gather(torch.zeros(2, 3), natoms=4)):
+                with pytest.raises(gm.ArgumentError, match=r"gradmesh\.compat\.fairchem"):
+                    call()
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        found: Tensor = gp.GatherFromModelParallelRegion.forward(ctx, x, 0)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        found: Tensor = gp.GatherFromModelParallelRegion.backward(ctx, *grads)[0]
-        return found
-
-
-def _in_a_function() -> None:
-    with graph_parallel(2) as rank:
-        x = random(rank, 2 + rank).requires_grad_()
-        y = Own.apply(x)
-        (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(first.sum(), x)
-        torch.testing.assert_close(first, 3 * x**2)
-        torch.testing.assert_close(second, 6 * x.detach())
+    threads(2)(refused)
 
 
-def test_forward_and_backward_serve_in_a_function_of_the_callers(threads: Any) -> None:
-    threads(2)(_in_a_function)
+def test_names_of_newer_fairchem_are_said_to_be_elsewhere() -> None:
+    with pytest.raises(AttributeError, match=r"gradmesh\.compat\.fairchem"):
+        gp.size_list_fn  # noqa: B018

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 import gradmesh as gm
+from gradmesh.compat import fairchem, ksuit, megatron, towhee
 from gradmesh.compat import gp_utils as gp
-from gradmesh.compat import ksuit, megatron, towhee
 from gradmesh.compat import torch_nn as nn
 
 Result = Tensor | tuple[Tensor, ...]
@@ -141,6 +141,64 @@ def gp_gather(dim: int) -> Row:
     )
 
 
+def gp_gather_sum_grad(dim: int) -> Row:
+    return Row(
+        f"gp gather, sum of gradients, along {dim}",
+        lambda x, _: gp.gather_from_model_parallel_region_sum_grad(x, dim),
+        everywhere(lambda xs: torch.cat(list(xs), dim)),
+        shape=lambda rank, n: tuple(uneven(n)[rank] if d == dim % 3 else 2 for d in range(3)),
+        dst=gm.R,
+    )
+
+
+def balanced(total: int, n: int) -> list[int]:
+    return [total // n + (rank < total % n) for rank in range(n)]
+
+
+def fairchem_gather(name: str, call: Any, atoms: int, dst: gm.Type, padded: bool = False) -> Row:
+    def shape(rank: int, n: int) -> tuple[int, ...]:
+        return balanced(atoms, n)[0 if padded else rank], 2
+
+    return Row(
+        f"fairchem {name} of {atoms}{', padded' * padded}",
+        lambda x, _: call(x, atoms),
+        everywhere(
+            lambda xs: torch.cat([x[:own] for x, own in zip(xs, balanced(atoms, len(xs)), strict=True)])
+        ),
+        shape=shape,
+        dst=dst,
+    )
+
+
+def graph(n: int) -> tuple[Tensor, Tensor]:
+    """Who owns each of 3 n + 1 atoms, not in order, and edges from near and from far."""
+    atoms = 3 * n + 1
+    owners = (torch.arange(atoms) * 5 + 1) % n
+    targets = torch.arange(atoms).repeat(2)
+    return owners, torch.stack([torch.cat([targets[:atoms] * 2, targets[atoms:] + 1]) % atoms, targets])
+
+
+def collect(x: Tensor, _: Any) -> Tensor:
+    rank, n = fairchem.get_gp_rank(), fairchem.get_gp_world_size()
+    owners, edges = graph(n)
+    return fairchem.all_to_all_collect(
+        x, fairchem.build_gp_context(edges[:, owners[edges[1]] == rank], owners, rank, n)
+    )
+
+
+def collected(xs: Sequence[Tensor]) -> list[Result]:
+    owners, edges = graph(len(xs))
+    found: list[Result] = []
+    for rank in range(len(xs)):
+        sources = {s for s, t in edges.T.tolist() if owners[t] == rank and owners[s] != rank}
+        mine = [
+            xs[int(owners[atom])][int((owners[:atom] == owners[atom]).sum())]
+            for atom in sorted(sources, key=lambda atom: (int(owners[atom]), atom))
+        ]
+        found.append(torch.stack(mine))
+    return found
+
+
 def nn_reductions(op: Any, fold: Callable[[Sequence[Tensor]], Tensor]) -> list[Row]:
     return [
         Row(f"nn all_reduce {op}", lambda x, group: nn.all_reduce(x, op, group), everywhere(fold), dst=gm.R),
@@ -159,6 +217,52 @@ GP = [
     Row("gp reduce", lambda x, _: gp.reduce_from_model_parallel_region(x), everywhere(total), dst=gm.I),
     *(gp_scatter(dim, size) for dim, size in ((0, 6), (1, 5), (2, 1), (-1, 7), (-3, 4), (-2, 0))),
     *(gp_gather(dim) for dim in (0, 1, 2, -1, -2)),
+    *(gp_gather_sum_grad(dim) for dim in (0, -1)),
+    Row(
+        "fairchem reduce",
+        lambda x, _: fairchem.reduce_from_model_parallel_region(x),
+        everywhere(total),
+        dst=gm.I,
+    ),
+    Row("fairchem sum", lambda x, _: fairchem.all_reduce_sum_with_grad(x), everywhere(total), dst=gm.R),
+    *(
+        Row(
+            f"fairchem scatter of {atoms}",
+            lambda x, _: fairchem.scatter_to_model_parallel_region(x),
+            lambda xs: list(cut(0, balanced)(xs[0], len(xs))),
+            shape=lambda *_, atoms=atoms: (atoms, 2),
+            src=gm.I,
+        )
+        for atoms in (6, 5, 1, 0)
+    ),
+    *(
+        fairchem_gather("gather", fairchem.gather_from_model_parallel_region, atoms, gm.I, padded)
+        for atoms, padded in ((5, False), (5, True), (1, False), (0, True))
+    ),
+    *(
+        fairchem_gather(
+            "gather, sum", fairchem.gather_from_model_parallel_region_sum_grad, atoms, gm.R, padded
+        )
+        for atoms, padded in ((5, False), (7, True))
+    ),
+    Row(
+        "fairchem parts",
+        lambda x, _: fairchem.GatherFromModelParallelRegionGradPadded.apply(x),
+        everywhere(tuple),
+        dst=gm.I,
+    ),
+    Row(
+        "fairchem parts, sum",
+        lambda x, _: fairchem.GatherFromModelParallelRegionSumGradPadded.apply(x),
+        everywhere(tuple),
+        dst=gm.R,
+    ),
+    Row(
+        "fairchem collect",
+        collect,
+        collected,
+        shape=lambda rank, n: (int((graph(n)[0] == rank).sum()), 2),
+    ),
 ]
 
 NN = [

@@ -22,7 +22,7 @@ from gradmesh.ops.permute import Permute, Shift
 from gradmesh.ops.registry import REGISTRY
 from gradmesh.ops.scan import Scan
 from gradmesh.ops.shard import AllGatherInvariant, Shard
-from gradmesh.ops.sizes import Sizes
+from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.verify import laws
 from gradmesh.wire import Carrier
 from tests import contract
@@ -79,11 +79,11 @@ def _wrong_pairs(axis: gm.Axis) -> dict[str, tuple[LinearOp, Sequence[int], Line
     """Adjoints that hand-written code has had, and what they were taken for."""
     pairs = ((0, 1), (1, 2))
     return {
-        "slice without the sum": (AllGather(axis, 0), (2,), Shard(axis, 0)),
+        "slice without the sum": (AllGather(axis, 0, EQUAL), (2,), Shard(axis, 0, EQUAL)),
         "sum where the gradient is whole": (
-            AllGatherInvariant(axis, 0),
+            AllGatherInvariant(axis, 0, EQUAL),
             (2,),
-            ReduceScatter(axis, 0),
+            ReduceScatter(axis, 0, EQUAL),
         ),
         "identity for a sum": (AllReduce(axis), (2,), Replicate(axis)),
         "sum for an identity": (AllReduceInvariant(axis), (2,), AllReduceInvariant(axis)),
@@ -102,11 +102,15 @@ def _wrong_pairs(axis: gm.Axis) -> dict[str, tuple[LinearOp, Sequence[int], Line
             (2,),
             HaloExchange(axis, 0, 0, 1, True, Sizes((2,) * axis.size)).adjoint,
         ),
-        "an exchange taken for an identity": (AllToAll(axis, 0, 0), (3,), PartialFromVarying(axis)),
+        "an exchange taken for an identity": (
+            AllToAll(axis, 0, 0, EQUAL, EQUAL),
+            (3,),
+            PartialFromVarying(axis),
+        ),
         "the sum of another rank's slice": (
-            AllGather(axis, 0),
+            AllGather(axis, 0, EQUAL),
             (2,),
-            Chain(ReduceScatter(axis, 0), Shift(axis, offset=1, wrap=True)),
+            Chain(ReduceScatter(axis, 0, EQUAL), Shift(axis, offset=1, wrap=True)),
         ),
     }
 
@@ -124,11 +128,11 @@ def test_the_dense_reference_would_notice_a_wrong_rule(threads: Threads) -> None
     """The third-order check fails when backward passes on the wrong op's result."""
 
     def on_each_rank() -> bool:
-        op = AllGather(gm.axis(), 0)
-        lying = type("Lying", (AllGather,), {"adjoint": property(lambda self: Shard(self.axis, 0))})
+        op = AllGather(gm.axis(), 0, EQUAL)
+        lying = type("Lying", (AllGather,), {"adjoint": property(lambda self: Shard(self.axis, 0, EQUAL))})
         contract.matches_dense_autograd_to_third_order(op, (2, 3))
         try:
-            contract.matches_dense_autograd_to_third_order(lying(gm.axis(), 0), (2, 3))
+            contract.matches_dense_autograd_to_third_order(lying(gm.axis(), 0, EQUAL), (2, 3))
         except AssertionError:
             return True
         return False

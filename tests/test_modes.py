@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -14,15 +15,15 @@ from click.testing import CliRunner
 from torch import Tensor
 
 import gradmesh as gm
-from gradmesh import cli
-from gradmesh.bench import report
-from gradmesh.bench.cases import CASES
-from gradmesh.bench.cell import Verdict
-from gradmesh.bench.grid import Pools, measure
-from gradmesh.bench.modes import MODES, expected, no_meaning
-from gradmesh.bench.ours import GRADMESH
-from gradmesh.bench.peers import DTENSOR, FUNCTIONAL, NN, PEERS
-from gradmesh.bench.systems import Op, Setting, System, find
+from benchmarks.modes import report
+from benchmarks.modes.cell import Verdict
+from benchmarks.modes.command import modes
+from benchmarks.modes.grid import Pools, measure
+from benchmarks.modes.mode import MODES, expected, no_meaning
+from benchmarks.systems.cases import CASES
+from benchmarks.systems.ours import GRADMESH
+from benchmarks.systems.peers import DTENSOR, FUNCTIONAL, NN, PEERS
+from benchmarks.systems.system import Op, Setting, System, find
 from gradmesh.ops.registry import REGISTRY
 
 
@@ -192,12 +193,10 @@ def test_faults_are_the_cells_that_are_neither_right_nor_refused() -> None:
 
 def test_the_command_prints_and_writes_the_table(tmp_path: Path) -> None:
     page, data = tmp_path / "modes.md", tmp_path / "modes.json"
-    arguments = ["modes", "--quick", "--backend", "threads", "--mode", "reverse"]
-    told = CliRunner().invoke(cli.commands(), [*arguments, "--write", str(page), "--json", str(data)])
+    arguments = ["--quick", "--backend", "threads", "--mode", "reverse"]
+    told = CliRunner().invoke(modes, [*arguments, "--write", str(page), "--json", str(data)])
     assert told.exit_code == 0, told.output
     assert "halo_exchange" in told.output
     assert "| `halo_exchange` | ok |" in page.read_text()
-    import json
-
     loaded: dict[str, Any] = json.loads(data.read_text())
     assert loaded["systems"]["gradmesh"]["scan"]["reverse"] == {"verdict": "ok", "note": ""}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import threading
 from typing import Any
@@ -16,7 +17,9 @@ from torch.distributed import distributed_c10d as c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import gradmesh as gm
 from gradmesh import _torch
+from gradmesh.ops.registry import REGISTRY
 
 
 def test_the_groups_of_a_process_are_reached_through_c10d_world() -> None:
@@ -279,3 +282,10 @@ def test_the_opaque_ops_have_an_ordered_effect() -> None:
 
     for op in (torch.ops.gradmesh.exchange.default, torch.ops.gradmesh.reduce.default):
         assert _get_effect(op) is not None
+
+
+def test_every_op_lists_its_keyword_only_fields_last() -> None:
+    for row in REGISTRY:
+        for op, _ in row.examples(gm.Axis("any", 0, 2, None)):  # type: ignore[arg-type]
+            keyword_only = [bool(field.kw_only) for field in dataclasses.fields(op)]
+            assert keyword_only == sorted(keyword_only)

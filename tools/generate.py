@@ -1,31 +1,55 @@
-"""Write what is generated from the registry into README.md; `--check` only says whether it is up to date."""
+"""Write what is generated into README.md and the pages in docs/; `--check` only says whether they are up to date."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+from gradmesh import environment
+from gradmesh._torch import RELIED_ON
 from gradmesh.ops.registry import table
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+VERSIONS, VARIABLES = ROOT / "docs" / "versions.md", ROOT / "docs" / "environment.md"
 BEGIN, END = "<!-- table: begin (make docs) -->", "<!-- table: end -->"
+
+
+def _between_marks(text: str, generated: str) -> str:
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n{generated}\n{END}{after}"
 
 
 def with_table(text: str) -> str:
     """The text with the table of ops between its marks."""
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    return _between_marks(text, table())
+
+
+def with_names(text: str) -> str:
+    """The text with the private names of torch between its marks, and what happens without each."""
+    names: dict[str, list[str]] = {}
+    for path, without in RELIED_ON.items():
+        names.setdefault(without, []).append(f"`{path}`")
+    rows = [f"| {'<br>'.join(paths)} | {without} |" for without, paths in names.items()]
+    return _between_marks(text, "\n".join(["| without | what happens |", "|---|---|", *rows]))
+
+
+def with_variables(text: str) -> str:
+    """The text with the environment variables between its marks."""
+    return _between_marks(text, environment.table())
 
 
 def main() -> int:
-    """Update the README, or check it."""
-    text = README.read_text()
-    fresh = with_table(text)
-    if "--check" in sys.argv:
-        return int(text != fresh)
-    README.write_text(fresh)
-    return 0
+    """Update the pages, or check them."""
+    stale = 0
+    for page, generated in ((README, with_table), (VERSIONS, with_names), (VARIABLES, with_variables)):
+        text = page.read_text()
+        fresh = generated(text)
+        stale |= text != fresh
+        if "--check" not in sys.argv:
+            page.write_text(fresh)
+    return int(stale and "--check" in sys.argv)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from gradmesh.collectives import (
     exscan,
     gather,
     halo_exchange,
+    neighbor_all_to_all,
     permute,
     recv,
     reduce,
@@ -46,6 +47,8 @@ from gradmesh.errors import (
     OrderError,
     RankError,
     ShapeError,
+    TorchVersionError,
+    TorchWarning,
 )
 from gradmesh.launch import Ranks, launch
 from gradmesh.order import Order, backward, grad, join, ordered
@@ -73,6 +76,8 @@ __all__ = [
     "RankError",
     "Ranks",
     "ShapeError",
+    "TorchVersionError",
+    "TorchWarning",
     "Type",
     "V",
     "all_gather",
@@ -91,6 +96,7 @@ __all__ = [
     "join",
     "launch",
     "mesh",
+    "neighbor_all_to_all",
     "ordered",
     "permute",
     "recv",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from gradmesh._torch import functorch_active, is_fake, only_vmap_active, transforms_active
 from gradmesh.axis import Axis, AxisLike, resolve
+from gradmesh.backends.process_group import kept_by
 from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError, message
-from gradmesh.ops.base import Precision
+from gradmesh.ops.base import Op, Precision
 from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.state import rank_state
 from gradmesh.wire import carrier, compiling
@@ -22,7 +23,10 @@ __all__ = ["Call", "SizesLike", "integer"]
 _HEADER = 16
 """Numbers that tell a shape: how many dimensions, and their sizes."""
 
+_AS_IT_IS = Precision(comm_dtype=None, backward_dtype=None)
+
 T = TypeVar("T")
+OpT = TypeVar("OpT", bound=Op)
 SizesLike = Sequence[int] | Literal["auto"] | None
 
 
@@ -64,26 +68,45 @@ class Call:
         self.verb = verb
         self.axis: Axis = resolve(axis, verb)
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested or x.is_quantized:
-            self.fail(
-                "the operand is not a dense tensor",
-                expected="a strided torch.Tensor",
-                got=_kind(x),
-                remedy="pass a tensor; use torch.as_tensor, to_dense() or dequantize() first",
-            )
+            self._refuse_operand(x)
         if type(x) is not Tensor and hasattr(x, "to_local"):
-            self.fail(
-                "the operand is a DTensor",
-                expected="this rank's own tensor",
-                got=f"{type(x).__name__} with placements {getattr(x, 'placements', 'unknown')}",
-                remedy="pass x.to_local(grad_placements=[...]), where the placement of the gradient is Shard(dim) for "
-                "a\nshard, Partial() for a replicated tensor that each rank uses differently, Replicate() for one "
-                "that every\nrank uses alike or for a pending sum; DTensor.from_local(y, mesh, [...]) leads back",
-            )
+            self._refuse_dtensor(x)
         self.x = x
-        self.precision = Precision(comm_dtype=comm_dtype, backward_dtype=backward_dtype)
-        for name, dtype in (("comm_dtype", comm_dtype), ("backward_dtype", backward_dtype)):
-            if dtype is not None:
-                self._precision(name, dtype)
+        self.precision = _AS_IT_IS
+        if comm_dtype is not None or backward_dtype is not None:
+            self.precision = Precision(comm_dtype=comm_dtype, backward_dtype=backward_dtype)
+            for name, dtype in (("comm_dtype", comm_dtype), ("backward_dtype", backward_dtype)):
+                if dtype is not None:
+                    self._precision(name, dtype)
+
+    def op(self, kind: Callable[..., OpT], *fields: Hashable) -> OpT:
+        """The op of these fields on this axis: one that was made before, where the group keeps it."""
+        kept = None if compiling() else kept_by(self.axis.group)
+        if kept is None:
+            return kind(self.axis, *fields, **self.precision)
+        key = (kind, self.axis.name, fields, *self.precision.values())
+        found: OpT | None = kept.get(key)
+        if found is None:
+            found = kept[key] = kind(self.axis, *fields, **self.precision)
+        return found
+
+    def _refuse_operand(self, x: object) -> NoReturn:
+        self.fail(
+            "the operand is not a dense tensor",
+            expected="a strided torch.Tensor",
+            got=_kind(x),
+            remedy="pass a tensor; use torch.as_tensor, to_dense() or dequantize() first",
+        )
+
+    def _refuse_dtensor(self, x: Tensor) -> NoReturn:
+        self.fail(
+            "the operand is a DTensor",
+            expected="this rank's own tensor",
+            got=f"{type(x).__name__} with placements {getattr(x, 'placements', 'unknown')}",
+            remedy="pass x.to_local(grad_placements=[...]), where the placement of the gradient is Shard(dim) for "
+            "a\nshard, Partial() for a replicated tensor that each rank uses differently, Replicate() for one "
+            "that every\nrank uses alike or for a pending sum; DTensor.from_local(y, mesh, [...]) leads back",
+        )
 
     def fail(
         self, problem: str, *, expected: str, got: str, remedy: str, kind: type[GradmeshError] = ArgumentError
@@ -108,7 +131,7 @@ class Call:
 
     def dim(self, dim: int, name: str = "dim") -> int:
         """A tensor dimension, counted from 0."""
-        n, whole = self.x.dim(), integer(dim)
+        n, whole = self.x.dim(), dim if type(dim) is int else integer(dim)
         if whole is None or not -n <= whole < n:
             self.fail(
                 f"{name} is out of range",
@@ -134,14 +157,15 @@ class Call:
 
     def choose(self, name: str, value: object, choices: Mapping[Any, T], why: str = "") -> T:
         """One of the op's few choices, such as a type or a reduction."""
-        if not isinstance(value, Hashable) or value not in choices:
+        try:
+            return choices[value]
+        except (KeyError, TypeError):
             self.fail(
                 f"{name} is not one that {self.verb} knows",
                 expected=f"{name} one of {', '.join(map(repr, choices))}",
                 got=f"{name}={value!r}",
                 remedy=why or f"choose {name} among these",
             )
-        return choices[value]
 
     def sizes(self, sizes: SizesLike, dim: int, name: str = "sizes") -> Sizes:
         """Each rank's size along a dim that was checked; "auto" asks the ranks for the operand's own."""

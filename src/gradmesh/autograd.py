@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gradmesh._torch import (
+    forward_level_open,
     functorch_active,
     is_legacy_batched,
     on_legacy_batch,
@@ -46,7 +47,8 @@ def linked(op: LinearOp, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
 
     The backward of what takes the next token runs first, since this one waits for that token's gradient.
     """
-    result: tuple[Tensor, Tensor] = _Rule.apply(op, x, token)  # type: ignore[no-untyped-call]
+    rule = _Rule if functorch_active() else _Node
+    result: tuple[Tensor, Tensor] = rule.apply(op, x, token)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -64,14 +66,15 @@ def unlinked(op: Op, x: Tensor) -> Tensor:
     if recording and op.rooted and not x.requires_grad:
         x = _take_part(x)
     if (recording and x.requires_grad) or transforms_active():
-        result: Tensor = _Rule.apply(op, x)  # type: ignore[no-untyped-call]
+        rule = _Rule if functorch_active() else _Node
+        result: Tensor = rule.apply(op, x)  # type: ignore[no-untyped-call]
         return result
     return op.apply(x)
 
 
 def _compiled(op: Op, x: Tensor) -> Tensor:
     """Run an op inside a program that is being compiled."""
-    if forward_ad._current_level >= 0:
+    if forward_level_open():
         _refuse(
             op, "a compiled program has no forward mode", "call the function uncompiled inside forward mode"
         )
@@ -144,7 +147,7 @@ class _Rule(torch.autograd.Function):
         if grad is not None and grad.layout is not torch.strided:
             grad = grad.to_dense()
         if not ctx.linked:
-            return None, None if grad is None else unlinked(op.adjoint, grad), None
+            return None, None if grad is None else unlinked(op.back, grad), None
         # Read also where it is not needed: inside a checkpoint this is what makes every rank recompute here, and
         # not some of them elsewhere or never.
         (token,) = ctx.saved_tensors
@@ -155,8 +158,8 @@ class _Rule(torch.autograd.Function):
             # nowhere and lose the order of the passes to come.
             following = token.clone()
         if torch.is_grad_enabled():
-            return None, *linked(op.adjoint, grad, following)
-        return None, unlinked(op.adjoint, grad), following
+            return None, *linked(op.back, grad, following)
+        return None, unlinked(op.back, grad), following
 
     @staticmethod
     def jvp(ctx: Any, _: None, tangent: Tensor | None, token: Tensor | None = None) -> Any:
@@ -176,31 +179,20 @@ class _Rule(torch.autograd.Function):
         return linked(op.batched(), moved, token), (0, in_dims[2])  # type: ignore[arg-type]
 
 
-class _Bound:
-    """The arguments of a call, as `inspect.BoundArguments` has them."""
-
-    __slots__ = ("args", "kwargs")
-
-    def __init__(self, args: tuple[object, ...]) -> None:
-        self.args = args if len(args) == 3 else (*args, None)
-        self.kwargs: dict[str, object] = {}
-
-    def apply_defaults(self) -> None:
-        """Done already."""
+# Function.apply asks for the signature at every call; computing it anew takes longer than the rest of the rule.
+_Rule.forward.__signature__ = inspect.signature(_Rule.forward)  # type: ignore[attr-defined]
 
 
-class _Signature(inspect.Signature):
-    """That of `_Rule.forward`, which the rule calls with two positional arguments or three."""
+class _Node(torch.autograd.Function):
+    """The same rule where no torch.func transform is on: in torch's older form, which takes 12 us less of a call."""
 
-    def bind(self, *args: Any, **_: Any) -> Any:
-        """The token is None unless it is given."""
-        return _Bound(args)
+    @staticmethod
+    def forward(ctx: Any, op: Op, x: Tensor, token: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        output = _Rule.forward(op, x, token)
+        _Rule.setup_context(ctx, (op, x, token), output)
+        return output
 
-
-# Function.apply asks for the signature at every call, and binds the arguments to it. Computing it anew takes longer
-# than the rest of the rule, and binding in general takes 6 us of the 30.
-_parameters = list(inspect.signature(_Rule.forward).parameters.values())
-_Rule.forward.__signature__ = _Signature(_parameters)  # type: ignore[attr-defined]
+    backward, jvp = _Rule.backward, _Rule.jvp
 
 
 class _CompiledRule(torch.autograd.Function):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from gradmesh.backends.process_group import kept_by
 from gradmesh.errors import AxisError, message
 from gradmesh.world import current_mesh, world_group
 
@@ -99,7 +100,13 @@ def resolve(which: AxisLike, op: str) -> Axis:
 
 
 def _of_group(group: dist.ProcessGroup, name: str) -> Axis:
-    return Axis(name, group.rank(), group.size(), group)
+    kept = kept_by(group)
+    if kept is None:
+        return Axis(name, group.rank(), group.size(), group)
+    found: Axis | None = kept.get((Axis, name))
+    if found is None:
+        found = kept[Axis, name] = Axis(name, group.rank(), group.size(), group)
+    return found
 
 
 def _of_mesh(mesh: DeviceMesh | None, name: str | None, op: str) -> Axis:

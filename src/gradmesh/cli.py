@@ -1,4 +1,4 @@
-"""The command line: `gradmesh demo`, `gradmesh modes`, `gradmesh bench`, `gradmesh compare` and `gradmesh info`.
+"""The command line: `gradmesh demo`, `gradmesh bench` and `gradmesh info`.
 
 Every command is a plain function, and `commands` is the one place that says how its options are spelled. What the
 extras bring is imported when it is used, so that without them there is a text and no traceback.
@@ -8,22 +8,14 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import platform
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-
-from gradmesh.bench.command import SYSTEMS, modes
-from gradmesh.bench.modes import MODES
-from gradmesh.bench.speed.command import bench, compare
-from gradmesh.bench.speed.contenders import SYSTEMS as TIMED
-from gradmesh.bench.speed.tasks import VERBS
+from gradmesh import installation
+from gradmesh.backends import shm
+from gradmesh.bench.command import bench
 from gradmesh.demo.extras import EXTRAS, missing, require
 from gradmesh.demo.job import Settings, run
 from gradmesh.errors import GradmeshError, MissingExtraError
@@ -33,6 +25,14 @@ if TYPE_CHECKING:
     import click
 
 __all__ = ["commands", "main"]
+
+_HELP = """Differentiable collective communication for PyTorch.
+
+The command shows what gradmesh does on this machine; programs import it: import gradmesh as gm, and run on
+gm.launch, or under torchrun."""
+
+_MOVED = ("compare", "modes")
+"""Commands that compare gradmesh with other systems, which is for those who work on it."""
 
 
 def main() -> None:
@@ -55,8 +55,8 @@ def commands() -> click.Group:
 
     default = Settings()
     option = functools.partial(click.Option, show_default=True)
-    group = click.Group("gradmesh", help="Differentiable collective communication for PyTorch.")
-    click.version_option(_version(), prog_name="gradmesh")(group)
+    group = click.Group("gradmesh", help=_HELP)
+    click.version_option(installation.version(), prog_name="gradmesh")(group)
     group.add_command(
         click.Command(
             "demo",
@@ -105,120 +105,26 @@ def commands() -> click.Group:
     )
     group.add_command(
         click.Command(
-            "modes",
-            callback=_told(modes),
-            short_help="Run every verb in every autodiff mode, here and in other systems.",
-            help="Run every verb in every autodiff mode on local ranks, hold each against a dense program of one "
-            "process, and print what came out; the same for other systems that are installed. Takes minutes.",
-            params=[
-                option(
-                    ["--system", "systems"],
-                    multiple=True,
-                    type=click.Choice(list(SYSTEMS)),
-                    help="A system to measure; all by default.",
-                ),
-                option(
-                    ["--mode", "only"],
-                    multiple=True,
-                    type=click.Choice(list(MODES)),
-                    help="A mode to run; all by default.",
-                ),
-                option(["--quick"], is_flag=True, help="gradmesh alone."),
-                option(
-                    ["--backend"],
-                    type=click.Choice(["gloo", "shm", "threads"]),
-                    default="gloo",
-                    help="What gradmesh runs on; compiled programs and the others run on gloo.",
-                ),
-                option(
-                    ["--json", "json_path"],
-                    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-                    help="Where to write everything, as JSON.",
-                ),
-                option(["--markdown", "as_markdown"], is_flag=True, help="Print Markdown."),
-                option(
-                    ["--write", "page"],
-                    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-                    help="Where to write the page of the docs.",
-                ),
-            ],
-        )
-    )
-    group.add_command(
-        click.Command(
             "bench",
             callback=_told(bench),
-            short_help="Time every collective, forward and backward, here and in other systems.",
-            help="Time forward and backward of the collectives on local ranks: gradmesh on each backend, the raw "
-            "calls, other systems, MPI where it is installed, and the copies that nobody can avoid. All systems take "
-            "turns in one run. Takes some ten minutes.",
+            short_help="Time the verbs on this machine, beside torch.distributed's own calls.",
+            help="Time the verbs on local ranks of this machine, forward, and forward with backward, at a few sizes, "
+            "beside torch.distributed's own call of the same backend where there is one. Shows medians and their "
+            "spread, and what the verb adds. Takes some minutes. Progress goes to stderr.",
             params=[
                 option(
-                    ["--ranks"],
-                    multiple=True,
-                    type=click.IntRange(min=2),
-                    help="A number of ranks; 2 and 4 by default.",
+                    ["--backend"],
+                    type=click.Choice(["shm", "gloo", "threads", "nccl"]),
+                    default=default.backend,
+                    callback=_available,
+                    help="shm, gloo, nccl: processes, under nccl a GPU each; threads: threads of one process.",
                 ),
-                option(
-                    ["--verb", "verbs"],
-                    multiple=True,
-                    type=click.Choice(list(VERBS)),
-                    help="A verb to time; all by default.",
-                ),
-                option(
-                    ["--size", "sizes"],
-                    multiple=True,
-                    help="Bytes of a rank's part; 4, 4KiB, 512KiB, 4MiB and 32MiB by default.",
-                ),
-                option(
-                    ["--system", "systems"],
-                    multiple=True,
-                    type=click.Choice(TIMED),
-                    help="A system to time, on all its backends; all by default.",
-                ),
-                option(
-                    ["--rounds"],
-                    type=click.IntRange(min=1),
-                    help="How often each system is timed at most.",
-                ),
-                option(["--quick"], is_flag=True, help="2 ranks, few sizes, few rounds: less than a minute."),
+                option(["--ranks"], type=click.IntRange(min=2), default=2, help="Number of local ranks."),
+                option(["--quick"], is_flag=True, help="Few sizes and few rounds: less than a minute."),
                 option(
                     ["--json", "json_path"],
-                    type=click.Path(dir_okay=False, writable=True, allow_dash=True),
-                    help="Where to write everything, as JSON; - for stdout, all else goes to stderr then.",
-                ),
-                option(
-                    ["--picture"],
                     type=click.Path(dir_okay=False, writable=True, path_type=Path),
-                    help="Where to draw time over floor against size, as PNG.",
-                ),
-                option(
-                    ["--write", "page"],
-                    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-                    help="Where to write the page of the docs; the picture is drawn beside it.",
-                ),
-            ],
-        )
-    )
-    group.add_command(
-        click.Command(
-            "compare",
-            callback=_told(compare),
-            help="Compare two files that `gradmesh bench --json` wrote, and fail when a cell has become slower.",
-            params=[
-                click.Argument(["old"], type=click.Path(exists=True, dir_okay=False, path_type=Path)),
-                click.Argument(["new"], type=click.Path(exists=True, dir_okay=False, path_type=Path)),
-                option(
-                    ["--threshold"],
-                    type=click.FloatRange(min=1),
-                    default=1.25,
-                    help="How many times as long a cell may take.",
-                ),
-                option(
-                    ["--system", "systems"],
-                    multiple=True,
-                    type=click.Choice(TIMED),
-                    help="A system to compare; all by default.",
+                    help="Where to write every round's times, as JSON.",
                 ),
             ],
         )
@@ -227,12 +133,25 @@ def commands() -> click.Group:
         click.Command(
             "info",
             callback=_told(info),
-            help="Say what is installed here and what it can run on.",
+            short_help="Say what is installed here and what gradmesh can run on.",
+            help="Say what is installed here, which backends and extras there are, and which environment variables "
+            "are set for gradmesh.",
             params=[
                 option(["--table"], is_flag=True, help="Print the table of the collectives, as Markdown.")
             ],
         )
     )
+    for name in _MOVED:
+        group.add_command(
+            click.Command(
+                name,
+                callback=_told(functools.partial(_moved, name)),
+                hidden=True,
+                add_help_option=False,
+                context_settings={"ignore_unknown_options": True},
+                params=[click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)],
+            )
+        )
     return group
 
 
@@ -256,30 +175,51 @@ def demo(ranks: int, backend: str, epochs: int, seed: int, picture: Path, as_jso
 
 
 def info(table: bool) -> None:
-    """Print what is installed, or the table of the ops."""
+    """Print what is installed, or the table of the collectives."""
     if table:
         print(ops_table())
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
+    backends = {name: why or "available" for name, why in installation.backends().items()}
+    backends[shm.default()] += ", the default of gm.launch"
+    absent = {extra: ", ".join(missing(extra)) for extra in EXTRAS}
     rows = {
-        "gradmesh": _version(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cores": str(_cores()),
-        "GPUs": str(torch.cuda.device_count()),
-        "backends": ", ".join(_backends()),
+        **installation.versions(),
+        **{f"backend {name}": text for name, text in backends.items()},
+        **{
+            f"extra {extra}": f"no {modules}: pip install 'gradmesh[{extra}]'" if modules else "installed"
+            for extra, modules in absent.items()
+        },
+        **installation.variables(),
     }
-    for extra in EXTRAS:
-        absent = missing(extra)
-        rows[f"extra {extra}"] = (
-            f"no {', '.join(absent)}: pip install 'gradmesh\\[{extra}]'" if absent else "installed"
-        )
     grid = Table.grid(padding=(0, 2))
     for name, value in rows.items():
-        grid.add_row(name, value)
-    Console(highlight=False).print(grid)
+        grid.add_row(escape(name), escape(value))
+    Console(highlight=False).print(grid, soft_wrap=True)
+
+
+def _available(_context: click.Context, _option: click.Parameter, backend: str) -> str:
+    """The backend, if it can be had here; else a usage error."""
+    import click
+
+    if why := installation.backends()[backend]:
+        raise click.BadParameter(f"{backend} is not available: {why}; `gradmesh info` lists what is")
+    return backend
+
+
+def _moved(name: str, arguments: tuple[str, ...]) -> None:
+    """Say where a command has gone.
+
+    Raises:
+        GradmeshError: always.
+    """
+    del arguments
+    raise GradmeshError(
+        f"`gradmesh {name}` is now `python -m benchmarks.{name}`, run in a clone of the repository"
+    )
 
 
 def _told(command: Callable[..., None]) -> Callable[..., None]:
@@ -294,24 +234,3 @@ def _told(command: Callable[..., None]) -> Callable[..., None]:
             raise click.ClickException(str(error)) from error
 
     return told
-
-
-def _version() -> str:
-    try:
-        return metadata.version("gradmesh")
-    except metadata.PackageNotFoundError:
-        return "not installed, run from source"
-
-
-def _cores() -> int:
-    """The cores that this process may use, where the system tells."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _backends() -> list[str]:
-    found = {
-        "gloo": dist.is_gloo_available(),
-        "mpi": dist.is_mpi_available(),
-        "nccl": dist.is_nccl_available(),
-    }
-    return ["threads", *(name for name, available in found.items() if available)]

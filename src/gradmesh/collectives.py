@@ -26,13 +26,14 @@ import torch
 from torch import Tensor
 
 from gradmesh import reductions
+from gradmesh._torch import keyword_fields_last
 from gradmesh.arguments import Call, SizesLike, integer
 from gradmesh.autograd import apply
 from gradmesh.axis import AxisLike
 from gradmesh.ops.all_gather import AllGather, ReduceScatter
 from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant, Replicate
 from gradmesh.ops.all_to_all import AllToAll
-from gradmesh.ops.base import LinearOp
+from gradmesh.ops.base import LinearOp, Op
 from gradmesh.ops.broadcast import Broadcast, BroadcastInvariant, Reduce
 from gradmesh.ops.convert import (
     InvariantToPartial,
@@ -44,6 +45,7 @@ from gradmesh.ops.convert import (
 from gradmesh.ops.gather import Gather, Scatter
 from gradmesh.ops.halo import HaloExchange
 from gradmesh.ops.mean import Mean
+from gradmesh.ops.neighbor import CountsByRank, RowsByRank, neighbors
 from gradmesh.ops.pair import Receive, Send
 from gradmesh.ops.permute import Permute, Shift
 from gradmesh.ops.scan import Exscan, Scan
@@ -61,6 +63,7 @@ __all__ = [
     "exscan",
     "gather",
     "halo_exchange",
+    "neighbor_all_to_all",
     "permute",
     "recv",
     "reduce",
@@ -74,6 +77,12 @@ __all__ = [
     "sizes",
 ]
 
+# Here all ops are known; a program that is being compiled makes some of them.
+keyword_fields_last(Op)
+
+_ALL_GATHERS = {R: AllGather, I: AllGatherInvariant}
+_ALL_REDUCES = {R: AllReduce, I: AllReduceInvariant}
+_REDUCTIONS = {name: name for name in ("sum", "mean", *reductions.RULES)}
 _WHICH_DST = (
     "dst=gradmesh.R if each rank uses the result differently from here on: backward sums the ranks' gradients.\n"
     "dst=gradmesh.I if every rank repeats the same work on it: backward passes the gradient on, unsummed."
@@ -125,11 +134,11 @@ def all_reduce(
         [(5.0, 3.0), (10.0, 3.0)]
     """
     call = Call("all_reduce", x, axis, comm_dtype, backward_dtype)
-    kind = call.choose("dst", dst, {R: AllReduce, I: AllReduceInvariant}, _WHICH_DST)
-    reduction = call.choose("op", op, dict.fromkeys(("sum", "mean", *reductions.RULES), op))
+    kind = call.choose("dst", dst, _ALL_REDUCES, _WHICH_DST)
+    reduction = call.choose("op", op, _REDUCTIONS)
     if reduction in reductions.RULES:
         return reductions.RULES[reduction](call, kind.dst)
-    return apply(_scaled(kind(call.axis, **call.precision), reduction), x)
+    return apply(_scaled(call.op(kind), reduction), x)
 
 
 def all_gather(
@@ -174,8 +183,8 @@ def all_gather(
     x = _stackable(x)
     call = Call("all_gather", x, axis, comm_dtype, backward_dtype)
     dim = call.dim(dim)
-    kind = call.choose("dst", dst, {R: AllGather, I: AllGatherInvariant}, _WHICH_DST)
-    return apply(kind(call.axis, dim, call.sizes(sizes, dim), **call.precision), x)
+    kind = call.choose("dst", dst, _ALL_GATHERS, _WHICH_DST)
+    return apply(call.op(kind, dim, call.sizes(sizes, dim)), x)
 
 
 def reduce_scatter(
@@ -218,7 +227,7 @@ def reduce_scatter(
     dim = call.dim(dim)
     reduction = call.choose("op", op, {"sum": "sum", "mean": "mean"})
     given = call.sizes(call.not_auto(sizes), dim)
-    return apply(_scaled(ReduceScatter(call.axis, dim, given, **call.precision), reduction), x)
+    return apply(_scaled(call.op(ReduceScatter, dim, given), reduction), x)
 
 
 def all_to_all(
@@ -266,7 +275,7 @@ def all_to_all(
     cut, join = call.dim(split_dim, "split_dim"), call.dim(concat_dim, "concat_dim")
     send = call.sizes(call.not_auto(split_sizes, "split_sizes"), cut, "split_sizes")
     receive = call.sizes(call.not_auto(concat_sizes, "concat_sizes"), join, "concat_sizes")
-    return apply(AllToAll(call.axis, cut, join, send, receive, **call.precision), x)
+    return apply(call.op(AllToAll, cut, join, send, receive), x)
 
 
 def broadcast(
@@ -309,7 +318,7 @@ def broadcast(
     """
     call = Call("broadcast", x, axis, comm_dtype, backward_dtype)
     kind = call.choose("dst", dst, {R: Broadcast, I: BroadcastInvariant}, _WHICH_DST)
-    return apply(kind(call.axis, call.rank(root), **call.precision), x)
+    return apply(call.op(kind, call.rank(root)), x)
 
 
 def reduce(
@@ -348,7 +357,7 @@ def reduce(
     """
     call = Call("reduce", x, axis, comm_dtype, backward_dtype)
     call.refuse_unordered("all_reduce")
-    return apply(Reduce(call.axis, call.rank(root), **call.precision), x)
+    return apply(call.op(Reduce, call.rank(root)), x)
 
 
 def gather(
@@ -393,7 +402,7 @@ def gather(
     call.refuse_unordered("all_gather")
     dim = call.dim(dim)
     given = call.told(sizes, dim)
-    return apply(Gather(call.axis, dim, call.rank(root), given, **call.precision), x)
+    return apply(call.op(Gather, dim, call.rank(root), given), x)
 
 
 def scatter(
@@ -444,7 +453,7 @@ def scatter(
         given = Sizes.balanced(call.found_sizes(x.shape[dim])[root], call.axis.size)
     else:
         given = call.sizes(sizes, dim)
-    return apply(Scatter(call.axis, dim, root, given, **call.precision), x)
+    return apply(call.op(Scatter, dim, root, given), x)
 
 
 def replicate(
@@ -478,7 +487,7 @@ def replicate(
         [3.0, 3.0]
     """
     call = Call("replicate", x, axis, comm_dtype, backward_dtype)
-    return apply(Replicate(call.axis, **call.precision), x)
+    return apply(call.op(Replicate), x)
 
 
 def shard(
@@ -526,7 +535,7 @@ def shard(
     given = call.sizes(call.not_auto(sizes), dim)
     if given.equal and x.shape[dim] % call.axis.size:
         given = Sizes.balanced(x.shape[dim], call.axis.size)
-    return apply(kind(call.axis, dim, given, **call.precision), x)
+    return apply(call.op(kind, dim, given), x)
 
 
 _CONVERSIONS: dict[tuple[Type, Type], type[LinearOp]] = {
@@ -586,7 +595,7 @@ def convert(
         ways.get((src, dst), "a value of this type needs no conversion") if known else "pass gm.V, R, I or P"
     )
     kind = call.choose("(src, dst)", (src, dst) if known else f"({src!r}, {dst!r})", _CONVERSIONS, way)
-    return apply(kind(call.axis, **call.precision), x)
+    return apply(call.op(kind), x)
 
 
 def shift(
@@ -730,7 +739,7 @@ def send(
     call.refuse_compiled("messages between two ranks are not compiled", "gradmesh.permute")
     call.refuse_forward_mode("permute")
     call.refuse_unordered("permute")
-    return apply(Send(call.axis, peer, tuple(x.shape), **call.precision), x)
+    return apply(call.op(Send, peer, tuple(x.shape)), x)
 
 
 def recv(
@@ -768,7 +777,7 @@ def recv(
     call.refuse_compiled("messages between two ranks are not compiled", "gradmesh.permute")
     call.refuse_forward_mode("permute")
     call.refuse_unordered("permute")
-    return apply(Receive(call.axis, peer, tuple(like.shape), **call.precision), like.new_empty(0))
+    return apply(call.op(Receive, peer, tuple(like.shape)), like.new_empty(0))
 
 
 def exchange(
@@ -814,7 +823,7 @@ def exchange(
     shapes = [torch.Size(shape) for shape in call.exchange_shapes(parts)]
     sent, taken = [part.numel() for part in parts], [shape.numel() for shape in shapes]
     flat = torch.cat([part.reshape(-1) for part in parts])
-    op = AllToAll(call.axis, 0, 0, Sizes(tuple(sent)), Sizes(tuple(taken)), **call.precision)
+    op = call.op(AllToAll, 0, 0, Sizes(tuple(sent)), Sizes(tuple(taken)))
     ends = list(accumulate(taken, initial=0))
     got = apply(op, flat)
     return [got.narrow(0, at, n).view(shape) for at, n, shape in zip(ends, taken, shapes, strict=False)]
@@ -868,7 +877,56 @@ def halo_exchange(
     left, right = call.halo(halo)
     given = call.told(sizes, dim)
     wrap = call.flag(wrap, "wrap")
-    return apply(HaloExchange(call.axis, dim, left, right, wrap, given, **call.precision), x)
+    return apply(call.op(HaloExchange, dim, left, right, wrap, given), x)
+
+
+def neighbor_all_to_all(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    send_rows: RowsByRank,
+    receive_counts: CountsByRank,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Send rows of `x`, picked by an index, to a few ranks, and receive theirs: what a graph or a mesh in parts needs.
+
+    ::
+
+        V -> V    shape (n, ...) -> (rows received, ...)
+
+                  send_rows on rank 0: {1: [2, 0]}     [a b c] -> [d]        [ga' gb gc'] <- [gd]
+                               rank 1: {0: [0]}        [d e]   -> [c a]      [gd' 0]      <- [gc ga]
+
+    Backward sends the rows' gradients back to where they were picked, and adds them there.
+
+    Args:
+        x: this rank's rows, along dim 0.
+        axis: the ranks to exchange among.
+        send_rows: for each rank that gets rows, which: a 1-d tensor of indices into dim 0, on the device of `x`. A row
+            may be picked for several ranks, and more than once. Ranks that are not named get none.
+        receive_counts: for each rank that sends rows to this one, how many. Ranks that are not named send none.
+        comm_dtype: what travels forward.
+        backward_dtype: what travels backward.
+
+    Returns:
+        The rows that came, those of rank 0 first.
+
+    Raises:
+        ArgumentError: a rank that is not on the axis, an index that is no 1-d tensor of integers or leaves dim 0, a
+            count that is no int of 0 or more.
+
+    Example:
+        >>> def on_each_rank():
+        ...     rank, other = gm.axis().rank, 1 - gm.axis().rank
+        ...     x = 10 * rank + torch.arange(3)
+        ...     rows = {other: torch.tensor([2, 0]) if rank == 0 else torch.tensor([1])}
+        ...     return gm.neighbor_all_to_all(x, send_rows=rows, receive_counts={other: 1 + rank}).tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [[11], [2, 0]]
+    """
+    call = Call("neighbor_all_to_all", x, axis, comm_dtype, backward_dtype)
+    return apply(neighbors(x, call.axis, call.dim(0), send_rows, receive_counts, **call.precision), x)
 
 
 def scan(
@@ -901,7 +959,7 @@ def scan(
         [1, 3, 6]
     """
     call = Call("scan", x, axis, comm_dtype, backward_dtype)
-    return apply(Scan(call.axis, call.flag(reverse, "reverse"), **call.precision), x)
+    return apply(call.op(Scan, call.flag(reverse, "reverse")), x)
 
 
 def exscan(
@@ -932,7 +990,7 @@ def exscan(
         [0, 1, 3]
     """
     call = Call("exscan", x, axis, comm_dtype, backward_dtype)
-    return apply(Exscan(call.axis, call.flag(reverse, "reverse"), **call.precision), x)
+    return apply(call.op(Exscan, call.flag(reverse, "reverse")), x)
 
 
 def sizes(x: Tensor, axis: AxisLike = None, dim: int = 0) -> tuple[int, ...]:
@@ -959,4 +1017,4 @@ def _stackable(x: Tensor) -> Tensor:
 
 
 def _scaled(op: LinearOp, reduction: str) -> LinearOp:
-    return Mean(op) if reduction == "mean" else op
+    return op.once(Mean, lambda: Mean(op)) if reduction == "mean" else op

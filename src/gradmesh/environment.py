@@ -44,10 +44,15 @@ class Variable(Generic[T]):
             ArgumentError: the text is not usable.
         """
         if not self._kept:
-            self._kept.append(self._read())
+            self._kept.append(self.read())
         return self._kept[0]
 
-    def _read(self) -> T:
+    def read(self) -> T:
+        """The value that the environment has now.
+
+        Raises:
+            ArgumentError: the text is not usable.
+        """
         text = os.environ.get(self.name, self.default)
         try:
             return self.parse(text)

@@ -13,7 +13,10 @@ The tree::
     |-- OrderError            RuntimeError   a chain of ordered collectives is not joined, or used after it was
     |-- RankError             RuntimeError   a launched rank failed; carries its rank and traceback
     |   `-- AbortedError                     this rank could not go on because another one failed
-    `-- MissingExtraError     ImportError    an optional dependency is not installed
+    |-- MissingExtraError     ImportError    an optional dependency is not installed
+    `-- TorchVersionError     RuntimeError   this torch lacks a private name that the feature cannot do without
+
+and one warning, TorchWarning (UserWarning): this torch lacks private names, and what happens instead.
 
 Every class also derives from the builtin that PyTorch users would catch. A message always has the same
 lines, so that it can be read at a glance and searched for::
@@ -40,6 +43,8 @@ __all__ = [
     "OrderError",
     "RankError",
     "ShapeError",
+    "TorchVersionError",
+    "TorchWarning",
     "message",
 ]
 
@@ -123,3 +128,11 @@ class AbortedError(RankError):
 
 class MissingExtraError(GradmeshError, ImportError):
     """An optional dependency is missing; the text says which extra brings it."""
+
+
+class TorchVersionError(GradmeshError, RuntimeError):
+    """The torch that is installed lacks a private name without which this feature cannot be had."""
+
+
+class TorchWarning(UserWarning):
+    """The torch that is installed lacks private names that gradmesh relies on; given once, at import."""

@@ -19,6 +19,7 @@ from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant
 from gradmesh.ops.base import refuse_unless_added
 from gradmesh.ops.extremum import Extremum
 from gradmesh.ops.shard import AllGatherInvariant
+from gradmesh.ops.sizes import EQUAL
 from gradmesh.types import R, Type
 
 __all__ = ["RULES"]
@@ -39,7 +40,7 @@ def _extremum(call: Call, dst: Type, *, largest: bool) -> Tensor:
     if x.is_complex():
         _refuse(call, "complex numbers have no order", "a real dtype")
     refuse_unless_added(x.dtype, call.fail)
-    best = apply(Extremum(call.axis, largest=largest, **call.precision), x.detach())
+    best = apply(call.op(Extremum, largest), x.detach())
     if not x.is_floating_point():
         return best
     # The derivative is that of the mean over the ranks that hold the extremum. Its terms are taken with value zero,
@@ -64,7 +65,7 @@ def _prod(call: Call, dst: Type) -> Tensor:
         _refuse(call, "bool tensors have no product", "a numeric dtype")
     refuse_unless_added(call.x.dtype, call.fail)
     gather = AllGather if dst is R else AllGatherInvariant
-    factors = apply(gather(call.axis, 0, **call.precision), call.x.unsqueeze(0))
+    factors = apply(call.op(gather, 0, EQUAL), call.x.unsqueeze(0))
     return factors.prod(0, dtype=call.x.dtype)
 
 
@@ -84,7 +85,7 @@ def _logsumexp(call: Call, dst: Type) -> Tensor:
 
 def _sum(call: Call, x: Tensor, dst: Type) -> Tensor:
     total = AllReduce if dst is R else AllReduceInvariant
-    return apply(total(call.axis, **call.precision), x)
+    return apply(call.op(total), x)
 
 
 def _refuse(call: Call, problem: str, expected: str) -> None:

@@ -7,7 +7,6 @@ It is a global of the process. Ranks that are threads of one process have one ea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -16,7 +15,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradmesh.backends import threads
-from gradmesh.backends.claim import Claim
 
 __all__ = ["Chain", "RankState", "rank_state"]
 
@@ -41,7 +39,6 @@ class RankState:
         chain: the collectives of the `ordered()` block that is open.
         posted: messages that were sent and may not have gone yet, each with the memory that it is sent from.
         waits_at_exit: whether the process waits for them when it ends.
-        claims: what was said about calls, by the op and its operand, to say it again.
         kept: what parts of the library that the data path does not know of keep for the rank, by its class.
     """
 
@@ -50,7 +47,6 @@ class RankState:
     chain: Chain | None = None
     posted: deque[tuple[Tensor, dist.Work]] = field(default_factory=deque)
     waits_at_exit: bool = False
-    claims: dict[Hashable, Claim] = field(default_factory=dict)
     kept: dict[type, Any] = field(default_factory=dict)
 
     def keep(self, value: object) -> None:

@@ -38,6 +38,9 @@ class Type(enum.Enum):
         """The type of the gradient of a value of this type."""
         return _DUAL[self]
 
+    # Types are keys on the path of every call, and an Enum hashes its name anew each time.
+    __hash__ = object.__hash__
+
     def __repr__(self) -> str:
         return self.value
 

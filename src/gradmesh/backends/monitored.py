@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import datetime
+from typing import Any
 
-from gradmesh.backends.works import OwnWork
 from gradmesh.errors import AbortedError, DeadlockError, message
 
 __all__ = ["pass_monitored"]
 
 
 def pass_monitored(
-    work: OwnWork, place: int, timeout: datetime.timedelta, wait_all_ranks: bool, group: str
+    work: Any, place: int, timeout: datetime.timedelta, wait_all_ranks: bool, group: str
 ) -> None:
     """Wait for a barrier that was begun; an error names who is missing.
 
@@ -33,7 +33,7 @@ def pass_monitored(
         # A work takes a timeout of zero for the group's.
         work.wait(max(timeout, datetime.timedelta.resolution) if place == 0 else None)
     except (AbortedError, DeadlockError) as error:
-        late = work.late()
+        late: list[int] = work.late()
         missing = ", ".join(f"rank {rank}" for rank in late)
         raise type(error)(
             message(

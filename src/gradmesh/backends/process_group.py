@@ -8,20 +8,25 @@ torch.distributed takes a Python subclass of `ProcessGroup` for the whole group.
 from __future__ import annotations
 
 import abc
-import datetime
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from typing_extensions import override
 
 from gradmesh.backends.claim import Claim
-from gradmesh.backends.monitored import pass_monitored
 from gradmesh.backends.torch_names import Tensors, TorchNames
 from gradmesh.backends.works import OwnWork
 from gradmesh.errors import ArgumentError, ShapeError, message
+from gradmesh.memo import Memo
 
-__all__ = ["OwnGroup", "Tensors"]
+__all__ = ["OwnGroup", "Tensors", "kept_by"]
+
+
+def kept_by(group: dist.ProcessGroup) -> Memo | None:
+    """What callers of a group have worked out for it, to do so once; None for groups of other backends."""
+    return group.kept if isinstance(group, OwnGroup) else None
 
 
 class OwnGroup(TorchNames):
@@ -187,43 +192,6 @@ class OwnGroup(TorchNames):
             said: why it cannot, in words; it stands for this rank in the others' error.
         """
 
-    # -- made of these
-
-    @override
-    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> OwnWork:
-        """Copy every rank's `inputs[i]` to `outputs[rank][i]`, where `allgather` has `outputs[i][rank]`."""
-        if [len(of_rank) for of_rank in outputs] != [len(inputs)] * self.count:
-            raise ArgumentError(
-                message(
-                    "all_gather_coalesced needs a list of tensors for each rank",
-                    axis=self._shown(),
-                    expected=f"{self.count} lists of {len(inputs)} tensors",
-                    got=f"lists of {', '.join(str(len(of_rank)) for of_rank in outputs) or 'nothing'}",
-                    remedy="pass for every rank of the group as many outputs as there are inputs",
-                )
-            )
-        of_inputs = [list(of_ranks) for of_ranks in zip(*outputs, strict=True)]
-        return self.allgather(of_inputs, inputs, opts).giving(outputs)
-
-    def monitored_barrier(
-        self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
-    ) -> None:
-        """Wait for all ranks, and name those that do not come.
-
-        As with Gloo, the timeout of the group's rank 0 counts, and the others wait for it.
-
-        Args:
-            timeout: how long rank 0 waits; by default the timeout of the group.
-            wait_all_ranks: name all ranks that are missing in the first line, and not only the first of them.
-
-        Raises:
-            DeadlockError: a rank did not come in time.
-            AbortedError: a rank has gone, or rank 0 gave up.
-        """
-        if timeout is None:
-            timeout = datetime.timedelta(seconds=self.timeout)
-        pass_monitored(self.barrier(), self.place, timeout, wait_all_ranks, self._shown())
-
     # -- cutting tensors up
 
     def _one_per_rank(self, call: str, tensors: Tensors) -> Tensors:
@@ -267,7 +235,3 @@ class OwnGroup(TorchNames):
                 )
             )
         return list(splits)
-
-    def _shown(self) -> str:
-        """The group and the rank, for error texts."""
-        return f"group '{self._name}', rank {self.place} of {self.count}"

@@ -14,6 +14,10 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from gradmesh.backends.monitored import pass_monitored
+from gradmesh.errors import ArgumentError, message
+from gradmesh.memo import Memo
+
 __all__ = ["Tensors", "TorchNames"]
 
 Tensors = list[torch.Tensor]
@@ -42,6 +46,8 @@ class TorchNames(dist.ProcessGroup):
         self.timeout = timeout.total_seconds()
         self._name = name
         self._desc = "undefined"
+        self.kept = Memo()
+        """What callers of the group work out once for it; see `kept_by`."""
 
     # -- who the group is
 
@@ -99,19 +105,26 @@ class TorchNames(dist.ProcessGroup):
     def _set_sequence_number_for_group(self) -> None:
         pass
 
+    def _shown(self) -> str:
+        """The group and the rank, for error texts."""
+        return f"group '{self._name}', rank {self.place} of {self.count}"
+
     # -- what torch asks of the backend of a group: this group is its own
 
     supports_coalescing = False
     supports_splitting = False
 
-    @override
     def _get_backend(self, device: torch.device) -> Any:
+        """The backend for tensors on a device.
+
+        Raises:
+            RuntimeError: it is not the CPU.
+        """
         return self if torch.device(device).type == "cpu" else super()._get_backend(device)
 
     get_backend = _get_backend
 
     @property
-    @override
     def _device_types(self) -> list[torch.device]:
         """The devices whose tensors the group takes; none before torch has entered the group in its list.
 
@@ -126,9 +139,46 @@ class TorchNames(dist.ProcessGroup):
 
     # -- the forms that come down to others
 
+    def monitored_barrier(
+        self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for all ranks, and name those that do not come.
+
+        As with Gloo, the timeout of the group's rank 0 counts, and the others wait for it. The errors have the
+        sentences that Gloo's have, since programs look for them.
+
+        Args:
+            timeout: how long rank 0 waits; by default the timeout of the group.
+            wait_all_ranks: name all ranks that are missing in the first line, and not only the first of them.
+
+        Raises:
+            DeadlockError: a rank did not come in time.
+            AbortedError: a rank has gone, or rank 0 gave up.
+        """
+        if timeout is None:
+            timeout = datetime.timedelta(seconds=self.timeout)
+        pass_monitored(self.barrier(), self.place, timeout, wait_all_ranks, self._shown())
+
     @override
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         return self.allreduce(tensors, opts)
+
+    @override
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        """Gather several tensors: `outputs[rank][number]`, where allgather has `outputs[number][rank]`."""
+        if [len(of_rank) for of_rank in outputs] != [len(inputs)] * self.count:
+            raise ArgumentError(
+                message(
+                    "all_gather_coalesced needs a list of tensors for each rank",
+                    axis=self._shown(),
+                    expected=f"{self.count} lists of {len(inputs)} tensors",
+                    got=f"lists of {', '.join(str(len(of_rank)) for of_rank in outputs) or 'nothing'}",
+                    remedy="pass for every rank of the group as many outputs as there are inputs",
+                )
+            )
+        work: Any = self.allgather([list(of_ranks) for of_ranks in zip(*outputs, strict=True)], inputs, opts)
+        gathered: dist.Work = work.giving(outputs)
+        return gathered
 
     @override
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:

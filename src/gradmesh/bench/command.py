@@ -1,70 +1,52 @@
-"""`gradmesh modes`: measure, show, write."""
+"""What `gradmesh bench` shows and writes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from functools import partial
 from pathlib import Path
 
-from gradmesh.bench.cases import CASES
-from gradmesh.bench.grid import Pools, available, measure
-from gradmesh.bench.modes import MODES
-from gradmesh.bench.ours import GRADMESH
-from gradmesh.bench.peers import PEERS
-from gradmesh.errors import GradmeshError, message
+import torch
+from torch.utils.benchmark import Measurement
 
-__all__ = ["SYSTEMS", "modes"]
+from gradmesh.bench.timing import FULL, QUICK, measured
 
-SYSTEMS = {system.name: system for system in (GRADMESH, *PEERS)}
+__all__ = ["bench"]
+
+_NOTE = (
+    "Microseconds a call on the slowest rank: median (interquartile range). raw: the call of torch.distributed, into "
+    "memory that is there already; its backward is the call of the adjoint collective. The verb returns new memory, "
+    "builds the graph and compares the ranks' calls (GRADMESH_CHECK). added: the median of the rounds' differences. "
+    "ratio: that of the medians. A size is that of a rank's operand."
+)
 
 
-def modes(
-    systems: Sequence[str],
-    only: Sequence[str],
-    quick: bool,
-    backend: str,
-    json_path: Path | None,
-    as_markdown: bool,
-    page: Path | None,
-) -> None:
-    """Run every verb in every mode, show the tables, and fail when a cell of gradmesh is neither right nor refused.
-
-    Args:
-        systems: their names; all that are installed if empty.
-        only: the modes; all if empty.
-        quick: gradmesh alone.
-        backend: what gradmesh runs on; the others run on gloo.
-        json_path: where to write everything.
-        as_markdown: print Markdown.
-        page: where to write the page of the docs.
-    """
+def bench(backend: str, ranks: int, quick: bool, json_path: Path | None) -> None:
+    """Time the verbs, show the table, and write every round's seconds to a file."""
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.table import Table
 
-    from gradmesh.bench import report
-
-    console, status = Console(highlight=False), Console(stderr=True)
-    if not console.is_terminal:
-        console.width = 180
-    chosen = [SYSTEMS[name] for name in systems] or [GRADMESH, *(() if quick else available(PEERS))]
-    columns = list(only) or list(MODES)
-    found: dict[str, tuple[report.System, report.Grid]] = {}
-    with Progress(console=status, transient=True) as progress:
-        bar = progress.add_task("starting the ranks", total=len(chosen) * len(columns) * len(CASES))
-
-        def tell(what: str) -> None:
-            progress.update(bar, advance=1, description=what)
-
-        for system in chosen:
-            with Pools(backend if system is GRADMESH else "gloo") as pools:
-                found[system.name] = (system, measure(system, pools, modes=columns, tell=tell))
     if json_path is not None:
-        json_path.write_text(json.dumps(report.as_json(found), indent=1) + "\n")
-    if page is not None:
-        page.write_text(report.markdown(found))
-    if as_markdown:
-        print(report.markdown(found), end="")
-    else:
-        report.show(found, console)
-    if faults := report.faults(found[GRADMESH.name][1] if GRADMESH.name in found else {}):
-        raise GradmeshError(message("a cell is neither right nor refused", op="modes", got="\n".join(faults)))
+        json_path.touch()  # a place that cannot be written to is told before the work
+    plan, tell = QUICK if quick else FULL, partial(print, file=sys.stderr, flush=True)
+    table, told = Table(title=f"{ranks} ranks on {backend}", title_justify="left", box=None), []
+    for column in ("verb", "way", "size", "gradmesh", "raw", "added", "ratio"):
+        is_text = column in ("verb", "way")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=is_text)
+    for cell in measured(ranks, backend, plan, tell):
+        added = () if cell.added is None else (f"{1e6 * cell.added[0]:+.1f}", f"{cell.added[1]:.2f}")
+        table.add_row(cell.verb, cell.way, cell.size, _said(cell.ours), _said(cell.raw), *added)
+        times = {"ours": cell.ours.times, "raw": cell.raw and cell.raw.times, "added": cell.added}
+        told.append({**cell._asdict(), **times})
+    console = Console(highlight=False)
+    console.width = console.width if console.is_terminal else 100
+    console.print(table)
+    console.print(_NOTE, style="dim")
+    if json_path is not None:
+        found = {"torch": torch.__version__, "backend": backend, "ranks": ranks, "unit": "s", "cells": told}
+        json_path.write_text(json.dumps(found) + "\n")
+
+
+def _said(times: Measurement | None) -> str:
+    return "" if times is None else f"{1e6 * times.median:.1f} ({1e6 * times.iqr:.1f})"

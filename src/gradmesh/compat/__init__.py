@@ -5,7 +5,8 @@ Change the import and leave the calls as they are; docs/migration.md shows befor
 ====================  =============================================================================
 module                takes the place of
 ====================  =============================================================================
-`gp_utils`            `ocpmodels.common.gp_utils`, graph parallel regions
+`fairchem`            `fairchem.core.common.gp_utils` of fairchem-core 2.11 and later
+`gp_utils`            `ocpmodels.common.gp_utils`, and that of fairchem-core before 2.11
 `ksuit`               `AllGatherGradAutograd` of `ksuit.distributed.functional`
 `megatron`            `megatron.core.tensor_parallel.mappings`
 `torch_nn`            `torch.distributed.nn.functional`
@@ -16,6 +17,6 @@ Each name is a thin one over a verb of gradmesh, so that every order of derivati
 work through it, uneven sizes are right where the original takes them, and a rank is always one of the axis.
 """
 
-from gradmesh.compat import gp_utils, ksuit, megatron, torch_nn, towhee
+from gradmesh.compat import fairchem, gp_utils, ksuit, megatron, torch_nn, towhee
 
-__all__ = ["gp_utils", "ksuit", "megatron", "torch_nn", "towhee"]
+__all__ = ["fairchem", "gp_utils", "ksuit", "megatron", "torch_nn", "towhee"]

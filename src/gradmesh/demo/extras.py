@@ -12,7 +12,6 @@ EXTRAS = {
     "cli": ("click", "rich"),
     "demo": ("click", "rich", "matplotlib", "numpy", "sklearn"),
     "notebook": ("cloudpickle",),
-    "peers": ("spmd_types",),
 }
 """The modules that each extra brings, by the names they are imported with."""
 

@@ -1,154 +1,42 @@
 """Start ranks on this machine, run a function on each, and bring back their results or the first error.
 
-The ranks are processes with a torch.distributed backend of your choice, or threads of this process.
+`launch` starts ranks, runs one function and ends them; `Ranks` keeps them for one function after another.
+
+**Ranks.** The parent is the process that calls `launch`. With `backend="threads"` a rank is a thread of the
+parent (`thread_ranks`), and the process groups are those of `gradmesh.backends.threads`. With any other backend
+a rank is a process (`process_ranks`): a fresh interpreter with the parent's flags, environment and `sys.path`,
+which runs `rank_main` and never imports the parent's main module. The parent serves the store through which
+the ranks find each other. A rank joins the default process group once and serves calls until it is told to end.
+
+**Functions and results.** A thread gets the function and its arguments themselves, and returns its result
+itself. A process gets them by pickle over a pipe: by name where a fresh interpreter can import that name
+(`pickling`), else by value with cloudpickle (`by_value`). With a function that goes by value go the globals that
+its code names, and the source lines that are in no file, such as those of a notebook cell. Results and exceptions
+come back by pickle.
+
+**Output.** Lines that ranks print reach the parent's `sys.stdout` and `sys.stderr` whole and start with the rank
+(`output_lines`). Of a process, the parent reads the file descriptors 1 and 2 through pipes (`output_pipes`); for
+threads, `sys.stdout` and `sys.stderr` are replaced while they run (`output_streams`). When the parent's stream is
+broken, the ranks are ended and its error goes to the caller; a thread that printed gets it as its own.
+
+**Errors.** The first rank that fails ends the run. The others get half a second to report failures of their own;
+errors that only say that a peer was lost are passed over when the first failure is chosen. `RankError` has that
+rank, its traceback as text, and its exception as the cause where that can be pickled (`outcomes`). After a
+failure the ranks are gone, and the next run of `Ranks` starts new ones.
+
+**Deaths.** A process that exits or is killed by a signal is a failure of its rank, with the exit code or the
+signal. A process whose parent is gone exits at once.
+
+**Timeouts.** When the ranks are not back in time, each late one is asked for its stack, which the error shows;
+then all are ended.
+
+**Ctrl-C.** It reaches the parent alone: rank processes are in sessions of their own and ignore SIGINT. The parent
+ends the ranks, and `KeyboardInterrupt` goes on to the caller.
+
+**The end.** Processes are told to leave, get ten seconds, and then they and what they started are killed.
+Threads get an exception raised where they are; one that is inside C code cannot be ended and stays as a daemon.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self, TypeVar, cast
-
-import torch.distributed as dist
-
-from gradmesh.backends import shm, threads
-from gradmesh.errors import ArgumentError, message
-from gradmesh.launch.process_ranks import ProcessRanks
-from gradmesh.launch.thread_ranks import ThreadRanks
+from gradmesh.launch.launcher import Ranks, launch
 
 __all__ = ["Ranks", "launch"]
-
-T = TypeVar("T")
-
-
-def launch(
-    fn: Callable[..., T],
-    nprocs: int,
-    *,
-    backend: str | None = None,
-    args: Sequence[object] = (),
-    kwargs: Mapping[str, object] | None = None,
-    timeout: float | None = None,
-) -> list[T]:
-    """Run `fn(*args, **kwargs)` on `nprocs` ranks of one machine, and return each rank's result.
-
-    Every rank has joined the process group when `fn` begins, and leaves it when `fn` is over. The first
-    failure ends all ranks; nothing is left behind on success, failure, timeout or Ctrl-C.
-
-    Processes are fresh interpreters, which do not import the main module again: a script needs no
-    `if __name__ == "__main__"`. A function that cannot be imported by name (from a script, a notebook cell,
-    a closure) is sent by value, which needs `pip install 'gradmesh[notebook]'`. Results and exceptions come
-    back by pickle. Threads get and return the objects themselves.
-
-    Args:
-        fn: what each rank runs.
-        nprocs: the number of ranks.
-        backend: "threads" for threads of this process, which take CPU tensors; any other backend of
-            torch.distributed ("shm", "gloo", "nccl", "cpu:gloo,cuda:nccl") for processes. Under NCCL, rank i has
-            CUDA device i. By default "shm", and "gloo" on systems that do not have it.
-        args: positional arguments, the same for every rank.
-        kwargs: keyword arguments, the same for every rank.
-        timeout: seconds that the ranks may take to return, not counting the start of the processes. By
-            default there is no limit but torch's own for a collective. A thread that is inside C code at the
-            end cannot be ended: it stays behind as a daemon thread.
-
-    Raises:
-        ArgumentError: `fn` cannot be called, `nprocs` is no positive integer, or torch has no such backend.
-        MissingExtraError: the function has to be sent by value and cloudpickle is not installed.
-        RankError: a rank failed, died, or did not return in time. Its text has the rank and the rank's
-            traceback; its cause is the rank's exception, where that can be pickled.
-
-    Example:
-        >>> import torch, torch.distributed as dist
-        >>> def total(start):
-        ...     x = torch.tensor(start + dist.get_rank())
-        ...     dist.all_reduce(x)
-        ...     return x.item()
-        >>> launch(total, 3, backend="threads", args=(10,))
-        [33, 33, 33]
-    """
-    with Ranks(nprocs, backend=backend, timeout=timeout) as ranks:
-        return ranks.run(fn, *args, **(kwargs or {}))
-
-
-class Ranks:
-    """Ranks that stay alive to run one function after another: starting processes takes seconds.
-
-    A context manager. The ranks start at the first `run`; they keep their process groups, and processes keep
-    their modules' state, from one `run` to the next. A run that fails ends them, and the next one starts new
-    ones.
-
-    Args:
-        nprocs: the number of ranks.
-        backend: as for `launch`.
-        timeout: as for `launch`, for each run.
-
-    Raises:
-        ArgumentError: `nprocs` is no positive integer, or torch has no such backend.
-
-    Example:
-        >>> import torch.distributed as dist
-        >>> with Ranks(2, backend="threads") as ranks:
-        ...     ranks.run(dist.get_rank), ranks.run(max, 3, 4)
-        ([0, 1], [4, 4])
-    """
-
-    def __init__(self, nprocs: int, backend: str | None = None, timeout: float | None = None) -> None:
-        threads.register()
-        backend = shm.default() if backend is None else backend
-        if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
-            raise _argument_error("nprocs", "an integer, 1 or more", nprocs, "say how many ranks to start")
-        if timeout is not None and not timeout > 0:
-            raise _argument_error("timeout", "a positive number of seconds", timeout, "use None for no limit")
-        known = sorted({*dist.Backend.backend_list, "threads"} - {"undefined"})
-        names = (
-            [part.rpartition(":")[2] for part in backend.split(",")] if isinstance(backend, str) else [None]
-        )
-        if not set(names) <= set(known) or ("threads" in names and backend != "threads"):
-            expected = (
-                f"{', '.join(known)}; or a combination of processes' backends such as 'cpu:gloo,cuda:nccl'"
-            )
-            raise _argument_error("backend", expected, backend, "register_backend makes others known")
-        self.nprocs = nprocs
-        self.backend = backend
-        self.timeout = timeout
-        self._ranks: ProcessRanks | ThreadRanks | None = None
-
-    def run(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> list[T]:
-        """Run `fn(*args, **kwargs)` on every rank, and return each rank's result.
-
-        Raises:
-            ArgumentError: `fn` cannot be called.
-            MissingExtraError: the function has to be sent by value and cloudpickle is not installed.
-            RankError: a rank failed, died, or did not return in time.
-        """
-        if not callable(fn):
-            raise _argument_error(
-                "fn", "a function", fn, "pass the function itself, and its arguments as args"
-            )
-        if self._ranks is None or not self._ranks.alive:
-            if self.backend == "threads":
-                self._ranks = ThreadRanks(self.nprocs, self.timeout)
-            else:
-                self._ranks = ProcessRanks(self.nprocs, self.backend, self.timeout)
-        return cast("list[T]", self._ranks.run(fn, args, kwargs).values())
-
-    def close(self) -> None:
-        """End the ranks; the next `run` starts new ones."""
-        if self._ranks is not None:
-            self._ranks.close()
-            self._ranks = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _argument_error(name: str, expected: str, got: object, remedy: str) -> ArgumentError:
-    return ArgumentError(
-        message(f"{name} is not usable", op="launch", expected=expected, got=f"{name}={got!r}", remedy=remedy)
-    )

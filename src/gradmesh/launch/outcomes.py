@@ -20,7 +20,7 @@ FAILURE_GRACE = 0.5
 START_LIMIT = 300.0
 """Seconds for the ranks to start and find each other."""
 POLL = 0.2
-"""Seconds between two looks, where one that waits could miss what it waits for."""
+"""Seconds after which a wait looks again whether there is still something to wait for."""
 
 # What torch.distributed says on the ranks that were only talking to the one that failed.
 _LOST_PEER = re.compile(
@@ -41,11 +41,25 @@ def group_timeout(timeout: float | None) -> datetime.timedelta | None:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """The error of one rank. `secondary` when it is only the echo of another rank's error."""
+    """Why one rank did not return: it raised an exception, or it died.
+
+    Attributes:
+        rank: the rank that failed.
+        kind: the name of the exception's class, or how the rank died.
+        text: the exception's text, or what is known about the death.
+        expected: what the library asks for instead, where it knows that.
+        remedy: what to do about it, where the library knows that.
+        traceback: the rank's traceback as text; empty when it died.
+        cause: the exception; None when the rank died, and when the exception cannot be pickled.
+        secondary: whether it only says that another rank failed.
+        when: when it failed, by `time.monotonic`, which all processes of a machine share.
+    """
 
     rank: int
     kind: str
     text: str
+    expected: str | None = None
+    remedy: str | None = None
     traceback: str = ""
     cause: BaseException | None = None
     secondary: bool = False
@@ -53,7 +67,7 @@ class Failure:
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """Describe an exception that is being handled on the rank."""
+        """Describe an exception that is being handled on the rank. The launcher's own frames are left out."""
         error.__traceback__ = _outside(error.__traceback__)
         return cls(
             rank=rank,
@@ -76,7 +90,15 @@ def _outside(trace: TracebackType | None) -> TracebackType | None:
 
 @dataclasses.dataclass
 class Outcome:
-    """What the ranks returned, what they raised, and where those are that did neither in time."""
+    """How one run ended: what the ranks returned, how they failed, and where the late ones are.
+
+    Attributes:
+        size: the number of ranks.
+        results: the result of each rank that returned.
+        failures: the failures of the others, in the order in which they were reported.
+        unfinished: the stack, as text, of each rank that was late and could tell it.
+        timeout: seconds that the ranks were given to return, or None.
+    """
 
     size: int
     results: dict[int, object] = dataclasses.field(default_factory=dict)
@@ -109,7 +131,9 @@ class Outcome:
         text = message(
             f"rank {first.rank} of {self.size} failed with {first.kind}{also}",
             op="launch",
+            expected=first.expected,
             got=first.text or "no message",
+            remedy=first.remedy,
         )
         if first.traceback:
             text += f"\n\nTraceback of rank {first.rank}:\n\n{first.traceback.rstrip()}"

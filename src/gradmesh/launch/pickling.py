@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.machinery
 import io
 import pickle
 import sys
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
-from gradmesh.errors import ArgumentError, MissingExtraError, message
+from gradmesh.launch import by_value
 
-__all__ = ["dumps", "dumps_result"]
+__all__ = ["Pickled", "dumps", "dumps_result", "importable"]
+
+
+class Pickled(NamedTuple):
+    """A pickle, and what its reader needs to explain errors of functions that are in it by value."""
+
+    data: bytes
+    origin: by_value.Origin | None = None
 
 
 class _ByValue(Exception):  # noqa: N818 - a signal, caught here
@@ -30,7 +36,11 @@ class _ByName(pickle.Pickler):
 
 
 def importable(name: str | None) -> bool:
-    """Whether importing that module anew, with this process's `sys.path`, finds the one that is loaded."""
+    """Whether importing that module anew, with this process's `sys.path`, finds the one that is loaded.
+
+    >>> importable("torch.nn.functional"), importable("__main__")
+    (True, False)
+    """
     module = sys.modules.get(name or "")
     if module is None or name is None or name == "__main__":
         return False
@@ -50,8 +60,11 @@ def importable(name: str | None) -> bool:
     return False
 
 
-def dumps(obj: object) -> bytes:
+def dumps(obj: object) -> Pickled:
     """Pickle a call for a fresh interpreter that has this one's `sys.path`.
+
+    All of it goes by name where that is possible. Where it is not, cloudpickle takes functions and classes of
+    modules that the other process cannot import by value, and the others still by name.
 
     Raises:
         MissingExtraError: it has to go by value, and cloudpickle is not installed.
@@ -60,60 +73,21 @@ def dumps(obj: object) -> bytes:
     buffer = io.BytesIO()
     try:
         _ByName(buffer, pickle.HIGHEST_PROTOCOL).dump(obj)
-    except (_ByValue, pickle.PicklingError, AttributeError, TypeError) as error:
-        return _by_value(obj, error)
-    return buffer.getvalue()
-
-
-def _by_value(obj: object, reason: Exception) -> bytes:
-    got = f"something from the module {reason}" if isinstance(reason, _ByValue) else str(reason)
-    try:
-        import cloudpickle
-    except ImportError:
-        raise MissingExtraError(
-            message(
-                "the function or its arguments cannot be imported by name in another process",
-                op="launch",
-                got=got,
-                remedy="pip install 'gradmesh[notebook]', or move it to a module of its own",
-            )
-        ) from None
-    registered = []
-
-    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        def reducer_override(self, part: object) -> object:
-            if isinstance(part, types.ModuleType) and type(part) is not types.ModuleType:
-                # Such as torch.ops, which cloudpickle finds for any function that says both "torch" and "ops".
-                return importlib.import_module, (part.__name__,)
-            # Modules that are loaded but could not be found again, such as pytest's test modules.
-            name = part.__name__ if type(part) is types.ModuleType else getattr(part, "__module__", None)
-            if isinstance(part, type | types.FunctionType | types.ModuleType) and name != "__main__":
-                module = sys.modules.get(name or "")
-                if module is not None and module not in registered and not importable(name):
-                    cloudpickle.register_pickle_by_value(module)
-                    registered.append(module)
-            return super().reducer_override(part)
-
-    buffer = io.BytesIO()
-    try:
-        Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(obj)
-    except Exception as error:
-        raise ArgumentError(
-            message(
-                "the function or its arguments cannot be pickled for another process",
-                op="launch",
-                got=str(error),
-                remedy="make such objects inside the function, or use backend='threads'",
-            )
-        ) from error
-    finally:
-        for module in registered:
-            cloudpickle.unregister_pickle_by_value(module)
-    return buffer.getvalue()
+    except _ByValue as error:
+        return Pickled(*by_value.dumps(obj, importable, reason=f"something from the module {error}"))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        return Pickled(*by_value.dumps(obj, importable, reason=str(error)))
+    return Pickled(buffer.getvalue())
 
 
 def dumps_result(obj: object) -> bytes:
-    """Pickle what goes back to the process that asked: plainly, or by value what came by value."""
+    """Pickle a rank's result, or its failure, for the process that launched it.
+
+    Objects of a class that came by value cannot be pickled by name, and go back by value with cloudpickle.
+
+    Raises:
+        Exception: what the plain pickling raised, where neither way works.
+    """
     try:
         return pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
     except Exception:

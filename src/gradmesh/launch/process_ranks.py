@@ -16,23 +16,34 @@ from typing import Any
 import torch.distributed as dist
 
 from gradmesh.launch.outcomes import FAILURE_GRACE, POLL, START_LIMIT, Failure, Outcome
+from gradmesh.launch.output_pipes import OutputPipes
 from gradmesh.launch.pickling import dumps
 
 __all__ = ["ProcessRanks"]
 
 _EXIT_GRACE = 10.0
 """Seconds for a process to leave after it was told to."""
+_EXIT_POLL = 0.02
+"""Seconds between two looks whether it has left."""
 
 
 class ProcessRanks:
-    """The processes of one world. The parent keeps the store through which they find each other."""
+    """The processes of one world. This process keeps the store through which they find each other.
 
-    def __init__(self, size: int, backend: str, timeout: float | None) -> None:
+    Args:
+        size: the number of ranks.
+        backend: of torch.distributed, for the ranks' default process group.
+        timeout: as for `gradmesh.launch`.
+        prefix: as for `gradmesh.launch`.
+    """
+
+    def __init__(self, size: int, backend: str, timeout: float | None, prefix: bool | None) -> None:
         self.size = size
         self.alive = True
         self._timeout = timeout
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection[Any, Any]] = []
+        self._output = OutputPipes(size, prefix)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         try:
             for rank in range(size):
@@ -44,11 +55,13 @@ class ProcessRanks:
 
     def run(self, fn: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
         """Call the function on every rank; after a failure the ranks are gone."""
-        call = dumps((fn, tuple(args), dict(kwargs)))
+        call, origin = dumps((fn, tuple(args), dict(kwargs)))
+        about = pickle.dumps(origin)
         try:
             for pipe in self._pipes:
                 # A process that died since the last run is found out when its answer is awaited.
                 with contextlib.suppress(OSError):
+                    pipe.send(("origin", about))
                     pipe.send(("call", call))
             return self._collect("returned", self._timeout)
         except BaseException:  # Ctrl-C
@@ -63,9 +76,11 @@ class ProcessRanks:
                     with contextlib.suppress(OSError):
                         pipe.send(("exit", b""))
                 deadline = time.monotonic() + _EXIT_GRACE
-                for process in self._processes:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(max(0.0, deadline - time.monotonic()))
+                while any(process.poll() is None for process in self._processes):
+                    if time.monotonic() > deadline:
+                        break
+                    # What a rank prints at its exit has to be read, or it waits for that.
+                    self._output.show(wait(self._output.open, _EXIT_POLL))
             finally:
                 self.kill()
 
@@ -77,9 +92,15 @@ class ProcessRanks:
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        for pipe in self._pipes:
-            pipe.close()
-        self._processes, self._pipes = [], []
+        try:
+            # What killed ranks printed is still in the pipes. That it cannot be shown must not hide how they ended.
+            with contextlib.suppress(OSError, ValueError):
+                self._output.drain()
+        finally:
+            self._output.close()
+            for pipe in self._pipes:
+                pipe.close()
+            self._processes, self._pipes = [], []
 
     def _start(self, rank: int, backend: str) -> None:
         ours, theirs = Pipe()
@@ -100,20 +121,23 @@ class ProcessRanks:
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # sys.path is handed over before anything is imported; multiprocessing would run __main__ again instead.
         code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from gradmesh.launch.child import main; "
+            f"import sys; sys.path[:] = {sys.path!r}; from gradmesh.launch.rank_main import main; "
             f"main({theirs.fileno()}, {backend!r}, {self._timeout!r})"
         )
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         with theirs:
-            self._processes.append(
-                subprocess.Popen(
-                    [sys.executable, *flags, "-c", code],
-                    env=environment,
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,  # a terminal's Ctrl-C goes to the parent alone, which ends the ranks
-                )
+            process = subprocess.Popen(
+                [sys.executable, *flags, "-c", code],
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,  # a terminal's Ctrl-C goes to the parent alone, which ends the ranks
             )
+        self._processes.append(process)
+        self._output.add(rank, process)
 
     def _collect(self, expected: str, timeout: float | None) -> Outcome:
         """Wait for an answer of every rank, or for what makes waiting pointless."""
@@ -122,7 +146,9 @@ class ProcessRanks:
         while outcome.missing and time.monotonic() < deadline:
             pipes = {self._pipes[rank]: rank for rank in outcome.missing}
             # Short waits: a process may have died while a child of its own holds its pipe open.
-            ready = wait(list(pipes), min(POLL, max(0.0, deadline - time.monotonic())))
+            awaited: list[Connection[Any, Any] | int] = [*pipes, *self._output.open]
+            ready = wait(awaited, min(POLL, max(0.0, deadline - time.monotonic())))
+            self._output.show(ready)
             for rank in [pipes[pipe] for pipe in ready if isinstance(pipe, Connection)]:
                 self._read(rank, expected, outcome)
             for rank in outcome.missing:
@@ -134,6 +160,8 @@ class ProcessRanks:
             self._ask_where(outcome)
         if outcome.failures or outcome.missing:
             self.kill()
+        else:
+            self._output.drain()
         return outcome
 
     def _read(self, rank: int, expected: str, outcome: Outcome) -> None:

@@ -20,6 +20,8 @@ from gradmesh.backends import threads
 from gradmesh.backends.threads.waiting import World
 from gradmesh.errors import AbortedError, message
 from gradmesh.launch.outcomes import FAILURE_GRACE, POLL, Failure, Outcome, group_timeout
+from gradmesh.launch.output_lines import prefixes
+from gradmesh.launch.output_streams import finish_lines, mark_thread, ranks_write_lines, thread_mark
 from gradmesh.state import RankState
 
 __all__ = ["ThreadRanks"]
@@ -33,13 +35,22 @@ class _End(SystemExit):
 
 
 class ThreadRanks:
-    """The threads of one world. They keep their process groups from one run to the next."""
+    """The threads of one world. They keep their process groups from one run to the next.
 
-    def __init__(self, size: int, timeout: float | None) -> None:
+    Args:
+        size: the number of ranks.
+        timeout: as for `gradmesh.launch`.
+        prefix: as for `gradmesh.launch`.
+    """
+
+    def __init__(self, size: int, timeout: float | None, prefix: bool | None) -> None:
         threads.register()
         self.size = size
         self.alive = True
         self._timeout = timeout
+        # A rank that launches ranks puts its own mark before theirs.
+        outer, marks = thread_mark(), prefixes(size, prefix)
+        self._marks = [outer] * size if marks is None else [(outer or "") + mark for mark in marks]
         self._world = World(size)
         self._jobs: list[queue.SimpleQueue[Callable[[], object] | None]] = [
             queue.SimpleQueue() for _ in range(size)
@@ -86,6 +97,10 @@ class ThreadRanks:
         )
 
     def _run(self, jobs: Sequence[Callable[[], object]], timeout: float | None) -> Outcome:
+        with self._lines():
+            return self._collect(jobs, timeout)
+
+    def _collect(self, jobs: Sequence[Callable[[], object]], timeout: float | None) -> Outcome:
         outcome = Outcome(self.size, timeout=timeout)
         intra_op = torch.get_num_threads()
         self._world.begin()
@@ -116,6 +131,9 @@ class ThreadRanks:
             self.kill()
         return outcome
 
+    def _lines(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._marks[0] is None else ranks_write_lines()
+
     def _where(self, rank: int) -> str:
         frame = sys._current_frames().get(self._threads[rank].ident or -1)
         if frame is None:
@@ -143,6 +161,7 @@ class ThreadRanks:
 
     def _serve(self, rank: int) -> None:
         """Be that rank: the thread's main function."""
+        mark_thread(self._marks[rank])
         intra_op = max(1, torch.get_num_threads() // self.size)
         with contextlib.suppress(_End), threads.seated(self._world, rank, RankState()):
             while (job := self._jobs[rank].get()) is not None:
@@ -153,7 +172,10 @@ class ThreadRanks:
 
     def _do(self, rank: int, job: Callable[[], object]) -> tuple[int, object, Failure | None]:
         try:
-            result = job()
+            try:
+                result = job()
+            finally:
+                finish_lines()
         except BaseException as error:
             failure = Failure.of(rank, error)
             self._world.leave(rank, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -28,7 +29,7 @@ class Split(LinearOp):
     """
 
     dim: int
-    sizes: Sizes = EQUAL
+    sizes: Sizes
 
     def batched(self) -> Split:
         """The same op one dimension further back."""
@@ -50,11 +51,22 @@ class Split(LinearOp):
 class Join(Split):
     """Concatenate the ranks' parts along `dim`, on every rank. A subclass owes its types and its adjoint."""
 
+    def layout(self, shape: Sequence[int]) -> tuple[Sequence[int], Sequence[int], Sequence[int] | None]:
+        """Each rank's size along `dim`, the elements of its part, and the result's shape if the parts lie in a row."""
+        sizes = self.pieces(shape)
+        in_a_row = self.dim == 0 or math.prod(shape[: self.dim]) == 1
+        return (
+            sizes,
+            counts(shape, self.dim, sizes),
+            shifted(shape, self.dim, sum(sizes)) if in_a_row else None,
+        )
+
     def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Gather, then put the parts side by side along `dim`."""
-        sizes = self.pieces(x.shape)
+        sizes, lengths, whole = self.once(x.shape, lambda: self.layout(x.shape))
         flat = pack(x, self.dim, (x.shape[self.dim],))
-        lengths = counts(x.shape, self.dim, sizes)
+        if whole is not None:
+            return wire.gather(flat, lengths, whole, even=self.sizes.equal)
         return assemble(
             lambda shape: wire.gather(flat, lengths, shape, even=self.sizes.equal), x.shape, self.dim, sizes
         )
@@ -83,12 +95,15 @@ class ReduceScatter(Split):
     src, dst = P, V
     sums = True
 
+    def layout(self, shape: Sequence[int]) -> tuple[Sequence[int], Sequence[int], tuple[int, ...]]:
+        """Each rank's size along `dim`, the elements of its part, and the shape of the own one."""
+        sizes = self.parts(shape)
+        return sizes, counts(shape, self.dim, sizes), shifted(shape, self.dim, sizes[self.axis.rank])
+
     def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Send each rank its slice and add what comes."""
-        sizes = self.parts(x.shape)
+        sizes, lengths, shape = self.once(x.shape, lambda: self.layout(x.shape))
         flat = pack(x, self.dim, sizes)
-        lengths = counts(x.shape, self.dim, sizes)
-        shape = shifted(x.shape, self.dim, sizes[self.axis.rank])
         return wire.sum_and_scatter(flat, lengths, shape, even=self.sizes.equal)
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -108,9 +123,9 @@ def parts(op: type[Split]) -> Examples:
         sizes = uneven(axis)
         own = sizes[axis.rank]
         return [
-            (op(axis, 0), (2, 3)),
-            (op(axis, 1), (2, 3)),
-            (op(axis, 2), (2, 1, 2)),
+            (op(axis, 0, EQUAL), (2, 3)),
+            (op(axis, 1, EQUAL), (2, 3)),
+            (op(axis, 2, EQUAL), (2, 1, 2)),
             (op(axis, 0, sizes), (own, 2)),
             (op(axis, 1, sizes), (2, own)),
         ]
@@ -124,9 +139,9 @@ def wholes(op: type[Split]) -> Examples:
     def examples(axis: Axis) -> list[Example]:
         sizes = uneven(axis)
         return [
-            (op(axis, 0), (2 * axis.size, 3)),
-            (op(axis, 1), (2, axis.size)),
-            (op(axis, 2), (2, 1, 2 * axis.size)),
+            (op(axis, 0, EQUAL), (2 * axis.size, 3)),
+            (op(axis, 1, EQUAL), (2, axis.size)),
+            (op(axis, 2, EQUAL), (2, 1, 2 * axis.size)),
             (op(axis, 0, sizes), (sizes.total, 2)),
             (op(axis, 1, sizes), (2, sizes.total)),
         ]

@@ -32,8 +32,8 @@ class AllToAll(LinearOp):
 
     split_dim: int
     concat_dim: int
-    split_sizes: Sizes = EQUAL
-    concat_sizes: Sizes = EQUAL
+    split_sizes: Sizes
+    concat_sizes: Sizes
 
     verb = "all_to_all"
     src, dst = V, V
@@ -57,19 +57,24 @@ class AllToAll(LinearOp):
         joined = self.concat_sizes.of_part(self, self.concat_dim, shape[self.concat_dim])
         return [shifted(shifted(shape, self.split_dim, mine), self.concat_dim, n) for n in joined]
 
+    def layout(
+        self, shape: Sequence[int]
+    ) -> tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], tuple[int, ...]]:
+        """What is cut and the elements to send and to receive, what is joined, and the shape of a part that comes."""
+        sizes, shapes = self._split(shape), self._received(shape)
+        receive, joined = [math.prod(s) for s in shapes], [s[self.concat_dim] for s in shapes]
+        return sizes, counts(shape, self.split_dim, sizes), receive, joined, shapes[0]
+
     def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Pack a part for each rank, exchange, join."""
-        sizes = self._split(x.shape)
-        shapes = self._received(x.shape)
-        receive = [math.prod(shape) for shape in shapes]
+        sizes, send, receive, joined, shape = self.once(x.shape, lambda: self.layout(x.shape))
         flat = pack(x, self.split_dim, sizes)
-        send = counts(x.shape, self.split_dim, sizes)
         even = self.split_sizes.equal and self.concat_sizes.equal
         return assemble(
             lambda shape: wire.exchange(flat, send, receive, shape, even=even),
-            shapes[0],
+            shape,
             self.concat_dim,
-            [shape[self.concat_dim] for shape in shapes],
+            joined,
         )
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -98,9 +103,9 @@ def _exchanges(axis: Axis) -> list[Example]:
     amounts = [[(r + 2 * s) % 3 for s in range(size)] for r in range(size)]
     ragged = AllToAll(axis, 0, 0, Sizes(tuple(amounts[rank])), Sizes(tuple(row[rank] for row in amounts)))
     return [
-        (AllToAll(axis, 0, 1), (2 * size, 3)),
-        (AllToAll(axis, 0, 0), (2 * size, 3)),
-        (AllToAll(axis, 2, 0), (2, 1, size)),
+        (AllToAll(axis, 0, 1, EQUAL, EQUAL), (2 * size, 3)),
+        (AllToAll(axis, 0, 0, EQUAL, EQUAL), (2 * size, 3)),
+        (AllToAll(axis, 2, 0, EQUAL, EQUAL), (2, 1, size)),
         (ragged, (sum(amounts[rank]), 2)),
         (AllToAll(axis, 1, 0, sizes, turned), (turned[rank], sizes.total)),
     ]

@@ -12,9 +12,10 @@ and every higher order (`op.adjoint.adjoint == op`).
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import ClassVar, NoReturn, TypedDict
+from functools import cached_property
+from typing import ClassVar, NoReturn, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,18 +25,17 @@ from gradmesh._torch import is_fake, profiler_on
 from gradmesh.axis import Axis
 from gradmesh.environment import CHECK
 from gradmesh.errors import DTypeError, GradmeshError, ShapeError, message
-from gradmesh.state import rank_state
+from gradmesh.memo import Memo
 from gradmesh.types import Type
 from gradmesh.wire import Carrier, carrier, compiling
 from gradmesh.wire.claims import Claim, claim
+
+T = TypeVar("T")
 
 __all__ = ["LinearOp", "Op", "Precision", "SameShape", "refuse_unless_added", "shifted"]
 
 _NEVER_ADDED = frozenset({torch.uint16, torch.uint32, torch.uint64, torch.complex32})
 """Dtypes that torch stores and moves, but has no arithmetic for; nor has it for floating-point numbers of one byte."""
-
-_CLAIMS = 256
-"""Claims that a rank keeps for calls like the ones before."""
 
 
 def refuse_unless_added(dtype: torch.dtype, fail: Callable[..., NoReturn]) -> None:
@@ -61,8 +61,8 @@ class Precision(TypedDict):
 class Op(abc.ABC):
     """A map over the ranks of an axis, as a frozen value.
 
-    A subclass owes `transfer` and `out_shape`; `batched` if it has a dimension; `loose` if sizes may differ from rank to
-    rank; and the class attributes below where they are not as here.
+    A subclass owes `transfer` and `out_shape`; `batched` if it has a dimension; `loose` if sizes may differ from rank
+    to rank; and the class attributes below where they are not as here.
 
     Attributes:
         axis: the ranks it runs over; captured when the verb is called.
@@ -155,16 +155,28 @@ class Op(abc.ABC):
         if not compiling() and not is_fake(x):
             carrier(self.axis, self.claimed(x)).withdraw(error)
 
+    @cached_property
+    def memo(self) -> Memo:
+        """What this op has worked out about operands like the ones before."""
+        return Memo()
+
+    def once(self, key: Hashable, work: Callable[[], T]) -> T:
+        """Work something out once for each key; in a program that is being compiled every time."""
+        if compiling():
+            return work()
+        found: T | None = self.memo.get(key)
+        if found is None:
+            found = self.memo[key] = work()
+        return found
+
     def claimed(self, x: Tensor) -> Claim | None:
         """What this rank says about the call, for the others to compare; None where nothing is compared."""
         if not self.sends or self.axis.size == 1 or not x.is_cpu or not CHECK.value():
             return None
-        claims, key = rank_state().claims, (self, x.shape, x.dtype)
-        found = claims.get(key)
+        memo, key = self.memo, (x.shape, x.dtype)
+        found: Claim | None = memo.get(key)
         if found is None:
-            if len(claims) >= _CLAIMS:
-                claims.clear()
-            found = claims[key] = claim(self.verb, str(self.axis), self.words(x))
+            found = memo[key] = claim(self.verb, str(self.axis), self.words(x))
         return found
 
     def words(self, x: Tensor) -> str:
@@ -198,6 +210,11 @@ class LinearOp(Op):
     @abc.abstractmethod
     def adjoint(self) -> LinearOp:
         """The op A* with <A x, y> = <x, A* y>; what travels forward and backward changes places."""
+
+    @cached_property
+    def back(self) -> LinearOp:
+        """The adjoint, made once."""
+        return self.adjoint
 
     def batched(self) -> LinearOp:
         """The same op on tensors with one more dimension in front, for vmap."""

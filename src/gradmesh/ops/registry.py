@@ -1,7 +1,7 @@
 """The registry: the one list of the linear ops that there are.
 
-Each file of this package that has ops ends with their rows, `ROWS`, and is found here by that. The law tests run over the
-list, and the table in the README is printed from it.
+Each file of this package that has ops ends with their rows, `ROWS`, and is found here by that. The law tests run over
+the list, and the table in the README is printed from it.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Pad(Split):
     src, dst = V, P
     sends = False
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:  # noqa: ARG002 - it is written in parts
         """Copy into the own place."""
         sizes = self.pieces(x.shape)
         out = torch.zeros(self.out_shape(x.shape), dtype=x.dtype, device=x.device)

@@ -20,8 +20,8 @@ __all__ = ["EQUAL", "Sizes"]
 class Sizes:
     """Each rank's size along one dimension, in rank order.
 
-    They are *equal* (nobody said anything: every rank has what this one has), *told* by the caller, or *found* by asking
-    the ranks, after which they are as good as told.
+    They are *equal* (nobody said anything: every rank has what this one has), *told* by the caller, or *found* by
+    asking the ranks, after which they are as good as told.
 
     Attributes:
         each: one size for each rank; None: equal.

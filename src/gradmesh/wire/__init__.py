@@ -8,8 +8,8 @@ An op says what moves (`gradmesh.ops`), autograd says in which direction (`gradm
 * `Compiled`: functional collectives and opaque ops, in a program that is being compiled.
 * `Alone`: an axis of one rank, on which nothing travels.
 
-`carrier` chooses among them, here and nowhere else. A new transport is a subclass of `Carrier` in a file of its own, and
-a line in `CARRIERS` with the class of process group that it serves.
+`carrier` chooses among them, here and nowhere else. A new transport is a subclass of `Carrier` in a file of its own,
+and a line in `CARRIERS` with the class of process group that it serves.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ from gradmesh.wire.torch_group import TorchGroup
 __all__ = ["CARRIERS", "Carrier", "carrier", "compiling"]
 
 CARRIERS: dict[type[dist.ProcessGroup], type[Carrier]] = {
-    # ShmGroup: OwnGroupCarrier,
-    # ThreadsGroup: OwnGroupCarrier,
+    ShmGroup: OwnGroupCarrier,
+    ThreadsGroup: OwnGroupCarrier,
 }
 """The carrier for each class of process group; `TorchGroup` for any other."""
 
 
-def compiling() -> bool:
-    """Whether the call is part of a program that is being compiled."""
-    return is_compiling()
+compiling = is_compiling
+"""Whether the call is part of a program that is being compiled; asked of torch here and nowhere else."""
 
 
 def carrier(axis: Axis, claim: Claim | None = None) -> Carrier:

@@ -214,6 +214,8 @@ class Carrier(abc.ABC):
 
     def room(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """Memory for a result: dense, uninitialised, of the dtype and on the device of another tensor."""
+        if type(like) is Tensor and math.prod(shape) * like.dtype.itemsize < memory.SMALLEST:
+            return like.new_empty(shape)
         return memory.empty(shape, like.dtype, like.device)
 
     def copy(self, x: Tensor) -> Tensor:
@@ -234,7 +236,7 @@ class Carrier(abc.ABC):
         claim, self.claim = self.claim, None
         return claim
 
-    def withdraw(self, error: Exception) -> None:
+    def withdraw(self, error: Exception) -> None:  # noqa: B027 - most transports cannot tell
         """Tell the others that this rank cannot make its call, so that they raise instead of waiting for it.
 
         It is called when an op fails on this rank, and has an effect only if no motion has begun yet. A transport that

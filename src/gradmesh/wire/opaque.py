@@ -45,5 +45,5 @@ def _(x: Tensor, root: int, group: str) -> Tensor:  # noqa: ARG001
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-ordered_effect(exchange)
-ordered_effect(reduce)
+exchange = ordered_effect(exchange)
+reduce = ordered_effect(reduce)

@@ -8,11 +8,12 @@ before it has sent tells the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
 
+from gradmesh.axis import Axis
+from gradmesh.backends.claim import Claim
 from gradmesh.backends.process_group import OwnGroup
 from gradmesh.wire.carrier import Carrier
 from gradmesh.wire.packing import dense, flattened
@@ -24,10 +25,9 @@ __all__ = ["OwnGroupCarrier"]
 class OwnGroupCarrier(Carrier):
     """An axis whose group is one of gradmesh's own."""
 
-    @property
-    def group(self) -> OwnGroup:
-        """The group, which this carrier is chosen for by its class."""
-        return cast("OwnGroup", self.axis.group)
+    def __init__(self, axis: Axis, claim: Claim | None = None) -> None:
+        super().__init__(axis, claim)
+        self.group: OwnGroup = axis.group  # type: ignore[assignment]  # by whose class this carrier is chosen
 
     def exchange(
         self,

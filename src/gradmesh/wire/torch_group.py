@@ -1,9 +1,9 @@
 """The carrier for any process group of torch.distributed: Gloo, NCCL, MPI, and whatever else is registered.
 
-These backends do not compare what the ranks call. Operands whose sizes differ without having been told abort the process
-or leave garbage, and different collectives hang. So for CPU tensors a call that has a claim begins with an exchange of
-eight bytes, and where these differ, the ranks tell each other in words what they called. Tensors elsewhere are not
-compared: the exchange would have to wait for the device.
+These backends do not compare what the ranks call. Operands whose sizes differ without having been told abort the
+process or leave garbage, and different collectives hang. So for CPU tensors a call that has a claim begins with an
+exchange of eight bytes, and where these differ, the ranks tell each other in words what they called. Tensors elsewhere
+are not compared: the exchange would have to wait for the device.
 """
 
 from __future__ import annotations

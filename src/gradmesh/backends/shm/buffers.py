@@ -8,18 +8,14 @@ that are not touched take no memory.
 from __future__ import annotations
 
 import ctypes
-import os
 from typing import Any
 
 import torch
 
-from gradmesh.errors import ArgumentError, message
+from gradmesh.environment import SHM_CHUNK
 
-__all__ = ["CHUNK_VARIABLE", "TOKEN", "Buffers", "Slots", "chunk_bytes", "segment_bytes"]
+__all__ = ["TOKEN", "Buffers", "Slots", "chunk_bytes", "segment_bytes"]
 
-CHUNK_VARIABLE = "GRADMESH_SHM_CHUNK"
-_CHUNK = 1 << 20
-_SMALLEST, _LARGEST = 1 << 12, 1 << 26
 _PAGE = 4096
 TOKEN = 16
 """Bytes in front by which a rank knows that it has opened the right file."""
@@ -28,18 +24,7 @@ _WORD = 8
 
 def chunk_bytes() -> int:
     """How many bytes of a message a rank hands on at once: GRADMESH_SHM_CHUNK in the environment, else 1 MiB."""
-    text = os.environ.get(CHUNK_VARIABLE, str(_CHUNK))
-    size = int(text) if text.isdecimal() else 0
-    if not _SMALLEST <= size <= _LARGEST or size & (size - 1):
-        raise ArgumentError(
-            message(
-                f"{CHUNK_VARIABLE} is not usable",
-                expected=f"a power of two between {_SMALLEST} and {_LARGEST}",
-                got=f"{CHUNK_VARIABLE}={text!r}",
-                remedy="unset it, or give the bytes that a rank hands on at once",
-            )
-        )
-    return size
+    return SHM_CHUNK.read()
 
 
 def _word_count(size: int) -> int:

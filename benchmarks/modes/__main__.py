@@ -1,0 +1,5 @@
+"""`python -m benchmarks.modes`."""
+
+from benchmarks.modes.command import modes
+
+modes()

@@ -1,0 +1,5 @@
+"""`python -m benchmarks.speed`."""
+
+from benchmarks.speed.command import speed
+
+speed()

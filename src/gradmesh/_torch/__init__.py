@@ -1,0 +1,56 @@
+"""Every private name of torch that gradmesh relies on, in one place.
+
+Private names change under us. Each is looked up here once, with what happens where it is gone; a torch that lacks some
+gives one warning that names them. `tests/test_torch_private.py` states what is relied on for each, so that a new
+torch release fails there, by name, and not somewhere in a training run.
+"""
+
+from gradmesh._torch.compiled import functional, is_fake, keyword_fields_last, ordered_effect, resolve_group
+from gradmesh._torch.modes import (
+    forward_level_open,
+    functorch_active,
+    in_plain_mode,
+    is_legacy_batched,
+    modes_active,
+    on_legacy_batch,
+    only_vmap_active,
+    transforms_active,
+    without_autograd,
+)
+from gradmesh._torch.names import RELIED_ON, warn_of_what_is_gone
+from gradmesh._torch.passes import (
+    in_backward,
+    in_reentrant_checkpoint,
+    named_range,
+    profiler_on,
+    saves_for_a_checkpoint,
+)
+from gradmesh._torch.threads import _RankWorld, adopt_thread, thread_isolation
+
+__all__ = [
+    "RELIED_ON",
+    "_RankWorld",
+    "adopt_thread",
+    "forward_level_open",
+    "functional",
+    "functorch_active",
+    "in_backward",
+    "in_plain_mode",
+    "in_reentrant_checkpoint",
+    "is_fake",
+    "is_legacy_batched",
+    "keyword_fields_last",
+    "modes_active",
+    "named_range",
+    "on_legacy_batch",
+    "only_vmap_active",
+    "ordered_effect",
+    "profiler_on",
+    "resolve_group",
+    "saves_for_a_checkpoint",
+    "thread_isolation",
+    "transforms_active",
+    "without_autograd",
+]
+
+warn_of_what_is_gone()

@@ -1,0 +1,98 @@
+"""What a compiler, and a tensor without values, need to know of a collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradmesh._torch.names import find, gone, refuse, there
+
+__all__ = ["functional", "is_fake", "keyword_fields_last", "ordered_effect", "resolve_group"]
+
+_COMPILED = "compiled programs refuse {}"
+_OPS = {
+    f"torch.ops._c10d_functional.{name}": find(
+        f"torch.ops._c10d_functional.{name}", without=_COMPILED.format("the verbs that any of these carries")
+    )
+    for name in (
+        "all_gather_into_tensor",
+        "all_reduce",
+        "all_to_all_single",
+        "broadcast",
+        "reduce_scatter_tensor",
+        "wait_tensor",
+    )
+}
+
+
+def functional(name: str, group: dist.ProcessGroup, x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """A collective as a functional op, which a compiler can see, move and bucket; the result is fresh."""
+    path, waiting = f"torch.ops._c10d_functional.{name}", "torch.ops._c10d_functional.wait_tensor"
+    op, wait = _OPS[path], _OPS[waiting]
+    if op is None or wait is None:
+        refuse(f"{name} in a compiled program", path, waiting)
+    done: torch.Tensor = wait(op(x, *args, group.group_name))
+    return done
+
+
+_fake = find("torch._subclasses.FakeTensor", without="a fake tensor is told by the name of its class")
+
+if _fake is not None:
+
+    def is_fake(x: torch.Tensor) -> bool:
+        """Whether a tensor has a shape but no values: a fake one, or one on the meta device."""
+        return x.is_meta or (type(x) is not torch.Tensor and isinstance(x, _fake))
+
+else:
+
+    def is_fake(x: torch.Tensor) -> bool:
+        """Whether a tensor has a shape but no values: a fake one, or one on the meta device."""
+        return x.is_meta or any(kind.__name__ == "FakeTensor" for kind in type(x).__mro__)
+
+
+_RESOLVE = "torch.distributed.distributed_c10d._resolve_process_group"
+_resolve = find(_RESOLVE, without=_COMPILED.format("ragged exchanges and sums at a root"))
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group of a name, on the calling rank."""
+    if _resolve is None:
+        refuse("a ragged exchange or a sum at a root in a compiled program", _RESOLVE)
+    group: dist.ProcessGroup = _resolve(name)
+    return group
+
+
+def keyword_fields_last(kind: type[Any]) -> None:
+    """Have a dataclass list its keyword-only fields last.
+
+    Dynamo of torch 2.11 takes positional arguments for the first fields in the list, the keyword-only ones of a base
+    class too, and then refuses the call.
+    """
+    fields = kind.__dataclass_fields__
+    kind.__dataclass_fields__ = dict(sorted(fields.items(), key=lambda item: bool(item[1].kw_only)))
+    for derived in kind.__subclasses__():
+        keyword_fields_last(derived)
+
+
+_ORDERED = "torch._library.effects.EffectType.ORDERED"
+_REGISTER = "torch.library.CustomOpDef.register_effect"
+_ordered = find(_ORDERED, without=_COMPILED.format("ragged exchanges and sums at a root"))
+there(_REGISTER, without=_COMPILED.format("ragged exchanges and sums at a root"))
+
+
+def ordered_effect(op: Any) -> Any:
+    """Have compilers keep every call of a custom op, in order.
+
+    Returns:
+        The op; where torch cannot be told that, a function that refuses to be called in its place.
+    """
+    if _ORDERED in gone or _REGISTER in gone:
+
+        def refused(*_: Any) -> torch.Tensor:
+            refuse("a ragged exchange or a sum at a root in a compiled program", _ORDERED, _REGISTER)
+
+        return refused
+    op.register_effect(_ordered)
+    return op

@@ -1,0 +1,222 @@
+"""Which mode of differentiation or dispatch the caller is in, and how a kernel steps out of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch.autograd import forward_ad
+
+from gradmesh._torch.names import find, refuse, there
+
+__all__ = [
+    "dispatch_modes",
+    "forward_level_open",
+    "functorch_active",
+    "in_plain_mode",
+    "is_legacy_batched",
+    "modes_active",
+    "on_legacy_batch",
+    "only_vmap_active",
+    "transforms_active",
+    "without_autograd",
+]
+
+T = TypeVar("T")
+
+_functorch_active = find(
+    "torch._C._are_functorch_transforms_active",
+    without="a torch.func transform is told by what torch refuses inside of one, which takes longer",
+)
+_LEVEL = there(
+    "torch.autograd.forward_ad._current_level",
+    without="a forward-mode level is told by whether torch makes a dual tensor, which takes longer; "
+    "ranks that are threads refuse forward mode",
+)
+
+if _LEVEL:
+
+    def forward_level_open() -> bool:
+        """Whether a forward-mode level is open."""
+        return forward_ad._current_level >= 0
+
+else:
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def forward_level_open() -> bool:
+        """Whether a forward-mode level is open: without one, torch makes no dual tensor."""
+        try:
+            forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
+        except RuntimeError:
+            return False
+        return True
+
+
+if _functorch_active is not None:
+
+    def functorch_active() -> bool:
+        """Whether a torch.func transform is running."""
+        active: bool = _functorch_active()
+        return active
+
+else:
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def functorch_active() -> bool:
+        """Whether a torch.func transform is running: inside of one, torch refuses to make a leaf."""
+        try:
+            torch.zeros(()).requires_grad_()
+        except RuntimeError:
+            return True
+        return False
+
+
+if _LEVEL and _functorch_active is not None:
+
+    def transforms_active() -> bool:
+        """Whether a tensor may carry more than its values: a torch.func transform or a forward-mode level is on.
+
+        >>> transforms_active()
+        False
+        """
+        return _functorch_active() or forward_ad._current_level >= 0
+
+else:
+
+    def transforms_active() -> bool:
+        """Whether a tensor may carry more than its values: a torch.func transform or a forward-mode level is on."""
+        return functorch_active() or forward_level_open()
+
+
+_NO_VMAP = "every torch.func transform is taken for a derivative, so that vmap inside ordered() is refused"
+_interpreters = find("torch._C._functorch.get_interpreter_stack", without=_NO_VMAP)
+_vmap = find("torch._C._functorch.TransformType.Vmap", without=_NO_VMAP)
+
+
+def only_vmap_active() -> bool:
+    """Whether no torch.func transform but vmap is running."""
+    if _interpreters is None or _vmap is None:
+        return not functorch_active()
+    return all(layer.key() == _vmap for layer in _interpreters() or [])
+
+
+_KERNELS_RECORD = "forward mode may record what a raw collective of an own backend does inside a level"
+_set_grad = find(
+    "torch._C._set_grad_enabled", without="grad mode is switched by torch.no_grad, which takes longer"
+)
+_forward_on = find("torch._C._is_fwd_grad_enabled", without=_KERNELS_RECORD)
+_set_forward = find("torch._C._set_fwd_grad_enabled", without=_KERNELS_RECORD)
+
+if None in (_set_grad, _forward_on, _set_forward):
+
+    def without_autograd(work: Callable[[], T]) -> T:
+        """Run `work` without backward mode recording, and, where that can be said, without forward mode."""
+        forward = _forward_on() if _forward_on is not None and _set_forward is not None else None
+        if forward:
+            _set_forward(False)
+        try:
+            with torch.no_grad():
+                return work()
+        finally:
+            if forward:
+                _set_forward(True)
+
+else:
+
+    def without_autograd(work: Callable[[], T]) -> T:
+        """Run `work` with neither backward nor forward mode recording: a communication kernel only moves values."""
+        grad, forward = torch.is_grad_enabled(), _forward_on()
+        _set_grad(False)
+        _set_forward(False)
+        try:
+            return work()
+        finally:
+            _set_forward(forward)
+            _set_grad(grad)
+
+
+def _perhaps_one() -> int:
+    """How many modes of the caller's see every op, where that cannot be told."""
+    return 1
+
+
+_TAKES_LONGER = "kernels of own backends step out of the caller's modes always, which takes longer"
+_MODES_SEE = "modes of the caller see and may change what kernels of own backends do"
+dispatch_modes = find("torch._C._len_torch_dispatch_stack", without=_TAKES_LONGER) or _perhaps_one
+_function_modes = find("torch._C._len_torch_function_stack", without=_TAKES_LONGER) or _perhaps_one
+_no_functions = find("torch._C.DisableTorchFunction", without=_MODES_SEE) or contextlib.nullcontext
+_no_dispatch = (
+    find("torch.utils._python_dispatch._disable_current_modes", without=_MODES_SEE) or contextlib.nullcontext
+)
+
+
+def modes_active() -> bool:
+    """Whether a dispatch mode or a torch-function mode of the caller's would see torch's ops.
+
+    >>> modes_active()
+    False
+    """
+    return dispatch_modes() > 0 or _function_modes() > 0
+
+
+def in_plain_mode(work: Callable[[], T]) -> T:
+    """Run `work` as C++ would: autograd does not record it, and no mode of the caller's sees or changes its ops."""
+    if not modes_active():
+        return without_autograd(work)
+    with _no_functions(), _no_dispatch():
+        return without_autograd(work)
+
+
+_NO_BATCH = "torch.autograd.grad(is_grads_batched=True) through a collective is refused"
+_BATCHED = "torch._C._functorch.is_legacy_batchedtensor"
+_BATCHES = (
+    "torch._C._vmapmode_increment_nesting",
+    "torch._C._vmapmode_decrement_nesting",
+    "torch._remove_batch_dim",
+    "torch._add_batch_dim",
+)
+_batched = find(_BATCHED, without=_NO_BATCH)
+_enter_batch, _leave_batch, _take_out, _put_in = [find(path, without=_NO_BATCH) for path in _BATCHES]
+
+
+def _batch_level() -> int:
+    """How many legacy batches the calling thread is in."""
+    if _enter_batch is None or _leave_batch is None:
+        refuse("batched gradients of a collective", *_BATCHES)
+    level: int = _enter_batch() - 1
+    _leave_batch()
+    return level
+
+
+if _batched is not None:
+
+    def is_legacy_batched(x: torch.Tensor) -> bool:
+        """Whether `x` is batched by `torch.autograd.grad(is_grads_batched=True)`, which is older than torch.func."""
+        batched: bool = _batched(x)
+        return batched
+
+elif None in (_enter_batch, _leave_batch):
+
+    def is_legacy_batched(x: torch.Tensor) -> bool:  # noqa: ARG001
+        """False: nothing tells, and torch refuses such a tensor itself."""
+        return False
+
+else:
+
+    def is_legacy_batched(x: torch.Tensor) -> bool:  # noqa: ARG001
+        """False outside of such a batch; inside, where nothing tells which tensors are in it, an error."""
+        if _batch_level() > 0:
+            refuse("batched gradients of a collective", _BATCHED)
+        return False
+
+
+def on_legacy_batch(x: torch.Tensor, work: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Run `work` on the whole of such a tensor, its batch as the first dimension, and batch the result again."""
+    if _take_out is None or _put_in is None:
+        refuse("batched gradients of a collective", *_BATCHES)
+    level = _batch_level()
+    whole = _take_out(x, level, 0, 0)
+    batched: torch.Tensor = _put_in(work(whole), 0, level)
+    return batched

@@ -1,0 +1,119 @@
+"""Which pass the caller is in: backward, a checkpoint's first or second, and whether a profiler watches."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+from torch.utils import checkpoint
+
+from gradmesh._torch.modes import dispatch_modes
+from gradmesh._torch.names import find, there
+
+if there(
+    "torch.autograd.profiler._is_profiler_enabled",
+    without="every collective names its range, also while no profiler is on, which takes longer",
+):
+    from torch.autograd import profiler as autograd_profiler
+
+__all__ = ["in_backward", "in_reentrant_checkpoint", "named_range", "profiler_on", "saves_for_a_checkpoint"]
+
+
+def _calling_code() -> Iterator[CodeType]:
+    """The code of every function that is running on this thread, the innermost first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+_graph_task = find(
+    "torch._C._current_graph_task_id",
+    without="a backward pass is told by the functions that are running, which takes longer and overlooks the hooks "
+    "that run on a GPU's thread",
+)
+
+if _graph_task is not None:
+
+    def in_backward() -> bool:
+        """Whether the calling thread runs a backward pass, as a checkpoint's recomputation does."""
+        task: int = _graph_task()
+        return task != -1
+
+else:
+
+    def in_backward() -> bool:
+        """Whether a function that runs a backward pass is running, or a checkpoint's recomputation."""
+        running = set(_calling_code())
+        first = inspect.unwrap(checkpoint.checkpoint).__code__ in running
+        starts = {torch.autograd.backward.__code__, torch.autograd.grad.__code__}
+        return not running.isdisjoint(starts) or (not first and any(map(_of_checkpoint, running)))
+
+
+def _of_checkpoint(code: CodeType) -> bool:
+    return code.co_filename == checkpoint.__file__
+
+
+_saving_hooks = find(
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    without="a checkpoint is told by the functions that are running, which takes longer",
+)
+
+if _saving_hooks is not None:
+
+    def saves_for_a_checkpoint() -> bool:
+        """Whether saved tensors are being packed by hooks, as a non-reentrant checkpoint does."""
+        return _saving_hooks(True) is not None
+
+else:
+
+    def saves_for_a_checkpoint() -> bool:
+        """Whether a non-reentrant checkpoint is running, its first pass or its second."""
+        reentrant = {
+            checkpoint.CheckpointFunction.forward.__code__,
+            checkpoint.CheckpointFunction.backward.__code__,
+        }
+        running = set(_calling_code())
+        return running.isdisjoint(reentrant) and any(map(_of_checkpoint, running))
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether the calling code is being recomputed by `torch.utils.checkpoint(use_reentrant=True)`."""
+    return checkpoint.CheckpointFunction.backward.__code__ in _calling_code()
+
+
+if "autograd_profiler" in globals():
+
+    def profiler_on() -> bool:
+        """Whether a profiler of torch runs in this process: a flag in Python, a tenth of the cost of asking C++."""
+        return autograd_profiler._is_profiler_enabled
+
+else:
+
+    def profiler_on() -> bool:
+        """Whether a profiler of torch may be running in this process."""
+        return True
+
+
+_fast_range = find(
+    "torch._C._profiler._RecordFunctionFast",
+    without="ranges are ops, which a selective checkpoint counts: the profiler has to run in both of its passes",
+)
+
+
+def named_range(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A range in a profile.
+
+    `record_function` also marks the kernels on a GPU, but is an op itself, which a mode sees: a selective checkpoint
+    would miss it if the profiler ran in only one of the two passes. The range for such a mode is no op.
+    """
+    if _fast_range is not None and dispatch_modes() > 0:
+        fast: contextlib.AbstractContextManager[Any] = _fast_range(name)
+        return fast
+    return record_function(name)

@@ -1,0 +1,115 @@
+"""The ops that the drop-ins keep on a context or apply by themselves, checked as their verbs check them.
+
+A Function's `forward` and `backward` are two calls with a context between them, so they need the op itself and not
+only the verb. Everything in `gradmesh.compat` that builds an op stands here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gradmesh.arguments import Call, SizesLike
+from gradmesh.axis import Axis
+from gradmesh.ops.all_gather import AllGather
+from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant, Replicate
+from gradmesh.ops.base import LinearOp, SameShape
+from gradmesh.ops.broadcast import Reduce
+from gradmesh.ops.gather import Gather
+from gradmesh.ops.shard import AllGatherInvariant, Shard
+from gradmesh.ops.sizes import Sizes
+from gradmesh.types import I, P, R, Type
+from gradmesh.wire import Carrier
+
+__all__ = [
+    "CountedByAll",
+    "SumOfEqual",
+    "all_gather",
+    "all_reduce",
+    "gather",
+    "reduce",
+    "replicate",
+    "shard",
+]
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, dst: Type, sizes: SizesLike = None) -> LinearOp:
+    """The op of `gradmesh.all_gather`."""
+    call = Call("all_gather", x, axis)
+    dim = call.dim(dim)
+    kind = AllGather if dst is R else AllGatherInvariant
+    return kind(call.axis, dim, call.sizes(sizes, dim))
+
+
+def all_reduce(x: Tensor, axis: Axis, *, dst: Type) -> LinearOp:
+    """The op of `gradmesh.all_reduce`."""
+    call = Call("all_reduce", x, axis)
+    return (AllReduce if dst is R else AllReduceInvariant)(call.axis)
+
+
+def replicate(x: Tensor, axis: Axis) -> LinearOp:
+    """The op of `gradmesh.replicate`."""
+    return Replicate(Call("replicate", x, axis).axis)
+
+
+def shard(x: Tensor, axis: Axis, dim: int, split: Callable[[int, int], Sequence[int]]) -> LinearOp:
+    """The op of `gradmesh.shard`; `split` tells the sizes from the whole and the number of ranks."""
+    call = Call("shard", x, axis)
+    dim = call.dim(dim)
+    return Shard(call.axis, dim, call.sizes(split(x.shape[dim], axis.size), dim))
+
+
+def gather(x: Tensor, axis: Axis, root: int) -> LinearOp:
+    """The op of `gradmesh.gather` along dim 0, one row from each rank.
+
+    The verb asks for `ordered()`, which callers of torch's own `gather` know nothing of.
+    """
+    call = Call("gather", x, axis)
+    return Gather(call.axis, 0, root, Sizes((1,) * axis.size))
+
+
+def reduce(x: Tensor, axis: Axis, root: int) -> LinearOp:
+    """The op of `gradmesh.reduce`; not the verb, as in `gather`."""
+    return Reduce(Call("reduce", x, axis).axis, root)
+
+
+@dataclass(frozen=True)
+class CountedByAll(SameShape):
+    """I -> R, for a result whose gradients are the same on every rank: the identity.
+
+    It is `replicate` under a promise: the sum of W equal gradients is taken without a message. So the law holds for
+    the cotangents that the promise admits.
+    """
+
+    verb = "compat.gp_utils.scale_backward_grad"
+    sends = False
+    src, dst = I, R
+
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+        """Copy."""
+        return wire.copy(x)
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """The sum of equal gradients."""
+        return SumOfEqual(self.axis, **self.swapped)
+
+
+@dataclass(frozen=True)
+class SumOfEqual(SameShape):
+    """P -> I, for a term that is the same on every rank: W times the own one. The adjoint of `CountedByAll`."""
+
+    verb = "compat.gp_utils.scale_backward_grad"
+    sends = False
+    src, dst = P, I
+
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+        """Scale."""
+        return wire.copy(x).mul_(self.axis.size)
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """The identity."""
+        return CountedByAll(self.axis, **self.swapped)

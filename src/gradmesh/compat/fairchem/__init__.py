@@ -1,0 +1,119 @@
+"""Drop-in for `fairchem.core.common.gp_utils` of fairchem-core 2.11 and later, with its exchange of needed atoms.
+
+The atoms of a graph lie along dim 0, cut over the ranks of the graph parallel (gp) group into balanced parts
+(`size_list_fn`: the first n % W ranks have one more), or, for `all_to_all_collect`, as the caller assigns them.
+
+==============================================  ======  ========================  =============================
+name                                            type    forward                   backward
+==============================================  ======  ========================  =============================
+`reduce_from_model_parallel_region`             P -> I  sum                       identity
+`all_reduce_sum_with_grad`                      P -> R  sum                       sum
+`scatter_to_model_parallel_region`              I -> V  own part of dim 0         concatenate the parts
+`gather_from_model_parallel_region`             V -> I  concatenate the parts     own part
+`gather_from_model_parallel_region_sum_grad`    V -> R  concatenate the parts     sum, own part
+`scale_backward_grad`                           I -> R  identity                  W times the gradient
+`all_to_all_collect`                            V -> V  the rows that each asked  rows sent back and added
+==============================================  ======  ========================  =============================
+
+The groups are those of `gradmesh.compat.gp_utils`: set up with `setup_gp` or `setup_graph_parallel_groups`; before
+that a graph has one rank. `build_gp_context`, `all_to_all_collect` and `GPContext` take the place of those of
+`fairchem.core.common.parallelism`; which rank gets which atom (`partition_atoms_*`) is left to fairchem.
+
+Up to 2.10 these functions take a dimension and not the number of atoms: `gradmesh.compat.gp_utils`.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from gradmesh.compat.fairchem.config import (
+    GPMode,
+    GPPartition,
+    GraphParallelConfig,
+    cleanup_gp,
+    get_gp_config,
+    resolve_gp_config_for_workers,
+    set_gp_config,
+)
+from gradmesh.compat.fairchem.exchange import GPContext, all_to_all_collect, build_gp_context
+from gradmesh.compat.fairchem.functions import (
+    AllReduceSumWithGrad,
+    GatherFromModelParallelRegionGradPadded,
+    GatherFromModelParallelRegionSumGradPadded,
+    ScatterToModelParallelRegion,
+    size_list_fn,
+)
+from gradmesh.compat.fairchem.regions import (
+    all_reduce_sum_with_grad,
+    gather_from_model_parallel_region,
+    gather_from_model_parallel_region_sum_grad,
+    pad_input,
+    scatter_to_model_parallel_region,
+)
+from gradmesh.compat.gp_utils import (
+    ReduceFromModelParallelRegion,
+    ScaleBackwardGrad,
+    divide_and_check_no_remainder,
+    ensure_div,
+    get_dp_group,
+    get_dp_rank,
+    get_dp_world_size,
+    get_gp_group,
+    get_gp_rank,
+    get_gp_world_size,
+    initialized,
+    reduce_from_model_parallel_region,
+    scale_backward_grad,
+    setup_gp,
+    setup_graph_parallel_groups,
+)
+
+__all__ = [
+    "AllReduceSumWithGrad",
+    "GPContext",
+    "GPMode",
+    "GPPartition",
+    "GatherFromModelParallelRegionGradPadded",
+    "GatherFromModelParallelRegionSumGradPadded",
+    "GraphParallelConfig",
+    "ReduceFromModelParallelRegion",
+    "ScaleBackwardGrad",
+    "ScatterToModelParallelRegion",
+    "all_reduce_sum_with_grad",
+    "all_to_all_collect",
+    "build_gp_context",
+    "cleanup_gp",
+    "divide_and_check_no_remainder",
+    "ensure_div",
+    "gather_from_model_parallel_region",
+    "gather_from_model_parallel_region_sum_grad",
+    "get_dp_group",
+    "get_dp_rank",
+    "get_dp_world_size",
+    "get_gp_config",
+    "get_gp_group",
+    "get_gp_rank",
+    "get_gp_world_size",
+    "initialized",
+    "pad_input",
+    "reduce_from_model_parallel_region",
+    "resolve_gp_config_for_workers",
+    "scale_backward_grad",
+    "scatter_to_model_parallel_region",
+    "set_gp_config",
+    "setup_gp",
+    "setup_graph_parallel_groups",
+    "size_list_fn",
+]
+
+# Both are served by __getattr__, since ranks that are threads share this module.
+_GRAPH_PARALLEL_GROUP: dist.ProcessGroup | None
+_DATA_PARALLEL_GROUP: dist.ProcessGroup | None
+
+
+def __getattr__(name: str) -> dist.ProcessGroup | None:
+    if name == "_GRAPH_PARALLEL_GROUP":
+        return get_gp_group()
+    if name == "_DATA_PARALLEL_GROUP":
+        return get_dp_group()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,117 @@
+"""How graph parallel work is done, as fairchem-core's models ask for it; a note that gradmesh itself does not read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+from gradmesh.compat.gp_utils import cleanup_gp as _cleanup_groups
+from gradmesh.compat.gp_utils import get_gp_world_size, initialized
+from gradmesh.errors import ArgumentError, message
+from gradmesh.state import rank_state
+
+__all__ = [
+    "GPMode",
+    "GPPartition",
+    "GraphParallelConfig",
+    "cleanup_gp",
+    "get_gp_config",
+    "resolve_gp_config_for_workers",
+    "set_gp_config",
+]
+
+
+class GPMode(StrEnum):
+    """How a rank gets other ranks' atoms: all of them, or those that its edges need."""
+
+    ALLGATHER = "allgather"
+    ALL_TO_ALL = "all_to_all"
+
+
+class GPPartition(StrEnum):
+    """How atoms are assigned to ranks: by their index, or by where they are."""
+
+    INDEX_SPLIT = "index_split"
+    SPATIAL = "spatial"
+
+
+@dataclasses.dataclass
+class GraphParallelConfig:
+    """How graph parallel work is done.
+
+    Attributes:
+        group_size: the ranks that share a graph.
+        mode: how a rank gets other ranks' atoms.
+        partition: how atoms are assigned to ranks.
+    """
+
+    group_size: int = 1
+    mode: GPMode = GPMode.ALLGATHER
+    partition: GPPartition = GPPartition.INDEX_SPLIT
+
+
+def set_gp_config(config: GraphParallelConfig | Mapping[str, Any] | None) -> None:
+    """Keep a configuration until `cleanup_gp`, for `get_gp_config` to return on this rank.
+
+    Args:
+        config: a configuration, or a mapping with its fields, as configuration libraries have them.
+
+    Example:
+        >>> set_gp_config({"group_size": 2, "mode": "all_to_all"})
+        >>> get_gp_config().mode == GPMode.ALL_TO_ALL
+        True
+        >>> set_gp_config(None)
+    """
+    rank_state().drop(GraphParallelConfig)
+    if config is not None:
+        rank_state().keep(GraphParallelConfig(**config) if isinstance(config, Mapping) else config)
+
+
+def get_gp_config() -> GraphParallelConfig | None:
+    """The configuration that was set; else, once the groups are set up, the default one of their size; else None."""
+    found = rank_state().find(GraphParallelConfig)
+    return GraphParallelConfig(get_gp_world_size()) if found is None and initialized() else found
+
+
+def resolve_gp_config_for_workers(
+    gp_config: GraphParallelConfig | None, num_workers: int
+) -> GraphParallelConfig | None:
+    """The configuration for as many workers as share a graph.
+
+    Args:
+        gp_config: what the user gave; it is only read.
+        num_workers: the workers; with one there is nothing to share, and `gp_config` is returned as it is.
+
+    Raises:
+        ArgumentError: a group size other than 1, the default, that is not the number of workers.
+
+    Example:
+        >>> resolve_gp_config_for_workers(None, 4).group_size
+        4
+    """
+    if num_workers <= 1:
+        return gp_config
+    given = gp_config or GraphParallelConfig()
+    if given.group_size not in (1, num_workers):
+        raise ArgumentError(
+            message(
+                "group_size is not the number of workers",
+                op="compat.fairchem.resolve_gp_config_for_workers",
+                expected=f"group_size={num_workers}, or 1 to have it set",
+                got=f"group_size={given.group_size}",
+                remedy="leave group_size out",
+            )
+        )
+    return dataclasses.replace(given, group_size=num_workers)
+
+
+def cleanup_gp() -> None:
+    """Destroy both groups and forget the configuration.
+
+    Raises:
+        NotInitializedError: the groups were not set up.
+    """
+    _cleanup_groups()
+    rank_state().drop(GraphParallelConfig)

@@ -1,0 +1,62 @@
+"""What is installed here, and what gradmesh can run on: `gradmesh info` shows it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+
+import torch
+import torch.distributed as dist
+
+from gradmesh.backends import shm
+
+__all__ = ["backends", "cores", "variables", "version", "versions"]
+
+_PREFIX = "GRADMESH_"
+
+
+def version() -> str:
+    """The version of the distribution."""
+    try:
+        return metadata.version("gradmesh")
+    except metadata.PackageNotFoundError:
+        return "not installed, run from source"
+
+
+def versions() -> dict[str, str]:
+    """gradmesh, what it stands on, and what the machine offers."""
+    return {
+        "gradmesh": version(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cores": str(cores()),
+        "GPUs": str(torch.cuda.device_count()),
+    }
+
+
+def cores() -> int:
+    """The cores that this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def backends() -> dict[str, str | None]:
+    """Why each backend cannot be had here; None for one that can.
+
+    >>> backends()["threads"] is None
+    True
+    """
+    without = "this torch is built without it"
+    nccl = None if torch.cuda.is_available() else "no GPU"
+    return {
+        "shm": None if shm.available() else "needs Linux on x86-64 or aarch64",
+        "threads": None,
+        "gloo": None if dist.is_gloo_available() else without,
+        "nccl": nccl if dist.is_nccl_available() else without,
+        "mpi": None if dist.is_mpi_available() else without,
+    }
+
+
+def variables() -> dict[str, str]:
+    """The environment variables that are set for gradmesh."""
+    return {name: text for name, text in sorted(os.environ.items()) if name.startswith(_PREFIX)}

@@ -1,0 +1,242 @@
+"""gradmesh in a torch that lacks a private name: what it warns of, what still works, what it refuses.
+
+Run as `python -m tests.lacking NAME...`; writes one JSON object per name. Each name has a process of its own, a fork of
+one that has imported torch but not gradmesh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pkgutil
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo  # what torch imports late would miss the name, too
+import torch.distributed as dist
+import torch.distributed.device_mesh
+import torch.library
+from torch._functorch import eager_transforms, predispatch  # noqa: F401
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+REFUSED = "lacks what it needs"
+
+# The names that are asked for while a program is compiled. Compiling takes long, and is tried without these only.
+SEEN_BY_COMPILERS = {
+    "torch.ops._c10d_functional.all_gather_into_tensor",
+    "torch.ops._c10d_functional.all_reduce",
+    "torch.ops._c10d_functional.all_to_all_single",
+    "torch.ops._c10d_functional.broadcast",
+    "torch.ops._c10d_functional.reduce_scatter_tensor",
+    "torch.ops._c10d_functional.wait_tensor",
+    "torch._subclasses.FakeTensor",
+    "torch.distributed.distributed_c10d._resolve_process_group",
+    "torch._library.effects.EffectType.ORDERED",
+    "torch.library.CustomOpDef.register_effect",
+    "torch._C._are_functorch_transforms_active",
+    "torch.autograd.forward_ad._current_level",
+}
+
+
+def remove(path: str) -> Callable[[], None]:
+    """Take a name out of torch.
+
+    Returns:
+        A function that puts it back.
+    """
+    if " asking for " in path:
+        function, name = path.split(" asking for ")
+        plain: Any = pkgutil.resolve_name(function)
+        before = plain.__code__
+        plain.__code__ = before.replace(co_names=tuple(n.replace(name, f"{name}_") for n in before.co_names))
+        return lambda: setattr(plain, "__code__", before)
+    for op in SEEN_BY_COMPILERS:
+        pkgutil.resolve_name(op)  # a namespace of ops lists only those that were asked for
+    parent_path, _, name = path.rpartition(".")
+    parent = pkgutil.resolve_name(parent_path)
+    value = getattr(parent, name)
+    with contextlib.suppress(AttributeError, TypeError):
+        delattr(parent, name)
+    if not hasattr(parent, name):
+        return lambda: setattr(parent, name, value)
+    # A namespace that makes its names when they are asked for, or one that cannot be written: another one stands in.
+    grandparent, _, parent_name = parent_path.rpartition(".")
+    others = {other: getattr(parent, other) for other in dir(parent) if other != name}
+    setattr(pkgutil.resolve_name(grandparent), parent_name, types.SimpleNamespace(**others))
+    return lambda: setattr(pkgutil.resolve_name(grandparent), parent_name, parent)
+
+
+# ---- The features, each on two ranks that are threads or on one rank ---------------------------------------------
+
+
+def _backward(gm: Any) -> bool:
+    def on_rank() -> list[float]:
+        x = torch.tensor([1.0 + gm.axis().rank], requires_grad=True)
+        ((1 + gm.axis().rank) * (gm.all_gather(x) ** 2).sum()).backward()
+        grad: list[float] = x.grad.tolist()  # type: ignore[union-attr]
+        return grad
+
+    return bool(gm.launch(on_rank, 2, backend="threads", timeout=60) == [[6.0], [12.0]])
+
+
+def _forward_on_threads(gm: Any) -> bool:
+    def on_rank() -> list[float]:
+        x = torch.tensor([1.0 + gm.axis().rank])
+        got: list[float] = torch.func.jvp(lambda x: gm.all_gather(x) ** 2, (x,), (torch.ones(1),))[1].tolist()
+        return got
+
+    return bool(gm.launch(on_rank, 2, backend="threads", timeout=60) == [[2.0, 4.0]] * 2)
+
+
+def _modes(gm: Any) -> bool:
+    gm.init()
+    x = torch.arange(3.0)
+    right = torch.equal(torch.func.grad(lambda x: (gm.all_gather(x) ** 2).sum())(x), 2 * x)
+    right &= torch.equal(torch.func.vmap(gm.all_gather)(torch.ones(2, 3)), torch.ones(2, 3))
+    right &= torch.equal(torch.func.jvp(lambda x: gm.all_gather(x) ** 2, (x,), (torch.ones(3),))[1], 2 * x)
+    right &= torch.equal(torch.func.hessian(lambda x: (gm.all_gather(x) ** 3).sum())(x), torch.diag(6 * x))
+    with forward_ad.dual_level():
+        dual = gm.all_gather(forward_ad.make_dual(x, 2 * x))
+        right &= torch.equal(forward_ad.unpack_dual(dual).tangent, 2 * x)
+    return right
+
+
+def _batched(gm: Any) -> bool:
+    gm.init()
+    x = torch.ones(3, requires_grad=True)
+    (rows,) = torch.autograd.grad(2 * gm.all_gather(x), x, torch.eye(3)[:2], is_grads_batched=True)
+    return torch.equal(rows, 2 * torch.eye(3)[:2])
+
+
+def _ordered(gm: Any) -> bool:
+    def on_rank() -> tuple[list[float], str]:
+        scale = 1.0 + gm.axis().rank
+        x = torch.tensor([scale], requires_grad=True)
+        with gm.ordered():
+            y = checkpoint(lambda x: gm.all_gather(x.sin()), x, use_reentrant=False)
+            gm.backward(scale * y.sum())
+        assert x.grad is not None
+        grad: list[float] = (x.grad / x.detach().cos()).tolist()
+        try:
+            with gm.ordered():
+                gm.backward(checkpoint(lambda x: gm.all_gather(x.sin()), x, use_reentrant=True).sum())
+        except gm.OrderError:
+            return grad, "refused"
+        return grad, "taken"
+
+    got = gm.launch(on_rank, 2, backend="threads", timeout=60)
+    return all(abs(grad[0] - 3) < 1e-6 and said == "refused" for grad, said in got)
+
+
+def _ordered_vmap(gm: Any) -> bool:
+    gm.init()
+    x = torch.ones(2, 3, requires_grad=True)
+    with gm.ordered():
+        gm.backward(torch.func.vmap(gm.all_gather)(x).sum())
+    return x.grad is not None and torch.equal(x.grad, torch.ones(2, 3))
+
+
+def _profile(gm: Any) -> bool:
+    gm.init()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
+        gm.all_gather(torch.ones(1))
+    return any("gradmesh::all_gather" in event.name for event in profiled.events() or ())
+
+
+def _meta(gm: Any) -> bool:
+    gm.init()
+    with FakeTensorMode():
+        right = tuple(gm.all_gather(torch.empty(3)).shape) == (3,)
+    return right and gm.all_gather(torch.empty(3, device="meta")).is_meta
+
+
+def _plain_kernels(gm: Any) -> bool:
+    def on_rank() -> list[float]:
+        x, out = torch.tensor([1.0 + dist.get_rank()], requires_grad=True), torch.empty(2)
+        dist.all_gather_into_tensor(out, x)
+        assert not out.requires_grad
+        return out.tolist()
+
+    return bool(gm.launch(on_rank, 2, backend="threads", timeout=60) == [[1.0, 2.0]] * 2)
+
+
+def _compiled(gm: Any, verb: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    compiled = torch.compile(lambda x: verb(x).sum(), fullgraph=True, backend="eager")
+    return bool(compiled(torch.ones(2)).ndim == 0)
+
+
+FEATURES: dict[str, Callable[[Any], bool]] = {
+    "threads": _backward,
+    "forward mode on threads": _forward_on_threads,
+    "transforms and levels": _modes,
+    "batched gradients": _batched,
+    "ordered": _ordered,
+    "vmap in ordered": _ordered_vmap,
+    "profile": _profile,
+    "tensors without values": _meta,
+    "raw collectives": _plain_kernels,
+    "compiled all_gather": lambda gm: _compiled(gm, gm.all_gather),
+    "compiled all_reduce": lambda gm: _compiled(gm, lambda x: gm.all_reduce(x, dst=gm.R)),
+    "compiled broadcast": lambda gm: _compiled(gm, gm.broadcast),
+    "compiled reduce": lambda gm: _compiled(gm, gm.reduce),
+    "compiled reduce_scatter": lambda gm: _compiled(gm, gm.reduce_scatter),
+    "compiled all_to_all": lambda gm: _compiled(gm, gm.all_to_all),
+    "compiled ragged all_gather": lambda gm: _compiled(gm, lambda x: gm.all_gather(x, sizes=[2, 3])),
+    "compiled shift": lambda gm: _compiled(gm, gm.shift),
+}
+
+
+def outcome(feature: Callable[[Any], bool], gm: Any) -> str:
+    """`right`, `wrong`, `refused`, or the error that was not gradmesh's own."""
+    try:
+        return "right" if feature(gm) else "wrong"
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}"
+        own = isinstance(error, gm.GradmeshError) and not isinstance(error, gm.RankError)
+        return "refused" if own or REFUSED in text else text
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def report(path: str) -> dict[str, Any]:
+    """What gradmesh says at import without that name, and what became of each feature."""
+    put_back = remove(path)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        import gradmesh as gm
+    put_back()  # torch itself uses most of these names while it runs
+    warnings.simplefilter("ignore")
+    return {
+        "name": path,
+        "warnings": [(each.category.__name__, str(each.message)) for each in caught],
+        "features": {
+            name: outcome(feature, gm)
+            for name, feature in FEATURES.items()
+            if path in SEEN_BY_COMPILERS or "compiled" not in name
+        },
+    }
+
+
+def main(paths: list[str]) -> None:
+    """Print a report of each name, or of an untouched torch where there is none."""
+    torch.set_num_threads(1)
+    for path in paths:
+        sys.stdout.flush()
+        if os.fork() == 0:
+            print(json.dumps(report(path)), flush=True)
+            os._exit(0)
+        os.wait()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,153 @@
+"""A torch that lacks a private name: one warning at import, and then the rest works or is refused by name."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gradmesh as gm
+from gradmesh import _torch
+from gradmesh._torch import names
+from tests.lacking import FEATURES
+
+THREADS = {
+    "threads",
+    "forward mode on threads",
+    "ordered",
+    "raw collectives",
+}  # all that run on the threads backend
+OPAQUE = {"compiled reduce", "compiled ragged all_gather", "compiled shift"}
+FUNCTIONAL = {
+    "all_gather_into_tensor": {"compiled all_gather"},
+    "all_reduce": {"compiled all_reduce"},
+    "all_to_all_single": {"compiled all_to_all"},
+    "broadcast": {"compiled broadcast"},
+    "reduce_scatter_tensor": {"compiled reduce_scatter"},
+}
+LEVELS = {"forward mode on threads"}
+
+# The features that are refused without a name; all others are right, with or without it.
+REFUSED: dict[str, set[str]] = {
+    **{f"torch.ops._c10d_functional.{op}": features for op, features in FUNCTIONAL.items()},
+    "torch.ops._c10d_functional.wait_tensor": set.union(*FUNCTIONAL.values()),
+    "torch.distributed.distributed_c10d._resolve_process_group": OPAQUE,
+    "torch._library.effects.EffectType.ORDERED": OPAQUE,
+    "torch.library.CustomOpDef.register_effect": OPAQUE,
+    "torch._C._functorch.get_interpreter_stack": {"vmap in ordered"},
+    "torch._C._functorch.TransformType.Vmap": {"vmap in ordered"},
+    "torch._C._functorch.is_legacy_batchedtensor": {"batched gradients"},
+    "torch._C._vmapmode_increment_nesting": {"batched gradients"},
+    "torch._C._vmapmode_decrement_nesting": {"batched gradients"},
+    "torch._remove_batch_dim": {"batched gradients"},
+    "torch._add_batch_dim": {"batched gradients"},
+    "torch.autograd.forward_ad._current_level": LEVELS,
+    "torch._C._enter_dual_level": LEVELS,
+    "torch._C._exit_dual_level": LEVELS,
+    "torch._functorch.eager_transforms.JVP_NESTING": LEVELS,
+    "torch._functorch.eager_transforms.enter_jvp_nesting asking for JVP_NESTING": LEVELS,
+    "torch.autograd.forward_ad.dual_level.__enter__ asking for enter_dual_level": LEVELS,
+    "torch.autograd.forward_ad.dual_level.__exit__ asking for exit_dual_level": LEVELS,
+    "torch.distributed.distributed_c10d._world": THREADS,
+    "torch.distributed.distributed_c10d._World": THREADS,
+    "torch._C._distributed_c10d._set_thread_isolation_mode": THREADS,
+}
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, Any]:
+    """What `tests/lacking.py` finds without each of the names."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.lacking", *_torch.RELIED_ON],
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return {each["name"]: each for each in map(json.loads, done.stdout.splitlines())}
+
+
+def test_this_torch_has_every_name() -> None:
+    assert names.gone == []
+
+
+def test_every_name_that_is_expected_to_be_refused_is_relied_on() -> None:
+    assert set(REFUSED) <= set(_torch.RELIED_ON)
+    assert set.union(*REFUSED.values()) <= set(FEATURES)
+
+
+@pytest.mark.parametrize("name", _torch.RELIED_ON)
+def test_without_a_name_there_is_one_warning_that_says_what_happens(
+    name: str, reports: dict[str, Any]
+) -> None:
+    ((category, text),) = reports[name]["warnings"]
+    assert category == gm.TorchWarning.__name__
+    assert f"torch {torch.__version__}" in text
+    assert f"no {name}: {_torch.RELIED_ON[name]}" in text
+    assert text.count("\n") == 3, "it names others"
+
+
+@pytest.mark.parametrize("name", _torch.RELIED_ON)
+def test_without_a_name_a_feature_is_right_or_refused(name: str, reports: dict[str, Any]) -> None:
+    features: dict[str, str] = reports[name]["features"]
+    refused = REFUSED.get(name, set())
+    assert refused <= set(features)
+    assert features == {feature: "refused" if feature in refused else "right" for feature in features}
+
+
+def test_several_names_that_are_gone_give_one_warning() -> None:
+    code = (
+        "import torch, warnings\n"
+        "del torch._C._profiler._RecordFunctionFast, torch._C._current_graph_task_id\n"
+        "warnings.simplefilter('always')\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    import gradmesh as gm\n"
+        "(warning,) = caught\n"
+        "assert warning.category is gm.TorchWarning\n"
+        "assert '_RecordFunctionFast' in str(warning.message)\n"
+        "assert '_current_graph_task_id' in str(warning.message)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_of_several_ranks_on_a_machine_one_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "gone", ["torch._this"])
+    monkeypatch.setattr(names, "RELIED_ON", {"torch._this": "more work"})
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.warns(gm.TorchWarning, match=r"no torch\._this: more work"):
+        names.warn_of_what_is_gone()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    names.warn_of_what_is_gone()  # a warning is an error here
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr("multiprocessing.parent_process", object)
+    names.warn_of_what_is_gone()
+
+
+def test_what_is_refused_names_the_torch_and_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "gone", ["torch._this"])
+    with pytest.raises(gm.TorchVersionError, match=r"no torch\._this\n") as caught:
+        names.refuse("a feature", "torch._this", "torch._that")
+    assert torch.__version__ in str(caught.value)
+    assert names.SUPPORTED in str(caught.value)
+
+
+def test_a_name_is_found_or_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "gone", [])
+    monkeypatch.setattr(names, "RELIED_ON", {})
+    assert names.find("torch.nn.functional.relu", without="x") is torch.nn.functional.relu
+    assert names.there("torch.autograd.forward_ad._current_level", without="x")
+    assert names.calls("torch.autograd.forward_ad.dual_level.__enter__", "enter_dual_level", without="x")
+    assert names.gone == []
+    assert names.find("torch._none.at_all", without="x") is None
+    assert not names.there("torch.autograd.forward_ad._no_level", without="x")
+    assert not names.calls("torch.autograd.forward_ad.dual_level.__enter__", "no_level", without="x")
+    assert not names.calls("torch.ones", "in C++", without="x")
+    assert len(names.gone) == 4
+    assert set(names.gone) < set(names.RELIED_ON)
