@@ -134,6 +134,13 @@ def test_nothing_above_the_carriers_asks_which_transport_it_has(text: str) -> No
     assert mentions(text) == []
 
 
+@pytest.mark.parametrize("room", ["ops", "autograd", "arguments", "order", "reductions", "collectives"])
+def test_nothing_above_the_carriers_imports_a_backend(room: str) -> None:
+    whole = PACKAGE / room
+    files = whole.rglob("*.py") if whole.is_dir() else [whole.with_suffix(".py")]
+    assert [file.name for file in files if "gradmesh.backends" in file.read_text()] == []
+
+
 def test_torch_is_asked_in_one_place_whether_it_compiles() -> None:
     asking = [f.relative_to(PACKAGE) for f in PACKAGE.rglob("*.py") if "is_compiling" in f.read_text()]
     assert asking == [Path("_torch/compiled.py")]

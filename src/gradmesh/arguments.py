@@ -11,12 +11,11 @@ from torch import Tensor
 
 from gradmesh._torch import functorch_active, is_fake, only_vmap_active, transforms_active
 from gradmesh.axis import Axis, AxisLike, resolve
-from gradmesh.backends.process_group import kept_by
 from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError, message
 from gradmesh.ops.base import Op, Precision
 from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.state import rank_state
-from gradmesh.wire import carrier, compiling
+from gradmesh.wire import carrier, compiling, kept_by
 
 __all__ = ["Call", "SizesLike", "integer"]
 

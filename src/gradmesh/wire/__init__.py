@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from gradmesh._torch import compiling
 from gradmesh.axis import Axis
+from gradmesh.backends.process_group import kept_by
 from gradmesh.backends.shm.group import ShmGroup
 from gradmesh.backends.threads.group import ThreadsGroup
 from gradmesh.wire.alone import Alone, TracedAlone
@@ -27,7 +28,7 @@ from gradmesh.wire.compiled import Compiled
 from gradmesh.wire.own_group import OwnGroupCarrier
 from gradmesh.wire.torch_group import TorchGroup
 
-__all__ = ["CARRIERS", "Carrier", "carrier", "compiling"]
+__all__ = ["CARRIERS", "Carrier", "carrier", "compiling", "kept_by"]
 
 CARRIERS: dict[type[dist.ProcessGroup], type[Carrier]] = {
     ShmGroup: OwnGroupCarrier,
