@@ -5,7 +5,14 @@ gives one warning that names them. `tests/test_torch_private.py` states what is 
 torch release fails there, by name, and not somewhere in a training run.
 """
 
-from gradmesh._torch.compiled import functional, is_fake, keyword_fields_last, ordered_effect, resolve_group
+from gradmesh._torch.compiled import (
+    functional,
+    is_fake,
+    keyword_fields_last,
+    ordered_effect,
+    resolve_group,
+    unwritten,
+)
 from gradmesh._torch.modes import (
     forward_level_open,
     functorch_active,
@@ -48,6 +55,7 @@ __all__ = [
     "saves_for_a_checkpoint",
     "thread_isolation",
     "transforms_active",
+    "unwritten",
     "without_autograd",
 ]
 
