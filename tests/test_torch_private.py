@@ -304,3 +304,24 @@ def test_every_op_lists_its_keyword_only_fields_last() -> None:
         for op, _ in row.examples(gm.Axis("any", 0, 2, None)):  # type: ignore[arg-type]
             keyword_only = [bool(field.kw_only) for field in dataclasses.fields(op)]
             assert keyword_only == sorted(keyword_only)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it
+def test_a_compiled_function_keeps_the_gradient_of_a_result_that_was_written_in_place() -> None:
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return _torch.unwritten(x.clone().div_(2))
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            return g / 2
+
+    x = torch.ones(2, requires_grad=True)
+    torch.compile(lambda x: Half.apply(x).sum(), fullgraph=True, backend="eager")(x).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [0.5, 0.5]

@@ -19,6 +19,7 @@ from gradmesh._torch import (
     on_legacy_batch,
     saves_for_a_checkpoint,
     transforms_active,
+    unwritten,
 )
 from gradmesh.errors import OrderError
 from gradmesh.ops.base import LinearOp, Op
@@ -200,7 +201,7 @@ class _CompiledRule(torch.autograd.Function):
 
     @staticmethod
     def forward(op: Op, x: Tensor) -> Tensor:
-        return op.apply(x)
+        return unwritten(op.apply(x))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Op, Tensor], output: Any) -> None:  # noqa: ARG004 - torch's names

@@ -12,6 +12,7 @@ from gradmesh._torch.compiled import (
     keyword_fields_last,
     ordered_effect,
     resolve_group,
+    unwritten,
 )
 from gradmesh._torch.modes import (
     forward_level_open,
@@ -58,6 +59,7 @@ __all__ = [
     "saves_for_a_checkpoint",
     "thread_isolation",
     "transforms_active",
+    "unwritten",
     "without_autograd",
 ]
 

@@ -9,7 +9,15 @@ import torch.distributed as dist
 
 from gradmesh._torch.names import find, gone, refuse, there
 
-__all__ = ["compiling", "functional", "is_fake", "keyword_fields_last", "ordered_effect", "resolve_group"]
+__all__ = [
+    "compiling",
+    "functional",
+    "is_fake",
+    "keyword_fields_last",
+    "ordered_effect",
+    "resolve_group",
+    "unwritten",
+]
 
 _COMPILED = "compiled programs refuse {}"
 _OPS = {
@@ -78,6 +86,15 @@ def keyword_fields_last(kind: type[Any]) -> None:
     kind.__dataclass_fields__ = dict(sorted(fields.items(), key=lambda item: bool(item[1].kw_only)))
     for derived in kind.__subclasses__():
         keyword_fields_last(derived)
+
+
+# No name tells: an older Dynamo takes a forward whose result is written in place at its end for one without gradient.
+_LOSES_WRITTEN = torch.__version__ < "2.13"
+
+
+def unwritten(result: torch.Tensor) -> torch.Tensor:
+    """The result of the forward of a compiled `autograd.Function`, such that its gradient is not lost."""
+    return result.clone() if _LOSES_WRITTEN else result
 
 
 _ORDERED = "torch._library.effects.EffectType.ORDERED"
