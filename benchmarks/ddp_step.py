@@ -12,6 +12,7 @@ slower rank, with the quartiles behind it.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import platform
 import statistics
@@ -67,6 +68,10 @@ def measure(layers: int, width: int, rows: int, steps: int) -> dict[str, list[fl
             step[name]()
             if turn >= 3:  # before, the buckets are put into order and memory is touched
                 taken[name].append(1e3 * (time.perf_counter() - begin))
+    # A Gloo group that dies with the last model on it joins its threads with the interpreter's lock held, which one of
+    # them may be waiting for.
+    del model, step
+    gc.collect()
     dist.destroy_process_group(gloo)
     return taken
 
