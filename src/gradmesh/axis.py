@@ -65,10 +65,10 @@ class Axis:
         return builtins.slice(begin, begin + each[self.rank])
 
     def _rows(self, rows: int | Sequence[int]) -> Sequence[int]:
-        whole = isinstance(rows, int) and not isinstance(rows, bool)
-        each = balanced(rows, self.size) if whole else rows  # type: ignore[arg-type]
-        listed = isinstance(each, Sequence) and not isinstance(each, str) and len(each) == self.size
-        if not listed or not all(isinstance(n, int) and n >= 0 for n in each):
+        if isinstance(rows, int) and not isinstance(rows, bool):
+            rows = balanced(rows, self.size)
+        listed = isinstance(rows, Sequence) and not isinstance(rows, str) and len(rows) == self.size
+        if not listed or not all(isinstance(n, int) and n >= 0 for n in rows):
             raise ArgumentError(
                 message(
                     "there is not one number of rows for each rank",
@@ -79,7 +79,7 @@ class Axis:
                     remedy="pass gradmesh.sizes(x), or the size of the tensor that shard cuts",
                 )
             )
-        return each
+        return rows
 
     def __str__(self) -> str:
         return f"{self.name!r}, rank {self.rank} of {self.size}"

@@ -79,9 +79,23 @@ class Mean(LinearOp):
         """That of the op."""
         return self.op.out_shape(shape)
 
-    def words(self, x: Tensor) -> str:
-        """Those of the op, as a mean."""
-        return f"mean {self.op.words(x)}"
+    @property
+    def public(self) -> bool:  # type: ignore[override]
+        """Whether a verb takes a mean, which is one of sums."""
+        return self.op.sums
+
+    @property
+    def per_rank(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of the op."""
+        return self.op.per_rank
+
+    def told(self) -> dict[str, object]:
+        """What the verb of the op is told, and that it is the mean."""
+        return {**self.op.told(), "op": "mean"}
+
+    def loose(self) -> tuple[int, ...]:
+        """As the op."""
+        return self.op.loose()
 
     def batched(self) -> Mean:
         """The mean of the batched op."""
