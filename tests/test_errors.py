@@ -143,6 +143,58 @@ def test_the_error_for_no_dst_explains_the_two_in_two_lines(threads: Threads) ->
     assert "dst=gradmesh.I" in remedy[1]
 
 
+GUESSES: dict[str, Callable[[], object]] = {
+    "dim=1": lambda: gm.all_gather(ones(2, 2), 1),  # type: ignore[arg-type]
+    "dim=0": lambda: gm.reduce_scatter(ones(2), axis=0),  # type: ignore[arg-type]
+    "dim=-1": lambda: gm.shard(ones(2), -1),  # type: ignore[arg-type]
+    "root=0": lambda: gm.broadcast(ones(2), 0),  # type: ignore[arg-type]
+    "offset=2": lambda: gm.shift(ones(2), 2),  # type: ignore[arg-type]
+    "op='sum'": lambda: gm.all_reduce(ones(2), "sum", dst=gm.R),
+    "op='mean'": lambda: gm.reduce_scatter(ones(2), "mean"),
+}
+
+
+@pytest.mark.parametrize("guess", GUESSES)
+def test_an_argument_in_the_place_of_the_axis_is_guessed(guess: str, threads: Threads) -> None:
+    def on_each_rank() -> str:
+        with pytest.raises(gm.AxisError) as caught:
+            GUESSES[guess]()
+        with gm.use_mesh(gm.mesh(tp=1)), pytest.raises(gm.AxisError) as in_mesh:
+            GUESSES[guess]()
+        assert "did you mean" in str(in_mesh.value)
+        return str(caught.value)
+
+    (text,) = threads(1)(on_each_rank)
+    assert text.splitlines()[-1] == f"  remedy    did you mean {guess}?"
+
+
+NO_GUESSES: dict[str, Callable[[], object]] = {
+    "an unknown name": lambda: gm.all_reduce(ones(2), "tp", dst=gm.R),
+    "no reduction of this verb": lambda: gm.reduce_scatter(ones(2), "max"),
+    "a verb without reductions": lambda: gm.all_gather(ones(2), "sum"),
+    "a verb without numbers": lambda: gm.scan(ones(2), 1),  # type: ignore[arg-type]
+    "a bool": lambda: gm.all_gather(ones(2), True),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("case", NO_GUESSES)
+def test_nothing_is_guessed_where_nothing_fits(case: str, threads: Threads) -> None:
+    def on_each_rank() -> str:
+        with pytest.raises(gm.AxisError) as caught:
+            NO_GUESSES[case]()
+        return str(caught.value)
+
+    assert "did you mean" not in threads(1)(on_each_rank)[0]
+
+
+def test_an_axis_that_is_called_like_a_reduction_is_an_axis(threads: Threads) -> None:
+    def on_each_rank() -> float:
+        with gm.use_mesh(gm.mesh(sum=2)):
+            return gm.all_reduce(torch.tensor(1.0), "sum", dst=gm.R).item()
+
+    assert threads(2)(on_each_rank) == [2.0, 2.0]
+
+
 def test_a_conversion_that_needs_communication_names_the_verb(threads: Threads) -> None:
     def on_each_rank() -> None:
         with pytest.raises(gm.ArgumentError, match="remedy    reduce_scatter does this"):

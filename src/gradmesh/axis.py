@@ -5,12 +5,14 @@ from __future__ import annotations
 import builtins
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradmesh.backends.process_group import kept_by
 from gradmesh.errors import ArgumentError, AxisError, message
+from gradmesh.types import Reduction
 from gradmesh.world import current_mesh, world_group
 
 __all__ = ["Axis", "AxisLike", "axis", "balanced", "barrier", "rank", "resolve", "world_size"]
@@ -192,9 +194,39 @@ def resolve(which: AxisLike, op: str) -> Axis:
             op=op,
             expected="a name, ProcessGroup, 1-D DeviceMesh, Axis or None",
             got=f"{type(which).__name__}: {which!r}",
-            remedy="pass the axis's name in the current mesh, or its process group",
+            remedy=_meant(op, which) or "pass the axis's name in the current mesh, or its process group",
         )
     )
+
+
+_INT_MEANT = {
+    "all_gather": "dim",
+    "all_to_all": "split_dim",
+    "broadcast": "root",
+    "gather": "dim",
+    "halo_exchange": "dim",
+    "recv": "source",
+    "reduce": "root",
+    "reduce_scatter": "dim",
+    "scatter": "dim",
+    "send": "to",
+    "shard": "dim",
+    "shift": "offset",
+    "sizes": "dim",
+}
+"""What an int in the place of the axis most likely stands for, for each verb that takes one elsewhere."""
+
+_WORD_MEANT = {"all_reduce": get_args(Reduction), "reduce_scatter": ("sum", "mean")}
+"""The words that a verb takes elsewhere."""
+
+
+def _meant(op: str, which: object) -> str | None:
+    """A guess at the argument that landed in the place of the axis."""
+    if isinstance(which, int) and not isinstance(which, bool) and op in _INT_MEANT:
+        return f"did you mean {_INT_MEANT[op]}={which}?"
+    if isinstance(which, str) and which in _WORD_MEANT.get(op, ()):
+        return f"did you mean op={which!r}?"
+    return None
 
 
 def _of_group(group: dist.ProcessGroup, name: str) -> Axis:
@@ -217,7 +249,8 @@ def _of_mesh(mesh: DeviceMesh | None, name: str | None, op: str) -> Axis:
                 op=op,
                 expected=f"one of {', '.join(map(repr, names))}" if mesh is not None else "a current mesh",
                 got=f"axis={name!r}",
-                remedy="make a mesh with gradmesh.mesh(...), or enter one with gradmesh.use_mesh(mesh)",
+                remedy=_meant(op, name)
+                or "make a mesh with gradmesh.mesh(...), or enter one with gradmesh.use_mesh(mesh)",
             )
         )
     if name is None and mesh.ndim != 1:
