@@ -99,9 +99,8 @@ def test_the_words_of_a_few_calls() -> None:
 
 def test_a_mismatch_says_what_each_rank_called(threads: Threads) -> None:
     def on_each_rank() -> str:
-        dst = gm.I if gm.rank() else gm.R
         with pytest.raises(gm.MismatchError) as caught:
-            gm.all_gather(torch.ones(2, 3), dst=dst)
+            gm.all_gather(torch.ones(2, 3), dst=gm.I if gm.rank() else gm.R)
         return str(caught.value)
 
     for text in threads(2)(on_each_rank):

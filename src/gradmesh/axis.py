@@ -69,8 +69,8 @@ class Axis:
     def _rows(self, rows: int | Sequence[int]) -> Sequence[int]:
         if isinstance(rows, int) and not isinstance(rows, bool):
             rows = balanced(rows, self.size)
-        listed = isinstance(rows, Sequence) and not isinstance(rows, str) and len(rows) == self.size
-        if not listed or not all(isinstance(n, int) and n >= 0 for n in rows):
+        each = rows if isinstance(rows, Sequence) and not isinstance(rows, str) else ()
+        if len(each) != self.size or not all(isinstance(n, int) and n >= 0 for n in each):
             raise ArgumentError(
                 message(
                     "there is not one number of rows for each rank",
@@ -81,7 +81,7 @@ class Axis:
                     remedy="pass gradmesh.sizes(x), or the size of the tensor that shard cuts",
                 )
             )
-        return rows
+        return each
 
     def __str__(self) -> str:
         return f"{self.name!r}, rank {self.rank} of {self.size}"

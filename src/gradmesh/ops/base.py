@@ -55,6 +55,7 @@ class Precision(TypedDict):
 
     comm_dtype: torch.dtype | None
     backward_dtype: torch.dtype | None
+    made_of: str | None
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,13 @@ class Op(abc.ABC):
         axis: the ranks it runs over; captured when the verb is called.
         comm_dtype: what travels; the result has the operand's dtype again. None: the operand's own.
         backward_dtype: what travels in the adjoint.
+        made_of: which tensors the operand is made of, in words, where it is several in one; for the ranks to compare.
     """
 
     axis: Axis
     comm_dtype: torch.dtype | None = field(default=None, kw_only=True)
     backward_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    made_of: str | None = field(default=None, kw_only=True)
 
     verb: ClassVar[str]
     """The public function it belongs to, for error texts."""
@@ -186,7 +189,8 @@ class Op(abc.ABC):
     def words(self, x: Tensor) -> str:
         """What every rank's call has to say alike: the call, and the operand's dtype and sizes."""
         sizes = ["*" if dim in self.loose() else str(size) for dim, size in enumerate(x.shape)]
-        return f"{self.called} of {str(x.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
+        said = f"{self.called} of {str(x.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
+        return said if self.made_of is None else f"{said}, made of {self.made_of}"
 
     @property
     def called(self) -> str:
@@ -197,7 +201,9 @@ class Op(abc.ABC):
     def told(self) -> dict[str, object]:
         """What the verb is told to make this op, on every rank alike: arguments by name."""
         names = [field_.name for field_ in fields(self)]
-        return {name: getattr(self, name) for name in names if name not in ("axis", *self.per_rank)}
+        return {
+            name: getattr(self, name) for name in names if name not in ("axis", "made_of", *self.per_rank)
+        }
 
     def fail(
         self, problem: str, *, expected: str, got: str, remedy: str, kind: type[GradmeshError] = ShapeError
@@ -242,7 +248,7 @@ class LinearOp(Op):
     @property
     def swapped(self) -> Precision:
         """The precision of the adjoint."""
-        return Precision(comm_dtype=self.backward_dtype, backward_dtype=self.comm_dtype)
+        return Precision(comm_dtype=self.backward_dtype, backward_dtype=self.comm_dtype, made_of=self.made_of)
 
 
 class SameShape(LinearOp):

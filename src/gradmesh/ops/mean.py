@@ -25,15 +25,15 @@ class Mean(LinearOp):
     """Another op, its result divided by the number of ranks; its adjoint is that op's, divided alike.
 
     Attributes:
-        op: the op that is scaled; axis and precision are its own.
+        op: the op that is scaled; axis and what travels are its own.
     """
 
     op: LinearOp
 
     def __init__(self, op: LinearOp) -> None:
-        fields = {"axis": op.axis, "comm_dtype": op.comm_dtype, "backward_dtype": op.backward_dtype, "op": op}
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
+        for name in ("axis", "comm_dtype", "backward_dtype", "made_of"):
+            object.__setattr__(self, name, getattr(op, name))
+        object.__setattr__(self, "op", op)
 
     @property
     def verb(self) -> str:  # type: ignore[override]
