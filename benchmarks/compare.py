@@ -57,7 +57,6 @@ def compare(old: Path, new: Path, threshold: float, systems: Sequence[str]) -> N
         raise GradmeshError(
             message(
                 f"{len(slower)} of {len(found)} cells have become slower",
-                op="benchmarks.compare",
                 expected=f"at most {threshold:g} times the old time",
                 got="\n".join(map(str, sorted(slower, key=lambda change: -change.ratio)[:10])),
             )
@@ -102,7 +101,6 @@ def changes(old: Results, new: Results) -> list[Change]:
         raise ArgumentError(
             message(
                 "the two runs have no cell in common",
-                op="benchmarks.compare",
                 expected="the same ranks, verbs, sizes and systems in both, at least in part",
                 got=f"{_extent(old)}\nand {_extent(new)}",
                 remedy="measure with the same options of `benchmarks.speed`",

@@ -27,14 +27,14 @@ def results(verb: str) -> tuple[list[Tensor], list[Tensor]]:
     """On a rank: what the verb's calls return, forward and backward, and what the raw ones do."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     x = torch.arange(4.0 * size).add_(17 * rank)
-    calls: Any = timing._calls(verb, x)
-    forward, (_, (gradient,)) = calls[0](), calls[1]()
-    ours = [forward.detach(), gradient]
+    calls: list[Any] = list(timing._calls(verb, x))
+    forward = calls[0]()
+    _, (gradient,) = calls[1]()
     if len(calls) == 2:
-        return ours, []
+        return [forward.detach(), gradient], []
+    others = calls[2]().clone()  # as the next call may work in place
     _, back = calls[3]()
-    raw: Any = timing.VERBS[verb][1]
-    return ours, [raw[0](x)(), back]
+    return [forward.detach(), gradient], [others, back]
 
 
 def assert_same(name: str, ranks: list[tuple[list[Tensor], list[Tensor]]]) -> None:

@@ -129,16 +129,14 @@ def mentions(text: str) -> list[str]:
     return sorted(str(f.relative_to(PACKAGE)) for f in files if text in f.read_text())
 
 
-@pytest.mark.parametrize(
-    "text", ["ShmGroup", "ThreadsGroup", "OwnGroup", "isinstance(axis.group", "is_compiling"]
-)
+@pytest.mark.parametrize("text", ["ShmGroup", "ThreadsGroup", "OwnGroup", "isinstance(axis.group"])
 def test_nothing_above_the_carriers_asks_which_transport_it_has(text: str) -> None:
     assert mentions(text) == []
 
 
-def test_is_compiling_is_asked_in_one_file_of_the_wire() -> None:
-    wire = [f for f in (PACKAGE / "wire").glob("*.py") if "is_compiling" in f.read_text()]
-    assert [f.name for f in wire] == ["__init__.py"]
+def test_torch_is_asked_in_one_place_whether_it_compiles() -> None:
+    asking = [f.relative_to(PACKAGE) for f in PACKAGE.rglob("*.py") if "is_compiling" in f.read_text()]
+    assert asking == [Path("_torch/compiled.py")]
 
 
 def test_a_sum_of_operands_in_different_memory_formats_is_right(processes: Ranks, threads: Ranks) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import benchmarks
 import gradmesh as gm
+from gradmesh import environment
 from tools import generate
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +40,14 @@ def test_the_page_of_versions_has_every_private_name_of_torch() -> None:
     text = (ROOT / "docs" / "versions.md").read_text()
     assert text == generate.with_names(text)
     assert generate.with_names(text.replace("`torch._add_batch_dim`", "`torch._none`")) == text
+
+
+def test_the_page_of_environment_variables_has_every_one_and_there_are_no_others() -> None:
+    text = (ROOT / "docs" / "environment.md").read_text()
+    assert text == generate.with_variables(text)
+    named = {variable.name for variable in environment.VARIABLES}
+    sources = [file.read_text() for file in (ROOT / "src").rglob("*.py")]
+    assert {name for source in sources for name in re.findall(r"GRADMESH_[A-Z_]+[A-Z]", source)} == named
 
 
 @pytest.mark.parametrize("name", ["gradmesh", *MODULES])

@@ -246,7 +246,7 @@ def test_the_command_measures_shows_and_writes(tmp_path: Path) -> None:
     assert data["machine"]["torch"] == torch.__version__
     assert [target["met"] for target in data["targets"]].count(None) == len(data["targets"])
     assert "shift forward, 2 ranks" in told.stderr
-    assert re.search(r"^\[\d+/2\] ", told.stderr, re.MULTILINE)
+    assert re.search(r"^\[\d+/4\] ", told.stderr, re.MULTILINE)
     assert "--verb shift" in data["command"]
     assert (tmp_path / "docs" / "bench.png").exists()
     assert "](bench.png)" in (tmp_path / "docs" / "bench.md").read_text()

@@ -14,6 +14,7 @@ from torch._functorch import eager_transforms, predispatch
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -110,6 +111,20 @@ def test_transforms_active_sees_a_transform_and_a_level() -> None:
         look(torch.ones(2))
     look(torch.ones(2))
     assert seen == [True, True, True, False]
+
+
+def test_modes_of_both_kinds_are_seen_while_they_are_on() -> None:
+    class _Dispatch(TorchDispatchMode):
+        pass
+
+    class _Function(TorchFunctionMode):
+        pass
+
+    assert not _torch.modes_active()
+    for mode in (_Dispatch, _Function):
+        with mode():
+            assert _torch.modes_active()
+        assert not _torch.modes_active()
 
 
 def test_without_autograd_switches_both_modes_off_and_back() -> None:

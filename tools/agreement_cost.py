@@ -17,9 +17,15 @@ import torch.distributed as dist
 import gradmesh as gm
 from gradmesh.ops.all_gather import AllGather
 from gradmesh.ops.sizes import EQUAL
+from gradmesh.wire import carrier
 
 SIZES = (1, 1 << 10, 1 << 17, 1 << 20, 1 << 23)
 """Elements of float32 on each rank."""
+
+
+def bare_op(op: AllGather, x: torch.Tensor) -> torch.Tensor:
+    """The op with nothing to compare."""
+    return op.transfer(x, carrier(op.axis))
 
 
 def measure(rounds: int) -> list[tuple[float, float]]:
@@ -32,7 +38,7 @@ def measure(rounds: int) -> list[tuple[float, float]]:
         checked: list[float] = []
         bare: list[float] = []
         for turn in range(rounds + 2):
-            for seconds, run in ((checked, partial(gm.all_gather, x, axis)), (bare, partial(op.apply, x))):
+            for seconds, run in ((checked, partial(gm.all_gather, x, axis)), (bare, partial(bare_op, op, x))):
                 dist.barrier()
                 begin = time.perf_counter()
                 run()

@@ -1,15 +1,17 @@
-"""Write what is generated into README.md and docs/versions.md; `--check` only says whether they are up to date."""
+"""Write what is generated into README.md and the pages in docs/; `--check` only says whether they are up to date."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+from gradmesh import environment
 from gradmesh._torch import RELIED_ON
 from gradmesh.ops.registry import table
 
 ROOT = Path(__file__).parent.parent
-README, VERSIONS = ROOT / "README.md", ROOT / "docs" / "versions.md"
+README = ROOT / "README.md"
+VERSIONS, VARIABLES = ROOT / "docs" / "versions.md", ROOT / "docs" / "environment.md"
 BEGIN, END = "<!-- table: begin (make docs) -->", "<!-- table: end -->"
 
 
@@ -33,10 +35,15 @@ def with_names(text: str) -> str:
     return _between_marks(text, "\n".join(["| without | what happens |", "|---|---|", *rows]))
 
 
+def with_variables(text: str) -> str:
+    """The text with the environment variables between its marks."""
+    return _between_marks(text, environment.table())
+
+
 def main() -> int:
-    """Update the two pages, or check them."""
+    """Update the pages, or check them."""
     stale = 0
-    for page, generated in ((README, with_table), (VERSIONS, with_names)):
+    for page, generated in ((README, with_table), (VERSIONS, with_names), (VARIABLES, with_variables)):
         text = page.read_text()
         fresh = generated(text)
         stale |= text != fresh

@@ -85,4 +85,4 @@ def modes(
     else:
         report.show(found, tables_console())
     if faults := report.faults(found[GRADMESH.name][1] if GRADMESH.name in found else {}):
-        raise GradmeshError(message("a cell is neither right nor refused", op="modes", got="\n".join(faults)))
+        raise GradmeshError(message("a cell is neither right nor refused", got="\n".join(faults)))

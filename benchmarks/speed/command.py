@@ -125,7 +125,6 @@ def size_of(text: str) -> int:
         raise ArgumentError(
             message(
                 "this is no size",
-                op="benchmarks.speed",
                 expected=f"a multiple of {ELEMENT} bytes such as 4, 4KiB or 32MiB",
                 got=f"--size {text}",
             )

@@ -238,7 +238,7 @@ class MpiPool(Pool):
 
 def _mpi_error(problem: str) -> GradmeshError:
     remedy = "see whether `mpiexec -n 2 hostname` works, or choose the other systems with --system"
-    return GradmeshError(message(problem, op="benchmarks.speed", remedy=remedy))
+    return GradmeshError(message(problem, remedy=remedy))
 
 
 @contextlib.contextmanager

@@ -205,7 +205,6 @@ def loaded(path: Path) -> Results:
         raise ArgumentError(
             message(
                 "this file holds no results",
-                op="benchmarks.compare",
                 expected=f"what `benchmarks.speed --json` writes, format {_FORMAT}",
                 got=f"{path}: {type(error).__name__}: {error}",
                 remedy="measure anew with `python -m benchmarks.speed --json PATH`",

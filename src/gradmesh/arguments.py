@@ -102,7 +102,7 @@ class Call:
 
     def op(self, kind: Callable[..., OpT], *fields: Hashable) -> OpT:
         """The op of these fields on this axis: one that was made before, where the group keeps it."""
-        kept = None if compiling() else kept_by(self.axis.group)
+        kept = kept_by(self.axis.group)
         if kept is None:
             return kind(self.axis, *fields, **self.precision)
         key = (kind, self.axis.name, fields, *self.precision.values())

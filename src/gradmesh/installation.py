@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from gradmesh.backends import shm
+from gradmesh.environment import VARIABLES
 
 __all__ = ["backends", "cores", "variables", "version", "versions"]
-
-_PREFIX = "GRADMESH_"
 
 
 def version() -> str:
@@ -58,5 +57,5 @@ def backends() -> dict[str, str | None]:
 
 
 def variables() -> dict[str, str]:
-    """The environment variables that are set for gradmesh."""
-    return {name: text for name, text in sorted(os.environ.items()) if name.startswith(_PREFIX)}
+    """The environment variables that gradmesh reads, and what they are here."""
+    return {v.name: os.environ.get(v.name, f"not set, {v.default}") for v in VARIABLES}

@@ -5,7 +5,14 @@ gives one warning that names them. `tests/test_torch_private.py` states what is 
 torch release fails there, by name, and not somewhere in a training run.
 """
 
-from gradmesh._torch.compiled import functional, is_fake, keyword_fields_last, ordered_effect, resolve_group
+from gradmesh._torch.compiled import (
+    compiling,
+    functional,
+    is_fake,
+    keyword_fields_last,
+    ordered_effect,
+    resolve_group,
+)
 from gradmesh._torch.modes import (
     forward_level_open,
     functorch_active,
@@ -31,6 +38,7 @@ __all__ = [
     "RELIED_ON",
     "_RankWorld",
     "adopt_thread",
+    "compiling",
     "forward_level_open",
     "functional",
     "functorch_active",

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from gradmesh._torch.names import find, gone, refuse, there
 
-__all__ = ["functional", "is_fake", "keyword_fields_last", "ordered_effect", "resolve_group"]
+__all__ = ["compiling", "functional", "is_fake", "keyword_fields_last", "ordered_effect", "resolve_group"]
 
 _COMPILED = "compiled programs refuse {}"
 _OPS = {
@@ -25,6 +25,10 @@ _OPS = {
         "wait_tensor",
     )
 }
+
+
+compiling = torch.compiler.is_compiling
+"""Whether the call is part of a program that is being compiled; asked of torch here and nowhere else."""
 
 
 def functional(name: str, group: dist.ProcessGroup, x: torch.Tensor, *args: Any) -> torch.Tensor:

@@ -8,11 +8,13 @@ forward-mode AD (`gradmesh._torch.levels`). While `thread_isolation` is open eac
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.distributed import distributed_c10d as c10d
 
 from gradmesh._torch.levels import of_thread, shared_level
@@ -34,7 +36,23 @@ _WRITTEN = [
     if there(f"{_C10D}.{name}", without="what a launch of threads wrote there stays after it")
 ]
 
+_fake_mode = find(
+    "torch._subclasses.FakeTensorMode",
+    without="the first DTensor on ranks that are threads may crash torch 2.11 with CUDA's parts and no GPU",
+)
+
 _isolation_lock = threading.Lock()
+
+
+@functools.cache
+def _prepare_fake_mode() -> None:
+    """Have torch do on this thread what it does once in the process for tensors without values, as DTensor uses them.
+
+    A torch with CUDA's parts and no GPU puts a stand-in for CUDA then; 2.11 crashes when another thread does it.
+    """
+    if _fake_mode is not None and torch.backends.cuda.is_built() and torch.cuda.device_count() == 0:
+        with _fake_mode():
+            pass
 
 
 class _RankWorld(getattr(c10d, "_World", object)):  # type: ignore[misc]
@@ -92,6 +110,7 @@ def thread_isolation() -> Iterator[None]:
     """
     if not set(gone).isdisjoint(_NEEDED):
         refuse("the threads backend", *_NEEDED)
+    _prepare_fake_mode()
     with _isolation_lock:
         _Isolation.opened += 1
         if _Isolation.opened == 1:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from gradmesh._torch import compiling
 from gradmesh.backends.claim import Claim
 from gradmesh.backends.torch_names import Tensors, TorchNames
 from gradmesh.backends.works import OwnWork
@@ -25,8 +26,11 @@ __all__ = ["OwnGroup", "Tensors", "kept_by"]
 
 
 def kept_by(group: dist.ProcessGroup) -> Memo | None:
-    """What callers of a group have worked out for it, to do so once; None for groups of other backends."""
-    return group.kept if isinstance(group, OwnGroup) else None
+    """What callers of a group have worked out for it, to do so once.
+
+    None for groups of other backends, and in a program that is being compiled, which sees nothing of a group.
+    """
+    return group.kept if not compiling() and isinstance(group, OwnGroup) else None
 
 
 class OwnGroup(TorchNames):

@@ -16,7 +16,8 @@ come back by pickle.
 
 **Output.** Lines that ranks print reach the parent's `sys.stdout` and `sys.stderr` whole and start with the rank
 (`output_lines`). Of a process, the parent reads the file descriptors 1 and 2 through pipes (`output_pipes`); for
-threads, `sys.stdout` and `sys.stderr` are replaced while they run (`output_streams`).
+threads, `sys.stdout` and `sys.stderr` are replaced while they run (`output_streams`). When the parent's stream is
+broken, the ranks are ended and its error goes to the caller; a thread that printed gets it as its own.
 
 **Errors.** The first rank that fails ends the run. The others get half a second to report failures of their own;
 errors that only say that a peer was lost are passed over when the first failure is chosen. `RankError` has that

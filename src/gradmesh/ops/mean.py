@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,6 +28,10 @@ class Mean(LinearOp):
         op: the op that is scaled; axis and what travels are its own.
     """
 
+    # Dynamo of torch 2.11 would hand __init__ the fields that it does not take, by their defaults.
+    axis: Axis = field(init=False)
+    comm_dtype: torch.dtype | None = field(init=False)
+    backward_dtype: torch.dtype | None = field(init=False)
     op: LinearOp
 
     def __init__(self, op: LinearOp) -> None:

@@ -15,8 +15,8 @@ and a line in `CARRIERS` with the class of process group that it serves.
 from __future__ import annotations
 
 import torch.distributed as dist
-from torch.compiler import is_compiling
 
+from gradmesh._torch import compiling
 from gradmesh.axis import Axis
 from gradmesh.backends.shm.group import ShmGroup
 from gradmesh.backends.threads.group import ThreadsGroup
@@ -36,10 +36,6 @@ CARRIERS: dict[type[dist.ProcessGroup], type[Carrier]] = {
 """The carrier for each class of process group; `TorchGroup` for any other."""
 
 
-compiling = is_compiling
-"""Whether the call is part of a program that is being compiled; asked of torch here and nowhere else."""
-
-
 def carrier(axis: Axis, claim: Claim | None = None) -> Carrier:
     """The carrier for one op.
 
@@ -47,7 +43,7 @@ def carrier(axis: Axis, claim: Claim | None = None) -> Carrier:
         axis: the ranks that take part.
         claim: what this rank says about the call; a compiler does not compare.
     """
-    if is_compiling():
+    if compiling():
         return TracedAlone(axis) if axis.size == 1 else Compiled(axis)
     if axis.size == 1:
         return Alone(axis)

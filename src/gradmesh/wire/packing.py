@@ -30,8 +30,6 @@ CARRIED = frozenset(
 
 def dense(x: Tensor) -> Tensor:
     """`x` with plain strides and no pending conjugation or sign, copied only if need be."""
-    if x.is_contiguous() and not x.is_conj() and not x.is_neg():
-        return x
     return x.resolve_conj().resolve_neg().contiguous()
 
 

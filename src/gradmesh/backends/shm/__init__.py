@@ -2,6 +2,28 @@
 
 It is for CPU tensors. `torch.distributed.init_process_group("shm")` and `new_group(backend="shm")` make its groups once
 gradmesh is imported. It is written in Python: torch copies and adds, the kernel puts to sleep and wakes up.
+
+How it works, from the bottom:
+
+* The ranks find each other through the store (`bootstrap`), and map one anonymous piece of memory. In it (`buffers`)
+  each rank has two chunks of 1 MiB, bounce buffers through which everything goes, and a few words of 8 bytes that it
+  alone writes; each pair of ranks has a ring of bytes. Who is still there is seen through pidfds (`peers`, `segment`).
+* A collective goes through phases (`phases`): write a chunk, publish a counter, wait until all have, read the others'
+  chunks. That is a flat barrier, a flag for each rank that all the others read (Mellor-Crummey and Scott 1991 compare
+  barriers), and the chunks are used in turn (double buffering), so that one wait a phase is enough. What is longer than
+  a chunk takes several phases. With the first one travels the `head` of the call (`heads`); where heads differ all
+  ranks raise.
+* What each collective writes and reads is in `collectives`, as generators that yield where they have to wait. Sums are
+  reduce-scatter and all-gather in one where more than two ranks share the work (Rabenseifner 2004), and always in rank
+  order, so that the bits are the same everywhere.
+* Messages from rank to rank (`p2p`) go through the rings: eager as far as a ring has room, which is the eager limit;
+  the rest follows as the receiver makes room, so that a long message meets its receiver (rendezvous).
+* A rank waits (`waiting`) by looking a few hundred times and then sleeping on the word that will change (`futex`).
+* The `engine` of a group has the queue of calls that were begun, and goes on with them; all engines of a process are
+  driven by whoever waits, or else by the progress thread (`progress`). `works` are what torch holds of a call.
+* `group` is torch's method table: it checks and flattens tensors (`tensors`) and puts steps into the engine. `direct`
+  has the calls of gradmesh's own data path, which take a short cut past queue and works where one chunk is enough
+  (`motions`), and are the same calls to the other ranks.
 """
 
 from __future__ import annotations

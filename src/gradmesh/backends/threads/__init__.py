@@ -9,6 +9,20 @@ rank's own world: `get_rank()`, `new_group`, DeviceMesh, functional collectives,
 their own. What the ranks still share is the rest of the process: module globals, `os.environ`, the arguments
 of the launch, and torch's default random generator, so that a draw on one rank moves the others' (use a
 `torch.Generator` per rank). A thread that a rank starts is not a rank.
+
+How it works, from the bottom:
+
+* A `World` (`waiting`) knows of every rank whether it runs, waits, or has gone. A rank that waits sleeps on a lock of
+  its own, its gate; when no rank runs and nothing can complete, that is a deadlock, and everybody who waits is told who
+  waits where.
+* The ranks of a group meet (`rendezvous`): the n-th call of each goes to the n-th `Meeting` of the group, and the rank
+  that comes last does the work for all, while the others sleep. It compares the parts first, so that calls that do not
+  fit are an error on every rank. Messages are copied and kept until they are asked for: they are always eager.
+* What is done with the tensors of all ranks, which lie in one memory, is in `collectives`: pieces are moved, or summed
+  in rank order, without a copy in between.
+* `group` is torch's method table, one object for each rank. A future is complete when it is handed out, which means
+  that `get_future` waits: a callback would run in the thread of the rank that came last, and see that rank's world.
+* Which world a thread sees is switched in `gradmesh._torch`; a thread is given its place by `seated`, below.
 """
 
 from __future__ import annotations

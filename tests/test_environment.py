@@ -1,0 +1,56 @@
+"""The environment variables: read when they are needed, and an error there and then when they cannot be used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import gradmesh as gm
+from gradmesh.environment import CHECK, RECYCLE, SHM_CHUNK, VARIABLES, Variable
+
+UNUSABLE = {"GRADMESH_CHECK": "yes", "GRADMESH_RECYCLE": "-1", "GRADMESH_SHM_CHUNK": "12345"}
+
+
+@pytest.mark.parametrize("variable", VARIABLES, ids=lambda variable: variable.name)
+def test_an_unusable_value_is_an_error_that_says_what_may_be(
+    variable: Variable[bool] | Variable[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable.name, UNUSABLE[variable.name])
+    with pytest.raises(gm.ArgumentError, match=variable.name) as caught:
+        variable.read()
+    assert variable.expected in str(caught.value)
+    assert UNUSABLE[variable.name] in str(caught.value)
+
+
+def test_a_value_is_kept_and_read_anew_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    variable = Variable("GRADMESH_TEST", "5", "a number", "nothing", int)
+    assert variable.value() == 5
+    monkeypatch.setenv("GRADMESH_TEST", "7")
+    assert (variable.value(), variable.read()) == (5, 7)
+    variable.forget()
+    assert variable.value() == 7
+
+
+def test_what_is_not_set_has_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
+    assert (CHECK.read(), RECYCLE.read(), SHM_CHUNK.read()) == (True, 512 << 20, 1 << 20)
+
+
+def test_importing_reads_none_and_the_first_use_of_an_unusable_one_names_it() -> None:
+    code = (
+        "import torch, gradmesh as gm\n"
+        "gm.init('gloo')\n"
+        "try:\n"
+        "    gm.replicate(torch.zeros(1 << 21))\n"
+        "except gm.ArgumentError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **UNUSABLE}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "GRADMESH_RECYCLE is not usable" in done.stdout
