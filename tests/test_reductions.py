@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import gradmesh as gm
-from gradmesh.types import Reduction
+from gradmesh.types import Convention, Reduction
 
 Threads = Callable[[int], Callable[..., list[Any]]]
 SIZE = 3
@@ -36,7 +36,7 @@ OPERANDS = {
 @pytest.mark.parametrize("operand", ["random", "ties", "zeros"])
 @pytest.mark.parametrize("op", DENSE)
 def test_gradients_of_three_orders_match_torch_on_one_process(
-    op: Reduction, operand: str, dst: gm.Type, threads: Threads
+    op: Reduction, operand: str, dst: Convention, threads: Threads
 ) -> None:
     whole = OPERANDS[operand]
 

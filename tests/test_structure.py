@@ -53,7 +53,7 @@ def operands(seed: int) -> dict[str, Any]:
 
 
 def tensors(x: Any) -> list[Tensor]:
-    return [leaf for _, leaf in leaves(x, "test")]
+    return [leaf for _, leaf in leaves(x, "test", "")]
 
 
 def loss_of(y: list[Tensor], seed: int) -> Tensor:
@@ -146,7 +146,7 @@ def test_the_tensors_of_a_dtype_are_one_message(
         mixed = [*many, torch.randn(2, dtype=torch.float64, requires_grad=True)]
         outs = []
         counts = [messages(lambda x=x: outs.append(verb(x))) for x in (one, many, mixed)]
-        backward = [messages(lambda out=out: sum(t.sum() for t in tensors(out)).backward()) for out in outs]
+        backward = [messages(lambda out=out: loss_of(tensors(out), 3).backward()) for out in outs]
         return [*counts, *backward]
 
     for one, many, mixed, *back in threads(3)(on_each_rank):
@@ -166,8 +166,9 @@ def test_the_result_has_the_same_structure(threads: Threads) -> None:
         assert isinstance(made, Pair)
         assert type(gm.replicate((x,))) is tuple
         assert type(gm.replicate([x])) is list
-        nested = gm.shift({"a": [x, (x,)], 1: {}})
-        assert (list(nested), type(nested["a"]), nested[1]) == (["a", 1], list, {})  # type: ignore[call-overload]
+        x_and_nothing: dict[object, Any] = {"a": [x, (x,)], 1: {}}
+        nested = gm.shift(x_and_nothing)
+        assert (list(nested), type(nested["a"]), nested[1]) == (["a", 1], list, {})
         assert gm.all_gather(()) == ()
         assert list(gm.all_reduce(OrderedDict(z=x, a=x), dst=gm.R)) == ["z", "a"]
         assert gm.all_gather((torch.tensor(1.0),))[0].shape == (2,)
@@ -193,8 +194,8 @@ WRONG: dict[str, tuple[type[gm.GradmeshError], str, Callable[[], object]]] = {
     "no tensor": (
         gm.ArgumentError,
         r"got       x\['k'\]\[1\] of type float",
-        lambda: gm.shift({"k": [torch.ones(1), 1.0]}),
-    ),  # type: ignore[type-var]
+        lambda: gm.shift({"k": [torch.ones(1), 1.0]}),  # type: ignore[type-var]
+    ),
     "dim": (
         gm.ArgumentError,
         r"dim is out of range(.|\n)*operand   x\[1\]",

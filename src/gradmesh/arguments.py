@@ -89,7 +89,7 @@ class Call:
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested or x.is_quantized:
             if not isinstance(x, Packed):
                 self._refuse_operand(x)
-            x, made_of = x.flat, x.made_of
+            made_of, x = x.made_of, x.flat
         if type(x) is not Tensor and hasattr(x, "to_local"):
             self._refuse_dtensor(x)
         self.x = x

@@ -207,7 +207,7 @@ def all_gather(
 
         if sizes is None:
             return together.gathered(x, axis, dim, gather_one)
-        return together.one_by_one("all_gather", x, lambda one: gather_one(one, dim))
+        return together.one_by_one("all_gather", x, axis, lambda one: gather_one(one, dim))
     x = _stackable(x)
     call = Call("all_gather", x, axis, comm_dtype, backward_dtype)
     dim = call.dim(dim)
@@ -707,7 +707,7 @@ def shift(
 
         if sizes is None:
             return together.packed("shift", x, axis, shift_one)
-        return together.one_by_one("shift", x, shift_one)
+        return together.one_by_one("shift", x, axis, shift_one)
     call = Call("shift", x, axis, comm_dtype, backward_dtype)
     ranks = integer(offset)
     if ranks is None:
@@ -773,7 +773,7 @@ def permute(
 
         if sizes is None:
             return together.packed("permute", x, axis, permute_one)
-        return together.one_by_one("permute", x, permute_one)
+        return together.one_by_one("permute", x, axis, permute_one)
     call = Call("permute", x, axis, comm_dtype, backward_dtype)
     op = Permute(call.axis, pairs=call.pairs(pairs), **call.precision)
     return apply(op if sizes is None else op.along(call.dim(dim), call.told(sizes, dim)), call.x)

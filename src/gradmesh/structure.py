@@ -53,14 +53,20 @@ def is_structure(x: object) -> bool:
     return isinstance(x, tuple | list | dict)
 
 
-def leaves(x: object, verb: str, name: str = "x") -> list[tuple[str, Tensor]]:
+def leaves(x: object, verb: str, axis: str, name: str = "x") -> list[tuple[str, Tensor]]:
     """The tensors of a structure, each with its name, in the order in which they stand there.
+
+    Args:
+        x: the structure.
+        verb: the verb that it was handed to, for the error.
+        axis: the axis, for the error.
+        name: what the structure is called.
 
     Raises:
         ArgumentError: something else than a tensor is in it.
 
     Example:
-        >>> [name for name, _ in leaves({"k": torch.zeros(1), "v": [torch.zeros(2)]}, "shift")]
+        >>> [name for name, _ in leaves({"k": torch.zeros(1), "v": [torch.zeros(2)]}, "shift", "")]
         ["x['k']", "x['v'][0]"]
     """
     if isinstance(x, Tensor):
@@ -70,13 +76,14 @@ def leaves(x: object, verb: str, name: str = "x") -> list[tuple[str, Tensor]]:
             message(
                 "there is something else than a tensor in the operand",
                 op=verb,
+                axis=axis,
                 expected="a tensor, or tuples, lists and dicts of tensors",
                 got=f"{name} of type {type(x).__name__}",
                 remedy="leave it out, or make it a tensor",
             )
         )
     inside = x.items() if isinstance(x, dict) else enumerate(cast("Sequence[object]", x))
-    return [leaf for key, value in inside for leaf in leaves(value, verb, f"{name}[{key!r}]")]
+    return [leaf for key, value in inside for leaf in leaves(value, verb, axis, f"{name}[{key!r}]")]
 
 
 def rebuilt(x: object, tensors: Iterator[Tensor]) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradmesh.arguments import Call
-from gradmesh.axis import AxisLike
+from gradmesh.axis import AxisLike, resolve
 from gradmesh.errors import ArgumentError, DTypeError
 from gradmesh.structure import Packed, leaves, rebuilt
 
@@ -24,9 +24,10 @@ Run = Callable[[Any], Tensor]
 """The verb with all its arguments but the operand."""
 
 
-def one_by_one(verb: str, x: X, run: Run) -> X:
+def one_by_one(verb: str, x: X, axis: AxisLike, run: Run) -> X:
     """Call the verb for each tensor."""
-    done = [_named(name, run, leaf) for name, leaf in leaves(x, verb)]
+    place = str(resolve(axis, verb))
+    done = [_named(name, run, leaf) for name, leaf in leaves(x, verb, place)]
     return cast("X", rebuilt(x, iter(done)))
 
 
@@ -39,9 +40,10 @@ def packed(verb: str, x: X, axis: AxisLike, run: Run) -> X:
         axis: the ranks.
         run: calls the verb; it is given `Packed`, once for each dtype.
     """
-    found = leaves(x, verb)
+    here = resolve(axis, verb)
+    found = leaves(x, verb, str(here))
     for name, leaf in found:
-        _named(name, Call, verb, leaf, axis)
+        _named(name, Call, verb, leaf, here)
     return cast("X", rebuilt(x, iter(_in_groups(found, run, _cut))))
 
 
@@ -54,10 +56,12 @@ def gathered(x: X, axis: AxisLike, dim: int, run: Run) -> X:
         dim: the dimension of each tensor to concatenate along.
         run: calls it along dim 0; it is given `Packed`, once for each dtype.
     """
-    found = [(name, leaf.reshape(1) if leaf.dim() == 0 else leaf) for name, leaf in leaves(x, "all_gather")]
-    calls = [_named(name, Call, "all_gather", leaf, axis) for name, leaf in found]
+    here = resolve(axis, "all_gather")
+    given = leaves(x, "all_gather", str(here))
+    found = [(name, leaf.reshape(1) if leaf.dim() == 0 else leaf) for name, leaf in given]
+    calls = [_named(name, Call, "all_gather", leaf, here) for name, leaf in found]
     dims = {name: _named(name, call.dim, dim) for (name, _), call in zip(found, calls, strict=True)}
-    ranks = calls[0].axis.size if calls else 1
+    ranks = here.size
 
     def cut(whole: Tensor, group: list[tuple[str, Tensor]]) -> Iterator[Tensor]:
         rows, begin = whole.view(ranks, -1), 0

@@ -32,6 +32,7 @@ class Mean(LinearOp):
     axis: Axis = field(init=False)
     comm_dtype: torch.dtype | None = field(init=False)
     backward_dtype: torch.dtype | None = field(init=False)
+    made_of: str | None = field(init=False)
     op: LinearOp
 
     def __init__(self, op: LinearOp) -> None:
