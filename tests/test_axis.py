@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -92,3 +93,54 @@ def test_a_mesh_that_does_not_fill_the_world_is_refused(sizes: dict[str, Any], t
             gm.mesh(**sizes)
 
     threads(4)(on_each_rank)
+
+
+def test_rank_and_world_size_are_those_of_the_axis(threads: Threads) -> None:
+    def on_each_rank() -> None:
+        world = dist.get_rank()
+        assert (gm.rank(), gm.world_size()) == (world, 4)
+        gm.mesh(dp=2, gp=-1)
+        assert (gm.rank("dp"), gm.rank("gp"), gm.world_size("gp")) == (world // 2, world % 2, 2)
+        with pytest.raises(gm.AxisError, match=r"gradmesh.rank: the mesh has several axes"):
+            gm.rank()
+        with pytest.raises(gm.AxisError, match=r"gradmesh.world_size"):
+            gm.world_size("tp")
+
+    threads(4)(on_each_rank)
+
+
+def test_a_barrier_lets_no_rank_pass_before_all_have_come(threads: Threads) -> None:
+    came: list[int] = []
+
+    def on_each_rank(axis: str | None, pause: float) -> int:
+        gm.mesh(dp=2, gp=2) if axis else None
+        time.sleep(pause * gm.rank(axis))
+        came.append(dist.get_rank())
+        gm.barrier(axis)
+        return len(came)
+
+    assert min(threads(4)(on_each_rank, None, 0.02)) == 4
+    came.clear()
+    assert min(threads(4)(on_each_rank, "gp", 0.02)) >= 2
+
+
+def test_an_offset_is_where_the_own_rows_begin(threads: Threads) -> None:
+    def on_each_rank() -> None:
+        x = torch.arange(2 + 3 * dist.get_rank())
+        whole, axis = gm.all_gather(x, sizes="auto"), gm.axis()
+        sizes = gm.sizes(x)
+        assert torch.equal(whole[axis.offset(sizes) :][: len(x)], x)
+        assert torch.equal(whole[axis.slice(sizes)], x)
+        for n in (0, 2, 7, 9):
+            rows = torch.arange(n)
+            assert torch.equal(gm.shard(rows), rows[axis.slice(n)])
+            assert axis.offset(n) == axis.slice(n).start
+
+    threads(3)(on_each_rank)
+
+
+@pytest.mark.parametrize("rows", [[1, 2], [1, 2, -3], "123", 2.0, True, -1, None, [1, 2, 3.0]])
+def test_rows_that_are_not_one_number_for_each_rank_are_refused(rows: Any) -> None:
+    axis = gm.Axis("any", 1, 3, None)  # type: ignore[arg-type]
+    with pytest.raises(gm.ArgumentError, match=r"gradmesh.Axis.offset(.|\n)*3 ints of 0 or more"):
+        axis.offset(rows)

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import gradmesh as gm
+from gradmesh.types import Convention
 
 pytestmark = pytest.mark.processes
 Processes = Callable[[int], Callable[..., list[Any]]]
@@ -134,7 +135,7 @@ def test_without_the_scale_averaging_takes_a_factor_w(
         close(got * SIZE, want)
 
 
-def one_loss_in_ddp(dst: gm.Type, scale: float) -> list[Tensor]:
+def one_loss_in_ddp(dst: Convention, scale: float) -> list[Tensor]:
     """The same loss on every rank, over the rows of all."""
     net = DistributedDataParallel(model(mean_over_ranks))
     y = gm.all_gather(net(gm.shard(batch())), dst=dst)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# What is called wrongly here is called so on purpose; test_typing.py shows what type checkers say.
+# mypy: disable-error-code="arg-type, call-overload, list-item, type-var"
 from collections.abc import Callable
 from typing import Any
 
@@ -15,16 +17,16 @@ ones = torch.ones
 
 BAD: dict[str, tuple[type[gm.GradmeshError], str, Callable[[], object]]] = {
     "dim too large": (gm.ArgumentError, "all_gather", lambda: gm.all_gather(ones(2, 3), dim=2)),
-    "dim not an int": (gm.ArgumentError, "shard", lambda: gm.shard(ones(2), dim="x")),  # type: ignore[arg-type]
+    "dim not an int": (gm.ArgumentError, "shard", lambda: gm.shard(ones(2), dim="x")),
     "scalar cut": (gm.ArgumentError, "reduce_scatter", lambda: gm.reduce_scatter(torch.tensor(1.0))),
     "root too large": (gm.ArgumentError, "broadcast", lambda: gm.broadcast(ones(2), root=2)),
     "root negative": (gm.ArgumentError, "reduce", lambda: gm.reduce(ones(2), root=-1)),
     "no dst": (gm.ArgumentError, "all_reduce", lambda: gm.all_reduce(ones(2))),
     "dst V": (gm.ArgumentError, "all_gather", lambda: gm.all_gather(ones(2), dst=gm.V)),
-    "dst a string": (gm.ArgumentError, "all_reduce", lambda: gm.all_reduce(ones(2), dst="R")),  # type: ignore[arg-type]
+    "dst a string": (gm.ArgumentError, "all_reduce", lambda: gm.all_reduce(ones(2), dst="R")),
     "src V": (gm.ArgumentError, "shard", lambda: gm.shard(ones(2), src=gm.V)),
     "unknown op": (gm.ArgumentError, "all_reduce", lambda: gm.all_reduce(ones(2), op="median", dst=gm.R)),
-    "op unhashable": (gm.ArgumentError, "all_reduce", lambda: gm.all_reduce(ones(2), op=[], dst=gm.R)),  # type: ignore[arg-type]
+    "op unhashable": (gm.ArgumentError, "all_reduce", lambda: gm.all_reduce(ones(2), op=[], dst=gm.R)),
     "max of a reduce_scatter": (
         gm.ArgumentError,
         "reduce_scatter",
@@ -34,7 +36,7 @@ BAD: dict[str, tuple[type[gm.GradmeshError], str, Callable[[], object]]] = {
     "indivisible exchange": (gm.ShapeError, "all_to_all", lambda: gm.all_to_all(ones(3))),
     "sizes too few": (gm.ArgumentError, "all_gather", lambda: gm.all_gather(ones(2), sizes=[2])),
     "sizes negative": (gm.ArgumentError, "shard", lambda: gm.shard(ones(2), sizes=[3, -1])),
-    "sizes a word": (gm.ArgumentError, "all_gather", lambda: gm.all_gather(ones(2), sizes="even")),  # type: ignore[arg-type]
+    "sizes a word": (gm.ArgumentError, "all_gather", lambda: gm.all_gather(ones(2), sizes="even")),
     "sizes auto of a whole": (gm.ArgumentError, "shard", lambda: gm.shard(ones(2), sizes="auto")),
     "sizes that do not add up": (gm.ShapeError, "shard", lambda: gm.shard(ones(4), sizes=[1, 2])),
     "sizes that are not true": (gm.ShapeError, "all_gather", lambda: gm.all_gather(ones(4), sizes=[3, 3])),
@@ -45,7 +47,7 @@ BAD: dict[str, tuple[type[gm.GradmeshError], str, Callable[[], object]]] = {
     ),
     "source twice": (gm.ArgumentError, "permute", lambda: gm.permute(ones(2), pairs=[(0, 1), (0, 0)])),
     "target twice": (gm.ArgumentError, "permute", lambda: gm.permute(ones(2), pairs=[(0, 1), (1, 1)])),
-    "pair of three": (gm.ArgumentError, "permute", lambda: gm.permute(ones(2), pairs=[(0, 1, 2)])),  # type: ignore[list-item]
+    "pair of three": (gm.ArgumentError, "permute", lambda: gm.permute(ones(2), pairs=[(0, 1, 2)])),
     "to itself": (gm.ArgumentError, "send", lambda: gm.send(ones(2), to=gm.axis().rank)),
     "from nobody": (gm.ArgumentError, "recv", lambda: gm.recv(ones(2), source=2)),
     "too few parts": (gm.ArgumentError, "exchange", lambda: gm.exchange([ones(1)])),
@@ -58,11 +60,11 @@ BAD: dict[str, tuple[type[gm.GradmeshError], str, Callable[[], object]]] = {
         lambda: gm.send(ones(2).requires_grad_(), to=1 - gm.axis().rank),
     ),
     "sizes of bools": (gm.ArgumentError, "shard", lambda: gm.shard(ones(2), sizes=(True, True))),
-    "sizes without an order": (gm.ArgumentError, "shard", lambda: gm.shard(ones(4), sizes={3, 1})),  # type: ignore[arg-type]
-    "splits that ask": (gm.ArgumentError, "all_to_all", lambda: gm.all_to_all(ones(2), split_sizes="auto")),  # type: ignore[arg-type]
-    "a dtype's name": (gm.DTypeError, "shift", lambda: gm.shift(ones(2), comm_dtype="bf16")),  # type: ignore[arg-type]
-    "types in a list": (gm.ArgumentError, "convert", lambda: gm.convert(ones(2), src=[gm.R], dst=gm.P)),  # type: ignore[arg-type]
-    "an axis of numbers": (gm.AxisError, "scan", lambda: gm.scan(ones(2), torch.ones(2))),  # type: ignore[arg-type]
+    "sizes without an order": (gm.ArgumentError, "shard", lambda: gm.shard(ones(4), sizes={3, 1})),
+    "splits that ask": (gm.ArgumentError, "all_to_all", lambda: gm.all_to_all(ones(2), split_sizes="auto")),
+    "a dtype's name": (gm.DTypeError, "shift", lambda: gm.shift(ones(2), comm_dtype="bf16")),
+    "types in a list": (gm.ArgumentError, "convert", lambda: gm.convert(ones(2), src=[gm.R], dst=gm.P)),
+    "an axis of numbers": (gm.AxisError, "scan", lambda: gm.scan(ones(2), torch.ones(2))),
     "a nested tensor": (
         gm.ArgumentError,
         "shift",
@@ -79,18 +81,18 @@ BAD: dict[str, tuple[type[gm.GradmeshError], str, Callable[[], object]]] = {
         lambda: gm.all_gather(torch.ones(2, device="meta"), sizes="auto"),
     ),
     "pairs of no ranks": (gm.ArgumentError, "permute", lambda: gm.permute(ones(2), pairs=[(0, 5)])),
-    "pairs no list": (gm.ArgumentError, "permute", lambda: gm.permute(ones(2), pairs=3)),  # type: ignore[arg-type]
+    "pairs no list": (gm.ArgumentError, "permute", lambda: gm.permute(ones(2), pairs=3)),
     "halo negative": (gm.ArgumentError, "halo_exchange", lambda: gm.halo_exchange(ones(2), halo=-1)),
-    "offset a float": (gm.ArgumentError, "shift", lambda: gm.shift(ones(2), offset=0.5)),  # type: ignore[arg-type]
-    "wrap a number": (gm.ArgumentError, "shift", lambda: gm.shift(ones(2), wrap=1)),  # type: ignore[arg-type]
+    "offset a float": (gm.ArgumentError, "shift", lambda: gm.shift(ones(2), offset=0.5)),
+    "wrap a number": (gm.ArgumentError, "shift", lambda: gm.shift(ones(2), wrap=1)),
     "conversion that needs a sum": (
         gm.ArgumentError,
         "convert",
         lambda: gm.convert(ones(2), src=gm.P, dst=gm.R),
     ),
     "unknown axis": (gm.AxisError, "scan", lambda: gm.scan(ones(2), "tp")),
-    "axis a number": (gm.AxisError, "scan", lambda: gm.scan(ones(2), 3)),  # type: ignore[arg-type]
-    "not a tensor": (gm.ArgumentError, "all_gather", lambda: gm.all_gather([1.0])),  # type: ignore[arg-type]
+    "axis a number": (gm.AxisError, "scan", lambda: gm.scan(ones(2), 3)),
+    "not a tensor": (gm.ArgumentError, "all_gather", lambda: gm.all_gather([1.0])),
     "a sparse tensor": (gm.ArgumentError, "all_gather", lambda: gm.all_gather(ones(2).to_sparse())),
     "sum of bools": (gm.DTypeError, "scan", lambda: gm.scan(ones(2) > 0)),
     "mean of integers": (
@@ -141,6 +143,58 @@ def test_the_error_for_no_dst_explains_the_two_in_two_lines(threads: Threads) ->
     assert len(remedy) == 2
     assert "dst=gradmesh.R" in remedy[0]
     assert "dst=gradmesh.I" in remedy[1]
+
+
+GUESSES: dict[str, Callable[[], object]] = {
+    "dim=1": lambda: gm.all_gather(ones(2, 2), 1),
+    "dim=0": lambda: gm.reduce_scatter(ones(2), axis=0),
+    "dim=-1": lambda: gm.shard(ones(2), -1),
+    "root=0": lambda: gm.broadcast(ones(2), 0),
+    "offset=2": lambda: gm.shift(ones(2), 2),
+    "op='sum'": lambda: gm.all_reduce(ones(2), "sum", dst=gm.R),
+    "op='mean'": lambda: gm.reduce_scatter(ones(2), "mean"),
+}
+
+
+@pytest.mark.parametrize("guess", GUESSES)
+def test_an_argument_in_the_place_of_the_axis_is_guessed(guess: str, threads: Threads) -> None:
+    def on_each_rank() -> str:
+        with pytest.raises(gm.AxisError) as caught:
+            GUESSES[guess]()
+        with gm.use_mesh(gm.mesh(tp=1)), pytest.raises(gm.AxisError) as in_mesh:
+            GUESSES[guess]()
+        assert "did you mean" in str(in_mesh.value)
+        return str(caught.value)
+
+    (text,) = threads(1)(on_each_rank)
+    assert text.splitlines()[-1] == f"  remedy    did you mean {guess}?"
+
+
+NO_GUESSES: dict[str, Callable[[], object]] = {
+    "an unknown name": lambda: gm.all_reduce(ones(2), "tp", dst=gm.R),
+    "no reduction of this verb": lambda: gm.reduce_scatter(ones(2), "max"),
+    "a verb without reductions": lambda: gm.all_gather(ones(2), "sum"),
+    "a verb without numbers": lambda: gm.scan(ones(2), 1),
+    "a bool": lambda: gm.all_gather(ones(2), True),
+}
+
+
+@pytest.mark.parametrize("case", NO_GUESSES)
+def test_nothing_is_guessed_where_nothing_fits(case: str, threads: Threads) -> None:
+    def on_each_rank() -> str:
+        with pytest.raises(gm.AxisError) as caught:
+            NO_GUESSES[case]()
+        return str(caught.value)
+
+    assert "did you mean" not in threads(1)(on_each_rank)[0]
+
+
+def test_an_axis_that_is_called_like_a_reduction_is_an_axis(threads: Threads) -> None:
+    def on_each_rank() -> float:
+        with gm.use_mesh(gm.mesh(sum=2)):
+            return gm.all_reduce(torch.tensor(1.0), "sum", dst=gm.R).item()
+
+    assert threads(2)(on_each_rank) == [2.0, 2.0]
 
 
 def test_a_conversion_that_needs_communication_names_the_verb(threads: Threads) -> None:

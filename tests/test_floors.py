@@ -12,7 +12,7 @@ import gradmesh
 PACKAGE = Path(gradmesh.__file__).parent
 
 FLOORS = (
-    ("errors", "types", "_torch", "call_sites", "environment", "memo"),
+    ("errors", "types", "_torch", "call_sites", "environment", "memo", "structure"),
     ("backends",),
     ("state",),
     ("world",),
@@ -22,7 +22,7 @@ FLOORS = (
     ("ops",),
     ("autograd",),
     ("arguments", "order"),
-    ("reductions",),
+    ("reductions", "together"),
     ("collectives",),
     ("compat", "verify"),
     ("bench", "demo", "installation"),

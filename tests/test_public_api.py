@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from importlib import metadata
+
+import pytest
 
 import gradmesh as gm
 from gradmesh.ops.registry import REGISTRY
@@ -67,3 +71,35 @@ def test_importing_needs_torch_alone_and_starts_nothing() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def run(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_dir_shows_the_public_names_alone() -> None:
+    run(
+        "import gradmesh as gm\n"
+        "import gradmesh.order, gradmesh.compat.towhee  # still there to be imported\n"
+        "assert dir(gm) == sorted([*gm.__all__, '__version__', 'compat', 'verify']), dir(gm)\n"
+    )
+
+
+def test_drop_ins_and_checks_are_there_when_asked_for_and_not_before() -> None:
+    run(
+        "import sys, gradmesh as gm\n"
+        "assert not {'gradmesh.compat', 'gradmesh.verify'} & set(sys.modules)\n"
+        "assert callable(gm.verify.adjoint_matrix_error) and callable(gm.compat.towhee.AllGather.apply)\n"
+        "assert {'gradmesh.compat', 'gradmesh.verify'} <= set(sys.modules)\n"
+    )
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'gradmesh' has no attribute 'all_redcue'"):
+        gm.all_redcue  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", gm.__version__)
+    assert gm.__version__ == metadata.version("gradmesh")

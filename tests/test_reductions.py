@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import gradmesh as gm
+from gradmesh.types import Convention, Reduction
 
 Threads = Callable[[int], Callable[..., list[Any]]]
 SIZE = 3
@@ -35,7 +36,7 @@ OPERANDS = {
 @pytest.mark.parametrize("operand", ["random", "ties", "zeros"])
 @pytest.mark.parametrize("op", DENSE)
 def test_gradients_of_three_orders_match_torch_on_one_process(
-    op: str, operand: str, dst: gm.Type, threads: Threads
+    op: Reduction, operand: str, dst: Convention, threads: Threads
 ) -> None:
     whole = OPERANDS[operand]
 
@@ -70,7 +71,7 @@ def test_gradients_of_three_orders_match_torch_on_one_process(
 
 
 @pytest.mark.parametrize("op", DENSE)
-def test_forward_mode_and_vmap_match_torch(op: str, threads: Threads) -> None:
+def test_forward_mode_and_vmap_match_torch(op: Reduction, threads: Threads) -> None:
     whole = OPERANDS["random"]
 
     def on_each_rank() -> tuple[Tensor, Tensor]:
@@ -156,7 +157,7 @@ def test_integers_and_bools_have_max_and_min(threads: Threads) -> None:
     ],
 )
 def test_a_dtype_without_a_rule_is_refused_on_every_rank(
-    op: str, dtype: torch.dtype, threads: Threads
+    op: Reduction, dtype: torch.dtype, threads: Threads
 ) -> None:
     def on_each_rank() -> str:
         with pytest.raises(gm.DTypeError) as caught:
@@ -213,7 +214,9 @@ def test_what_travels_in_less_precision_still_finds_its_rank(threads: Threads) -
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.float8_e4m3fn, torch.complex32])
 @pytest.mark.parametrize("op", ["sum", "max", "prod"])
-def test_a_dtype_that_torch_only_stores_is_refused(op: str, dtype: torch.dtype, threads: Threads) -> None:
+def test_a_dtype_that_torch_only_stores_is_refused(
+    op: Reduction, dtype: torch.dtype, threads: Threads
+) -> None:
     def on_each_rank() -> None:
         with pytest.raises(gm.DTypeError, match=r"gradmesh\.all_reduce"):
             gm.all_reduce(torch.zeros(2, dtype=dtype), op=op, dst=gm.R)

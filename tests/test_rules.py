@@ -169,10 +169,10 @@ def test_whatever_python_takes_for_an_int_is_one(threads: Threads) -> None:
     def on_each_rank() -> list[list[int]]:
         x = torch.arange(2) + 2 * gm.axis().rank
         return [
-            gm.all_gather(x, dim=np.int64(0), sizes=torch.tensor([2, 2])).tolist(),  # type: ignore[arg-type]
+            gm.all_gather(x, dim=np.int64(0), sizes=torch.tensor([2, 2])).tolist(),  # type: ignore[call-overload]
             gm.broadcast(x, root=np.int32(1)).tolist(),
             gm.shift(x, offset=np.int64(1)).tolist(),
-            gm.permute(x, pairs=zip([0, 1], [1, 0], strict=True)).tolist(),  # type: ignore[arg-type]
+            gm.permute(x, pairs=zip([0, 1], [1, 0], strict=True)).tolist(),  # type: ignore[call-overload]
             gm.shard(x, sizes=np.array([1, 1])).tolist(),
             gm.halo_exchange(x, halo=np.int64(1)).tolist(),
         ]

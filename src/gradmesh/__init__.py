@@ -8,9 +8,17 @@
 ...     return x.grad.tolist()
 >>> gm.launch(on_each_rank, 2, backend="threads")
 [[6.0], [12.0]]
+
+Two packages come with it that are loaded when they are first asked for: `gm.compat`, drop-ins for code that exists,
+and `gm.verify`, checks of linear maps over ranks.
 """
 
-from gradmesh.axis import Axis, axis
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from gradmesh.axis import Axis, axis, barrier, rank, world_size
 from gradmesh.backends import shm as _shm
 from gradmesh.collectives import (
     all_gather,
@@ -55,6 +63,12 @@ from gradmesh.order import Order, backward, grad, join, ordered
 from gradmesh.types import I, P, R, Type, V
 from gradmesh.world import init, mesh, use_mesh
 
+if TYPE_CHECKING:
+    from gradmesh import compat as compat
+    from gradmesh import verify as verify
+
+__version__ = "0.1.0"
+
 # So that torch.distributed.init_process_group("shm") and new_group(backend="shm") know it.
 _shm.register()
 
@@ -85,6 +99,7 @@ __all__ = [
     "all_to_all",
     "axis",
     "backward",
+    "barrier",
     "broadcast",
     "convert",
     "exchange",
@@ -99,6 +114,7 @@ __all__ = [
     "neighbor_all_to_all",
     "ordered",
     "permute",
+    "rank",
     "recv",
     "reduce",
     "reduce_scatter",
@@ -110,4 +126,21 @@ __all__ = [
     "shift",
     "sizes",
     "use_mesh",
+    "world_size",
 ]
+
+_LOADED_WHEN_ASKED_FOR = ("compat", "verify")
+
+
+def __dir__() -> list[str]:
+    """The public names alone: files of the package are attributes too once they are imported."""
+    return sorted([*__all__, *_LOADED_WHEN_ASKED_FOR, "__version__"])
+
+
+if not TYPE_CHECKING:  # else type checkers take any name for one that is there
+
+    def __getattr__(name: str) -> object:
+        """Load a package that is not part of what importing gradmesh costs."""
+        if name in _LOADED_WHEN_ASKED_FOR:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,14 +15,15 @@ from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError
 from gradmesh.ops.base import Op, Precision
 from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.state import rank_state
+from gradmesh.structure import Packed
 from gradmesh.wire import carrier, compiling, kept_by
 
-__all__ = ["Call", "SizesLike", "integer"]
+__all__ = ["Call", "SizesLike", "explained", "integer"]
 
 _HEADER = 16
 """Numbers that tell a shape: how many dimensions, and their sizes."""
 
-_AS_IT_IS = Precision(comm_dtype=None, backward_dtype=None)
+_AS_IT_IS = Precision(comm_dtype=None, backward_dtype=None, made_of=None)
 
 T = TypeVar("T")
 OpT = TypeVar("OpT", bound=Op)
@@ -47,33 +48,53 @@ def _kind(x: object) -> str:
     return f"a {'nested' if x.is_nested else 'quantized' if x.is_quantized else x.layout} tensor"
 
 
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def explained(*names: str) -> Callable[[FunctionT], FunctionT]:
+    """Let a call without these keyword arguments reach the function, which explains them better than Python does.
+
+    They get the default None, of which type checkers know nothing: to them the arguments are owed.
+    """
+
+    def with_defaults(function: FunctionT) -> FunctionT:
+        function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), **dict.fromkeys(names)}
+        return function
+
+    return with_defaults
+
+
 class Call:
     """One call of a verb: its operand and its axis, and the checks of what else it was given.
 
     Attributes:
         verb: the verb's name.
         axis: the axis, resolved now, so that a later recomputation cannot meet another mesh.
-        precision: the keyword arguments `comm_dtype` and `backward_dtype` for the op.
+        x: the operand.
+        precision: the keyword arguments of the op that say what travels.
     """
 
     def __init__(
         self,
         verb: str,
-        x: Tensor,
+        x: Tensor | Packed,
         axis: AxisLike,
         comm_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> None:
         self.verb = verb
+        made_of: str | None = None
         self.axis: Axis = resolve(axis, verb)
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested or x.is_quantized:
-            self._refuse_operand(x)
+            if not isinstance(x, Packed):
+                self._refuse_operand(x)
+            made_of, x = x.made_of, x.flat
         if type(x) is not Tensor and hasattr(x, "to_local"):
             self._refuse_dtensor(x)
         self.x = x
         self.precision = _AS_IT_IS
-        if comm_dtype is not None or backward_dtype is not None:
-            self.precision = Precision(comm_dtype=comm_dtype, backward_dtype=backward_dtype)
+        if comm_dtype is not None or backward_dtype is not None or made_of is not None:
+            self.precision = Precision(comm_dtype=comm_dtype, backward_dtype=backward_dtype, made_of=made_of)
             for name, dtype in (("comm_dtype", comm_dtype), ("backward_dtype", backward_dtype)):
                 if dtype is not None:
                     self._precision(name, dtype)

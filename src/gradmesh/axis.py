@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import builtins
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradmesh.backends.process_group import kept_by
-from gradmesh.errors import AxisError, message
+from gradmesh.errors import ArgumentError, AxisError, message
+from gradmesh.types import Reduction
 from gradmesh.world import current_mesh, world_group
 
-__all__ = ["Axis", "AxisLike", "axis", "resolve"]
+__all__ = ["Axis", "AxisLike", "axis", "balanced", "barrier", "rank", "resolve", "world_size"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,48 @@ class Axis:
     def global_ranks(self) -> list[int]:
         """The ranks of the axis, in order, as ranks of the world."""
         return dist.get_process_group_ranks(self.group)
+
+    def offset(self, rows: int | Sequence[int]) -> int:
+        """Where this rank's rows begin in a tensor that is cut along the axis.
+
+        Args:
+            rows: each rank's number of rows, as `gradmesh.sizes` finds them; or the number of all rows, which are then
+                cut as `gradmesh.shard` cuts them: the first ranks get one more where the axis does not divide it.
+
+        Raises:
+            ArgumentError: not one number of rows for each rank, or a negative one.
+
+        Example:
+            >>> def on_each_rank():
+            ...     x = torch.zeros(3 + gm.rank())  # 3 rows and 4
+            ...     return gm.axis().offset(gm.sizes(x)), gm.axis().offset(5), gm.axis().slice(5)
+            >>> gm.launch(on_each_rank, 2, backend="threads")
+            [(0, 0, slice(0, 3, None)), (3, 3, slice(3, 5, None))]
+        """
+        return sum(self._rows(rows)[: self.rank])
+
+    def slice(self, rows: int | Sequence[int]) -> builtins.slice:
+        """This rank's rows as a slice of a tensor that is cut along the axis, as `offset` counts them."""
+        each = self._rows(rows)
+        begin = sum(each[: self.rank])
+        return builtins.slice(begin, begin + each[self.rank])
+
+    def _rows(self, rows: int | Sequence[int]) -> Sequence[int]:
+        if isinstance(rows, int) and not isinstance(rows, bool):
+            rows = balanced(rows, self.size)
+        each = rows if isinstance(rows, Sequence) and not isinstance(rows, str) else ()
+        if len(each) != self.size or not all(isinstance(n, int) and n >= 0 for n in each):
+            raise ArgumentError(
+                message(
+                    "there is not one number of rows for each rank",
+                    op="Axis.offset",
+                    axis=str(self),
+                    expected=f"{self.size} ints of 0 or more, or the number of all rows",
+                    got=repr(rows),
+                    remedy="pass gradmesh.sizes(x), or the size of the tensor that shard cuts",
+                )
+            )
+        return each
 
     def __str__(self) -> str:
         return f"{self.name!r}, rank {self.rank} of {self.size}"
@@ -63,6 +109,60 @@ def axis(which: AxisLike = None) -> Axis:
         ('gp', 0, 1)
     """
     return resolve(which, "axis")
+
+
+def rank(axis: AxisLike = None) -> int:
+    """This rank's place on an axis: `gm.axis(axis).rank`.
+
+    Args:
+        axis: as in `gradmesh.axis`.
+
+    Example:
+        >>> gm.launch(lambda: (gm.rank(), gm.world_size()), 2, backend="threads")
+        [(0, 2), (1, 2)]
+    """
+    return resolve(axis, "rank").rank
+
+
+def world_size(axis: AxisLike = None) -> int:
+    """The number of ranks of an axis: `gm.axis(axis).size`.
+
+    Args:
+        axis: as in `gradmesh.axis`. With a mesh of one axis None is that axis, and with none the world.
+
+    Example:
+        >>> gm.launch(gm.world_size, 3, backend="threads")
+        [3, 3, 3]
+    """
+    return resolve(axis, "world_size").size
+
+
+def barrier(axis: AxisLike = None) -> None:
+    """Wait until every rank of an axis has come here: `torch.distributed.barrier` of its group.
+
+    Args:
+        axis: as in `gradmesh.axis`.
+
+    Example:
+        >>> def on_each_rank():
+        ...     if gm.rank() == 0:
+        ...         pass  # write a file
+        ...     gm.barrier()
+        ...     return gm.rank()  # and here every rank can read it
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [0, 1]
+    """
+    dist.barrier(group=resolve(axis, "barrier").group)
+
+
+def balanced(total: int, ranks: int) -> tuple[int, ...]:
+    """Cut `total` among the ranks; the first `total % ranks` of them get one more.
+
+    >>> balanced(5, 3)
+    (2, 2, 1)
+    """
+    share, more = divmod(total, ranks)
+    return tuple(share + (rank < more) for rank in range(ranks))
 
 
 def resolve(which: AxisLike, op: str) -> Axis:
@@ -94,9 +194,39 @@ def resolve(which: AxisLike, op: str) -> Axis:
             op=op,
             expected="a name, ProcessGroup, 1-D DeviceMesh, Axis or None",
             got=f"{type(which).__name__}: {which!r}",
-            remedy="pass the axis's name in the current mesh, or its process group",
+            remedy=_meant(op, which) or "pass the axis's name in the current mesh, or its process group",
         )
     )
+
+
+_INT_MEANT = {
+    "all_gather": "dim",
+    "all_to_all": "split_dim",
+    "broadcast": "root",
+    "gather": "dim",
+    "halo_exchange": "dim",
+    "recv": "source",
+    "reduce": "root",
+    "reduce_scatter": "dim",
+    "scatter": "dim",
+    "send": "to",
+    "shard": "dim",
+    "shift": "offset",
+    "sizes": "dim",
+}
+"""What an int in the place of the axis most likely stands for, for each verb that takes one elsewhere."""
+
+_WORD_MEANT = {"all_reduce": get_args(Reduction), "reduce_scatter": ("sum", "mean")}
+"""The words that a verb takes elsewhere."""
+
+
+def _meant(op: str, which: object) -> str | None:
+    """A guess at the argument that landed in the place of the axis."""
+    if isinstance(which, int) and not isinstance(which, bool) and op in _INT_MEANT:
+        return f"did you mean {_INT_MEANT[op]}={which}?"
+    if isinstance(which, str) and which in _WORD_MEANT.get(op, ()):
+        return f"did you mean op={which!r}?"
+    return None
 
 
 def _of_group(group: dist.ProcessGroup, name: str) -> Axis:
@@ -119,7 +249,8 @@ def _of_mesh(mesh: DeviceMesh | None, name: str | None, op: str) -> Axis:
                 op=op,
                 expected=f"one of {', '.join(map(repr, names))}" if mesh is not None else "a current mesh",
                 got=f"axis={name!r}",
-                remedy="make a mesh with gradmesh.mesh(...), or enter one with gradmesh.use_mesh(mesh)",
+                remedy=_meant(op, name)
+                or "make a mesh with gradmesh.mesh(...), or enter one with gradmesh.use_mesh(mesh)",
             )
         )
     if name is None and mesh.ndim != 1:

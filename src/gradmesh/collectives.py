@@ -8,7 +8,15 @@ Every verb takes:
 
 * `axis`: the name of an axis of the current mesh, a ProcessGroup, a 1-D DeviceMesh, an Axis, or None (the current
   mesh's only axis, else the world).
-* `comm_dtype`, `backward_dtype`: the dtypes that travel forward and backward; the results keep the operand's.
+* `comm_dtype`, `backward_dtype`: the dtypes that travel forward and backward, the same on every rank; the results keep
+  the operand's. Where nothing travels, the value is rounded alike.
+
+Several verbs take `sizes`, each rank's size along `dim`: a sequence of W ints; None: the same on every rank (for an
+operand that is whole on every rank, equal slices); or "auto": found by one small exchange.
+
+`all_gather`, `all_reduce`, `broadcast`, `permute`, `replicate` and `shift` take a tuple, list or dict of tensors too,
+also nested, and return one like it. The tensors of a dtype travel as one message, unless `sizes` are given. Every rank
+hands in the same structure; where one tensor of it cannot be taken, the error says which.
 
 Every verb raises `AxisError` for an axis that is not there, `NotInitializedError` before `init`, `ArgumentError`
 for an argument it does not take, `ShapeError` for a shape it cannot split or join and `DTypeError` for a dtype
@@ -21,13 +29,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from gradmesh import reductions
+from gradmesh import reductions, together
 from gradmesh._torch import keyword_fields_last
-from gradmesh.arguments import Call, SizesLike, integer
+from gradmesh.arguments import Call, SizesLike, explained, integer
 from gradmesh.autograd import apply
 from gradmesh.axis import AxisLike
 from gradmesh.ops.all_gather import AllGather, ReduceScatter
@@ -51,7 +60,8 @@ from gradmesh.ops.permute import Permute, Shift
 from gradmesh.ops.scan import Exscan, Scan
 from gradmesh.ops.shard import AllGatherInvariant, Shard, ShardReplicated
 from gradmesh.ops.sizes import Sizes
-from gradmesh.types import I, P, R, Type, V
+from gradmesh.structure import is_structure, takes_structures
+from gradmesh.types import Convention, I, P, R, Reduction, Type, V
 
 __all__ = [
     "all_gather",
@@ -89,12 +99,14 @@ _WHICH_DST = (
 )
 
 
+@takes_structures
+@explained("dst")
 def all_reduce(
     x: Tensor,
     axis: AxisLike = None,
     *,
-    op: str = "sum",
-    dst: Type | None = None,
+    op: Reduction = "sum",
+    dst: Convention,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -109,15 +121,13 @@ def all_reduce(
         P -> I    the same forward; backward is the identity, as g0 = g1 = g is whole already
 
     Args:
-        x: this rank's term.
-        axis: the ranks to combine.
+        x: this rank's term; or a tuple, list or dict of such.
         op: "sum"; "mean", the sum divided by W; or "max", "min", "prod", "logsumexp". Ties of max and min share the
             gradient equally, prod is right with zeros among the factors, logsumexp is shifted so that it does not
             overflow. max and min carry a NaN of any rank. prod gathers all ranks' factors (W times the memory).
         dst: `gm.R` if each rank uses the result differently, `gm.I` if every rank repeats the same work on it. There
             is no default, because the wrong one is off by a factor that need not even be constant.
-        comm_dtype: what travels forward.
-        backward_dtype: what travels backward.
+        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
 
     Raises:
         ArgumentError: no dst, or one that is neither R nor I; an unknown op.
@@ -133,20 +143,30 @@ def all_reduce(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [(5.0, 3.0), (10.0, 3.0)]
     """
+    if type(x) is not Tensor and is_structure(x):
+        return together.packed(
+            "all_reduce",
+            x,
+            axis,
+            lambda one: all_reduce(
+                one, axis, op=op, dst=dst, comm_dtype=comm_dtype, backward_dtype=backward_dtype
+            ),
+        )
     call = Call("all_reduce", x, axis, comm_dtype, backward_dtype)
     kind = call.choose("dst", dst, _ALL_REDUCES, _WHICH_DST)
     reduction = call.choose("op", op, _REDUCTIONS)
     if reduction in reductions.RULES:
         return reductions.RULES[reduction](call, kind.dst)
-    return apply(_scaled(call.op(kind), reduction), x)
+    return apply(_scaled(call.op(kind), reduction), call.x)
 
 
+@takes_structures
 def all_gather(
     x: Tensor,
     axis: AxisLike = None,
     dim: int = 0,
     *,
-    dst: Type = R,
+    dst: Convention = R,
     sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
@@ -161,14 +181,12 @@ def all_gather(
         V -> I    the same forward; backward is the own slice, as every rank has the whole gradient
 
     Args:
-        x: this rank's part.
-        axis: the ranks to gather from.
+        x: this rank's part; or a tuple, list or dict of such.
         dim: the tensor dimension to concatenate along; negative counts from the end.
         dst: `gm.R` (each rank uses the result differently, the only convention that is right without a promise) or
             `gm.I` (every rank repeats the same work on it).
-        sizes: each rank's size along `dim`; None: the same on every rank; "auto": found by one small exchange.
-        comm_dtype: what travels forward.
-        backward_dtype: what travels backward.
+        sizes: each rank's size along `dim`.
+        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
 
     Example:
         >>> def on_each_rank():
@@ -180,11 +198,21 @@ def all_gather(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [([1.0, 2.0], [3.0]), ([1.0, 2.0], [3.0])]
     """
+    if type(x) is not Tensor and is_structure(x):
+
+        def gather_one(one: Tensor, along: int = 0) -> Tensor:
+            return all_gather(
+                one, axis, along, dst=dst, sizes=sizes, comm_dtype=comm_dtype, backward_dtype=backward_dtype
+            )
+
+        if sizes is None:
+            return together.gathered(x, axis, dim, gather_one)
+        return together.one_by_one("all_gather", x, axis, lambda one: gather_one(one, dim))
     x = _stackable(x)
     call = Call("all_gather", x, axis, comm_dtype, backward_dtype)
     dim = call.dim(dim)
     kind = call.choose("dst", dst, _ALL_GATHERS, _WHICH_DST)
-    return apply(call.op(kind, dim, call.sizes(sizes, dim)), x)
+    return apply(call.op(kind, dim, call.sizes(sizes, dim)), call.x)
 
 
 def reduce_scatter(
@@ -192,7 +220,7 @@ def reduce_scatter(
     axis: AxisLike = None,
     dim: int = 0,
     *,
-    op: str = "sum",
+    op: Literal["sum", "mean"] = "sum",
     sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
@@ -206,13 +234,11 @@ def reduce_scatter(
 
     Args:
         x: this rank's term of the sum, whole along `dim`.
-        axis: the ranks to sum over.
         dim: the tensor dimension to cut.
         op: "sum" or "mean".
         sizes: the size of each rank's slice; None: equal slices. "auto" is not defined here, as every rank holds
             the whole.
-        comm_dtype: what travels forward.
-        backward_dtype: what travels backward.
+        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
 
     Raises:
         ShapeError: W does not divide the size along `dim` and no sizes are given.
@@ -245,7 +271,9 @@ def all_to_all(
 
     ::
 
-        V -> V    [a0 a1] -> [a0 b0]      [g0[0] g1[0]] <- [g0[0] g0[1]]
+        V -> V    shape (W n, ...) -> (W n, ...); with other dims (W n, m, ...) -> (n, W m, ...)
+
+                  [a0 a1] -> [a0 b0]      [g0[0] g1[0]] <- [g0[0] g0[1]]
                   [b0 b1] -> [a1 b1]      [g0[1] g1[1]] <- [g1[0] g1[1]]
 
     With `split_dim` and `concat_dim` different, a tensor that is whole along the first and cut along the second
@@ -254,13 +282,11 @@ def all_to_all(
 
     Args:
         x: this rank's parts for all ranks.
-        axis: the ranks to exchange among.
         split_dim: the tensor dimension to cut.
         concat_dim: the tensor dimension to join along.
         split_sizes: the size of the part for each rank; None: equal parts.
         concat_sizes: the size of the part from each rank along `concat_dim`; None: equal parts.
-        comm_dtype: what travels forward.
-        backward_dtype: what travels backward.
+        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
 
     Raises:
         ShapeError: W does not divide the size along `split_dim` and no sizes are given.
@@ -278,12 +304,13 @@ def all_to_all(
     return apply(call.op(AllToAll, cut, join, send, receive), x)
 
 
+@takes_structures
 def broadcast(
     x: Tensor,
     axis: AxisLike = None,
     *,
     root: int = 0,
-    dst: Type = R,
+    dst: Convention = R,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -291,8 +318,8 @@ def broadcast(
 
     ::
 
-        V at root -> R    root  x0 -> x0      g0+g1 <- g0
-                                x1 -> x0          0 <- g1
+        V at root -> R    shape (...) -> (...)    root  x0 -> x0      g0+g1 <- g0
+                                                        x1 -> x0          0 <- g1
 
         V at root -> I    the same forward; backward keeps the root's gradient, zero elsewhere
 
@@ -300,12 +327,11 @@ def broadcast(
     collective needs all of them. Broadcast data under `torch.no_grad()`.
 
     Args:
-        x: the value at the root; on the other ranks a tensor of the same shape and dtype, whose values do not count.
-        axis: the ranks that get it.
+        x: the value at the root; on the other ranks a tensor of the same shape and dtype, whose values do
+            not count. Or a tuple, list or dict of such.
         root: the rank of the axis that gives it.
         dst: `gm.R` if each rank uses the result differently, `gm.I` if every rank repeats the same work on it.
-        comm_dtype: what travels forward.
-        backward_dtype: what travels backward.
+        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
 
     Raises:
         ArgumentError: root is not a rank of the axis.
@@ -316,9 +342,18 @@ def broadcast(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [1.0, 1.0]
     """
+    if type(x) is not Tensor and is_structure(x):
+        return together.packed(
+            "broadcast",
+            x,
+            axis,
+            lambda one: broadcast(
+                one, axis, root=root, dst=dst, comm_dtype=comm_dtype, backward_dtype=backward_dtype
+            ),
+        )
     call = Call("broadcast", x, axis, comm_dtype, backward_dtype)
     kind = call.choose("dst", dst, {R: Broadcast, I: BroadcastInvariant}, _WHICH_DST)
-    return apply(call.op(kind, call.rank(root)), x)
+    return apply(call.op(kind, call.rank(root)), call.x)
 
 
 def reduce(
@@ -336,15 +371,13 @@ def reduce(
 
     ::
 
-        P -> V at root    root  x0 -> x0+x1      g0 <- g0
-                                x1 -> 0          g0 <- g1
+        P -> V at root    shape (...) -> (...)    root  x0 -> x0+x1      g0 <- g0
+                                                        x1 -> 0          g0 <- g1
 
     Args:
         x: this rank's term.
-        axis: the ranks to sum over.
         root: the rank of the axis that gets the sum.
-        comm_dtype: what travels forward.
-        backward_dtype: what travels backward.
+        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
 
     Raises:
         ArgumentError: root is not a rank of the axis.
@@ -384,12 +417,10 @@ def gather(
 
     Args:
         x: this rank's part.
-        axis: the ranks to gather from.
         dim: the tensor dimension to concatenate along.
         root: the rank of the axis that gets the whole.
-        sizes: each rank's size along `dim`; None: the same on every rank; "auto": found by one small exchange.
-        comm_dtype: what travels forward.
-        backward_dtype: what travels backward.
+        sizes: each rank's size along `dim`.
+        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
 
     Example:
         >>> def on_each_rank():
@@ -422,20 +453,18 @@ def scatter(
 
     ::
 
-        V at root -> V    shape (W n, ...) at root, (0, ...) elsewhere -> (n, ...)
+        V at root -> V    shape (W n, ...) at root, (0, ...) elsewhere -> (n, ...) on every rank
 
                           root  [x0 x1] -> x0      [g0 g1] <- g0
                                 []      -> x1      []      <- g1
 
     Args:
         x: the whole at the root; on the other ranks a tensor that is empty along `dim` and else of the same shape.
-        axis: the ranks that get a part.
         dim: the tensor dimension to cut.
         root: the rank of the axis that has the whole.
         sizes: the size of each rank's part; None or "auto": the balanced split of the root's size, which one small
             exchange makes known (the first n % W ranks get one more).
-        comm_dtype: what travels forward.
-        backward_dtype: what travels backward.
+        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
 
     Raises:
         ShapeError: the sizes do not add up, or a rank that is not the root hands in more than nothing.
@@ -456,6 +485,7 @@ def scatter(
     return apply(call.op(Scatter, dim, root, given), x)
 
 
+@takes_structures
 def replicate(
     x: Tensor,
     axis: AxisLike = None,
@@ -473,10 +503,8 @@ def replicate(
                                           x -> x      g0+g1 <- g1
 
     Args:
-        x: a value that is the same on every rank.
-        axis: the ranks that use it.
-        comm_dtype: what travels forward: nothing does, but the value is rounded alike.
-        backward_dtype: what travels backward.
+        x: a value that is the same on every rank; or a tuple, list or dict of such.
+        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
 
     Example:
         >>> def on_each_rank():
@@ -486,8 +514,15 @@ def replicate(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [3.0, 3.0]
     """
+    if type(x) is not Tensor and is_structure(x):
+        return together.packed(
+            "replicate",
+            x,
+            axis,
+            lambda one: replicate(one, axis, comm_dtype=comm_dtype, backward_dtype=backward_dtype),
+        )
     call = Call("replicate", x, axis, comm_dtype, backward_dtype)
-    return apply(call.op(Replicate), x)
+    return apply(call.op(Replicate), call.x)
 
 
 def shard(
@@ -495,7 +530,7 @@ def shard(
     axis: AxisLike = None,
     dim: int = 0,
     *,
-    src: Type = I,
+    src: Convention = I,
     sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
@@ -511,14 +546,12 @@ def shard(
 
     Args:
         x: a value that is the same on every rank.
-        axis: the ranks to cut it for.
         dim: the tensor dimension to cut.
         src: `gm.I` if every rank did the same work so far, `gm.R` if each rank uses `x` differently (its gradient
             is then a pending sum).
         sizes: the size of each rank's slice; None: the balanced split (the first n % W ranks one more). "auto" is
             not defined here, as every rank holds the whole.
-        comm_dtype: what travels forward: nothing does, but the value is rounded alike.
-        backward_dtype: what travels backward.
+        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
 
     Raises:
         ShapeError: the sizes do not add up to the size along `dim`.
@@ -550,6 +583,30 @@ _CONVERSIONS: dict[tuple[Type, Type], type[LinearOp]] = {
 }
 
 
+@overload
+def convert(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    src: Literal[Type.R],
+    dst: Literal[Type.P, Type.I, Type.V],
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor: ...
+
+
+@overload
+def convert(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    src: Literal[Type.I, Type.V],
+    dst: Literal[Type.P],
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor: ...
+
+
 def convert(
     x: Tensor,
     axis: AxisLike = None,
@@ -563,6 +620,8 @@ def convert(
 
     ::
 
+        shape (...) -> (...)
+
         R -> P    the value on rank 0, zeros elsewhere      backward the same
         R -> I    the same value                            backward keeps the gradient on rank 0
         I -> P    the value on rank 0, zeros elsewhere      backward the same value
@@ -571,11 +630,9 @@ def convert(
 
     Args:
         x: the value.
-        axis: the ranks it is on.
         src: what it is.
         dst: what it becomes.
-        comm_dtype: nothing travels, but the value is rounded alike.
-        backward_dtype: the same for the gradient.
+        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
 
     Raises:
         ArgumentError: any other pair of types; those need communication, and the text names the verb.
@@ -598,6 +655,7 @@ def convert(
     return apply(call.op(kind), x)
 
 
+@takes_structures
 def shift(
     x: Tensor,
     axis: AxisLike = None,
@@ -613,19 +671,19 @@ def shift(
 
     ::
 
-        V -> V    x0 x1 x2 -> x2 x0 x1      g1 g2 g0 <- g0 g1 g2      wrap=True
+        V -> V    shape (...) -> (...), with sizes that of the rank that it comes from
+
+                  x0 x1 x2 -> x2 x0 x1      g1 g2 g0 <- g0 g1 g2      wrap=True
                   x0 x1 x2 -> 0  x0 x1      g1 g2 0  <- g0 g1 g2      wrap=False
 
     Args:
-        x: this rank's tensor.
-        axis: the ring or line of ranks.
+        x: this rank's tensor; or a tuple, list or dict of such.
         offset: how many ranks further; negative: back.
         wrap: whether the line is closed to a ring; else zeros enter at the open end.
         dim: the tensor dimension along which sizes differ.
         sizes: each rank's size along `dim`; None: one shape on all ranks; "auto": found by one small exchange. Where
             sizes are given and nothing arrives, the result is empty along `dim`.
-        comm_dtype: what travels forward.
-        backward_dtype: what travels backward.
+        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
 
     Example:
         >>> def on_each_rank():
@@ -633,6 +691,23 @@ def shift(
         >>> gm.launch(on_each_rank, 3, backend="threads")
         [2, 0, 1]
     """
+    if type(x) is not Tensor and is_structure(x):
+
+        def shift_one(one: Tensor) -> Tensor:
+            return shift(
+                one,
+                axis,
+                offset,
+                wrap=wrap,
+                dim=dim,
+                sizes=sizes,
+                comm_dtype=comm_dtype,
+                backward_dtype=backward_dtype,
+            )
+
+        if sizes is None:
+            return together.packed("shift", x, axis, shift_one)
+        return together.one_by_one("shift", x, axis, shift_one)
     call = Call("shift", x, axis, comm_dtype, backward_dtype)
     ranks = integer(offset)
     if ranks is None:
@@ -643,9 +718,10 @@ def shift(
             remedy="pass an int, negative to shift back",
         )
     op = Shift(call.axis, offset=ranks, wrap=call.flag(wrap, "wrap"), **call.precision)
-    return apply(op if sizes is None else op.along(call.dim(dim), call.told(sizes, dim)), x)
+    return apply(op if sizes is None else op.along(call.dim(dim), call.told(sizes, dim)), call.x)
 
 
+@takes_structures
 def permute(
     x: Tensor,
     axis: AxisLike = None,
@@ -660,18 +736,18 @@ def permute(
 
     ::
 
-        V -> V    pairs [(0, 1)]    x0 -> 0       g1 <- g0
+        V -> V    shape (...) -> (...), with sizes that of the rank that it comes from
+
+                  pairs [(0, 1)]    x0 -> 0       g1 <- g0
                                     x1 -> x0      0  <- g1
 
     Args:
-        x: this rank's tensor.
-        axis: the ranks among which the pairs are.
+        x: this rank's tensor; or a tuple, list or dict of such.
         pairs: (source, target) ranks of the axis, the same list on every rank; no source and no target twice.
         dim: the tensor dimension along which sizes differ.
         sizes: each rank's size along `dim`; None: one shape on all ranks; "auto": found by one small exchange. Where
             sizes are given and nothing arrives, the result is empty along `dim`.
-        comm_dtype: what travels forward.
-        backward_dtype: what travels backward.
+        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
 
     Raises:
         ArgumentError: a source or target twice, or one that is not a rank of the axis.
@@ -682,9 +758,25 @@ def permute(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [0.0, 1.0]
     """
+    if type(x) is not Tensor and is_structure(x):
+
+        def permute_one(one: Tensor) -> Tensor:
+            return permute(
+                one,
+                axis,
+                pairs=pairs,
+                dim=dim,
+                sizes=sizes,
+                comm_dtype=comm_dtype,
+                backward_dtype=backward_dtype,
+            )
+
+        if sizes is None:
+            return together.packed("permute", x, axis, permute_one)
+        return together.one_by_one("permute", x, axis, permute_one)
     call = Call("permute", x, axis, comm_dtype, backward_dtype)
     op = Permute(call.axis, pairs=call.pairs(pairs), **call.precision)
-    return apply(op if sizes is None else op.along(call.dim(dim), call.told(sizes, dim)), x)
+    return apply(op if sizes is None else op.along(call.dim(dim), call.told(sizes, dim)), call.x)
 
 
 def send(
@@ -703,15 +795,15 @@ def send(
 
     ::
 
-        V -> V    rank a   x -> (nothing)      g <- (waits)
+        V -> V    shape (...) -> (0,) on rank a, (...) on rank b
+
+                  rank a   x -> (nothing)      g <- (waits)
                   rank b       x               g             (recv)
 
     Args:
         x: the message.
-        axis: the ranks that `to` is counted among.
         to: the rank that receives it.
-        comm_dtype: what travels forward; the same at both ends.
-        backward_dtype: what travels backward; the same at both ends.
+        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
 
     Returns:
         An empty tensor, which can be ignored.
@@ -754,10 +846,8 @@ def recv(
 
     Args:
         like: a tensor of the shape, dtype and device that comes; its values do not count.
-        axis: the ranks that `source` is counted among.
         source: the rank that sends.
-        comm_dtype: what travels forward; the same at both ends.
-        backward_dtype: what travels backward; the same at both ends.
+        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
 
     Raises:
         ArgumentError: `source` is this rank, or no rank of the axis.
@@ -794,14 +884,14 @@ def exchange(
 
     ::
 
-        V -> V    [a0, a1] -> [a0, b0]      [g0[0], g1[0]] <- [g0[0], g0[1]]
+        V -> V    shapes as the ranks have them; part r of rank s becomes part s of rank r
+
+                  [a0, a1] -> [a0, b0]      [g0[0], g1[0]] <- [g0[0], g0[1]]
                   [b0, b1] -> [a1, b1]      [g0[1], g1[1]] <- [g1[0], g1[1]]
 
     Args:
         parts: a tensor for each rank, in rank order, all of one dtype and with at most 15 dimensions.
-        axis: the ranks to exchange among.
-        comm_dtype: what travels forward.
-        backward_dtype: what travels backward.
+        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
 
     Returns:
         The tensor from each rank, in rank order.
@@ -854,13 +944,11 @@ def halo_exchange(
 
     Args:
         x: this rank's shard.
-        axis: the ranks in the order of their shards.
         dim: the tensor dimension that is sharded.
         halo: rows from each side, or (left, right).
         wrap: whether the shards lie on a ring; else the first and the last have an open end.
-        sizes: each rank's size along `dim`; None: the same on every rank; "auto": found by one small exchange.
-        comm_dtype: what travels forward.
-        backward_dtype: what travels backward.
+        sizes: each rank's size along `dim`.
+        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
 
     Raises:
         ArgumentError: a negative halo.
@@ -902,12 +990,10 @@ def neighbor_all_to_all(
 
     Args:
         x: this rank's rows, along dim 0.
-        axis: the ranks to exchange among.
         send_rows: for each rank that gets rows, which: a 1-d tensor of indices into dim 0, on the device of `x`. A row
             may be picked for several ranks, and more than once. Ranks that are not named get none.
         receive_counts: for each rank that sends rows to this one, how many. Ranks that are not named send none.
-        comm_dtype: what travels forward.
-        backward_dtype: what travels backward.
+        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
 
     Returns:
         The rows that came, those of rank 0 first.
@@ -941,16 +1027,14 @@ def scan(
 
     ::
 
-        V -> V    x0 x1 x2 -> x0 x0+x1 x0+x1+x2      g0+g1+g2 g1+g2 g2 <- g0 g1 g2
+        V -> V    shape (...) -> (...)    x0 x1 x2 -> x0 x0+x1 x0+x1+x2      g0+g1+g2 g1+g2 g2 <- g0 g1 g2
 
     The sums are taken in log2(W) rounds (Hillis and Steele, Data Parallel Algorithms, 1986).
 
     Args:
         x: this rank's term, of one shape and dtype on all ranks.
-        axis: the ranks in the order of the sum.
         reverse: sum from this rank to the last instead.
-        comm_dtype: what travels forward.
-        backward_dtype: what travels backward.
+        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
 
     Example:
         >>> def on_each_rank():
@@ -974,14 +1058,12 @@ def exscan(
 
     ::
 
-        V -> V    x0 x1 x2 -> 0 x0 x0+x1      g1+g2 g2 0 <- g0 g1 g2
+        V -> V    shape (...) -> (...)    x0 x1 x2 -> 0 x0 x0+x1      g1+g2 g2 0 <- g0 g1 g2
 
     Args:
         x: this rank's term, of one shape and dtype on all ranks.
-        axis: the ranks in the order of the sum.
         reverse: sum over the ranks after this one instead; zeros on the last.
-        comm_dtype: what travels forward.
-        backward_dtype: what travels backward.
+        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
 
     Example:
         >>> def on_each_rank():
@@ -998,8 +1080,8 @@ def sizes(x: Tensor, axis: AxisLike = None, dim: int = 0) -> tuple[int, ...]:
 
     Args:
         x: this rank's tensor.
-        axis: the ranks to ask.
         dim: the tensor dimension.
+        axis: as in every verb, see `gradmesh.collectives`.
 
     Example:
         >>> def on_each_rank():

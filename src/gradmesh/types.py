@@ -17,8 +17,9 @@ holds the whole gradient. The terms are those of JAX's `shard_map` and of `spmd_
 from __future__ import annotations
 
 import enum
+from typing import Final, Literal
 
-__all__ = ["I", "P", "R", "Type", "V"]
+__all__ = ["Convention", "I", "P", "R", "Reduction", "Type", "V"]
 
 
 class Type(enum.Enum):
@@ -49,7 +50,14 @@ class Type(enum.Enum):
 
 _DUAL = {Type.V: Type.V, Type.R: Type.P, Type.P: Type.R, Type.I: Type.I}
 
-V = Type.V
-R = Type.R
-I = Type.I  # noqa: E741 - see above
-P = Type.P
+# Final, so that type checkers see which one it is and can refuse what a verb refuses.
+V: Final = Type.V
+R: Final = Type.R
+I: Final = Type.I  # noqa: E741 - see above
+P: Final = Type.P
+
+Convention = Literal[Type.R, Type.I]
+"""What a value that is the same on every rank can be, and a verb has to be told."""
+
+Reduction = Literal["sum", "mean", "max", "min", "prod", "logsumexp"]
+"""How `all_reduce` can combine the ranks' tensors."""

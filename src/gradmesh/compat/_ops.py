@@ -102,6 +102,7 @@ class SumOfEqual(SameShape):
     """P -> I, for a term that is the same on every rank: W times the own one. The adjoint of `CountedByAll`."""
 
     verb = "compat.gp_utils.scale_backward_grad"
+    public = False
     sends = False
     src, dst = P, I
 

@@ -80,6 +80,7 @@ class AllGather(Join):
     """V -> R: concatenate along `dim`; each rank uses the result differently."""
 
     verb = "all_gather"
+    chosen = ("dst",)
     src, dst = V, R
 
     @property

@@ -16,6 +16,7 @@ class AllReduce(SameShape):
     """P -> R: the sum; each rank uses it differently, so its gradients are summed too."""
 
     verb = "all_reduce"
+    chosen = ("dst",)
     src, dst = P, R
     sums = True
 
@@ -33,6 +34,7 @@ class AllReduceInvariant(SameShape):
     """P -> I: the sum; every rank repeats the same work on it, so its gradient is whole already."""
 
     verb = "all_reduce"
+    chosen = ("dst",)
     src, dst = P, I
     sums = True
 

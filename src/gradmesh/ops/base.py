@@ -55,6 +55,7 @@ class Precision(TypedDict):
 
     comm_dtype: torch.dtype | None
     backward_dtype: torch.dtype | None
+    made_of: str | None
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,13 @@ class Op(abc.ABC):
         axis: the ranks it runs over; captured when the verb is called.
         comm_dtype: what travels; the result has the operand's dtype again. None: the operand's own.
         backward_dtype: what travels in the adjoint.
+        made_of: which tensors the operand is made of, in words, where it is several in one; for the ranks to compare.
     """
 
     axis: Axis
     comm_dtype: torch.dtype | None = field(default=None, kw_only=True)
     backward_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    made_of: str | None = field(default=None, kw_only=True)
 
     verb: ClassVar[str]
     """The public function it belongs to, for error texts."""
@@ -82,6 +85,10 @@ class Op(abc.ABC):
     """Whether anything goes over the wire, so that the ranks' calls have to fit together."""
     per_rank: ClassVar[tuple[str, ...]] = ()
     """The fields that may differ from rank to rank."""
+    chosen: ClassVar[tuple[str, ...]] = ()
+    """Which of "src" and "dst" the caller of the verb chooses, for error texts."""
+    public: ClassVar[bool] = True
+    """Whether a call of the verb makes it; else it is only the backward of one."""
     rooted: ClassVar[bool] = False
     """Whether only one rank's operand counts, so that the others would miss the backward collective."""
 
@@ -182,14 +189,23 @@ class Op(abc.ABC):
         return found
 
     def words(self, x: Tensor) -> str:
-        """What every rank's call has to say alike: the op, its fields, the operand's dtype and sizes."""
-        shown = [f"{self.verb}({type(self).__name__}"]
-        for field_ in fields(self):
-            value = getattr(self, field_.name)
-            if field_.name not in ("axis", *self.per_rank) and value is not None:
-                shown.append(f"{field_.name}={value}")
+        """What every rank's call has to say alike: the call, and the operand's dtype and sizes."""
         sizes = ["*" if dim in self.loose() else str(size) for dim, size in enumerate(x.shape)]
-        return f"{', '.join(shown)}) of {str(x.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
+        said = f"{self.called} of {str(x.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
+        return said if self.made_of is None else f"{said}, made of {self.made_of}"
+
+    @property
+    def called(self) -> str:
+        """The call of the verb that makes this op, as a user writes it. Ops that differ are called differently."""
+        told = sorted((name, value) for name, value in self.told().items() if value is not None)
+        return f"{self.verb}({', '.join(f'{name}={_shown(value)}' for name, value in told)})"
+
+    def told(self) -> dict[str, object]:
+        """What the verb is told to make this op, on every rank alike: arguments by name."""
+        names = [field_.name for field_ in fields(self)]
+        return {
+            name: getattr(self, name) for name in names if name not in ("axis", "made_of", *self.per_rank)
+        }
 
     def fail(
         self, problem: str, *, expected: str, got: str, remedy: str, kind: type[GradmeshError] = ShapeError
@@ -209,6 +225,15 @@ class LinearOp(Op):
     """The type of the result."""
 
     @property
+    def called(self) -> str:
+        """The call of the verb that makes this op; or that whose backward it is."""
+        return super().called if self.public else f"backward of {self.adjoint.called}"
+
+    def told(self) -> dict[str, object]:
+        """What the verb is told to make this op, its types among it where they can be chosen."""
+        return {**super().told(), **{name: getattr(self, name) for name in self.chosen}}
+
+    @property
     @abc.abstractmethod
     def adjoint(self) -> LinearOp:
         """The op A* with <A x, y> = <x, A* y>; what travels forward and backward changes places."""
@@ -225,7 +250,7 @@ class LinearOp(Op):
     @property
     def swapped(self) -> Precision:
         """The precision of the adjoint."""
-        return Precision(comm_dtype=self.backward_dtype, backward_dtype=self.comm_dtype)
+        return Precision(comm_dtype=self.backward_dtype, backward_dtype=self.comm_dtype, made_of=self.made_of)
 
 
 class SameShape(LinearOp):
@@ -234,6 +259,10 @@ class SameShape(LinearOp):
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The operand's shape."""
         return tuple(shape)
+
+
+def _shown(value: object) -> str:
+    return f"gm.{value}" if isinstance(value, Type) else repr(value) if isinstance(value, str) else str(value)
 
 
 def shifted(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ class Rooted(SameShape):
 
 class _FromRoot(Rooted):
     verb = "broadcast"
+    chosen = ("dst",)
     rooted = True
 
     def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
@@ -74,6 +75,7 @@ class KeepAtRoot(Rooted):
     """I -> V at root: the value at the root, zeros elsewhere. The adjoint of `broadcast(dst=I)`."""
 
     verb = "broadcast"
+    public = False
     src, dst = I, V
     sends = False
 

@@ -22,6 +22,7 @@ __all__ = [
 
 class _Relabel(SameShape):
     verb = "convert"
+    chosen = ("src", "dst")
     sends = False
 
     def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
@@ -31,6 +32,7 @@ class _Relabel(SameShape):
 
 class _KeepAtFirst(SameShape):
     verb = "convert"
+    chosen = ("src", "dst")
     sends = False
 
     def transfer(self, x: Tensor, wire: Carrier) -> Tensor:

@@ -25,6 +25,12 @@ class Extremum(Op):
 
     verb = "all_reduce"
 
+    def told(self) -> dict[str, object]:
+        """The reduction's name."""
+        told = super().told()
+        told["op"] = "max" if told.pop("largest") else "min"
+        return told
+
     def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Fold with torch's own amax or amin, because backends drop a NaN or not as the order falls."""
         return wire.fold(x, lambda parts: parts.amax(0) if self.largest else parts.amin(0))

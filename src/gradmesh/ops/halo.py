@@ -78,6 +78,12 @@ class _Halo(LinearOp):
     verb = "halo_exchange"
     src, dst = V, V
 
+    def told(self) -> dict[str, object]:
+        """The two sides as the verb takes them."""
+        told = super().told()
+        told["halo"] = (told.pop("left"), told.pop("right"))
+        return told
+
     def batched(self) -> _Halo:
         """The same op one dimension further back."""
         return replace(self, dim=self.dim + 1)
@@ -157,6 +163,7 @@ class HaloExchange(_Halo):
 class HaloReturn(_Halo):
     """V -> V: the attached slabs sent back to their owners and added there. The adjoint of `halo_exchange`."""
 
+    public = False
     sums = True
 
     def transfer(self, x: Tensor, wire: Carrier) -> Tensor:

@@ -25,19 +25,20 @@ class Mean(LinearOp):
     """Another op, its result divided by the number of ranks; its adjoint is that op's, divided alike.
 
     Attributes:
-        op: the op that is scaled; axis and precision are its own.
+        op: the op that is scaled; axis and what travels are its own.
     """
 
     # Dynamo of torch 2.11 would hand __init__ the fields that it does not take, by their defaults.
     axis: Axis = field(init=False)
     comm_dtype: torch.dtype | None = field(init=False)
     backward_dtype: torch.dtype | None = field(init=False)
+    made_of: str | None = field(init=False)
     op: LinearOp
 
     def __init__(self, op: LinearOp) -> None:
-        fields = {"axis": op.axis, "comm_dtype": op.comm_dtype, "backward_dtype": op.backward_dtype, "op": op}
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
+        for name in ("axis", "comm_dtype", "backward_dtype", "made_of"):
+            object.__setattr__(self, name, getattr(op, name))
+        object.__setattr__(self, "op", op)
 
     @property
     def verb(self) -> str:  # type: ignore[override]
@@ -83,9 +84,23 @@ class Mean(LinearOp):
         """That of the op."""
         return self.op.out_shape(shape)
 
-    def words(self, x: Tensor) -> str:
-        """Those of the op, as a mean."""
-        return f"mean {self.op.words(x)}"
+    @property
+    def public(self) -> bool:  # type: ignore[override]
+        """Whether a verb takes a mean, which is one of sums."""
+        return self.op.sums
+
+    @property
+    def per_rank(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Those of the op."""
+        return self.op.per_rank
+
+    def told(self) -> dict[str, object]:
+        """What the verb of the op is told, and that it is the mean."""
+        return {**self.op.told(), "op": "mean"}
+
+    def loose(self) -> tuple[int, ...]:
+        """As the op."""
+        return self.op.loose()
 
     def batched(self) -> Mean:
         """The mean of the batched op."""

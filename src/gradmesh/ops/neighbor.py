@@ -121,6 +121,7 @@ class NeighborAllToAll(_Neighbor):
 class NeighborReturn(_Neighbor):
     """V -> V: rows back to the ranks that they came from, added to where they were picked."""
 
+    public = False
     sums = True
 
     def transfer(self, x: Tensor, wire: Carrier) -> Tensor:

@@ -47,6 +47,16 @@ class Route(LinearOp):
 
     src, dst = V, V
 
+    def told(self) -> dict[str, object]:
+        """The sizes as the verb takes them. What a rank gets that nothing comes to is told by none but the backward."""
+        told = super().told()
+        there = self.extents
+        del told["extents"]
+        if there is None:
+            return told
+        told |= {"dim": there.dim, "sizes": there.before}
+        return told if self.along(there.dim, there.before) == self else {**told, "sizes_after": there.after}
+
     @abc.abstractmethod
     def source_of(self, rank: int) -> int | None:
         """The rank that this rank receives from."""

@@ -18,6 +18,7 @@ __all__ = ["ROWS", "AllGatherInvariant", "Pad", "Shard", "ShardReplicated"]
 
 class _Slice(Split):
     verb = "shard"
+    chosen = ("src",)
     sends = False
 
     def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
@@ -34,6 +35,7 @@ class AllGatherInvariant(Join):
     """V -> I: concatenate along `dim`; every rank repeats the same work on the result."""
 
     verb = "all_gather"
+    chosen = ("dst",)
     src, dst = V, I
 
     @property
@@ -68,6 +70,7 @@ class Pad(Split):
     """V -> P: the own part in its place, zeros elsewhere. The adjoint of `shard(src=R)`."""
 
     verb = "shard"
+    public = False
     src, dst = V, P
     sends = False
 

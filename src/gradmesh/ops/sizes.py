@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from gradmesh.axis import balanced
 from gradmesh.wire import Carrier
 
 if TYPE_CHECKING:
@@ -38,8 +39,7 @@ class Sizes:
     @classmethod
     def balanced(cls, total: int, ranks: int) -> Sizes:
         """Cut `total` among the ranks; the first `total % ranks` of them get one more."""
-        share, more = divmod(total, ranks)
-        return cls(tuple(share + (rank < more) for rank in range(ranks)))
+        return cls(balanced(total, ranks))
 
     def __getitem__(self, rank: int) -> int:
         """The size of a rank, of told sizes."""

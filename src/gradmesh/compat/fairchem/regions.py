@@ -20,7 +20,7 @@ from gradmesh.compat.fairchem.functions import (
 from gradmesh.compat.gp_utils import pad_tensor
 from gradmesh.compat.gp_utils.groups import gp_axis
 from gradmesh.errors import ArgumentError, message
-from gradmesh.types import I, R, Type
+from gradmesh.types import Convention, I, R
 
 __all__ = [
     "all_reduce_sum_with_grad",
@@ -173,7 +173,7 @@ def gather_from_model_parallel_region_sum_grad(input: Tensor, natoms: int) -> Te
     return _gather(input, natoms, R, "gather_from_model_parallel_region_sum_grad")
 
 
-def _gather(input: Tensor, natoms: int, dst: Type, name: str) -> Tensor:
+def _gather(input: Tensor, natoms: int, dst: Convention, name: str) -> Tensor:
     axis, total = gp_axis(), integer(natoms)
     if total is None or total < 0:
         raise ArgumentError(

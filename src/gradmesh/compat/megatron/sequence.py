@@ -7,7 +7,7 @@ from torch import Tensor
 from gradmesh import collectives
 from gradmesh.axis import AxisLike
 from gradmesh.compat.megatron.arguments import Sizes, axis_of, ints
-from gradmesh.types import I, R
+from gradmesh.types import Convention, I, R
 
 __all__ = [
     "gather_from_sequence_parallel_region",
@@ -51,7 +51,7 @@ def gather_from_sequence_parallel_region(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [[3.0], [3.0]]
     """
-    dst = R if tensor_parallel_output_grad else I
+    dst: Convention = R if tensor_parallel_output_grad else I
     return collectives.all_gather(input_, axis_of(group), 0, dst=dst, sizes=ints(output_split_sizes))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from gradmesh import types
 from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.errors import ArgumentError, ShapeError, message
 from gradmesh.world import world_group
@@ -18,7 +19,7 @@ __all__ = ["Reduction", "axis_of", "equal", "fill", "one_each", "reduction_of", 
 # What torch's stubs call the members of ReduceOp, and ReduceOp itself.
 Reduction = ReduceOp | ReduceOp.RedOpType
 
-_REDUCTIONS = (
+_REDUCTIONS: tuple[tuple[ReduceOp.RedOpType, types.Reduction], ...] = (
     (ReduceOp.SUM, "sum"),
     (ReduceOp.AVG, "mean"),
     (ReduceOp.MAX, "max"),
@@ -58,7 +59,7 @@ def root_of(rank: int, axis: Axis, op: str, name: str) -> int:
     return ranks.index(rank)
 
 
-def reduction_of(op: Reduction, axis: Axis, verb: str) -> str:
+def reduction_of(op: Reduction, axis: Axis, verb: str) -> types.Reduction:
     """The name that gradmesh has for a reduction of torch."""
     for theirs, ours in _REDUCTIONS:
         if op == theirs:

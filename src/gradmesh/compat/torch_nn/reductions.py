@@ -52,7 +52,7 @@ def reduce_scatter(
     one_each(input_list, axis, "reduce_scatter")
     flat = torch.cat([part.reshape(-1) for part in input_list])
     sizes = [part.numel() for part in input_list]
-    if reduction in ("sum", "mean"):
+    if reduction == "sum" or reduction == "mean":
         mine = collectives.reduce_scatter(flat, axis, op=reduction, sizes=sizes)
     else:
         whole = collectives.all_reduce(flat, axis, op=reduction, dst=R)

@@ -1,0 +1,110 @@
+"""A verb on a structure of tensors: one message for all tensors of a dtype, where the verb does not cut them.
+
+The tensors are made one and cut again by torch's own functions, so that every derivative comes from those and the verb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from gradmesh.arguments import Call
+from gradmesh.axis import AxisLike, resolve
+from gradmesh.errors import ArgumentError, DTypeError
+from gradmesh.structure import Packed, leaves, rebuilt
+
+__all__ = ["gathered", "one_by_one", "packed"]
+
+T = TypeVar("T")
+X = TypeVar("X")
+Run = Callable[[Any], Tensor]
+"""The verb with all its arguments but the operand."""
+
+
+def one_by_one(verb: str, x: X, axis: AxisLike, run: Run) -> X:
+    """Call the verb for each tensor."""
+    place = str(resolve(axis, verb))
+    done = [_named(name, run, leaf) for name, leaf in leaves(x, verb, place)]
+    return cast("X", rebuilt(x, iter(done)))
+
+
+def packed(verb: str, x: X, axis: AxisLike, run: Run) -> X:
+    """Call a verb whose result has the operand's shape, and each element of which comes from its like, for all at once.
+
+    Args:
+        verb: its name.
+        x: the structure.
+        axis: the ranks.
+        run: calls the verb; it is given `Packed`, once for each dtype.
+    """
+    here = resolve(axis, verb)
+    found = leaves(x, verb, str(here))
+    for name, leaf in found:
+        _named(name, Call, verb, leaf, here)
+    return cast("X", rebuilt(x, iter(_in_groups(found, run, _cut))))
+
+
+def gathered(x: X, axis: AxisLike, dim: int, run: Run) -> X:
+    """Call `all_gather` along `dim` for all at once, where all ranks have the same sizes.
+
+    Args:
+        x: the structure.
+        axis: the ranks.
+        dim: the dimension of each tensor to concatenate along.
+        run: calls it along dim 0; it is given `Packed`, once for each dtype.
+    """
+    here = resolve(axis, "all_gather")
+    given = leaves(x, "all_gather", str(here))
+    found = [(name, leaf.reshape(1) if leaf.dim() == 0 else leaf) for name, leaf in given]
+    calls = [_named(name, Call, "all_gather", leaf, here) for name, leaf in found]
+    dims = {name: _named(name, call.dim, dim) for (name, _), call in zip(found, calls, strict=True)}
+    ranks = here.size
+
+    def cut(whole: Tensor, group: list[tuple[str, Tensor]]) -> Iterator[Tensor]:
+        rows, begin = whole.view(ranks, -1), 0
+        for name, leaf in group:
+            at, shape = dims[name], leaf.shape
+            parts = rows.narrow(1, begin, leaf.numel()).reshape(ranks, *shape).movedim(0, at)
+            yield parts.reshape(*shape[:at], ranks * shape[at], *shape[at + 1 :])
+            begin += leaf.numel()
+
+    return cast("X", rebuilt(x, iter(_in_groups(found, run, cut))))
+
+
+def _in_groups(
+    found: list[tuple[str, Tensor]],
+    run: Run,
+    cut: Callable[[Tensor, list[tuple[str, Tensor]]], Iterator[Tensor]],
+) -> list[Tensor]:
+    """Run once for each dtype, and cut the results; in the order of the tensors again."""
+    groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
+    for name, leaf in found:
+        groups.setdefault((leaf.dtype, leaf.device), []).append((name, leaf))
+    done: dict[str, Tensor] = {}
+    for group in groups.values():
+        flat = torch.cat([leaf.reshape(-1) for _, leaf in group])
+        made_of = ", ".join(f"{name}{list(leaf.shape)}" for name, leaf in group)
+        whole = _named(", ".join(name for name, _ in group), run, Packed(flat, made_of))
+        for (name, _), part in zip(group, cut(whole, group), strict=True):
+            done[name] = part
+    return [done[name] for name, _ in found]
+
+
+def _cut(whole: Tensor, group: list[tuple[str, Tensor]]) -> Iterator[Tensor]:
+    begin = 0
+    for _, leaf in group:
+        # Not split: what several views were made of at once cannot be written in place under autograd.
+        yield whole.narrow(0, begin, leaf.numel()).view(leaf.shape)
+        begin += leaf.numel()
+
+
+def _named(name: str, call: Callable[..., T], *args: Any) -> T:
+    """Call, and have what this rank refuses say which tensor it is."""
+    try:
+        return call(*args)
+    except (ArgumentError, DTypeError) as error:
+        error.args = (f"{error}\n  operand   {name}",)
+        raise

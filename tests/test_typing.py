@@ -1,0 +1,105 @@
+"""What a type checker says: right calls pass, and what a verb refuses when it runs is refused before."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RIGHT = """
+import torch, gradmesh as gm
+from collections.abc import Callable
+from typing import NamedTuple, assert_type
+
+x = torch.ones(2)
+weight = torch.nn.Parameter(x)
+
+class Pair(NamedTuple):
+    k: torch.Tensor
+    v: torch.Tensor
+
+assert_type(gm.all_reduce(x, dst=gm.R), torch.Tensor)
+assert_type(gm.all_reduce(weight, "tp", op="mean", dst=gm.I), torch.Tensor)
+assert_type(gm.all_gather((x, x)), tuple[torch.Tensor, torch.Tensor])
+assert_type(gm.shift([x], None, 1), list[torch.Tensor])
+assert_type(gm.permute({"k": x}, pairs=[(0, 1)]), dict[str, torch.Tensor])
+assert_type(gm.broadcast(Pair(x, x), root=1, dst=gm.I), Pair)
+assert_type(gm.replicate(((x, [x]), {"v": x})), tuple[tuple[torch.Tensor, list[torch.Tensor]], dict[str, torch.Tensor]])
+gm.all_gather(x=x, axis=gm.axis(), dim=-1, dst=gm.R if gm.rank() else gm.I, sizes="auto")
+gm.shard(x, src=gm.R)
+gm.reduce_scatter(x, op="mean")
+for dst in (gm.P, gm.I, gm.V):
+    gm.convert(x, src=gm.R, dst=dst)
+gm.convert(x, src=gm.I, dst=gm.P)
+gm.convert(x, src=gm.V, dst=gm.P)
+gm.barrier("tp")
+verb: Callable[[torch.Tensor], torch.Tensor] = gm.all_gather
+offset: int = gm.axis().offset(gm.sizes(x))
+gm.verify.matrix
+gm.compat.towhee.AllGather
+"""
+
+WRONG = [
+    "gm.all_reduce(x)",
+    "gm.all_reduce(x, dst=gm.P)",
+    "gm.all_reduce(x, dst='R')",
+    "gm.all_reduce(x, dst=gm.R, op='avg')",
+    "gm.all_reduce(x, 'tp', 'sum', dst=gm.R)",
+    "gm.all_reduce([1.0], dst=gm.R)",
+    "gm.all_gather(x, 1)",
+    "gm.all_gather(x, dst=gm.V)",
+    "gm.all_gather(x, sizes='even')",
+    "gm.broadcast(x, 0)",
+    "gm.broadcast(x, dst=gm.P)",
+    "gm.shard(x, src=gm.V)",
+    "gm.reduce_scatter(x, op='max')",
+    "gm.convert(x, src=gm.P, dst=gm.R)",
+    "gm.convert(x, src=gm.I, dst=gm.V)",
+    "gm.convert(x, src=gm.V, dst=gm.I)",
+    "gm.convert(x, src=gm.R, dst=gm.R)",
+    "gm.convert(x, dst=gm.P)",
+    "gm.permute(x)",
+    "gm.shift(x, None, 0.5)",
+    "gm.all_redcue(x)",
+    "gm.barrier(2)",
+]
+
+
+@pytest.fixture(scope="module")
+def complaints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What mypy says about a user's file, at each of its lines."""
+    file = tmp_path_factory.mktemp("typing") / "user.py"
+    lines = [*RIGHT.strip().splitlines(), *WRONG]
+    file.write_text("\n".join(lines))
+    root = Path(__file__).parent.parent
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file=",
+        "--hide-error-context",
+        "--no-pretty",
+        str(file),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=root, env={**os.environ, "MYPYPATH": str(root / "src")}
+    )
+    assert done.returncode in (0, 1), done.stderr
+    said = [""] * (len(lines) + 1)
+    for number, text in re.findall(r"user\.py:(\d+): error: (.*)", done.stdout):
+        said[int(number)] += text
+    return said
+
+
+def test_right_calls_pass(complaints: list[str]) -> None:
+    lines = RIGHT.strip().splitlines()
+    assert {line: said for line, said in zip(lines, complaints[1:], strict=False) if said} == {}
+
+
+@pytest.mark.parametrize("call", WRONG)
+def test_a_wrong_call_is_an_error(call: str, complaints: list[str]) -> None:
+    assert complaints[1 + len(RIGHT.strip().splitlines()) + WRONG.index(call)]
