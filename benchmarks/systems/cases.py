@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradmesh import I, P, R, Type, V
 
-__all__ = ["CASES", "PAIRS", "RANKS", "ROOT", "SIZES", "Case", "amounts"]
+__all__ = ["CASES", "PAIRS", "RANKS", "ROOT", "SIZES", "Case", "amounts", "picked"]
 
 RANKS = 2
 ROOT = 1
@@ -30,6 +30,12 @@ Shape = Callable[[int, str], tuple[int, ...]]
 def amounts(layout: str) -> tuple[tuple[int, ...], ...]:
     """How many rows of an all_to_all each rank sends to each."""
     return {"even": ((2, 2), (2, 2)), "uneven": ((1, 2), (3, 1)), "zero": ((0, 0), (2, 1))}[layout]
+
+
+def picked(layout: str) -> dict[tuple[int, int], list[int]]:
+    """The rows that each rank sends to the other, as far as it has any; one of them twice."""
+    first, second = SIZES[layout]
+    return {(0, 1): [first - 1, 0, 0], (1, 0): [0] if second else []}
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,11 @@ def _permuted(xs: list[Tensor], _: str) -> list[Tensor]:
     return out
 
 
+def _neighbors(xs: list[Tensor], layout: str) -> list[Tensor]:
+    rows = picked(layout)
+    return [xs[1][rows[1, 0]], xs[0][rows[0, 1]]]
+
+
 def _halos(xs: list[Tensor], layout: str) -> list[Tensor]:
     whole, out, start = torch.cat(xs), [], 0
     for size in SIZES[layout]:
@@ -190,6 +201,7 @@ _ALL = (
     Case("shift", V, V, _plain, _shifted),
     Case("permute", V, V, _plain, _permuted),
     Case("halo_exchange", V, V, _part, _halos, ragged=True),
+    Case("neighbor_all_to_all", V, V, _part, _neighbors, ragged=True),
     Case("scan", V, V, _plain, lambda xs, _: _sums(xs, 1)),
     Case("exscan", V, V, _plain, lambda xs, _: _sums(xs, 0)),
 )

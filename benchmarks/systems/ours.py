@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import gradmesh as gm
-from benchmarks.systems.cases import PAIRS
+from benchmarks.systems.cases import PAIRS, picked
 from benchmarks.systems.system import Grad, Make, Op, Setting, System, torch_grad
 from gradmesh import I, P, R, V
 
@@ -44,6 +44,13 @@ def _all_to_all(at: Setting) -> Op:
 def _all_to_all_dims(at: Setting) -> Op:
     sizes = None if at.even else at.sizes
     return lambda x: gm.all_to_all(x, at.group, split_dim=1, concat_dim=0, concat_sizes=sizes)
+
+
+def _neighbors(at: Setting) -> Op:
+    rows, other = picked(at.layout), 1 - at.rank
+    send = {other: torch.tensor(rows[at.rank, other], dtype=torch.int64)}
+    receive = {other: len(rows[other, at.rank])}
+    return lambda x: gm.neighbor_all_to_all(x, at.group, send_rows=send, receive_counts=receive)
 
 
 def _exchange(at: Setting) -> Op:
@@ -118,6 +125,7 @@ GRADMESH = System(
         "shift": _simple(gm.shift),
         "permute": _simple(gm.permute, pairs=PAIRS),
         "halo_exchange": _sized(gm.halo_exchange),
+        "neighbor_all_to_all": _neighbors,
         "scan": _simple(gm.scan),
         "exscan": _simple(gm.exscan),
     },
