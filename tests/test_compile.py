@@ -62,7 +62,7 @@ VERBS: dict[str, Callable[[Tensor], Tensor]] = {
     "all_gather, two at once": lambda x: torch.cat(
         [t.reshape(-1) for t in gm.all_gather((x, x[0]), "tp", dim=-1)]
     ),
-    "mean, two at once": lambda x: gm.all_reduce({"k": x, "v": [x.T]}, "tp", op="mean", dst=gm.R)["k"],
+    "mean, two at once": lambda x: gm.all_reduce({"k": x, "v": x[0]}, "tp", op="mean", dst=gm.R)["k"],
     "scan": lambda x: gm.scan(x, "tp"),
     "exscan": lambda x: gm.exscan(x, "tp", reverse=True),
 }
