@@ -58,6 +58,11 @@ VERBS: dict[str, Callable[[Tensor], Tensor]] = {
         send_rows=PICKED[gm.axis("tp").rank],
         receive_counts=({1: 1}, {0: 2, 1: 3})[gm.axis("tp").rank],
     ),
+    "shift, two at once": lambda x: torch.stack(gm.shift((x, 2 * x), "tp")),
+    "all_gather, two at once": lambda x: torch.cat(
+        [t.reshape(-1) for t in gm.all_gather((x, x[0]), "tp", dim=-1)]
+    ),
+    "mean, two at once": lambda x: gm.all_reduce({"k": x, "v": x[0]}, "tp", op="mean", dst=gm.R)["k"],
     "scan": lambda x: gm.scan(x, "tp"),
     "exscan": lambda x: gm.exscan(x, "tp", reverse=True),
 }
