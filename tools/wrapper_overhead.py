@@ -4,8 +4,8 @@
     python tools/wrapper_overhead.py ../before/src src --rounds 5
 
 Each round starts fresh ranks for each checkout, one after another, so that what else the machine does falls on all
-alike. The raw call is that of the process group itself, with its result in place. Forward is `all_gather` of a tensor that
-requires grad, less the raw all_gather; backward is `autograd.grad` of its result, less the raw reduce_scatter.
+alike. The raw call is that of the process group itself, with its result in place. Forward is `all_gather` of a tensor
+that requires grad, less the raw all_gather; backward is `autograd.grad` of its result, less the raw reduce_scatter.
 """
 
 from __future__ import annotations
