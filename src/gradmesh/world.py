@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from gradmesh._torch import default_group
 from gradmesh.backends import shm, threads
 from gradmesh.errors import ArgumentError, NotInitializedError, message
 
@@ -182,4 +183,4 @@ def current_mesh() -> DeviceMesh | None:
     """The current mesh, unless the process group it was made in is gone."""
     state = rank_state()
     found: DeviceMesh | None = getattr(state, "mesh", None)
-    return found if found is not None and state.mesh_world is dist.group.WORLD else None
+    return found if found is not None and state.mesh_world is default_group() else None

@@ -6,6 +6,7 @@ torch release fails there, by name, and not somewhere in a training run.
 """
 
 from gradmesh._torch.compiled import (
+    default_group,
     functional,
     is_fake,
     keyword_fields_last,
@@ -37,6 +38,7 @@ __all__ = [
     "RELIED_ON",
     "_RankWorld",
     "adopt_thread",
+    "default_group",
     "forward_level_open",
     "functional",
     "functorch_active",
