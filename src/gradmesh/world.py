@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from gradmesh._torch import default_group
 from gradmesh.backends import shm
 from gradmesh.errors import ArgumentError, NotInitializedError, message
 from gradmesh.state import rank_state
@@ -170,4 +171,4 @@ def _set_mesh(mesh: DeviceMesh | None) -> None:
 def current_mesh() -> DeviceMesh | None:
     """The current mesh, unless the process group it was made in is gone."""
     state = rank_state()
-    return state.mesh if state.mesh is not None and state.mesh_world is dist.group.WORLD else None
+    return state.mesh if state.mesh is not None and state.mesh_world is default_group() else None

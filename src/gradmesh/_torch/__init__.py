@@ -7,6 +7,7 @@ torch release fails there, by name, and not somewhere in a training run.
 
 from gradmesh._torch.compiled import (
     compiling,
+    default_group,
     functional,
     is_fake,
     keyword_fields_last,
@@ -40,6 +41,7 @@ __all__ = [
     "_RankWorld",
     "adopt_thread",
     "compiling",
+    "default_group",
     "forward_level_open",
     "functional",
     "functorch_active",

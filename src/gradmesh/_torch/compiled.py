@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from gradmesh._torch.names import find, gone, refuse, there
 
 __all__ = [
     "compiling",
+    "default_group",
     "functional",
     "is_fake",
     "keyword_fields_last",
@@ -74,6 +76,14 @@ def resolve_group(name: str) -> dist.ProcessGroup:
         refuse("a ragged exchange or a sum at a root in a compiled program", _RESOLVE)
     group: dist.ProcessGroup = _resolve(name)
     return group
+
+
+def default_group() -> dist.ProcessGroup | None:
+    """The process group of the world, the same object to a compiler too.
+
+    Dynamo of torch 2.11 takes `dist.group.WORLD` for another object than itself where its class is written in Python.
+    """
+    return c10d._world.default_pg if hasattr(c10d, "_world") else dist.group.WORLD
 
 
 def keyword_fields_last(kind: type[Any]) -> None:
