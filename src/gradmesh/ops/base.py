@@ -227,7 +227,9 @@ class LinearOp(Op):
     @property
     def called(self) -> str:
         """The call of the verb that makes this op; or that whose backward it is."""
-        return super().called if self.public else f"backward of {self.adjoint.called}"
+        if self.public or not self.adjoint.public:
+            return super().called
+        return f"backward of {self.adjoint.called}"
 
     def told(self) -> dict[str, object]:
         """What the verb is told to make this op, its types among it where they can be chosen."""
