@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import functorch_active, is_fake, only_vmap_active, transforms_active
+from gradmesh.autograd import apply
 from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError, message
+from gradmesh.ops.all_gather import AllGather
+from gradmesh.ops.all_to_all import AllToAll
 from gradmesh.ops.base import Op, Precision
 from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.state import rank_state
 from gradmesh.structure import Packed
-from gradmesh.wire import carrier, compiling, kept_by
+from gradmesh.wire import compiling, kept_by
 
 __all__ = ["Call", "SizesLike", "explained", "integer"]
 
@@ -105,7 +108,10 @@ class Call:
         if kept is None:
             return kind(self.axis, *fields, **self.precision)
         key = (kind, self.axis.name, fields, *self.precision.values())
-        found: OpT | None = kept.get(key)
+        try:
+            found: OpT | None = kept.get(key)
+        except TypeError:  # sizes that a tracer has no number for
+            return kind(self.axis, *fields, **self.precision)
         if found is None:
             found = kept[key] = kind(self.axis, *fields, **self.precision)
         return found
@@ -232,7 +238,10 @@ class Call:
                 got='sizes="auto", or sizes that the root alone knows',
                 remedy="pass the sizes",
             )
-        return Sizes.found(own, carrier(self.axis), self.x.device)
+        # An op as any other, so that it is compared, and that a torch.func transform does not see the numbers.
+        mine = torch.tensor([own], dtype=torch.int64, device=self.x.device)
+        found = apply(AllGather(self.axis, 0, EQUAL), mine)
+        return Sizes(tuple(found.tolist()))
 
     def halo(self, halo: int | tuple[int, int]) -> tuple[int, int]:
         """Rows from the left and from the right."""
@@ -297,9 +306,8 @@ class Call:
     def exchange_shapes(self, parts: Sequence[Tensor]) -> list[list[int]]:
         """The shapes that the ranks have for this one, for the shapes that it has for them."""
         header = [[p.dim(), *p.shape, *[0] * (_HEADER - 1 - p.dim())] for p in parts]
-        counts = [_HEADER] * self.axis.size
-        sent = torch.tensor(header, device=self.x.device).view(-1)
-        rows = carrier(self.axis).exchange(sent, counts, counts, even=True).view(-1, _HEADER).tolist()
+        sent = torch.tensor(header, device=self.x.device)
+        rows = apply(AllToAll(self.axis, 0, 0, EQUAL, EQUAL), sent).tolist()
         return [row[1 : 1 + row[0]] for row in rows]
 
     def refuse_compiled(self, why: str, instead: str) -> None:

@@ -83,6 +83,10 @@ class Axis:
             )
         return each
 
+    def __deepcopy__(self, memo: object) -> Axis:
+        """The axis itself: it is a name for ranks, and cannot be changed."""
+        return self
+
     def __str__(self) -> str:
         return f"{self.name!r}, rank {self.rank} of {self.size}"
 

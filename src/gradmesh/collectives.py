@@ -478,7 +478,7 @@ def scatter(
     """
     call = Call("scatter", x, axis, comm_dtype, backward_dtype)
     dim, root = call.dim(dim), call.rank(root)
-    if sizes is None or sizes == "auto":
+    if sizes is None or (isinstance(sizes, str) and sizes == "auto"):
         given = Sizes.balanced(call.found_sizes(x.shape[dim])[root], call.axis.size)
     else:
         given = call.sizes(sizes, dim)

@@ -68,7 +68,7 @@ def gathered(x: X, axis: AxisLike, dim: int, run: Run) -> X:
         for name, leaf in group:
             at, shape = dims[name], leaf.shape
             parts = rows.narrow(1, begin, leaf.numel()).reshape(ranks, *shape).movedim(0, at)
-            yield parts.reshape(*shape[:at], ranks * shape[at], *shape[at + 1 :])
+            yield parts.reshape(*shape[:at], ranks * shape[at], *shape[at + 1 :]).clone()
             begin += leaf.numel()
 
     return cast("X", rebuilt(x, iter(_in_groups(found, run, cut))))
@@ -96,8 +96,8 @@ def _in_groups(
 def _cut(whole: Tensor, group: list[tuple[str, Tensor]]) -> Iterator[Tensor]:
     begin = 0
     for _, leaf in group:
-        # Not split: what several views were made of at once cannot be written in place under autograd.
-        yield whole.narrow(0, begin, leaf.numel()).view(leaf.shape)
+        # A copy: results are memory of their own, which can be written and kept without the others.
+        yield whole.narrow(0, begin, leaf.numel()).view(leaf.shape).clone()
         begin += leaf.numel()
 
 

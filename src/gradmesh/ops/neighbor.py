@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from gradmesh.wire import Carrier, compiling
 from gradmesh.wire.packing import assemble, counts, pack
 
 __all__ = ["ROWS", "CountsByRank", "NeighborAllToAll", "NeighborReturn", "Picked", "RowsByRank", "neighbors"]
+
+T = TypeVar("T")
 
 RowsByRank = Mapping[int, Tensor]
 """For each rank that gets rows, which."""
@@ -163,15 +166,7 @@ def neighbors(
             got=f"send_rows={type(rows).__name__}, receive_counts={type(amounts).__name__}",
             remedy="pass dicts that name the ranks with something to send or to receive",
         )
-    for name, told in (("send_rows", rows), ("receive_counts", amounts)):
-        if strangers := [rank for rank in told if rank not in range(axis.size)]:
-            _refuse(
-                axis,
-                f"{name} names something else than ranks of the axis",
-                expected=f"ints with 0 <= rank < {axis.size}",
-                got=", ".join(map(repr, strangers)),
-                remedy="count ranks along the axis, not in the world",
-            )
+    rows, amounts = _by_rank(axis, "send_rows", rows), _by_rank(axis, "receive_counts", amounts)
     wrong = {rank: n for rank, n in amounts.items() if isinstance(n, bool) or not isinstance(n, int) or n < 0}
     if wrong:
         _refuse(
@@ -186,6 +181,23 @@ def neighbors(
     sent = Sizes(tuple(index.shape[0] for index in every))
     received = Sizes(tuple(amounts.get(rank, 0) for rank in range(axis.size)))
     return NeighborAllToAll(axis, dim, Picked(torch.cat(every), sent, received, x.shape[dim]), **precision)
+
+
+def _by_rank(axis: Axis, name: str, told: Mapping[Any, T]) -> dict[int, T]:
+    """The same with plain ints as keys, whatever the ranks are told as: a tensor of one, a NumPy integer."""
+    found: dict[int, T] = {}
+    for key, value in told.items():
+        rank = operator.index(key) if hasattr(key, "__index__") and not isinstance(key, bool) else -1
+        if rank not in range(axis.size) or rank in found:
+            _refuse(
+                axis,
+                f"{name} names something else than ranks of the axis, each once",
+                expected=f"ints with 0 <= rank < {axis.size}",
+                got=", ".join(map(repr, told)),
+                remedy="count ranks along the axis, not in the world",
+            )
+        found[rank] = value
+    return found
 
 
 def _index(axis: Axis, rank: int, index: object, x: Tensor, dim: int) -> Tensor:

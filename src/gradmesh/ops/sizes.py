@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-import torch
-
 from gradmesh.axis import balanced
-from gradmesh.wire import Carrier
 
 if TYPE_CHECKING:
     from gradmesh.ops.base import Op
@@ -29,12 +26,6 @@ class Sizes:
     """
 
     each: tuple[int, ...] | None = None
-
-    @classmethod
-    def found(cls, own: int, wire: Carrier, device: torch.device) -> Sizes:
-        """Ask every rank for its own size, by one small exchange."""
-        mine = torch.tensor([own], dtype=torch.int64, device=device)
-        return cls(tuple(wire.gather(mine, [1] * wire.axis.size, even=True).tolist()))
 
     @classmethod
     def balanced(cls, total: int, ranks: int) -> Sizes:
@@ -69,8 +60,8 @@ class Sizes:
             ShapeError: they do not add up to `total`, or the ranks do not divide it.
         """
         if self.each is None:
-            share, more = divmod(total, op.axis.size)
-            if more:
+            share = total // op.axis.size
+            if total % op.axis.size:
                 op.fail(
                     f"dim {dim} cannot be split equally",
                     expected=f"a size that {op.axis.size} ranks divide",

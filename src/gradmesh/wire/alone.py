@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradmesh.wire.carrier import Carrier
 
-__all__ = ["Alone"]
+__all__ = ["Alone", "TracedAlone"]
 
 
 class Alone(Carrier):

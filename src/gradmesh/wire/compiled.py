@@ -20,7 +20,7 @@ from gradmesh.wire.alone import TracedAlone
 from gradmesh.wire.carrier import Carrier
 from gradmesh.wire.packing import CARRIED, dense
 
-__all__ = ["Compiled", "TracedAlone"]
+__all__ = ["Compiled"]
 
 
 class Compiled(Carrier):

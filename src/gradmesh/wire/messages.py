@@ -40,7 +40,7 @@ def post(message: Tensor, axis: Axis, peer: int, greeting: str) -> None:
         atexit.register(_last, posted)
     parts = [flat_memory(message)]
     if message.device.type == "cpu":
-        parts.insert(0, torch.tensor(list(_padded(greeting)), dtype=torch.uint8))
+        parts.insert(0, torch.tensor(list(_padded(greeting)), dtype=torch.uint8, device="cpu"))
     for part in parts:
         work = dist.isend(part, group_dst=peer, group=axis.group, tag=_TAG)
         if work is not None:  # torch's type allows for a rank that is not in the group
@@ -51,7 +51,7 @@ def post(message: Tensor, axis: Axis, peer: int, greeting: str) -> None:
 def receive(out: Tensor, axis: Axis, peer: int, greeting: str) -> str | None:
     """Receive a tensor from one rank, in place; returns what came instead if it greets otherwise."""
     if out.device.type == "cpu":
-        heard = torch.empty(_GREETING, dtype=torch.uint8)
+        heard = torch.empty(_GREETING, dtype=torch.uint8, device="cpu")
         dist.recv(heard, group_src=peer, group=axis.group, tag=_TAG)
         said = bytes(heard.tolist())
         if said != _padded(greeting):

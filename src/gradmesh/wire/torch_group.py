@@ -8,6 +8,7 @@ are not compared: the exchange would have to wait for the device.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
@@ -131,12 +132,13 @@ class TorchGroup(Carrier):
         claim = self.take_claim()
         if claim is None:
             return
-        if len(set(self._digests(~claim.digest))) > 1:
-            self._words(f"{type(error).__name__}: {error}")
+        with contextlib.suppress(RuntimeError):  # the caller has an error of its own
+            if len(set(self._digests(~claim.digest))) > 1:
+                self._words(f"{type(error).__name__}: {error}")
 
     def _digests(self, own: int) -> list[int]:
-        numbers = torch.empty(self.axis.size, dtype=torch.int64)
-        _all_gather(numbers, torch.tensor([own]), group=self.axis.group)
+        numbers = torch.empty(self.axis.size, dtype=torch.int64, device="cpu")
+        _all_gather(numbers, torch.tensor([own], device="cpu"), group=self.axis.group)
         found: list[int] = numbers.tolist()
         return found
 

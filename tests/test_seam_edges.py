@@ -1,0 +1,118 @@
+"""Where the seam could let something through: sizes under transforms, calls of other kinds, refusals on one rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gradmesh as gm
+
+Ranks = Callable[[int], Callable[..., list[Any]]]
+
+Work = Callable[[], object]
+
+
+def sizes_are_found_inside_a_transform_again_and_again() -> object:
+    x = torch.ones(1 + gm.rank())
+    gradients = []
+    for _ in range(2):
+        gradients.append(torch.func.grad(lambda x: gm.all_gather(x, sizes="auto").sum())(x).tolist())
+        gm.sizes(x)
+    return gradients, gm.all_gather(torch.tensor([gm.rank()])).tolist()
+
+
+def a_question_for_sizes_does_not_meet_another_call() -> object:
+    with pytest.raises(gm.MismatchError, match="do not fit together"):
+        gm.sizes(torch.ones(3)) if gm.rank() == 0 else gm.all_gather(torch.ones(1))
+    return gm.all_gather(torch.tensor([gm.rank()])).tolist()
+
+
+def a_dtype_that_one_rank_refuses_is_told_to_the_others() -> object:
+    x = torch.ones(2) if gm.rank() else torch.ones(2).bool()
+    with pytest.raises(gm.GradmeshError) as caught:
+        gm.all_reduce(x, dst=gm.R)
+    return type(caught.value).__name__, "bool tensors have no sum" in str(caught.value)
+
+
+def ranks_are_told_as_tensors_of_one() -> object:
+    other = 1 - gm.rank()
+    rows: Any = {torch.tensor(other): torch.tensor([0, 1])}
+    counts: Any = {np.int64(other): 2}
+    return gm.neighbor_all_to_all(torch.arange(3.0), send_rows=rows, receive_counts=counts).tolist()
+
+
+def sizes_are_told_as_an_array() -> object:
+    x = torch.arange(4.0) if gm.rank() == 0 else torch.empty(0)
+    return gm.scatter(x, sizes=np.array([2, 2])).tolist()  # type: ignore[arg-type]
+
+
+def results_of_a_structure_are_memory_of_their_own() -> object:
+    x, y = (torch.ones(n, requires_grad=True) for n in (2, 3))
+    first, second = gm.all_reduce((x, y), dst=gm.R)
+    squares = (second * second).sum()
+    first.mul_(2)
+    (squares + first.sum()).backward()
+    return None if x.grad is None or y.grad is None else (x.grad.tolist(), y.grad.tolist())
+
+
+def an_axis_can_be_copied_deeply() -> object:
+    return copy.deepcopy(gm.axis()) is gm.axis() or copy.deepcopy(gm.axis()) == gm.axis()
+
+
+def calls_go_on_under_another_default_device() -> object:
+    x = torch.ones(2)
+    with torch.device("meta"):
+        return gm.all_reduce(x, dst=gm.R).tolist()
+
+
+EXPECTED: dict[Work, list[object]] = {
+    sizes_are_found_inside_a_transform_again_and_again: [
+        ([[2.0], [2.0]], [0, 1]),
+        ([[2.0, 2.0], [2.0, 2.0]], [0, 1]),
+    ],
+    a_question_for_sizes_does_not_meet_another_call: [[0, 1], [0, 1]],
+    a_dtype_that_one_rank_refuses_is_told_to_the_others: [("DTypeError", True), ("MismatchError", True)],
+    ranks_are_told_as_tensors_of_one: [[0.0, 1.0], [0.0, 1.0]],
+    sizes_are_told_as_an_array: [[0.0, 1.0], [2.0, 3.0]],
+    results_of_a_structure_are_memory_of_their_own: [([4.0, 4.0], [8.0, 8.0, 8.0])] * 2,
+    an_axis_can_be_copied_deeply: [True, True],
+    calls_go_on_under_another_default_device: [[2.0, 2.0], [2.0, 2.0]],
+}
+
+
+@pytest.mark.parametrize("work", EXPECTED, ids=lambda work: work.__name__)
+def test_on_threads(work: Work, threads: Ranks) -> None:
+    assert threads(2)(work) == EXPECTED[work]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("work", EXPECTED, ids=lambda work: work.__name__)
+def test_on_processes(work: Work, processes: Ranks) -> None:
+    assert processes(2)(work) == EXPECTED[work]
+
+
+def test_a_rank_of_a_neighbour_list_that_is_none_is_refused(threads: Ranks) -> None:
+    def on_each_rank() -> list[str]:
+        x, texts = torch.arange(3.0), []
+        wrong: list[tuple[Any, Any]] = [
+            ({7: torch.tensor([0])}, {}),
+            ({0: torch.tensor([5])}, {}),
+            ({0: [0, 1]}, {}),
+            ({}, {1: -1}),
+            ([torch.tensor([0])], {}),
+            ({True: torch.tensor([0])}, {}),
+        ]
+        for rows, counts in wrong:
+            with pytest.raises(gm.ArgumentError, match="neighbor_all_to_all") as caught:
+                gm.neighbor_all_to_all(x, send_rows=rows, receive_counts=counts)
+            texts.append(str(caught.value).splitlines()[0])
+        return texts
+
+    first, second = threads(2)(on_each_rank)
+    assert first == second
+    assert len(set(first)) == 5  # the first and the last are the same mistake
