@@ -33,7 +33,7 @@ def find(path: str, *, without: str) -> Any:
     >>> find("torch._C._len_torch_dispatch_stack", without="more work")()
     0
     """
-    RELIED_ON[path] = without
+    RELIED_ON.setdefault(path, without)
     try:
         return pkgutil.resolve_name(path)
     except (ImportError, AttributeError):
