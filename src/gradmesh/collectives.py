@@ -717,7 +717,7 @@ def shift(
             got=f"offset={offset!r}",
             remedy="pass an int, negative to shift back",
         )
-    op = Shift(call.axis, offset=ranks, wrap=call.flag(wrap, "wrap"), **call.precision)
+    op = call.op(Shift, None, ranks, call.flag(wrap, "wrap"))
     return apply(op if sizes is None else op.along(call.dim(dim), call.told(sizes, dim)), call.x)
 
 
@@ -775,7 +775,7 @@ def permute(
             return together.packed("permute", x, axis, permute_one)
         return together.one_by_one("permute", x, axis, permute_one)
     call = Call("permute", x, axis, comm_dtype, backward_dtype)
-    op = Permute(call.axis, pairs=call.pairs(pairs), **call.precision)
+    op = call.op(Permute, None, call.pairs(pairs))
     return apply(op if sizes is None else op.along(call.dim(dim), call.told(sizes, dim)), call.x)
 
 
