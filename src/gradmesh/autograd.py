@@ -108,14 +108,20 @@ def unlinked(
     joins = recording and (x.requires_grad or (thread is not None and thread.requires_grad))
     if not recording and origin is None and not transforms:
         return op.apply(x)
-    flags = (JOINS if joins else 0) | (CAN_JOIN if recording and not transforms else 0)
+    flags = (JOINS if joins else 0) | (CAN_JOIN if recording and not functorch_active() else 0)
     call = Recorded(role, origin, flags)
-    if joins or transforms:
-        return _recorded(op, x, _LOOSE if thread is None else thread, call)[0]
-    y = op.apply(x, call)
-    if call.others_join:
+    recorded = joins or transforms
+    y = _recorded(op, x, _LOOSE if thread is None else thread, call)[0] if recorded else op.apply(x, call)
+    return _join(op, x, y, call) if call.others_join else y
+
+
+def _join(op: Op, x: Tensor, y: Tensor, call: Recorded) -> Tensor:
+    """The result of a call that has been made, tied to a node of its own, to take part in a backward of others."""
+    if not forward_level_open():
         return _recorded(_Done(op, y), x, _leaf(), call)[0]
-    return y
+    (x, _), (y, moved) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(y)
+    joined = _recorded(_Done(op, y), x, _leaf(), call)[0]
+    return joined if moved is None else forward_ad.make_dual(joined, moved)
 
 
 def _recorded(op: Op | _Done, x: Tensor, thread: Tensor, call: Recorded) -> tuple[Tensor, Tensor]:

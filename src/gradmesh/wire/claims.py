@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from gradmesh.backends.claim import Claim
 from gradmesh.call_sites import Site, call_site, show_site
-from gradmesh.errors import MismatchError, OrderError, message
+from gradmesh.errors import MismatchError, message
 
 __all__ = [
     "BACKWARD",
@@ -180,7 +180,7 @@ class CallClaim(Claim):
         """Look at what the others said of their part in the backward.
 
         Raises:
-            OrderError: some rank will take part in the backward of this call, and another one cannot.
+            MismatchError: some rank will take part in the backward of this call, and another one cannot.
         """
         heard = self.heard
         if heard is None:
@@ -188,7 +188,7 @@ class CallClaim(Claim):
         if self._recorded is not None:
             self._recorded.heard = heard
         if any(flags & JOINS for flags in heard) and not all(flags & (JOINS | CAN_JOIN) for flags in heard):
-            raise OrderError(
+            raise MismatchError(
                 message(
                     "a rank will take part in the backward of this call, and another one cannot",
                     op=self._what.verb,
