@@ -203,13 +203,14 @@ class CallClaim(Claim):
                     op=self._what.verb,
                     axis=self._what.axis,
                     expected="gradients recorded on every rank, or on none",
-                    got="\n".join(
-                        f"rank {rank}: {_JOINING[flags]}{' ' + show_site(call_site()) if flags == self.flags else ''}"
-                        for rank, flags in enumerate(heard)
-                    ),
+                    got="\n".join(self._joining(rank, flags) for rank, flags in enumerate(heard)),
                     remedy="enter torch.no_grad() on every rank or on none, or detach() the operand on all",
                 )
             )
+
+    def _joining(self, rank: int, flags: int) -> str:
+        here = f" {show_site(call_site())}" if flags == self.flags else ""
+        return f"rank {rank}: {_JOINING[flags & (JOINS | CAN_JOIN)]}{here}"
 
     def said(self) -> str:
         """The call, where it is, what it is the backward of, and what went before it without being sent."""
