@@ -12,19 +12,24 @@ from torch import Tensor
 from gradmesh._torch import functorch_active, is_fake, only_vmap_active, transforms_active
 from gradmesh.autograd import apply
 from gradmesh.axis import Axis, AxisLike, resolve
+from gradmesh.environment import CHECK
 from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError, message
 from gradmesh.ops.all_gather import AllGather
 from gradmesh.ops.all_to_all import AllToAll
-from gradmesh.ops.base import Op, Precision
+from gradmesh.ops.base import NEVER_COPIED, Op, Precision
 from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.state import rank_state
 from gradmesh.structure import Packed
-from gradmesh.wire import compiling, kept_by
+from gradmesh.wire import carrier, compiling, kept_by
+from gradmesh.wire.claims import claim
 
-__all__ = ["Call", "SizesLike", "explained", "integer"]
+__all__ = ["Call", "SizesLike", "explained", "integer", "withdraw"]
 
 _HEADER = 16
 """Numbers that tell a shape: how many dimensions, and their sizes."""
+
+_SILENT = frozenset({"convert", "recv", "replicate", "send", "shard"})
+"""The verbs of which the other ranks of the axis do not hear."""
 
 _AS_IT_IS = Precision(comm_dtype=None, backward_dtype=None, made_of=None)
 
@@ -67,6 +72,41 @@ def explained(*names: str) -> Callable[[FunctionT], FunctionT]:
     return with_defaults
 
 
+def withdraw(verb: str, axis: Axis, x: object, error: Exception, peer: object = None) -> None:
+    """Tell the other ranks that this one refuses its call of a verb, so that they raise instead of waiting for it.
+
+    Where the ranks compare their calls this is this rank's part of the comparison, and it waits for theirs. A message
+    concerns its other end alone: the receiver is told, and who refuses to receive leaves the message out.
+
+    Args:
+        verb: the verb's name.
+        axis: the ranks.
+        x: what was given for the operand.
+        error: why the call is refused.
+        peer: the other end of a message, as it was given.
+    """
+    if compiling() or axis.size == 1 or not _on_cpu(x, axis):
+        return
+    other = integer(peer)
+    if other is not None:
+        if 0 <= other < axis.size and other != axis.rank:
+            way = carrier(axis)
+            if verb == "send":
+                way.withdraw_message(other, f"none, since rank {axis.rank} refuses to send: {error}")
+            else:
+                way.pass_over(other)
+    elif CHECK.value() and verb not in _SILENT:
+        carrier(axis, claim(verb, str(axis), f"{verb}, refused")).withdraw(error)
+
+
+def _on_cpu(x: object, axis: Axis) -> bool:
+    """Whether the ranks compare a call with this operand; one that is no tensor may be meant to be anywhere."""
+    given = x.flat if isinstance(x, Packed) else x
+    if isinstance(given, Tensor):
+        return given.is_cpu and not is_fake(given)
+    return kept_by(axis.group) is not None or not torch.accelerator.is_available()
+
+
 class Call:
     """One call of a verb: its operand and its axis, and the checks of what else it was given.
 
@@ -84,16 +124,22 @@ class Call:
         axis: AxisLike,
         comm_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
+        *,
+        peer: object = None,
     ) -> None:
         self.verb = verb
+        self._peer = peer
         made_of: str | None = None
         self.axis: Axis = resolve(axis, verb)
+        self.x: Tensor = x  # type: ignore[assignment]  # for what is refused here
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested or x.is_quantized:
             if not isinstance(x, Packed):
                 self._refuse_operand(x)
             made_of, x = x.made_of, x.flat
         if type(x) is not Tensor and hasattr(x, "to_local"):
             self._refuse_dtensor(x)
+        if x.dtype in NEVER_COPIED:
+            self._refuse_dtype(x)
         self.x = x
         self.precision = _AS_IT_IS
         if comm_dtype is not None or backward_dtype is not None or made_of is not None:
@@ -134,12 +180,23 @@ class Call:
             "that every\nrank uses alike or for a pending sum; DTensor.from_local(y, mesh, [...]) leads back",
         )
 
+    def _refuse_dtype(self, x: Tensor) -> NoReturn:
+        self.fail(
+            "torch has names for this dtype, and nothing that copies it",
+            expected="a dtype that torch copies",
+            got=str(x.dtype),
+            remedy="send its bytes: x.view(torch.uint8)",
+            kind=DTypeError,
+        )
+
     def fail(
         self, problem: str, *, expected: str, got: str, remedy: str, kind: type[GradmeshError] = ArgumentError
     ) -> NoReturn:
-        """Raise an error that names the verb and the axis."""
+        """Raise an error that names the verb and the axis; the other ranks hear of it."""
         axis = str(self.axis)
-        raise kind(message(problem, op=self.verb, axis=axis, expected=expected, got=got, remedy=remedy))
+        error = kind(message(problem, op=self.verb, axis=axis, expected=expected, got=got, remedy=remedy))
+        withdraw(self.verb, self.axis, self.x, error, self._peer)
+        raise error
 
     def _precision(self, name: str, dtype: torch.dtype) -> None:
         x = self.x
@@ -289,7 +346,7 @@ class Call:
             )
         return peer
 
-    def one_for_each(self, parts: Sequence[Tensor]) -> None:
+    def one_for_each(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
         """Tensors of one dtype and device, one for each rank."""
         alike = all(
             isinstance(p, Tensor) and (p.dtype, p.device) == (self.x.dtype, self.x.device) for p in parts
@@ -302,6 +359,7 @@ class Call:
                 got=f"{len(parts)}: {', '.join(shown)}",
                 remedy="give each rank a tensor, an empty one where there is nothing to send",
             )
+        return parts
 
     def exchange_shapes(self, parts: Sequence[Tensor]) -> list[list[int]]:
         """The shapes that the ranks have for this one, for the shapes that it has for them."""

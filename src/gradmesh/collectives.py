@@ -27,7 +27,7 @@ moving them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Literal, overload
 
@@ -826,7 +826,7 @@ def send(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [tensor(60.), None]
     """
-    call = Call("send", x, axis, comm_dtype, backward_dtype)
+    call = Call("send", x, axis, comm_dtype, backward_dtype, peer=to)
     peer = call.other(to, "to")
     call.refuse_compiled("messages between two ranks are not compiled", "gradmesh.permute")
     call.refuse_forward_mode("permute")
@@ -862,7 +862,7 @@ def recv(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [None, [0, 1, 2]]
     """
-    call = Call("recv", like, axis, comm_dtype, backward_dtype)
+    call = Call("recv", like, axis, comm_dtype, backward_dtype, peer=source)
     peer = call.other(source, "source")
     call.refuse_compiled("messages between two ranks are not compiled", "gradmesh.permute")
     call.refuse_forward_mode("permute")
@@ -907,9 +907,10 @@ def exchange(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [[[0], [1]], [[0, 0], [1, 1, 1]]]
     """
-    call = Call("exchange", next(iter(parts), torch.empty(0)), axis, comm_dtype, backward_dtype)
+    given = list(parts) if isinstance(parts, Iterable) else []
+    call = Call("exchange", given[0] if given else torch.empty(0), axis, comm_dtype, backward_dtype)
     call.refuse_compiled("a compiler cannot wait for shapes", "gradmesh.all_to_all with its sizes")
-    call.one_for_each(parts)
+    parts = call.one_for_each(given)
     shapes = [torch.Size(shape) for shape in call.exchange_shapes(parts)]
     sent, taken = [part.numel() for part in parts], [shape.numel() for shape in shapes]
     flat = torch.cat([part.reshape(-1) for part in parts])
@@ -1012,7 +1013,9 @@ def neighbor_all_to_all(
         [[11], [2, 0]]
     """
     call = Call("neighbor_all_to_all", x, axis, comm_dtype, backward_dtype)
-    return apply(neighbors(x, call.axis, call.dim(0), send_rows, receive_counts, **call.precision), x)
+    dim = call.dim(0)
+    op = neighbors(x, call.axis, dim, send_rows, receive_counts, call.fail, **call.precision)
+    return apply(op, x)
 
 
 def scan(

@@ -99,3 +99,4 @@ class OwnGroupCarrier(Carrier):
             self.group.withdraw(claim, f"{type(error).__name__}: {error}")
 
     post, fetch = TorchGroup.post, TorchGroup.fetch
+    withdraw_message, pass_over = TorchGroup.withdraw_message, TorchGroup.pass_over

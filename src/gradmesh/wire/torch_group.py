@@ -117,6 +117,14 @@ class TorchGroup(Carrier):
         """`recv`."""
         return messages.receive(out, self.axis, peer, greeting)
 
+    def withdraw_message(self, peer: int, said: str) -> None:
+        """A header alone."""
+        messages.withdraw(self.axis, peer, said)
+
+    def pass_over(self, peer: int) -> None:
+        """The next `recv` of that rank begins with it."""
+        messages.pass_over(self.axis, peer)
+
     # -- comparing
 
     def _agree(self) -> None:
