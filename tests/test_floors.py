@@ -19,7 +19,7 @@ FLOORS = (
     ("axis", "launch"),
     ("profiling",),
     ("wire",),
-    ("ops",),
+    ("ops", "withdrawal"),
     ("autograd",),
     ("arguments", "order"),
     ("reductions", "together"),

@@ -12,7 +12,6 @@ from torch import Tensor
 from gradmesh._torch import functorch_active, is_fake, only_vmap_active, transforms_active
 from gradmesh.autograd import apply
 from gradmesh.axis import Axis, AxisLike, resolve
-from gradmesh.environment import CHECK
 from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError, message
 from gradmesh.ops.all_gather import AllGather
 from gradmesh.ops.all_to_all import AllToAll
@@ -20,16 +19,13 @@ from gradmesh.ops.base import NEVER_COPIED, Op, Precision
 from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.state import rank_state
 from gradmesh.structure import Packed
-from gradmesh.wire import carrier, compiling, kept_by
-from gradmesh.wire.claims import claim
+from gradmesh.wire import compiling, kept_by
+from gradmesh.withdrawal import withdraw
 
-__all__ = ["Call", "SizesLike", "explained", "integer", "withdraw"]
+__all__ = ["Call", "SizesLike", "explained", "integer"]
 
 _HEADER = 16
 """Numbers that tell a shape: how many dimensions, and their sizes."""
-
-_SILENT = frozenset({"convert", "recv", "replicate", "send", "shard"})
-"""The verbs of which the other ranks of the axis do not hear."""
 
 _AS_IT_IS = Precision(comm_dtype=None, backward_dtype=None, made_of=None)
 
@@ -70,41 +66,6 @@ def explained(*names: str) -> Callable[[FunctionT], FunctionT]:
         return function
 
     return with_defaults
-
-
-def withdraw(verb: str, axis: Axis, x: object, error: Exception, peer: object = None) -> None:
-    """Tell the other ranks that this one refuses its call of a verb, so that they raise instead of waiting for it.
-
-    Where the ranks compare their calls this is this rank's part of the comparison, and it waits for theirs. A message
-    concerns its other end alone: the receiver is told, and who refuses to receive leaves the message out.
-
-    Args:
-        verb: the verb's name.
-        axis: the ranks.
-        x: what was given for the operand.
-        error: why the call is refused.
-        peer: the other end of a message, as it was given.
-    """
-    if compiling() or axis.size == 1 or not _on_cpu(x, axis):
-        return
-    other = integer(peer)
-    if other is not None:
-        if 0 <= other < axis.size and other != axis.rank:
-            way = carrier(axis)
-            if verb == "send":
-                way.withdraw_message(other, f"none, since rank {axis.rank} refuses to send: {error}")
-            else:
-                way.pass_over(other)
-    elif CHECK.value() and verb not in _SILENT:
-        carrier(axis, claim(verb, str(axis), f"{verb}, refused")).withdraw(error)
-
-
-def _on_cpu(x: object, axis: Axis) -> bool:
-    """Whether the ranks compare a call with this operand; one that is no tensor may be meant to be anywhere."""
-    given = x.flat if isinstance(x, Packed) else x
-    if isinstance(given, Tensor):
-        return given.is_cpu and not is_fake(given)
-    return kept_by(axis.group) is not None or not torch.accelerator.is_available()
 
 
 class Call:
@@ -195,7 +156,7 @@ class Call:
         """Raise an error that names the verb and the axis; the other ranks hear of it."""
         axis = str(self.axis)
         error = kind(message(problem, op=self.verb, axis=axis, expected=expected, got=got, remedy=remedy))
-        withdraw(self.verb, self.axis, self.x, error, self._peer)
+        withdraw(self.verb, self.axis, self.x, error, integer(self._peer))
         raise error
 
     def _precision(self, name: str, dtype: torch.dtype) -> None:

@@ -11,10 +11,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from gradmesh.arguments import Call, withdraw
+from gradmesh.arguments import Call
 from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.errors import ArgumentError, DTypeError
 from gradmesh.structure import Packed, leaves, rebuilt
+from gradmesh.withdrawal import withdraw
 
 __all__ = ["gathered", "one_by_one", "packed"]
 
