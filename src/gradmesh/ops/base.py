@@ -208,7 +208,7 @@ class Op(abc.ABC):
         if found is None:
             if not CHECK.value():
                 return None
-            found = memo[key] = claim(self.verb, str(self.axis), self.words(x))
+            found = memo[key] = claim(self.verb, str(self.axis), self.words(x), self.own_words())
         return found
 
     def words(self, x: Tensor) -> str:
@@ -216,6 +216,11 @@ class Op(abc.ABC):
         sizes = ["*" if dim in self.loose() else str(size) for dim, size in enumerate(x.shape)]
         said = f"{self.called} of {str(x.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
         return said if self.made_of is None else f"{said}, made of {self.made_of}"
+
+    def own_words(self) -> str:
+        """What this rank's call says otherwise than the others' may."""
+        named = [f"{name}={getattr(self, name)}" for name in self.per_rank]
+        return f" with {', '.join(named)}" if named else ""
 
     @property
     def called(self) -> str:

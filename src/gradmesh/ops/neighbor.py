@@ -60,6 +60,10 @@ class Picked:
     def __hash__(self) -> int:
         return hash(self._key())
 
+    def __str__(self) -> str:
+        """How many go to each rank and come from each."""
+        return f"{self.sent} to each rank, {self.received} from each"
+
     def _key(self) -> tuple[int, Sizes, Sizes, int]:
         return id(self.index), self.sent, self.received, self.total
 

@@ -12,16 +12,17 @@ from gradmesh.errors import MismatchError, message
 __all__ = ["Claim", "claim"]
 
 
-def claim(verb: str, axis: str, text: str) -> Claim:
+def claim(verb: str, axis: str, text: str, own: str = "") -> Claim:
     """Make a claim.
 
     Args:
         verb: the verb that is called, for the error.
         axis: the axis, for the error.
         text: what every rank has to say alike.
+        own: what it may say differently, for the error alone.
     """
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-    return Claim(digest, partial(_said, text), partial(_refusal, verb, axis))
+    return Claim(digest, partial(_said, f"{text}{own}"), partial(_refusal, verb, axis))
 
 
 def _said(text: str) -> str:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradmesh.wire import messages
+from gradmesh.wire.amounts import agreed, balance, signed
 from gradmesh.wire.carrier import Carrier
 from gradmesh.wire.packing import CARRIED, flat_memory
 
@@ -53,7 +54,7 @@ class TorchGroup(Carrier):
         even: bool = False,
     ) -> Tensor:
         """`all_to_all_single`."""
-        self._agree()
+        self._agree(send, receive)
         out = self.room(flat, [sum(receive)] if shape is None else shape)
         if even:
             dist.all_to_all_single(flat_memory(out), flat_memory(flat), group=self.axis.group)
@@ -127,12 +128,13 @@ class TorchGroup(Carrier):
 
     # -- comparing
 
-    def _agree(self) -> None:
-        """Compare the ranks' claims, before the first motion of the call."""
+    def _agree(self, send: Sequence[int] = (), receive: Sequence[int] = ()) -> None:
+        """Compare the ranks' claims, and what they give with what they take, before the first motion of the call."""
         claim = self.take_claim()
         if claim is None:
             return
-        if len(set(self._digests(claim.digest))) > 1:
+        told = claim.digest + balance(self.axis.rank, send, receive)
+        if not agreed(self._digests(signed(told)), claim.digest):
             raise claim.refusal(self._words(claim.said()))
 
     def withdraw(self, error: Exception) -> None:
@@ -141,7 +143,7 @@ class TorchGroup(Carrier):
         if claim is None:
             return
         with contextlib.suppress(RuntimeError):  # the caller has an error of its own
-            if len(set(self._digests(~claim.digest))) > 1:
+            if not agreed(self._digests(~claim.digest), ~claim.digest):
                 self._words(f"{type(error).__name__}: {error}")
 
     def _digests(self, own: int) -> list[int]:
