@@ -18,7 +18,7 @@ from torch import Tensor
 from gradmesh.wire import messages
 from gradmesh.wire.amounts import agreed, balance, signed
 from gradmesh.wire.carrier import Carrier
-from gradmesh.wire.packing import CARRIED, flat_memory
+from gradmesh.wire.packing import CARRIED, flat_memory, with_memory
 
 __all__ = ["TorchGroup", "exchange_memory"]
 
@@ -34,7 +34,7 @@ def exchange_memory(
     width = 1 if flat.dtype in CARRIED else flat.dtype.itemsize
     dist.all_to_all_single(
         flat_memory(out),
-        flat_memory(flat),
+        flat_memory(with_memory(flat)),
         [n * width for n in receive],
         [n * width for n in send],
         group=group,
@@ -57,7 +57,7 @@ class TorchGroup(Carrier):
         self._agree(send, receive)
         out = self.room(flat, [sum(receive)] if shape is None else shape)
         if even:
-            dist.all_to_all_single(flat_memory(out), flat_memory(flat), group=self.axis.group)
+            dist.all_to_all_single(flat_memory(out), flat_memory(with_memory(flat)), group=self.axis.group)
         else:
             exchange_memory(out, flat, send, receive, self.axis.group)
         return out
@@ -70,7 +70,7 @@ class TorchGroup(Carrier):
             return super().gather(flat, counts, shape)
         self._agree()
         out = self.room(flat, [sum(counts)] if shape is None else shape)
-        _all_gather(flat_memory(out), flat_memory(flat), group=self.axis.group)
+        _all_gather(flat_memory(out), flat_memory(with_memory(flat)), group=self.axis.group)
         return out
 
     def sum_and_scatter(
@@ -81,7 +81,7 @@ class TorchGroup(Carrier):
             return super().sum_and_scatter(flat, counts, shape, even=even)
         self._agree()
         out = self.room(flat, shape)
-        _reduce_scatter(flat_memory(out), flat, group=self.axis.group)
+        _reduce_scatter(flat_memory(out), with_memory(flat), group=self.axis.group)
         return out
 
     def sum(self, x: Tensor) -> Tensor:
