@@ -45,7 +45,7 @@ def flat_memory(x: Tensor) -> Tensor:
 
 
 def with_memory(flat: Tensor) -> Tensor:
-    """The same; in place of zeros that have no memory, as autograd makes them in forward over reverse, zeros that do."""
+    """The same; zeros with memory for zeros that have none, as autograd makes them in forward over reverse."""
     return flat if flat.data_ptr() or not flat.numel() else flat.clone()
 
 
