@@ -6,6 +6,7 @@ from __future__ import annotations
 # mypy: disable-error-code="arg-type, call-overload, list-item, type-var, dict-item, operator"
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -28,14 +29,15 @@ class Case:
         verb: the verb that the error names.
         wrong: makes it.
         right: the call that the others make in its place.
-        heard: whether the others hear of it, as the verb is one that they wait for.
+        heard: when the others hear of it: "now", as they wait for the call; with the "next" call that they wait for; or
+            "never", as the call sends nothing in either direction.
     """
 
     kind: type[gm.GradmeshError]
     verb: str
     wrong: Work
     right: Work
-    heard: bool = True
+    heard: Literal["now", "next", "never"] = "now"
 
 
 A, S, D = gm.ArgumentError, gm.ShapeError, gm.DTypeError
@@ -268,17 +270,17 @@ _rows(
 
 CASES |= {
     "shard: a word for the type": Case(
-        A, "shard", lambda: gm.shard(ones(2), src="I"), lambda: gm.shard(ones(2)), heard=False
+        A, "shard", lambda: gm.shard(ones(2), src="I"), lambda: gm.shard(ones(2)), heard="next"
     ),
     "replicate: a list with a number in it": Case(
-        A, "replicate", lambda: gm.replicate([1]), lambda: gm.replicate(ones(2)), heard=False
+        A, "replicate", lambda: gm.replicate([1]), lambda: gm.replicate(ones(2)), heard="next"
     ),
     "convert: to itself": Case(
         A,
         "convert",
         lambda: gm.convert(ones(2), src=gm.V, dst=gm.V),
         lambda: gm.convert(ones(2), src=gm.R, dst=gm.I),
-        heard=False,
+        heard="never",
     ),
 }
 
@@ -296,6 +298,12 @@ def outcomes(alone: bool) -> dict[str, tuple[str, str]]:
             found[name] = type(error).__name__, str(error)
         else:
             found[name] = "", ""
+        if alone and case.heard == "next":
+            try:
+                gm.scan(ones(1))
+            except gm.MismatchError as error:
+                if gm.rank():
+                    found[name] = "MismatchError", str(error)
         after = gm.all_gather(torch.tensor([gm.rank()])).tolist()
         assert after == [0, 1], f"{after} after {name}"
     return found

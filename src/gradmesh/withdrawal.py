@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradmesh._torch import is_fake
 from gradmesh.axis import Axis
-from gradmesh.environment import CHECK
+from gradmesh.checking import check_level
 from gradmesh.structure import Packed
 from gradmesh.wire import carrier, compiling, kept_by
 from gradmesh.wire.claims import claim
@@ -40,7 +40,7 @@ def withdraw(verb: str, axis: Axis, x: object, error: Exception, peer: int | Non
             carrier(axis).withdraw_message(peer, f"none, since rank {axis.rank} refuses to send: {error}")
         else:
             carrier(axis).pass_over(peer)
-    elif CHECK.value() and verb not in _SILENT:
+    elif check_level() and verb not in _SILENT:
         carrier(axis, claim(verb, str(axis), f"{verb}, refused")).withdraw(error)
 
 

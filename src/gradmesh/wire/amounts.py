@@ -2,7 +2,8 @@
 
 Each pair of ranks and amount has a random-looking number of 64 bits. A rank adds those of what it gives and subtracts
 those of what it takes. What one gives and another takes alike cancels, so that the sum over the ranks is 0, and hardly
-ever otherwise. So the amounts are compared in the exchange of the calls' digests, to which the numbers are added.
+ever otherwise. So the amounts are compared in the exchange of the calls' heads, to which the numbers are added. The
+bits of a head that carry flags are left alone.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
+
+from gradmesh.backends.claim import FLAGS
 
 __all__ = ["agreed", "balance", "signed"]
 
@@ -19,7 +22,7 @@ _WHOLE = 1 << 64
 @lru_cache(maxsize=4096)
 def _number(source: int, target: int, amount: int) -> int:
     said = f"{source} gives {target} {amount}".encode()
-    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little") & ~FLAGS
 
 
 def balance(rank: int, send: Sequence[int], receive: Sequence[int]) -> int:
@@ -45,17 +48,17 @@ def _balance(rank: int, send: tuple[int, ...], receive: tuple[int, ...]) -> int:
     return (gives - takes) % _WHOLE
 
 
-def agreed(told: Sequence[int], digest: int) -> bool:
-    """Whether all ranks have this digest, and their balances cancel.
+def agreed(heads: Sequence[int], own: int) -> bool:
+    """Whether all ranks say the same, and their balances cancel.
 
     Args:
-        told: every rank's digest with its balance added.
-        digest: the own digest.
+        heads: what every rank says, with its balance added, and with its flags.
+        own: what this rank says, without.
 
-    >>> agreed([5, 5], 5), agreed([7, 3], 5), agreed([5, 6], 5)
+    >>> agreed([8, 8 + 1], 8), agreed([16, 0], 8), agreed([8, 12], 8)
     (True, True, False)
     """
-    return (sum(told) - len(told) * digest) % _WHOLE == 0
+    return (sum(head & ~FLAGS for head in heads) - len(heads) * own) % _WHOLE == 0
 
 
 def signed(number: int) -> int:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradmesh.backends.claim import FLAGS
 from gradmesh.wire import messages
 from gradmesh.wire.amounts import agreed, balance, signed
 from gradmesh.wire.carrier import Carrier
@@ -133,20 +134,25 @@ class TorchGroup(Carrier):
         claim = self.take_claim()
         if claim is None:
             return
-        told = claim.digest + balance(self.axis.rank, send, receive)
-        if not agreed(self._digests(signed(told)), claim.digest):
+        bits = claim.digest & ~FLAGS
+        told = signed(bits + balance(self.axis.rank, send, receive)) | claim.flags
+        heads = self._heads(told)
+        if not agreed(heads, bits):
             raise claim.refusal(self._words(claim.said()))
+        if len({head & FLAGS for head in heads}) > 1:
+            claim.heard = [head & FLAGS for head in heads]
 
     def withdraw(self, error: Exception) -> None:
         """Take part in the comparison with a claim that fits no other."""
         claim = self.take_claim()
         if claim is None:
             return
+        own = ~claim.digest & ~FLAGS
         with contextlib.suppress(RuntimeError):  # the caller has an error of its own
-            if not agreed(self._digests(~claim.digest), ~claim.digest):
+            if not agreed(self._heads(own), own):
                 self._words(f"{type(error).__name__}: {error}")
 
-    def _digests(self, own: int) -> list[int]:
+    def _heads(self, own: int) -> list[int]:
         numbers = torch.empty(self.axis.size, dtype=torch.int64, device="cpu")
         _all_gather(numbers, torch.tensor([own], device="cpu"), group=self.axis.group)
         found: list[int] = numbers.tolist()
