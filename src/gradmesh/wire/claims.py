@@ -32,6 +32,7 @@ __all__ = [
     "Said",
     "calls_of",
     "claim",
+    "refused",
 ]
 
 JOINS = 1
@@ -247,3 +248,8 @@ def claim(verb: str, axis: str, text: str) -> CallClaim:
         text: what every rank has to say alike.
     """
     return CallClaim(Said.of(verb, axis, text), None)
+
+
+def refused(error: Exception) -> str:
+    """What a rank says that refuses its call: the error, and where."""
+    return f"{type(error).__name__} {show_site(call_site())}: {error}"

@@ -19,6 +19,7 @@ from gradmesh.backends.claim import FLAGS
 from gradmesh.wire import messages
 from gradmesh.wire.amounts import agreed, balance, signed
 from gradmesh.wire.carrier import Carrier
+from gradmesh.wire.claims import refused
 from gradmesh.wire.packing import CARRIED, flat_memory, with_memory
 
 __all__ = ["TorchGroup", "exchange_memory"]
@@ -150,7 +151,7 @@ class TorchGroup(Carrier):
         own = ~claim.digest & ~FLAGS
         with contextlib.suppress(RuntimeError):  # the caller has an error of its own
             if not agreed(self._heads(own), own):
-                self._words(f"{type(error).__name__}: {error}")
+                self._words(refused(error))
 
     def _heads(self, own: int) -> list[int]:
         numbers = torch.empty(self.axis.size, dtype=torch.int64, device="cpu")
