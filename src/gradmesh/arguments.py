@@ -12,10 +12,11 @@ from torch import Tensor
 from gradmesh._torch import functorch_active, is_fake, only_vmap_active, transforms_active
 from gradmesh.autograd import apply
 from gradmesh.axis import Axis, AxisLike, resolve
+from gradmesh.backends.dtypes import NEVER_COPIED
 from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError, message
 from gradmesh.ops.all_gather import AllGather
 from gradmesh.ops.all_to_all import AllToAll
-from gradmesh.ops.base import NEVER_COPIED, Op, Precision
+from gradmesh.ops.base import Op, Precision
 from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.state import rank_state
 from gradmesh.structure import Packed
@@ -143,7 +144,7 @@ class Call:
 
     def _refuse_dtype(self, x: Tensor) -> NoReturn:
         self.fail(
-            "torch has names for this dtype, and nothing that copies it",
+            "torch has a name for this dtype, and nothing that copies it",
             expected="a dtype that torch copies",
             got=str(x.dtype),
             remedy="send its bytes: x.view(torch.uint8)",

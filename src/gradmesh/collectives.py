@@ -20,7 +20,11 @@ hands in the same structure; where one tensor of it cannot be taken, the error s
 
 Every verb raises `AxisError` for an axis that is not there, `NotInitializedError` before `init`, `ArgumentError`
 for an argument it does not take, `ShapeError` for a shape it cannot split or join and `DTypeError` for a dtype
-it is not defined for; each before anything is sent. Results are always fresh memory, and operands are only read.
+it is not defined for; each before anything is sent. A rank that refuses its call tells the others, whose own call then
+raises `MismatchError` with what that rank said and where. To do so it waits for the others to make their call, for no
+longer than the group's timeout; only of a wrong axis can nobody be told. After either error the next call is right.
+
+Results are always fresh memory, and operands are only read.
 In forward mode every rank has to give its operand a tangent, zero if need be, as every rank takes part in
 moving them.
 """
@@ -789,8 +793,10 @@ def send(
 ) -> Tensor:
     """Send a tensor to one rank, which calls `recv`; the other ranks have no part in it.
 
-    It does not wait for the other rank. For gradients both ends have to be inside `ordered()`, where backward runs
-    the messages the other way, in the reverse order: what is free of deadlock forward is so backward. Reverse mode
+    It does not wait for the other rank: what has not been taken yet is kept in memory, however much it is. A message
+    that this rank refuses to send is an error for the rank that waits for it, and one that a rank refuses to receive is
+    left out, so that the next one finds its like. For gradients both ends have to be inside `ordered()`, where backward
+    runs the messages the other way, in the reverse order: what is free of deadlock forward is so backward. Reverse mode
     of any order is all there is; `permute` has every mode.
 
     ::

@@ -23,6 +23,7 @@ from torch import Tensor
 from gradmesh import profiling
 from gradmesh._torch import is_fake, profiler_on
 from gradmesh.axis import Axis
+from gradmesh.backends.dtypes import BITS, NEVER_COPIED
 from gradmesh.checking import check_level
 from gradmesh.errors import DTypeError, GradmeshError, ShapeError, message
 from gradmesh.memo import Memo
@@ -33,8 +34,6 @@ from gradmesh.wire.claims import CallClaim, Recorded, Said, calls_of
 T = TypeVar("T")
 
 __all__ = [
-    "BITS",
-    "NEVER_COPIED",
     "LinearOp",
     "Op",
     "Precision",
@@ -43,17 +42,6 @@ __all__ = [
     "shifted",
 ]
 
-
-def _named(*names: str) -> frozenset[torch.dtype]:
-    """The dtypes of these names that this torch has."""
-    return frozenset(getattr(torch, name) for name in names if hasattr(torch, name))
-
-
-NEVER_COPIED = _named(*(f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)))
-"""Dtypes that torch has names for, and nothing that copies them."""
-
-BITS = _named("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn_x2")
-"""Dtypes that are copied, and no more."""
 
 _NEVER_ADDED = frozenset({torch.uint16, torch.uint32, torch.uint64, torch.complex32, *NEVER_COPIED, *BITS})
 """Dtypes that torch stores and moves, but has no arithmetic for; nor has it for floating-point numbers of one byte."""

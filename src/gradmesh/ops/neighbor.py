@@ -12,8 +12,9 @@ from torch import Tensor
 
 from gradmesh._torch import is_fake
 from gradmesh.axis import Axis
+from gradmesh.backends.dtypes import BITS
 from gradmesh.errors import DTypeError
-from gradmesh.ops.base import BITS, LinearOp, shifted
+from gradmesh.ops.base import LinearOp, shifted
 from gradmesh.ops.row import Example, Row
 from gradmesh.ops.sizes import Sizes
 from gradmesh.types import V

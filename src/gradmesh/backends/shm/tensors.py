@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradmesh import _torch
 from gradmesh._torch import is_fake
+from gradmesh.backends.dtypes import NEVER_COPIED
 from gradmesh.backends.reductions import REDUCTIONS
 from gradmesh.backends.shm.p2p import DTYPES
 from gradmesh.backends.shm.phases import Steps
@@ -98,6 +99,16 @@ def _on_cpu(tensor: Tensor, shown: Callable[[], str]) -> None:
                 expected="a dense CPU tensor with values",
                 got=f"a {type(tensor).__name__} on {tensor.device}, {tensor.layout}, {tensor.dtype}",
                 remedy="for CUDA tensors make a second group: torch.distributed.new_group(backend='nccl')",
+            )
+        )
+    if tensor.dtype in NEVER_COPIED:
+        raise DTypeError(
+            message(
+                "torch has a name for this dtype, and nothing that copies it",
+                axis=shown(),
+                expected="a dtype that torch copies",
+                got=str(tensor.dtype),
+                remedy="send its bytes: x.view(torch.uint8)",
             )
         )
 
