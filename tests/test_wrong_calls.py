@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+import gradmesh as gm
 from tests.wrong_calls import CASES, Case, outcomes
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
@@ -79,3 +81,26 @@ def test_all_ranks_refuse(processes: Ranks) -> None:
 @pytest.mark.processes
 def test_one_rank_refuses_and_the_other_hears_of_it(processes: Ranks) -> None:
     check_alone(processes(2)(outcomes, True))
+
+
+def uncaught() -> None:
+    gm.all_gather([1.0] if gm.rank() == 0 else torch.ones(1))  # type: ignore[arg-type]
+
+
+def right() -> list[float]:
+    return gm.all_gather(torch.ones(1)).tolist()
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["threads", *(pytest.param(name, marks=pytest.mark.processes) for name in ("shm", "gloo"))],
+)
+def test_after_an_error_that_nobody_caught_the_next_call_works(backend: str) -> None:
+    with gm.Ranks(2, backend=backend, timeout=60) as ranks:
+        for _ in range(2):
+            with pytest.raises(gm.RankError, match=r"(?s)ArgumentError.*test_wrong_calls\.py.*in uncaught"):
+                ranks.run(uncaught)
+            assert ranks.run(right) == [[1.0, 1.0]] * 2
+    with pytest.raises(gm.RankError, match="ArgumentError"):
+        gm.launch(uncaught, 2, backend=backend, timeout=60)
+    assert gm.launch(right, 2, backend=backend, timeout=60) == [[1.0, 1.0]] * 2
