@@ -207,6 +207,17 @@ def a_send_that_is_refused() -> object:
     return str(caught.value), gm.recv(torch.ones(3), source=0).tolist()
 
 
+def a_send_whose_gradient_nobody_would_send_back() -> object:
+    if gm.rank() == 0:
+        with pytest.raises(gm.OrderError, match=r"gradmesh\.send: a gradient is asked for(.|\n)*ordered"):
+            gm.send(torch.ones(2, requires_grad=True), to=1)
+        gm.send(torch.arange(3.0), to=1)
+        return None
+    with pytest.raises(gm.MismatchError) as caught:
+        gm.recv(torch.ones(2), source=0)
+    return str(caught.value), gm.recv(torch.ones(3), source=0).tolist()
+
+
 def a_receive_that_is_refused() -> object:
     if gm.rank() == 0:
         gm.send(torch.ones(2), to=1)
@@ -232,6 +243,10 @@ def both_ends_refuse() -> object:
 REFUSED: dict[Callable[[], object], tuple[str, str]] = {
     a_message_that_does_not_fit: ("expected  float64[3] from rank 0", "got       float32[2]"),
     a_send_that_is_refused: ("expected  float32[2] from rank 0", "none, since rank 0 refuses to send"),
+    a_send_whose_gradient_nobody_would_send_back: (
+        "expected  float32[2] from rank 0",
+        "none, since rank 0 refuses to send: gradmesh.send: a gradient is asked for",
+    ),
     a_receive_that_is_refused: ("expected  a strided torch.Tensor", "got       list"),
     both_ends_refuse: ("expected  a strided torch.Tensor", "got       NoneType"),
 }

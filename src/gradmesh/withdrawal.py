@@ -37,7 +37,9 @@ def withdraw(verb: str, axis: Axis, x: object, error: Exception, peer: int | Non
         if peer not in range(axis.size) or peer == axis.rank:
             return
         if verb == "send":
-            carrier(axis).withdraw_message(peer, f"none, since rank {axis.rank} refuses to send: {error}")
+            carrier(axis).withdraw_message(
+                peer, f"none, since rank {axis.rank} refuses to send: {str(error).splitlines()[0]}"
+            )
         else:
             carrier(axis).pass_over(peer)
     elif check_level() and verb not in _SILENT:
