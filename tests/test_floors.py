@@ -12,7 +12,7 @@ import gradmesh
 PACKAGE = Path(gradmesh.__file__).parent
 
 FLOORS = (
-    ("errors", "types", "_torch", "call_sites", "environment", "memo", "structure"),
+    ("errors", "types", "dtypes", "_torch", "call_sites", "environment", "memo", "structure"),
     ("backends",),
     ("state",),
     ("checking", "world"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradmesh._torch import functorch_active, is_fake, only_vmap_active, transforms_active
 from gradmesh.autograd import apply
 from gradmesh.axis import Axis, AxisLike, resolve
-from gradmesh.backends.dtypes import NEVER_COPIED
+from gradmesh.dtypes import NEVER_COPIED
 from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError, message
 from gradmesh.ops.all_gather import AllGather
 from gradmesh.ops.all_to_all import AllToAll

@@ -10,8 +10,8 @@ from typing import get_args
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradmesh.backends.process_group import OwnGroup, kept_by
-from gradmesh.errors import ArgumentError, AxisError, message
+from gradmesh.backends.process_group import kept_by
+from gradmesh.errors import ArgumentError, AxisError, NotInitializedError, message
 from gradmesh.types import Reduction
 from gradmesh.world import current_mesh, world_group
 
@@ -156,11 +156,19 @@ def barrier(axis: AxisLike = None) -> None:
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [0, 1]
     """
-    group = resolve(axis, "barrier").group
-    if isinstance(group, OwnGroup):  # torch's function refuses one that is over in words of its own
-        group.barrier().wait()
-    else:
-        dist.barrier(group=group)
+    here = resolve(axis, "barrier")
+    try:
+        dist.barrier(group=here.group)
+    except ValueError as error:  # torch no longer knows the group
+        raise NotInitializedError(
+            message(
+                "the group is over",
+                op="barrier",
+                axis=str(here),
+                got=str(error),
+                remedy="make a new group",
+            )
+        ) from error
 
 
 def balanced(total: int, ranks: int) -> tuple[int, ...]:

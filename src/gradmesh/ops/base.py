@@ -23,8 +23,8 @@ from torch import Tensor
 from gradmesh import profiling
 from gradmesh._torch import is_fake, profiler_on
 from gradmesh.axis import Axis
-from gradmesh.backends.dtypes import BITS, NEVER_COPIED
 from gradmesh.checking import check_level
+from gradmesh.dtypes import BITS, NEVER_COPIED
 from gradmesh.errors import DTypeError, GradmeshError, ShapeError, message
 from gradmesh.memo import Memo
 from gradmesh.types import Type

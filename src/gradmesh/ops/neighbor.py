@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradmesh._torch import is_fake
 from gradmesh.axis import Axis
-from gradmesh.backends.dtypes import BITS
+from gradmesh.dtypes import BITS
 from gradmesh.errors import DTypeError
 from gradmesh.ops.base import LinearOp, shifted
 from gradmesh.ops.row import Example, Row

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from gradmesh import _torch
 from gradmesh._torch import is_fake
-from gradmesh.backends.dtypes import NEVER_COPIED
 from gradmesh.backends.reductions import REDUCTIONS
 from gradmesh.backends.shm.p2p import DTYPES
 from gradmesh.backends.shm.phases import Steps
+from gradmesh.dtypes import NEVER_COPIED
 from gradmesh.errors import ArgumentError, DTypeError, ShapeError, message
 
 __all__ = ["DTYPE_NUMBER", "Results", "elements", "facts", "in_mode_of", "operand", "reducible"]
