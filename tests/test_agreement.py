@@ -29,6 +29,13 @@ MISFITS: dict[str, Callable[[int], object]] = {
     "other reductions": lambda r: gm.all_reduce(torch.ones(2), op="sum" if r else "mean", dst=gm.R),
     "other conventions": lambda r: gm.all_gather(torch.ones(2), dst=gm.R if r else gm.I),
     "other verbs": lambda r: gm.all_gather(torch.ones(2)) if r else gm.shift(torch.ones(2)),
+    "more taken than sent": lambda _: gm.all_to_all(torch.ones(5), split_sizes=(2, 3), concat_sizes=(2, 3)),
+    "less sent than taken, of other dims": lambda r: gm.all_to_all(
+        torch.ones(3, 2), split_dim=0, concat_dim=1, split_sizes=((1, 2), (2, 1))[r]
+    ),
+    "fewer rows sent than taken": lambda r: gm.neighbor_all_to_all(
+        torch.ones(3), send_rows={1 - r: torch.arange(2)}, receive_counts={1 - r: 2 + r}
+    ),
     "other told sizes": lambda r: gm.all_gather(torch.ones(2), sizes=(2, 2 + r) if r == 0 else (3, 2)),
 }
 

@@ -55,6 +55,18 @@ def model(mean: Callable[[Tensor], Tensor] = local_mean) -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 8), Center(mean), nn.Tanh(), nn.Linear(8, 4)).double()
 
 
+class Scaled(nn.Module):
+    """The model, and a parameter for use behind the gather, as the logit scale of CLIP is."""
+
+    def __init__(self, mean: Callable[[Tensor], Tensor] = local_mean) -> None:
+        super().__init__()
+        self.net = model(mean)
+        self.scale = nn.Parameter(torch.tensor([0.3], dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.net(x), self.scale.exp()
+
+
 def batch() -> Tensor:
     return torch.randn(ROWS, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -64,9 +76,9 @@ def rank_loss(rows: Tensor, everything: Tensor, rank: int) -> Tensor:
     return (1 + rank) * (rows @ everything.roll(1, 1).T).logsumexp(1).sum() / ROWS
 
 
-def single_loss(y: Tensor) -> Tensor:
+def single_loss(y: Tensor, scale: Tensor | float = 1.0) -> Tensor:
     """The sum of the ranks' losses."""
-    parts = y.split(ROWS // SIZE)
+    parts = (scale * y).split(ROWS // SIZE)
     return torch.stack([rank_loss(part, y, rank) for rank, part in enumerate(parts)]).sum()
 
 
@@ -79,75 +91,84 @@ def gradients(net: nn.Module) -> list[Tensor]:
     return found
 
 
-def expected_gradients(loss: Callable[[Tensor], Tensor] = single_loss) -> list[Tensor]:
-    net = model()
-    loss(net(batch())).backward()
+def expected_gradients() -> list[Tensor]:
+    net = Scaled()
+    single_loss(*net(batch())).backward()
     return gradients(net)
 
 
 # ---- Data parallelism ------------------------------------------------------------------------------------------------
 
 
-def contrastive(net: nn.Module, scale: float) -> Tensor:
+def contrastive(net: nn.Module, factor: float) -> Tensor:
     """This rank's loss, with rows gathered from all ranks."""
-    y = net(gm.shard(batch()))
-    return scale * rank_loss(y, gm.all_gather(y), gm.axis().rank)
+    y, scale = net(gm.shard(batch()))
+    return factor * rank_loss(scale * y, gm.all_gather(y), gm.axis().rank)
 
 
-def in_ddp(scale: float) -> list[Tensor]:
-    net = DistributedDataParallel(model(mean_over_ranks))
-    contrastive(net, scale).backward()
-    return gradients(net)
+def one_for_all(net: nn.Module, factor: float, dst: Convention = gm.R) -> Tensor:
+    """The same loss on every rank, over the rows of all."""
+    y, scale = net(gm.shard(batch()))
+    whole = gm.all_gather(y, dst=dst)
+    return factor * single_loss(whole, scale)
 
 
-def in_fsdp(scale: float, divide: float | None) -> list[Tensor]:
+def ddp() -> nn.Module:
+    return DistributedDataParallel(Scaled(mean_over_ranks))
+
+
+def fsdp(divide: float | None = None) -> nn.Module:
     mesh = gm.mesh(dp=-1)
-    net = model(mean_over_ranks)
-    for layer in (net[0], net[3], net):
+    net = Scaled(mean_over_ranks)
+    for layer in (net.net[0], net.net[3], net):
         fully_shard(layer, mesh=mesh)
-    assert isinstance(net, FSDPModule)
-    if divide is not None:
-        for module in net.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(divide)
-    contrastive(net, scale).backward()
+    for module in net.modules():
+        if isinstance(module, FSDPModule) and divide is not None:
+            module.set_gradient_divide_factor(divide)
+    return net
+
+
+def trained(
+    wrap: Callable[..., nn.Module], divide: tuple[float, ...], loss: Callable[..., Tensor], *args: object
+) -> list[Tensor]:
+    net = wrap(*divide)
+    loss(net, *args).backward()
     return gradients(net)
 
 
-@pytest.mark.parametrize(
-    ("train", "args"),
-    [(in_ddp, (SIZE,)), (in_fsdp, (SIZE, None)), (in_fsdp, (1, 1.0))],
-    ids=["DDP, loss times W", "FSDP, loss times W", "FSDP, divided by 1"],
-)
-def test_verbs_in_data_parallelism(
-    train: Callable[..., Any], args: tuple[Any, ...], processes: Processes
-) -> None:
-    for found in processes(SIZE)(train, *args):
+DATA_PARALLEL: dict[str, tuple[Any, ...]] = {
+    "DDP, loss times W": (ddp, (), contrastive, SIZE),
+    "FSDP, loss times W": (fsdp, (), contrastive, SIZE),
+    "FSDP, divided by 1": (fsdp, (1.0,), contrastive, 1),
+    "DDP, one loss for all": (ddp, (), one_for_all, 1),
+    "FSDP, one loss for all": (fsdp, (), one_for_all, 1),
+}
+
+
+@pytest.mark.parametrize("name", DATA_PARALLEL)
+def test_verbs_in_data_parallelism(name: str, processes: Processes) -> None:
+    for found in processes(SIZE)(trained, *DATA_PARALLEL[name]):
         for got, want in zip(found, expected_gradients(), strict=True):
             close(got, want)
 
 
-@pytest.mark.parametrize(("train", "args"), [(in_ddp, (1,)), (in_fsdp, (1, None))], ids=["DDP", "FSDP"])
+@pytest.mark.parametrize("wrap", [ddp, fsdp], ids=["DDP", "FSDP"])
 def test_without_the_scale_averaging_takes_a_factor_w(
-    train: Callable[..., Any], args: tuple[Any, ...], processes: Processes
+    wrap: Callable[[], nn.Module], processes: Processes
 ) -> None:
-    for got, want in zip(processes(SIZE)(train, *args)[0], expected_gradients(), strict=True):
+    found = processes(SIZE)(trained, wrap, (), contrastive, 1)[0]
+    for got, want in zip(found, expected_gradients(), strict=True):
         close(got * SIZE, want)
 
 
-def one_loss_in_ddp(dst: Convention, scale: float) -> list[Tensor]:
-    """The same loss on every rank, over the rows of all."""
-    net = DistributedDataParallel(model(mean_over_ranks))
-    y = gm.all_gather(net(gm.shard(batch())), dst=dst)
-    (scale * single_loss(y)).backward()
-    return gradients(net)
-
-
-@pytest.mark.parametrize(("dst", "scale"), [(gm.R, 1), (gm.I, SIZE)], ids=["R, as it is", "I, times W"])
-def test_one_loss_for_all_ranks_in_ddp(dst: gm.Type, scale: float, processes: Processes) -> None:
-    for found in processes(SIZE)(one_loss_in_ddp, dst, scale):
-        for got, want in zip(found, expected_gradients(), strict=True):
-            close(got, want)
+@pytest.mark.parametrize("wrap", [ddp, fsdp], ids=["DDP", "FSDP"])
+def test_no_factor_fits_one_loss_through_an_invariant_gather(
+    wrap: Callable[[], nn.Module], processes: Processes
+) -> None:
+    names = [name for name, _ in Scaled().named_parameters()]
+    found = processes(SIZE)(trained, wrap, (), one_for_all, 1, gm.I)[0]
+    for name, got, want in zip(names, found, expected_gradients(), strict=True):
+        close(got if name == "scale" else got * SIZE, want)
 
 
 def one_rank_in_ddp() -> list[Tensor]:

@@ -12,14 +12,14 @@ import gradmesh
 PACKAGE = Path(gradmesh.__file__).parent
 
 FLOORS = (
-    ("errors", "types", "_torch", "call_sites", "environment", "memo", "structure"),
+    ("errors", "types", "dtypes", "_torch", "call_sites", "environment", "memo", "structure"),
     ("backends",),
     ("state",),
     ("checking", "world"),
     ("axis", "launch"),
     ("profiling",),
     ("wire",),
-    ("ops",),
+    ("ops", "withdrawal"),
     ("autograd",),
     ("arguments", "order"),
     ("reductions", "together"),

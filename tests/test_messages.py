@@ -174,3 +174,107 @@ def test_processes_exchange_tensors_of_any_shape(processes: Ranks) -> None:
         return all(torch.equal(g, torch.full((r, rank), 10 * r + rank)) for r, g in enumerate(got))
 
     assert processes(4)(on_each_rank) == [True] * 4
+
+
+def many_first() -> bool:
+    """More than any buffer holds, sent by both ranks before they receive."""
+    rank, n = gm.rank(), 400
+    for i in range(n):
+        gm.send(torch.full((5_000 if i % 2 else 3,), float(i + rank)), to=1 - rank)
+    got = [gm.recv(torch.empty(5_000 if i % 2 else 3), source=1 - rank) for i in range(n)]
+    return all(bool((g == i + 1 - rank).all()) for i, g in enumerate(got))
+
+
+def a_message_that_does_not_fit() -> object:
+    """What the receiver says of it, and the message after it."""
+    if gm.rank() == 0:
+        gm.send(torch.ones(2), to=1)
+        gm.send(torch.arange(3.0), to=1)
+        return None
+    with pytest.raises(gm.MismatchError) as caught:
+        gm.recv(torch.ones(3, dtype=torch.float64), source=0)
+    return str(caught.value), gm.recv(torch.ones(3), source=0).tolist()
+
+
+def a_send_that_is_refused() -> object:
+    if gm.rank() == 0:
+        with pytest.raises(gm.DTypeError):
+            gm.send(torch.ones(2), to=1, comm_dtype=torch.int8)
+        gm.send(torch.arange(3.0), to=1)
+        return None
+    with pytest.raises(gm.MismatchError) as caught:
+        gm.recv(torch.ones(2), source=0)
+    return str(caught.value), gm.recv(torch.ones(3), source=0).tolist()
+
+
+def a_send_whose_gradient_nobody_would_send_back() -> object:
+    if gm.rank() == 0:
+        with pytest.raises(gm.OrderError, match=r"gradmesh\.send: a gradient is asked for(.|\n)*ordered"):
+            gm.send(torch.ones(2, requires_grad=True), to=1)
+        gm.send(torch.arange(3.0), to=1)
+        return None
+    with pytest.raises(gm.MismatchError) as caught:
+        gm.recv(torch.ones(2), source=0)
+    return str(caught.value), gm.recv(torch.ones(3), source=0).tolist()
+
+
+def a_receive_that_is_refused() -> object:
+    if gm.rank() == 0:
+        gm.send(torch.ones(2), to=1)
+        gm.send(torch.arange(3.0), to=1)
+        return None
+    with pytest.raises(gm.ArgumentError) as caught:
+        gm.recv([1.0, 1.0], source=0)  # type: ignore[arg-type]
+    return str(caught.value), gm.recv(torch.ones(3), source=0).tolist()
+
+
+def both_ends_refuse() -> object:
+    """The receiver's refusal takes the sender's with it."""
+    if gm.rank() == 0:
+        with pytest.raises(gm.ArgumentError):
+            gm.send(None, to=1)  # type: ignore[arg-type]
+        gm.send(torch.arange(3.0), to=1)
+        return None
+    with pytest.raises(gm.ArgumentError) as caught:
+        gm.recv(None, source=0)  # type: ignore[arg-type]
+    return str(caught.value), gm.recv(torch.ones(3), source=0).tolist()
+
+
+REFUSED: dict[Callable[[], object], tuple[str, str]] = {
+    a_message_that_does_not_fit: ("expected  float64[3] from rank 0", "got       float32[2]"),
+    a_send_that_is_refused: ("expected  float32[2] from rank 0", "none, since rank 0 refuses to send"),
+    a_send_whose_gradient_nobody_would_send_back: (
+        "expected  float32[2] from rank 0",
+        "none, since rank 0 refuses to send: gradmesh.send: a gradient is asked for",
+    ),
+    a_receive_that_is_refused: ("expected  a strided torch.Tensor", "got       list"),
+    both_ends_refuse: ("expected  a strided torch.Tensor", "got       NoneType"),
+}
+
+
+@pytest.mark.parametrize("work", REFUSED, ids=lambda work: work.__name__)
+def test_after_a_message_that_goes_wrong_the_next_is_right(
+    work: Callable[[], object], threads: Ranks
+) -> None:
+    text, after = threads(2)(work)[1]
+    assert all(words in text for words in REFUSED[work])
+    assert after == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("work", REFUSED, ids=lambda work: work.__name__)
+def test_after_a_message_of_processes_that_goes_wrong_the_next_is_right(
+    work: Callable[[], object], processes: Ranks
+) -> None:
+    text, after = processes(2)(work)[1]
+    assert all(words in text for words in REFUSED[work])
+    assert after == [0.0, 1.0, 2.0]
+
+
+def test_ranks_may_send_as_much_as_they_like_first(threads: Ranks) -> None:
+    assert threads(2)(many_first) == [True, True]
+
+
+@pytest.mark.processes
+def test_processes_may_send_as_much_as_they_like_first(processes: Ranks) -> None:
+    assert processes(2)(many_first) == [True, True]

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.autograd import forward_ad
 
 import gradmesh as gm
 
@@ -70,6 +72,78 @@ def calls_go_on_under_another_default_device() -> object:
         return gm.all_reduce(x, dst=gm.R).tolist()
 
 
+def forward_over_reverse_takes_zeros_without_memory() -> object:
+    """The tangent of a verb's own part is a constant zero there, for which autograd has no memory."""
+    verbs: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        gm.shift,
+        gm.exscan,
+        gm.all_to_all,
+        gm.halo_exchange,
+        gm.reduce_scatter,
+        lambda x: gm.permute(x, pairs=[(0, 1)]),
+        lambda x: gm.all_reduce(x, dst=gm.R),
+    ]
+    found = []
+    for verb in verbs:
+        x = torch.tensor([1.0, 2.0], dtype=torch.float64, requires_grad=True)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            loss = (verb(dual) * (1 + gm.rank())).sum() + (dual**3).sum()
+            tangent = forward_ad.unpack_dual(loss).tangent
+            assert tangent is not None
+            found.append(torch.autograd.grad(tangent, x)[0].tolist())
+    return all(gradient == [6.0, 12.0] for gradient in found)
+
+
+def a_group_that_is_over_says_so_or_works() -> object:
+    """The backends differ in whether a destroyed group still carries; none may leave a rank waiting."""
+    group = dist.new_group([0, 1])
+    axis = gm.axis(group)
+    gm.scan(torch.ones(1), axis)
+    dist.destroy_process_group(group)
+    calls: list[Work] = [
+        lambda: gm.all_gather(torch.ones(1), group),
+        lambda: gm.all_reduce(torch.ones(1), axis, dst=gm.R),
+        lambda: gm.sizes(torch.ones(1), axis),
+        lambda: gm.barrier(group),
+        lambda: gm.all_gather([1.0], group),  # type: ignore[type-var]  # wrong, and nobody is there to be told
+    ]
+    kinds = set()
+    for call in calls:
+        try:
+            call()
+        except gm.GradmeshError as error:
+            kinds.add(type(error).__name__)
+    return kinds <= {"NotInitializedError", "ArgumentError"}, gm.all_gather(torch.ones(1)).tolist()
+
+
+def a_mesh_that_cannot_be_is_refused() -> object:
+    wrong: list[Work] = [
+        lambda: gm.mesh(dp=3),
+        lambda: gm.mesh(dp=0),
+        lambda: gm.mesh(dp=-1, tp=-1),
+        lambda: gm.mesh(dp="2"),  # type: ignore[arg-type]
+        gm.mesh,
+        lambda: gm.use_mesh("dp").__enter__(),  # type: ignore[arg-type]
+        lambda: gm.axis().slice([1, 2, 3]),
+        lambda: gm.axis().offset(-1),
+    ]
+    for call in wrong:
+        with pytest.raises(gm.ArgumentError, match=r"(?s)expected.*got.*remedy"):
+            call()
+    return gm.all_gather(torch.ones(1)).tolist()
+
+
+def equal_parts_may_be_told_by_one_rank_alone() -> object:
+    parts = [2, 2] if gm.rank() == 0 else None
+    out = torch.empty(4)
+    dist.all_to_all_single(out, torch.arange(4.0) + 10 * gm.rank(), parts, parts)
+    x = torch.arange(4.0).view(2, 2)
+    told = (1, 1) if gm.rank() == 0 else None
+    y = gm.all_to_all(x + 10 * gm.rank(), split_dim=0, concat_dim=1, split_sizes=told)
+    return out.tolist(), y.tolist()
+
+
 EXPECTED: dict[Work, list[object]] = {
     sizes_are_found_inside_a_transform_again_and_again: [
         ([[2.0], [2.0]], [0, 1]),
@@ -82,6 +156,13 @@ EXPECTED: dict[Work, list[object]] = {
     results_of_a_structure_are_memory_of_their_own: [([4.0, 4.0], [8.0, 8.0, 8.0])] * 2,
     an_axis_can_be_copied_deeply: [True, True],
     calls_go_on_under_another_default_device: [[2.0, 2.0], [2.0, 2.0]],
+    forward_over_reverse_takes_zeros_without_memory: [True, True],
+    a_group_that_is_over_says_so_or_works: [(True, [1.0, 1.0])] * 2,
+    a_mesh_that_cannot_be_is_refused: [[1.0, 1.0]] * 2,
+    equal_parts_may_be_told_by_one_rank_alone: [
+        ([0.0, 1.0, 10.0, 11.0], [[0.0, 1.0, 10.0, 11.0]]),
+        ([2.0, 3.0, 12.0, 13.0], [[2.0, 3.0, 12.0, 13.0]]),
+    ],
 }
 
 

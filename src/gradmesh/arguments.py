@@ -12,6 +12,7 @@ from torch import Tensor
 from gradmesh._torch import functorch_active, is_fake, only_vmap_active, transforms_active
 from gradmesh.autograd import apply
 from gradmesh.axis import Axis, AxisLike, resolve
+from gradmesh.dtypes import NEVER_COPIED
 from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError, message
 from gradmesh.ops.all_gather import AllGather
 from gradmesh.ops.all_to_all import AllToAll
@@ -20,6 +21,7 @@ from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.state import rank_state
 from gradmesh.structure import Packed
 from gradmesh.wire import compiling, kept_by
+from gradmesh.withdrawal import withdraw
 
 __all__ = ["Call", "SizesLike", "explained", "integer"]
 
@@ -84,16 +86,22 @@ class Call:
         axis: AxisLike,
         comm_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
+        *,
+        peer: object = None,
     ) -> None:
         self.verb = verb
+        self._peer = peer
         made_of: str | None = None
         self.axis: Axis = resolve(axis, verb)
+        self.x: Tensor = x  # type: ignore[assignment]  # for what is refused here
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested or x.is_quantized:
             if not isinstance(x, Packed):
                 self._refuse_operand(x)
             made_of, x = x.made_of, x.flat
         if type(x) is not Tensor and hasattr(x, "to_local"):
             self._refuse_dtensor(x)
+        if x.dtype in NEVER_COPIED:
+            self._refuse_dtype(x)
         self.x = x
         self.precision = _AS_IT_IS
         if comm_dtype is not None or backward_dtype is not None or made_of is not None:
@@ -134,12 +142,23 @@ class Call:
             "that every\nrank uses alike or for a pending sum; DTensor.from_local(y, mesh, [...]) leads back",
         )
 
+    def _refuse_dtype(self, x: Tensor) -> NoReturn:
+        self.fail(
+            "torch has a name for this dtype, and nothing that copies it",
+            expected="a dtype that torch copies",
+            got=str(x.dtype),
+            remedy="send its bytes: x.view(torch.uint8)",
+            kind=DTypeError,
+        )
+
     def fail(
         self, problem: str, *, expected: str, got: str, remedy: str, kind: type[GradmeshError] = ArgumentError
     ) -> NoReturn:
-        """Raise an error that names the verb and the axis."""
+        """Raise an error that names the verb and the axis; the other ranks hear of it."""
         axis = str(self.axis)
-        raise kind(message(problem, op=self.verb, axis=axis, expected=expected, got=got, remedy=remedy))
+        error = kind(message(problem, op=self.verb, axis=axis, expected=expected, got=got, remedy=remedy))
+        withdraw(self.verb, self.axis, self.x, error, integer(self._peer))
+        raise error
 
     def _precision(self, name: str, dtype: torch.dtype) -> None:
         x = self.x
@@ -289,7 +308,7 @@ class Call:
             )
         return peer
 
-    def one_for_each(self, parts: Sequence[Tensor]) -> None:
+    def one_for_each(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
         """Tensors of one dtype and device, one for each rank."""
         alike = all(
             isinstance(p, Tensor) and (p.dtype, p.device) == (self.x.dtype, self.x.device) for p in parts
@@ -302,6 +321,7 @@ class Call:
                 got=f"{len(parts)}: {', '.join(shown)}",
                 remedy="give each rank a tensor, an empty one where there is nothing to send",
             )
+        return parts
 
     def exchange_shapes(self, parts: Sequence[Tensor]) -> list[list[int]]:
         """The shapes that the ranks have for this one, for the shapes that it has for them."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradmesh.backends.process_group import kept_by
-from gradmesh.errors import ArgumentError, AxisError, message
+from gradmesh.errors import ArgumentError, AxisError, NotInitializedError, message
 from gradmesh.types import Reduction
 from gradmesh.world import current_mesh, world_group
 
@@ -156,7 +156,19 @@ def barrier(axis: AxisLike = None) -> None:
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [0, 1]
     """
-    dist.barrier(group=resolve(axis, "barrier").group)
+    here = resolve(axis, "barrier")
+    try:
+        dist.barrier(group=here.group)
+    except ValueError as error:  # torch no longer knows the group
+        raise NotInitializedError(
+            message(
+                "the group is over",
+                op="barrier",
+                axis=str(here),
+                got=str(error),
+                remedy="make a new group",
+            )
+        ) from error
 
 
 def balanced(total: int, ranks: int) -> tuple[int, ...]:

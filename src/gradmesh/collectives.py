@@ -20,14 +20,18 @@ hands in the same structure; where one tensor of it cannot be taken, the error s
 
 Every verb raises `AxisError` for an axis that is not there, `NotInitializedError` before `init`, `ArgumentError`
 for an argument it does not take, `ShapeError` for a shape it cannot split or join and `DTypeError` for a dtype
-it is not defined for; each before anything is sent. Results are always fresh memory, and operands are only read.
+it is not defined for; each before anything is sent. A rank that refuses its call tells the others, whose own call then
+raises `MismatchError` with what that rank said and where. To do so it waits for the others to make their call, for no
+longer than the group's timeout; only of a wrong axis can nobody be told. After either error the next call is right.
+
+Results are always fresh memory, and operands are only read.
 In forward mode every rank has to give its operand a tangent, zero if need be, as every rank takes part in
 moving them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Literal, overload
 
@@ -789,8 +793,10 @@ def send(
 ) -> Tensor:
     """Send a tensor to one rank, which calls `recv`; the other ranks have no part in it.
 
-    It does not wait for the other rank. For gradients both ends have to be inside `ordered()`, where backward runs
-    the messages the other way, in the reverse order: what is free of deadlock forward is so backward. Reverse mode
+    It does not wait for the other rank: what has not been taken yet is kept in memory, however much it is. A message
+    that this rank refuses to send is an error for the rank that waits for it, and one that a rank refuses to receive is
+    left out, so that the next one finds its like. For gradients both ends have to be inside `ordered()`, where backward
+    runs the messages the other way, in the reverse order: what is free of deadlock forward is so backward. Reverse mode
     of any order is all there is; `permute` has every mode.
 
     ::
@@ -826,7 +832,7 @@ def send(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [tensor(60.), None]
     """
-    call = Call("send", x, axis, comm_dtype, backward_dtype)
+    call = Call("send", x, axis, comm_dtype, backward_dtype, peer=to)
     peer = call.other(to, "to")
     call.refuse_compiled("messages between two ranks are not compiled", "gradmesh.permute")
     call.refuse_forward_mode("permute")
@@ -862,7 +868,7 @@ def recv(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [None, [0, 1, 2]]
     """
-    call = Call("recv", like, axis, comm_dtype, backward_dtype)
+    call = Call("recv", like, axis, comm_dtype, backward_dtype, peer=source)
     peer = call.other(source, "source")
     call.refuse_compiled("messages between two ranks are not compiled", "gradmesh.permute")
     call.refuse_forward_mode("permute")
@@ -907,9 +913,10 @@ def exchange(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [[[0], [1]], [[0, 0], [1, 1, 1]]]
     """
-    call = Call("exchange", next(iter(parts), torch.empty(0)), axis, comm_dtype, backward_dtype)
+    given = list(parts) if isinstance(parts, Iterable) else []
+    call = Call("exchange", given[0] if given else torch.empty(0), axis, comm_dtype, backward_dtype)
     call.refuse_compiled("a compiler cannot wait for shapes", "gradmesh.all_to_all with its sizes")
-    call.one_for_each(parts)
+    parts = call.one_for_each(given)
     shapes = [torch.Size(shape) for shape in call.exchange_shapes(parts)]
     sent, taken = [part.numel() for part in parts], [shape.numel() for shape in shapes]
     flat = torch.cat([part.reshape(-1) for part in parts])
@@ -1012,7 +1019,9 @@ def neighbor_all_to_all(
         [[11], [2, 0]]
     """
     call = Call("neighbor_all_to_all", x, axis, comm_dtype, backward_dtype)
-    return apply(neighbors(x, call.axis, call.dim(0), send_rows, receive_counts, **call.precision), x)
+    dim = call.dim(0)
+    op = neighbors(x, call.axis, dim, send_rows, receive_counts, call.fail, **call.precision)
+    return apply(op, x)
 
 
 def scan(

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from gradmesh.arguments import Call
-from gradmesh.axis import AxisLike, resolve
+from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.errors import ArgumentError, DTypeError
 from gradmesh.structure import Packed, leaves, rebuilt
+from gradmesh.withdrawal import withdraw
 
 __all__ = ["gathered", "one_by_one", "packed"]
 
@@ -26,8 +27,7 @@ Run = Callable[[Any], Tensor]
 
 def one_by_one(verb: str, x: X, axis: AxisLike, run: Run) -> X:
     """Call the verb for each tensor."""
-    place = str(resolve(axis, verb))
-    done = [_named(name, run, leaf) for name, leaf in leaves(x, verb, place)]
+    done = [_named(name, run, leaf) for name, leaf in _leaves(x, verb, resolve(axis, verb))]
     return cast("X", rebuilt(x, iter(done)))
 
 
@@ -41,7 +41,7 @@ def packed(verb: str, x: X, axis: AxisLike, run: Run) -> X:
         run: calls the verb; it is given `Packed`, once for each dtype.
     """
     here = resolve(axis, verb)
-    found = leaves(x, verb, str(here))
+    found = _leaves(x, verb, here)
     for name, leaf in found:
         _named(name, Call, verb, leaf, here)
     return cast("X", rebuilt(x, iter(_in_groups(found, run, _cut))))
@@ -57,7 +57,7 @@ def gathered(x: X, axis: AxisLike, dim: int, run: Run) -> X:
         run: calls it along dim 0; it is given `Packed`, once for each dtype.
     """
     here = resolve(axis, "all_gather")
-    given = leaves(x, "all_gather", str(here))
+    given = _leaves(x, "all_gather", here)
     found = [(name, leaf.reshape(1) if leaf.dim() == 0 else leaf) for name, leaf in given]
     calls = [_named(name, Call, "all_gather", leaf, here) for name, leaf in found]
     dims = {name: _named(name, call.dim, dim) for (name, _), call in zip(found, calls, strict=True)}
@@ -87,10 +87,21 @@ def _in_groups(
     for group in groups.values():
         flat = torch.cat([leaf.reshape(-1) for _, leaf in group])
         made_of = ", ".join(f"{name}{list(leaf.shape)}" for name, leaf in group)
+        if len(groups) > 1:  # so that ranks whose structures differ in another group part here already
+            made_of += f" (one of {len(groups)} dtypes: {', '.join(str(dtype) for dtype, _ in groups)})"
         whole = _named(", ".join(name for name, _ in group), run, Packed(flat, made_of))
         for (name, _), part in zip(group, cut(whole, group), strict=True):
             done[name] = part
     return [done[name] for name, _ in found]
+
+
+def _leaves(x: object, verb: str, here: Axis) -> list[tuple[str, Tensor]]:
+    """The tensors of a structure by name; the other ranks hear of one that cannot be taken."""
+    try:
+        return leaves(x, verb, str(here))
+    except ArgumentError as error:
+        withdraw(verb, here, None, error)
+        raise
 
 
 def _cut(whole: Tensor, group: list[tuple[str, Tensor]]) -> Iterator[Tensor]:

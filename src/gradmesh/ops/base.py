@@ -24,6 +24,7 @@ from gradmesh import profiling
 from gradmesh._torch import is_fake, profiler_on
 from gradmesh.axis import Axis
 from gradmesh.checking import FULL, check_level
+from gradmesh.dtypes import BITS, NEVER_COPIED
 from gradmesh.errors import DTypeError, GradmeshError, ShapeError, message
 from gradmesh.memo import Memo
 from gradmesh.types import I, R, Type
@@ -33,9 +34,17 @@ from gradmesh.wire.values import ValueClaim
 
 T = TypeVar("T")
 
-__all__ = ["LinearOp", "Op", "Precision", "SameShape", "refuse_unless_added", "shifted"]
+__all__ = [
+    "LinearOp",
+    "Op",
+    "Precision",
+    "SameShape",
+    "refuse_unless_added",
+    "shifted",
+]
 
-_NEVER_ADDED = frozenset({torch.uint16, torch.uint32, torch.uint64, torch.complex32})
+
+_NEVER_ADDED = frozenset({torch.uint16, torch.uint32, torch.uint64, torch.complex32, *NEVER_COPIED, *BITS})
 """Dtypes that torch stores and moves, but has no arithmetic for; nor has it for floating-point numbers of one byte."""
 
 
@@ -212,7 +221,7 @@ class Op(abc.ABC):
         memo, key = self.memo, (x.shape, x.dtype)
         said: Said | None = memo.get(key)
         if said is None:
-            said = memo[key] = Said.of(self.verb, str(self.axis), self.words(x))
+            said = memo[key] = Said.of(self.verb, str(self.axis), self.words(x), self.own_words())
         if recorded is not None:
             recorded.text = said.text
         return said
@@ -227,6 +236,11 @@ class Op(abc.ABC):
         sizes = ["*" if dim in self.loose() else str(size) for dim, size in enumerate(x.shape)]
         said = f"{self.called} of {str(x.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
         return said if self.made_of is None else f"{said}, made of {self.made_of}"
+
+    def own_words(self) -> str:
+        """What this rank's call says otherwise than the others' may."""
+        named = [f"{name}={getattr(self, name)}" for name in self.per_rank]
+        return f" with {', '.join(named)}" if named else ""
 
     @property
     def called(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gradmesh._torch import is_fake
 from gradmesh.axis import Axis
-from gradmesh.errors import ArgumentError, message
+from gradmesh.dtypes import BITS
+from gradmesh.errors import DTypeError
 from gradmesh.ops.base import LinearOp, shifted
 from gradmesh.ops.row import Example, Row
 from gradmesh.ops.sizes import Sizes
@@ -24,11 +25,18 @@ __all__ = ["ROWS", "CountsByRank", "NeighborAllToAll", "NeighborReturn", "Picked
 
 T = TypeVar("T")
 
+Fail = Callable[..., NoReturn]
+"""Raises an error of the verb: the problem, and as keyword arguments expected, got and remedy."""
+
 RowsByRank = Mapping[int, Tensor]
 """For each rank that gets rows, which."""
 
 CountsByRank = Mapping[int, int]
 """For each rank that sends rows, how many."""
+
+
+_NEVER_PICKED = frozenset({torch.uint16, torch.uint32, torch.uint64, *BITS})
+"""Dtypes that torch moves as a whole alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +60,10 @@ class Picked:
 
     def __hash__(self) -> int:
         return hash(self._key())
+
+    def __str__(self) -> str:
+        """How many go to each rank and come from each."""
+        return f"{self.sent} to each rank, {self.received} from each"
 
     def _key(self) -> tuple[int, Sizes, Sizes, int]:
         return id(self.index), self.sent, self.received, self.total
@@ -80,6 +92,18 @@ class _Neighbor(LinearOp):
     def loose(self) -> tuple[int, ...]:
         """The number of rows, which is each rank's own affair."""
         return (self.dim,)
+
+    def accepts(self, dtype: torch.dtype) -> None:
+        """Refuse a dtype that torch does not pick rows of."""
+        super().accepts(dtype)
+        if dtype in _NEVER_PICKED:
+            self.fail(
+                "torch does not pick rows of this dtype",
+                expected="a dtype that torch.index_select takes",
+                got=str(dtype),
+                remedy="hand in a view of another dtype of the same size, x.view(torch.int32)",
+                kind=DTypeError,
+            )
 
     def check(self, expected: int, shape: Sequence[int]) -> None:
         """Refuse an operand with another number of rows."""
@@ -151,48 +175,58 @@ class NeighborReturn(_Neighbor):
 
 
 def neighbors(
-    x: Tensor, axis: Axis, dim: int, rows: RowsByRank, amounts: CountsByRank, **precision: Any
+    x: Tensor,
+    axis: Axis,
+    dim: int,
+    rows: RowsByRank,
+    amounts: CountsByRank,
+    fail: Fail,
+    **precision: Any,
 ) -> NeighborAllToAll:
     """The op for rows of `x` that are told by rank, as the verb takes them.
 
-    Raises:
-        ArgumentError: a rank that is not on the axis, an index that is none, a count that is none.
+    Args:
+        x: the rows.
+        axis: the ranks.
+        dim: the dimension along which the rows lie.
+        rows: which of them go to each rank.
+        amounts: how many come from each.
+        fail: raises the error for a rank that is not on the axis, an index that is none, a count that is none.
+        precision: what travels.
     """
     if not isinstance(rows, Mapping) or not isinstance(amounts, Mapping):
-        _refuse(
-            axis,
+        fail(
             "the neighbours are not told by rank",
             expected="send_rows={rank: index} and receive_counts={rank: number}",
             got=f"send_rows={type(rows).__name__}, receive_counts={type(amounts).__name__}",
             remedy="pass dicts that name the ranks with something to send or to receive",
         )
-    rows, amounts = _by_rank(axis, "send_rows", rows), _by_rank(axis, "receive_counts", amounts)
+    rows = _by_rank(axis.size, "send_rows", rows, fail)
+    amounts = _by_rank(axis.size, "receive_counts", amounts, fail)
     wrong = {rank: n for rank, n in amounts.items() if isinstance(n, bool) or not isinstance(n, int) or n < 0}
     if wrong:
-        _refuse(
-            axis,
+        fail(
             "receive_counts holds something else than numbers of rows",
             expected="ints of 0 or more",
             got=f"receive_counts={wrong!r}",
             remedy="give the number of rows that each rank sends to this one",
         )
     nothing = torch.empty(0, dtype=torch.int64, device=x.device)
-    every = [_index(axis, rank, rows[rank], x, dim) if rank in rows else nothing for rank in range(axis.size)]
+    every = [_index(rank, rows[rank], x, dim, fail) if rank in rows else nothing for rank in range(axis.size)]
     sent = Sizes(tuple(index.shape[0] for index in every))
     received = Sizes(tuple(amounts.get(rank, 0) for rank in range(axis.size)))
     return NeighborAllToAll(axis, dim, Picked(torch.cat(every), sent, received, x.shape[dim]), **precision)
 
 
-def _by_rank(axis: Axis, name: str, told: Mapping[Any, T]) -> dict[int, T]:
+def _by_rank(size: int, name: str, told: Mapping[Any, T], fail: Fail) -> dict[int, T]:
     """The same with plain ints as keys, whatever the ranks are told as: a tensor of one, a NumPy integer."""
     found: dict[int, T] = {}
     for key, value in told.items():
         rank = operator.index(key) if hasattr(key, "__index__") and not isinstance(key, bool) else -1
-        if rank not in range(axis.size) or rank in found:
-            _refuse(
-                axis,
+        if rank not in range(size) or rank in found:
+            fail(
                 f"{name} names something else than ranks of the axis, each once",
-                expected=f"ints with 0 <= rank < {axis.size}",
+                expected=f"ints with 0 <= rank < {size}",
                 got=", ".join(map(repr, told)),
                 remedy="count ranks along the axis, not in the world",
             )
@@ -200,20 +234,18 @@ def _by_rank(axis: Axis, name: str, told: Mapping[Any, T]) -> dict[int, T]:
     return found
 
 
-def _index(axis: Axis, rank: int, index: object, x: Tensor, dim: int) -> Tensor:
+def _index(rank: int, index: object, x: Tensor, dim: int, fail: Fail) -> Tensor:
     """An index into a dim of `x`; its values are looked at where that costs no wait for a device."""
     if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
         got = f"{index.dtype}{list(index.shape)}" if isinstance(index, Tensor) else repr(index)
-        _refuse(
-            axis,
+        fail(
             "send_rows holds something else than an index",
             expected="1-d tensors of int64 or int32",
             got=f"send_rows[{rank}]={got}",
             remedy="use torch.tensor(rows) or mask.nonzero().squeeze(1)",
         )
     if index.device != x.device:
-        _refuse(
-            axis,
+        fail(
             "the index and the rows are on different devices",
             expected=f"an index on {x.device}",
             got=f"send_rows[{rank}] on {index.device}",
@@ -222,19 +254,13 @@ def _index(axis: Axis, rank: int, index: object, x: Tensor, dim: int) -> Tensor:
     if index.is_cpu and index.numel() and not compiling() and not is_fake(index):
         first, last = int(index.min()), int(index.max())
         if first < 0 or last >= x.shape[dim]:
-            _refuse(
-                axis,
+            fail(
                 "send_rows picks rows that are not there",
                 expected=f"0 <= row < {x.shape[dim]}",
                 got=f"send_rows[{rank}] from {first} to {last}",
                 remedy="count rows of this rank's own tensor",
             )
     return index.long()
-
-
-def _refuse(axis: Axis, problem: str, *, expected: str, got: str, remedy: str) -> NoReturn:
-    verb, shown = NeighborAllToAll.verb, str(axis)
-    raise ArgumentError(message(problem, op=verb, axis=shown, expected=expected, got=got, remedy=remedy))
 
 
 def _picked(axis: Axis, total: int) -> Picked:

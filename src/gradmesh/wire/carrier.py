@@ -98,6 +98,17 @@ class Carrier(abc.ABC):
         """
         self._no_messages("recv")
 
+    def withdraw_message(self, peer: int, said: str) -> None:  # noqa: B027 - most transports have none
+        """Say to a rank that the message which it may wait for does not come.
+
+        Args:
+            peer: the rank, which then has `said` for what the other end said from `fetch`.
+            said: why, in words.
+        """
+
+    def pass_over(self, peer: int) -> None:  # noqa: B027
+        """Leave out the next message of a rank, when it comes, as this rank cannot receive it."""
+
     def _no_messages(self, verb: str) -> NoReturn:
         raise ArgumentError(
             message(

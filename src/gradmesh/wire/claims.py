@@ -32,6 +32,7 @@ __all__ = [
     "Said",
     "calls_of",
     "claim",
+    "refused",
 ]
 
 JOINS = 1
@@ -60,16 +61,17 @@ class Said:
     digest: int
 
     @classmethod
-    def of(cls, verb: str, axis: str, text: str) -> Said:
+    def of(cls, verb: str, axis: str, text: str, own: str = "") -> Said:
         """Made of the words.
 
         Args:
             verb: the verb that is called, for the error.
             axis: the axis, for the error.
             text: what every rank has to say alike.
+            own: what each may say differently, for the error alone.
         """
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-        return cls(verb, axis, text, int.from_bytes(digest, "little", signed=True))
+        return cls(verb, axis, text + own, int.from_bytes(digest, "little", signed=True))
 
 
 @dataclass(slots=True, eq=False)
@@ -256,3 +258,8 @@ def claim(verb: str, axis: str, text: str) -> CallClaim:
         text: what every rank has to say alike.
     """
     return CallClaim(Said.of(verb, axis, text), None)
+
+
+def refused(error: Exception) -> str:
+    """What a rank says that refuses its call: the error, and where."""
+    return f"{type(error).__name__} {show_site(call_site())}: {error}"

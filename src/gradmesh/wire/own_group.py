@@ -15,7 +15,7 @@ from torch import Tensor
 from gradmesh.axis import Axis
 from gradmesh.backends.process_group import OwnGroup
 from gradmesh.wire.carrier import Carrier
-from gradmesh.wire.claims import CallClaim
+from gradmesh.wire.claims import CallClaim, refused
 from gradmesh.wire.packing import dense, flattened
 from gradmesh.wire.torch_group import TorchGroup
 
@@ -96,6 +96,7 @@ class OwnGroupCarrier(Carrier):
         """Make the others' call an error."""
         claim = self.take_claim()
         if claim is not None:
-            self.group.withdraw(claim, f"{type(error).__name__}: {error}")
+            self.group.withdraw(claim, refused(error))
 
     post, fetch = TorchGroup.post, TorchGroup.fetch
+    withdraw_message, pass_over = TorchGroup.withdraw_message, TorchGroup.pass_over

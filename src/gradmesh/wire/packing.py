@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["CARRIED", "assemble", "counts", "dense", "flat_memory", "flattened", "pack"]
+__all__ = ["CARRIED", "assemble", "counts", "dense", "flat_memory", "flattened", "pack", "with_memory"]
 
 CARRIED = frozenset(
     {
@@ -42,6 +42,11 @@ def flat_memory(x: Tensor) -> Tensor:
     """The memory of a dense tensor as a flat buffer of a dtype that travels."""
     one = flattened(x)
     return one if one.dtype in CARRIED else one.view(torch.uint8)
+
+
+def with_memory(flat: Tensor) -> Tensor:
+    """The same; zeros with memory for zeros that have none, as autograd makes them in forward over reverse."""
+    return flat if flat.data_ptr() or not flat.numel() else flat.clone()
 
 
 def counts(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> list[int]:

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from gradmesh.backends.claim import FLAGS
 from gradmesh.wire import messages
+from gradmesh.wire.amounts import agreed, balance, signed
 from gradmesh.wire.carrier import Carrier
-from gradmesh.wire.packing import CARRIED, flat_memory
+from gradmesh.wire.claims import refused
+from gradmesh.wire.packing import CARRIED, flat_memory, with_memory
 
 __all__ = ["TorchGroup", "exchange_memory"]
 
@@ -34,7 +36,7 @@ def exchange_memory(
     width = 1 if flat.dtype in CARRIED else flat.dtype.itemsize
     dist.all_to_all_single(
         flat_memory(out),
-        flat_memory(flat),
+        flat_memory(with_memory(flat)),
         [n * width for n in receive],
         [n * width for n in send],
         group=group,
@@ -54,10 +56,10 @@ class TorchGroup(Carrier):
         even: bool = False,
     ) -> Tensor:
         """`all_to_all_single`."""
-        self._agree()
+        self._agree(send, receive)
         out = self.room(flat, [sum(receive)] if shape is None else shape)
         if even:
-            dist.all_to_all_single(flat_memory(out), flat_memory(flat), group=self.axis.group)
+            dist.all_to_all_single(flat_memory(out), flat_memory(with_memory(flat)), group=self.axis.group)
         else:
             exchange_memory(out, flat, send, receive, self.axis.group)
         return out
@@ -70,7 +72,7 @@ class TorchGroup(Carrier):
             return super().gather(flat, counts, shape)
         self._agree()
         out = self.room(flat, [sum(counts)] if shape is None else shape)
-        _all_gather(flat_memory(out), flat_memory(flat), group=self.axis.group)
+        _all_gather(flat_memory(out), flat_memory(with_memory(flat)), group=self.axis.group)
         return out
 
     def sum_and_scatter(
@@ -81,7 +83,7 @@ class TorchGroup(Carrier):
             return super().sum_and_scatter(flat, counts, shape, even=even)
         self._agree()
         out = self.room(flat, shape)
-        _reduce_scatter(flat_memory(out), flat, group=self.axis.group)
+        _reduce_scatter(flat_memory(out), with_memory(flat), group=self.axis.group)
         return out
 
     def sum(self, x: Tensor) -> Tensor:
@@ -118,32 +120,42 @@ class TorchGroup(Carrier):
         """`recv`."""
         return messages.receive(out, self.axis, peer, greeting)
 
+    def withdraw_message(self, peer: int, said: str) -> None:
+        """A header alone."""
+        messages.withdraw(self.axis, peer, said)
+
+    def pass_over(self, peer: int) -> None:
+        """The next `recv` of that rank begins with it."""
+        messages.pass_over(self.axis, peer)
+
     # -- comparing
 
     def compare(self) -> None:
         """The exchange of the claims alone."""
         self._agree()
 
-    def _agree(self) -> None:
-        """Compare the ranks' claims, before the first motion of the call."""
+    def _agree(self, send: Sequence[int] = (), receive: Sequence[int] = ()) -> None:
+        """Compare the ranks' claims, and what they give with what they take, before the first motion of the call."""
         claim = self.take_claim()
         if claim is None:
             return
-        heads = self._heads(claim.digest & ~FLAGS | claim.flags)
-        if len(set(heads)) == 1:
-            return
-        if len({head & ~FLAGS for head in heads}) > 1:
+        bits = claim.digest & ~FLAGS
+        told = signed(bits + balance(self.axis.rank, send, receive)) | claim.flags
+        heads = self._heads(told)
+        if not agreed(heads, bits):
             raise claim.refusal(self._words(claim.said()))
-        claim.heard = [head & FLAGS for head in heads]
+        if len({head & FLAGS for head in heads}) > 1:
+            claim.heard = [head & FLAGS for head in heads]
 
     def withdraw(self, error: Exception) -> None:
         """Take part in the comparison with a claim that fits no other."""
         claim = self.take_claim()
         if claim is None:
             return
+        own = ~claim.digest & ~FLAGS
         with contextlib.suppress(RuntimeError):  # the caller has an error of its own
-            if len(set(self._heads(~claim.digest & ~FLAGS))) > 1:
-                self._words(f"{type(error).__name__}: {error}")
+            if not agreed(self._heads(own), own):
+                self._words(refused(error))
 
     def _heads(self, own: int) -> list[int]:
         numbers = torch.empty(self.axis.size, dtype=torch.int64, device="cpu")

@@ -14,6 +14,7 @@ from gradmesh._torch import is_fake
 from gradmesh.backends.reductions import REDUCTIONS
 from gradmesh.backends.shm.p2p import DTYPES
 from gradmesh.backends.shm.phases import Steps
+from gradmesh.dtypes import NEVER_COPIED
 from gradmesh.errors import ArgumentError, DTypeError, ShapeError, message
 
 __all__ = ["DTYPE_NUMBER", "Results", "elements", "facts", "in_mode_of", "operand", "reducible"]
@@ -98,6 +99,16 @@ def _on_cpu(tensor: Tensor, shown: Callable[[], str]) -> None:
                 expected="a dense CPU tensor with values",
                 got=f"a {type(tensor).__name__} on {tensor.device}, {tensor.layout}, {tensor.dtype}",
                 remedy="for CUDA tensors make a second group: torch.distributed.new_group(backend='nccl')",
+            )
+        )
+    if tensor.dtype in NEVER_COPIED:
+        raise DTypeError(
+            message(
+                "torch has a name for this dtype, and nothing that copies it",
+                axis=shown(),
+                expected="a dtype that torch copies",
+                got=str(tensor.dtype),
+                remedy="send its bytes: x.view(torch.uint8)",
             )
         )
 

@@ -52,7 +52,7 @@ class Meeting(Waitable):
         self.number = number
         self.parts: dict[int, Part] = {}
         self.words: list[str] | None = None
-        """What every rank claimed, in words, if all claimed something and not the same."""
+        """What every rank claimed, in words, if all claimed something and it does not fit together."""
 
     def needs(self) -> Iterable[int]:
         """The ranks that have not come."""
@@ -79,6 +79,7 @@ class Meeting(Waitable):
                 raise Misfit("the ranks of a group made different calls")
             _torch.in_plain_mode(lambda: kernel(parts))
         except Misfit as misfit:
+            self._say(parts)
             error = self._mismatch(str(misfit))
         except Exception as other:
             # A kernel of torch refused, such as a bitwise op on floats: every rank has to hear of it.
@@ -94,12 +95,15 @@ class Meeting(Waitable):
                 for claim in claims:
                     claim.heard = flags  # type: ignore[union-attr]  # there are flags, so there are claims
             return
-        if None not in claims:
+        raise Misfit("the ranks of a group made different calls")
+
+    def _say(self, parts: Sequence[Part]) -> None:
+        """Keep what every rank claims, in words, if all of them claim something."""
+        if all(part.claim is not None for part in parts):
             self.words = []
-            for part in self._in_order():
+            for part in parts:
                 with seen_from(part.site):
                     self.words.append(part.claim.said() if part.claim else str(part))
-        raise Misfit("the ranks of a group made different calls")
 
     def _mismatch(self, problem: str) -> MismatchError:
         got = [f"rank {self.group.ranks[place]}  {part}" for place, part in sorted(self.parts.items())]

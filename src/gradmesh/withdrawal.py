@@ -1,0 +1,54 @@
+"""A rank that refuses its call of a verb, and how the other ranks hear of it before they wait for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradmesh._torch import is_fake
+from gradmesh.axis import Axis
+from gradmesh.checking import check_level
+from gradmesh.structure import Packed
+from gradmesh.wire import carrier, compiling, kept_by
+from gradmesh.wire.claims import claim
+
+__all__ = ["withdraw"]
+
+_SILENT = frozenset({"convert", "recv", "replicate", "send", "shard"})
+"""The verbs of which the other ranks of the axis do not hear."""
+
+
+def withdraw(verb: str, axis: Axis, x: object, error: Exception, peer: int | None = None) -> None:
+    """Tell the other ranks that this one refuses its call of a verb, so that they raise instead of waiting for it.
+
+    Where the ranks compare their calls this is this rank's part of the comparison, and it waits for theirs. A message
+    concerns its other end alone: the receiver is told, and who refuses to receive leaves the message out.
+
+    Args:
+        verb: the verb's name.
+        axis: the ranks.
+        x: what was given for the operand.
+        error: why the call is refused.
+        peer: the other end of a message, if it was given as a number.
+    """
+    if compiling() or axis.size == 1 or not _on_cpu(x, axis):
+        return
+    if peer is not None:
+        if peer not in range(axis.size) or peer == axis.rank:
+            return
+        if verb == "send":
+            carrier(axis).withdraw_message(
+                peer, f"none, since rank {axis.rank} refuses to send: {str(error).splitlines()[0]}"
+            )
+        else:
+            carrier(axis).pass_over(peer)
+    elif check_level() and verb not in _SILENT:
+        carrier(axis, claim(verb, str(axis), f"{verb}, refused")).withdraw(error)
+
+
+def _on_cpu(x: object, axis: Axis) -> bool:
+    """Whether the ranks compare a call with this operand; one that is no tensor may be meant to be anywhere."""
+    given = x.flat if isinstance(x, Packed) else x
+    if isinstance(given, Tensor):
+        return given.is_cpu and not is_fake(given)
+    return kept_by(axis.group) is not None or not torch.accelerator.is_available()

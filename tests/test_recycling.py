@@ -1,0 +1,53 @@
+"""Blocks of memory that come back to the pool at any moment, as the garbage collector may free a result anywhere."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from gradmesh.wire import memory
+
+MOMENTS = 40
+"""More than there are places in a call at which the collector may begin."""
+
+
+class Node:
+    """Part of a reference cycle, as an exception with its traceback is."""
+
+    def __init__(self, result: torch.Tensor) -> None:
+        self.result = result
+        self.me = self
+
+
+@pytest.fixture
+def collector() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.disable()
+    yield
+    gc.set_threshold(*before)
+    gc.enable()
+    memory.release()
+
+
+@pytest.mark.usefixtures("collector")
+def test_a_result_that_the_collector_frees_may_come_back_at_any_moment_of_a_call() -> None:
+    shape, cpu = (memory.SMALLEST,), torch.device("cpu")
+    live = [memory.empty(shape, torch.uint8, cpu) for _ in range(60)]
+    del live
+    came_back = 0
+    for moment in range(1, MOMENTS):
+        gc.collect()
+        node = Node(memory.empty(shape, torch.uint8, cpu))
+        del node
+        idle = memory.idle_bytes()
+        gc.set_threshold(gc.get_count()[0] + moment, 1000, 1000)
+        gc.enable()
+        taken = memory.empty(shape, torch.uint8, cpu)
+        gc.disable()
+        came_back += memory.idle_bytes() >= idle  # one was taken, and one was freed meanwhile
+        taken.fill_(moment)
+        assert taken[0] == taken[-1] == moment
+    assert came_back
