@@ -9,7 +9,14 @@ import torch
 from gradmesh.call_sites import Site, show_site, show_tensors
 from gradmesh.errors import MismatchError, message
 
-__all__ = ["refusal", "show_call", "unfit_message"]
+__all__ = ["RETURNED_REMEDY", "SAME_CALLS", "refusal", "show_call", "unfit_message"]
+
+SAME_CALLS = "every rank of a group makes the same calls, in one order"
+RETURNED_REMEDY = (
+    "find the call that it did not make; if that is a backward one, because its loss does not use what the others' "
+    "do, put the calls into `with gradmesh.ordered():`, which runs them backward on every rank"
+)
+"""What to do about a rank that is over while others wait for it."""
 
 
 def show_call(call: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], site: Site) -> str:

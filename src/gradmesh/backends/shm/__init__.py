@@ -35,10 +35,11 @@ import torch.distributed as dist
 
 from gradmesh.backends.shm import futex
 from gradmesh.backends.shm.group import ShmGroup
+from gradmesh.backends.shm.runs import run
 from gradmesh.backends.shm.segment import Segment
 from gradmesh.errors import ArgumentError, message
 
-__all__ = ["available", "default", "register"]
+__all__ = ["available", "default", "register", "run"]
 
 _register_lock = threading.Lock()
 
