@@ -8,14 +8,18 @@ which is gone with the last of them; elsewhere it lies in a folder that only thi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import tempfile
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
-__all__ = ["PrivateStore", "join"]
+from gradmesh import _torch
+
+__all__ = ["PrivateStore", "join", "join_only"]
 
 
 class PrivateStore:
@@ -30,7 +34,7 @@ class PrivateStore:
         self.descriptors: tuple[int, ...] = ()
         self._folder: str | None = None
         if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
-            fd = os.memfd_create("gradmesh store", os.MFD_CLOEXEC)
+            fd = os.memfd_create("store of ranks", os.MFD_CLOEXEC)
             os.fchmod(fd, 0o600)
             self.descriptors = (fd,)
             self.path = f"/proc/self/fd/{fd}"
@@ -51,3 +55,9 @@ class PrivateStore:
 def join(path: str, size: int) -> Any:
     """A rank's end of it."""
     return dist.FileStore(path, size)  # type: ignore[attr-defined]
+
+
+def join_only(path: str, size: int) -> None:
+    """Have this process join every world of its environment through the store, each with keys of its own."""
+    store, worlds = join(path, size), itertools.count()
+    _torch.join_through(lambda: PrefixStore(f"world {next(worlds)}", store))

@@ -26,7 +26,7 @@ from gradmesh.backends import shm
 from gradmesh.launch.by_value import Origin
 from gradmesh.launch.outcomes import Failure, group_timeout
 from gradmesh.launch.pickling import dumps_result
-from gradmesh.launch.private_store import join
+from gradmesh.launch.private_store import join, join_only
 from gradmesh.launch.stuck import MainThread
 
 __all__ = ["main"]
@@ -84,6 +84,7 @@ def main(fd: int, backend: str, timeout: float | None, store: str) -> None:
         if "nccl" in backend:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         size = int(os.environ["WORLD_SIZE"])
+        join_only(store, size)
         dist.init_process_group(
             backend, store=join(store, size), rank=rank, world_size=size, timeout=group_timeout(timeout)
         )

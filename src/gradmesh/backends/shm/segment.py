@@ -18,6 +18,9 @@ OPEN, LEFT, BROKE, FAILED = 0, 1, 2, 3
 """What a rank says of itself: it takes part, it has left the group, it gave up and the group with it, or its function
 raised an error."""
 
+_LOOK = 0.05
+"""Seconds between two looks into the store for ranks that failed."""
+
 
 class Segment(Buffers):
     """The shared memory of a group, as one of its ranks sees it.
@@ -41,26 +44,28 @@ class Segment(Buffers):
             chunk = chunk_bytes()
             super().__init__(bootstrap.own_memory(chunk), 0, 1, chunk)
             return
-        with bootstrap.meeting(store, self.peers, timeout) as (memory, chunk):
-            super().__init__(memory, rank, size, chunk)
+        with bootstrap.meeting(store, self.peers, timeout) as met:
+            super().__init__(met.memory, rank, size, met.chunk)
             if rank == 0:
                 try:
-                    self._wait_until_mapped(timeout)
+                    self._wait_until_mapped(met, timeout)
                 except BaseException:
                     self.say(BROKE)  # to those that have
                     raise
 
-    def _wait_until_mapped(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while not all(self.mapped):
-            late = [rank for rank, mapped in enumerate(self.mapped) if not mapped]
-            if self.peers.dead(late) or time.monotonic() > deadline:
-                self.blames = late[0]
+    def _wait_until_mapped(self, met: bootstrap.Met, timeout: float) -> None:
+        start = looked = time.monotonic()
+        while late := [rank for rank, mapped in enumerate(self.mapped.tolist()) if not mapped]:
+            now = time.monotonic()
+            self.blames = late[0]
+            if self.peers.dead(late) or now - start > timeout:
                 raise self.peers.gone(late[0], "it has not mapped the group's memory")
-            for rank in late:
-                if self.states[rank]:
-                    self.blames = rank
-                    raise self.peers.gone(rank, "it could not map the group's memory")
+            if now - looked > _LOOK:
+                looked = now
+                for rank in late:
+                    if why := met.failed(rank):
+                        self.blames = rank
+                        raise self.peers.gone(rank, "it could not map the group's memory", why)
             time.sleep(0.0005)
 
     def missing(self, ranks: Sequence[int], call: Callable[[], str]) -> GradmeshError | None:
