@@ -180,8 +180,9 @@ class Outcome:
         Args:
             waiting: the stack, as text, of each of them.
         """
+        s = "s" * (len(waiting) == 1)
         text = message(
-            f"{_ranks(list(self.results))} returned, and {_ranks(list(waiting))} still waits in a collective",
+            f"{_ranks(list(self.results))} returned, and {_ranks(list(waiting))} still wait{s} in a collective",
             expected="the same calls on every rank, before its function is over",
             got="\n".join(
                 f"rank {rank} waits at {_last_line(stack)}" for rank, stack in sorted(waiting.items())

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from gradmesh.backends.shm import futex
 from gradmesh.backends.shm.progress import LOOK, progress, unfinished
 from gradmesh.backends.shm.segment import BROKE, Segment
-from gradmesh.backends.words import SAME_CALLS
+from gradmesh.backends.words import SAME_CALLS, nothing_came
 from gradmesh.errors import DeadlockError, message
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def late(segment: Segment, needs: Sequence[int], seconds: float, call: str) -> D
     names = ", ".join(peers.name(rank) for rank in needs).rstrip(",")
     return DeadlockError(
         message(
-            f"nothing came for {seconds:g} s, the timeout of the group",
+            nothing_came([peers.names[rank] for rank in needs], seconds),
             axis=f"group '{peers.group}', rank {peers.rank} of {peers.size}",
             expected=f"the same call on rank {names}",
             got=call,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from gradmesh.backends.words import RETURNED_REMEDY, SAME_CALLS
+from gradmesh.backends.words import RETURNED_REMEDY, SAME_CALLS, nothing_came
 from gradmesh.errors import AbortedError, DeadlockError, GradmeshError, message
 
 __all__ = ["Waitable", "World"]
@@ -175,9 +175,7 @@ class Waitable:
                     if self.done or world.stopped is not None:
                         break
                     if time.monotonic() >= deadline and self.withdraw():
-                        self._complete(
-                            world.deadlock(f"nothing came for {seconds:g} s, the timeout of the group")
-                        )
+                        self._complete(world.deadlock(nothing_came(self.needs(), seconds)))
                     elif not world.hopeless(self):
                         hopeless_since = -1
                     elif hopeless_since == world.events or (hopeless_since >= 0 and world.lost(self)):
