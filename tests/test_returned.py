@@ -205,10 +205,14 @@ def test_only_a_wait_for_other_ranks_is_taken_for_one() -> None:
 
 def test_the_main_thread_of_a_test_is_not_taken_for_waiting() -> None:
     main = MainThread()
-    seen = []
-    thread = threading.Thread(
-        target=lambda: [seen.append(main.waits()) or time.sleep(0.05) for _ in range(4)]
-    )
+    seen: list[float] = []
+
+    def look() -> None:
+        for _ in range(4):
+            seen.append(main.waits())
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=look)
     thread.start()
     thread.join()
     assert seen == [0.0] * 4
