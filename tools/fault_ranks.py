@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -147,7 +147,7 @@ def take_part(folder: str, fault: str, way: str, victim: int, seconds: float) ->
                 return
         WAYS[way](group, victim)
         if way == "backward pass":
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
     except BaseException as error:
         note(ended="error", kind=type(error).__name__, text=_plain(str(error)))
         raise
@@ -155,7 +155,7 @@ def take_part(folder: str, fault: str, way: str, victim: int, seconds: float) ->
 
 
 @contextlib.contextmanager
-def _out_of_memory() -> contextlib.AbstractContextManager[None]:  # type: ignore[misc]
+def _out_of_memory() -> Iterator[None]:
     """Let nothing large be mapped by this process any more."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

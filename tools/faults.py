@@ -125,7 +125,8 @@ def trial(backend: str, fault: str, way: str, started: str = "launch") -> Trial:
         if said["ended"] == "error":
             survivors[rank] = f"{said['kind']}: {_first(said['text'])}"
         else:
-            survivors[rank] = "ended by the launcher" if said["ended"] == "not yet" else said["ended"]
+            by = "the end of the launcher" if fault == "launcher killed" else "the launcher"
+            survivors[rank] = f"ended by {by}" if said["ended"] == "not yet" else said["ended"]
         ends.append(over if said["ended"] == "not yet" else said["when"])
     return Trial(
         started,
