@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import time
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import gradmesh as gm
 from tools.faults import SECONDS, Trial, page, table, trial
 
 ON_THREADS = [
@@ -38,6 +43,28 @@ def test_processes_end_with_the_name_of_the_rank_and_leave_nothing(
     ended = trial(backend, fault, way)
     assert ended.short() == []
     assert len(ended.survivors) == 2
+
+
+def too_late(rank_that_is: int) -> tuple[str, int | None, str]:
+    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    if dist.get_rank() == rank_that_is:
+        time.sleep(2.5)
+        return "", None, ""
+    try:
+        gm.all_gather(torch.ones(3), group)
+    except gm.RankError as error:
+        return type(error).__name__, error.rank, str(error)
+    return "returned", None, ""
+
+
+@pytest.mark.processes
+def test_a_verb_on_gloo_names_the_rank_that_did_not_come_where_gloo_does_not() -> None:
+    with gm.Ranks(3, backend="gloo", timeout=60) as ranks:
+        for rank, (kind, lost, text) in enumerate(ranks.run(too_late, 1)):
+            if rank != 1:
+                assert (kind, lost) == ("AbortedError", 1)
+                assert "rank 1 did not answer" in text.splitlines()[0]
+                assert "ordered()" in text
 
 
 # ---- the judge itself

@@ -174,6 +174,9 @@ def _plain(text: str) -> str:
 def main() -> None:
     """Be a rank that torchrun started."""
     folder, backend, fault, way, victim, seconds = sys.argv[1:]
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # torchrun ends the others; here they show what they raise themselves
     torch.set_num_threads(1)
     gm.init(backend)
     take_part(folder, fault, way, int(victim), float(seconds))

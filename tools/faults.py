@@ -109,7 +109,7 @@ def trial(backend: str, fault: str, way: str, started: str = "launch") -> Trial:
     before = _held()
     with tempfile.TemporaryDirectory() as folder:
         if started == "torchrun":
-            caller, text = "", _under_torchrun(folder, backend, fault, way)
+            text = caller = _under_torchrun(folder, backend, fault, way)
         elif fault == "launcher killed":
             caller, text = "", _killing_the_launcher(folder, backend, fault, way)
         else:
@@ -171,9 +171,12 @@ def _under_torchrun(folder: str, backend: str, fault: str, way: str) -> str:
     command += ["--master-addr=127.0.0.1", f"--master-port={port}", "-m", "tools.fault_ranks"]
     command += [folder, backend, fault, way, str(VICTIM), str(SECONDS)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as agent:
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=errors
+        ) as agent,
+    ):
         if fault == "launcher killed":
             _wait(lambda: "fault" in _note(folder, VICTIM), 60)
             agent.kill()
@@ -184,7 +187,10 @@ def _under_torchrun(folder: str, backend: str, fault: str, way: str) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             agent.wait(60)
         agent.terminate()
-    return ""
+        agent.wait()
+        errors.seek(0)
+        cause = re.search(r"Root Cause.*?rank +: (\d+).*?exitcode +: (-?\d+)", errors.read(), re.DOTALL)
+        return f"the root cause is rank {cause[1]}, exit code {cause[2]}" if cause else ""
 
 
 def _note(folder: str, rank: int) -> dict[str, object]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradmesh.wire import messages
 from gradmesh.wire.carrier import Carrier
+from gradmesh.wire.lost import lost_ranks_named
 from gradmesh.wire.packing import CARRIED, flat_memory
 
 __all__ = ["TorchGroup", "exchange_memory"]
@@ -138,7 +139,8 @@ class TorchGroup(Carrier):
 
     def _digests(self, own: int) -> list[int]:
         numbers = torch.empty(self.axis.size, dtype=torch.int64, device="cpu")
-        _all_gather(numbers, torch.tensor([own], device="cpu"), group=self.axis.group)
+        with lost_ranks_named(self.axis):
+            _all_gather(numbers, torch.tensor([own], device="cpu"), group=self.axis.group)
         found: list[int] = numbers.tolist()
         return found
 
