@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import pickle
 import sys
 import threading
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 import gradmesh as gm
 from gradmesh.backends.shm.runs import Run
-from gradmesh.launch.outcomes import Outcome
+from gradmesh.launch.outcomes import Failure, Outcome
 from gradmesh.launch.stuck import MainThread, Probe, waits_in
 
 BACKENDS = [
@@ -250,3 +251,71 @@ def test_the_error_says_who_returned_and_who_waits_where() -> None:
     ) as caught:
         outcome.values()
     assert 'rank 2 waits at "/home/a/train.py", line 7, in step' in str(caught.value)
+
+
+# ---- how long ranks wait at most
+
+
+def timeouts_here() -> list[float]:
+    groups = [dist.group.WORLD, dist.new_group(), dist.new_group(timeout=datetime.timedelta(seconds=7))]
+    return [getattr(group, "timeout", 0.0) for group in groups]
+
+
+@pytest.mark.parametrize(("given", "world"), [(None, 300.0), (5.0, 300.0), (900.0, 900.0)])
+def test_a_group_waits_as_long_as_a_person_would_or_as_long_as_was_said(
+    given: float | None, world: float
+) -> None:
+    assert gm.launch(timeouts_here, 2, backend="threads", timeout=given) == [[world, world, 7.0]] * 2
+
+
+@pytest.mark.processes
+def test_groups_of_processes_do_too(pools: Callable[[str], gm.Ranks]) -> None:
+    assert pools("shm").run(timeouts_here) == [[300.0, 300.0, 7.0]] * 2
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("inf"), float("nan"), True, "5", None])
+def test_a_timeout_that_is_no_time_is_refused(timeout: Any) -> None:
+    with pytest.raises(gm.ArgumentError, match="timeout="):
+        gm.init(timeout=timeout)
+
+
+# ---- what the launcher makes of it
+
+
+def skipped_backward_of_ddp() -> None:
+    module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+    loss = module(torch.ones(2, 3)).sum()
+    if dist.get_rank() == 1:
+        loss.backward()
+
+
+@pytest.mark.processes
+def test_under_ddp_which_waits_in_cpp_the_first_line_names_the_rank_too() -> None:
+    with pytest.raises(gm.RankError) as caught:
+        gm.launch(skipped_backward_of_ddp, 2, backend="shm", timeout=60)
+    first = str(caught.value).splitlines()[0]
+    assert "rank 0, process" in first
+    assert "has returned" in first
+    assert "ordered()" in str(caught.value)
+
+
+def test_an_error_that_only_says_that_another_rank_was_lost_is_never_the_first() -> None:
+    told = RuntimeError("Got an error in the callback: AbortedError: gradmesh: rank 1 does not answer")
+    own = ValueError("the fault")
+    failures = [Failure.of(0, told), Failure.of(1, own)]
+    with pytest.raises(gm.RankError, match="rank 1 of 2 failed with ValueError; rank 0 failed too"):
+        Outcome(2, failures=failures).values()
+
+
+def test_a_rank_that_gave_up_waiting_is_shown_beside_the_place_of_the_one_that_did_not_come() -> None:
+    failure = Failure.of(0, RuntimeError("Timed out waiting 3000ms for recv operation to complete"))
+    outcome = Outcome(2, failures=[failure], unfinished={1: "  in a place\n"})
+    with pytest.raises(
+        gm.RankError, match="failed with RuntimeError; rank 1 had not returned: Timed out"
+    ) as caught:
+        outcome.values()
+    assert "Rank 1 was here:\n\n  in a place" in str(caught.value)
+    own = Outcome(2, failures=[Failure.of(0, ValueError("x"))], unfinished={1: "  in a place\n"})
+    with pytest.raises(gm.RankError) as caught:
+        own.values()
+    assert "was here" not in str(caught.value)

@@ -180,10 +180,11 @@ def _under_torchrun(folder: str, backend: str, fault: str, way: str) -> str:
         if fault == "launcher killed":
             _wait(lambda: "fault" in _note(folder, VICTIM), 60)
             agent.kill()
-        elif fault == "stuck":  # nobody but the one who started it ends a rank that is stuck
+        if fault in ("launcher killed", "stuck"):
             _wait(
                 lambda: all(_note(folder, r).get("ended") == "error" for r in range(SIZE) if r != VICTIM), 60
             )
+            os.kill(int(str(_note(folder, VICTIM)["pid"])), signal.SIGKILL)  # nobody else ends it now
         with contextlib.suppress(subprocess.TimeoutExpired):
             agent.wait(60)
         agent.terminate()

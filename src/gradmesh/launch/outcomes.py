@@ -27,10 +27,11 @@ POLL = 0.2
 """Seconds after which a wait looks again whether there is still something to wait for."""
 
 # What torch.distributed says on the ranks that were only talking to the one that failed.
-_TIMED_OUT = re.compile(r"timed ?out|timeout", re.IGNORECASE)
+_WAITED = re.compile(r"timed ?out|timeout|DeadlockError: gradmesh", re.IGNORECASE)
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|closed by (remote )?peer|broken pipe|remote process exited"
-    r"|socket (closed|error)|recvvalue failed|sendbytes failed|wait timeout after",
+    r"|socket (closed|error)|recvvalue failed|sendbytes failed|wait timeout after"
+    r"|AbortedError: gradmesh",  # in the error of a future, which C++ takes for a RuntimeError
     re.IGNORECASE,
 )
 _LIBRARIES = (
@@ -78,7 +79,7 @@ class Failure:
     @property
     def waited(self) -> bool:
         """Whether it says that somebody did not come, so that one wants to know where the others are."""
-        return self.secondary or self.kind == "DeadlockError" or _TIMED_OUT.search(self.text) is not None
+        return self.secondary or self.kind == "DeadlockError" or _WAITED.search(self.text) is not None
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
@@ -144,7 +145,9 @@ class Outcome:
         others = sorted(failure.rank for failure in self.failures if failure is not first)
         also = f"; {_ranks(others)} failed too" if others else ""
         waited = first.waited
-        news = f": {first.text.splitlines()[0].removeprefix('gradmesh: ')}" if waited and first.text else ""
+        if waited and self.missing:
+            also += f"; {_ranks(self.missing)} had not returned"
+        news = f": {first.text.splitlines()[0].rpartition('gradmesh: ')[2]}" if waited and first.text else ""
         text = message(
             f"rank {first.rank} of {self.size} failed with {first.kind}{also}{news}",
             op="launch",
