@@ -6,7 +6,8 @@
 parent (`thread_ranks`), and the process groups are those of `gradmesh.backends.threads`. With any other backend
 a rank is a process (`process_ranks`): a fresh interpreter with the parent's flags, environment and `sys.path`,
 which runs `rank_main` and never imports the parent's main module. The ranks find each other through a file that
-only they can open (`private_store`). A rank joins the default process group once and serves calls until it is told to end.
+only they can open (`private_store`). A rank joins the default process group once and serves calls until it is told to
+end.
 
 **Functions and results.** A thread gets the function and its arguments themselves, and returns its result
 itself. A process gets them by pickle over a pipe: by name where a fresh interpreter can import that name

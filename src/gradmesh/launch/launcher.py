@@ -63,8 +63,8 @@ def launch(
             `timeout` or `prefix` is not one of their values.
         MissingExtraError: the function has to be sent by value and cloudpickle is not installed.
         RankError: a rank failed, died, did not return in time, or returned while others wait for it. Its text has
-            the rank and the rank's traceback; its cause is the rank's exception, where that can be pickled. Where a function that was
-            sent by value missed a global that its code does not name, the text says so.
+            the rank and the rank's traceback; its cause is the rank's exception, where that can be pickled. Where a
+            function that was sent by value missed a global that its code does not name, the text says so.
 
     Example:
         >>> import torch, torch.distributed as dist
