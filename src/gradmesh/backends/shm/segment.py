@@ -71,6 +71,7 @@ class Segment(Buffers):
     def missing(self, ranks: Sequence[int], call: Callable[[], str]) -> GradmeshError | None:
         """The error for waiting for these ranks in vain, if one of them cannot come any more."""
         states = self.states.tolist()
+        states[self.rank] = OPEN
         dead = self.peers.dead(self.peers.others)
         for rank in dead:
             # Who gave up did so because of somebody: that one is the news.
@@ -101,6 +102,7 @@ class Segment(Buffers):
 
     def _blame(self, rank: int, error: GradmeshError) -> GradmeshError:
         self.blames = rank
+        futex.fence()  # whoever asks looks once more whether it has come, as the rank may have said both
         return error
 
     def _returned(self, rank: int) -> bool:
@@ -119,12 +121,14 @@ class Segment(Buffers):
         """Say that this rank has left, failed or given up, and wake whoever waits for it."""
         if self.states[self.rank] == OPEN and not self._foreign:
             self.blamed[self.rank] = 1 + self.blames
+            futex.fence()
             self.states[self.rank] = state
             self._wake()
 
     def say_returned(self) -> None:
         """Say that this rank's function has returned and left nothing under way, and wake whoever waits for it."""
         if not self._foreign:
+            futex.fence()
             self.returned[self.rank] = run.number
             self._wake()
 
