@@ -258,6 +258,12 @@ def trials(backends: Sequence[str] = BACKENDS, started: str = "launch") -> Itera
         yield trial(backend, fault, way, started)
 
 
+def _brief(text: str) -> str:
+    """An error without the place in Gloo's sources, its port, and its advice."""
+    text = re.sub(r"\[/[^\]]*\] ", "", text)
+    return re.sub(r"(closed by peer) .*", r"\1", text)
+
+
 def table(results: Sequence[Trial]) -> str:
     """The trials as a Markdown table."""
     lines = [
@@ -267,9 +273,9 @@ def table(results: Sequence[Trial]) -> str:
     for each in results:
         ends: dict[str, list[str]] = {}
         for rank, end in each.survivors.items():
-            ends.setdefault(end, []).append(str(rank))
+            ends.setdefault(_brief(end), []).append(str(rank))
         shown = "; ".join(f"{', '.join(ranks)}: {end}" for end, ranks in ends.items())
-        caller = each.caller + (" (and its stack)" if each.stack else "")
+        caller = _brief(each.caller) + (" (and its stack)" if each.stack else "")
         cells = (
             each.fault,
             each.way,
@@ -290,6 +296,11 @@ the timeout of the group, which was {seconds:g} s here (it is 300 s unless you s
 then has the Python stack of that rank. "Ended by the launcher" means that the rank was still waiting when
 `gradmesh.launch`, or torchrun, ended it because of the other.
 
+Gloo's own errors name no rank. The verbs of gradmesh find it out: a rank whose call failed leaves word in the store, and
+names those who leave none. Calls of torch.distributed itself (here the asynchronous call and the message) raise what
+Gloo says;
+the caller of `gradmesh.launch` gets the rank all the same.
+
 torch {torch}, {falls}
 
 {parts}
@@ -305,8 +316,12 @@ def page(results: Sequence[Trial]) -> str:
             if some:
                 title = "gradmesh.launch" if started == "launch" else "torchrun"
                 parts.append(f"## {backend}, under {title}\n\n{table(some)}")
-    short = sum(bool(each.short()) for each in results)
-    falls = f"{len(results)} worlds, {short or 'none'} of which fell short."
+    short = [(each, problem) for each in results for problem in each.short()]
+    worlds = len({id(each) for each, _ in short})
+    falls = f"{len(results)} worlds, {worlds or 'none'} of which fell short." + "\n" * bool(short)
+    falls += "".join(
+        f"\n* {e.backend}, {e.started}, {e.fault}, {e.way}: {_brief(problem)}" for e, problem in short
+    )
     return PAGE.format(
         victim=VICTIM,
         size=SIZE,
@@ -317,6 +332,15 @@ def page(results: Sequence[Trial]) -> str:
     )
 
 
+def _kept(file: Path) -> list[Trial]:
+    """The trials that a file has, the last of each kind, in the order of the tables."""
+    rows = map(json.loads, file.read_text().splitlines())
+    read = [Trial(**{**row, "survivors": {int(r): e for r, e in row["survivors"].items()}}) for row in rows]
+    last = {(each.backend, each.fault, each.way, each.started): each for each in read}
+    order = [(*cell, started) for started in ("launch", "torchrun") for cell in _cells(BACKENDS, started)]
+    return [last[cell] for cell in order if cell in last]
+
+
 def main() -> None:
     """Run the trials and print the tables; the exit status is 1 where one falls short."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -324,7 +348,9 @@ def main() -> None:
     parser.add_argument("--fault", action="append", choices=list(FAULTS))
     parser.add_argument("--way", action="append", choices=list(WAYS))
     parser.add_argument("--started", action="append", choices=["launch", "torchrun"])
-    parser.add_argument("--json", metavar="FILE", help="add each trial to this file as a line")
+    parser.add_argument(
+        "--json", metavar="FILE", help="add each trial to this file as a line, and show all of it"
+    )
     parser.add_argument(
         "--write", metavar="FILE", help="write the page; with --json, of all that the file has"
     )
@@ -340,10 +366,7 @@ def main() -> None:
     if options.json:
         with open(options.json, "a") as file:
             file.writelines(json.dumps(dataclasses.asdict(each)) + "\n" for each in results)
-        rows = map(json.loads, Path(options.json).read_text().splitlines())
-        results = [
-            Trial(**{**row, "survivors": {int(r): e for r, e in row["survivors"].items()}}) for row in rows
-        ]
+        results = _kept(Path(options.json))
     text = page(results)
     if options.write:
         Path(options.write).write_text(text)
