@@ -297,8 +297,8 @@ then has the Python stack of that rank. "Ended by the launcher" means that the r
 `gradmesh.launch`, or torchrun, ended it because of the other.
 
 Gloo's own errors name no rank. The verbs of gradmesh find it out: a rank whose call failed leaves word in the store,
-and names those who leave none. Calls of torch.distributed itself (here the asynchronous call and the message) raise what
-Gloo says; the caller of `gradmesh.launch` gets the rank all the same.
+and names those who leave none. Calls of torch.distributed itself (here the asynchronous call and the message) raise
+what Gloo says; the caller of `gradmesh.launch` gets the rank all the same.
 
 torch {torch}, {falls}
 
