@@ -29,7 +29,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradmesh as gm
-from gradmesh.backends.shm import bootstrap, futex, progress
+from gradmesh.backends.shm import bootstrap, futex, progress, shared_file
 from gradmesh.backends.shm.buffers import chunk_bytes, segment_bytes
 from gradmesh.backends.shm.segment import Segment
 from gradmesh.errors import ArgumentError, GradmeshError
@@ -361,7 +361,7 @@ def descriptors() -> list[str]:
 def test_the_memory_is_its_owners_and_never_grows(ranks: Run) -> None:
     def work() -> Any:
         kept: list[int] = []
-        create = bootstrap.create
+        create = shared_file.create
 
         def watched(size: int, token: bytes) -> int:
             fd = create(size, token)

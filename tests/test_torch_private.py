@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 import threading
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradmesh as gm
 from gradmesh import _torch
+from gradmesh._torch import rendezvous as own_rendezvous
 from gradmesh.ops.registry import REGISTRY
 
 
@@ -265,6 +267,22 @@ def test_a_group_has_no_ranks_before_torch_has_entered_it_in_its_list() -> None:
 
     with pytest.raises(KeyError):
         dist.get_process_group_ranks(Group(0, 1))  # type: ignore[call-arg]
+
+
+def test_a_world_is_joined_from_the_environment_through_a_handler_in_a_table(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rendezvous = importlib.import_module(
+        "torch.distributed.rendezvous"
+    )  # its package has a function of that name
+    monkeypatch.setattr(rendezvous, "_rendezvous_handlers", dict(rendezvous._rendezvous_handlers))
+    monkeypatch.setattr(own_rendezvous, "_handlers", rendezvous._rendezvous_handlers)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    _torch.join_through(lambda: store)
+    assert next(iter(rendezvous.rendezvous("env://"))) == (store, 3, 4)
+    assert next(iter(rendezvous.rendezvous("env://", rank=1, world_size=2))) == (store, 1, 2)
 
 
 def test_torch_asks_a_group_for_its_backend_and_devices_by_these_names() -> None:

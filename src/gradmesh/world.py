@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import math
 import os
 from collections.abc import Iterator
@@ -16,10 +17,13 @@ from gradmesh.backends import shm
 from gradmesh.errors import ArgumentError, NotInitializedError, message
 from gradmesh.state import rank_state
 
-__all__ = ["current_mesh", "init", "mesh", "use_mesh", "world_group"]
+__all__ = ["TIMEOUT", "current_mesh", "init", "mesh", "use_mesh", "world_group"]
+
+TIMEOUT = 300.0
+"""Seconds that a rank waits for the others where nobody said how long. Nobody sits through the 1800 of torch."""
 
 
-def init(backend: str | None = None) -> None:
+def init(backend: str | None = None, *, timeout: float = TIMEOUT) -> None:
     """Join the process group that the environment describes; a lone process becomes a world of one rank.
 
     Under `torchrun` (or any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) this is
@@ -31,8 +35,11 @@ def init(backend: str | None = None) -> None:
             LOCAL_WORLD_SIZE, or a MASTER_ADDR of the host itself, says), else `gloo`. Where there is a GPU, by
             default `gloo` for CPU tensors and `nccl` for CUDA tensors, with this process's device set from
             LOCAL_RANK.
+        timeout: seconds that a collective waits for the other ranks. Give more where a rank may work alone for longer
+            while others wait for it.
 
     Raises:
+        ArgumentError: `timeout` is no positive number.
         NotInitializedError: only part of the launcher's environment is there.
 
     Example:
@@ -43,6 +50,16 @@ def init(backend: str | None = None) -> None:
     """
     if dist.is_initialized():
         return
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+        raise ArgumentError(
+            message(
+                "timeout is not usable",
+                op="init",
+                expected="a positive number of seconds",
+                got=f"timeout={timeout!r}",
+                remedy="say how long a rank may wait for the others",
+            )
+        )
     cuda = torch.cuda.is_available()
     backend = backend or ("cpu:gloo,cuda:nccl" if cuda else shm.default() if _on_one_host() else "gloo")
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -64,7 +81,7 @@ def init(backend: str | None = None) -> None:
         )
     if cuda and "nccl" in backend:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    dist.init_process_group(backend)
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
 
 
 def _on_one_host() -> bool:

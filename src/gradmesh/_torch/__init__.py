@@ -35,6 +35,7 @@ from gradmesh._torch.passes import (
     profiler_on,
     saves_for_a_checkpoint,
 )
+from gradmesh._torch.rendezvous import join_through
 from gradmesh._torch.threads import _RankWorld, adopt_thread, thread_isolation
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "in_reentrant_checkpoint",
     "is_fake",
     "is_legacy_batched",
+    "join_through",
     "keyword_fields_last",
     "modes_active",
     "named_range",

@@ -5,8 +5,9 @@
 **Ranks.** The parent is the process that calls `launch`. With `backend="threads"` a rank is a thread of the
 parent (`thread_ranks`), and the process groups are those of `gradmesh.backends.threads`. With any other backend
 a rank is a process (`process_ranks`): a fresh interpreter with the parent's flags, environment and `sys.path`,
-which runs `rank_main` and never imports the parent's main module. The parent serves the store through which
-the ranks find each other. A rank joins the default process group once and serves calls until it is told to end.
+which runs `rank_main` and never imports the parent's main module. The ranks find each other through a file that
+only they can open (`private_store`). A rank joins the default process group once and serves calls until it is told to
+end.
 
 **Functions and results.** A thread gets the function and its arguments themselves, and returns its result
 itself. A process gets them by pickle over a pipe: by name where a fresh interpreter can import that name
@@ -26,6 +27,9 @@ failure the ranks are gone, and the next run of `Ranks` starts new ones.
 
 **Deaths.** A process that exits or is killed by a signal is a failure of its rank, with the exit code or the
 signal. A process whose parent is gone exits at once.
+
+**Returns.** A rank that has returned answers nobody. The groups of shm and threads know of it, and end the wait of
+those that need it. Of other backends the launcher asks the ranks that are left whether they all wait (`stuck`).
 
 **Timeouts.** When the ranks are not back in time, each late one is asked for its stack, which the error shows;
 then all are ended.

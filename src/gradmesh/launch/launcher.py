@@ -52,7 +52,8 @@ def launch(
         args: positional arguments, the same for every rank.
         kwargs: keyword arguments, the same for every rank.
         timeout: seconds that the ranks may take to return, not counting the start of the processes. By
-            default there is no limit but torch's own for a collective. A thread that is inside C code at the
+            default there is no limit, and a collective waits 300 s for the other ranks; with a timeout it waits as
+            long, if that is more. A thread that is inside C code at the
             end cannot be ended: it stays behind as a daemon thread.
         prefix: whether printed lines start with the rank. By default they do where there is more than one rank.
             False with more ranks keeps lines whole without a mark; one rank's text then passes as it is written.
@@ -61,9 +62,9 @@ def launch(
         ArgumentError: `fn` cannot be called, `nprocs` is no positive integer, torch has no such backend, or
             `timeout` or `prefix` is not one of their values.
         MissingExtraError: the function has to be sent by value and cloudpickle is not installed.
-        RankError: a rank failed, died, or did not return in time. Its text has the rank and the rank's
-            traceback; its cause is the rank's exception, where that can be pickled. Where a function that was
-            sent by value missed a global that its code does not name, the text says so.
+        RankError: a rank failed, died, did not return in time, or returned while others wait for it. Its text has
+            the rank and the rank's traceback; its cause is the rank's exception, where that can be pickled. Where a
+            function that was sent by value missed a global that its code does not name, the text says so.
 
     Example:
         >>> import torch, torch.distributed as dist

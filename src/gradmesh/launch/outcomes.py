@@ -11,7 +11,11 @@ import time
 import traceback
 from types import TracebackType
 
-from gradmesh.errors import AbortedError, RankError, message
+import torch
+
+from gradmesh.backends.words import RETURNED_REMEDY
+from gradmesh.errors import AbortedError, DeadlockError, RankError, message
+from gradmesh.world import TIMEOUT
 
 __all__ = ["FAILURE_GRACE", "POLL", "START_LIMIT", "Failure", "Outcome", "group_timeout"]
 
@@ -23,20 +27,27 @@ POLL = 0.2
 """Seconds after which a wait looks again whether there is still something to wait for."""
 
 # What torch.distributed says on the ranks that were only talking to the one that failed.
+_WAITED = re.compile(r"timed ?out|timeout|DeadlockError: gradmesh", re.IGNORECASE)
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|closed by (remote )?peer|broken pipe|remote process exited"
-    r"|socket (closed|error)|recvvalue failed|sendbytes failed|wait timeout after",
+    r"|socket (closed|error)|recvvalue failed|sendbytes failed|wait timeout after"
+    r"|AbortedError: gradmesh",  # in the error of a future, which C++ takes for a RuntimeError
     re.IGNORECASE,
+)
+_LIBRARIES = (
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
 )
 _INTERNAL = (os.path.dirname(os.path.abspath(__file__)) + os.sep, threading.__file__)
 
 
-def group_timeout(timeout: float | None) -> datetime.timedelta | None:
+def group_timeout(timeout: float | None) -> datetime.timedelta:
     """The timeout of the ranks' process group, given that of a run, which ends all waiting anyway.
 
-    It must not be the shorter of the two limits: ranks that start at different times wait for each other.
+    It must not be the shorter of the two limits: ranks that start at different times wait for each other. Where the run
+    has no limit it is `world.TIMEOUT`, and not torch's half an hour.
     """
-    return None if timeout is None else datetime.timedelta(seconds=max(timeout, START_LIMIT))
+    return datetime.timedelta(seconds=TIMEOUT if timeout is None else max(timeout, START_LIMIT))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +75,11 @@ class Failure:
     cause: BaseException | None = None
     secondary: bool = False
     when: float = dataclasses.field(default_factory=time.monotonic)
+
+    @property
+    def waited(self) -> bool:
+        """Whether it says that somebody did not come, so that one wants to know where the others are."""
+        return self.secondary or self.kind == "DeadlockError" or _WAITED.search(self.text) is not None
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
@@ -128,8 +144,12 @@ class Outcome:
         first = min(self.failures, key=_order)
         others = sorted(failure.rank for failure in self.failures if failure is not first)
         also = f"; {_ranks(others)} failed too" if others else ""
+        waited = first.waited
+        if waited and self.missing:
+            also += f"; {_ranks(self.missing)} had not returned"
+        news = f": {first.text.splitlines()[0].rpartition('gradmesh: ')[2]}" if waited and first.text else ""
         text = message(
-            f"rank {first.rank} of {self.size} failed with {first.kind}{also}",
+            f"rank {first.rank} of {self.size} failed with {first.kind}{also}{news}",
             op="launch",
             expected=first.expected,
             got=first.text or "no message",
@@ -137,20 +157,52 @@ class Outcome:
         )
         if first.traceback:
             text += f"\n\nTraceback of rank {first.rank}:\n\n{first.traceback.rstrip()}"
+        if waited and self.missing:
+            text += f"\n\n{self._places()}"
         return RankError(text, rank=first.rank, rank_traceback=first.traceback)
 
     def _late(self) -> RankError:
-        places = "\n\n".join(
-            f"Rank {rank} was here:\n\n{self.unfinished.get(rank, '').rstrip() or '  no answer'}"
-            for rank in self.missing
-        )
         text = message(
             f"{_ranks(self.missing)} of {self.size} did not return within {self.timeout:g} s",
             op="launch",
             got=f"{_ranks(list(self.results))} returned" if self.results else "no rank returned",
             remedy="see below where each of them was, or give a longer timeout",
         )
-        return RankError(f"{text}\n\n{places}")
+        return RankError(f"{text}\n\n{self._places()}")
+
+    def _places(self) -> str:
+        """Where each rank was that has neither returned nor failed."""
+        return "\n\n".join(
+            f"Rank {rank} was here:\n\n{self.unfinished.get(rank, '').rstrip() or '  no answer'}"
+            for rank in self.missing
+        )
+
+    def lose(self, waiting: dict[int, str]) -> None:
+        """Take note of ranks that wait for one that has returned.
+
+        Args:
+            waiting: the stack, as text, of each of them.
+        """
+        s = "s" * (len(waiting) == 1)
+        text = message(
+            f"{_ranks(list(self.results))} returned, and {_ranks(list(waiting))} still wait{s} in a collective",
+            expected="the same calls on every rank, before its function is over",
+            got="\n".join(
+                f"rank {rank} waits at {_last_line(stack)}" for rank, stack in sorted(waiting.items())
+            ),
+            remedy=RETURNED_REMEDY,
+        )
+        for rank, stack in sorted(waiting.items()):
+            self.failures.append(
+                Failure(rank, "DeadlockError", text, traceback=stack, cause=DeadlockError(text))
+            )
+
+
+def _last_line(stack: str) -> str:
+    """The innermost place of a stack that is neither torch's nor gradmesh's."""
+    places = [line.strip() for line in stack.splitlines() if line.lstrip().startswith("File ")]
+    own = [place for place in places if not any(part in place for part in _LIBRARIES)]
+    return (own or places or ["an unknown place"])[-1].removeprefix("File ")
 
 
 def _order(failure: Failure) -> tuple[bool, float]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,22 +14,23 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
-import torch.distributed as dist
-
 from gradmesh.launch.outcomes import FAILURE_GRACE, POLL, START_LIMIT, Failure, Outcome
 from gradmesh.launch.output_pipes import OutputPipes
 from gradmesh.launch.pickling import dumps
+from gradmesh.launch.private_store import PrivateStore
+from gradmesh.launch.stuck import Probe
 
 __all__ = ["ProcessRanks"]
 
 _EXIT_GRACE = 10.0
 """Seconds for a process to leave after it was told to."""
+_LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 _EXIT_POLL = 0.02
 """Seconds between two looks whether it has left."""
 
 
 class ProcessRanks:
-    """The processes of one world. This process keeps the store through which they find each other.
+    """The processes of one world. They find each other through a store that nobody else can reach.
 
     Args:
         size: the number of ranks.
@@ -44,7 +46,8 @@ class ProcessRanks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection[Any, Any]] = []
         self._output = OutputPipes(size, prefix)
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        self._store = PrivateStore()
+        self._free_port = _free_port()
         try:
             for rank in range(size):
                 self._start(rank, backend)
@@ -98,6 +101,7 @@ class ProcessRanks:
                 self._output.drain()
         finally:
             self._output.close()
+            self._store.close()
             for pipe in self._pipes:
                 pipe.close()
             self._processes, self._pipes = [], []
@@ -112,24 +116,24 @@ class ProcessRanks:
             "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": str(self.size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            # The store is served by this process, so that no rank has to serve it: what torchrun's agent does.
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_PORT": str(self._free_port),
         }
+        environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.size)))
-        if sys.platform == "linux":
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if sys.platform in _LOOPBACK:
+            # Gloo listens on the interface that it is told, and asks nobody who he is.
+            environment["GLOO_SOCKET_IFNAME"] = _LOOPBACK[sys.platform]
         # sys.path is handed over before anything is imported; multiprocessing would run __main__ again instead.
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from gradmesh.launch.rank_main import main; "
-            f"main({theirs.fileno()}, {backend!r}, {self._timeout!r})"
+            f"main({theirs.fileno()}, {backend!r}, {self._timeout!r}, {self._store.path!r})"
         )
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, *flags, "-c", code],
                 env=environment,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *self._store.descriptors],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -143,19 +147,25 @@ class ProcessRanks:
         """Wait for an answer of every rank, or for what makes waiting pointless."""
         outcome = Outcome(self.size, timeout=timeout)
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        probe = Probe(lambda rank: self._ask(rank, "waits"))
         while outcome.missing and time.monotonic() < deadline:
             pipes = {self._pipes[rank]: rank for rank in outcome.missing}
             # Short waits: a process may have died while a child of its own holds its pipe open.
             awaited: list[Connection[Any, Any] | int] = [*pipes, *self._output.open]
             ready = wait(awaited, min(POLL, max(0.0, deadline - time.monotonic())))
             self._output.show(ready)
+            failed = bool(outcome.failures)
             for rank in [pipes[pipe] for pipe in ready if isinstance(pipe, Connection)]:
-                self._read(rank, expected, outcome)
+                self._read(rank, expected, outcome, probe)
             for rank in outcome.missing:
                 if self._processes[rank].poll() is not None and not self._pipes[rank].poll():
                     outcome.failures.append(self._death(rank))
+            if outcome.results and outcome.missing and not outcome.failures:
+                outcome.lose(probe.waiting(outcome.missing, len(outcome.results)))
             if outcome.failures:
                 deadline = min(deadline, outcome.failures[0].when + FAILURE_GRACE)
+                for rank in () if failed else outcome.missing:
+                    self._ask(rank, "where")
         if outcome.missing and not outcome.failures:
             self._ask_where(outcome)
         if outcome.failures or outcome.missing:
@@ -164,7 +174,7 @@ class ProcessRanks:
             self._output.drain()
         return outcome
 
-    def _read(self, rank: int, expected: str, outcome: Outcome) -> None:
+    def _read(self, rank: int, expected: str, outcome: Outcome, probe: Probe) -> None:
         try:
             kind, payload = self._pipes[rank].recv()
         except (EOFError, OSError):
@@ -172,6 +182,8 @@ class ProcessRanks:
             return
         if kind == "where":
             outcome.unfinished[rank] = payload.decode()
+        elif kind == "waits":
+            probe.answer(rank, payload)
         elif kind == "failed":
             outcome.failures.append(pickle.loads(payload))
         elif kind == expected:
@@ -180,6 +192,10 @@ class ProcessRanks:
             except Exception as error:
                 text = f"its result cannot be unpickled here: {error}"
                 outcome.failures.append(Failure(rank, type(error).__name__, text, cause=error))
+
+    def _ask(self, rank: int, question: str) -> None:
+        with contextlib.suppress(OSError):
+            self._pipes[rank].send((question, b""))
 
     def _death(self, rank: int) -> Failure:
         process = self._processes[rank]
@@ -195,8 +211,7 @@ class ProcessRanks:
     def _ask_where(self, outcome: Outcome) -> None:
         """Ask the late ranks for the place where they are; a rank inside C code that keeps the GIL is silent."""
         for rank in outcome.missing:
-            with contextlib.suppress(OSError):
-                self._pipes[rank].send(("where", b""))
+            self._ask(rank, "where")
         deadline = time.monotonic() + FAILURE_GRACE
         while (silent := set(outcome.missing) - set(outcome.unfinished)) and time.monotonic() < deadline:
             pipes = {self._pipes[rank]: rank for rank in silent}
@@ -206,3 +221,11 @@ class ProcessRanks:
                         kind, payload = pipe.recv()
                         if kind == "where":
                             outcome.unfinished[pipes[pipe]] = payload.decode()
+
+
+def _free_port() -> int:
+    """A port for programs that make a store of their own from the environment; nobody listens there."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port

@@ -10,21 +10,24 @@ import contextlib
 import ctypes
 import dataclasses
 import io
+import itertools
 import os
 import pickle
 import queue
 import signal
 import sys
 import threading
-import traceback
 from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 
+from gradmesh.backends import shm
 from gradmesh.launch.by_value import Origin
 from gradmesh.launch.outcomes import Failure, group_timeout
 from gradmesh.launch.pickling import dumps_result
+from gradmesh.launch.private_store import join, join_only
+from gradmesh.launch.stuck import MainThread
 
 __all__ = ["main"]
 
@@ -52,11 +55,15 @@ class _Parent:
             self.connection.send((kind, payload))
 
     def _read(self) -> None:
+        main_thread = MainThread()
         try:
             while True:
                 kind, payload = self.connection.recv()
                 if kind == "where":
-                    self.tell("where", _where_main_is().encode())
+                    self.tell("where", main_thread.stack(__file__).encode())
+                elif kind == "waits":
+                    waits = main_thread.waits(), main_thread.stack(__file__)
+                    self.tell("waits", pickle.dumps(waits))
                 elif kind == "origin":
                     self.origin = pickle.loads(payload)
                 else:
@@ -65,15 +72,8 @@ class _Parent:
             os._exit(1)  # the parent is gone, and with it everybody who could want a result
 
 
-def _where_main_is() -> str:
-    frame = sys._current_frames().get(threading.main_thread().ident or -1)
-    stack = traceback.extract_stack(frame)
-    inside = [i for i, entry in enumerate(stack) if entry.filename == __file__]
-    return "".join(traceback.format_list(stack[inside[-1] + 1 :] or stack))
-
-
-def main(fd: int, backend: str, timeout: float | None) -> None:
-    """Join the world, serve calls until the parent says that it is over, and leave the world."""
+def main(fd: int, backend: str, timeout: float | None, store: str) -> None:
+    """Join the world through a store, serve calls until the parent says that it is over, and leave the world."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     _set_up_output()
     parent = _Parent(fd)
@@ -83,13 +83,21 @@ def main(fd: int, backend: str, timeout: float | None) -> None:
     try:
         if "nccl" in backend:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(backend, timeout=group_timeout(timeout))
+        size = int(os.environ["WORLD_SIZE"])
+        join_only(store, size)
+        dist.init_process_group(
+            backend, store=join(store, size), rank=rank, world_size=size, timeout=group_timeout(timeout)
+        )
     except BaseException as error:
         parent.tell("failed", _dumps(Failure.of(rank, error)))
         parent.calls.get()
         return
     parent.tell("ready")
-    while (call := parent.calls.get()) is not None:
+    for number in itertools.count(1):
+        call = parent.calls.get()
+        if call is None:
+            break
+        shm.run.begin(number)
         kind, payload = _serve(rank, call, parent.origin)
         del call
         _flush()
@@ -126,7 +134,9 @@ def _serve(rank: int, call: bytes, origin: Origin | None) -> tuple[str, bytes]:
         fn, args, kwargs = pickle.loads(call)
         result = fn(*args, **kwargs)
     except BaseException as error:
+        shm.run.end(failed=True)
         return "failed", _dumps(_with_lost_global(Failure.of(rank, error), error, origin))
+    shm.run.end(failed=False)
     try:
         return "returned", dumps_result(result)
     except Exception as error:

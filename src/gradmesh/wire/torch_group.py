@@ -20,6 +20,7 @@ from gradmesh.wire import messages
 from gradmesh.wire.amounts import agreed, balance, signed
 from gradmesh.wire.carrier import Carrier
 from gradmesh.wire.claims import refused
+from gradmesh.wire.lost import lost_ranks_named
 from gradmesh.wire.packing import CARRIED, flat_memory, with_memory
 
 __all__ = ["TorchGroup", "exchange_memory"]
@@ -159,7 +160,8 @@ class TorchGroup(Carrier):
 
     def _heads(self, own: int) -> list[int]:
         numbers = torch.empty(self.axis.size, dtype=torch.int64, device="cpu")
-        _all_gather(numbers, torch.tensor([own], device="cpu"), group=self.axis.group)
+        with lost_ranks_named(self.axis):
+            _all_gather(numbers, torch.tensor([own], device="cpu"), group=self.axis.group)
         found: list[int] = numbers.tolist()
         return found
 

@@ -35,10 +35,12 @@ import torch.distributed as dist
 
 from gradmesh.backends.shm import futex
 from gradmesh.backends.shm.group import ShmGroup
+from gradmesh.backends.shm.runs import run
 from gradmesh.backends.shm.segment import Segment
+from gradmesh.backends.timeouts import timeout_of_group
 from gradmesh.errors import ArgumentError, message
 
-__all__ = ["available", "default", "register"]
+__all__ = ["available", "default", "register", "run"]
 
 _register_lock = threading.Lock()
 
@@ -70,13 +72,14 @@ def _create(options: Any, _backend_options: object) -> ShmGroup:
                 remedy="use backend='gloo'",
             )
         )
+    timeout = timeout_of_group(options.timeout)
     names = list(options.global_ranks_in_group) or list(range(options.group_size))
     segment = Segment(
         options.store,
         options.group_rank,
         options.group_size,
         names,
-        options.timeout.total_seconds(),
+        timeout.total_seconds(),
         options.group_id,
     )
-    return ShmGroup(segment, options.timeout, options.group_id)
+    return ShmGroup(segment, timeout, options.group_id)

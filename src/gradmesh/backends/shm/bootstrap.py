@@ -1,6 +1,6 @@
 """How the ranks of a group find each other (bootstrap), and the memory that they will share.
 
-The first rank makes an anonymous file in memory (`memfd_create`), which only its owner may open, and tells the others
+The first rank makes an anonymous file in memory (`shared_file`), which only its owner may open, and tells the others
 its process and descriptor through the store; they open it under /proc. Once all have mapped it the descriptor is
 closed: the file never had a name, so that nothing is left behind however the ranks end.
 """
@@ -8,22 +8,37 @@ closed: the file never had a name, so that nothing is left behind however the ra
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import json
 import mmap
 import os
 import secrets
-import sys
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from gradmesh.backends.shm.buffers import TOKEN, chunk_bytes, segment_bytes
 from gradmesh.backends.shm.peers import Peers
-from gradmesh.errors import ArgumentError, DeadlockError, message
+from gradmesh.backends.shm.shared_file import NotSharedError, create, opened, shared
+from gradmesh.environment import SHM_CHUNK
+from gradmesh.errors import AbortedError, ArgumentError, DeadlockError, NotInitializedError, message
 
-__all__ = ["meeting", "own_memory"]
+__all__ = ["Met", "meeting", "own_memory"]
+
+
+@dataclass(frozen=True)
+class Met:
+    """What the ranks of a group have agreed on.
+
+    Attributes:
+        memory: the shared memory.
+        chunk: the bytes of a chunk.
+        failed: the error of a rank that could not map the memory, in words; empty if it did not say so.
+    """
+
+    memory: Any
+    chunk: int
+    failed: Callable[[int], str]
 
 
 def own_memory(chunk: int) -> Any:
@@ -32,8 +47,8 @@ def own_memory(chunk: int) -> Any:
 
 
 @contextlib.contextmanager
-def meeting(store: Any, peers: Peers, timeout: float) -> Iterator[tuple[Any, int]]:
-    """Find the other ranks; gives the shared memory and the bytes of a chunk, and watches the others from then on.
+def meeting(store: Any, peers: Peers, timeout: float) -> Iterator[Met]:
+    """Find the other ranks, and watch them from then on.
 
     The first rank has to stay inside until all have mapped the memory.
 
@@ -44,8 +59,9 @@ def meeting(store: Any, peers: Peers, timeout: float) -> Iterator[tuple[Any, int
 
     Raises:
         DeadlockError: a rank did not come in time.
-        AbortedError: a rank could not make the group, or has ended.
+        AbortedError: a rank could not make the group, or has ended, or what the store says of it is not so.
         ArgumentError: the ranks are not on one host.
+        NotInitializedError: there is no memory for the group.
     """
     # A store outlives a group, and its name may come back for other ranks or the same: each life of a group of
     # these ranks has keys of its own.
@@ -56,7 +72,8 @@ def meeting(store: Any, peers: Peers, timeout: float) -> Iterator[tuple[Any, int
     try:
         chunk = chunk_bytes()
         if peers.rank == 0:
-            fd = create(segment_bytes(peers.size, chunk), token)
+            with _enough_memory(peers, chunk):
+                fd = create(segment_bytes(peers.size, chunk), token)
         own = {"host": _host(), "pid": os.getpid(), "fd": fd, "token": token.hex(), "chunk": chunk}
     except Exception as error:
         store.set(f"{life}/{peers.rank}", json.dumps({"error": f"{type(error).__name__}: {error}"}))
@@ -67,8 +84,17 @@ def meeting(store: Any, peers: Peers, timeout: float) -> Iterator[tuple[Any, int
         _on_one_host(everybody, peers)
         peers.watch([each["pid"] for each in everybody])
         first = everybody[0]
-        size = segment_bytes(peers.size, first["chunk"])
-        yield (_shared(fd, size) if peers.rank == 0 else _open(first, size, peers)), first["chunk"]
+
+        def failed(rank: int) -> str:
+            key = f"{life}/{rank}/failed"
+            return store.get(key).decode() if store.check([key]) else ""
+
+        try:
+            memory = _memory(fd, first, peers)
+        except Exception as error:
+            store.set(f"{life}/{peers.rank}/failed", f"{type(error).__name__}: {error}")
+            raise
+        yield Met(memory, first["chunk"], failed)
     except BaseException:
         peers.close()
         raise
@@ -92,33 +118,69 @@ def _everybody(store: Any, life: str, peers: Peers, timeout: float) -> list[dict
                 remedy="see whether that rank failed earlier, or give a longer timeout",
             )
         ) from error
-    everybody = [json.loads(store.get(key)) for key in keys]
-    for rank, each in enumerate(everybody):
-        if "error" in each:
-            raise peers.gone(rank, "it could not make the group", each["error"])
-    return everybody
+    return [_understood(rank, store.get(key), peers) for rank, key in enumerate(keys)]
 
 
-def create(size: int, token: bytes) -> int:
-    """Make the file; returns its descriptor."""
-    fd = os.memfd_create("gradmesh", os.MFD_CLOEXEC)
-    os.fchmod(fd, 0o600)
-    os.ftruncate(fd, size)
-    os.pwrite(fd, token, 0)
-    return fd
-
-
-def _open(first: dict[str, Any], size: int, peers: Peers) -> Any:
+def _understood(rank: int, text: bytes, peers: Peers) -> dict[str, Any]:
+    """What a rank says about itself, if it is in a form that this library writes."""
     try:
-        fd = os.open(f"/proc/{first['pid']}/fd/{first['fd']}", os.O_RDWR | os.O_CLOEXEC)
+        said = json.loads(text)
+        if "error" in said:
+            raise peers.gone(rank, "it could not make the group", str(said["error"]))
+        host, chunk = said["host"], SHM_CHUNK.parse(str(said["chunk"]))
+        form = [type(said["pid"]), type(said["fd"]), len(bytes.fromhex(said["token"])), len(host), chunk]
+        if form != [int, int, TOKEN, 3, said["chunk"]] or said["pid"] < 1 or set(map(type, host)) != {str}:
+            raise ValueError(said)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _lie(rank, f"{text[:200]!r} was not written by a rank of this version", peers) from error
+    return said  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _enough_memory(peers: Peers, chunk: int) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        raise NotInitializedError(
+            message(
+                f"there is no memory for the group: {error}",
+                axis=f"group '{peers.group}', rank {peers.rank} of {peers.size}",
+                expected=f"{segment_bytes(peers.size, chunk) / 2**20:.0f} MiB of shared memory",
+                remedy="free memory, raise the limits of this process (`ulimit -a`), set GRADMESH_SHM_CHUNK to less, "
+                "or use backend='gloo'",
+            )
+        ) from error
+
+
+def _memory(fd: int, first: dict[str, Any], peers: Peers) -> Any:
+    size = segment_bytes(peers.size, first["chunk"])
+    if peers.rank == 0:
+        with _enough_memory(peers, first["chunk"]):
+            return shared(fd, size)
+    try:
+        fd = opened(first["pid"], first["fd"], size, bytes.fromhex(first["token"]))
+    except NotSharedError as error:
+        raise _lie(0, f"process {first['pid']}, descriptor {first['fd']}: {error}", peers) from error
     except OSError as error:
         raise peers.gone(0, f"its memory cannot be opened: {error}") from error
     try:
-        if os.pread(fd, TOKEN, 0) != bytes.fromhex(first["token"]):
-            raise peers.gone(0, "another process has its number now")
-        return _shared(fd, size)
+        with _enough_memory(peers, first["chunk"]):
+            return shared(fd, size)
     finally:
         os.close(fd)
+
+
+def _lie(rank: int, got: str, peers: Peers) -> AbortedError:
+    return AbortedError(
+        message(
+            f"what the store says of rank {rank} is not so, and its memory is not mapped",
+            axis=f"group '{peers.group}', rank {peers.rank} of {peers.size}",
+            expected="the process of that rank, and an unnamed file in memory that it made for this group",
+            got=got,
+            remedy="see who else can write into the store of this job, and whether rank 0 has ended",
+        ),
+        rank=peers.names[rank],
+    )
 
 
 def _on_one_host(everybody: Sequence[dict[str, Any]], peers: Peers) -> None:
@@ -134,28 +196,6 @@ def _on_one_host(everybody: Sequence[dict[str, Any]], peers: Peers) -> None:
                 remedy="use backend='gloo' across hosts, or 'nccl' for CUDA tensors",
             )
         )
-
-
-def _shared(fd: int, size: int) -> Any:
-    """Map a file. Python's own mmap would keep a descriptor of it open."""
-    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
-    if address == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), "the group's memory cannot be mapped")
-    memory = (ctypes.c_char * size).from_address(address)
-    # Views and tensors of it keep this object, so that its end is theirs.
-    weakref.finalize(memory, _libc.munmap, address, size).atexit = False
-    return memory
-
-
-def _c_library() -> Any:
-    library = ctypes.CDLL(None, use_errno=True)
-    library.mmap.restype = ctypes.c_void_p
-    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong]
-    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    return library
-
-
-_libc: Any = _c_library() if sys.platform == "linux" else None
 
 
 def _host() -> list[str]:

@@ -28,8 +28,8 @@ def chunk_bytes() -> int:
 
 
 def _word_count(size: int) -> int:
-    # published, mapped, state; heads twice; amounts twice; written and read for every pair of ranks.
-    return 3 * size + 2 * size + 4 * size * size + 2 * size * size
+    # published, mapped, state, returned, blamed; heads twice; amounts twice; written and read for every pair of ranks.
+    return 5 * size + 2 * size + 4 * size * size + 2 * size * size
 
 
 def segment_bytes(size: int, chunk: int) -> int:
@@ -79,6 +79,8 @@ class Buffers:
     Attributes:
         published: for each rank, the phases that it has published.
         states: for each rank, whether it is open, has left, or gave up.
+        returned: for each rank, the launcher's run that its function has returned from.
+        blamed: for each rank that gave up, 1 and the rank because of which it did, or 0.
         heads: two buffers of one word a rank: what it calls.
         amounts: two buffers of two rows a rank: what it sends to, and takes from, each rank.
         written: for each pair (source, target), the bytes that went into its ring.
@@ -103,6 +105,8 @@ class Buffers:
         self.published = take(size)
         self.mapped = take(size)
         self.states = take(size)
+        self.returned = take(size)
+        self.blamed = take(size)
         self.heads = [take(size) for _ in range(2)]
         self.amounts = [take(2 * size * size) for _ in range(2)]
         self._written_at = self._base + _WORD * at

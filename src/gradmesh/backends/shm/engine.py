@@ -21,7 +21,8 @@ from gradmesh import _torch
 from gradmesh.backends.shm import progress, waiting
 from gradmesh.backends.shm.p2p import Mail, Receive, Send
 from gradmesh.backends.shm.phases import Lockstep, RefusedError
-from gradmesh.backends.shm.segment import BROKE, LEFT, Segment
+from gradmesh.backends.shm.runs import run
+from gradmesh.backends.shm.segment import BROKE, FAILED, LEFT, Segment
 from gradmesh.backends.shm.works import Begun, CallWork, MessageWork
 from gradmesh.errors import AbortedError, GradmeshError, NotInitializedError, message
 
@@ -59,6 +60,7 @@ class Engine:
         self._promises: list[Begun] = []
         self._looked = 0.0
         _engines.add(self)
+        run.members.add(self)
 
     def shown(self) -> str:
         """The group and the rank, for error texts."""
@@ -191,6 +193,8 @@ class Engine:
     def _rest(self) -> None:
         if not self.queue and not self.mail.busy:
             progress.idle(self)
+            if run.over:
+                self.segment.say_returned()
 
     def sleep_on(self) -> tuple[int, int] | None:
         """The word that changes when something can go on, and its value; None if there is no single one."""
@@ -343,6 +347,15 @@ class Engine:
         """Leave the group at once; the others' calls fail."""
         self.segment.say(BROKE)
         self.leave()
+
+    def run_over(self, failed: bool) -> None:
+        """Say that this rank's function is over; if it left calls under way, as soon as these are."""
+        if failed:
+            self.segment.say(FAILED)
+            return
+        with self.lock:
+            if self.closed is None:
+                self._rest()
 
     def forget(self) -> None:
         """In a forked child: the group belongs to the parent."""

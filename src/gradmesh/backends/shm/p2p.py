@@ -160,7 +160,7 @@ class Mail:
         if waits_for.source is not None:
             return [waits_for.source]
         others = [rank for rank in range(self._size) if rank != self._rank]
-        gone = {*self._segment.peers.dead(others), *(rank for rank in others if self._segment.states[rank])}
+        gone = {*self._segment.peers.dead(others), *filter(self._segment.away, others)}
         return others if len(gone) == len(others) else []
 
     def _sources(self) -> Iterator[int]:

@@ -10,7 +10,8 @@ import select
 import threading
 from collections.abc import Sequence
 
-from gradmesh.errors import AbortedError, message
+from gradmesh.backends.words import RETURNED_REMEDY
+from gradmesh.errors import AbortedError, DeadlockError, message
 
 __all__ = ["Peers"]
 
@@ -65,9 +66,21 @@ class Peers:
                 f"rank {self.name(rank)} does not answer: {why}",
                 axis=f"group '{self.group}', rank {self.rank} of {self.size}",
                 got=call,
-                remedy="see the error or the exit of that rank",
+                remedy=f"see the error or the exit of that rank; if it has none, {RETURNED_REMEDY}",
             ),
             rank=self.names[rank],
+        )
+
+    def returned(self, rank: int, call: str) -> DeadlockError:
+        """The error for waiting for a rank whose function has returned."""
+        return DeadlockError(
+            message(
+                f"rank {self.name(rank)} has returned, and the others wait for it",
+                axis=f"group '{self.group}', rank {self.rank} of {self.size}",
+                expected="the same call there, before its function is over",
+                got=call,
+                remedy=RETURNED_REMEDY,
+            )
         )
 
     def name(self, rank: int) -> str:

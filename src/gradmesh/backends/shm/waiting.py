@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from gradmesh.backends.shm import futex
 from gradmesh.backends.shm.progress import LOOK, progress, unfinished
 from gradmesh.backends.shm.segment import BROKE, Segment
+from gradmesh.backends.words import SAME_CALLS, nothing_came
 from gradmesh.errors import DeadlockError, message
 
 if TYPE_CHECKING:
@@ -89,20 +90,22 @@ def until(
             if gone is not None and not ready():
                 raise gone
         if now - start > seconds and not ready():
+            error = late(segment, needs() or segment.peers.others, seconds, call())
             segment.say(BROKE)
-            raise late(segment, needs() or segment.peers.others, seconds, call())
+            raise error
 
 
 def late(segment: Segment, needs: Sequence[int], seconds: float, call: str) -> DeadlockError:
     """The error of a call for which the others did not come in time."""
     peers = segment.peers
+    segment.blames = needs[0]
     names = ", ".join(peers.name(rank) for rank in needs).rstrip(",")
     return DeadlockError(
         message(
-            f"nothing came for {seconds:g} s, the timeout of the group",
+            nothing_came([peers.names[rank] for rank in needs], seconds),
             axis=f"group '{peers.group}', rank {peers.rank} of {peers.size}",
             expected=f"the same call on rank {names}",
             got=call,
-            remedy="let every rank of the group make the same calls, in one order; or give a longer timeout",
+            remedy=f"look where that rank is instead: {SAME_CALLS}; or give a longer timeout",
         )
     )

@@ -40,6 +40,7 @@ from gradmesh import _torch
 from gradmesh.backends.threads.group import ThreadsGroup
 from gradmesh.backends.threads.rendezvous import Group
 from gradmesh.backends.threads.waiting import World
+from gradmesh.backends.timeouts import timeout_of_group
 from gradmesh.errors import ArgumentError, message
 
 __all__ = ["rank_locals", "register", "seated"]
@@ -107,4 +108,4 @@ def _create(options: Any, _backend_options: object) -> ThreadsGroup:
     made = seat.made.get((options.group_id, ranks), 0)
     seat.made[options.group_id, ranks] = made + 1
     shared = Group.of(seat.world, (options.group_id, ranks, made), options.group_id, ranks)
-    return ThreadsGroup(shared, options.group_rank, options.timeout)
+    return ThreadsGroup(shared, options.group_rank, timeout_of_group(options.timeout))

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from gradmesh.backends.words import RETURNED_REMEDY, SAME_CALLS, nothing_came
 from gradmesh.errors import AbortedError, DeadlockError, GradmeshError, message
 
 __all__ = ["Waitable", "World"]
@@ -76,7 +77,11 @@ class World:
 
     def hopeless(self, waits_for: Waitable) -> bool:
         """Whether it cannot come any more: somebody it needs has gone, or nobody runs."""
-        return not self.gone.keys().isdisjoint(waits_for.needs()) or not any(map(self.runs, range(self.size)))
+        return bool(self.lost(waits_for)) or not any(map(self.runs, range(self.size)))
+
+    def lost(self, waits_for: Waitable) -> list[int]:
+        """The ranks that it needs and that have gone: nothing of what happens elsewhere brings it any more."""
+        return sorted(self.gone.keys() & set(waits_for.needs()))
 
     def deadlock(self, problem: str) -> DeadlockError:
         """Build the error that says who waits where. The caller holds the lock."""
@@ -92,7 +97,7 @@ class World:
             message(
                 problem,
                 got="\n".join(lines),
-                remedy="let every rank of a group make the same calls, in one order",
+                remedy=RETURNED_REMEDY if self.gone else f"see to it that {SAME_CALLS}",
             )
         )
 
@@ -117,6 +122,13 @@ class Waitable:
     def withdraw(self) -> bool:
         """Say whether it can be given up, because nobody is at work on it. The caller holds the lock."""
         raise NotImplementedError
+
+    def _hopeless(self) -> str:
+        lost = self.world.lost(self)
+        if not lost:
+            return "the ranks wait for what cannot come"
+        names = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+        return f"{names} ha{'ve' if len(lost) > 1 else 's'} {self.world.gone[lost[0]]}, and the others wait for it"
 
     def _complete(self, error: BaseException | None = None) -> None:
         """Let everybody pass who waits for it. The caller holds the lock."""
@@ -163,13 +175,11 @@ class Waitable:
                     if self.done or world.stopped is not None:
                         break
                     if time.monotonic() >= deadline and self.withdraw():
-                        self._complete(
-                            world.deadlock(f"nothing came for {seconds:g} s, the timeout of the group")
-                        )
+                        self._complete(world.deadlock(nothing_came(self.needs(), seconds)))
                     elif not world.hopeless(self):
                         hopeless_since = -1
-                    elif hopeless_since == world.events:
-                        error = world.deadlock("the ranks wait for what cannot come")
+                    elif hopeless_since == world.events or (hopeless_since >= 0 and world.lost(self)):
+                        error = world.deadlock(self._hopeless())
                         world._stop(functools.partial(DeadlockError, str(error)))
                     else:
                         hopeless_since = world.events

@@ -1,0 +1,144 @@
+"""Whether the ranks that have not returned all wait: asked by the launcher, answered by a thread of each process.
+
+Under shm and threads the backend knows. With torch's own backends a rank waits inside C++, so it is guessed from
+outside, and only what cannot be anything else counts: for a while the main thread has stood at the same place, that
+place is a call of torch.distributed, of gradmesh, of autograd or of a `wait`, and the process has used next to no
+processor time, so that nothing is being computed or moved by any of its threads.
+"""
+
+from __future__ import annotations
+
+import dis
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from types import CodeType, FrameType
+
+import torch
+
+__all__ = ["MainThread", "Probe"]
+
+_EVERY = 0.5
+"""Seconds between two questions."""
+_LONG = 1.5
+"""Seconds for which all ranks that have not returned have to wait before it counts as the end."""
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_GRADMESH = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_WAITS = (
+    os.path.join(_TORCH, "distributed", "distributed_c10d.py"),
+    os.path.join(_TORCH, "distributed", "_functional_collectives.py"),
+    os.path.join(_TORCH, "autograd", "graph.py"),
+    os.path.join(_TORCH, "futures", "__init__.py"),
+    os.path.join(_GRADMESH, "backends", ""),
+    os.path.join(_GRADMESH, "wire", ""),
+)
+_WAIT_NAMES = {"wait", "result", "synchronize", "wait_tensor"}
+_BUSY = 0.1
+"""Of a core; a process that uses more is at work."""
+
+
+class MainThread:
+    """The main thread of this process, looked at now and then."""
+
+    def __init__(self) -> None:
+        self._place: tuple[tuple[CodeType, int], ...] = ()
+        self._since = self._seen = time.monotonic()
+        self._used = time.process_time()
+
+    def waits(self) -> float:
+        """For how many seconds it has waited for other ranks, as far as can be seen; 0.0 if it does not.
+
+        At the first look, and at the first after it moved, that is 0.0 too.
+        """
+        frame = _main_frame()
+        now, used = time.monotonic(), time.process_time()
+        place = _place(frame) if frame is not None and waits_in(frame) else ()
+        busy = used - self._used > _BUSY * (now - self._seen)
+        if not place or place != self._place or busy:
+            self._since = now
+        self._place, self._seen, self._used = place, now, used
+        return now - self._since
+
+    def stack(self, below: str) -> str:
+        """Where it is, as text, from the last frame of a file on."""
+        stack = traceback.extract_stack(_main_frame())
+        inside = [i for i, entry in enumerate(stack) if entry.filename == below]
+        return "".join(traceback.format_list(stack[inside[-1] + 1 :] if inside else stack))
+
+
+class Probe:
+    """The launcher's questions, once a rank has returned, and the ranks' last answers.
+
+    Args:
+        ask: sends a question to a rank.
+    """
+
+    def __init__(self, ask: Callable[[int], None]) -> None:
+        self._ask = ask
+        self._asked = 0.0
+        self._answers: dict[int, tuple[float, str]] = {}
+        self._returned = (0, 0.0)  # how many ranks, and since when so many
+
+    def answer(self, rank: int, payload: bytes) -> None:
+        """Take a rank's answer."""
+        self._answers[rank] = pickle.loads(payload)
+
+    def waiting(self, missing: Iterable[int], returned: int) -> dict[int, str]:
+        """The stack of each rank that has not returned, if all of them wait; asks again now and then.
+
+        Args:
+            missing: the ranks that have not returned.
+            returned: how many have.
+        """
+        missing, now = list(missing), time.monotonic()
+        if returned != self._returned[0]:
+            self._returned = returned, now
+            self._answers.clear()
+        answers = [self._answers.get(rank, (0.0, "")) for rank in missing]
+        if now - self._returned[1] > _LONG and all(seconds > _LONG for seconds, _ in answers):
+            return {rank: stack for rank, (_, stack) in zip(missing, answers, strict=True)}
+        if now - self._asked > _EVERY:
+            self._asked = now
+            self._answers.clear()
+            for rank in missing:
+                self._ask(rank)
+        return {}
+
+
+def _main_frame() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or -1)
+
+
+def _place(frame: FrameType | None) -> tuple[tuple[CodeType, int], ...]:
+    place = []
+    while frame is not None:
+        place.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(place)
+
+
+def waits_in(innermost: FrameType) -> bool:
+    """Whether a thread that stands still there waits for other ranks: it is inside of a call that does."""
+    frame: FrameType | None = innermost
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _GRADMESH)):
+        if frame.f_code.co_filename.startswith(_WAITS):
+            return True
+        frame = frame.f_back
+    # A work is waited for in C++, which has no frame of Python's.
+    return frame is innermost and _called(innermost) in _WAIT_NAMES
+
+
+def _called(frame: FrameType) -> str | None:
+    """The name of the method that a frame is in the middle of calling, as far as its code tells."""
+    name = None
+    for instruction in dis.get_instructions(frame.f_code):
+        if instruction.offset > frame.f_lasti:
+            break
+        if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR"):
+            name = instruction.argval
+    return name

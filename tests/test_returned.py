@@ -1,0 +1,328 @@
+"""A rank whose function has returned while others wait for it: they are told soon, and nobody is told so wrongly."""
+
+from __future__ import annotations
+
+import datetime
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import gradmesh as gm
+from gradmesh.backends.shm.runs import Run
+from gradmesh.launch.outcomes import Failure, Outcome
+from gradmesh.launch.stuck import MainThread, Probe, waits_in
+
+BACKENDS = [
+    "threads",
+    pytest.param("shm", marks=pytest.mark.processes),
+    pytest.param("gloo", marks=pytest.mark.processes),
+]
+SOON = {"threads": 1.5, "shm": 1.5, "gloo": 5.0}
+"""Seconds between the return of a rank and the error."""
+
+
+def skipped_backward() -> None:
+    x = torch.arange(3.0, requires_grad=True)
+    gathered = gm.all_gather(x)
+    if dist.get_rank() == 1:
+        gathered.square().sum().backward()
+
+
+def one_call_fewer() -> None:
+    if dist.get_rank() != 0:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        assert work is not None
+        work.wait()
+
+
+def message_that_is_not_sent() -> None:
+    if dist.get_rank() == 1:
+        dist.recv(torch.empty(3), 0)
+
+
+def never_comes(fn: Callable[..., object], backend: str) -> tuple[str, float]:
+    """The error of a launch of two ranks, of which rank 0 returns early, and how long it took once they had begun."""
+    with gm.Ranks(2, backend=backend, timeout=60) as ranks:
+        ranks.run(dist.get_rank)
+        start = time.monotonic()
+        with pytest.raises(gm.RankError) as caught:
+            ranks.run(fn)
+        seconds = time.monotonic() - start
+    assert isinstance(caught.value.__cause__, gm.DeadlockError)
+    assert caught.value.rank == 1
+    return str(caught.value), seconds
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_skipped_backward_is_an_error_with_the_rank_the_line_and_the_remedy(backend: str) -> None:
+    text, seconds = never_comes(skipped_backward, backend)
+    first = text.splitlines()[0]
+    assert "rank 0" in first
+    assert "returned" in first
+    assert "ordered()" in text
+    assert f"{__file__}" in text
+    assert "skipped_backward" in text
+    assert "gathered.square().sum().backward()" in text  # the stack of the rank that waits
+    assert seconds < SOON[backend]
+
+
+# On gloo the launcher sees no difference between the two.
+@pytest.mark.parametrize(
+    ("backend", "fn"),
+    [
+        ("threads", one_call_fewer),
+        ("threads", message_that_is_not_sent),
+        pytest.param("shm", one_call_fewer, marks=pytest.mark.processes),
+        pytest.param("shm", message_that_is_not_sent, marks=pytest.mark.processes),
+        pytest.param("gloo", one_call_fewer, marks=pytest.mark.processes),
+    ],
+)
+def test_a_call_that_a_rank_does_not_make_is_an_error_with_the_rank(
+    backend: str, fn: Callable[..., object]
+) -> None:
+    text, seconds = never_comes(fn, backend)
+    assert "rank 0" in text.splitlines()[0]
+    assert fn.__name__ in text
+    assert seconds < SOON[backend]
+
+
+# ---- what is no error
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Callable[[str], gm.Ranks]]:
+    """Two ranks of each backend, kept: none of the functions below fails."""
+    kept: dict[str, gm.Ranks] = {}
+
+    def pool(backend: str) -> gm.Ranks:
+        if backend not in kept:
+            kept[backend] = gm.Ranks(2, backend=backend, timeout=60)
+        return kept[backend]
+
+    yield pool
+    for ranks in kept.values():
+        ranks.close()
+
+
+def alone_for_long() -> int:
+    if dist.get_rank() == 1:
+        time.sleep(1.5)
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            torch.ones(100).sum()
+    return dist.get_rank()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_works_alone_after_the_others_have_returned_is_no_error(
+    backend: str, pools: Callable[[str], gm.Ranks]
+) -> None:
+    assert pools(backend).run(alone_for_long) == [0, 1]
+
+
+def sums_in_turn(late: int) -> float:
+    if dist.get_rank() == late:
+        time.sleep(0.3)  # it has returned from the run before, and not begun this one
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    return float(x.sum())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_has_returned_from_the_run_before_is_waited_for(
+    backend: str, pools: Callable[[str], gm.Ranks]
+) -> None:
+    for turn in range(4):
+        assert pools(backend).run(sums_in_turn, turn % 2) == [4.0, 4.0]
+
+
+def leaves_calls_under_way() -> tuple[float, float]:
+    """Rank 0 begins a sum and a message that fits in no ring, and returns; rank 1 comes later."""
+    x, large = torch.ones(3), torch.ones(1 << 20)
+    if dist.get_rank() == 0:
+        dist.all_reduce(x, async_op=True)
+        dist.isend(large, 1)
+    else:
+        time.sleep(0.5)
+        work = dist.all_reduce(x, async_op=True)
+        assert work is not None
+        work.wait()
+        dist.recv(large.zero_(), 0)
+    return float(x.sum()), float(large.sum())
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_what_a_rank_left_under_way_when_it_returned_still_comes(
+    backend: str, pools: Callable[[str], gm.Ranks]
+) -> None:
+    assert pools(backend).run(leaves_calls_under_way)[1] == (6.0, float(1 << 20))
+
+
+def test_a_process_that_no_launcher_counts_takes_nobody_for_returned() -> None:
+    run = Run()
+    assert run.waits == 0
+    run.begin(3)
+    assert run.waits == 3
+    run.end(failed=False)
+    assert run.waits == 0
+
+
+# ---- the guess about a rank that waits inside C++
+
+
+def innermost(fn: Callable[[threading.Event], object]) -> Any:
+    """The frame in which a thread stands that runs fn, and what ends it."""
+    end = threading.Event()
+    thread = threading.Thread(target=fn, args=(end,), daemon=True)
+    thread.start()
+    time.sleep(0.1)
+    frame = sys._current_frames()[thread.ident or 0]
+    return frame, end
+
+
+class _Work:
+    """Its `wait` is a function of C, as that of a work is."""
+
+    def __init__(self) -> None:
+        self.wait = threading.Lock().acquire
+        self.wait()
+
+
+def test_only_a_wait_for_other_ranks_is_taken_for_one() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    waits: list[tuple[Callable[[threading.Event], object], bool]] = [
+        (lambda end: time.sleep(1), False),
+        (lambda end: end.wait(1), False),
+        (lambda end: lock.acquire(timeout=1), False),
+        (lambda end: torch.futures.Future().wait(), True),
+        (lambda end: _Work().wait(), True),
+    ]
+    for number, (fn, expected) in enumerate(waits):
+        frame, end = innermost(fn)
+        assert waits_in(frame) is expected, number
+        end.set()
+
+
+def test_the_main_thread_of_a_test_is_not_taken_for_waiting() -> None:
+    main = MainThread()
+    seen: list[float] = []
+
+    def look() -> None:
+        for _ in range(4):
+            seen.append(main.waits())
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [0.0] * 4
+    assert "test_the_main_thread" in main.stack(below="nowhere")
+
+
+def test_the_launcher_needs_all_that_are_missing_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    asked: list[int] = []
+    probe = Probe(asked.append)
+
+    def answers(*seconds: float) -> dict[int, str]:
+        for rank, each in zip((1, 2), seconds, strict=True):
+            probe.answer(rank, pickle.dumps((each, f"stack {rank}")))
+        return probe.waiting([1, 2], returned=1)
+
+    now = 1.0
+    assert probe.waiting([1, 2], returned=1) == {}
+    assert asked == [1, 2]
+    now = 10.0
+    assert answers(9.0, 0.0) == {}  # rank 2 is at work
+    assert asked == [1, 2, 1, 2]
+    now = 20.0
+    assert answers(9.0, 2.0) == {1: "stack 1", 2: "stack 2"}
+    assert probe.waiting([1, 2], returned=2) == {}  # one more has returned meanwhile
+
+
+def test_the_error_says_who_returned_and_who_waits_where() -> None:
+    outcome = Outcome(3, results={0: None})
+    stack = f'  File "{torch.__file__}", line 1, in x\n  File "/home/a/train.py", line 7, in step\n    y()\n'
+    outcome.lose({1: stack, 2: stack})
+    with pytest.raises(
+        gm.RankError, match="rank 0 returned, and ranks 1, 2 still wait in a collective"
+    ) as caught:
+        outcome.values()
+    assert 'rank 2 waits at "/home/a/train.py", line 7, in step' in str(caught.value)
+
+
+# ---- how long ranks wait at most
+
+
+def timeouts_here() -> list[float]:
+    groups = [dist.group.WORLD, dist.new_group(), dist.new_group(timeout=datetime.timedelta(seconds=7))]
+    return [getattr(group, "timeout", 0.0) for group in groups]
+
+
+@pytest.mark.parametrize(("given", "world"), [(None, 300.0), (5.0, 300.0), (900.0, 900.0)])
+def test_a_group_waits_as_long_as_a_person_would_or_as_long_as_was_said(
+    given: float | None, world: float
+) -> None:
+    assert gm.launch(timeouts_here, 2, backend="threads", timeout=given) == [[world, world, 7.0]] * 2
+
+
+@pytest.mark.processes
+def test_groups_of_processes_do_too(pools: Callable[[str], gm.Ranks]) -> None:
+    assert pools("shm").run(timeouts_here) == [[300.0, 300.0, 7.0]] * 2
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("inf"), float("nan"), True, "5", None])
+def test_a_timeout_that_is_no_time_is_refused(timeout: Any) -> None:
+    with pytest.raises(gm.ArgumentError, match="timeout="):
+        gm.init(timeout=timeout)
+
+
+# ---- what the launcher makes of it
+
+
+def skipped_backward_of_ddp() -> None:
+    module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+    loss = module(torch.ones(2, 3)).sum()
+    if dist.get_rank() == 1:
+        loss.backward()
+
+
+@pytest.mark.processes
+def test_under_ddp_which_waits_in_cpp_the_first_line_names_the_rank_too() -> None:
+    with pytest.raises(gm.RankError) as caught:
+        gm.launch(skipped_backward_of_ddp, 2, backend="shm", timeout=60)
+    first = str(caught.value).splitlines()[0]
+    assert "rank 0, process" in first
+    assert "has returned" in first
+    assert "ordered()" in str(caught.value)
+
+
+def test_an_error_that_only_says_that_another_rank_was_lost_is_never_the_first() -> None:
+    told = RuntimeError("Got an error in the callback: AbortedError: gradmesh: rank 1 does not answer")
+    own = ValueError("the fault")
+    failures = [Failure.of(0, told), Failure.of(1, own)]
+    with pytest.raises(gm.RankError, match="rank 1 of 2 failed with ValueError; rank 0 failed too"):
+        Outcome(2, failures=failures).values()
+
+
+def test_a_rank_that_gave_up_waiting_is_shown_beside_the_place_of_the_one_that_did_not_come() -> None:
+    failure = Failure.of(0, RuntimeError("Timed out waiting 3000ms for recv operation to complete"))
+    outcome = Outcome(2, failures=[failure], unfinished={1: "  in a place\n"})
+    with pytest.raises(
+        gm.RankError, match="failed with RuntimeError; rank 1 had not returned: Timed out"
+    ) as caught:
+        outcome.values()
+    assert "Rank 1 was here:\n\n  in a place" in str(caught.value)
+    own = Outcome(2, failures=[Failure.of(0, ValueError("x"))], unfinished={1: "  in a place\n"})
+    with pytest.raises(gm.RankError) as caught:
+        own.values()
+    assert "was here" not in str(caught.value)
