@@ -39,6 +39,9 @@ class _Draw:
     def __init__(self, program: Program, rng: random.Random) -> None:
         self.program, self.rng = program, rng
         self.dense = Dense(program)
+        # Most programs in which ranks leave out much end early, and hide what they could be wrong in further on.
+        self.unused = rng.choice((0.0, 0.0, 0.3))
+        self.constants = rng.random() < 0.3
         self.names = (f"{letter}{i or ''}" for i in range(9) for letter in "abcdefghijklm")
 
     # -- pieces
@@ -84,7 +87,7 @@ class _Draw:
         requires = [True] * self.program.ranks
         if self.chance(0.1):
             requires = [False] * self.program.ranks
-        elif not self.program.paired and kind != "I" and self.chance(0.15):
+        elif not self.program.paired and kind != "I" and self.constants and self.chance(0.3):
             requires = [self.chance(0.6) for _ in requires]
         return Leaf(
             next(self.names), 100 * (index + 1), tuple((n, columns) for n in rows), kind, tuple(requires)
@@ -95,7 +98,8 @@ class _Draw:
         if self.program.paired or self.chance(0.6):
             return (self.rng.choice(choices),) * ranks
         # In forward mode every rank has to give a collective's operand a tangent.
-        others = choices if "forward" in self.program.mode else [*choices, *_CONSTANT]
+        constants = self.constants and "forward" not in self.program.mode
+        others = [*choices, *_CONSTANT] if constants else choices
         pool = [self.rng.choice(choices), self.rng.choice(others)]
         return tuple(self.rng.choice(pool) for _ in range(ranks))
 
@@ -246,8 +250,20 @@ class _Draw:
         found: list[Any] = []
         for _ in range(count):
             draw = self.verb if self.chance(0.65) else self.local
-            found += self.tried(lambda draw=draw: draw(list(self.dense.values)))  # type: ignore[misc]
+            added = self.tried(lambda draw=draw: draw(list(self.dense.values)))  # type: ignore[misc]
+            found += added
+            if added and isinstance(added[-1], Verb) and self.chance(0.4):
+                found += self.tried(lambda last=added[-1]: self.twin(last))  # type: ignore[misc]
         return found
+
+    def twin(self, verb: Verb) -> list[Local | Verb]:
+        """The same call once more: only a call like it can be taken for it without an error."""
+        shapes = self.shapes(verb.arg)
+        others = [name for name in self.dense.values if name != verb.arg and self.shapes(name) == shapes]
+        if others and self.chance(0.5):
+            return [replace(verb, name=next(self.names), arg=self.rng.choice(others))]
+        other = Local(next(self.names), self.text(_UNARY), (verb.arg,))
+        return [other, replace(verb, name=next(self.names), arg=other.name)]
 
     def terms(self, names: Sequence[str], share: float, grads: bool) -> tuple[Term, ...]:
         """Terms over some of the variables, which ranks use alike or not."""
@@ -261,7 +277,7 @@ class _Draw:
                 text = self.rng.choice(("({0} * {0}.conj()).real.sum()", "{0}.real.sum()", "({0} ** 2).real.sum()"))
             texts: list[str | None] = [text] * ranks
             if "I" not in types and not self.program.paired:
-                texts = [None if self.chance(0.3) else self.rng.choice((text, "{0}.real.sum()")) for _ in texts]
+                texts = [None if self.chance(self.unused) else self.rng.choice((text, "{0}.real.sum()")) for _ in texts]
             out.append(Term(tuple(texts), name, weighted="I" not in types))
         return tuple(out)
 
