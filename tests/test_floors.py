@@ -15,7 +15,7 @@ FLOORS = (
     ("errors", "types", "_torch", "call_sites", "environment", "memo", "structure"),
     ("backends",),
     ("state",),
-    ("world",),
+    ("checking", "world"),
     ("axis", "launch"),
     ("profiling",),
     ("wire",),

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from gradmesh.axis import Axis, axis, barrier, rank, world_size
 from gradmesh.backends import shm as _shm
+from gradmesh.checking import check
 from gradmesh.collectives import (
     all_gather,
     all_reduce,
@@ -101,6 +102,7 @@ __all__ = [
     "backward",
     "barrier",
     "broadcast",
+    "check",
     "convert",
     "exchange",
     "exscan",

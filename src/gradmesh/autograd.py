@@ -1,6 +1,11 @@
 """The one autograd rule: backward applies the adjoint, forward mode applies the op, vmap moves a dimension.
 
 Since an adjoint is an op itself and is applied by the same rule, every order of derivative comes by itself.
+
+A node of the graph has a second, tiny output beside the op's result: a thread, by which later nodes are tied to it.
+Inside `ordered()` each collective takes the thread of the one before. Elsewhere only its own backward takes it, where
+that is recorded itself. So a gradient depends on the call that it is the gradient of, also where it is a constant, and
+a further backward pass runs the backward of both on every rank that ran the first.
 """
 
 from __future__ import annotations
@@ -17,16 +22,21 @@ from gradmesh._torch import (
     functorch_active,
     is_legacy_batched,
     on_legacy_batch,
-    saves_for_a_checkpoint,
     transforms_active,
     unwritten,
 )
+from gradmesh.call_sites import call_site
 from gradmesh.errors import OrderError
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.state import rank_state
 from gradmesh.wire import compiling
+from gradmesh.wire.claims import BACKWARD, CAN_JOIN, JOINS, TANGENT, Recorded
 
 __all__ = ["apply", "linked", "unlinked"]
+
+
+_LOOSE = torch.zeros((), device="cpu")
+"""The thread of a call that is tied to none before it."""
 
 
 def apply(op: Op, x: Tensor) -> Tensor:
@@ -43,34 +53,98 @@ def apply(op: Op, x: Tensor) -> Tensor:
     return unlinked(op, x)
 
 
-def linked(op: LinearOp, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    """Run an op, and pass on a token that requires grad, so that the op's backward runs whoever uses its result.
+def linked(
+    op: LinearOp, x: Tensor, thread: Tensor, role: str = "", origin: Recorded | None = None
+) -> tuple[Tensor, Tensor]:
+    """Run an op, and pass on a thread that requires grad, so that the op's backward runs whoever uses its result.
 
-    The backward of what takes the next token runs first, since this one waits for that token's gradient.
+    The backward of what takes the next thread runs first, since this one waits for that thread's gradient. Inside a
+    forward-mode level the op on the tangent is a link too, on every rank, with zeros where there is none.
+
+    Args:
+        op: the op.
+        x: this rank's operand.
+        thread: that of the link before.
+        role: what the call is to the one that it comes from.
+        origin: that call.
     """
-    rule = _Rule if functorch_active() else _Node
-    result: tuple[Tensor, Tensor] = rule.apply(op, x, token)  # type: ignore[no-untyped-call]
-    return result
+    if not forward_level_open() or functorch_active():
+        return _recorded(op, x, thread, Recorded(role, origin, JOINS | CAN_JOIN, linked=True))
+    primal, tangent = forward_ad.unpack_dual(x)
+    call = Recorded(role, origin, JOINS | CAN_JOIN, linked=True)
+    y, thread = _recorded(op, primal, thread, call)
+    moved, thread = _recorded(
+        op,
+        torch.zeros_like(primal) if tangent is None else tangent,
+        thread,
+        Recorded(TANGENT, call, JOINS | CAN_JOIN, linked=True),
+    )
+    return forward_ad.make_dual(y, moved), thread
 
 
-def unlinked(op: Op, x: Tensor) -> Tensor:
+def unlinked(
+    op: Op, x: Tensor, role: str = "", origin: Recorded | None = None, thread: Tensor | None = None
+) -> Tensor:
     """Run an op by itself.
 
     Where no derivative can be asked for, the op is run bare: building a graph node costs more than a small
     collective on fast backends.
+
+    Args:
+        op: the op.
+        x: this rank's operand.
+        role: what the call is to the one that it comes from.
+        origin: that call.
+        thread: that of a call to which this one is to be tied.
     """
     if compiling():
         return _compiled(op, x)
     if is_legacy_batched(x):
-        return on_legacy_batch(x, lambda whole: unlinked(op.batched(), whole))
-    recording = torch.is_grad_enabled()
-    if recording and op.rooted and not x.requires_grad:
-        x = _take_part(x)
-    if (recording and x.requires_grad) or transforms_active():
-        rule = _Rule if functorch_active() else _Node
-        result: Tensor = rule.apply(op, x)  # type: ignore[no-untyped-call]
-        return result
-    return op.apply(x)
+        return on_legacy_batch(x, lambda whole: unlinked(op.batched(), whole, role, origin, thread))
+    recording, transforms = torch.is_grad_enabled(), transforms_active()
+    if recording and op.rooted and not x.requires_grad and thread is None and _differentiable(x):
+        # Only the root's operand counts, and a rank whose own does not require grad would miss the backward.
+        thread = None if functorch_active() else _leaf()
+    joins = recording and (x.requires_grad or (thread is not None and thread.requires_grad))
+    if not recording and origin is None and not transforms:
+        return op.apply(x)
+    flags = (JOINS if joins else 0) | (CAN_JOIN if recording and not functorch_active() else 0)
+    call = Recorded(role, origin, flags)
+    recorded = joins or transforms
+    y = _recorded(op, x, _LOOSE if thread is None else thread, call)[0] if recorded else op.apply(x, call)
+    return _join(op, x, y, call) if call.others_join else y
+
+
+def _join(op: Op, x: Tensor, y: Tensor, call: Recorded) -> Tensor:
+    """The result of a call that has been made, tied to a node of its own, to take part in a backward of others."""
+    if not forward_level_open():
+        return _recorded(_Done(op, y), x, _leaf(), call)[0]
+    (x, _), (y, moved) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(y)
+    joined = _recorded(_Done(op, y), x, _leaf(), call)[0]
+    return joined if moved is None else forward_ad.make_dual(joined, moved)
+
+
+def _recorded(op: Op | _Done, x: Tensor, thread: Tensor, call: Recorded) -> tuple[Tensor, Tensor]:
+    """Run an op as a node of the graph."""
+    rule = _Rule if functorch_active() else _Node
+    result: tuple[Tensor, Tensor] = rule.apply(op, x, thread, call)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _leaf() -> Tensor:
+    """A thread that requires grad, so that what takes it takes part in backward, whatever its operand."""
+    return torch.zeros((), device="cpu", requires_grad=True)
+
+
+class _Done:
+    """An op that ran before it was known that another rank takes part in its backward, and so has this one."""
+
+    def __init__(self, op: Op, y: Tensor) -> None:
+        self.op, self.y = op, y
+
+    def apply(self, x: Tensor, call: Recorded) -> Tensor:  # noqa: ARG002 - as an op has them
+        """What it returned."""
+        return self.y
 
 
 def _compiled(op: Op, x: Tensor) -> Tensor:
@@ -99,85 +173,72 @@ def _differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def _take_part(x: Tensor) -> Tensor:
-    """`x` as a leaf that requires grad, so that this rank joins the backward collective of a rooted op.
-
-    Only the root's operand counts, and a rank whose own does not require grad would stay away while the root
-    waits. Inside a torch.func transform this is for the caller to see to: no new leaf can be made there.
-    """
-    if functorch_active() or not _differentiable(x):
-        return x
-    if not transforms_active():
-        return (x.clone() if x.is_inference() else x.detach()).requires_grad_()
-    primal, tangent = forward_ad.unpack_dual(x)
-    leaf: Tensor = primal.detach().requires_grad_()
-    if tangent is None:
-        return leaf
-    dual: Tensor = forward_ad.make_dual(leaf, tangent)
-    return dual
-
-
 def _like(x: Tensor) -> dict[str, Any]:
     return {"size": x.shape, "dtype": x.dtype, "device": x.device}
 
 
 class _Rule(torch.autograd.Function):
-    """The law of `gradmesh.ops.base`, told to autograd; with a token, it is also a link of a chain."""
+    """The law of `gradmesh.ops.base`, told to autograd; with a thread of the chain, it is also a link of it."""
 
     @staticmethod
-    def forward(op: Op, x: Tensor, token: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        y = op.apply(x)
-        return y if token is None else (y, token.clone())
+    def forward(op: Op | _Done, x: Tensor, thread: Tensor, call: Recorded) -> tuple[Tensor, Tensor]:
+        return op.apply(x, call), thread.clone()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Op, Tensor, Tensor | None], output: Any) -> None:
-        ctx.op, x, token = inputs
-        ctx.linked = token is not None
-        if token is None and saves_for_a_checkpoint():
-            # What a link saves, so that a checkpoint saves alike inside of ordered() and outside.
-            ctx.save_for_backward(torch.zeros(()))
-        if token is not None:
-            ctx.operand, ctx.result = _like(x), _like(output[0])
-            ctx.save_for_backward(token)
-            ctx.set_materialize_grads(False)
+    def setup_context(
+        ctx: Any, inputs: tuple[Op | _Done, Tensor, Tensor, Recorded], output: tuple[Tensor, Tensor]
+    ) -> None:
+        op, x, thread, ctx.call = inputs
+        ctx.op = op.op if isinstance(op, _Done) else op
+        ctx.operand, ctx.result = _like(x), _like(output[0])
+        ctx.call.site = call_site()
+        # One tensor either way: a checkpoint counts them, and what is recomputed may be outside of ordered().
+        ctx.save_for_backward(thread if ctx.call.linked else output[1])
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor | None, following: Tensor | None) -> tuple[Tensor | None, ...]:
         op: LinearOp = ctx.op
-        grad, following = grads[0], grads[-1]
-        if grad is not None and grad.layout is not torch.strided:
-            grad = grad.to_dense()
-        if not ctx.linked:
-            return None, None if grad is None else unlinked(op.back, grad), None
-        # Read also where it is not needed: inside a checkpoint this is what makes every rank recompute here, and
-        # not some of them elsewhere or never.
-        (token,) = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros(**ctx.result)
+        elif grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        if not ctx.call.linked:
+            # Read only here: a graph without saved tensors can be run through again, also where it is not retained.
+            thread = ctx.saved_tensors[0] if torch.is_grad_enabled() else None
+            return None, unlinked(op.back, grad, BACKWARD, ctx.call, thread), None, None
+        # Read also where it is not needed: inside a checkpoint this is what makes every rank recompute here, and
+        # not some of them elsewhere or never.
+        (thread,) = ctx.saved_tensors
         if following is None:
-            # The end of the chain. The backward pass goes on with the token itself, as a zero would come from
+            # The end of the chain. The backward pass goes on with the thread itself, as a zero would come from
             # nowhere and lose the order of the passes to come.
-            following = token.clone()
-        if torch.is_grad_enabled():
-            return None, *linked(op.back, grad, following)
-        return None, unlinked(op.back, grad), following
+            following = thread.clone()
+        if torch.is_grad_enabled() or forward_level_open():
+            back, following = linked(op.back, grad, following, BACKWARD, ctx.call)
+            return None, back, following, None
+        return None, unlinked(op.back, grad, BACKWARD, ctx.call), following, None
 
     @staticmethod
-    def jvp(ctx: Any, _: None, tangent: Tensor | None, token: Tensor | None = None) -> Any:
-        if not ctx.linked:
-            return None if tangent is None else unlinked(ctx.op, tangent)
-        out = unlinked(ctx.op, torch.zeros(**ctx.operand) if tangent is None else tangent)
-        return out, torch.zeros(()) if token is None else token.clone()
+    def jvp(ctx: Any, _: None, tangent: Tensor | None, thread: Tensor | None, *__: None) -> Any:
+        if tangent is None:
+            tangent = torch.zeros(**ctx.operand)
+        moved = unlinked(ctx.op, tangent, TANGENT, ctx.call)
+        return moved, torch.zeros((), device="cpu") if thread is None else thread.clone()
 
     @staticmethod
-    def vmap(_: Any, in_dims: tuple[int | None, ...], op: Op, x: Tensor, token: Tensor | None = None) -> Any:
+    def vmap(
+        _: Any,
+        in_dims: tuple[int | None, ...],
+        op: Op,
+        x: Tensor,
+        thread: Tensor,
+        call: Recorded,
+    ) -> Any:
         dim = in_dims[1]
-        if dim is None:  # only the token's gradient is batched
-            return _Rule.apply(op, x, token), (None, in_dims[2])  # type: ignore[no-untyped-call]
-        moved = x.movedim(dim, 0)
-        if token is None:
-            return unlinked(op.batched(), moved), 0
-        return linked(op.batched(), moved, token), (0, in_dims[2])  # type: ignore[arg-type]
+        if dim is None:  # only the thread's gradient is batched
+            return _recorded(op, x, thread, call), (None, in_dims[2])
+        return _recorded(op.batched(), x.movedim(dim, 0), thread, call), (0, in_dims[2])
 
 
 # Function.apply asks for the signature at every call; computing it anew takes longer than the rest of the rule.
@@ -188,9 +249,9 @@ class _Node(torch.autograd.Function):
     """The same rule where no torch.func transform is on: in torch's older form, which takes 12 us less of a call."""
 
     @staticmethod
-    def forward(ctx: Any, op: Op, x: Tensor, token: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        output = _Rule.forward(op, x, token)
-        _Rule.setup_context(ctx, (op, x, token), output)
+    def forward(ctx: Any, op: Op | _Done, x: Tensor, thread: Tensor, call: Recorded) -> tuple[Tensor, Tensor]:
+        output = _Rule.forward(op, x, thread, call)
+        _Rule.setup_context(ctx, (op, x, thread, call), output)
         return output
 
     backward, jvp = _Rule.backward, _Rule.jvp

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from gradmesh.errors import ArgumentError, message
 
-__all__ = ["CHECK", "RECYCLE", "SHM_CHUNK", "VARIABLES", "Variable", "table"]
+__all__ = ["CHECK", "CHECK_LEVELS", "RECYCLE", "SHM_CHUNK", "VARIABLES", "Variable", "table"]
 
 T = TypeVar("T")
 
@@ -77,10 +77,14 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _switch(text: str) -> bool:
-    if text not in ("0", "1"):
+CHECK_LEVELS = {"0": 0, "1": 1, "full": 2}
+"""How much is compared, by what GRADMESH_CHECK says."""
+
+
+def _level(text: str) -> int:
+    if text not in CHECK_LEVELS:
         raise ValueError(text)
-    return text == "1"
+    return CHECK_LEVELS[text]
 
 
 _SMALLEST_CHUNK, _LARGEST_CHUNK = 1 << 12, 1 << 26
@@ -96,9 +100,10 @@ def _chunk(text: str) -> int:
 CHECK = Variable(
     "GRADMESH_CHECK",
     default="1",
-    expected="0 or 1",
-    meaning="whether the ranks' calls are compared before anything is sent; 0 on every rank turns it off",
-    parse=_switch,
+    expected="0, 1 or full",
+    meaning="what is compared before anything is sent: 1 the ranks' calls, full what they hand in too, 0 nothing; the "
+    "same on every rank (see gradmesh.check)",
+    parse=_level,
 )
 RECYCLE = Variable(
     "GRADMESH_RECYCLE",
@@ -115,7 +120,7 @@ SHM_CHUNK = Variable(
     parse=_chunk,
 )
 
-VARIABLES: tuple[Variable[bool] | Variable[int], ...] = (CHECK, RECYCLE, SHM_CHUNK)
+VARIABLES: tuple[Variable[int], ...] = (CHECK, RECYCLE, SHM_CHUNK)
 
 
 def table() -> str:

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import (
+    backward_pass,
     functorch_active,
-    in_backward,
     in_reentrant_checkpoint,
     only_vmap_active,
     saves_for_a_checkpoint,
@@ -38,6 +38,9 @@ from gradmesh.wire import messages
 
 __all__ = ["Order", "backward", "grad", "join", "ordered"]
 
+_SPARE = torch.zeros((), device="cpu", requires_grad=True)
+"""The thread that a recomputed collective takes. It is made here, since a selective checkpoint counts what is made."""
+
 
 class Order:
     """The chain of the collectives of one `ordered()` block, on this rank."""
@@ -49,10 +52,16 @@ class Order:
         self._count = 0
         self._first: tuple[str, Site] = ("", None)
         self._joined = False
+        self._opened_in = backward_pass()
+
+    @property
+    def here(self) -> bool:
+        """Whether the caller is in the pass that the block was opened in, and not in a backward pass inside of it."""
+        return backward_pass() == self._opened_in
 
     def link(self, op: LinearOp, x: Tensor) -> Tensor:
         """Run a collective as the next link."""
-        if in_backward():
+        if not self.here:
             return self._recompute(op, x)
         if functorch_active() and not only_vmap_active():
             raise OrderError(
@@ -77,7 +86,7 @@ class Order:
                 )
             )
         if self._token is None:
-            self._root = self._token = torch.zeros((), requires_grad=True)
+            self._root = self._token = torch.zeros((), device="cpu", requires_grad=True)
         if self._count == 0:
             self._first = (op.verb, call_site())
         self._count += 1
@@ -100,7 +109,7 @@ class Order:
             )
         if not saves_for_a_checkpoint():  # a collective of a hook, which is on no chain
             return unlinked(op, x)
-        return linked(op, x, torch.zeros((), requires_grad=True))[0]
+        return linked(op, x, _SPARE)[0]
 
     def join(self, loss: Tensor | None) -> Tensor:
         """Tie the chain to this rank's loss, so that its backward runs every collective's.
@@ -123,7 +132,7 @@ class Order:
                     remedy="pass None on a rank that has no loss",
                 )
             )
-        joined = loss if loss is not None else torch.zeros((), requires_grad=True)
+        joined = loss if loss is not None else torch.zeros((), device="cpu", requires_grad=True)
         # Without grad mode nothing is tied, and the block will say that join is missing.
         if self._token is not None and self._axis is not None and torch.is_grad_enabled():
             joined, _ = linked(PartialFromVarying(self._axis), joined, self._token)
@@ -236,9 +245,11 @@ def ordered() -> Iterator[Order]:
 
     On every rank, the same collectives have to run forward in the same order. Then the backward ones do too,
     on all axes together: also when a rank's loss does not use an output, when an operand does not require grad on
-    one rank, when a rank has no loss at all. A block inside another one belongs to its chain. Collectives under
+    one rank, when a rank has no loss at all. A block inside another one belongs to its chain; one that is opened in a
+    running backward pass, by a hook or a Function that trains something, has a chain of its own. Collectives under
     `torch.no_grad()`, and those of integers and bools, have no backward and stay outside. After a pass with
-    create_graph, a loss that is made from its gradients needs join again.
+    create_graph, a loss that is made from its gradients needs join again. Inside a forward-mode level the collective
+    of a tangent is a link too, with zeros where a rank has no tangent.
 
     Yields:
         The chain, with `join(loss)`; `gm.join`, `gm.backward` and `gm.grad` find it too.
@@ -259,15 +270,16 @@ def ordered() -> Iterator[Order]:
         [[1.0], [1.0]]
     """
     state = rank_state()
-    if isinstance(state.chain, Order):
-        yield state.chain
+    around = state.chain
+    if isinstance(around, Order) and (around.here or saves_for_a_checkpoint()):
+        yield around
         return
     state.chain = order = Order()
     try:
         yield order
         order.close()
     finally:
-        state.chain = None
+        state.chain = around
 
 
 def join(loss: Tensor | None) -> Tensor:

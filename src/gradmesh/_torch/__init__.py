@@ -28,6 +28,7 @@ from gradmesh._torch.modes import (
 )
 from gradmesh._torch.names import RELIED_ON, warn_of_what_is_gone
 from gradmesh._torch.passes import (
+    backward_pass,
     in_backward,
     in_reentrant_checkpoint,
     named_range,
@@ -40,6 +41,7 @@ __all__ = [
     "RELIED_ON",
     "_RankWorld",
     "adopt_thread",
+    "backward_pass",
     "compiling",
     "default_group",
     "forward_level_open",

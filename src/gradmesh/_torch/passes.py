@@ -22,7 +22,14 @@ if there(
 ):
     from torch.autograd import profiler as autograd_profiler
 
-__all__ = ["in_backward", "in_reentrant_checkpoint", "named_range", "profiler_on", "saves_for_a_checkpoint"]
+__all__ = [
+    "backward_pass",
+    "in_backward",
+    "in_reentrant_checkpoint",
+    "named_range",
+    "profiler_on",
+    "saves_for_a_checkpoint",
+]
 
 
 def _calling_code() -> Iterator[CodeType]:
@@ -41,19 +48,25 @@ _graph_task = find(
 
 if _graph_task is not None:
 
-    def in_backward() -> bool:
-        """Whether the calling thread runs a backward pass, as a checkpoint's recomputation does."""
+    def backward_pass() -> int:
+        """A number of the backward pass that the calling thread runs, another for one inside of it; -1 outside."""
         task: int = _graph_task()
-        return task != -1
+        return task
 
 else:
 
-    def in_backward() -> bool:
-        """Whether a function that runs a backward pass is running, or a checkpoint's recomputation."""
-        running = set(_calling_code())
-        first = inspect.unwrap(checkpoint.checkpoint).__code__ in running
+    def backward_pass() -> int:
+        """How many passes run on this thread, one inside the other; 1 in a checkpoint that recomputes; else -1."""
+        running = list(_calling_code())
         starts = {torch.autograd.backward.__code__, torch.autograd.grad.__code__}
-        return not running.isdisjoint(starts) or (not first and any(map(_of_checkpoint, running)))
+        depth = sum(code in starts for code in running)
+        first = inspect.unwrap(checkpoint.checkpoint).__code__ in running
+        return depth or (1 if not first and any(map(_of_checkpoint, running)) else -1)
+
+
+def in_backward() -> bool:
+    """Whether the calling thread runs a backward pass, as a checkpoint's recomputation does."""
+    return backward_pass() != -1
 
 
 def _of_checkpoint(code: CodeType) -> bool:

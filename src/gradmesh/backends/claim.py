@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-__all__ = ["Claim"]
+__all__ = ["FLAGS", "Claim"]
+
+FLAGS = 3
+"""The bits of a head, or of a digest that travels, that carry a claim's flags; the others are compared."""
 
 
-@dataclass(frozen=True)
 class Claim:
-    """What a rank says about a call, for the others to compare.
+    """What a rank says about one call, for the others to compare.
 
-    Attributes:
+    Args:
         digest: 64 bits that differ where the calls do not fit together.
         said: the call in words, for the error; asked only when the calls are refused.
         refusal: builds the error from every rank's words, in rank order.
+
+    Attributes:
+        digest: as above.
+        flags: two bits that are not compared, but told to the others.
+        heard: every rank's flags, in rank order, where they are not the same on all; None: they are.
     """
 
-    digest: int
-    said: Callable[[], str]
-    refusal: Callable[[list[str]], Exception]
+    __slots__ = ("_refusal", "_said", "digest", "flags", "heard")
+
+    def __init__(
+        self, digest: int, said: Callable[[], str], refusal: Callable[[list[str]], Exception], flags: int = 0
+    ) -> None:
+        self.digest = digest
+        self.flags = flags
+        self.heard: Sequence[int] | None = None
+        self._said, self._refusal = said, refusal
+
+    def said(self) -> str:
+        """The call in words."""
+        return self._said()
+
+    def refusal(self, words: list[str]) -> Exception:
+        """The error, from every rank's words, in rank order."""
+        return self._refusal(words)

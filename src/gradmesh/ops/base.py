@@ -23,12 +23,12 @@ from torch import Tensor
 from gradmesh import profiling
 from gradmesh._torch import is_fake, profiler_on
 from gradmesh.axis import Axis
-from gradmesh.environment import CHECK
+from gradmesh.checking import check_level
 from gradmesh.errors import DTypeError, GradmeshError, ShapeError, message
 from gradmesh.memo import Memo
 from gradmesh.types import Type
 from gradmesh.wire import Carrier, carrier, compiling
-from gradmesh.wire.claims import Claim, claim
+from gradmesh.wire.claims import CallClaim, Recorded, Said, calls_of
 
 T = TypeVar("T")
 
@@ -134,24 +134,34 @@ class Op(abc.ABC):
 
     # -- what comes from it
 
-    def apply(self, x: Tensor) -> Tensor:
-        """Run the op on this rank's plain tensor. The result is fresh memory; `x` is only read."""
+    def apply(self, x: Tensor, recorded: Recorded | None = None) -> Tensor:
+        """Run the op on this rank's plain tensor. The result is fresh memory; `x` is only read.
+
+        Args:
+            x: the operand.
+            recorded: what is to be remembered of the call, and what it comes from.
+        """
         if compiling():
             self.accepts(x.dtype)
             return self._run(x, carrier(self.axis))
         if is_fake(x):
             self.accepts(x.dtype)
             return x.new_empty(self.out_shape(x.shape))
-        wire = carrier(self.axis, self.claimed(x))
+        claim = self.claimed(x, recorded)
+        wire = carrier(self.axis, claim)
         try:
             self.accepts(x.dtype)
             if profiler_on():
                 with profiling.collective(self.verb, self.axis, x, self.comm_dtype):
-                    return self._run(x, wire)
-            return self._run(x, wire)
+                    y = self._run(x, wire)
+            else:
+                y = self._run(x, wire)
         except Exception as error:
             wire.withdraw(error)
             raise
+        if claim is not None:
+            claim.settle()
+        return y
 
     def _run(self, x: Tensor, wire: Carrier) -> Tensor:
         """Run the op in the dtype that travels."""
@@ -178,17 +188,35 @@ class Op(abc.ABC):
             found = self.memo[key] = work()
         return found
 
-    def claimed(self, x: Tensor) -> Claim | None:
-        """What this rank says about the call, for the others to compare; None where nothing is compared."""
-        if not self.sends or self.axis.size == 1 or not x.is_cpu:
+    def claimed(self, x: Tensor, recorded: Recorded | None = None) -> CallClaim | None:
+        """What this rank says about the call, for the others to compare; None where nothing is compared.
+
+        A call that sends nothing is noted, if it is to be remembered and its backward sends.
+        """
+        if (
+            self.axis.size == 1
+            or not x.is_cpu
+            or not (self.sends or (recorded is not None and self.sends_back))
+        ):
+            return None
+        if not check_level():
             return None
         memo, key = self.memo, (x.shape, x.dtype)
-        found: Claim | None = memo.get(key)
-        if found is None:
-            if not CHECK.value():
-                return None
-            found = memo[key] = claim(self.verb, str(self.axis), self.words(x))
-        return found
+        said: Said | None = memo.get(key)
+        if said is None:
+            said = memo[key] = Said.of(self.verb, str(self.axis), self.words(x))
+        if recorded is not None:
+            recorded.text = said.text
+        if self.sends:
+            return CallClaim(said, recorded)
+        if recorded is not None:
+            calls_of(self.axis.group).note(said, recorded)
+        return None
+
+    @property
+    def sends_back(self) -> bool:
+        """Whether the backward of a call goes over the wire."""
+        return False
 
     def words(self, x: Tensor) -> str:
         """What every rank's call has to say alike: the call, and the operand's dtype and sizes."""
@@ -246,6 +274,11 @@ class LinearOp(Op):
     def back(self) -> LinearOp:
         """The adjoint, made once."""
         return self.adjoint
+
+    @property
+    def sends_back(self) -> bool:
+        """Whether the adjoint sends."""
+        return self.back.sends
 
     def batched(self) -> LinearOp:
         """The same op on tensors with one more dimension in front, for vmap."""

@@ -23,7 +23,7 @@ from gradmesh.backends.shm.group import ShmGroup
 from gradmesh.backends.threads.group import ThreadsGroup
 from gradmesh.wire.alone import Alone, TracedAlone
 from gradmesh.wire.carrier import Carrier
-from gradmesh.wire.claims import Claim
+from gradmesh.wire.claims import CallClaim
 from gradmesh.wire.compiled import Compiled
 from gradmesh.wire.own_group import OwnGroupCarrier
 from gradmesh.wire.torch_group import TorchGroup
@@ -37,7 +37,7 @@ CARRIERS: dict[type[dist.ProcessGroup], type[Carrier]] = {
 """The carrier for each class of process group; `TorchGroup` for any other."""
 
 
-def carrier(axis: Axis, claim: Claim | None = None) -> Carrier:
+def carrier(axis: Axis, claim: CallClaim | None = None) -> Carrier:
     """The carrier for one op.
 
     Args:

@@ -27,9 +27,9 @@ from typing import NoReturn
 from torch import Tensor
 
 from gradmesh.axis import Axis
-from gradmesh.backends.claim import Claim
 from gradmesh.errors import ArgumentError, message
 from gradmesh.wire import memory
+from gradmesh.wire.claims import CallClaim, Calls, calls_of
 from gradmesh.wire.packing import dense, flattened
 
 __all__ = ["Carrier"]
@@ -43,7 +43,7 @@ class Carrier(abc.ABC):
         claim: what this rank says about the call, for the others to compare; None: nothing is compared.
     """
 
-    def __init__(self, axis: Axis, claim: Claim | None = None) -> None:
+    def __init__(self, axis: Axis, claim: CallClaim | None = None) -> None:
         self.axis = axis
         self.claim = claim
 
@@ -231,9 +231,16 @@ class Carrier(abc.ABC):
 
     # -- what is compared, and what goes wrong
 
-    def take_claim(self) -> Claim | None:
+    @property
+    def calls(self) -> Calls:
+        """The count of the calls of the axis's group, on this rank."""
+        return calls_of(self.axis.group)
+
+    def take_claim(self) -> CallClaim | None:
         """The claim, for the first motion of the call; None afterwards."""
         claim, self.claim = self.claim, None
+        if claim is not None:
+            claim.count(self.calls)
         return claim
 
     def withdraw(self, error: Exception) -> None:  # noqa: B027 - most transports cannot tell

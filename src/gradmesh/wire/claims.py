@@ -1,41 +1,248 @@
-"""What a rank says about a call, so that ranks whose calls do not fit together hear of it."""
+"""What a rank says about a call, so that ranks whose calls do not fit together hear of it.
+
+Each call that sends has a number among the calls of its group, the same on all ranks, since all make the same calls.
+A backward call says of which call it is the backward: two backward calls of one kind and one shape, for outputs that
+two ranks used differently, would else be taken for each other. What is called without anything being sent, and whose
+backward sends, is numbered too, and told with the next call that sends.
+
+Beside what is compared, a rank tells whether its call will have a backward: see `Call.joins`.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
 
 from gradmesh.backends.claim import Claim
-from gradmesh.call_sites import call_site, show_site
+from gradmesh.call_sites import Site, call_site, show_site
 from gradmesh.errors import MismatchError, message
 
-__all__ = ["Claim", "claim"]
+__all__ = [
+    "BACKWARD",
+    "CAN_JOIN",
+    "JOINS",
+    "TANGENT",
+    "CallClaim",
+    "Calls",
+    "Recorded",
+    "Said",
+    "calls_of",
+    "claim",
+]
+
+JOINS = 1
+"""A flag: this rank will take part in the call's backward."""
+CAN_JOIN = 2
+"""A flag: it would, if others do."""
+
+BACKWARD = "the backward of"
+TANGENT = "the tangent of"
+_ROLE_NUMBER = {"": 0, BACKWARD: 1, TANGENT: 2}
+
+_ORDERED = (
+    "run forward and backward inside gradmesh.ordered(): there every rank takes part in the backward of every call, "
+    "in one order, whatever its loss uses"
+)
+_SHOWN_LOCAL = 4
 
 
-def claim(verb: str, axis: str, text: str) -> Claim:
-    """Make a claim.
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a call says that is the same each time: the words, and a number that differs where they do."""
+
+    verb: str
+    axis: str
+    text: str
+    digest: int
+
+    @classmethod
+    def of(cls, verb: str, axis: str, text: str) -> Said:
+        """Made of the words.
+
+        Args:
+            verb: the verb that is called, for the error.
+            axis: the axis, for the error.
+            text: what every rank has to say alike.
+        """
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return cls(verb, axis, text, int.from_bytes(digest, "little", signed=True))
+
+
+@dataclass(slots=True, eq=False)
+class Recorded:
+    """What autograd remembers of one call on this rank.
+
+    Attributes:
+        role: what it is to the call that it comes from: `BACKWARD` or `TANGENT`; "" for a call of its own.
+        origin: that call.
+        flags: `JOINS` and `CAN_JOIN`.
+        linked: whether it is a link of the chain of `ordered()`.
+        number: its place among the calls of the group; negative among those that send nothing; 0: not compared.
+        text: the call in words.
+        site: where it was made.
+        heard: the flags of every rank, if they differ.
+    """
+
+    role: str = ""
+    origin: Recorded | None = None
+    flags: int = 0
+    linked: bool = False
+    number: int = 0
+    text: str = ""
+    site: Site = None
+    heard: Sequence[int] | None = None
+
+    @property
+    def others_join(self) -> bool:
+        """Whether another rank will take part in the call's backward, and this one would not."""
+        return self.heard is not None and not self.flags & JOINS and any(f & JOINS for f in self.heard)
+
+    def told(self) -> str:
+        """The call in words, and where it was made."""
+        return f"{self.text} {show_site(self.site)}{self.of()}"
+
+    def of(self) -> str:
+        """What it comes from, in words."""
+        if self.origin is None:
+            return ""
+        return f", {self.role} call {abs(self.origin.number)}: {self.origin.told()}"
+
+
+class Calls:
+    """The calls of a group, as one of its ranks counts them."""
+
+    __slots__ = ("local", "number", "since", "words")
+
+    def __init__(self) -> None:
+        self.number = 0
+        """How many calls were compared."""
+        self.local = 0
+        """How many sent nothing, and have a backward that does."""
+        self.since = 0
+        """A number made of those since the last call that was compared; 0: there was none."""
+        self.words: list[str] = []
+
+    def note(self, said: Said, recorded: Recorded) -> None:
+        """Count a call that sends nothing."""
+        self.local += 1
+        self.since = hash((self.since, said.digest))
+        recorded.number = -self.local
+        if len(self.words) < _SHOWN_LOCAL:
+            self.words.append(f"{said.text} {show_site(call_site())}")
+
+
+_counted: WeakKeyDictionary[dist.ProcessGroup, Calls] = WeakKeyDictionary()
+
+
+def calls_of(group: dist.ProcessGroup) -> Calls:
+    """The calls of a group, as the calling rank counts them."""
+    found = _counted.get(group)
+    if found is None:
+        found = _counted[group] = Calls()
+    return found
+
+
+class CallClaim(Claim):
+    """The claim of one call of an op.
+
+    Args:
+        said: what it says each time.
+        recorded: what is remembered of it; None where nobody will ask.
+    """
+
+    __slots__ = ("_before", "_recorded", "_what")
+
+    def __init__(self, said: Said, recorded: Recorded | None) -> None:
+        self.digest = said.digest
+        self.flags = 0 if recorded is None else recorded.flags
+        self.heard = None
+        self._what, self._recorded = said, recorded
+        self._before: list[str] = []
+
+    def count(self, calls: Calls) -> None:
+        """Take a number, as the call is about to be made, and say of which call it is the backward."""
+        calls.number += 1
+        recorded = self._recorded
+        if recorded is not None:
+            recorded.number = calls.number
+        origin = None if recorded is None else recorded.origin
+        if origin is not None or calls.since:
+            of = () if origin is None or recorded is None else (_ROLE_NUMBER[recorded.role], origin.number)
+            self.digest = hash((self.digest, of, calls.since))
+            if calls.since:
+                self._before, calls.words, calls.since = calls.words, [], 0
+
+    def settle(self) -> None:
+        """Look at what the others said of their part in the backward.
+
+        Raises:
+            MismatchError: some rank will take part in the backward of this call, and another one cannot.
+        """
+        heard = self.heard
+        if heard is None:
+            return
+        if self._recorded is not None:
+            self._recorded.heard = heard
+        if any(flags & JOINS for flags in heard) and not all(flags & (JOINS | CAN_JOIN) for flags in heard):
+            raise MismatchError(
+                message(
+                    "a rank will take part in the backward of this call, and another one cannot",
+                    op=self._what.verb,
+                    axis=self._what.axis,
+                    expected="gradients recorded on every rank, or on none",
+                    got="\n".join(
+                        f"rank {rank}: {_JOINING[flags]}{' ' + show_site(call_site()) if flags == self.flags else ''}"
+                        for rank, flags in enumerate(heard)
+                    ),
+                    remedy="enter torch.no_grad() on every rank or on none, or detach() the operand on all",
+                )
+            )
+
+    def said(self) -> str:
+        """The call, where it is, what it is the backward of, and what went before it without being sent."""
+        said = f"{self._what.text} {show_site(call_site())}"
+        if self._recorded is not None:
+            said += self._recorded.of()
+        return f"{said}, after {' and '.join(self._before)}" if self._before else said
+
+    def refusal(self, words: list[str]) -> Exception:
+        """One table: what each rank called, where, and the remedy."""
+        if any(f", {BACKWARD} call " in said for said in words):
+            expected = "the backward of the same call on every rank, in the same order"
+            remedy = _ORDERED
+        else:
+            expected = "the same call, with operands of the same dtype and sizes, on every rank"
+            remedy = 'if sizes differ on purpose, pass them, or sizes="auto"; else look where the ranks part'
+        return MismatchError(
+            message(
+                "the ranks' calls do not fit together",
+                op=self._what.verb,
+                axis=self._what.axis,
+                expected=expected,
+                got="\n".join(f"rank {rank}: {said}" for rank, said in enumerate(words)),
+                remedy=remedy,
+            )
+        )
+
+
+_JOINING = {
+    0: "under torch.no_grad(), or in a transform, with an operand that requires no gradient",
+    JOINS: "its operand requires grad",
+    CAN_JOIN: "its operand requires no gradient",
+    JOINS | CAN_JOIN: "its operand requires grad",
+}
+
+
+def claim(verb: str, axis: str, text: str) -> CallClaim:
+    """Make the claim of a call that is no op's.
 
     Args:
         verb: the verb that is called, for the error.
         axis: the axis, for the error.
         text: what every rank has to say alike.
     """
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
-    return Claim(digest, partial(_said, text), partial(_refusal, verb, axis))
-
-
-def _said(text: str) -> str:
-    return f"{text} {show_site(call_site())}"
-
-
-def _refusal(verb: str, axis: str, words: list[str]) -> MismatchError:
-    return MismatchError(
-        message(
-            "the ranks' calls do not fit together",
-            op=verb,
-            axis=axis,
-            expected="the same call, with operands of the same dtype and sizes, on every rank",
-            got="\n".join(f"rank {rank}: {said}" for rank, said in enumerate(words)),
-            remedy='if sizes differ on purpose, pass them, or sizes="auto"; else look where the ranks part',
-        )
-    )
+    return CallClaim(Said.of(verb, axis, text), None)

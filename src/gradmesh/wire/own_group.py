@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from gradmesh.axis import Axis
-from gradmesh.backends.claim import Claim
 from gradmesh.backends.process_group import OwnGroup
 from gradmesh.wire.carrier import Carrier
+from gradmesh.wire.claims import CallClaim
 from gradmesh.wire.packing import dense, flattened
 from gradmesh.wire.torch_group import TorchGroup
 
@@ -25,7 +25,7 @@ __all__ = ["OwnGroupCarrier"]
 class OwnGroupCarrier(Carrier):
     """An axis whose group is one of gradmesh's own."""
 
-    def __init__(self, axis: Axis, claim: Claim | None = None) -> None:
+    def __init__(self, axis: Axis, claim: CallClaim | None = None) -> None:
         super().__init__(axis, claim)
         self.group: OwnGroup = axis.group  # type: ignore[assignment]  # by whose class this carrier is chosen
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradmesh.backends.claim import FLAGS
 from gradmesh.wire import messages
 from gradmesh.wire.carrier import Carrier
 from gradmesh.wire.packing import CARRIED, flat_memory
@@ -124,8 +125,12 @@ class TorchGroup(Carrier):
         claim = self.take_claim()
         if claim is None:
             return
-        if len(set(self._digests(claim.digest))) > 1:
+        heads = self._heads(claim.digest & ~FLAGS | claim.flags)
+        if len(set(heads)) == 1:
+            return
+        if len({head & ~FLAGS for head in heads}) > 1:
             raise claim.refusal(self._words(claim.said()))
+        claim.heard = [head & FLAGS for head in heads]
 
     def withdraw(self, error: Exception) -> None:
         """Take part in the comparison with a claim that fits no other."""
@@ -133,10 +138,10 @@ class TorchGroup(Carrier):
         if claim is None:
             return
         with contextlib.suppress(RuntimeError):  # the caller has an error of its own
-            if len(set(self._digests(~claim.digest))) > 1:
+            if len(set(self._heads(~claim.digest & ~FLAGS))) > 1:
                 self._words(f"{type(error).__name__}: {error}")
 
-    def _digests(self, own: int) -> list[int]:
+    def _heads(self, own: int) -> list[int]:
         numbers = torch.empty(self.axis.size, dtype=torch.int64, device="cpu")
         _all_gather(numbers, torch.tensor([own], device="cpu"), group=self.axis.group)
         found: list[int] = numbers.tolist()

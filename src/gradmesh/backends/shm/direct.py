@@ -115,7 +115,7 @@ class DirectCalls(OwnGroup):
                     opened = True
                     if (
                         lockstep.open(bits, engine.spins)
-                        and lockstep.agree(bits)
+                        and lockstep.agree(bits, claim)
                         and motion.read(lockstep, out, given, extra)
                     ):
                         return

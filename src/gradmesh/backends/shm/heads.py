@@ -1,11 +1,16 @@
-"""The head of a call: 64 bits of what is called, which the ranks publish with its first phase and compare."""
+"""The head of a call: 64 bits of what is called, which the ranks publish with its first phase and compare.
+
+The lowest bits are the flags of the claim: they are published with the others, but need not be the same.
+"""
 
 from __future__ import annotations
 
-from gradmesh.backends.claim import Claim
+from gradmesh.backends.claim import FLAGS, Claim
 from gradmesh.backends.reductions import REDUCTIONS
 
 __all__ = ["REDUCTION_NUMBER", "head"]
+
+_COMPARED = 0xFFFF_FFFF_FFFF_FFFF & ~FLAGS
 
 REDUCTION_NUMBER = {name: number for number, name in enumerate(REDUCTIONS)}
 _KINDS = (
@@ -36,6 +41,6 @@ def head(kind: str, claim: Claim | None, facts: tuple[int, ...]) -> int:
         facts: numbers that have to be the same on every rank. (The hash of integers is the same in every process.)
     """
     bits = hash((_KIND_NUMBER[kind], *facts))
-    if claim is not None:
-        bits = hash((claim.digest, bits))
-    return bits & 0xFFFF_FFFF_FFFF_FFFF
+    if claim is None:
+        return bits & _COMPARED
+    return hash((claim.digest, bits)) & _COMPARED | claim.flags

@@ -16,7 +16,7 @@ from os import sched_yield
 
 import torch
 
-from gradmesh.backends.claim import Claim
+from gradmesh.backends.claim import FLAGS, Claim
 from gradmesh.backends.shm import futex
 from gradmesh.backends.shm.buffers import Slots
 from gradmesh.backends.shm.segment import Segment
@@ -84,9 +84,15 @@ class Lockstep:
         row = 2 * self.size * self.rank
         self.segment.amounts[phase & 1][row : row + len(amounts)] = memoryview(array("Q", amounts))
 
-    def agree(self, head: int) -> bool:
-        """Whether the call of every rank has this head."""
-        return self.segment.heads[self.phase & 1].tolist().count(head) == self.size
+    def agree(self, head: int, claim: Claim | None) -> bool:
+        """Whether the call of every rank has this head; flags that differ are told to the claim."""
+        heads = self.segment.heads[self.phase & 1].tolist()
+        if heads.count(head) == self.size:
+            return True
+        if claim is None or any((other ^ head) & ~FLAGS for other in heads):
+            return False
+        claim.heard = [other & FLAGS for other in heads]
+        return True
 
     def arrived(self) -> bool:
         """Whether all have published this phase."""
@@ -151,7 +157,7 @@ class Call:
             if not lockstep.publish():
                 yield
         self.agreed = True
-        if not lockstep.agree(self.head):
+        if not lockstep.agree(self.head, self.claim):
             yield from self.refuse()
 
     def refuse(self) -> Steps:

@@ -77,7 +77,7 @@ class Meeting(Waitable):
             self._compare([part.claim for part in parts])
             if any(part.call != parts[0].call for part in parts):
                 raise Misfit("the ranks of a group made different calls")
-            _torch.without_autograd(lambda: kernel(parts))
+            _torch.in_plain_mode(lambda: kernel(parts))
         except Misfit as misfit:
             error = self._mismatch(str(misfit))
         except Exception as other:
@@ -89,6 +89,10 @@ class Meeting(Waitable):
 
     def _compare(self, claims: Sequence[Claim | None]) -> None:
         if len({None if claim is None else claim.digest for claim in claims}) == 1:
+            flags = [claim.flags for claim in claims if claim is not None]
+            if len(set(flags)) > 1:
+                for claim in claims:
+                    claim.heard = flags  # type: ignore[union-attr]  # there are flags, so there are claims
             return
         if None not in claims:
             self.words = []
@@ -146,7 +150,7 @@ class Receive(Waitable):
             )
         else:
             try:
-                _torch.without_autograd(lambda: tensor.detach().copy_(sent.tensor.reshape(tensor.shape)))
+                _torch.in_plain_mode(lambda: tensor.detach().copy_(sent.tensor.reshape(tensor.shape)))
             except Exception as other:
                 error = other
         self.came_from = sent.source
@@ -212,7 +216,7 @@ class Group:
 
     def send(self, place: int, to: int, tag: int, part: Part) -> None:
         """Hand a message to who waits for it, or leave it until it is asked for."""
-        sent = Message(place, tag, _torch.without_autograd(part.inputs[0].clone), part)
+        sent = Message(place, tag, _torch.in_plain_mode(part.inputs[0].clone), part)
         with self.world.lock:
             self.world.check()
             self.world.events += 1

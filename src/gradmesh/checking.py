@@ -1,0 +1,62 @@
+"""How much of what the ranks do is compared: nothing, the calls, or what travels too."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Literal
+
+from gradmesh.environment import CHECK, CHECK_LEVELS
+from gradmesh.errors import ArgumentError, message
+from gradmesh.state import rank_state
+
+__all__ = ["CALLS", "FULL", "Level", "check", "check_level"]
+
+Level = Literal[0, 1, "full"]
+
+CALLS = CHECK_LEVELS["1"]
+"""The ranks' calls are compared."""
+FULL = CHECK_LEVELS["full"]
+"""So is what they hand in."""
+
+
+def check_level() -> int:
+    """What is compared on this rank now: 0, `CALLS` or `FULL`."""
+    level = rank_state().check
+    return CHECK.value() if level is None else level
+
+
+@contextlib.contextmanager
+def check(level: Level) -> Iterator[None]:
+    """Compare more or less of what the ranks do, inside a block that all of them enter.
+
+    Args:
+        level: 0: nothing; 1: what each rank calls, forward and backward, which is the default; "full": the values too,
+            see below. The environment variable GRADMESH_CHECK says what holds outside of any block.
+
+    Raises:
+        ArgumentError: another level.
+
+    Example:
+        >>> def on_each_rank():
+        ...     with gm.check("full"):
+        ...         return gm.all_gather(torch.ones(1)).tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [[1.0, 1.0], [1.0, 1.0]]
+    """
+    state, wanted = rank_state(), CHECK_LEVELS.get(str(level))
+    if wanted is None or isinstance(level, bool):
+        raise ArgumentError(
+            message(
+                "there is no such level",
+                op="check",
+                expected='0, 1 or "full"',
+                got=repr(level),
+                remedy='gradmesh.check(1) compares the calls, gradmesh.check("full") what they hand in too',
+            )
+        )
+    before, state.check = state.check, wanted
+    try:
+        yield
+    finally:
+        state.check = before
