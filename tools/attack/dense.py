@@ -18,10 +18,13 @@ from torch.autograd import forward_ad
 from tools.attack.meanings import MEANINGS, Invalid, need
 from tools.attack.programs import Leaf, Local, Program, Region, Statement, Term, Verb, pick
 
-__all__ = ["LINEAR", "Dense", "Expected", "Invalid", "expected"]
+__all__ = ["CONSTANT", "LINEAR", "Dense", "Expected", "Invalid", "expected"]
 
 LINEAR = ("2 * {0}", "-{0}", "{0}.flip(0)")
 """The expressions that a pending sum may go through."""
+
+CONSTANT = ("{0}.detach()", "torch.zeros_like({0})")
+"""The expressions that end a gradient."""
 
 _SUMS = ("all_reduce", "reduce_scatter", "reduce")
 _LARGEST = 50.0
@@ -90,12 +93,17 @@ class Dense:
         self.values: dict[str, Value] = {}
         self.leaves: dict[str, list[Tensor]] = {}
         self._known: dict[Hashable, tuple[Any, Any]] = {}
+        self._all_require = True
 
     def step(self, statement: Statement) -> None:
         """Run a statement on all ranks."""
         if isinstance(statement, Region):
             for inner in statement.body:
                 self.step(inner)
+            if statement.reentrant:
+                made = [self.values[inner.name].tensors for inner in statement.body]
+                # Such a checkpoint wants an operand and a result that require grad, on every rank.
+                need(self._all_require and all(any(x.requires_grad for x in own) for own in zip(*made, strict=True)))
         elif isinstance(statement, Leaf):
             self._make(statement)
         else:
@@ -121,6 +129,7 @@ class Dense:
             each = [seed + (rank if leaf.kind == "V" else 0) for rank in ranks]
             return [_leaf(each[rank], leaf.shapes[rank], dtype, grads[rank]) for rank in ranks]
 
+        self._all_require &= all(leaf.requires)
         need(leaf.kind == "V" or len(set(leaf.shapes)) == 1)
         need(leaf.kind != "I" or len(set(leaf.requires)) == 1)
         tensors = self.leaves[leaf.name] = made(leaf.seed, leaf.requires)
@@ -134,6 +143,7 @@ class Dense:
 
     def _local(self, local: Local) -> Value:
         alike = len(set(local.texts)) == 1
+        self._all_require &= not set(local.texts) & set(CONSTANT)
         args = [self.values[name] for name in local.args]
         types = {}
         for axis in self.program.axes:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tools.attack.dense import LINEAR, Dense, Invalid
+from tools.attack.dense import CONSTANT, LINEAR, Dense, Invalid
 from tools.attack.meanings import MEANINGS, need
 from tools.attack.programs import MODES, Leaf, Local, PerRank, Program, Region, Statement, Term, Verb
 
@@ -25,7 +25,6 @@ _UNARY = (
     "{0}.cumsum(0)",
 )
 _RESHAPING = ("{0}[1:]", "torch.cat([{0}, {0}.sin()])", "{0}.sum(0, keepdim=True)", "{0}.T", "{0}.repeat(2, 1)")
-_CONSTANT = ("{0}.detach()", "torch.zeros_like({0})")
 _BINARY = ("{0} * {1}", "{0} + {1}", "{0} - {1} ** 2", "torch.cat([{0}, {1}])", "{0} * {1}.sum()")
 _TERMS = ("({0} ** 2).sum()", "{0}.sum()", "{0}.sin().sum()", "({0} ** 3).sum()", "(2 * {0}).sum()", "{0}.sum() ** 2")
 _TRIES = 12
@@ -99,7 +98,7 @@ class _Draw:
             return (self.rng.choice(choices),) * ranks
         # In forward mode every rank has to give a collective's operand a tangent.
         constants = self.constants and "forward" not in self.program.mode
-        others = [*choices, *_CONSTANT] if constants else choices
+        others = [*choices, *CONSTANT] if constants else choices
         pool = [self.rng.choice(choices), self.rng.choice(others)]
         return tuple(self.rng.choice(pool) for _ in range(ranks))
 
@@ -316,7 +315,8 @@ def drawn(seed: int, index: int, ranks: tuple[int, int] = (2, 4)) -> Program:
     for _ in range(rng.randint(1, 4)):
         body = draw.body(rng.randint(1, 2))
         if body and rng.random() < 0.15 and "forward" not in mode:
-            body = [Region(tuple(body), reentrant=mode == "first" and rng.random() < 0.3)]
+            reentrant = mode == "first" and rng.random() < (0.1 if program.ordered else 0.4)
+            body = [Region(tuple(body), reentrant)]
         statements += body
     made = [name for name in draw.dense.values if name not in draw.dense.leaves]
     after = _after(draw, rng)
