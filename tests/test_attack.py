@@ -72,7 +72,9 @@ def test_they_have_every_verb_every_derivative_and_every_kind_of_mesh() -> None:
     assert set(verbs) == set(MEANINGS)
     assert min(verbs.values()) >= 5
     wanted = {*MODES, 2, 3, 4, "float64", "complex128", "float32", "no grad", "uneven", "empty"}
-    wanted |= {"region True", "region False"} | {(w, b) for w in ("mesh", "ordered", "paired") for b in (True, False)}
+    wanted |= {"region True", "region False"} | {
+        (w, b) for w in ("mesh", "ordered", "paired") for b in (True, False)
+    }
     assert wanted <= set(kinds)
 
 
@@ -138,7 +140,9 @@ def two_gathers(texts: tuple[str | None, str | None], *, ordered: bool) -> Progr
             Verb("c", "all_gather", "a", "", (("dim", 0), ("dst", "R"))),
             Verb("d", "all_gather", "b", "", (("dim", 0), ("dst", "R"))),
         ),
-        losses=((Term((texts[0], "{0}.sum()"), "c", False), Term((texts[1], "({0} ** 2).sum()"), "d", False)),),
+        losses=(
+            (Term((texts[0], "{0}.sum()"), "c", False), Term((texts[1], "({0} ** 2).sum()"), "d", False)),
+        ),
     )
 
 

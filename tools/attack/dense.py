@@ -103,7 +103,10 @@ class Dense:
             if statement.reentrant:
                 made = [self.values[inner.name].tensors for inner in statement.body]
                 # Such a checkpoint wants an operand and a result that require grad, on every rank.
-                need(self._all_require and all(any(x.requires_grad for x in own) for own in zip(*made, strict=True)))
+                need(
+                    self._all_require
+                    and all(any(x.requires_grad for x in own) for own in zip(*made, strict=True))
+                )
         elif isinstance(statement, Leaf):
             self._make(statement)
         else:
@@ -166,7 +169,8 @@ class Dense:
         return Value(out, types)
 
     def _verb(self, verb: Verb) -> Value:
-        arg, out = self.values[verb.arg], {}
+        arg = self.values[verb.arg]
+        out: dict[int, Tensor] = {}
         own = {key: value for key, value in verb.params}
         types = {**arg.types, verb.axis: _result_type(verb.verb, own, arg.types[verb.axis])}
         for other in self.program.axes:
@@ -180,7 +184,9 @@ class Dense:
             params = [{key: pick(value, rank) for key, value in verb.params} for rank in group]
             context = contextlib.nullcontext() if verb.recorded else torch.no_grad()
             with context:
-                done = self._once(repr((verb.verb, params)), xs, lambda x=xs, p=params: self._mean(verb, x, p))
+                done = self._once(
+                    repr((verb.verb, params)), xs, lambda x=xs, p=params: self._mean(verb, x, p)
+                )
             out.update(zip(group, done, strict=True))
         return Value([out[rank] for rank in range(self.program.ranks)], types)
 
@@ -244,8 +250,10 @@ def expected(program: Program) -> Expected:
     Raises:
         Invalid: this is no program that the verbs are meant for, or it has no derivative.
     """
-    flat = [s for one in program.statements for s in (one.body if isinstance(one, Region) else (one,))]
-    need(any(isinstance(one, Verb) and one.recorded for one in flat))
+    flat: list[Statement] = []
+    for one in program.statements:
+        flat += one.body if isinstance(one, Region) else (one,)
+    need(any(isinstance(each, Verb) and each.recorded for each in flat))
     forward = "forward" in program.mode
     out: Expected = [{} for _ in range(program.ranks)]
 

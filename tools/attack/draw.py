@@ -24,9 +24,22 @@ _UNARY = (
     "{0} + 1",
     "{0}.cumsum(0)",
 )
-_RESHAPING = ("{0}[1:]", "torch.cat([{0}, {0}.sin()])", "{0}.sum(0, keepdim=True)", "{0}.T", "{0}.repeat(2, 1)")
+_RESHAPING = (
+    "{0}[1:]",
+    "torch.cat([{0}, {0}.sin()])",
+    "{0}.sum(0, keepdim=True)",
+    "{0}.T",
+    "{0}.repeat(2, 1)",
+)
 _BINARY = ("{0} * {1}", "{0} + {1}", "{0} - {1} ** 2", "torch.cat([{0}, {1}])", "{0} * {1}.sum()")
-_TERMS = ("({0} ** 2).sum()", "{0}.sum()", "{0}.sin().sum()", "({0} ** 3).sum()", "(2 * {0}).sum()", "{0}.sum() ** 2")
+_TERMS = (
+    "({0} ** 2).sum()",
+    "{0}.sum()",
+    "{0}.sin().sum()",
+    "({0} ** 3).sum()",
+    "(2 * {0}).sum()",
+    "{0}.sum() ** 2",
+)
 _TRIES = 12
 
 Shapes = list[tuple[int, ...]]
@@ -167,7 +180,11 @@ class _Draw:
                 **self.sizes(shapes, dim, axis),
             }
         if verb == "shift":
-            return {"offset": rng.choice((1, 1, -1, 2)), "wrap": self.chance(0.7), **self.moved(shapes, axis, dim)}
+            return {
+                "offset": rng.choice((1, 1, -1, 2)),
+                "wrap": self.chance(0.7),
+                **self.moved(shapes, axis, dim),
+            }
         if verb == "permute":
             sources, targets = (rng.sample(range(ranks), ranks) for _ in range(2))
             count = rng.randint(1, ranks)
@@ -273,10 +290,15 @@ class _Draw:
                 continue
             text = self.rng.choice(_TERMS)
             if self.program.dtype.startswith("complex"):
-                text = self.rng.choice(("({0} * {0}.conj()).real.sum()", "{0}.real.sum()", "({0} ** 2).real.sum()"))
+                text = self.rng.choice(
+                    ("({0} * {0}.conj()).real.sum()", "{0}.real.sum()", "({0} ** 2).real.sum()")
+                )
             texts: list[str | None] = [text] * ranks
             if "I" not in types and not self.program.paired:
-                texts = [None if self.chance(self.unused) else self.rng.choice((text, "{0}.real.sum()")) for _ in texts]
+                texts = [
+                    None if self.chance(self.unused) else self.rng.choice((text, "{0}.real.sum()"))
+                    for _ in texts
+                ]
             out.append(Term(tuple(texts), name, weighted="I" not in types))
         return tuple(out)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -113,9 +113,7 @@ def _reduce_scatter(xs: list[Tensor], ps: list[Params]) -> list[Tensor]:
 
 def _all_to_all(xs: list[Tensor], ps: list[Params]) -> list[Tensor]:
     ranks, cut, join = len(xs), ps[0]["split_dim"], ps[0]["concat_dim"]
-    parts = [
-        _cut(x, cut, p.get("split_sizes"), ranks, balanced=False) for x, p in zip(xs, ps, strict=True)
-    ]
+    parts = [_cut(x, cut, p.get("split_sizes"), ranks, balanced=False) for x, p in zip(xs, ps, strict=True)]
     out = []
     for rank in range(ranks):
         taken = [parts[other][rank] for other in range(ranks)]
@@ -156,7 +154,7 @@ def _halo(xs: list[Tensor], ps: list[Params]) -> list[Tensor]:
     total, ends = whole.shape[dim], list(accumulate((x.shape[dim] for x in xs), initial=0))
     need(total > 0)
     out = []
-    for begin, end in zip(ends[:-1], ends[1:], strict=True):
+    for begin, end in pairwise(ends):
         rows = range(begin - left, end + right)
         kept = [row % total for row in rows] if wrap else [row for row in rows if 0 <= row < total]
         out.append(whole.index_select(dim, torch.tensor(kept, dtype=torch.int64)))

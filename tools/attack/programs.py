@@ -25,7 +25,7 @@ __all__ = [
 MODES = ("first", "second", "third", "forward", "forward over reverse", "reverse over forward")
 """Which derivatives a program takes."""
 
-HEADER = '''\
+HEADER = """\
 import torch, gradmesh as gm
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
@@ -36,7 +36,7 @@ def leaf(seed, shape, dtype=torch.float64, grad=True):
 
 def lay_out():
     gm.mesh(rows=2, cols=2)
-'''
+"""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,11 @@ def _literal(key: str, value: Any) -> str:
     if key in ("dst", "src"):
         return f"gm.{value}"
     if key == "send_rows":
-        return "{" + ", ".join(f"{to}: torch.tensor({list(rows)}, dtype=torch.int64)" for to, rows in value) + "}"
+        return (
+            "{"
+            + ", ".join(f"{to}: torch.tensor({list(rows)}, dtype=torch.int64)" for to, rows in value)
+            + "}"
+        )
     return repr(dict(value)) if key == "receive_counts" else repr(value)
 
 
@@ -204,7 +208,9 @@ def _line(statement: Leaf | Local | Verb, program: Program, *, dual: bool = True
             tangent = f"leaf({', '.join([*words[: 2 + (program.dtype != 'float64')], 'grad=False'])})"
             lines.append(f"{statement.name}_ = forward_ad.make_dual({statement.name}, {tangent})")
         return lines
-    names = {leaf.name: f"{leaf.name}_" for leaf in program.leaves} if dual and "forward" in program.mode else {}
+    names = (
+        {leaf.name: f"{leaf.name}_" for leaf in program.leaves} if dual and "forward" in program.mode else {}
+    )
     if isinstance(statement, Local):
         texts = [text.format(*(names.get(arg, arg) for arg in statement.args)) for text in statement.texts]
         return [f"{statement.name} = {_by_rank(texts)}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import TracebackType
@@ -32,7 +33,8 @@ class Verdict:
 
     Attributes:
         kind: "right"; "refused" on every rank; "refused after a return", where some ranks were through and the others
-            raised; "refused in one group" of a mesh, and no rank of another one; else a finding: "wrong", "hang", "foreign error", "error on some ranks only".
+            raised; "refused in one group" of a mesh, and by no rank of another one; else a finding: "wrong", "hang",
+            "foreign error", "error on some ranks only".
         what: the refusal's first line, or what was wrong.
         detail: more about a finding.
     """
@@ -134,7 +136,7 @@ class Pools:
         self.close()
 
 
-def compared(outcomes: list[Outcome], dense: Expected, dtype: str) -> Verdict:
+def compared(outcomes: Sequence[Outcome], dense: Expected, dtype: str) -> Verdict:
     """Hold what ranks returned against the dense run; a gradient that is None is zero."""
     for rank, (own, right) in enumerate(zip(outcomes, dense, strict=True)):
         if isinstance(own, Failure):

@@ -36,7 +36,8 @@ def _without(program: Program, name: str, instead: str | None) -> Program:
     if instead is not None:
         statements = [_renamed(statement, name, instead) for statement in statements]
         losses = tuple(
-            tuple(replace(term, arg=instead) if term.arg == name else term for term in terms) for terms in losses
+            tuple(replace(term, arg=instead) if term.arg == name else term for term in terms)
+            for terms in losses
         )
     losses = tuple(
         tuple(term for term in terms if term.arg not in (name, f"grad {name}")) for terms in losses
@@ -53,16 +54,17 @@ def _dropped_statements(program: Program) -> Iterator[Program]:
             yield replace(program, statements=flat)
         for name in reversed(names_of(statement)):
             yield _without(program, name, None)
-            inner = next(
-                (one for one in (statement.body if isinstance(statement, Region) else (statement,)) if one.name == name)
-            )
+            body = statement.body if isinstance(statement, Region) else (statement,)
+            inner = next(one for one in body if one.name == name)
             for arg in (inner.arg,) if isinstance(inner, Verb) else getattr(inner, "args", ()):
                 yield _without(program, name, arg)
 
 
 def _simpler_statements(program: Program) -> Iterator[Program]:
     def put(at: int, statement: Statement) -> Program:
-        return replace(program, statements=(*program.statements[:at], statement, *program.statements[at + 1 :]))
+        return replace(
+            program, statements=(*program.statements[:at], statement, *program.statements[at + 1 :])
+        )
 
     for at, statement in enumerate(program.statements):
         if isinstance(statement, Leaf):
@@ -121,7 +123,9 @@ def _simpler(program: Program) -> Iterator[Program]:
     yield from _simpler_statements(program)
 
 
-def shrunk(program: Program, fails: Callable[[Program], bool], tries: int = 400, seconds: float = 20.0) -> Program:
+def shrunk(
+    program: Program, fails: Callable[[Program], bool], tries: int = 400, seconds: float = 20.0
+) -> Program:
     """The smallest program that is found by dropping and simplifying, one thing at a time.
 
     Args:
