@@ -47,6 +47,7 @@ from gradmesh.collectives import (
 from gradmesh.errors import (
     ArgumentError,
     AxisError,
+    CheckWarning,
     DeadlockError,
     DTypeError,
     GradmeshError,
@@ -77,6 +78,7 @@ __all__ = [
     "ArgumentError",
     "Axis",
     "AxisError",
+    "CheckWarning",
     "DTypeError",
     "DeadlockError",
     "GradmeshError",

@@ -35,8 +35,8 @@ from gradmesh.wire.claims import BACKWARD, CAN_JOIN, JOINS, TANGENT, Recorded
 __all__ = ["apply", "linked", "unlinked"]
 
 
-_LOOSE = torch.zeros((), device="cpu")
-"""The thread of a call that is tied to none before it."""
+_LOOSE = torch.empty(0, device="cpu")
+"""The thread of a call that is tied to none before it. Threads have no elements: only their edges count."""
 
 
 def apply(op: Op, x: Tensor) -> Tensor:
@@ -108,7 +108,9 @@ def unlinked(
     joins = recording and (x.requires_grad or (thread is not None and thread.requires_grad))
     if not recording and origin is None and not transforms:
         return op.apply(x)
-    flags = (JOINS if joins else 0) | (CAN_JOIN if recording and not functorch_active() else 0)
+    flags = (JOINS if joins else 0) | (
+        CAN_JOIN if recording and not (transforms and functorch_active()) else 0
+    )
     call = Recorded(role, origin, flags)
     recorded = joins or transforms
     y = _recorded(op, x, _LOOSE if thread is None else thread, call)[0] if recorded else op.apply(x, call)
@@ -133,7 +135,7 @@ def _recorded(op: Op | _Done, x: Tensor, thread: Tensor, call: Recorded) -> tupl
 
 def _leaf() -> Tensor:
     """A thread that requires grad, so that what takes it takes part in backward, whatever its operand."""
-    return torch.zeros((), device="cpu", requires_grad=True)
+    return torch.empty(0, device="cpu", requires_grad=True)
 
 
 class _Done:
@@ -173,16 +175,12 @@ def _differentiable(x: Tensor) -> bool:
     return x.is_floating_point() or x.is_complex()
 
 
-def _like(x: Tensor) -> dict[str, Any]:
-    return {"size": x.shape, "dtype": x.dtype, "device": x.device}
-
-
 class _Rule(torch.autograd.Function):
     """The law of `gradmesh.ops.base`, told to autograd; with a thread of the chain, it is also a link of it."""
 
     @staticmethod
     def forward(op: Op | _Done, x: Tensor, thread: Tensor, call: Recorded) -> tuple[Tensor, Tensor]:
-        return op.apply(x, call), thread.clone()
+        return op.apply(x, call), torch.empty_like(thread)
 
     @staticmethod
     def setup_context(
@@ -190,7 +188,8 @@ class _Rule(torch.autograd.Function):
     ) -> None:
         op, x, thread, ctx.call = inputs
         ctx.op = op.op if isinstance(op, _Done) else op
-        ctx.operand, ctx.result = _like(x), _like(output[0])
+        ctx.operand, ctx.result = x.shape, output[0].shape
+        ctx.dtype, ctx.device = x.dtype, x.device
         ctx.call.site = call_site()
         # One tensor either way: a checkpoint counts them, and what is recomputed may be outside of ordered().
         ctx.save_for_backward(thread if ctx.call.linked else output[1])
@@ -200,7 +199,7 @@ class _Rule(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, following: Tensor | None) -> tuple[Tensor | None, ...]:
         op: LinearOp = ctx.op
         if grad is None:
-            grad = torch.zeros(**ctx.result)
+            grad = torch.zeros(ctx.result, dtype=ctx.dtype, device=ctx.device)
         elif grad.layout is not torch.strided:
             grad = grad.to_dense()
         if not ctx.call.linked:
@@ -222,9 +221,9 @@ class _Rule(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, tangent: Tensor | None, thread: Tensor | None, *__: None) -> Any:
         if tangent is None:
-            tangent = torch.zeros(**ctx.operand)
+            tangent = torch.zeros(ctx.operand, dtype=ctx.dtype, device=ctx.device)
         moved = unlinked(ctx.op, tangent, TANGENT, ctx.call)
-        return moved, torch.zeros((), device="cpu") if thread is None else thread.clone()
+        return moved, torch.empty(0, device="cpu") if thread is None else torch.empty_like(thread)
 
     @staticmethod
     def vmap(

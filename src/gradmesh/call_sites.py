@@ -23,6 +23,9 @@ _INTERNAL = (
 
 Site = tuple[CodeType, int] | None
 
+_ours_or_torchs: dict[str, bool] = {}
+"""For each file of code whether a call from it is none of the user's; there are as many as files of code."""
+
 _seen = threading.local()  # .site: what `call_site` answers in this thread instead of looking
 
 
@@ -43,8 +46,12 @@ def call_site() -> Site:
         return told
     frame = sys._getframe(1)
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_INTERNAL):
-            return frame.f_code, frame.f_lineno
+        code = frame.f_code
+        internal = _ours_or_torchs.get(code.co_filename)
+        if internal is None:
+            internal = _ours_or_torchs[code.co_filename] = code.co_filename.startswith(_INTERNAL)
+        if not internal:
+            return code, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Literal
 
@@ -20,9 +21,14 @@ FULL = CHECK_LEVELS["full"]
 """So is what they hand in."""
 
 
+_lock = threading.Lock()
+_blocks = [0]
+"""How many blocks of `check` are open in this process: mostly none, and then no rank has a level of its own."""
+
+
 def check_level() -> int:
     """What is compared on this rank now: 0, `CALLS` or `FULL`."""
-    level = rank_state().check
+    level = rank_state().check if _blocks[0] else None
     return CHECK.value() if level is None else level
 
 
@@ -56,7 +62,11 @@ def check(level: Level) -> Iterator[None]:
             )
         )
     before, state.check = state.check, wanted
+    with _lock:
+        _blocks[0] += 1
     try:
         yield
     finally:
+        with _lock:
+            _blocks[0] -= 1
         state.check = before

@@ -134,5 +134,9 @@ class TorchVersionError(GradmeshError, RuntimeError):
     """The torch that is installed lacks a private name without which this feature cannot be had."""
 
 
+class CheckWarning(UserWarning):
+    """What `gradmesh.check("full")` found in values that ranks handed in, and that may be right."""
+
+
 class TorchWarning(UserWarning):
     """The torch that is installed lacks private names that gradmesh relies on; given once, at import."""

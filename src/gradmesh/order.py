@@ -38,7 +38,7 @@ from gradmesh.wire import messages
 
 __all__ = ["Order", "backward", "grad", "join", "ordered"]
 
-_SPARE = torch.zeros((), device="cpu", requires_grad=True)
+_SPARE = torch.empty(0, device="cpu", requires_grad=True)
 """The thread that a recomputed collective takes. It is made here, since a selective checkpoint counts what is made."""
 
 
@@ -86,7 +86,7 @@ class Order:
                 )
             )
         if self._token is None:
-            self._root = self._token = torch.zeros((), device="cpu", requires_grad=True)
+            self._root = self._token = torch.empty(0, device="cpu", requires_grad=True)
         if self._count == 0:
             self._first = (op.verb, call_site())
         self._count += 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 __all__ = ["FLAGS", "Claim"]
 
-FLAGS = 3
+FLAGS = (1 << 34) - 1
 """The bits of a head, or of a digest that travels, that carry a claim's flags; the others are compared."""
 
 
@@ -20,7 +20,7 @@ class Claim:
 
     Attributes:
         digest: as above.
-        flags: two bits that are not compared, but told to the others.
+        flags: bits that are not compared, but told to the others; see `FLAGS`.
         heard: every rank's flags, in rank order, where they are not the same on all; None: they are.
     """
 

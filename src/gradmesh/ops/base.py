@@ -23,12 +23,13 @@ from torch import Tensor
 from gradmesh import profiling
 from gradmesh._torch import is_fake, profiler_on
 from gradmesh.axis import Axis
-from gradmesh.checking import check_level
+from gradmesh.checking import FULL, check_level
 from gradmesh.errors import DTypeError, GradmeshError, ShapeError, message
 from gradmesh.memo import Memo
-from gradmesh.types import Type
+from gradmesh.types import I, R, Type
 from gradmesh.wire import Carrier, carrier, compiling
 from gradmesh.wire.claims import CallClaim, Recorded, Said, calls_of
+from gradmesh.wire.values import ValueClaim
 
 T = TypeVar("T")
 
@@ -151,6 +152,8 @@ class Op(abc.ABC):
         wire = carrier(self.axis, claim)
         try:
             self.accepts(x.dtype)
+            if claim is not None and not self.sends:
+                wire.compare()
             if profiler_on():
                 with profiling.collective(self.verb, self.axis, x, self.comm_dtype):
                     y = self._run(x, wire)
@@ -191,27 +194,28 @@ class Op(abc.ABC):
     def claimed(self, x: Tensor, recorded: Recorded | None = None) -> CallClaim | None:
         """What this rank says about the call, for the others to compare; None where nothing is compared.
 
-        A call that sends nothing is noted, if it is to be remembered and its backward sends.
+        A call that sends nothing is noted, if it is to be remembered and its backward sends. Only where values are
+        compared, and its operand has to be the same on every rank, is it compared itself.
         """
-        if (
-            self.axis.size == 1
-            or not x.is_cpu
-            or not (self.sends or (recorded is not None and self.sends_back))
-        ):
+        level = check_level()
+        if self.axis.size == 1 or not x.is_cpu or not level:
             return None
-        if not check_level():
-            return None
+        src: Type | None = getattr(self, "src", None)
+        if self.sends or (level == FULL and src in (R, I)):
+            said = self._said(x, recorded)
+            return ValueClaim(said, recorded, x, src) if level == FULL else CallClaim(said, recorded)
+        if recorded is not None and recorded.flags and self.sends_back:
+            calls_of(self.axis.group).note(self._said(x, recorded), recorded)
+        return None
+
+    def _said(self, x: Tensor, recorded: Recorded | None) -> Said:
         memo, key = self.memo, (x.shape, x.dtype)
         said: Said | None = memo.get(key)
         if said is None:
             said = memo[key] = Said.of(self.verb, str(self.axis), self.words(x))
         if recorded is not None:
             recorded.text = said.text
-        if self.sends:
-            return CallClaim(said, recorded)
-        if recorded is not None:
-            calls_of(self.axis.group).note(said, recorded)
-        return None
+        return said
 
     @property
     def sends_back(self) -> bool:

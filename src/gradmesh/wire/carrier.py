@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from gradmesh.axis import Axis
@@ -242,6 +243,10 @@ class Carrier(abc.ABC):
         if claim is not None:
             claim.count(self.calls)
         return claim
+
+    def compare(self) -> None:
+        """Compare the claim of a call that sends nothing."""
+        self.gather(torch.zeros(1, device="cpu"), [1] * self.axis.size, even=True)
 
     def withdraw(self, error: Exception) -> None:  # noqa: B027 - most transports cannot tell
         """Tell the others that this rank cannot make its call, so that they raise instead of waiting for it.

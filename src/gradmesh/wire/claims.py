@@ -81,7 +81,8 @@ class Recorded:
         origin: that call.
         flags: `JOINS` and `CAN_JOIN`.
         linked: whether it is a link of the chain of `ordered()`.
-        number: its place among the calls of the group; negative among those that send nothing; 0: not compared.
+        number: its place among the calls of the group that are compared; 0: nothing is compared.
+        local: its place among the calls since then that send nothing; 0: it sends.
         text: the call in words.
         site: where it was made.
         heard: the flags of every rank, if they differ.
@@ -92,6 +93,7 @@ class Recorded:
     flags: int = 0
     linked: bool = False
     number: int = 0
+    local: int = 0
     text: str = ""
     site: Site = None
     heard: Sequence[int] | None = None
@@ -101,6 +103,11 @@ class Recorded:
         """Whether another rank will take part in the call's backward, and this one would not."""
         return self.heard is not None and not self.flags & JOINS and any(f & JOINS for f in self.heard)
 
+    @property
+    def place(self) -> str:
+        """Its place among the calls of the group, in words."""
+        return f"{self.number}.{self.local}" if self.local else str(self.number)
+
     def told(self) -> str:
         """The call in words, and where it was made."""
         return f"{self.text} {show_site(self.site)}{self.of()}"
@@ -109,7 +116,7 @@ class Recorded:
         """What it comes from, in words."""
         if self.origin is None:
             return ""
-        return f", {self.role} call {abs(self.origin.number)}: {self.origin.told()}"
+        return f", {self.role} call {self.origin.place}: {self.origin.told()}"
 
 
 class Calls:
@@ -121,16 +128,16 @@ class Calls:
         self.number = 0
         """How many calls were compared."""
         self.local = 0
-        """How many sent nothing, and have a backward that does."""
+        """How many since the last of these sent nothing, and have a backward that does."""
         self.since = 0
-        """A number made of those since the last call that was compared; 0: there was none."""
+        """A number made of those."""
         self.words: list[str] = []
 
     def note(self, said: Said, recorded: Recorded) -> None:
         """Count a call that sends nothing."""
         self.local += 1
         self.since = hash((self.since, said.digest))
-        recorded.number = -self.local
+        recorded.number, recorded.local = self.number, self.local
         if len(self.words) < _SHOWN_LOCAL:
             self.words.append(f"{said.text} {show_site(call_site())}")
 
@@ -166,15 +173,17 @@ class CallClaim(Claim):
     def count(self, calls: Calls) -> None:
         """Take a number, as the call is about to be made, and say of which call it is the backward."""
         calls.number += 1
-        recorded = self._recorded
-        if recorded is not None:
+        of: tuple[int, ...] = ()
+        if (recorded := self._recorded) is not None:
             recorded.number = calls.number
-        origin = None if recorded is None else recorded.origin
-        if origin is not None or calls.since:
-            of = () if origin is None or recorded is None else (_ROLE_NUMBER[recorded.role], origin.number)
-            self.digest = hash((self.digest, of, calls.since))
-            if calls.since:
-                self._before, calls.words, calls.since = calls.words, [], 0
+            if (origin := recorded.origin) is not None:
+                of = _ROLE_NUMBER[recorded.role], origin.number, origin.local
+        if of or calls.local:
+            # No number here is negative: -1 and -2 have one hash.
+            self.digest = hash((self.digest, of, calls.local, calls.since))
+        if calls.local:
+            self._before, calls.words = calls.words, []
+            calls.local = calls.since = 0
 
     def settle(self) -> None:
         """Look at what the others said of their part in the backward.
@@ -194,13 +203,14 @@ class CallClaim(Claim):
                     op=self._what.verb,
                     axis=self._what.axis,
                     expected="gradients recorded on every rank, or on none",
-                    got="\n".join(
-                        f"rank {rank}: {_JOINING[flags]}{' ' + show_site(call_site()) if flags == self.flags else ''}"
-                        for rank, flags in enumerate(heard)
-                    ),
+                    got="\n".join(self._joining(rank, flags) for rank, flags in enumerate(heard)),
                     remedy="enter torch.no_grad() on every rank or on none, or detach() the operand on all",
                 )
             )
+
+    def _joining(self, rank: int, flags: int) -> str:
+        here = f" {show_site(call_site())}" if flags == self.flags else ""
+        return f"rank {rank}: {_JOINING[flags & (JOINS | CAN_JOIN)]}{here}"
 
     def said(self) -> str:
         """The call, where it is, what it is the backward of, and what went before it without being sent."""

@@ -120,6 +120,10 @@ class TorchGroup(Carrier):
 
     # -- comparing
 
+    def compare(self) -> None:
+        """The exchange of the claims alone."""
+        self._agree()
+
     def _agree(self) -> None:
         """Compare the ranks' claims, before the first motion of the call."""
         claim = self.take_claim()

@@ -1,0 +1,138 @@
+"""What a rank says about the values that it hands in, at the level "full" of `gradmesh.check`.
+
+A number made of the bits of the operand, and whether a NaN or an infinity is in it, travel with the claim of the call.
+Bits are compared, not nearness: ranks that repeat the same work on one machine get the same bits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradmesh._torch import in_plain_mode
+from gradmesh.call_sites import call_site
+from gradmesh.errors import CheckWarning, MismatchError, message
+from gradmesh.types import I, P, R, Type
+from gradmesh.wire.claims import BACKWARD, CallClaim, Recorded, Said
+from gradmesh.wire.packing import dense, flattened
+
+__all__ = ["ValueClaim", "number_of"]
+
+_NOT_FINITE = 4
+_SHIFT = 3
+_BITS = (1 << 31) - 1
+_LANES = 64
+
+
+def number_of(x: Tensor) -> int:
+    """31 bits that differ where the bits of two tensors do, also where the same values stand in other places.
+
+    Zeros have 0. Numbers of eight bytes are summed in lanes, which takes as long as reading the memory.
+    """
+    memory = flattened(dense(x)).view(torch.uint8)
+    if memory.storage_offset() % 8:
+        memory = memory.clone()
+    whole = memory.numel() // (8 * _LANES) * (8 * _LANES)
+    lanes = memory[:whole].view(torch.int64).view(-1, _LANES).sum(0).tolist()
+    rest = memory[whole:].tolist()
+    return hash((*lanes, *rest)) & _BITS if any(lanes) or any(rest) else 0
+
+
+def _finite(x: Tensor) -> bool:
+    if not (x.is_floating_point() or x.is_complex()):
+        return True
+    if x.itemsize == 1:  # torch has no arithmetic for these
+        x = x.float()
+    # A sum is a tenth of the work of asking every element; only where it is not finite are they asked.
+    return bool(torch.isfinite(x.sum())) or bool(torch.isfinite(x).all())
+
+
+class ValueClaim(CallClaim):
+    """The claim of one call, and of what is handed in.
+
+    Args:
+        said: what the call says each time.
+        recorded: what is remembered of it.
+        x: this rank's operand.
+        src: the operand's type over the ranks; None: it has none.
+    """
+
+    __slots__ = ("_src",)
+
+    def __init__(self, said: Said, recorded: Recorded | None, x: Tensor, src: Type | None) -> None:
+        super().__init__(said, recorded)
+        self._src = src
+        counts = src in (R, I) or self._summed
+        finite, number = in_plain_mode(lambda: (_finite(x), number_of(x) if counts else 0))
+        self.flags |= (0 if finite else _NOT_FINITE) | number << _SHIFT
+
+    @property
+    def _backward(self) -> bool:
+        return self._recorded is not None and self._recorded.role == BACKWARD
+
+    @property
+    def _summed(self) -> bool:
+        """Whether the operand is a gradient that this call sums over the ranks."""
+        return self._backward and self._src is P
+
+    def settle(self) -> None:
+        """Look at what the others said, of their part in the backward and of their values.
+
+        Raises:
+            MismatchError: values that are declared the same on every rank are not.
+        """
+        super().settle()
+        flags = self.flags
+        heard = self.heard
+        numbers = {flags >> _SHIFT} if heard is None else {other >> _SHIFT for other in heard}
+        if self._src in (R, I) and heard is not None and len(numbers) > 1:
+            raise self._unequal(heard)
+        if self._summed and numbers == {flags >> _SHIFT} != {0}:
+            self._warn("the same gradient on every rank is summed", _SUMMED)
+        if flags & _NOT_FINITE or (heard is not None and any(other & _NOT_FINITE for other in heard)):
+            ranks = (
+                [rank for rank, other in enumerate(heard) if other & _NOT_FINITE] if heard else ["every one"]
+            )
+            self._warn(f"a NaN or an infinity is handed in, by rank {', '.join(map(str, ranks))}", _SPOILT)
+
+    def _unequal(self, heard: Sequence[int]) -> MismatchError:
+        declared = (
+            "the gradient of a result that is declared"
+            if self._backward
+            else "the operand, which is declared"
+        )
+        remedy = (
+            "if the ranks use the result differently, say dst=gm.R, whose backward sums what each of them finds; if "
+            "they repeat the same work, look for what makes it differ (data, dropout, the order of a sum)"
+        )
+        return MismatchError(
+            message(
+                f"{declared} the same on every rank, is not",
+                op=self._what.verb,
+                axis=self._what.axis,
+                expected=f"the same bits on every rank, which gm.{self._src} says",
+                got="\n".join(
+                    f"rank {rank}: values number {other >> _SHIFT}" for rank, other in enumerate(heard)
+                )
+                + f"\nin {self.said()}",
+                remedy=remedy
+                if self._backward
+                else f"hand in the same values, or do not call them gm.{self._src}",
+            )
+        )
+
+    def _warn(self, problem: str, remedy: str) -> None:
+        site = call_site()
+        text = message(problem, op=self._what.verb, axis=self._what.axis, got=self.said(), remedy=remedy)
+        place = ("<unknown>", 0) if site is None else (site[0].co_filename, site[1])
+        warnings.warn_explicit(text, CheckWarning, *place)
+
+
+_SUMMED = (
+    "if every rank repeats the same work on the result, this gradient is too large by the number of ranks: say "
+    "dst=gm.I; if each rank's loss is a term of the whole, it is right"
+)
+_SPOILT = "look for where it comes from on that rank, before this line"
