@@ -6,7 +6,7 @@ import argparse
 import collections
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tools.attack.dense import Invalid, expected

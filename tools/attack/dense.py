@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -139,8 +139,7 @@ class Dense:
         if self.duals:
             pairs = zip(tensors, made(leaf.seed + 50, [False] * len(ranks)), strict=True)
             tensors = [
-                self._once("dual", (tensor,), lambda t=tensor, d=d: forward_ad.make_dual(t, d))
-                for tensor, d in pairs
+                self._once("dual", (tensor,), partial(forward_ad.make_dual, tensor, d)) for tensor, d in pairs
             ]
         self.values[leaf.name] = Value(tensors, dict.fromkeys(self.program.axes, leaf.kind))
 
@@ -163,7 +162,7 @@ class Dense:
         for rank, text in enumerate(local.texts):
             own = [arg.tensors[rank] for arg in args]
             try:
-                out.append(self._once(text, own, lambda t=text, o=own: compiled(t, len(o))(*o)))
+                out.append(self._once(text, own, partial(compiled(text, len(own)), *own)))
             except (RuntimeError, IndexError) as error:
                 raise Invalid from error
         return Value(out, types)
@@ -171,7 +170,7 @@ class Dense:
     def _verb(self, verb: Verb) -> Value:
         arg = self.values[verb.arg]
         out: dict[int, Tensor] = {}
-        own = {key: value for key, value in verb.params}
+        own = dict(verb.params)
         types = {**arg.types, verb.axis: _result_type(verb.verb, own, arg.types[verb.axis])}
         for other in self.program.axes:
             if other != verb.axis and arg.types[other] != "V":
@@ -184,9 +183,7 @@ class Dense:
             params = [{key: pick(value, rank) for key, value in verb.params} for rank in group]
             context = contextlib.nullcontext() if verb.recorded else torch.no_grad()
             with context:
-                done = self._once(
-                    repr((verb.verb, params)), xs, lambda x=xs, p=params: self._mean(verb, x, p)
-                )
+                done = self._once(repr((verb.verb, params)), xs, partial(self._mean, verb, xs, params))
             out.update(zip(group, done, strict=True))
         return Value([out[rank] for rank in range(self.program.ranks)], types)
 
@@ -228,7 +225,8 @@ class Dense:
             name = term.arg.removeprefix("grad ")
             # The gradient of a replicated value is a pending sum.
             need(self.values[name].types[self.program.axes[0]] != "R")
-            found, types = grads[name], self.values[name].types
+            found: Sequence[Tensor | None] = grads[name]
+            types = self.values[name].types
         else:
             found, types = self.values[term.arg].tensors, self.values[term.arg].types
         need("P" not in types.values())
@@ -251,8 +249,8 @@ def expected(program: Program) -> Expected:
         Invalid: this is no program that the verbs are meant for, or it has no derivative.
     """
     flat: list[Statement] = []
-    for one in program.statements:
-        flat += one.body if isinstance(one, Region) else (one,)
+    for statement in program.statements:
+        flat.extend(statement.body if isinstance(statement, Region) else (statement,))
     need(any(isinstance(each, Verb) and each.recorded for each in flat))
     forward = "forward" in program.mode
     out: Expected = [{} for _ in range(program.ranks)]
