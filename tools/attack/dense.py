@@ -250,7 +250,10 @@ def expected(program: Program) -> Expected:
     """
     flat: list[Statement] = []
     for statement in program.statements:
-        flat.extend(statement.body if isinstance(statement, Region) else (statement,))
+        if isinstance(statement, Region):
+            flat += statement.body
+        else:
+            flat.append(statement)
     need(any(isinstance(each, Verb) and each.recorded for each in flat))
     forward = "forward" in program.mode
     out: Expected = [{} for _ in range(program.ranks)]
