@@ -279,7 +279,8 @@ def expected(program: Program) -> Expected:
         for name, tensors in dense.leaves.items():
             say(f"grad {name}", [x.grad for x in tensors])
     after = Dense(program)
-    for statement in (*program.leaves, *program.after):
+    both: tuple[Statement, ...] = (*program.leaves, *program.after)
+    for statement in both:
         after.step(statement)
     for verb in program.after:
         say(verb.name, after.values[verb.name].tensors)
