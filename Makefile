@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 VERSION ?= 2.15.0
 
-.PHONY: demo test torch lint docs sweep bench modes clean
+.PHONY: demo test torch lint docs sweep bench modes attack clean
 
 demo: .venv/ready
 	$(BIN)/gradmesh demo
@@ -34,6 +34,12 @@ bench: .venv/peers
 
 modes: .venv/peers
 	$(BIN)/python -m benchmarks.modes --write docs/modes.md
+
+# Random programs against dense runs of the same; some ten minutes.
+attack: .venv/ready
+	$(BIN)/python -m tools.attack --programs 10000 --backend threads
+	$(BIN)/python -m tools.attack --programs 1000 --backend shm
+	$(BIN)/python -m tools.attack --programs 1000 --backend gloo
 
 .venv/peers: .venv/ready benchmarks/requirements.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --requirement benchmarks/requirements.txt

@@ -1,0 +1,207 @@
+"""Random programs against their dense runs, and that the attack finds what is wrong."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from gradmesh.ops.all_gather import AllGather
+from gradmesh.ops.base import LinearOp
+from gradmesh.ops.mean import Mean
+from gradmesh.ops.permute import Shift
+from gradmesh.ops.scan import Scan
+from gradmesh.ops.shard import ShardReplicated
+from tools.attack.command import attack, suspicious
+from tools.attack.dense import Invalid, expected
+from tools.attack.draw import drawn
+from tools.attack.meanings import MEANINGS
+from tools.attack.programs import MODES, Leaf, Local, Program, Region, Term, Verb, script
+from tools.attack.run import Pools, compared, judged
+
+SEED = 1789
+
+
+@pytest.fixture
+def pools() -> Iterator[Pools]:
+    with Pools("threads") as made:
+        yield made
+
+
+def meant(count: int, start: int = 0) -> Iterator[Program]:
+    """Programs that are meant for the verbs."""
+    index = start
+    while count:
+        program, index = drawn(SEED, index), index + 1
+        try:
+            expected(program)
+        except Invalid:
+            continue
+        count -= 1
+        yield program
+
+
+def flat(program: Program) -> list[Leaf | Local | Verb]:
+    return [
+        inner for one in program.statements for inner in (one.body if isinstance(one, Region) else (one,))
+    ]
+
+
+@pytest.mark.timeout(120)
+def test_two_hundred_programs_are_right_or_refused(pools: Pools) -> None:
+    summary = attack(200, pools, seed=SEED)
+    assert not summary.findings, str(summary)
+    assert summary.programs == 200
+    right = sum(n for (_, kind), n in summary.counts.items() if kind == "right")
+    assert right > 140, str(summary)
+
+
+def test_they_have_every_verb_every_derivative_and_every_kind_of_mesh() -> None:
+    verbs: collections.Counter[str] = collections.Counter()
+    kinds: collections.Counter[object] = collections.Counter()
+    for program in meant(300):
+        verbs.update(one.verb for one in flat(program) if isinstance(one, Verb))
+        kinds.update((program.mode, program.ranks, ("mesh", program.mesh), ("ordered", program.ordered)))
+        kinds.update((program.dtype, ("paired", program.paired)))
+        kinds.update(f"region {one.reentrant}" for one in program.statements if isinstance(one, Region))
+        kinds.update("no grad" for one in flat(program) if isinstance(one, Verb) and not one.recorded)
+        kinds.update("uneven" for leaf in program.leaves if len(set(leaf.shapes)) > 1)
+        kinds.update("empty" for leaf in program.leaves if 0 in [shape[0] for shape in leaf.shapes])
+    assert set(verbs) == set(MEANINGS)
+    assert min(verbs.values()) >= 5
+    wanted = {*MODES, 2, 3, 4, "float64", "complex128", "float32", "no grad", "uneven", "empty"}
+    wanted |= {"region True", "region False"} | {
+        (w, b) for w in ("mesh", "ordered", "paired") for b in (True, False)
+    }
+    assert wanted <= set(kinds)
+
+
+def _from_the_same_end(self: Scan) -> LinearOp:
+    return replace(self, **self.swapped)
+
+
+def _without_the_sum(self: AllGather) -> LinearOp:
+    return ShardReplicated(self.axis, self.dim, self.sizes, **self.swapped)
+
+
+def _not_divided(self: Mean) -> LinearOp:
+    return self.op.adjoint
+
+
+def _the_same_way(self: Shift) -> LinearOp:
+    return replace(self, **self.swapped)
+
+
+DEFECTS: dict[str, tuple[type[LinearOp], Callable[..., LinearOp]]] = {
+    "an adjoint from the wrong end": (Scan, _from_the_same_end),
+    "an adjoint that lacks a sum": (AllGather, _without_the_sum),
+    "an adjoint that lacks a factor": (Mean, _not_divided),
+    "an adjoint to the wrong rank": (Shift, _the_same_way),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_wrong_adjoint_is_found_and_shown_small(
+    defect: str, pools: Pools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, adjoint = DEFECTS[defect]
+    monkeypatch.setattr(kind, "adjoint", property(adjoint))
+    told: list[str] = []
+    summary = attack(400, pools, seed=SEED, most_findings=1, tell=told.append)
+    (finding,) = summary.findings
+    assert finding.verdict.kind in ("wrong", "refused", "foreign error")
+    assert "on_each_rank" in told[0]
+    assert len(flat(finding.program)) <= 5, told[0]
+
+
+def test_what_is_shown_runs_by_itself(pools: Pools, capsys: pytest.CaptureFixture[str]) -> None:
+    for program in meant(8, start=40):
+        if suspicious(program, judged(program, pools)) or judged(program, pools).kind != "right":
+            continue
+        exec(compile(script(program), "<script>", "exec"), {})
+        said = capsys.readouterr().out.splitlines()
+        assert len([line for line in said if line.startswith("0 ")]) == 1
+
+
+def two_gathers(texts: tuple[str | None, str | None], *, ordered: bool) -> Program:
+    """Two collectives of one shape; the second rank uses both."""
+    return Program(
+        ranks=2,
+        mesh=False,
+        dtype="float64",
+        mode="first",
+        ordered=ordered,
+        paired=False,
+        statements=(
+            Leaf("a", 1, ((2, 1), (2, 1)), "V", (True, True)),
+            Local("b", ("{0}.sin()", "{0}.sin()"), ("a",)),
+            Verb("c", "all_gather", "a", "", (("dim", 0), ("dst", "R"))),
+            Verb("d", "all_gather", "b", "", (("dim", 0), ("dst", "R"))),
+        ),
+        losses=(
+            (Term((texts[0], "{0}.sum()"), "c", False), Term((texts[1], "({0} ** 2).sum()"), "d", False)),
+        ),
+    )
+
+
+def test_a_program_that_is_not_joined_is_refused_and_inside_the_block_right(pools: Pools) -> None:
+    unordered = two_gathers((None, "{0}.sum()"), ordered=False)
+    assert judged(unordered, pools).kind.startswith("refused")
+    assert judged(replace(unordered, ordered=True), pools).kind == "right"
+    assert judged(two_gathers(("{0}.sum()", "{0}.sum()"), ordered=False), pools).kind == "right"
+
+
+def test_a_refusal_counts_only_where_it_is_said(pools: Pools) -> None:
+    """A program whose ranks do alike, or that is ordered, has to be right."""
+    program = two_gathers((None, "{0}.sum()"), ordered=False)
+    verdict = judged(program, pools)
+    assert not suspicious(program, verdict)
+    assert suspicious(replace(program, paired=True), verdict)
+    assert suspicious(replace(program, ordered=True), verdict)
+
+
+def test_a_number_that_is_off_is_wrong() -> None:
+    program = two_gathers(("{0}.sum()", "{0}.sum()"), ordered=False)
+    dense = expected(program)
+    assert compared([dict(one) for one in dense], dense, "float64").kind == "right"
+    for rank in range(2):
+        for name, value in dense[rank].items():
+            assert value is not None
+            for other in (value + 1e-6, value[:1], None):
+                off = [dict(one) for one in dense]
+                off[rank][name] = other
+                assert compared(off, dense, "float64").kind == "wrong"
+
+
+INVARIANT = Leaf("a", 1, ((2, 1), (2, 1)), "I", (True, True))
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        Local("b", ("{0}.sin()", "{0}.cos()"), ("a",)),
+        Verb("b", "scan", "a", "", (("reverse", False),)),
+        Verb("b", "shard", "a", "", (("dim", 0), ("src", "R"))),
+    ],
+)
+def test_what_breaks_the_promise_of_an_invariant_value_is_no_program(statement: Local | Verb) -> None:
+    program = two_gathers(("{0}.sum()", "{0}.sum()"), ordered=False)
+    with pytest.raises(Invalid):
+        expected(replace(program, statements=(INVARIANT, statement, *program.statements[2:])))
+
+
+def test_a_run_is_the_same_again_and_goes_on_where_it_is_told_to(pools: Pools) -> None:
+    assert [drawn(3, index) for index in range(20)] == [drawn(3, index) for index in range(20)]
+    first, second = attack(10, pools, seed=3), attack(10, pools, seed=3)
+    assert first.counts == second.counts
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("backend", "programs"), [("threads", 10_000), ("shm", 1_000), ("gloo", 1_000)])
+def test_many_programs_are_right_or_refused(backend: str, programs: int) -> None:
+    with Pools(backend) as pools:
+        summary = attack(programs, pools, seed=SEED + 1)
+    assert not summary.findings, str(summary)

@@ -1,0 +1,329 @@
+"""What a random program is: plain data, and the Python that every rank runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "HEADER",
+    "MODES",
+    "Leaf",
+    "Local",
+    "PerRank",
+    "Program",
+    "Region",
+    "Statement",
+    "Term",
+    "Verb",
+    "names_of",
+    "pick",
+    "script",
+    "source",
+]
+
+MODES = ("first", "second", "third", "forward", "forward over reverse", "reverse over forward")
+"""Which derivatives a program takes."""
+
+HEADER = """\
+import torch, gradmesh as gm
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+def leaf(seed, shape, dtype=torch.float64, grad=True):
+    data = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    return (0.7 * data).requires_grad_(grad)
+
+def lay_out():
+    gm.mesh(rows=2, cols=2)
+"""
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """A value for each global rank."""
+
+    values: tuple[Any, ...]
+
+
+def pick(value: Any, rank: int) -> Any:
+    """What a value is on one rank."""
+    return value.values[rank] if isinstance(value, PerRank) else value
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor that a program begins with.
+
+    Attributes:
+        name: the variable.
+        seed: of its values; those of type V add the rank.
+        shapes: each rank's shape.
+        kind: V; R or I, the same values on all ranks.
+        requires: whether it requires grad, on each rank.
+    """
+
+    name: str
+    seed: int
+    shapes: tuple[tuple[int, ...], ...]
+    kind: str
+    requires: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Local:
+    """Work without communication: an expression over variables, each rank's own."""
+
+    name: str
+    texts: tuple[str, ...]
+    args: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A collective."""
+
+    name: str
+    verb: str
+    arg: str
+    axis: str
+    params: tuple[tuple[str, Any], ...] = ()
+    recorded: bool = True
+
+
+@dataclass(frozen=True)
+class Region:
+    """Statements that run under `torch.utils.checkpoint`."""
+
+    body: tuple[Local | Verb, ...]
+    reentrant: bool
+
+
+Statement = Leaf | Local | Verb | Region
+
+
+@dataclass(frozen=True)
+class Term:
+    """A term of each rank's loss: an expression over one variable, or None on a rank that does not use it.
+
+    In a derivative of the second order or more, the variable may be the gradient of a leaf, "grad NAME".
+
+    Attributes:
+        texts: each rank's expression.
+        arg: the variable.
+        weighted: whether rank r takes it 1 + r times.
+    """
+
+    texts: tuple[str | None, ...]
+    arg: str
+    weighted: bool
+
+
+@dataclass(frozen=True)
+class Program:
+    """A random program.
+
+    Attributes:
+        ranks: how many there are.
+        mesh: whether four ranks lie on a mesh, 2 by 2.
+        dtype: of all leaves.
+        mode: which derivatives are taken.
+        ordered: whether inside `gradmesh.ordered()`.
+        paired: whether every rank does the same, so that backward collectives meet without `ordered()`.
+        statements: in order.
+        losses: the terms of the loss; then those of each further order.
+        after: collectives without gradient that follow, as the next step of a training would.
+    """
+
+    ranks: int
+    mesh: bool
+    dtype: str
+    mode: str
+    ordered: bool
+    paired: bool
+    statements: tuple[Statement, ...] = ()
+    losses: tuple[tuple[Term, ...], ...] = ()
+    after: tuple[Verb, ...] = ()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the axes; of the only one, the empty name."""
+        return ("rows", "cols") if self.mesh else ("",)
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """The global ranks along an axis, group by group."""
+        if not self.mesh:
+            return (tuple(range(self.ranks)),)
+        return ((0, 2), (1, 3)) if axis == "rows" else ((0, 1), (2, 3))
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The leaves among the statements."""
+        return tuple(s for s in self.statements if isinstance(s, Leaf))
+
+
+def names_of(statement: Statement) -> tuple[str, ...]:
+    """The variables that a statement defines."""
+    if isinstance(statement, Region):
+        return tuple(inner.name for inner in statement.body)
+    return (statement.name,)
+
+
+def _arguments(statement: Statement) -> tuple[str, ...]:
+    if isinstance(statement, Leaf):
+        return ()
+    if isinstance(statement, Region):
+        used = dict.fromkeys(arg for inner in statement.body for arg in _arguments(inner))
+        return tuple(arg for arg in used if arg not in names_of(statement))
+    return statement.args if isinstance(statement, Local) else (statement.arg,)
+
+
+def _literal(key: str, value: Any) -> str:
+    if isinstance(value, PerRank):
+        if len(set(map(repr, value.values))) == 1:
+            return _literal(key, value.values[0])
+        return f"[{', '.join(_literal(key, one) for one in value.values)}][rank]"
+    if key in ("dst", "src"):
+        return f"gm.{value}"
+    if key == "send_rows":
+        return (
+            "{"
+            + ", ".join(f"{to}: torch.tensor({list(rows)}, dtype=torch.int64)" for to, rows in value)
+            + "}"
+        )
+    return repr(dict(value)) if key == "receive_counts" else repr(value)
+
+
+def _line(statement: Leaf | Local | Verb, program: Program, *, dual: bool = True) -> list[str]:
+    if isinstance(statement, Leaf):
+        seed = f"{statement.seed} + rank" if statement.kind == "V" else str(statement.seed)
+        words = [seed, _literal("", PerRank(statement.shapes))]
+        if program.dtype != "float64":
+            words.append(f"torch.{program.dtype}")
+        if not all(statement.requires):
+            words.append(f"grad={_literal('', PerRank(statement.requires))}")
+        lines = [f"{statement.name} = leaf({', '.join(words)})"]
+        if "forward" in program.mode:
+            words[0] = f"{statement.seed + 50}" + (" + rank" if statement.kind == "V" else "")
+            tangent = f"leaf({', '.join([*words[: 2 + (program.dtype != 'float64')], 'grad=False'])})"
+            lines.append(f"{statement.name}_ = forward_ad.make_dual({statement.name}, {tangent})")
+        return lines
+    names = (
+        {leaf.name: f"{leaf.name}_" for leaf in program.leaves} if dual and "forward" in program.mode else {}
+    )
+    if isinstance(statement, Local):
+        texts = [text.format(*(names.get(arg, arg) for arg in statement.args)) for text in statement.texts]
+        return [f"{statement.name} = {_by_rank(texts)}"]
+    words = [names.get(statement.arg, statement.arg)] + ([repr(statement.axis)] if statement.axis else [])
+    words += [f"{key}={_literal(key, value)}" for key, value in statement.params]
+    call = f"{statement.name} = gm.{statement.verb}({', '.join(words)})"
+    return [call] if statement.recorded else ["with torch.no_grad():", f"    {call}"]
+
+
+def _by_rank(texts: list[str]) -> str:
+    kinds = list(dict.fromkeys(texts))
+    words = []
+    for kind in kinds[:-1]:
+        ranks = tuple(rank for rank, text in enumerate(texts) if text == kind)
+        words.append(f"{kind} if {_is_one_of(ranks)} else ")
+    return "".join(words) + kinds[-1]
+
+
+def _is_one_of(ranks: tuple[int, ...]) -> str:
+    return f"rank == {ranks[0]}" if len(ranks) == 1 else f"rank in {ranks}"
+
+
+def _block(program: Program) -> list[str]:
+    lines: list[str] = []
+    for statement in program.statements:
+        if not isinstance(statement, Region):
+            lines += _line(statement, program)
+            continue
+        given, made = ", ".join(_arguments(statement)), ", ".join(names_of(statement))
+        lines.append(f"def region({given}):")
+        lines += [f"    {line}" for inner in statement.body for line in _line(inner, program)]
+        lines += [f"    return {made},"]
+        lines.append(f"{made}, = checkpoint(region, {given}, use_reentrant={statement.reentrant})")
+    return lines
+
+
+def _terms(program: Program, terms: tuple[Term, ...], tangents: bool) -> list[str]:
+    leaves = [leaf.name for leaf in program.leaves]
+    lines = ["terms = []"]
+    for term in terms:
+        arg = f"grads[{term.arg[5:]!r}]" if term.arg.startswith("grad ") else term.arg
+        if tangents:
+            arg = f"{arg}_" if arg in leaves else arg
+            lines.append(f"t = forward_ad.unpack_dual({arg}).tangent")
+            arg = "t"
+        checked = tangents or arg != term.arg
+        for text in dict.fromkeys(text for text in term.texts if text is not None):
+            ranks = tuple(rank for rank, own in enumerate(term.texts) if own == text)
+            conditions = [] if len(ranks) == len(term.texts) else [_is_one_of(ranks)]
+            conditions += [f"{arg} is not None"] if checked else []
+            weight = "(1 + rank) * " if term.weighted else ""
+            line = f"terms.append({weight}{text.format(arg)})"
+            lines.append(f"if {' and '.join(conditions)}: {line}" if conditions else line)
+    return [*lines, "loss = sum(terms) if terms else None"]
+
+
+def _derivatives(program: Program) -> list[str]:
+    leaves = "{" + ", ".join(f"{leaf.name!r}: {leaf.name}" for leaf in program.leaves) + "}"
+    if program.mode == "forward":
+        return []
+    ready = "loss is not None and loss.requires_grad"
+    lines = _terms(program, program.losses[0], program.mode == "reverse over forward")
+    taken = {"second": 1, "third": 2, "forward over reverse": 1}.get(program.mode, 0)
+    if taken:
+        if "forward" in program.mode:
+            leaves = "{" + ", ".join(f"{leaf.name!r}: {leaf.name}_" for leaf in program.leaves) + "}"
+        lines += [f"leaves = {{name: x for name, x in {leaves}.items() if x.requires_grad}}"]
+    for order in range(taken):
+        options = "allow_unused=True" + ("" if "forward" in program.mode else ", create_graph=True")
+        call = f"list(leaves.values()), {options})"
+        lines.append("grads = dict.fromkeys(" + repr([leaf.name for leaf in program.leaves]) + ")")
+        update = "grads.update(zip(leaves, {}))"
+        if program.ordered:
+            lines.append(update.format(f"gm.grad(loss, {call}"))
+        else:
+            lines.append(f"if leaves and {ready}: " + update.format(f"torch.autograd.grad(loss, {call}"))
+        lines.append(f"out.update({{'grad{order + 1} ' + name: g for name, g in grads.items()}})")
+        if "forward" not in program.mode:
+            lines += _terms(program, program.losses[order + 1], False)
+    if program.mode == "forward over reverse":
+        lines.append(
+            "out.update({'tangent of grad ' + name: forward_ad.unpack_dual(g).tangent "
+            "for name, g in grads.items() if g is not None})"
+        )
+        return lines
+    return [*lines, "gm.backward(loss)" if program.ordered else f"if {ready}: loss.backward()"]
+
+
+def source(program: Program) -> str:
+    """The Python that every rank runs: a function `on_each_rank`."""
+    lines = ["rank = torch.distributed.get_rank()"]
+    lines += ["lay_out()"] if program.mesh else []
+    lines += ["out = {}"]
+    around = ["forward_ad.dual_level()"] if "forward" in program.mode else []
+    around += ["gm.ordered()"] if program.ordered else []
+    inside = _block(program)
+    made = [name for s in program.statements if not isinstance(s, Leaf) for name in names_of(s)]
+    inside += [f"out.update({', '.join(f'{name}={name}' for name in made)})"] if made else []
+    if "forward" in program.mode and made:
+        inside.append(
+            f"out.update({{'tangent of ' + name: forward_ad.unpack_dual(out[name]).tangent for name in {made}}})"
+        )
+    inside += _derivatives(program)
+    lines += [f"with {', '.join(around)}:", *(f"    {line}" for line in inside)] if around else inside
+    if program.mode not in ("forward", "forward over reverse"):
+        lines += [f"out['grad {leaf.name}'] = {leaf.name}.grad" for leaf in program.leaves]
+    for verb in program.after:
+        lines += _line(verb, program, dual=False)
+        lines += [f"out[{verb.name!r}] = {verb.name}"]
+    return "def on_each_rank():\n" + "\n".join(f"    {line}" for line in [*lines, "return out"]) + "\n"
+
+
+def script(program: Program, backend: str = "threads") -> str:
+    """A file that runs the program."""
+    call = f'gm.launch(on_each_rank, {program.ranks}, backend="{backend}", timeout=20)'
+    return f"{HEADER}\n{source(program)}\nfor rank, out in enumerate({call}):\n    print(rank, out)\n"

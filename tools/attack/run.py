@@ -1,0 +1,209 @@
+"""Running programs on ranks, and judging what came."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import gradmesh as gm
+from gradmesh.state import rank_state
+from tools.attack.dense import Expected, expected
+from tools.attack.programs import HEADER, Program, source
+
+__all__ = ["ALLOWED", "Failure", "Outcome", "Pools", "Verdict", "compared", "judged"]
+
+PATIENCE = 20.0
+"""Seconds that a program may take; one that takes longer is said to hang."""
+
+ALLOWED = {"float32": 2e-3, "float64": 1e-9, "complex128": 1e-9}
+"""How far a value may be from the dense one, relative to the largest entry, or to 1."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a program.
+
+    Attributes:
+        kind: "right"; "refused" on every rank; "refused after a return", where some ranks were through and the others
+            raised; "refused in one group" of a mesh, and by no rank of another one; else a finding: "wrong", "hang",
+            "foreign error", "error on some ranks only".
+        what: the refusal's first line, or what was wrong.
+        detail: more about a finding.
+    """
+
+    kind: str
+    what: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank raised."""
+
+    kind: str
+    own: bool
+    text: str
+
+
+Outcome = dict[str, Tensor | None] | Failure
+
+
+@lru_cache(maxsize=64)
+def _code(text: str) -> Any:
+    return compile(text, "<program>", "exec")
+
+
+_made = threading.local()
+
+
+def _lay_out() -> None:
+    """Make the mesh of four ranks the current one; its groups are made once."""
+    world, mesh = getattr(_made, "mesh", (None, None))
+    state = rank_state()
+    if mesh is None or world is not dist.group.WORLD:
+        _made.mesh = dist.group.WORLD, gm.mesh(rows=2, cols=2)
+    else:
+        state.mesh, state.mesh_world = mesh, world
+
+
+def plain(x: Tensor) -> Tensor:
+    """The numbers of a tensor; torch has zeros without memory, which forward mode makes."""
+    return torch.zeros(x.shape, dtype=x.dtype) if x._is_zerotensor() else x.detach()
+
+
+def on_rank(text: str) -> Outcome:
+    """Run a program on this rank; what it raises is an outcome too."""
+    names: dict[str, Any] = {}
+    exec(_code(HEADER), names)
+    names["lay_out"] = _lay_out
+    exec(_code(text), names)
+    state = rank_state()
+    try:
+        out = names["on_each_rank"]()
+        return {name: None if x is None else plain(x) for name, x in out.items()}
+    except Exception as error:
+        return Failure(type(error).__name__, isinstance(error, gm.GradmeshError), str(error))
+    finally:
+        state.mesh = state.mesh_world = state.chain = None
+
+
+class Pools:
+    """Ranks of one backend that live on from program to program, also after one that failed.
+
+    Args:
+        backend: as for `gradmesh.launch`.
+        patience: seconds that a program may take.
+    """
+
+    def __init__(self, backend: str, patience: float = PATIENCE) -> None:
+        self.backend = backend
+        self._patience = patience
+        self._pools: dict[int, gm.Ranks] = {}
+
+    def run(self, program: Program) -> list[Outcome]:
+        """Run a program on its ranks.
+
+        Raises:
+            RankError: the ranks did not come back in time, or died.
+        """
+        pool = self._pools.get(program.ranks)
+        if pool is None:
+            pool = self._pools[program.ranks] = gm.Ranks(
+                program.ranks, self.backend, timeout=self._patience, prefix=False
+            )
+        return pool.run(on_rank, source(program))
+
+    def close(self) -> None:
+        """End the ranks."""
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def compared(outcomes: Sequence[Outcome], dense: Expected, dtype: str) -> Verdict:
+    """Hold what ranks returned against the dense run; a gradient that is None is zero."""
+    for rank, (own, right) in enumerate(zip(outcomes, dense, strict=True)):
+        if isinstance(own, Failure):
+            continue
+        for name, value in right.items():
+            got = own.get(name)
+            if value is None and got is None:
+                continue
+            want = torch.zeros_like(got) if value is None and got is not None else value
+            got = torch.zeros_like(want) if got is None and want is not None else got
+            assert got is not None
+            assert want is not None
+            want = plain(want)
+            detail = f"rank {rank}: {name} is {got.tolist()}, dense {want.tolist()}"
+            if got.shape != want.shape:
+                return Verdict("wrong", f"the shape of {name}", detail)
+            far = (got - want).abs().max().item() if want.numel() else 0.0
+            scale = max(1.0, want.abs().max().item() if want.numel() else 0.0)
+            if not far <= ALLOWED[dtype] * scale:
+                return Verdict("wrong", _kind_of(name), detail)
+    return Verdict("right")
+
+
+def _kind_of(name: str) -> str:
+    words = name.split()
+    return " ".join(words[:-1]) if len(words) > 1 else "a value"
+
+
+def judged(program: Program, pools: Pools, dense: Expected | None = None) -> Verdict:
+    """Run a program on ranks and judge it.
+
+    Args:
+        program: the program.
+        pools: the ranks.
+        dense: what is expected, where that is known already.
+
+    Raises:
+        Invalid: the program is none that the verbs are meant for.
+    """
+    dense = expected(program) if dense is None else dense
+    try:
+        outcomes = pools.run(program)
+    except gm.RankError as error:
+        return Verdict("hang", _first_line(str(error)), str(error))
+    failures = {rank: out for rank, out in enumerate(outcomes) if isinstance(out, Failure)}
+    if failures and (
+        len(failures) < program.ranks or any(f.kind == "DeadlockError" for f in failures.values())
+    ):
+        pools.close()  # these ranks are no longer at the same place
+    if not failures:
+        return compared(outcomes, dense, program.dtype)
+    detail = "\n".join(f"rank {rank}: {f.kind}: {f.text}" for rank, f in failures.items())
+    for failure in failures.values():
+        if not failure.own:
+            return Verdict("foreign error", f"{failure.kind}: {_first_line(failure.text)}", detail)
+    first = next(iter(failures.values()))
+    line = f"{first.kind}: {_first_line(first.text)}"
+    if len(failures) == program.ranks:
+        return Verdict("refused", line, detail)
+    # A rank that had nothing more to wait for has returned, or one of a group that nothing was wrong with; the launch
+    # as a whole fails.
+    gone = all(failure.kind == "DeadlockError" for failure in failures.values())
+    groups = {group for axis in program.axes for group in program.groups(axis) if set(group) <= set(failures)}
+    if gone or set(failures) == {rank for group in groups for rank in group}:
+        return Verdict("refused after a return" if gone else "refused in one group", line, detail)
+    return Verdict("error on some ranks only", line, detail)
+
+
+def _first_line(text: str) -> str:
+    return text.split("\n", 1)[0]
