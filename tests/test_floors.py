@@ -21,7 +21,7 @@ FLOORS = (
     ("wire",),
     ("ops",),
     ("autograd",),
-    ("arguments", "order"),
+    ("arguments", "order", "reordering"),
     ("reductions", "together"),
     ("collectives",),
     ("compat", "verify"),

@@ -44,6 +44,8 @@ class Encoded(NamedTuple):
 _END = "\x1f"
 """Stands behind every word; torch.jit.trace has no lists of them."""
 _NUMBER, _TENSOR, _TEXT, _DTYPE, _TUPLE = "#", "@", "'", "torch.", "("
+_NONE = ""
+"""The group of an axis of this rank alone, on which nothing is sent."""
 _CONSTANTS = {"None": None, "True": True, "False": False}
 
 
@@ -53,7 +55,8 @@ def encode(op: Op) -> Encoded:
     numbers: list[int] = []
     tensors: list[Tensor] = []
     _put(op, words, numbers, tensors)
-    return Encoded(_END.join(words), numbers, tensors, op.axis.group.group_name)
+    group = op.axis.group
+    return Encoded(_END.join(words), numbers, tensors, _NONE if group is None else group.group_name)
 
 
 def _put(value: Any, words: list[str], numbers: list[int], tensors: list[Tensor]) -> None:
@@ -89,10 +92,12 @@ def _fields(kind: type[Any]) -> list[str]:
 
 def decode(code: Encoded) -> Op:
     """The op that the arguments stand for, on the calling rank."""
-    group = resolve_group(code.group)
+    group = None if code.group == _NONE else resolve_group(code.group)
     words, numbers, tensors = iter(code.words.split(_END)), iter(code.numbers), iter(code.tensors)
 
     def axis(name: str) -> Axis:
+        if group is None:
+            return Axis(name.removeprefix(_TEXT), 0, 1, None)  # type: ignore[arg-type]
         return Axis(name.removeprefix(_TEXT), group.rank(), group.size(), group)
 
     found: Op = _take(words, numbers, tensors, axis)
