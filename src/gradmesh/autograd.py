@@ -85,7 +85,12 @@ def _compiled(op: Op, x: Tensor) -> Tensor:
             op, "a compiled program has no forward mode", "call the function uncompiled inside forward mode"
         )
     state = rank_state()
-    if state.chain is not None and torch.is_grad_enabled() and isinstance(op, LinearOp) and _differentiable(x):
+    if (
+        state.chain is not None
+        and torch.is_grad_enabled()
+        and isinstance(op, LinearOp)
+        and _differentiable(x)
+    ):
         return state.chain.link(op, x)
     tell_dynamo()
     return _in_graph(x, *encode(op), state.reorderable)

@@ -110,7 +110,7 @@ _HASHES_ITSELF = torch.__version__ < "2.13"
 def hashed_by_identity(kind: type[Any]) -> None:
     """Have the objects of a class hashed by identity, where Dynamo takes that."""
     if not _HASHES_ITSELF:
-        kind.__hash__ = object.__hash__  # type: ignore[method-assign]
+        kind.__hash__ = object.__hash__  # type: ignore[assignment]
 
 
 def constant_to_compilers(function: F) -> F:

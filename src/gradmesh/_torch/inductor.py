@@ -23,16 +23,17 @@ def keep_order_in_inductor(op: Any) -> None:
     if op in _kept or lowering is None:
         return
     _kept.add(op)
-    from torch._higher_order_ops.effects import _get_effect
+    from torch._higher_order_ops import effects
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
-    @lowering.register_lowering(op, type_promotion_kind=None)
     def lower(*args: Any, **kwargs: Any) -> Any:
-        graph = V.graph
-        begin, before = len(graph.operations), graph.effectful_ops.get(_get_effect(op))
+        graph: Any = V.graph
+        begin, before = len(graph.operations), graph.effectful_ops.get(effects._get_effect(op))
         made = ir.FallbackKernel.create(op, *args, **kwargs)
-        if before is not None:
+        if before is not None and hasattr(graph, "additional_star_deps"):
             for call in graph.operations[begin:]:
                 graph.additional_star_deps[call.get_operation_name()].add(before.get_name())
         return pytree.tree_map(lambda x: ir.TensorBox.create(x) if isinstance(x, ir.IRNode) else x, made)
+
+    lowering.register_lowering(op, type_promotion_kind=None)(lower)

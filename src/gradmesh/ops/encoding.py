@@ -64,7 +64,7 @@ def _put(value: Any, words: list[str], numbers: list[int], tensors: list[Tensor]
         words.append(str(value))
     elif isinstance(value, (int, torch.SymInt)):
         words.append(_NUMBER)
-        numbers.append(value)
+        numbers.append(value)  # type: ignore[arg-type]  # a SymInt stands for an int
     elif isinstance(value, Tensor):
         words.append(_TENSOR)
         tensors.append(value)

@@ -18,7 +18,6 @@ from torch import Tensor
 from gradmesh._torch import keep_order_in_inductor, ordered_effect
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.ops.encoding import Encoded, decode, encode, recalled
-from gradmesh.types import Type
 from gradmesh.wire import Carrier, traced_carrier
 from gradmesh.wire.packing import CARRIED
 
