@@ -144,7 +144,7 @@ def _perhaps_one() -> int:
 
 
 _TAKES_LONGER = "kernels of own backends step out of the caller's modes always, which takes longer"
-_RUNS_ONCE = "a collective is run while make_fx or torch.jit.trace follow it, and its result is a constant of what they make"
+_RUNS_ONCE = "a collective is run once while make_fx or torch.jit.trace follow it, and its result is a constant to them"
 _MODES_SEE = "modes of the caller see and may change what kernels of own backends do"
 dispatch_modes = find("torch._C._len_torch_dispatch_stack", without=_TAKES_LONGER) or _perhaps_one
 _function_modes = find("torch._C._len_torch_function_stack", without=_TAKES_LONGER) or _perhaps_one
