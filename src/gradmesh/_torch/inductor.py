@@ -16,7 +16,7 @@ _kept: set[Any] = set()
 def keep_order_in_inductor(op: Any) -> None:
     """Have Inductor, where it is in use, run the calls of an op with an ordered effect in their order.
 
-    Up to torch 2.14 it notes that order under the name of the op's result and looks for it under the name of the call, so
+    Up to torch 2.14 it notes that order under the name of the result and looks for it under the name of the call, so
     that it does not find it, and moves the calls. This notes it under the other name too.
     """
     lowering: Any = sys.modules.get(_LOWERING)
