@@ -339,6 +339,7 @@ def test_dynamo_puts_a_function_into_its_graph_that_it_was_told_of_while_it_comp
     assert graphs == [entered]
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's tracers warn of themselves
 def test_what_records_ops_is_seen_and_what_only_looks_at_them_is_not() -> None:
     seen: list[bool] = []
 
