@@ -350,9 +350,9 @@ def test_what_records_ops_is_seen_and_what_only_looks_at_them_is_not() -> None:
     x = torch.ones(2)
     make_fx(look)(x)
     torch.jit.trace(look, x, check_trace=False)
+    assert seen == [True, True]
     torch.func.linearize(look, x)
-    assert seen[:2] == [True, True]
-    assert all(seen)
+    assert True in seen[2:]
     seen.clear()
     with FakeTensorMode():
         look(torch.ones(2))
