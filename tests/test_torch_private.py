@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import gradmesh as gm
 from gradmesh import _torch
@@ -357,6 +358,6 @@ def test_what_records_ops_is_seen_and_what_only_looks_at_them_is_not() -> None:
     with FakeTensorMode():
         look(torch.ones(2))
     torch.func.vmap(look)(x)
-    with torch.utils.flop_counter.FlopCounterMode(display=False):
+    with FlopCounterMode(display=False):
         look(x)
     assert seen == [False] * 3
