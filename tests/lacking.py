@@ -168,6 +168,11 @@ def _plain_kernels(gm: Any) -> bool:
     return bool(gm.launch(on_rank, 2, backend="threads", timeout=60) == [[1.0, 2.0]] * 2)
 
 
+def _reorderable(gm: Any, verb: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    with gm.reorderable():
+        return _compiled(gm, verb)
+
+
 def _compiled(gm: Any, verb: Callable[[torch.Tensor], torch.Tensor]) -> bool:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     compiled = torch.compile(lambda x: verb(x).sum(), fullgraph=True, backend="eager")
@@ -184,12 +189,13 @@ FEATURES: dict[str, Callable[[Any], bool]] = {
     "profile": _profile,
     "tensors without values": _meta,
     "raw collectives": _plain_kernels,
-    "compiled all_gather": lambda gm: _compiled(gm, gm.all_gather),
-    "compiled all_reduce": lambda gm: _compiled(gm, lambda x: gm.all_reduce(x, dst=gm.R)),
-    "compiled broadcast": lambda gm: _compiled(gm, gm.broadcast),
+    "reorderable all_gather": lambda gm: _reorderable(gm, gm.all_gather),
+    "reorderable all_reduce": lambda gm: _reorderable(gm, lambda x: gm.all_reduce(x, dst=gm.R)),
+    "reorderable broadcast": lambda gm: _reorderable(gm, gm.broadcast),
     "compiled reduce": lambda gm: _compiled(gm, gm.reduce),
-    "compiled reduce_scatter": lambda gm: _compiled(gm, gm.reduce_scatter),
-    "compiled all_to_all": lambda gm: _compiled(gm, gm.all_to_all),
+    "reorderable reduce_scatter": lambda gm: _reorderable(gm, gm.reduce_scatter),
+    "reorderable all_to_all": lambda gm: _reorderable(gm, gm.all_to_all),
+    "compiled all_gather": lambda gm: _compiled(gm, gm.all_gather),
     "compiled ragged all_gather": lambda gm: _compiled(gm, lambda x: gm.all_gather(x, sizes=[2, 3])),
     "compiled shift": lambda gm: _compiled(gm, gm.shift),
 }
@@ -222,7 +228,7 @@ def report(path: str) -> dict[str, Any]:
         "features": {
             name: outcome(feature, gm)
             for name, feature in FEATURES.items()
-            if path in SEEN_BY_COMPILERS or "compiled" not in name
+            if path in SEEN_BY_COMPILERS or not name.startswith(("compiled", "reorderable"))
         },
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,11 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import gradmesh as gm
+from gradmesh.ops.all_gather import AllGather
+from gradmesh.ops.encoding import decode, encode
+from gradmesh.ops.opaque import collective
 from gradmesh.ops.registry import REGISTRY
-from gradmesh.wire import opaque
+from gradmesh.ops.sizes import EQUAL
 
 Processes = Callable[[int], Callable[..., list[Any]]]
 
@@ -137,34 +141,44 @@ def test_sizes_that_change_from_step_to_step_are_compiled_once(processes: Proces
     assert processes(2)(changing_sizes) == [[True] * 4] * 2
 
 
-def functional_targets() -> list[str]:
+def targets(reorderable: bool) -> list[str]:
     gm.mesh(tp=-1)
     seen: list[str] = []
 
     def look(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
-        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        for node in graph.graph.nodes:
+            if node.op == "call_function":
+                seen.extend(str(part) for part in (node.target, *node.args[1:2]))
         return graph.forward
 
     from torch._dynamo.backends.common import aot_autograd
 
     def loss(x: Tensor) -> Tensor:
         y = gm.all_gather(x.sin(), "tp")
-        return (gm.all_reduce(y, "tp", dst=gm.R) * gm.all_to_all(y, "tp")).sum()
+        return (gm.all_reduce(y, "tp", dst=gm.R) * gm.all_to_all(y, "tp")).sum() + gm.scan(x, "tp").sum()
 
     torch._dynamo.reset()
     x = torch.ones(2, requires_grad=True)
-    torch.compile(loss, fullgraph=True, backend=aot_autograd(fw_compiler=look, bw_compiler=look))(
-        x
-    ).backward()
+    compiled = torch.compile(loss, fullgraph=True, backend=aot_autograd(fw_compiler=look, bw_compiler=look))
+    with gm.reorderable() if reorderable else contextlib.nullcontext():
+        compiled(x).backward()
+    with gm.ordered():
+        y = x.detach().requires_grad_()
+        gm.backward(loss(y))
+    assert x.grad is not None
+    assert y.grad is not None
+    assert torch.allclose(x.grad, y.grad)
     return [name for name in seen if "c10d" in name or "gradmesh" in name]
 
 
 @pytest.mark.processes
-def test_a_compiler_sees_functional_collectives_forward_and_backward(processes: Processes) -> None:
-    for seen in processes(2)(functional_targets):
+def test_a_compiler_sees_functional_collectives_only_where_it_may_move_them(processes: Processes) -> None:
+    for seen in processes(2)(targets, False):
+        assert seen == ["gradmesh.collective.default"] * 8
+    for seen in processes(2)(targets, True):
         for op in ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor"):
             assert f"_c10d_functional.{op}.default" in seen
-        assert not any("gradmesh" in name for name in seen)
+        assert seen.count("gradmesh.collective.default") == 2
 
 
 def refused(how: str) -> str:
@@ -174,12 +188,8 @@ def refused(how: str) -> str:
     compiled = torch.compile(lambda x: gm.all_gather(x, "tp").sum(), fullgraph=True, backend="eager")
 
     def run() -> None:
-        if how == "ordered":
-            with gm.ordered():
-                compiled(x)
-        else:
-            with torch.autograd.forward_ad.dual_level():
-                compiled(torch.autograd.forward_ad.make_dual(x, x) if how == "a dual tensor" else x)
+        with torch.autograd.forward_ad.dual_level():
+            compiled(torch.autograd.forward_ad.make_dual(x, x) if how == "a dual tensor" else x)
 
     with pytest.raises(Exception, match="gradmesh") as caught:  # dynamo wraps it in an error of its own
         run()
@@ -190,7 +200,6 @@ def refused(how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("ordered", "cannot be a link of a chain"),
         ("forward mode", "has no forward mode"),
         (
             "a dual tensor",
@@ -202,15 +211,29 @@ def test_what_cannot_be_compiled_is_refused(how: str, text: str, processes: Proc
     assert all(re.search(text, got) for got in processes(2)(refused, how))
 
 
-def checked_ops() -> None:
-    group = gm.axis().group.group_name
-    torch.library.opcheck(opaque.exchange, (torch.ones(2), [1, 1], [1, 1], group))
-    torch.library.opcheck(opaque.reduce, (torch.ones(2), 0, group))
+def checked_op() -> None:
+    op = AllGather(gm.axis(), 0, EQUAL)
+    torch.library.opcheck(collective, (torch.ones(2), *encode(op)))
 
 
 @pytest.mark.processes
-def test_opcheck_accepts_the_opaque_ops(processes: Processes) -> None:
-    processes(2)(checked_ops)
+def test_opcheck_accepts_the_opaque_op(processes: Processes) -> None:
+    processes(2)(checked_op)
+
+
+def unlike_themselves() -> list[str]:
+    axis = gm.axis()
+    wrong = []
+    for row in REGISTRY:
+        for op, shape in row.examples(axis):
+            again = decode(encode(op))
+            if (again, again.out_shape(shape), again.called) != (op, op.out_shape(shape), op.called):
+                wrong.append(f"{again} for {op}")
+    return wrong
+
+
+def test_every_op_is_itself_again_after_it_was_told_in_words_and_numbers(threads: Processes) -> None:
+    assert threads(3)(unlike_themselves) == [[]] * 3
 
 
 class Layer(torch.nn.Module):

@@ -21,7 +21,7 @@ FLOORS = (
     ("wire",),
     ("ops", "withdrawal"),
     ("autograd",),
-    ("arguments", "order"),
+    ("arguments", "order", "reordering"),
     ("reductions", "together"),
     ("collectives",),
     ("compat", "verify"),

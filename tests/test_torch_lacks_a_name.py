@@ -22,13 +22,13 @@ THREADS = {
     "ordered",
     "raw collectives",
 }  # all that run on the threads backend
-OPAQUE = {"compiled reduce", "compiled ragged all_gather", "compiled shift"}
+OPAQUE = {"compiled all_gather", "compiled reduce", "compiled ragged all_gather", "compiled shift"}
 FUNCTIONAL = {
-    "all_gather_into_tensor": {"compiled all_gather"},
-    "all_reduce": {"compiled all_reduce"},
-    "all_to_all_single": {"compiled all_to_all"},
-    "broadcast": {"compiled broadcast"},
-    "reduce_scatter_tensor": {"compiled reduce_scatter"},
+    "all_gather_into_tensor": {"reorderable all_gather"},
+    "all_reduce": {"reorderable all_reduce"},
+    "all_to_all_single": {"reorderable all_to_all"},
+    "broadcast": {"reorderable broadcast"},
+    "reduce_scatter_tensor": {"reorderable reduce_scatter"},
 }
 LEVELS = {"forward mode on threads"}
 
@@ -36,7 +36,7 @@ LEVELS = {"forward mode on threads"}
 REFUSED: dict[str, set[str]] = {
     **{f"torch.ops._c10d_functional.{op}": features for op, features in FUNCTIONAL.items()},
     "torch.ops._c10d_functional.wait_tensor": set.union(*FUNCTIONAL.values()),
-    "torch.distributed.distributed_c10d._resolve_process_group": OPAQUE,
+    "torch.distributed.distributed_c10d._resolve_process_group": OPAQUE.union(*FUNCTIONAL.values()),
     "torch._library.effects.EffectType.ORDERED": OPAQUE,
     "torch.library.CustomOpDef.register_effect": OPAQUE,
     "torch._C._functorch.get_interpreter_stack": {"vmap in ordered"},

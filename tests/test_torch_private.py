@@ -15,9 +15,11 @@ from torch._functorch import eager_transforms, predispatch
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import gradmesh as gm
 from gradmesh import _torch
@@ -310,11 +312,10 @@ def test_work_in_plain_mode_is_seen_by_no_mode_and_not_changed_by_one() -> None:
     assert (x + x).requires_grad
 
 
-def test_the_opaque_ops_have_an_ordered_effect() -> None:
+def test_the_opaque_op_has_an_ordered_effect() -> None:
     from torch._higher_order_ops.effects import _get_effect
 
-    for op in (torch.ops.gradmesh.exchange.default, torch.ops.gradmesh.reduce.default):
-        assert _get_effect(op) is not None
+    assert _get_effect(torch.ops.gradmesh.collective.default) is not None
 
 
 def test_every_op_lists_its_keyword_only_fields_last() -> None:
@@ -324,22 +325,57 @@ def test_every_op_lists_its_keyword_only_fields_last() -> None:
             assert keyword_only == sorted(keyword_only)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it
-def test_a_compiled_function_keeps_the_gradient_of_a_result_that_was_written_in_place() -> None:
-    class Half(torch.autograd.Function):
-        @staticmethod
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            return _torch.unwritten(x.clone().div_(2))
+def test_dynamo_calls_a_marked_function_while_it_compiles() -> None:
+    calls: list[int] = []
 
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            pass
+    @_torch.constant_to_compilers
+    def marked() -> int:
+        calls.append(1)
+        return len(calls)
 
-        @staticmethod
-        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-            return g / 2
+    compiled = torch.compile(lambda x: x + marked(), fullgraph=True, backend="eager")
+    assert [compiled(torch.zeros(1)).item() for _ in range(3)] == [1, 1, 1]
+    assert calls == [1]
 
-    x = torch.ones(2, requires_grad=True)
-    torch.compile(lambda x: Half.apply(x).sum(), fullgraph=True, backend="eager")(x).backward()
-    assert x.grad is not None
-    assert x.grad.tolist() == [0.5, 0.5]
+
+def test_dynamo_puts_a_function_into_its_graph_that_it_was_told_of_while_it_compiled() -> None:
+    graphs: list[Any] = []
+
+    def entered(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().cos()
+
+    tell = _torch.enters_graphs(entered)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        tell()
+        return entered(x)
+
+    def look(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch.compile(program, fullgraph=True, backend=look)(torch.ones(1))
+    assert graphs == [entered]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's tracers warn of themselves
+def test_what_records_ops_is_seen_and_what_only_looks_at_them_is_not() -> None:
+    seen: list[bool] = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.tracing())
+        return x.sin()
+
+    x = torch.ones(2)
+    make_fx(look)(x)
+    torch.jit.trace(look, x, check_trace=False)
+    assert seen == [True, True]
+    torch.func.linearize(look, x)
+    assert True in seen[2:]
+    seen.clear()
+    with FakeTensorMode():
+        look(torch.ones(2))
+    torch.func.vmap(look)(x)
+    with FlopCounterMode(display=False):
+        look(x)
+    assert seen == [False] * 3

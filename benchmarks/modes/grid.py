@@ -41,7 +41,7 @@ class Pools:
 
     def cell(self, system: System, case: str, mode: Mode) -> Verdict:
         """Run one cell; a failure of the ranks themselves is a verdict too, and the next cell gets new ones."""
-        compiled = mode.name == "compile"
+        compiled = mode.name.startswith("compile")
         backend = "gloo" if compiled else self._backend
         timeout = max(self._timeout, _COMPILE_TIMEOUT) if compiled else self._timeout
         pool = self._pools.get((mode.world, backend))

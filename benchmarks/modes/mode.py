@@ -59,6 +59,10 @@ _ALL = (
     Mode("forward", "value and tangent of dual numbers, `torch.autograd.forward_ad`"),
     Mode("vmap", "`torch.func.vmap` of the verb over a batch of 3, and the gradient through it"),
     Mode("compile", "value and gradient under `torch.compile(fullgraph=True, backend='aot_eager')`"),
+    Mode(
+        "compile, second order",
+        "gradient by `torch.func.grad` inside such a function, and its product with a vector differentiated outside",
+    ),
     Mode("complex", "value and gradient in complex128", dtype=torch.complex128),
     Mode(
         "uneven", "value and gradient, sizes 3 and 2 along dim 0 (all_to_all: 1, 2, 3 and 1)", layout="uneven"
@@ -97,6 +101,8 @@ def measured(op: Op, case: Case, mode: Mode, rank: int, grad: Grad) -> Found:
         y = batched(x.sin())
         return _loss(y, weight, linear), y
 
+    if mode.name == "compile, second order":
+        return _second_outside(program, x, v, grad)
     if mode.name == "compile":
         torch._dynamo.reset()
         program = torch.compile(program, fullgraph=True, backend="aot_eager")
@@ -106,6 +112,17 @@ def measured(op: Op, case: Case, mode: Mode, rank: int, grad: Grad) -> Found:
         return loss, [y]
 
     return _derivatives(listed, [x], [v], mode, grad)
+
+
+def _second_outside(
+    program: Callable[[Tensor], tuple[Tensor, Tensor]], x: Tensor, v: Tensor, grad: Grad
+) -> Found:
+    torch._dynamo.reset()
+    taken = torch.compile(torch.func.grad(program, has_aux=True), fullgraph=True, backend="aot_eager")
+    gradient, y = taken(x.requires_grad_())
+    second = grad((gradient * v).sum(), [x], False)
+    found = {"value": [y], "gradient": [gradient], "second derivative": list(second)}
+    return {name: [t.detach() for t in tensors] for name, tensors in found.items()}
 
 
 def expected(case: Case, mode: Mode) -> Found:
@@ -148,7 +165,7 @@ def _derivatives(
     for x in xs:
         x.requires_grad_()
     loss, ys = program(xs)
-    again = mode.name == "second order"
+    again = mode.name in ("second order", "compile, second order")
     grads = grad(loss, xs, again)
     found = {"value": [y.detach().clone() for y in ys], "gradient": [g.detach() for g in grads]}
     if again:

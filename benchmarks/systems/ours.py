@@ -79,7 +79,11 @@ def _ordered_grad(loss: Tensor, xs: Sequence[Tensor], create_graph: bool) -> Seq
 @contextmanager
 def _session(case: str, mode: str) -> Iterator[Grad]:
     """The block that the docs ask for where a rank does not use the result."""
-    one_sided = case in ("reduce", "gather", "send, recv") and mode not in ("compile", "forward")
+    one_sided = case in ("reduce", "gather", "send, recv") and mode not in (
+        "compile",
+        "compile, second order",
+        "forward",
+    )
     if one_sided or mode == "unused output":
         with gm.ordered():
             yield _ordered_grad

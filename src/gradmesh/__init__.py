@@ -62,6 +62,7 @@ from gradmesh.errors import (
 )
 from gradmesh.launch import Ranks, launch
 from gradmesh.order import Order, backward, grad, join, ordered
+from gradmesh.reordering import reorderable
 from gradmesh.types import I, P, R, Type, V
 from gradmesh.world import init, mesh, use_mesh
 
@@ -122,6 +123,7 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "reorderable",
     "replicate",
     "scan",
     "scatter",

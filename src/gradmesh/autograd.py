@@ -18,21 +18,25 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gradmesh._torch import (
+    enters_graphs,
     forward_level_open,
     functorch_active,
+    is_fake,
     is_legacy_batched,
     on_legacy_batch,
+    tracing,
     transforms_active,
-    unwritten,
 )
 from gradmesh.call_sites import call_site
 from gradmesh.errors import OrderError
 from gradmesh.ops.base import LinearOp, Op
+from gradmesh.ops.encoding import Encoded, decode, encode
+from gradmesh.ops.opaque import Traced
 from gradmesh.state import rank_state
 from gradmesh.wire import compiling
 from gradmesh.wire.claims import BACKWARD, CAN_JOIN, JOINS, TANGENT, Recorded
 
-__all__ = ["apply", "linked", "unlinked"]
+__all__ = ["apply", "compiled_link", "linked", "unlinked"]
 
 
 _LOOSE = torch.empty(0, device="cpu")
@@ -43,8 +47,10 @@ def apply(op: Op, x: Tensor) -> Tensor:
     """Run an op on this rank's tensor, differentiably; inside `ordered()`, as the next link of the chain."""
     if compiling():
         return _compiled(op, x)
-    chain = rank_state().chain
-    if chain is not None and torch.is_grad_enabled() and isinstance(op, LinearOp) and _differentiable(x):
+    chain, linear = rank_state().chain, isinstance(op, LinearOp)
+    if tracing():
+        op = Traced(op)
+    if chain is not None and torch.is_grad_enabled() and linear and _differentiable(x):
         try:
             return chain.link(op, x)
         except OrderError as error:  # of the chain: nothing was sent
@@ -97,7 +103,7 @@ def unlinked(
         origin: that call.
         thread: that of a call to which this one is to be tied.
     """
-    if compiling():
+    if compiling() and not isinstance(op, Traced):
         return _compiled(op, x)
     if is_legacy_batched(x):
         return on_legacy_batch(x, lambda whole: unlinked(op.batched(), whole, role, origin, thread))
@@ -112,8 +118,12 @@ def unlinked(
         CAN_JOIN if recording and not (transforms and functorch_active()) else 0
     )
     call = Recorded(role, origin, flags)
-    recorded = joins or transforms
-    y = _recorded(op, x, _LOOSE if thread is None else thread, call)[0] if recorded else op.apply(x, call)
+    if joins or transforms:
+        if thread is None:  # a tracer takes no tensor that is not its own
+            thread = torch.empty(0, device="cpu") if isinstance(op, Traced) or is_fake(x) else _LOOSE
+        y = _recorded(op, x, thread, call)[0]
+    else:
+        y = op.apply(x, call)
     return _join(op, x, y, call) if call.others_join else y
 
 
@@ -155,10 +165,46 @@ def _compiled(op: Op, x: Tensor) -> Tensor:
         _refuse(
             op, "a compiled program has no forward mode", "call the function uncompiled inside forward mode"
         )
-    if rank_state().chain is not None:
-        _refuse(op, "a compiled program cannot be a link of a chain", "compile functions without collectives")
-    result: Tensor = _CompiledRule.apply(op, x)  # type: ignore[no-untyped-call]
-    return result
+    state = rank_state()
+    if (
+        state.chain is not None
+        and torch.is_grad_enabled()
+        and isinstance(op, LinearOp)
+        and _differentiable(x)
+    ):
+        return state.chain.link(op, x)
+    tell_dynamo()
+    return _in_graph(x, *encode(op), state.reorderable)
+
+
+def compiled_link(op: LinearOp, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    """As `linked`, inside a program that is being compiled."""
+    tell_dynamo()
+    return _linked_in_graph(x, token, *encode(op), rank_state().reorderable)
+
+
+def _in_graph(
+    x: Tensor, words: str, numbers: list[int], tensors: list[Tensor], group: str, reorderable: bool
+) -> Tensor:
+    """Run an op in the graph that Dynamo has made: from here on autograd follows it, and not Dynamo."""
+    op = decode(Encoded(words, numbers, tensors, group))
+    return unlinked(Traced(op, reorderable=reorderable), x)
+
+
+def _linked_in_graph(
+    x: Tensor,
+    token: Tensor,
+    words: str,
+    numbers: list[int],
+    tensors: list[Tensor],
+    group: str,
+    reorderable: bool,
+) -> tuple[Tensor, Tensor]:
+    op = decode(Encoded(words, numbers, tensors, group))
+    return linked(Traced(op, reorderable=reorderable), x, token)
+
+
+tell_dynamo = enters_graphs(_in_graph, _linked_in_graph)
 
 
 def _refuse(op: Op, problem: str, remedy: str) -> NoReturn:
@@ -254,19 +300,3 @@ class _Node(torch.autograd.Function):
         return output
 
     backward, jvp = _Rule.backward, _Rule.jvp
-
-
-class _CompiledRule(torch.autograd.Function):
-    """The rule for the compiler, which refuses a Function that has a forward derivative."""
-
-    @staticmethod
-    def forward(op: Op, x: Tensor) -> Tensor:
-        return unwritten(op.apply(x))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Op, Tensor], output: Any) -> None:  # noqa: ARG004 - torch's names
-        ctx.op = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.op.adjoint.apply(grad)

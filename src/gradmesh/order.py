@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -27,19 +27,25 @@ from gradmesh._torch import (
     only_vmap_active,
     saves_for_a_checkpoint,
 )
-from gradmesh.autograd import linked, unlinked
+from gradmesh.autograd import compiled_link, linked, unlinked
 from gradmesh.axis import Axis
 from gradmesh.call_sites import Site, call_site, show_site
 from gradmesh.errors import OrderError, message
 from gradmesh.ops.base import LinearOp
 from gradmesh.ops.convert import PartialFromVarying
 from gradmesh.state import rank_state
-from gradmesh.wire import messages
+from gradmesh.wire import compiling, messages
 
 __all__ = ["Order", "backward", "grad", "join", "ordered"]
 
 _SPARE = torch.empty(0, device="cpu", requires_grad=True)
-"""The thread that a recomputed collective takes. It is made here, since a selective checkpoint counts what is made."""
+"""The first thread of a compiled program, which cannot make a leaf, and that of a recomputed collective: a selective
+checkpoint counts what is made."""
+_NOWHERE = Axis("chain", 0, 1, None)  # type: ignore[arg-type]  # nothing is sent
+"""The axis of the op that ties a chain to a loss, which is this rank's affair alone."""
+
+_NO_LOSS = torch.zeros((), device="cpu", requires_grad=True)
+"""The loss of a rank that has none, in a compiled program, which cannot make a leaf."""
 
 
 class Order:
@@ -48,11 +54,10 @@ class Order:
     def __init__(self) -> None:
         self._root: Tensor | None = None
         self._token: Tensor | None = None
-        self._axis: Axis | None = None
         self._count = 0
         self._first: tuple[str, Site] = ("", None)
         self._joined = False
-        self._opened_in = backward_pass()
+        self._opened_in = -1 if compiling() else backward_pass()
 
     @property
     def here(self) -> bool:
@@ -61,6 +66,8 @@ class Order:
 
     def link(self, op: LinearOp, x: Tensor) -> Tensor:
         """Run a collective as the next link."""
+        if compiling():
+            return self._compiled_link(op, x)
         if not self.here:
             return self._recompute(op, x)
         if functorch_active() and not only_vmap_active():
@@ -75,23 +82,23 @@ class Order:
                 )
             )
         if self._joined:
-            raise OrderError(
-                message(
-                    "a collective after the chain was joined",
-                    op=op.verb,
-                    axis=str(op.axis),
-                    expected="join after the last collective",
-                    got=f"this collective after join, which ended a chain of {self._count}",
-                    remedy="join later, or use gradmesh.backward(loss), which begins a new chain",
-                )
-            )
+            self._refuse_after_join(op)
         if self._token is None:
             self._root = self._token = torch.empty(0, device="cpu", requires_grad=True)
         if self._count == 0:
             self._first = (op.verb, call_site())
         self._count += 1
-        self._axis = op.axis
         y, self._token = linked(op, x, self._token)
+        return y
+
+    def _compiled_link(self, op: LinearOp, x: Tensor) -> Tensor:
+        """Run a collective as the next link, in a program that is being compiled."""
+        if self._joined:
+            self._refuse_after_join(op)
+        if self._token is None:
+            self._root = self._token = _SPARE
+        self._count = max(self._count, 1)  # a number of its own at each call would be a program of its own
+        y, self._token = compiled_link(op, x, self._token)
         return y
 
     def _recompute(self, op: LinearOp, x: Tensor) -> Tensor:
@@ -110,6 +117,18 @@ class Order:
         if not saves_for_a_checkpoint():  # a collective of a hook, which is on no chain
             return unlinked(op, x)
         return linked(op, x, _SPARE)[0]
+
+    def _refuse_after_join(self, op: LinearOp) -> NoReturn:
+        raise OrderError(
+            message(
+                "a collective after the chain was joined",
+                op=op.verb,
+                axis=str(op.axis),
+                expected="join after the last collective",
+                got=f"this collective after join, which ended a chain of {self._count}",
+                remedy="join later, or use gradmesh.backward(loss), which begins a new chain",
+            )
+        )
 
     def join(self, loss: Tensor | None) -> Tensor:
         """Tie the chain to this rank's loss, so that its backward runs every collective's.
@@ -132,10 +151,13 @@ class Order:
                     remedy="pass None on a rank that has no loss",
                 )
             )
-        joined = loss if loss is not None else torch.zeros((), device="cpu", requires_grad=True)
+        joined = loss
+        if joined is None:
+            joined = _NO_LOSS if compiling() else torch.zeros((), device="cpu", requires_grad=True)
         # Without grad mode nothing is tied, and the block will say that join is missing.
-        if self._token is not None and self._axis is not None and torch.is_grad_enabled():
-            joined, _ = linked(PartialFromVarying(self._axis), joined, self._token)
+        if self._token is not None and torch.is_grad_enabled():
+            link = compiled_link if compiling() else linked
+            joined, _ = link(PartialFromVarying(_NOWHERE), joined, self._token)
             self._joined = True
         return joined
 

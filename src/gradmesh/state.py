@@ -38,6 +38,7 @@ class RankState:
         mesh_world: the world that it was made in; in another one it counts for nothing.
         chain: the collectives of the `ordered()` block that is open.
         check: how much is compared (`gradmesh.checking`); None: what the environment says.
+        reorderable: whether a compiler may move the collectives of the programs that it makes now.
         posted: messages that were sent and may not have gone yet, each with the memory that it is sent from.
         waits_at_exit: whether the process waits for them when it ends.
         kept: what parts of the library that the data path does not know of keep for the rank, by its class.
@@ -47,6 +48,7 @@ class RankState:
     mesh_world: dist.ProcessGroup | None = None
     chain: Chain | None = None
     check: int | None = None
+    reorderable: bool = False
     posted: deque[tuple[Tensor, dist.Work]] = field(default_factory=deque)
     waits_at_exit: bool = False
     kept: dict[type, Any] = field(default_factory=dict)

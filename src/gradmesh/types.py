@@ -19,6 +19,8 @@ from __future__ import annotations
 import enum
 from typing import Final, Literal
 
+from gradmesh._torch import hashed_by_identity
+
 __all__ = ["Convention", "I", "P", "R", "Reduction", "Type", "V"]
 
 
@@ -39,14 +41,14 @@ class Type(enum.Enum):
         """The type of the gradient of a value of this type."""
         return _DUAL[self]
 
-    # Types are keys on the path of every call, and an Enum hashes its name anew each time.
-    __hash__ = object.__hash__
-
     def __repr__(self) -> str:
         return self.value
 
     __str__ = __repr__
 
+
+# Types are keys on the path of every call, and an Enum hashes its name anew each time.
+hashed_by_identity(Type)
 
 _DUAL = {Type.V: Type.V, Type.R: Type.P, Type.P: Type.R, Type.I: Type.I}
 

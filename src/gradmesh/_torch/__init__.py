@@ -7,14 +7,17 @@ torch release fails there, by name, and not somewhere in a training run.
 
 from gradmesh._torch.compiled import (
     compiling,
+    constant_to_compilers,
     default_group,
+    enters_graphs,
     functional,
+    hashed_by_identity,
     is_fake,
     keyword_fields_last,
     ordered_effect,
     resolve_group,
-    unwritten,
 )
+from gradmesh._torch.inductor import keep_order_in_inductor
 from gradmesh._torch.modes import (
     forward_level_open,
     functorch_active,
@@ -23,6 +26,7 @@ from gradmesh._torch.modes import (
     modes_active,
     on_legacy_batch,
     only_vmap_active,
+    tracing,
     transforms_active,
     without_autograd,
 )
@@ -44,16 +48,20 @@ __all__ = [
     "adopt_thread",
     "backward_pass",
     "compiling",
+    "constant_to_compilers",
     "default_group",
+    "enters_graphs",
     "forward_level_open",
     "functional",
     "functorch_active",
+    "hashed_by_identity",
     "in_backward",
     "in_plain_mode",
     "in_reentrant_checkpoint",
     "is_fake",
     "is_legacy_batched",
     "join_through",
+    "keep_order_in_inductor",
     "keyword_fields_last",
     "modes_active",
     "named_range",
@@ -64,8 +72,8 @@ __all__ = [
     "resolve_group",
     "saves_for_a_checkpoint",
     "thread_isolation",
+    "tracing",
     "transforms_active",
-    "unwritten",
     "without_autograd",
 ]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,14 +13,18 @@ from gradmesh._torch.names import find, gone, refuse, there
 
 __all__ = [
     "compiling",
+    "constant_to_compilers",
     "default_group",
+    "enters_graphs",
     "functional",
+    "hashed_by_identity",
     "is_fake",
     "keyword_fields_last",
     "ordered_effect",
     "resolve_group",
-    "unwritten",
 ]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _COMPILED = "compiled programs refuse {}"
 _OPS = {
@@ -67,13 +72,13 @@ else:
 
 
 _RESOLVE = "torch.distributed.distributed_c10d._resolve_process_group"
-_resolve = find(_RESOLVE, without=_COMPILED.format("ragged exchanges and sums at a root"))
+_resolve = find(_RESOLVE, without=_COMPILED.format("every verb"))
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
     """The process group of a name, on the calling rank."""
     if _resolve is None:
-        refuse("a ragged exchange or a sum at a root in a compiled program", _RESOLVE)
+        refuse("a collective in a compiled program", _RESOLVE)
     group: dist.ProcessGroup = _resolve(name)
     return group
 
@@ -98,19 +103,44 @@ def keyword_fields_last(kind: type[Any]) -> None:
         keyword_fields_last(derived)
 
 
-# No name tells: an older Dynamo takes a forward whose result is written in place at its end for one without gradient.
-_LOSES_WRITTEN = torch.__version__ < "2.13"
+# No name tells: an older Dynamo refuses a key of a dict whose class says how it is hashed.
+_HASHES_ITSELF = torch.__version__ < "2.13"
 
 
-def unwritten(result: torch.Tensor) -> torch.Tensor:
-    """The result of the forward of a compiled `autograd.Function`, such that its gradient is not lost."""
-    return result.clone() if _LOSES_WRITTEN else result
+def hashed_by_identity(kind: type[Any]) -> None:
+    """Have the objects of a class hashed by identity, where Dynamo takes that."""
+    if not _HASHES_ITSELF:
+        kind.__hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def constant_to_compilers(function: F) -> F:
+    """Have Dynamo call a function while it compiles, instead of following it; its result is then a constant.
+
+    As `torch.compiler.assume_constant_result`, which imports Dynamo, and that takes longer than importing torch.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def enters_graphs(*functions: Callable[..., Any]) -> Callable[[], None]:
+    """Have Dynamo put calls of functions into its graphs as they are, so that autograd follows them and not Dynamo.
+
+    Returns:
+        What a program that is being compiled calls before it calls one of them. Dynamo is told only then.
+    """
+
+    @constant_to_compilers
+    def tell() -> None:
+        for function in functions:
+            torch.compiler.allow_in_graph(function)
+
+    return tell
 
 
 _ORDERED = "torch._library.effects.EffectType.ORDERED"
 _REGISTER = "torch.library.CustomOpDef.register_effect"
-_ordered = find(_ORDERED, without=_COMPILED.format("ragged exchanges and sums at a root"))
-there(_REGISTER, without=_COMPILED.format("ragged exchanges and sums at a root"))
+_ordered = find(_ORDERED, without=_COMPILED.format("every verb"))
+there(_REGISTER, without=_COMPILED.format("every verb"))
 
 
 def ordered_effect(op: Any) -> Any:
@@ -122,7 +152,7 @@ def ordered_effect(op: Any) -> Any:
     if _ORDERED in gone or _REGISTER in gone:
 
         def refused(*_: Any) -> torch.Tensor:
-            refuse("a ragged exchange or a sum at a root in a compiled program", _ORDERED, _REGISTER)
+            refuse("a collective in a compiled program", _ORDERED, _REGISTER)
 
         return refused
     op.register_effect(_ordered)

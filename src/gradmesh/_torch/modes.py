@@ -20,6 +20,7 @@ __all__ = [
     "modes_active",
     "on_legacy_batch",
     "only_vmap_active",
+    "tracing",
     "transforms_active",
     "without_autograd",
 ]
@@ -143,6 +144,7 @@ def _perhaps_one() -> int:
 
 
 _TAKES_LONGER = "kernels of own backends step out of the caller's modes always, which takes longer"
+_RUNS_ONCE = "a collective is run once while make_fx or torch.jit.trace follow it, and its result is a constant to them"
 _MODES_SEE = "modes of the caller see and may change what kernels of own backends do"
 dispatch_modes = find("torch._C._len_torch_dispatch_stack", without=_TAKES_LONGER) or _perhaps_one
 _function_modes = find("torch._C._len_torch_function_stack", without=_TAKES_LONGER) or _perhaps_one
@@ -150,6 +152,25 @@ _no_functions = find("torch._C.DisableTorchFunction", without=_MODES_SEE) or con
 _no_dispatch = (
     find("torch.utils._python_dispatch._disable_current_modes", without=_MODES_SEE) or contextlib.nullcontext
 )
+
+
+_mode = find("torch._C._get_dispatch_mode", without=_RUNS_ONCE)
+_proxy = find("torch._C._TorchDispatchModeKey.PROXY", without=_RUNS_ONCE)
+_functional = find("torch._C._TorchDispatchModeKey.FUNCTIONAL", without=_RUNS_ONCE)
+_jit = find("torch._C._get_tracing_state", without=_RUNS_ONCE)
+
+
+def tracing() -> bool:
+    """Whether the ops that are run are being recorded: by make_fx and what is made of it, or by torch.jit.trace.
+
+    >>> tracing()
+    False
+    """
+    if _jit is not None and _jit() is not None:
+        return True
+    if None in (_mode, _proxy, _functional) or dispatch_modes() == 0:
+        return False
+    return _mode(_proxy) is not None or _mode(_functional) is not None
 
 
 def modes_active() -> bool:

@@ -35,6 +35,11 @@ class Split(LinearOp):
         """The same op one dimension further back."""
         return replace(self, dim=self.dim + 1)
 
+    @property
+    def symmetric(self) -> bool:  # type: ignore[override]
+        """Where all parts are equal."""
+        return self.sizes.equal
+
     def loose(self) -> tuple[int, ...]:
         """The sizes along `dim`, where each rank's is told."""
         return () if self.sizes.equal else (self.dim,)

@@ -19,6 +19,7 @@ class AllReduce(SameShape):
     chosen = ("dst",)
     src, dst = P, R
     sums = True
+    symmetric = True
 
     def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Sum over the ranks."""
@@ -37,6 +38,7 @@ class AllReduceInvariant(SameShape):
     chosen = ("dst",)
     src, dst = P, I
     sums = True
+    symmetric = True
 
     def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Sum over the ranks."""

@@ -39,6 +39,11 @@ class AllToAll(LinearOp):
     src, dst = V, V
     per_rank = ("split_sizes", "concat_sizes")
 
+    @property
+    def symmetric(self) -> bool:  # type: ignore[override]
+        """Where all parts are equal."""
+        return self.split_sizes.equal and self.concat_sizes.equal
+
     def loose(self) -> tuple[int, ...]:
         """What is cut, where the cuts are told, and what is joined, where that differs."""
         cut = () if self.split_sizes.equal or self.split_dim != self.concat_dim else (self.split_dim,)
@@ -69,9 +74,8 @@ class AllToAll(LinearOp):
         """Pack a part for each rank, exchange, join."""
         sizes, send, receive, joined, shape = self.once(x.shape, lambda: self.layout(x.shape))
         flat = pack(x, self.split_dim, sizes)
-        even = self.split_sizes.equal and self.concat_sizes.equal
         return assemble(
-            lambda shape: wire.exchange(flat, send, receive, shape, even=even),
+            lambda shape: wire.exchange(flat, send, receive, shape, even=self.symmetric),
             shape,
             self.concat_dim,
             joined,

@@ -99,6 +99,8 @@ class Op(abc.ABC):
     """Which of "src" and "dst" the caller of the verb chooses, for error texts."""
     public: ClassVar[bool] = True
     """Whether a call of the verb makes it; else it is only the backward of one."""
+    symmetric: ClassVar[bool] = False
+    """Whether it is one collective with the same arguments on every rank, which functional collectives have."""
     rooted: ClassVar[bool] = False
     """Whether only one rank's operand counts, so that the others would miss the backward collective."""
 
@@ -151,9 +153,6 @@ class Op(abc.ABC):
             x: the operand.
             recorded: what is to be remembered of the call, and what it comes from.
         """
-        if compiling():
-            self.accepts(x.dtype)
-            return self._run(x, carrier(self.axis))
         if is_fake(x):
             self.accepts(x.dtype)
             return x.new_empty(self.out_shape(x.shape))
@@ -183,7 +182,7 @@ class Op(abc.ABC):
 
     def withdraw(self, x: Tensor, error: Exception) -> None:
         """Tell the other ranks that this one cannot make the call, so that they do not wait for it."""
-        if not compiling() and not is_fake(x):
+        if not is_fake(x):
             carrier(self.axis, self.claimed(x)).withdraw(error)
 
     @cached_property

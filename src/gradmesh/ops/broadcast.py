@@ -26,6 +26,7 @@ class _FromRoot(Rooted):
     verb = "broadcast"
     chosen = ("dst",)
     rooted = True
+    symmetric = True
 
     def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Copy from the root."""

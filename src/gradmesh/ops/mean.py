@@ -98,6 +98,11 @@ class Mean(LinearOp):
         """What the verb of the op is told, and that it is the mean."""
         return {**self.op.told(), "op": "mean"}
 
+    @property
+    def symmetric(self) -> bool:  # type: ignore[override]
+        """As the op."""
+        return self.op.symmetric
+
     def loose(self) -> tuple[int, ...]:
         """As the op."""
         return self.op.loose()

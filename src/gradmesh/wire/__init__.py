@@ -5,8 +5,8 @@ An op says what moves (`gradmesh.ops`), autograd says in which direction (`gradm
 * `Carrier` (carrier.py): the motions that ops are made of, stated once. The seam.
 * `TorchGroup`: any process group of torch.distributed.
 * `OwnGroupCarrier`: groups of gradmesh's own backends, called directly.
-* `Compiled`: functional collectives and opaque ops, in a program that is being compiled.
 * `Alone`: an axis of one rank, on which nothing travels.
+* `Functional`: functional collectives, which a compiler can see and move.
 
 `carrier` chooses among them, here and nowhere else. A new transport is a subclass of `Carrier` in a file of its own,
 and a line in `CARRIERS` with the class of process group that it serves.
@@ -24,11 +24,11 @@ from gradmesh.backends.threads.group import ThreadsGroup
 from gradmesh.wire.alone import Alone, TracedAlone
 from gradmesh.wire.carrier import Carrier
 from gradmesh.wire.claims import CallClaim
-from gradmesh.wire.compiled import Compiled
+from gradmesh.wire.functional import Functional
 from gradmesh.wire.own_group import OwnGroupCarrier
 from gradmesh.wire.torch_group import TorchGroup
 
-__all__ = ["CARRIERS", "Carrier", "carrier", "compiling", "kept_by"]
+__all__ = ["CARRIERS", "Carrier", "carrier", "compiling", "kept_by", "traced_carrier"]
 
 CARRIERS: dict[type[dist.ProcessGroup], type[Carrier]] = {
     ShmGroup: OwnGroupCarrier,
@@ -42,10 +42,13 @@ def carrier(axis: Axis, claim: CallClaim | None = None) -> Carrier:
 
     Args:
         axis: the ranks that take part.
-        claim: what this rank says about the call; a compiler does not compare.
+        claim: what this rank says about the call.
     """
-    if compiling():
-        return TracedAlone(axis) if axis.size == 1 else Compiled(axis)
     if axis.size == 1:
         return Alone(axis)
     return CARRIERS.get(type(axis.group), TorchGroup)(axis, claim)
+
+
+def traced_carrier(axis: Axis) -> Carrier:
+    """The carrier for one op whose motions a compiler sees."""
+    return TracedAlone(axis) if axis.size == 1 else Functional(axis)

@@ -1,0 +1,115 @@
+"""An op of gradmesh as one op of torch's dispatcher, for compilers and other tracers.
+
+What follows a program records the call and looks no further. It has an ordered effect: a compiler neither drops it nor
+moves it past another one, forward or backward, also where the ranks' local work differs or a rank does not use the
+result. When the program runs, the op is run as it is outside of one: by the same carriers, compared in the same way.
+
+It has no derivative of its own. `Traced` is the op as autograd's one rule takes it, so that every order and mode of
+derivative is what it is for the op itself, and the calls in it are recorded too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradmesh._torch import keep_order_in_inductor, ordered_effect
+from gradmesh.ops.base import LinearOp, Op
+from gradmesh.ops.encoding import Encoded, decode, encode, recalled
+from gradmesh.wire import Carrier, traced_carrier
+from gradmesh.wire.claims import Recorded
+from gradmesh.wire.packing import CARRIED
+
+__all__ = ["Traced", "collective"]
+
+
+@torch.library.custom_op(
+    "gradmesh::collective",
+    mutates_args=(),
+    schema="(Tensor x, str words, SymInt[] numbers, Tensor[] tensors, str group) -> Tensor",
+)
+def collective(
+    x: Tensor, words: str, numbers: Sequence[int], tensors: Sequence[Tensor], group: str
+) -> Tensor:
+    """Run an op on this rank's tensor.
+
+    Args:
+        x: the operand.
+        words: what the op is made of; this and what follows are made by `encode`.
+        numbers: its numbers.
+        tensors: its own tensors.
+        group: the name of its process group.
+    """
+    if tensors:
+        return decode(Encoded(words, list(numbers), list(tensors), group)).apply(x)
+    return recalled(words, numbers, group).apply(x)
+
+
+@collective.register_fake
+def _(x: Tensor, words: str, numbers: Sequence[int], tensors: Sequence[Tensor], group: str) -> Tensor:
+    keep_order_in_inductor(torch.ops.gradmesh.collective.default)
+    op = decode(Encoded(words, list(numbers), list(tensors), group))
+    op.accepts(x.dtype)
+    return x.new_empty(op.out_shape(x.shape))
+
+
+collective = ordered_effect(collective)
+
+
+class Traced(LinearOp):
+    """An op that is run as an op of torch's dispatcher, and so is its adjoint, and theirs.
+
+    Attributes:
+        op: the op.
+        reorderable: whether a compiler may see into it where every rank sends alike, and move what it finds there.
+    """
+
+    op: Op
+    reorderable: bool
+
+    def __init__(self, op: Op, *, reorderable: bool = False) -> None:
+        told = {name: getattr(op, name) for name in ("axis", "comm_dtype", "backward_dtype", "made_of")}
+        for name, value in {**told, "op": op, "reorderable": reorderable}.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def verb(self) -> str:  # type: ignore[override]
+        """The verb of the op."""
+        return self.op.verb
+
+    @property
+    def rooted(self) -> bool:  # type: ignore[override]
+        """As the op."""
+        return self.op.rooted
+
+    def apply(self, x: Tensor, recorded: Recorded | None = None) -> Tensor:  # noqa: ARG002
+        """Run it in one call that a tracer records; in torch's own ops where there is nothing to keep in order.
+
+        Nothing is remembered of the call: it is made, and numbered, each time that the program runs.
+        """
+        op, travels = self.op, self.op.comm_dtype or x.dtype
+        if op.axis.size == 1 or not op.sends or (self.reorderable and op.symmetric and travels in CARRIED):
+            op.accepts(x.dtype)
+            return op._run(x, traced_carrier(op.axis))
+        y: Tensor = collective(x, *encode(op))
+        return y
+
+    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+        """As the op."""
+        return self.op.transfer(x, wire)
+
+    def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """As the op."""
+        return self.op.out_shape(shape)
+
+    def batched(self) -> Traced:
+        """The batched op, traced."""
+        return Traced(self.op.batched(), reorderable=self.reorderable)
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """The op's adjoint, traced."""
+        op: LinearOp = self.op  # type: ignore[assignment]  # no other is differentiated
+        return Traced(op.adjoint, reorderable=self.reorderable)

@@ -1,0 +1,210 @@
+"""Compiled programs: the order of their collectives, `ordered()`, derivatives inside of them, and other tracers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import gradmesh as gm
+
+Processes = Callable[[int], Callable[..., list[Any]]]
+Loss = Callable[[Tensor, int], Tensor]
+
+PROGRAMS: dict[str, Loss] = {
+    "a gather, which is empty on one rank": lambda x, _: (
+        (gm.all_gather(x.sin()) ** 2).sum() + (gm.gather(x * x) ** 2).sum()
+    ),
+    "a scan": lambda x, _: (gm.all_gather(x.sin()) ** 2).sum() + gm.scan(x * x).sum(),
+    "a permutation": lambda x, _: (
+        (gm.all_reduce(x.sin(), dst=gm.R) ** 2).sum() + (gm.permute(x * x, pairs=[(0, 1)]) ** 2).sum()
+    ),
+    "other work on each rank": lambda x, rank: _with_other_work(x, rank),
+}
+
+
+def _with_other_work(x: Tensor, rank: int) -> Tensor:
+    z = (x[:, None] * x).sum(1) * 0.1 if rank == 0 else x
+    a, b = gm.all_gather(z.sin()), gm.all_gather(z**3)
+    return (a**2).sum() + (b.sort().values.diff().exp().sum() if rank == 0 else (b**2).sum())
+
+
+def _operand(rank: int) -> Tensor:
+    return torch.linspace(0.1, 0.9, 4, dtype=torch.float64) + 0.137 * rank
+
+
+def ordered_by(backend: str) -> dict[str, bool]:
+    """Whether value and gradient are those of eager mode, forward alone and with backward."""
+    rank, right = gm.rank(), {}
+    for name, program in PROGRAMS.items():
+        torch._dynamo.reset()
+        compiled = torch.compile(program, fullgraph=True, backend=backend)
+        x, y = (_operand(rank).requires_grad_() for _ in range(2))
+        with torch.no_grad():
+            alone = compiled(x.detach(), rank)
+        compiled(x, rank).backward()
+        with gm.ordered():
+            expected = program(y, rank)
+            gm.backward(expected)
+        assert x.grad is not None
+        assert y.grad is not None
+        right[name] = torch.allclose(alone, expected) and torch.allclose(x.grad, y.grad)
+    return right
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_collectives_keep_their_order_where_the_ranks_programs_differ(
+    backend: str, processes: Processes
+) -> None:
+    assert processes(2)(ordered_by, backend) == [dict.fromkeys(PROGRAMS, True)] * 2
+
+
+def _of_one_output(x: Tensor, rank: int) -> Tensor:
+    a, b, c = gm.all_gather(x.sin()), gm.all_gather(x**3), gm.scan(2 * x)
+    return (a**3).sum() if rank == 0 else (b**2).sum() + (c**2).sum()
+
+
+def _joined_inside(x: Tensor, rank: int) -> Tensor:
+    with gm.ordered():
+        return gm.join(_of_one_output(x, rank))
+
+
+def in_a_chain(backend: str) -> list[bool]:
+    """Whether gradients are right where each rank uses other outputs, the block around a compiled function or in it."""
+    rank = gm.rank()
+    x, y, z = (_operand(rank).requires_grad_() for _ in range(3))
+    with gm.ordered():
+        gm.backward(_of_one_output(x, rank))
+    torch._dynamo.reset()
+    compiled = torch.compile(_of_one_output, fullgraph=True, backend=backend)
+    for _ in range(2):
+        y.grad = None
+        with gm.ordered():
+            # An eager collective before and after the compiled ones, on the same chain.
+            before = gm.shift(y)
+            gm.backward(compiled(y, rank) + 0 * gm.exscan(before).sum())
+    torch.compile(_joined_inside, fullgraph=True, backend=backend)(z, rank).backward()
+    assert x.grad is not None
+    return [t.grad is not None and torch.allclose(t.grad, x.grad) for t in (y, z)]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_chain_runs_every_backward_of_a_compiled_function(backend: str, processes: Processes) -> None:
+    assert processes(2)(in_a_chain, backend) == [[True, True]] * 2
+
+
+def different_calls() -> str:
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: gm.all_gather(x) if gm.rank() else gm.all_gather(x, dim=1),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    with pytest.raises(gm.MismatchError) as caught:
+        compiled(torch.ones(2, 2))
+    return str(caught.value)
+
+
+@pytest.mark.processes
+def test_compiled_calls_that_do_not_fit_together_are_refused_on_every_rank(processes: Processes) -> None:
+    for text in processes(2)(different_calls):
+        assert "all_gather(dim=0" in text
+        assert "all_gather(dim=1" in text
+
+
+ROUTES: dict[str, Callable[[Tensor], Tensor]] = {
+    "all_gather": gm.all_gather,
+    "all_gather to I": lambda x: gm.all_gather(x, dst=gm.I),
+    "all_reduce": lambda x: gm.all_reduce(x, dst=gm.R),
+    "all_reduce to I": lambda x: gm.all_reduce(x, dst=gm.I),
+    "replicate": gm.replicate,
+    "reduce_scatter": gm.reduce_scatter,
+    "all_to_all": gm.all_to_all,
+    "shift": gm.shift,
+    "scan": gm.scan,
+    "broadcast": gm.broadcast,
+    "halo_exchange": gm.halo_exchange,
+}
+
+
+def force(verb: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    def taken(x: Tensor, w: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: (verb(x * w) ** 3).sum())(x)
+
+    return taken
+
+
+def differ_inside(reorderable: bool) -> list[str]:
+    """The verbs whose second derivative, or whose batch, is another one in a compiled function."""
+    rank, wrong = gm.rank(), []
+    for name, verb in ROUTES.items():
+        torch._dynamo.reset()
+        with gm.reorderable() if reorderable else contextlib.nullcontext():
+            grads = []
+            for take in (force(verb), torch.compile(force(verb), fullgraph=True, backend="aot_eager")):
+                w = _operand(rank).requires_grad_()
+                (grad,) = torch.autograd.grad((take(_operand(rank) + 1, w) ** 2).sum(), w)
+                grads.append(grad)
+            batch = torch.stack([_operand(rank), _operand(rank) ** 2, -_operand(rank)])
+            mapped = torch.func.vmap(verb)
+            compiled = torch.compile(mapped, fullgraph=True, backend="aot_eager")
+            if not torch.allclose(grads[0], grads[1]) or not torch.equal(mapped(batch), compiled(batch)):
+                wrong.append(name)
+    return wrong
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("reorderable", [False, True])
+def test_second_derivatives_and_batches_inside_a_compiled_function_are_those_outside(
+    reorderable: bool, processes: Processes
+) -> None:
+    assert processes(2)(differ_inside, reorderable) == [[], []]
+
+
+def _linearized(verb: Callable[[Tensor], Tensor], x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.func.linearize(verb, x)[1](v), torch.func.jvp(verb, (x,), (v,))[1]
+
+
+def _with_gradient(verb: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return torch.func.grad(lambda x: (verb(x) ** 2).sum())
+
+
+TRACERS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "linearize": _linearized,
+    "make_fx": lambda verb, x, v: (make_fx(verb)(x)(v), verb(v)),
+    "make_fx, symbolic": lambda verb, x, v: (make_fx(verb, tracing_mode="symbolic")(x)(v), verb(v)),
+    "make_fx of a gradient": lambda verb, x, v: (
+        make_fx(_with_gradient(verb))(x)(v),
+        _with_gradient(verb)(v),
+    ),
+    "jit.trace": lambda verb, x, v: (torch.jit.trace(verb, x, check_trace=False)(v), verb(v)),
+}
+
+
+def _around(verb: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: verb(x.sin()) * 2
+
+
+def constant(how: str) -> list[str]:
+    """The verbs whose traced program does not run the collective again."""
+    rank, wrong = gm.rank(), []
+    x, v = _operand(rank), _operand(rank) ** 2 + 1
+    for name, verb in ROUTES.items():
+        got, expected = TRACERS[how](_around(verb), x, v)
+        if not torch.allclose(got, expected):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore")  # tracers warn of themselves
+@pytest.mark.parametrize("how", TRACERS)
+def test_what_a_tracer_records_runs_the_collective_again(how: str, processes: Processes) -> None:
+    assert processes(2)(constant, how) == [[], []]
