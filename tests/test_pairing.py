@@ -426,6 +426,35 @@ def test_between_processes_a_selective_checkpoint_may_stand_anywhere_in_a_chain(
     assert processes(2)(selective, True) == [True, True]
 
 
+def statistics_in_a_region(used: bool) -> list[float]:
+    """A collective without a gradient, in a region that one rank has to run again, and the other need not."""
+    x, rank = operand(gm.rank()), gm.rank()
+
+    def inner(y: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            mean = gm.all_reduce(y, op="mean", dst=gm.R)
+        return mean, y.exp() if rank else y.cumsum(0)
+
+    with gm.ordered():
+        before = gm.shift(x)
+        mean, y = checkpoint(inner, before, use_reentrant=False)
+        gm.backward((mean * y).sum() if rank or used else None)
+    assert x.grad is not None
+    return x.grad.tolist()
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_collective_without_gradient_in_a_checkpoint_is_run_again_by_every_rank(
+    used: bool, threads: Ranks
+) -> None:
+    got = threads(2)(statistics_in_a_region, used)
+    xs = [operand(rank) for rank in range(2)]
+    mean = (xs[0].detach() + xs[1].detach()) / 2
+    loss = (mean * xs[0].exp()).sum() + (mean * xs[1].cumsum(0)).sum() * used
+    expected = [g.tolist() for g in torch.autograd.grad(loss + 0 * xs[1].sum(), xs)]
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=1e-11, atol=1e-11)
+
+
 # ---- graphs
 
 

@@ -24,6 +24,7 @@ from gradmesh._torch import (
     is_fake,
     is_legacy_batched,
     on_legacy_batch,
+    saves_for_a_checkpoint,
     tracing,
     transforms_active,
 )
@@ -56,7 +57,10 @@ def apply(op: Op, x: Tensor) -> Tensor:
         except OrderError as error:  # of the chain: nothing was sent
             op.withdraw(x, error)
             raise
-    return unlinked(op, x)
+    y = unlinked(op, x)
+    if chain is not None and saves_for_a_checkpoint():
+        chain.keep_place()
+    return y
 
 
 def linked(

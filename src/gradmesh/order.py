@@ -118,6 +118,23 @@ class Order:
             return unlinked(op, x)
         return linked(op, x, _SPARE)[0]
 
+    def keep_place(self) -> None:
+        """Have a collective that is no link, in a region of a checkpoint, run again on every rank.
+
+        A region is run again where backward needs what it saved, and it may save nothing on some ranks, or not be used.
+        So a link that sends nothing is put behind the collective, whose backward every rank runs.
+        """
+        with torch.enable_grad():
+            tie, nothing = PartialFromVarying(_NOWHERE), torch.zeros((), device="cpu")
+            if not self.here:
+                linked(tie, nothing, _SPARE)
+                return
+            if self._joined:
+                return
+            if self._token is None:
+                self._root = self._token = torch.empty(0, device="cpu", requires_grad=True)
+            _, self._token = linked(tie, nothing, self._token)
+
     def _refuse_after_join(self, op: LinearOp) -> NoReturn:
         raise OrderError(
             message(

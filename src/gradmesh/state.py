@@ -28,6 +28,9 @@ class Chain(Protocol):
     def link(self, op: Any, x: Tensor) -> Tensor:
         """Run an op as the next link."""
 
+    def keep_place(self) -> None:
+        """Have a collective that is no link, in a region of a checkpoint, run again on every rank."""
+
 
 @dataclass(slots=True)
 class RankState:
