@@ -128,10 +128,10 @@ def attack(
     while summary.programs < programs and len(summary.findings) < most_findings:
         program, number, index = drawn(seed, index, ranks), index, index + 1
         try:
-            dense = expected(program)
+            verdict = judged(program, pools, expected(program))
         except Invalid:
             continue
-        verdict, group = judged(program, pools, dense), group_of(program)
+        group = group_of(program)
         summary.counts[group, verdict.kind] += 1
         if verdict.kind.startswith("refused"):
             summary.refusals[group, verdict.what] += 1
@@ -158,7 +158,10 @@ def _looked_at(program: Program, index: int, verdict: Verdict, pools: Pools, shr
         return Finding(index, verdict, program)
 
     def fails(candidate: Program) -> bool:
-        found = judged(candidate, pools)
+        try:
+            found = judged(candidate, pools)
+        except Invalid:
+            return False
         return suspicious(candidate, found) and found.kind == verdict.kind
 
     small = shrunk(program, fails)
