@@ -69,12 +69,24 @@ def infinite(rank: int) -> None:
     gm.all_gather(torch.tensor([1.0, float("nan") if rank else 2.0]))
 
 
+def swapped(rank: int) -> None:
+    """Two calls of one kind and one shape change places on a rank, which nothing but their lines tells."""
+    x, y = torch.ones(2), torch.zeros(2)
+    if rank:
+        gm.all_gather(x)
+        gm.all_gather(y)
+    else:
+        gm.all_gather(y)
+        gm.all_gather(x)
+
+
 CASES: dict[str, tuple[Callable[[int], None], str, str]] = {
     "a gradient that differs behind dst=I": (declared_invariant, "dst=gm.R", ""),
     "a gradient that is the same behind dst=I": (invariant, "", ""),
     "a gradient that is the same behind dst=R": (summed, "", "dst=gm.I"),
     "a gradient that differs behind dst=R": (terms, "", ""),
     "a parameter that is not the same": (not_replicated, "values number", ""),
+    "calls that changed places": (swapped, "", "at different lines"),
     "a value that is not finite": (infinite, "", "by rank 1"),
 }
 

@@ -1,11 +1,14 @@
 """What a rank says about the values that it hands in, at the level "full" of `gradmesh.check`.
 
-A number made of the bits of the operand, and whether a NaN or an infinity is in it, travel with the claim of the call.
-Bits are compared, not nearness: ranks that repeat the same work on one machine get the same bits.
+A number made of the bits of the operand, whether a NaN or an infinity is in it, and a number made of the line of the
+call travel with the claim of the call. Bits are compared, not nearness: ranks that repeat the same work on one machine
+get the same bits.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import warnings
 from collections.abc import Sequence
 
@@ -22,13 +25,14 @@ from gradmesh.wire.packing import dense, flattened
 __all__ = ["ValueClaim", "number_of"]
 
 _NOT_FINITE = 4
-_SHIFT = 3
-_BITS = (1 << 31) - 1
+_LINE_SHIFT, _LINE_BITS = 3, (1 << 10) - 1
+_SHIFT = 13
+_BITS = (1 << 21) - 1
 _LANES = 64
 
 
 def number_of(x: Tensor) -> int:
-    """31 bits that differ where the bits of two tensors do, also where the same values stand in other places.
+    """21 bits that differ where the bits of two tensors do, also where the same values stand in other places.
 
     Zeros have 0. Numbers of eight bytes are summed in lanes, which takes as long as reading the memory.
     """
@@ -50,6 +54,15 @@ def _finite(x: Tensor) -> bool:
     return bool(torch.isfinite(x.sum())) or bool(torch.isfinite(x).all())
 
 
+def _line() -> int:
+    """10 bits of the line of code that makes the call."""
+    site = call_site()
+    if site is None:
+        return 0
+    said = f"{os.path.basename(site[0].co_filename)}:{site[1]}"
+    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=2).digest(), "little") & _LINE_BITS
+
+
 class ValueClaim(CallClaim):
     """The claim of one call, and of what is handed in.
 
@@ -67,7 +80,7 @@ class ValueClaim(CallClaim):
         self._src = src
         counts = src in (R, I) or self._summed
         finite, number = in_plain_mode(lambda: (_finite(x), number_of(x) if counts else 0))
-        self.flags |= (0 if finite else _NOT_FINITE) | number << _SHIFT
+        self.flags |= (0 if finite else _NOT_FINITE) | _line() << _LINE_SHIFT | number << _SHIFT
 
     @property
     def _backward(self) -> bool:
@@ -92,6 +105,8 @@ class ValueClaim(CallClaim):
             raise self._unequal(heard)
         if self._summed and numbers == {flags >> _SHIFT} != {0}:
             self._warn("the same gradient on every rank is summed", _SUMMED)
+        if heard is not None and len({other >> _LINE_SHIFT & _LINE_BITS for other in heard}) > 1:
+            self._warn("the ranks make this call at different lines", _ELSEWHERE)
         if flags & _NOT_FINITE or (heard is not None and any(other & _NOT_FINITE for other in heard)):
             ranks = (
                 [rank for rank, other in enumerate(heard) if other & _NOT_FINITE] if heard else ["every one"]
@@ -134,5 +149,8 @@ class ValueClaim(CallClaim):
 _SUMMED = (
     "if every rank repeats the same work on the result, this gradient is too large by the number of ranks: say "
     "dst=gm.I; if each rank's loss is a term of the whole, it is right"
+)
+_ELSEWHERE = (
+    "if calls of one kind changed places on a rank, mend that; a branch that makes the same call is right"
 )
 _SPOILT = "look for where it comes from on that rank, before this line"
