@@ -1,0 +1,219 @@
+"""Calls that do not fit together, forward, backward and twice backward, and what every rank hears of them.
+
+    python -m tools.mismatches
+    python -m tools.mismatches --write docs/mismatches.md
+
+Each mismatch is a pair of calls: rank 0 makes the first and rank 1 the second. Forward they are made like that.
+Backward both ranks make both, and each rank's loss uses its own; twice backward both gradients are taken, and each rank
+goes on from its own. Then each rank makes one more call, as a training step does. A cell says what both ranks raised,
+and how long it took.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+
+import gradmesh as gm
+
+BACKENDS = ("threads", "shm", "gloo")
+FORMS = ("forward", "backward", "second backward")
+PATIENCE = 20.0
+
+Made = Callable[[Tensor], list[Tensor]]
+
+
+def _operand(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    drawn = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(7 + gm.rank()))
+    return drawn.requires_grad_()
+
+
+def _rows(first: int, second: int) -> Callable[[], Tensor]:
+    sizes = (first, second)
+    return lambda: gm.all_gather(_operand(sizes[gm.rank()], 2), sizes=sizes)
+
+
+def _parts(first: tuple[int, int], second: tuple[int, int]) -> Callable[[], Tensor]:
+    """What each rank gives to each, as much as it takes from it."""
+
+    def made() -> Tensor:
+        mine = (first, second)[gm.rank()]
+        return gm.all_to_all(_operand(4, 2), split_sizes=mine, concat_sizes=mine)
+
+    return made
+
+
+def _one(call: Callable[[], Tensor]) -> Callable[[], list[Tensor]]:
+    return lambda: [call()]
+
+
+def _sum(*shape: int, **told: Any) -> Callable[[], Tensor]:
+    return lambda: gm.all_reduce(_operand(*shape), dst=gm.R, **told)
+
+
+def _swapped(first: int) -> Callable[[], list[Tensor]]:
+    """Two calls of one shape, one of which is used; forward they are made in another order."""
+
+    def made() -> list[Tensor]:
+        x, y = _operand(2), _operand(2).square()
+        if first:
+            b = gm.all_gather(y)
+            return [gm.all_gather(x), b][:1]
+        a = gm.all_gather(x)
+        return [a, gm.all_gather(y)][:1]
+
+    return made
+
+
+MISMATCHES: dict[str, tuple[Callable[[], list[Tensor]], Callable[[], list[Tensor]]]] = {
+    "kind of call": (_one(_sum(4)), _one(lambda: gm.reduce_scatter(_operand(4)))),
+    "number of elements": (_one(_sum(4)), _one(_sum(6))),
+    "shape, as many elements": (_one(_sum(2, 3)), _one(_sum(3, 2))),
+    "dtype": (
+        _one(_sum(4)),
+        _one(lambda: gm.all_reduce(_operand(4, dtype=torch.float32), dst=gm.R)),
+    ),
+    "sizes of a gather": (_one(_rows(2, 3)), _one(_rows(3, 2))),
+    "sizes that two ranks tell each other": (
+        _one(_parts((1, 3), (3, 1))),
+        _one(_parts((2, 2), (2, 2))),
+    ),
+    "a call is missing": (_one(_sum(4)), list),
+    "one call too many": (_one(_sum(4)), lambda: [_sum(4)(), _sum(4)()]),
+    "sum against maximum": (_one(_sum(4)), _one(_sum(4, op="max"))),
+    "sum against mean": (_one(_sum(4)), _one(_sum(4, op="mean"))),
+    "root": (
+        _one(lambda: gm.broadcast(_operand(4), root=0)),
+        _one(lambda: gm.broadcast(_operand(4), root=1)),
+    ),
+    "dimension": (
+        _one(lambda: gm.all_gather(_operand(2, 2), dim=0)),
+        _one(lambda: gm.all_gather(_operand(2, 2), dim=1)),
+    ),
+    "convention": (
+        _one(lambda: gm.all_gather(_operand(4), dst=gm.R)),
+        _one(lambda: gm.all_gather(_operand(4), dst=gm.I)),
+    ),
+    "two calls of one shape changed places": (_swapped(0), _swapped(1)),
+}
+
+
+def _summed(outputs: list[Tensor]) -> Tensor | None:
+    return sum((y.double() ** 3).sum() for y in outputs) if outputs else None  # type: ignore[return-value]
+
+
+def provoked(name: str, form: str) -> None:
+    """Make the mismatch on this rank, and go on."""
+    mine, both = MISMATCHES[name][gm.rank()], MISMATCHES[name]
+    if form == "forward":
+        mine()
+    else:
+        losses = [_summed(made()) for made in both]
+        if form == "second backward":
+            losses = [None if loss is None else _gradient(loss) for loss in losses]
+        loss = losses[gm.rank()]
+        if loss is not None:
+            loss.backward()
+    gm.all_gather(torch.zeros(1))
+
+
+def _gradient(loss: Tensor) -> Tensor:
+    """The sum of the squares of the loss's gradient with respect to what it was made of."""
+    leaves: list[Tensor] = []
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and node.variable.numel():
+            leaves.append(node.variable)
+        waiting += [following for following, _ in node.next_functions]
+    grads = torch.autograd.grad(loss, leaves, create_graph=True)
+    return sum((g.double() ** 2).sum() for g in grads)  # type: ignore[return-value]
+
+
+def heard(name: str, form: str) -> tuple[str, float]:
+    """What this rank raised, and after how many seconds."""
+    gm.barrier()
+    begin = time.monotonic()
+    try:
+        provoked(name, form)
+    except gm.GradmeshError as error:
+        return str(error), time.monotonic() - begin
+    return "", time.monotonic() - begin
+
+
+def cell(name: str, form: str, ranks: gm.Ranks) -> str:
+    """A mismatch in one form, as the table has it."""
+    told = ranks.run(heard, name, form)
+    if not any(text for text, _ in told):
+        return "**silent**"
+    if not all(text for text, _ in told):
+        return "**on one rank alone**"
+    both = all("rank 0" in text and "rank 1" in text for text, _ in told)
+    lines = all("mismatches.py:" in text for text, _ in told)
+    said = "both calls" if both else "one rank"
+    return f"{said}{', lines' if lines else ''}, {1000 * max(after for _, after in told):.0f} ms"
+
+
+def cells(name: str, backend: str) -> list[str]:
+    """A mismatch in every form on one backend. A launch that fails is followed by another."""
+    found: list[str] = []
+    while len(found) < len(FORMS):
+        begin = time.monotonic()
+        try:
+            with gm.Ranks(2, backend=backend, timeout=PATIENCE) as ranks:
+                while len(found) < len(FORMS):
+                    begin = time.monotonic()
+                    found.append(cell(name, FORMS[len(found)], ranks))
+        except gm.RankError as error:
+            kind = re.search(r"failed with \w+", str(error))
+            found.append(f"the launch: {kind[0] if kind else 'RankError'}, {time.monotonic() - begin:.1f} s")
+    return found
+
+
+def table(backends: tuple[str, ...]) -> list[str]:
+    """The table, as lines of Markdown."""
+    heads = [f"{backend}, {form}" for backend in backends for form in FORMS]
+    lines = [f"| mismatch | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    for name in MISMATCHES:
+        row = [text for backend in backends for text in cells(name, backend)]
+        lines.append(f"| {name} | {' | '.join(row)} |")
+        click.echo(lines[-1])
+    return lines
+
+
+@click.command(help=__doc__.splitlines()[0] if __doc__ else None)
+@click.option("--backend", "backends", multiple=True, default=BACKENDS, help="Which; all by default.")
+@click.option("--write", type=click.Path(dir_okay=False, path_type=Path), help="The page to write.")
+def main(backends: tuple[str, ...], write: Path | None) -> None:
+    """Print the table."""
+    lines = table(backends)
+    if write is not None:
+        write.write_text(PAGE.format(table="\n".join(lines), torch=torch.__version__))
+
+
+PAGE = """# What ranks hear of calls that do not fit together
+
+Written by `python -m tools.mismatches --write docs/mismatches.md` on torch {torch}, 2 ranks of one machine. Rank 0
+makes one call of a pair and rank 1 the other: forward; in the backward of two calls that both made; in the second
+backward. "both calls, lines": every rank raised an error of gradmesh with every rank's call and its line of code; a
+backward call also names the line of the forward call. The time is until the last rank had raised. "the launch": a rank
+was through, and the other one's wait was ended with an error that names both.
+
+{table}
+
+Two calls of one kind, one shape and one dtype that change places on a rank are told by nothing but their lines,
+forward; `gradmesh.check("full")` warns of that. Where a rank misses a call altogether, its next call meets the others'.
+"""
+
+if __name__ == "__main__":
+    main()
