@@ -326,3 +326,25 @@ def test_a_rank_that_gave_up_waiting_is_shown_beside_the_place_of_the_one_that_d
     with pytest.raises(gm.RankError) as caught:
         own.values()
     assert "was here" not in str(caught.value)
+
+
+def crossed_groups() -> None:
+    """On a mesh of 2 x 2 each rank waits for one that waits for another, in two axes."""
+    gm.mesh(rows=2, cols=2)
+    row, column = gm.rank("rows"), gm.rank("cols")
+    x = torch.ones(2, requires_grad=True)
+    along, across = gm.all_gather(x, "rows"), gm.all_gather(x, "cols")
+    loss = (along if row == column else across).square().sum()
+    loss.backward()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_ranks_that_wait_for_each_other_across_groups_are_told(backend: str) -> None:
+    with gm.Ranks(4, backend=backend, timeout=60) as ranks:
+        start = time.monotonic()
+        with pytest.raises(gm.RankError, match="each for another") as caught:
+            ranks.run(crossed_groups)
+    assert time.monotonic() - start < 30
+    assert isinstance(caught.value.__cause__, gm.DeadlockError)
+    assert "test_returned.py" in str(caught.value)

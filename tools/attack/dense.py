@@ -295,6 +295,11 @@ def _derive(program: Program, dense: Dense, say: Callable[[str, Sequence[Tensor 
     grads: dict[str, list[Tensor | None]] = {}
     total = dense.total(program.losses[0], grads, program.mode == "reverse over forward")
     taken = {"second": 1, "third": 2, "forward over reverse": 1}.get(program.mode, 0)
+    if (
+        taken and not program.ordered
+    ):  # a rank without a leaf has no gradient to ask for, and so asks for none
+        ranks = range(program.ranks)
+        need(all(any(dense.values[name].tensors[r].requires_grad for name in dense.leaves) for r in ranks))
     for order in range(taken):
         need(total is not None and total.requires_grad)
         wanted = {id(x): x for name in dense.leaves for x in dense.values[name].tensors if x.requires_grad}

@@ -184,7 +184,9 @@ def judged(program: Program, pools: Pools, dense: Expected | None = None) -> Ver
     try:
         outcomes = pools.run(program)
     except gm.RankError as error:
-        return Verdict("hang", _first_line(str(error)), str(error))
+        # The launcher saw that all who had not returned wait, and said who waits where.
+        ended = "DeadlockError" in str(error)
+        return Verdict("refused after a return" if ended else "hang", _first_line(str(error)), str(error))
     failures = {rank: out for rank, out in enumerate(outcomes) if isinstance(out, Failure)}
     if failures and (
         len(failures) < program.ranks or any(f.kind == "DeadlockError" for f in failures.values())

@@ -178,14 +178,16 @@ class Outcome:
         )
 
     def lose(self, waiting: dict[int, str]) -> None:
-        """Take note of ranks that wait for one that has returned.
+        """Take note of ranks that wait for one that has returned, or all for each other.
 
         Args:
             waiting: the stack, as text, of each of them.
         """
         s = "s" * (len(waiting) == 1)
+        gone = f"{_ranks(list(self.results))} returned, and " if self.results else ""
         text = message(
-            f"{_ranks(list(self.results))} returned, and {_ranks(list(waiting))} still wait{s} in a collective",
+            f"{gone}{_ranks(list(waiting))} {'still ' if gone else ''}wait{s} in a collective"
+            f"{'' if gone else ', each for another'}",
             expected="the same calls on every rank, before its function is over",
             got="\n".join(
                 f"rank {rank} waits at {_last_line(stack)}" for rank, stack in sorted(waiting.items())

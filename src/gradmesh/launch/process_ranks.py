@@ -22,6 +22,10 @@ from gradmesh.launch.stuck import Probe
 
 __all__ = ["ProcessRanks"]
 
+_QUIET = 5.0
+"""Seconds of a run after which ranks are asked whether all of them wait, though none has returned."""
+_MOVED_BY_THE_CPU = ("shm", "gloo")
+"""Backends with which a wait that no processor works on has no end."""
 _EXIT_GRACE = 10.0
 """Seconds for a process to leave after it was told to."""
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
@@ -43,6 +47,7 @@ class ProcessRanks:
         self.size = size
         self.alive = True
         self._timeout = timeout
+        self._on_cpu = backend in _MOVED_BY_THE_CPU
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection[Any, Any]] = []
         self._output = OutputPipes(size, prefix)
@@ -147,7 +152,7 @@ class ProcessRanks:
         """Wait for an answer of every rank, or for what makes waiting pointless."""
         outcome = Outcome(self.size, timeout=timeout)
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
-        probe = Probe(lambda rank: self._ask(rank, "waits"))
+        probe, begin = Probe(lambda rank: self._ask(rank, "waits")), time.monotonic()
         while outcome.missing and time.monotonic() < deadline:
             pipes = {self._pipes[rank]: rank for rank in outcome.missing}
             # Short waits: a process may have died while a child of its own holds its pipe open.
@@ -160,8 +165,11 @@ class ProcessRanks:
             for rank in outcome.missing:
                 if self._processes[rank].poll() is not None and not self._pipes[rank].poll():
                     outcome.failures.append(self._death(rank))
-            if outcome.results and outcome.missing and not outcome.failures:
-                outcome.lose(probe.waiting(outcome.missing, len(outcome.results)))
+            quiet = self._on_cpu and expected == "returned" and time.monotonic() - begin > _QUIET
+            if (outcome.results or quiet) and outcome.missing and not outcome.failures:
+                waiting = probe.waiting(outcome.missing, len(outcome.results))
+                if waiting:
+                    outcome.lose(waiting)
             if outcome.failures:
                 deadline = min(deadline, outcome.failures[0].when + FAILURE_GRACE)
                 for rank in () if failed else outcome.missing:

@@ -24,6 +24,8 @@ __all__ = ["MainThread", "Probe"]
 
 _EVERY = 0.5
 """Seconds between two questions."""
+_SELDOM = 3.0
+"""Seconds between two where no rank has returned: ranks may then wait for each other, in groups that cross."""
 _LONG = 1.5
 """Seconds for which all ranks that have not returned have to wait before it counts as the end."""
 
@@ -72,7 +74,7 @@ class MainThread:
 
 
 class Probe:
-    """The launcher's questions, once a rank has returned, and the ranks' last answers.
+    """The launcher's questions, once a rank has returned or for a while none has, and the ranks' last answers.
 
     Args:
         ask: sends a question to a rank.
@@ -102,7 +104,7 @@ class Probe:
         answers = [self._answers.get(rank, (0.0, "")) for rank in missing]
         if now - self._returned[1] > _LONG and all(seconds > _LONG for seconds, _ in answers):
             return {rank: stack for rank, (_, stack) in zip(missing, answers, strict=True)}
-        if now - self._asked > _EVERY:
+        if now - self._asked > (_EVERY if returned else _SELDOM):
             self._asked = now
             self._answers.clear()
             for rank in missing:
