@@ -93,7 +93,7 @@ class Dense:
         self.values: dict[str, Value] = {}
         self.leaves: dict[str, list[Tensor]] = {}
         self._known: dict[Hashable, tuple[Any, Any]] = {}
-        self._all_require = True
+        self.all_require = True
 
     def step(self, statement: Statement) -> None:
         """Run a statement on all ranks."""
@@ -104,7 +104,7 @@ class Dense:
                 made = [self.values[inner.name].tensors for inner in statement.body]
                 # Such a checkpoint wants an operand and a result that require grad, on every rank.
                 need(
-                    self._all_require
+                    self.all_require
                     and all(any(x.requires_grad for x in own) for own in zip(*made, strict=True))
                 )
         elif isinstance(statement, Leaf):
@@ -132,7 +132,7 @@ class Dense:
             each = [seed + (rank if leaf.kind == "V" else 0) for rank in ranks]
             return [_leaf(each[rank], leaf.shapes[rank], dtype, grads[rank]) for rank in ranks]
 
-        self._all_require &= all(leaf.requires)
+        self.all_require &= all(leaf.requires)
         need(leaf.kind == "V" or len(set(leaf.shapes)) == 1)
         need(leaf.kind != "I" or len(set(leaf.requires)) == 1)
         tensors = self.leaves[leaf.name] = made(leaf.seed, leaf.requires)
@@ -145,7 +145,7 @@ class Dense:
 
     def _local(self, local: Local) -> Value:
         alike = len(set(local.texts)) == 1
-        self._all_require &= not set(local.texts) & set(CONSTANT)
+        self.all_require &= not set(local.texts) & set(CONSTANT)
         args = [self.values[name] for name in local.args]
         types = {}
         for axis in self.program.axes:
@@ -295,11 +295,9 @@ def _derive(program: Program, dense: Dense, say: Callable[[str, Sequence[Tensor 
     grads: dict[str, list[Tensor | None]] = {}
     total = dense.total(program.losses[0], grads, program.mode == "reverse over forward")
     taken = {"second": 1, "third": 2, "forward over reverse": 1}.get(program.mode, 0)
-    if (
-        taken and not program.ordered
-    ):  # a rank without a leaf has no gradient to ask for, and so asks for none
-        ranks = range(program.ranks)
-        need(all(any(dense.values[name].tensors[r].requires_grad for name in dense.leaves) for r in ranks))
+    # Outside of ordered(), what torch.autograd.grad is not told to reach is left out without a word: also a collective
+    # whose operand is a constant on this rank.
+    need(program.ordered or not taken or dense.all_require)
     for order in range(taken):
         need(total is not None and total.requires_grad)
         wanted = {id(x): x for name in dense.leaves for x in dense.values[name].tensors if x.requires_grad}
