@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -489,3 +491,48 @@ def test_unused_outputs_do_not_hang_processes(processes: Threads) -> None:
     xs = whole()
     dense_loss(xs).backward()
     torch.testing.assert_close(torch.stack(processes(4)(on_each_rank)), xs.grad, rtol=1e-12, atol=1e-12)
+
+
+def two_trainings(steps: int) -> list[str]:
+    """Two threads of a process, each with a group and a chain of its own; what became of them."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    became = ["", ""]
+
+    def train(which: int) -> None:
+        try:
+            for _ in range(steps):
+                x = torch.tensor([1.0 + rank + which, 2.0], dtype=torch.float64, requires_grad=True)
+                with gm.ordered():
+                    y = gm.scan(gm.all_gather(x.sin(), groups[which]), groups[which])
+                    gm.backward((y**2).sum() if (rank + which) % 2 else None)
+                xs = [
+                    torch.tensor([1.0 + other + which, 2.0], dtype=torch.float64, requires_grad=True)
+                    for other in range(2)
+                ]
+                whole = torch.cat([other.sin() for other in xs])
+                (
+                    ((2 - which) * whole) ** 2
+                ).sum().backward()  # the rank that has the loss is the scan's last or first
+                assert x.grad is not None
+                assert xs[rank].grad is not None
+                torch.testing.assert_close(x.grad, xs[rank].grad)
+            became[which] = "right"
+        except Exception as error:
+            became[which] = repr(error)
+
+    threads = [threading.Thread(target=train, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for group in groups:
+        dist.destroy_process_group(group)
+    return became
+
+
+@pytest.mark.processes
+def test_two_threads_of_a_process_have_chains_of_their_own(
+    processes: Callable[[int], Callable[..., list[Any]]],
+) -> None:
+    assert processes(2)(two_trainings, 20) == [["right", "right"]] * 2

@@ -6,6 +6,7 @@ It is a global of the process. Ranks that are threads of one process have one ea
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -32,6 +33,12 @@ class Chain(Protocol):
         """Have a collective that is no link, in a region of a checkpoint, run again on every rank."""
 
 
+class _OfThread(threading.local):
+    """What each thread of a rank has for itself: a program may train in two threads, in groups of their own."""
+
+    chain: Chain | None = None
+
+
 @dataclass(slots=True)
 class RankState:
     """What a rank keeps.
@@ -39,7 +46,6 @@ class RankState:
     Attributes:
         mesh: the current mesh.
         mesh_world: the world that it was made in; in another one it counts for nothing.
-        chain: the collectives of the `ordered()` block that is open.
         check: how much is compared (`gradmesh.checking`); None: what the environment says.
         reorderable: whether a compiler may move the collectives of the programs that it makes now.
         posted: messages that were sent and may not have gone yet, each with the memory that it is sent from.
@@ -49,12 +55,21 @@ class RankState:
 
     mesh: DeviceMesh | None = None
     mesh_world: dist.ProcessGroup | None = None
-    chain: Chain | None = None
     check: int | None = None
     reorderable: bool = False
     posted: deque[tuple[Tensor, dist.Work]] = field(default_factory=deque)
     waits_at_exit: bool = False
     kept: dict[type, Any] = field(default_factory=dict)
+    _of_thread: _OfThread = field(default_factory=_OfThread)
+
+    @property
+    def chain(self) -> Chain | None:
+        """The collectives of the `ordered()` block that is open in this thread."""
+        return self._of_thread.chain
+
+    @chain.setter
+    def chain(self, chain: Chain | None) -> None:
+        self._of_thread.chain = chain
 
     def keep(self, value: object) -> None:
         """Keep an object, in the place of one of the same class."""

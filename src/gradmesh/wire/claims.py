@@ -206,7 +206,8 @@ class CallClaim(Claim):
                     axis=self._what.axis,
                     expected="gradients recorded on every rank, or on none",
                     got="\n".join(self._joining(rank, flags) for rank, flags in enumerate(heard)),
-                    remedy="enter torch.no_grad() on every rank or on none, or detach() the operand on all",
+                    remedy="enter torch.no_grad() on every rank or on none, or detach() the operand on all; inside a "
+                    "torch.func transform, make it depend on what is differentiated on every rank",
                 )
             )
 
