@@ -213,7 +213,7 @@ def test_a_backward_pass_a_checkpoint_and_its_kind_can_be_told() -> None:
     plain, first, again, hidden, entered = seen
     assert plain == (False, False, False)
     assert (first, again) == ((False, True, False), (True, True, False))
-    assert (hidden, entered) == ((False, False, False), (True, False, True))
+    assert (hidden, entered) == ((False, False, True), (True, False, True))
 
 
 def test_transforms_tell_vmap_from_derivatives() -> None:

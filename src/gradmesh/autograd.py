@@ -51,14 +51,17 @@ def apply(op: Op, x: Tensor) -> Tensor:
     chain, linear = rank_state().chain, isinstance(op, LinearOp)
     if tracing():
         op = Traced(op)
-    if chain is not None and torch.is_grad_enabled() and linear and _differentiable(x):
-        try:
+    if chain is None:
+        return unlinked(op, x)
+    try:
+        if torch.is_grad_enabled() and linear and _differentiable(x):
             return chain.link(op, x)
-        except OrderError as error:  # of the chain: nothing was sent
-            op.withdraw(x, error)
-            raise
+        chain.refuse_reentrant(op)
+    except OrderError as error:  # of the chain: nothing was sent
+        op.withdraw(x, error)
+        raise
     y = unlinked(op, x)
-    if chain is not None and saves_for_a_checkpoint():
+    if saves_for_a_checkpoint():
         chain.keep_place()
     return y
 

@@ -31,7 +31,7 @@ from gradmesh.autograd import compiled_link, linked, unlinked
 from gradmesh.axis import Axis
 from gradmesh.call_sites import Site, call_site, show_site
 from gradmesh.errors import OrderError, message
-from gradmesh.ops.base import LinearOp
+from gradmesh.ops.base import LinearOp, Op
 from gradmesh.ops.convert import PartialFromVarying
 from gradmesh.state import rank_state
 from gradmesh.wire import compiling, messages
@@ -103,10 +103,17 @@ class Order:
 
     def _recompute(self, op: LinearOp, x: Tensor) -> Tensor:
         """Run a collective again for a checkpoint: it saves what it saved before, and the chain stays as it is."""
+        self.refuse_reentrant(op)
+        if not saves_for_a_checkpoint():  # a collective of a hook, which is on no chain
+            return unlinked(op, x)
+        return linked(op, x, _SPARE)[0]
+
+    def refuse_reentrant(self, op: Op) -> None:
+        """Refuse a collective in a reentrant checkpoint: it has no graph there, and some ranks run it again."""
         if in_reentrant_checkpoint():
             raise OrderError(
                 message(
-                    "a collective is run again by a reentrant checkpoint, in a backward inside ordered()",
+                    "a collective is run by a reentrant checkpoint inside ordered()",
                     op=op.verb,
                     axis=str(op.axis),
                     expected="torch.utils.checkpoint with use_reentrant=False",
@@ -114,9 +121,6 @@ class Order:
                     remedy="pass use_reentrant=False",
                 )
             )
-        if not saves_for_a_checkpoint():  # a collective of a hook, which is on no chain
-            return unlinked(op, x)
-        return linked(op, x, _SPARE)[0]
 
     def keep_place(self) -> None:
         """Have a collective that is no link, in a region of a checkpoint, run again on every rank.

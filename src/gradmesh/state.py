@@ -29,6 +29,9 @@ class Chain(Protocol):
     def link(self, op: Any, x: Tensor) -> Tensor:
         """Run an op as the next link."""
 
+    def refuse_reentrant(self, op: Any) -> None:
+        """Refuse a collective that a reentrant checkpoint hides from the chain."""
+
     def keep_place(self) -> None:
         """Have a collective that is no link, in a region of a checkpoint, run again on every rank."""
 

@@ -97,8 +97,9 @@ else:
 
 
 def in_reentrant_checkpoint() -> bool:
-    """Whether the calling code is being recomputed by `torch.utils.checkpoint(use_reentrant=True)`."""
-    return checkpoint.CheckpointFunction.backward.__code__ in _calling_code()
+    """Whether the calling code is run by `torch.utils.checkpoint(use_reentrant=True)`, for the first or second time."""
+    passes = {checkpoint.CheckpointFunction.forward.__code__, checkpoint.CheckpointFunction.backward.__code__}
+    return any(code in passes for code in _calling_code())
 
 
 if "autograd_profiler" in globals():
