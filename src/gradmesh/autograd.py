@@ -2,7 +2,7 @@
 
 Since an adjoint is an op itself and is applied by the same rule, every order of derivative comes by itself.
 
-A node of the graph has a second, tiny output beside the op's result: a thread, by which later nodes are tied to it.
+A node of the graph has a second output of one zero beside the op's result: a thread, which ties later nodes to it.
 Inside `ordered()` each collective takes the thread of the one before. Elsewhere only its own backward takes it, where
 that is recorded itself. So a gradient depends on the call that it is the gradient of, also where it is a constant, and
 a further backward pass runs the backward of both on every rank that ran the first.
@@ -35,13 +35,13 @@ from gradmesh.ops.encoding import Encoded, decode, encode
 from gradmesh.ops.opaque import Traced
 from gradmesh.state import rank_state
 from gradmesh.wire import compiling
-from gradmesh.wire.claims import BACKWARD, CAN_JOIN, JOINS, TANGENT, Recorded
+from gradmesh.wire.claims import BACKWARD, CAN_JOIN, JOINS, NOTHING, TANGENT, Recorded
 
 __all__ = ["apply", "compiled_link", "linked", "unlinked"]
 
 
-_LOOSE = torch.empty(0, device="cpu")
-"""The thread of a call that is tied to none before it. Threads have no elements: only their edges count."""
+_LOOSE = torch.zeros(1, device="cpu")
+"""The thread of a call that is tied to none before it. Only the edges of threads count."""
 
 
 def apply(op: Op, x: Tensor) -> Tensor:
@@ -95,9 +95,7 @@ def linked(
     return forward_ad.make_dual(y, moved), thread
 
 
-def unlinked(
-    op: Op, x: Tensor, role: str = "", origin: Recorded | None = None, thread: Tensor | None = None
-) -> Tensor:
+def unlinked(op: Op, x: Tensor, call: Recorded | None = None, thread: Tensor | None = None) -> Tensor:
     """Run an op by itself.
 
     Where no derivative can be asked for, the op is run bare: building a graph node costs more than a small
@@ -106,28 +104,28 @@ def unlinked(
     Args:
         op: the op.
         x: this rank's operand.
-        role: what the call is to the one that it comes from.
-        origin: that call.
+        call: what the call comes from, and what is to be remembered of it.
         thread: that of a call to which this one is to be tied.
     """
     if compiling() and not isinstance(op, Traced):
         return _compiled(op, x)
     if is_legacy_batched(x):
-        return on_legacy_batch(x, lambda whole: unlinked(op.batched(), whole, role, origin, thread))
+        return on_legacy_batch(x, lambda whole: unlinked(op.batched(), whole, call, thread))
     recording, transforms = torch.is_grad_enabled(), transforms_active()
     if recording and op.rooted and not x.requires_grad and thread is None and _differentiable(x):
         # Only the root's operand counts, and a rank whose own does not require grad would miss the backward.
         thread = None if functorch_active() else _leaf()
     joins = recording and (x.requires_grad or (thread is not None and thread.requires_grad))
-    if not recording and origin is None and not transforms:
+    if not recording and call is None and not transforms:
         return op.apply(x)
-    flags = (JOINS if joins else 0) | (
-        CAN_JOIN if recording and not (transforms and functorch_active()) else 0
-    )
-    call = Recorded(role, origin, flags)
+    call = Recorded() if call is None else call
+    if joins:
+        call.flags |= JOINS
+    if recording and not (transforms and functorch_active()):
+        call.flags |= CAN_JOIN
     if joins or transforms:
         if thread is None:  # a tracer takes no tensor that is not its own
-            thread = torch.empty(0, device="cpu") if isinstance(op, Traced) or is_fake(x) else _LOOSE
+            thread = torch.zeros(1, device="cpu") if isinstance(op, Traced) or is_fake(x) else _LOOSE
         y = _recorded(op, x, thread, call)[0]
     else:
         y = op.apply(x, call)
@@ -150,9 +148,22 @@ def _recorded(op: Op | _Done, x: Tensor, thread: Tensor, call: Recorded) -> tupl
     return result
 
 
+def _thread_of(ctx: Any) -> Tensor | None:
+    """The thread of a node.
+
+    It is asked for only where the backward is recorded: a graph that saves nothing else can be run through again, also
+    where it was not retained, and then it has no thread any more.
+    """
+    try:
+        thread: Tensor = ctx.saved_tensors[0]
+    except RuntimeError:
+        return None
+    return thread
+
+
 def _leaf() -> Tensor:
     """A thread that requires grad, so that what takes it takes part in backward, whatever its operand."""
-    return torch.empty(0, device="cpu", requires_grad=True)
+    return torch.zeros(1, device="cpu", requires_grad=True)
 
 
 class _Done:
@@ -233,7 +244,7 @@ class _Rule(torch.autograd.Function):
 
     @staticmethod
     def forward(op: Op | _Done, x: Tensor, thread: Tensor, call: Recorded) -> tuple[Tensor, Tensor]:
-        return op.apply(x, call), torch.empty_like(thread)
+        return op.apply(x, call), torch.zeros_like(thread)
 
     @staticmethod
     def setup_context(
@@ -251,14 +262,17 @@ class _Rule(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, following: Tensor | None) -> tuple[Tensor | None, ...]:
         op: LinearOp = ctx.op
+        nothing = grad is None
         if grad is None:
             grad = torch.zeros(ctx.result, dtype=ctx.dtype, device=ctx.device)
         elif grad.layout is not torch.strided:
             grad = grad.to_dense()
         if not ctx.call.linked:
-            # Read only here: a graph without saved tensors can be run through again, also where it is not retained.
-            thread = ctx.saved_tensors[0] if torch.is_grad_enabled() else None
-            return None, unlinked(op.back, grad, BACKWARD, ctx.call, thread), None, None
+            call = Recorded(BACKWARD, ctx.call, NOTHING if nothing else 0)
+            back = unlinked(op.back, grad, call, _thread_of(ctx) if torch.is_grad_enabled() else None)
+            alone = op.axis.size == 1 or not op.back.sends
+            # No gradient on any rank gives none, and not zeros, which are NaN behind an infinite derivative.
+            return None, None if nothing and (alone or call.all_nothing) else back, None, None
         # Read also where it is not needed: inside a checkpoint this is what makes every rank recompute here, and
         # not some of them elsewhere or never.
         (thread,) = ctx.saved_tensors
@@ -269,14 +283,14 @@ class _Rule(torch.autograd.Function):
         if torch.is_grad_enabled() or forward_level_open():
             back, following = linked(op.back, grad, following, BACKWARD, ctx.call)
             return None, back, following, None
-        return None, unlinked(op.back, grad, BACKWARD, ctx.call), following, None
+        return None, unlinked(op.back, grad, Recorded(BACKWARD, ctx.call)), following, None
 
     @staticmethod
     def jvp(ctx: Any, _: None, tangent: Tensor | None, thread: Tensor | None, *__: None) -> Any:
         if tangent is None:
             tangent = torch.zeros(ctx.operand, dtype=ctx.dtype, device=ctx.device)
-        moved = unlinked(ctx.op, tangent, TANGENT, ctx.call)
-        return moved, torch.empty(0, device="cpu") if thread is None else torch.empty_like(thread)
+        moved = unlinked(ctx.op, tangent, Recorded(TANGENT, ctx.call))
+        return moved, torch.zeros(1, device="cpu") if thread is None else torch.zeros_like(thread)
 
     @staticmethod
     def vmap(

@@ -38,7 +38,7 @@ from gradmesh.wire import compiling, messages
 
 __all__ = ["Order", "backward", "grad", "join", "ordered"]
 
-_SPARE = torch.empty(0, device="cpu", requires_grad=True)
+_SPARE = torch.zeros(1, device="cpu", requires_grad=True)
 """The first thread of a compiled program, which cannot make a leaf, and that of a recomputed collective: a selective
 checkpoint counts what is made."""
 _NOWHERE = Axis("chain", 0, 1, None)  # type: ignore[arg-type]  # nothing is sent
@@ -84,7 +84,7 @@ class Order:
         if self._joined:
             self._refuse_after_join(op)
         if self._token is None:
-            self._root = self._token = torch.empty(0, device="cpu", requires_grad=True)
+            self._root = self._token = torch.zeros(1, device="cpu", requires_grad=True)
         if self._count == 0:
             self._first = (op.verb, call_site())
         self._count += 1
@@ -136,7 +136,7 @@ class Order:
             if self._joined:
                 return
             if self._token is None:
-                self._root = self._token = torch.empty(0, device="cpu", requires_grad=True)
+                self._root = self._token = torch.zeros(1, device="cpu", requires_grad=True)
             _, self._token = linked(tie, nothing, self._token)
 
     def _refuse_after_join(self, op: LinearOp) -> NoReturn:
@@ -206,7 +206,8 @@ class Order:
         with self._following_pass(create_graph, bool(retain_graph)):
             joined.backward(gradient, retain_graph, create_graph, leaves)
             if root is not None and create_graph:
-                self._token = root.grad
+                # Else the root would hold the graph of its own gradient, and both for ever.
+                self._token, root.grad = root.grad, None
 
     def grad(
         self,

@@ -3,7 +3,8 @@
 Under shm and threads the backend knows. With torch's own backends a rank waits inside C++, so it is guessed from
 outside, and only what cannot be anything else counts: for a while the main thread has stood at the same place, that
 place is a call of torch.distributed, of gradmesh, of autograd or of a `wait`, and the process has used next to no
-processor time, so that nothing is being computed or moved by any of its threads.
+processor time, so that nothing is being computed or moved by any of its threads. A process with threads of the
+program's own, or with child processes, is never counted: what it waits for may come from there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
@@ -60,7 +62,7 @@ class MainThread:
         frame = _main_frame()
         now, used = time.monotonic(), time.process_time()
         place = _place(frame) if frame is not None and waits_in(frame) else ()
-        busy = used - self._used > _BUSY * (now - self._seen)
+        busy = used - self._used > _BUSY * (now - self._seen) or _others_at_work()
         if not place or place != self._place or busy:
             self._since = now
         self._place, self._seen, self._used = place, now, used
@@ -110,6 +112,25 @@ class Probe:
             for rank in missing:
                 self._ask(rank)
         return {}
+
+
+def _others_at_work() -> bool:
+    """Whether a thread of the program's own, or a process that it started, may yet do what a rank waits for."""
+    main = threading.main_thread().ident
+    for thread, innermost in sys._current_frames().items():
+        frame: FrameType | None = innermost
+        files = []
+        while frame is not None:
+            files.append(frame.f_code.co_filename)
+            frame = frame.f_back
+        begun = [name for name in files if name != threading.__file__]
+        if thread != main and begun and not begun[-1].startswith(_GRADMESH):
+            return True
+    try:
+        tasks = os.listdir("/proc/self/task")
+        return any(Path(f"/proc/self/task/{task}/children").read_text() for task in tasks)
+    except OSError:  # another system, or a thread that has just ended
+        return False
 
 
 def _main_frame() -> FrameType | None:

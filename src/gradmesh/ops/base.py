@@ -29,7 +29,7 @@ from gradmesh.errors import DTypeError, GradmeshError, ShapeError, message
 from gradmesh.memo import Memo
 from gradmesh.types import I, R, Type
 from gradmesh.wire import Carrier, carrier, compiling
-from gradmesh.wire.claims import CallClaim, Recorded, Said, calls_of
+from gradmesh.wire.claims import JOINS, CallClaim, Recorded, Said, calls_of
 from gradmesh.wire.values import ValueClaim
 
 T = TypeVar("T")
@@ -212,7 +212,7 @@ class Op(abc.ABC):
         if self.sends or (level == FULL and src in (R, I)):
             said = self._said(x, recorded)
             return ValueClaim(said, recorded, x, src) if level == FULL else CallClaim(said, recorded)
-        if recorded is not None and recorded.flags and self.sends_back:
+        if recorded is not None and recorded.flags & JOINS and self.sends_back:
             calls_of(self.axis.group).note(self._said(x, recorded), recorded)
         return None
 

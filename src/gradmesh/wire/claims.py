@@ -25,6 +25,7 @@ __all__ = [
     "BACKWARD",
     "CAN_JOIN",
     "JOINS",
+    "NOTHING",
     "TANGENT",
     "CallClaim",
     "Calls",
@@ -39,6 +40,8 @@ JOINS = 1
 """A flag: this rank will take part in the call's backward."""
 CAN_JOIN = 2
 """A flag: it would, if others do."""
+NOTHING = 4
+"""A flag: this rank has nothing to hand in, so that zeros stand for it."""
 
 BACKWARD = "the backward of"
 TANGENT = "the tangent of"
@@ -106,6 +109,12 @@ class Recorded:
         return self.heard is not None and not self.flags & JOINS and any(f & JOINS for f in self.heard)
 
     @property
+    def all_nothing(self) -> bool:
+        """Whether no rank had anything to hand in, as far as that was compared."""
+        flags = [self.flags] if self.heard is None else self.heard
+        return self.number > 0 and all(f & NOTHING for f in flags)
+
+    @property
     def place(self) -> str:
         """Its place among the calls of the group, in words."""
         return f"{self.number}.{self.local}" if self.local else str(self.number)
@@ -140,7 +149,7 @@ class Calls:
         self.local += 1
         self.since = hash((self.since, said.digest))
         recorded.number, recorded.local = self.number, self.local
-        if len(self.words) < _SHOWN_LOCAL:
+        if self.local <= _SHOWN_LOCAL:
             self.words.append(f"{said.text} {show_site(call_site())}")
 
 
@@ -185,6 +194,8 @@ class CallClaim(Claim):
             self.digest = hash((self.digest, of, calls.local, calls.since))
         if calls.local:
             self._before, calls.words = calls.words, []
+            if calls.local > _SHOWN_LOCAL:
+                self._before.append(f"{calls.local - _SHOWN_LOCAL} more such calls")
             calls.local = calls.since = 0
 
     def settle(self) -> None:
@@ -227,6 +238,11 @@ class CallClaim(Claim):
         if any(f", {BACKWARD} call " in said for said in words):
             expected = "the backward of the same call on every rank, in the same order"
             remedy = _ORDERED
+        elif any(", after " in said for said in words):
+            expected = "the same calls on every rank, those before it that send nothing themselves among them"
+            remedy = (
+                "look where the ranks part: replicate and shard of what requires grad belong on every rank"
+            )
         else:
             expected = "the same call, with operands of the same dtype and sizes, on every rank"
             remedy = 'if sizes differ on purpose, pass them, or sizes="auto"; else look where the ranks part'
