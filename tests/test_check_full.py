@@ -162,3 +162,17 @@ def test_one_element_that_differs_or_moves_gives_another_number(
     if size > 1 and x[0] != x[1]:
         assert number_of(torch.cat([x[1:2], x[:1], x[2:]])) != number_of(x)
     assert number_of(torch.zeros(size, dtype=dtype)) == 0
+
+
+def odd_tensors() -> list[list[int]]:
+    """What has no elements, no memory, or no arithmetic."""
+    with gm.check("full"):
+        empty = torch.zeros(0, requires_grad=True)
+        gm.all_gather(empty).sum().backward()
+        halves = gm.all_gather(torch.ones(2, dtype=torch.complex32))
+        return [list(gm.all_gather(empty).shape), list(halves.shape)]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_tensors_that_are_empty_or_cannot_be_added_are_looked_at_too(threads: Ranks) -> None:
+    assert threads(2)(odd_tensors) == [[[0], [4]]] * 2

@@ -509,3 +509,65 @@ def freed() -> tuple[bool, bool]:
 
 def test_a_call_keeps_its_graph_alive_no_longer_than_its_result(threads: Ranks) -> None:
     assert threads(2)(freed) == [(True, True)] * 2
+
+
+def linear_behind_an_infinite_derivative() -> tuple[object, list[float]]:
+    """A sum that every rank uses linearly, behind a root at 0: no gradient goes there the second time."""
+    w = torch.tensor([0.0, 4.0], dtype=T, requires_grad=True)
+    v = torch.tensor([2.0, 2.0], dtype=T, requires_grad=True)
+    h = w.sqrt()
+    y = gm.all_reduce(h * v, dst=gm.R)
+    (g,) = torch.autograd.grad(y.sum(), h, create_graph=True)
+    (g**2).sum().backward()
+    assert v.grad is not None
+    return w.grad, v.grad.tolist()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_gradient_on_any_rank_gives_none_and_not_zeros(world: int, threads: Ranks) -> None:
+    # g is W v on each rank, so that the gradient of the sum of all g^2 is 2 W^2 v.
+    assert threads(world)(linear_behind_an_infinite_derivative) == [(None, [4.0 * world**2] * 2)] * world
+
+
+def compressed() -> list[float]:
+    """Hooks that compute on what is saved, as those that compress activations do."""
+
+    def pack(saved: Tensor) -> tuple[Tensor, Tensor]:
+        return saved, saved.abs().max()
+
+    x = operand(gm.rank())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[0]):
+        y = gm.all_gather(x)
+        loss = (y**2).sum()
+    (g,) = torch.autograd.grad(loss, x, create_graph=True)
+    g.sum().backward()
+    assert x.grad is not None
+    return x.grad.tolist()
+
+
+def test_what_a_call_saves_can_be_computed_on(threads: Ranks) -> None:
+    assert threads(2)(compressed) == [[4.0, 4.0]] * 2
+
+
+def local_calls_without_a_gradient() -> list[float]:
+    """One rank alone looks at parts of plain data."""
+    for _ in range(1 + 5 * gm.rank()):
+        gm.shard(torch.ones(4))
+        gm.replicate(torch.ones(4))
+    return gm.all_gather(torch.tensor([1.0 + gm.rank()])).tolist()
+
+
+def test_local_calls_on_data_without_gradients_are_a_ranks_own_affair(threads: Ranks) -> None:
+    assert threads(2)(local_calls_without_a_gradient) == [[1.0, 2.0]] * 2
+
+
+def run_through_and_then_recorded() -> list[float]:
+    x = operand(gm.rank())
+    y = gm.all_gather(x)
+    y.sum().backward()
+    (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return g.tolist()
+
+
+def test_a_graph_without_saved_tensors_can_be_recorded_the_second_time(threads: Ranks) -> None:
+    assert threads(2)(run_through_and_then_recorded) == [[2.0, 2.0]] * 2
