@@ -270,10 +270,18 @@ _rows(
 
 CASES |= {
     "shard: a word for the type": Case(
-        A, "shard", lambda: gm.shard(ones(2), src="I"), lambda: gm.shard(ones(2)), heard="next"
+        A,
+        "shard",
+        lambda: gm.shard(ones(2), src="I"),
+        lambda: gm.shard(ones(2).requires_grad_()),
+        heard="next",
     ),
     "replicate: a list with a number in it": Case(
-        A, "replicate", lambda: gm.replicate([1]), lambda: gm.replicate(ones(2)), heard="next"
+        A,
+        "replicate",
+        lambda: gm.replicate([1]),
+        lambda: gm.replicate(ones(2).requires_grad_()),
+        heard="next",
     ),
     "convert: to itself": Case(
         A,

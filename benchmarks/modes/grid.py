@@ -71,6 +71,9 @@ def _died(error: RankError) -> Verdict:
         return Verdict("abort", f"a process ended with {killed[1] or killed[2]}")
     if "did not return within" in text:
         return Verdict("hang", "no end, not even of the collective's own timeout")
+    if "failed with DeadlockError" in text:  # the launcher saw it before the timeout did
+        returned = " returned, and " in text
+        return Verdict("hang", "one rank waits, the other has returned" if returned else "both ranks wait")
     return Verdict("error", text.splitlines()[0])
 
 

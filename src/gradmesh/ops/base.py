@@ -205,8 +205,10 @@ class Op(abc.ABC):
         A call that sends nothing is noted, if it is to be remembered and its backward sends. Only where values are
         compared, and its operand has to be the same on every rank, is it compared itself.
         """
+        if self.axis.size == 1 or not x.is_cpu:
+            return None
         level = check_level()
-        if self.axis.size == 1 or not x.is_cpu or not level:
+        if not level:
             return None
         src: Type | None = getattr(self, "src", None)
         if self.sends or (level == FULL and src in (R, I)):

@@ -103,6 +103,10 @@ class Mean(LinearOp):
         """As the op."""
         return self.op.symmetric
 
+    def own_words(self) -> str:
+        """Those of the op."""
+        return self.op.own_words()
+
     def loose(self) -> tuple[int, ...]:
         """As the op."""
         return self.op.loose()
