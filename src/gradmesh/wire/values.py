@@ -44,7 +44,10 @@ def number_of(x: Tensor) -> int:
     whole = memory.numel() // (8 * _LANES) * (8 * _LANES)
     lanes = memory[:whole].view(torch.int64).view(-1, _LANES).sum(0).tolist()
     rest = memory[whole:].tolist()
-    return hash((*lanes, *rest)) & _BITS if any(lanes) or any(rest) else 0
+    if not any(lanes) and not any(rest):
+        return 0
+    digest = hashlib.blake2b(repr((lanes, rest)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & _BITS
 
 
 def _finite(x: Tensor) -> bool:
