@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch import Tensor
 
 from gradmesh.backends.claim import Claim
 from gradmesh.call_sites import Site, call_site, show_site
@@ -91,6 +92,7 @@ class Recorded:
         text: the call in words.
         site: where it was made.
         heard: the flags of every rank, if they differ.
+        traced: in a program that is being traced, its place, a value that comes when the program runs.
     """
 
     role: str = ""
@@ -102,6 +104,7 @@ class Recorded:
     text: str = ""
     site: Site = None
     heard: Sequence[int] | None = None
+    traced: Tensor | None = None
 
     @property
     def others_join(self) -> bool:
