@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -267,3 +267,28 @@ def outputs_of_one_function(backend: str) -> tuple[list[float], list[float]]:
 def test_outputs_of_one_compiled_function_may_be_used_differently(backend: str, processes: Processes) -> None:
     for compiled, eager in processes(2)(outputs_of_one_function, backend):
         assert compiled == pytest.approx(eager, rel=1e-12)
+
+
+def broadcast_of_a_root_that_alone_requires_grad(dst: Literal[gm.Type.R, gm.Type.I]) -> tuple[object, object]:
+    rank, found = gm.rank(), []
+    torch._dynamo.reset()
+
+    def program(x: Tensor) -> Tensor:
+        return gm.broadcast(x, dst=dst).sin() * (1 if dst is gm.I else 1 + gm.rank())
+
+    for run in (program, torch.compile(program, fullgraph=True, backend="aot_eager")):
+        x = _operand(rank).requires_grad_(rank == 0)
+        run(x).sum().backward()
+        found.append(None if x.grad is None else x.grad.tolist())
+    return found[0], found[1]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("dst", [gm.R, gm.I])
+def test_where_only_the_roots_operand_counts_the_others_take_part_in_its_backward(
+    dst: gm.Type, processes: Processes
+) -> None:
+    root, other = processes(2)(broadcast_of_a_root_that_alone_requires_grad, dst)
+    assert root[0] is not None
+    assert root[1] == root[0]
+    assert other == (None, None)
