@@ -24,6 +24,8 @@ FLOORS = (
     ("arguments", "order", "reordering"),
     ("reductions", "together"),
     ("collectives",),
+    ("averaging",),
+    ("objective",),
     ("compat", "verify"),
     ("bench", "demo", "installation"),
     ("cli",),

@@ -61,6 +61,7 @@ from gradmesh.errors import (
     TorchWarning,
 )
 from gradmesh.launch import Ranks, launch
+from gradmesh.objective import objective
 from gradmesh.order import Order, backward, grad, join, ordered
 from gradmesh.reordering import reorderable
 from gradmesh.types import I, P, R, Type, V
@@ -117,6 +118,7 @@ __all__ = [
     "launch",
     "mesh",
     "neighbor_all_to_all",
+    "objective",
     "ordered",
     "permute",
     "rank",

@@ -41,8 +41,9 @@ def check(level: Level) -> Iterator[None]:
     * What is handed in as R or I, an operand or the gradient of a result `dst=gm.I`, has to be the same bits on every
       rank; else `MismatchError`.
     * A `CheckWarning` where the same gradient comes from every rank and is summed (right if each rank's loss is a
-      term of the whole, too large by the number of ranks if they repeat the same work), where a NaN or an infinity is
-      handed in, with the ranks, and where the ranks make the same call at different lines.
+      term of the whole, too large by the number of ranks if they repeat the same work), where a backward pass starts
+      from a loss that was summed with `dst=gm.I` (see `gradmesh.objective`), where a NaN or an infinity is handed in,
+      with the ranks, and where the ranks make the same call at different lines.
 
     Args:
         level: 0: nothing; 1: what each rank calls, forward and backward, which is the default; "full": the values too.

@@ -61,6 +61,10 @@ def _finite(x: Tensor) -> bool:
     return cmath.isfinite(x.sum().item()) or bool(torch.isfinite(x).all())
 
 
+def _is_one(x: Tensor) -> bool:
+    return x.numel() == 1 and in_plain_mode(x.item) == 1
+
+
 def _line() -> int:
     """10 bits of the line of code that makes the call."""
     site = call_site()
@@ -80,11 +84,13 @@ class ValueClaim(CallClaim):
         src: the operand's type over the ranks; None: it has none.
     """
 
-    __slots__ = ("_src",)
+    __slots__ = ("_loss", "_src")
 
     def __init__(self, said: Said, recorded: Recorded | None, x: Tensor, src: Type | None) -> None:
         super().__init__(said, recorded)
         self._src = src
+        # What a backward pass starts with is one, and it comes to the gradient of a sum only if that is the loss.
+        self._loss = self._backward and src is I and said.verb == "replicate" and _is_one(x)
         counts = src in (R, I) or self._summed
         finite, number = in_plain_mode(lambda: (_finite(x), number_of(x) if counts else 0))
         self.flags |= (0 if finite else _NOT_FINITE) | _line() << _LINE_SHIFT | number << _SHIFT
@@ -112,6 +118,8 @@ class ValueClaim(CallClaim):
             raise self._unequal(heard)
         if self._summed and numbers == {flags >> _SHIFT} != {0}:
             self._warn("the same gradient on every rank is summed", _SUMMED)
+        if self._loss:
+            self._warn("a backward pass starts from what was summed over the ranks with dst=gm.I", _PRINTED)
         if heard is not None and len({other >> _LINE_SHIFT & _LINE_BITS for other in heard}) > 1:
             self._warn("the ranks make this call at different lines", _ELSEWHERE)
         if flags & _NOT_FINITE or (heard is not None and any(other & _NOT_FINITE for other in heard)):
@@ -156,6 +164,10 @@ class ValueClaim(CallClaim):
 _SUMMED = (
     "if every rank repeats the same work on the result, this gradient is too large by the number of ranks: say "
     "dst=gm.I; if each rank's loss is a term of the whole, it is right"
+)
+_PRINTED = (
+    "if it is a loss that was summed to be printed, declare it instead: gradmesh.objective(loss, ddp=...) has its "
+    "value, and the right gradient where DDP or FSDP averages. If every rank has a part of one loss, it is right"
 )
 _ELSEWHERE = (
     "if calls of one kind changed places on a rank, mend that; a branch that makes the same call is right"

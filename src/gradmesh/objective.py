@@ -1,0 +1,187 @@
+"""The loss that is meant, declared: its factor under averaging, accumulation and uneven counts follows from that.
+
+The law of the ops makes backward the gradient of the sum of the ranks' losses. What is meant is mostly a mean, over
+samples that the ranks have in different numbers, and wrappers such as DDP divide by the number of ranks once more.
+`objective` scales this rank's term so that what an optimizer sees at the end is the gradient of the declared loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from gradmesh.averaging import divided_by
+from gradmesh.axis import Axis, AxisLike, resolve
+from gradmesh.collectives import all_gather
+from gradmesh.errors import ArgumentError, message
+from gradmesh.types import I, R, Type, V
+
+__all__ = ["objective"]
+
+Number = int | float | Tensor
+
+
+def objective(
+    loss: Tensor,
+    axis: AxisLike = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    loss_type: Type = V,
+    weights: Number | None = None,
+    ddp: bool | float | nn.Module = False,
+    *,
+    local: Literal["mean", "sum"] = "mean",
+    total: Number | None = None,
+    steps: int = 1,
+) -> Tensor:
+    r"""Declare the loss of all ranks: the returned scalar has its value, and backward leaves its gradient.
+
+    ::
+
+        V -> I    shape () -> ()    L = sum_r n_r l_r / sum_r n_r       value: L on every rank
+                                    gradient: that of (n_r / sum n) l_r on rank r, whose sum over the ranks is that of L
+
+    With `ddp`, the gradient is multiplied by the number of ranks that the wrapper divides by. Parameters may stand
+    before and behind any collective.
+
+    Args:
+        loss: this rank's loss, one real element.
+        axis: the ranks whose losses belong together. On a mesh with several axes, call it once for each.
+        reduction: "mean": the mean over all samples; without `weights`, over the ranks. "sum": the sum.
+        loss_type: what the losses are over the ranks. `gm.V`: each rank has its own. `gm.R`: every rank has the same
+            one, of values whose backward sums over the ranks; it counts once. `gm.I`: every rank has the same one, of
+            values made with `dst=gm.I`; it counts once by itself, and nothing is scaled.
+        weights: the number of samples or tokens that this rank's loss is over; 0 on a rank that has none. The mean is
+            over all of them, and not the mean of the ranks' means. None: all ranks weigh the same.
+        ddp: whether gradients are averaged over the ranks of `axis` after backward, as DDP, FSDP1 and FSDP2 do. A
+            module finds out: it, or modules in it, are such wrappers, and all parameters that require grad are in one.
+            A number says over how many ranks.
+        local: "mean": `loss` is the mean over this rank's samples; "sum": their sum, which is what a rank without
+            samples can have without dividing by zero.
+        total: what the weights are divided by, where it is not their sum over the ranks: with gradient accumulation
+            and `weights`, that over all ranks and micro-batches.
+        steps: the number of micro-batches whose gradients are added up. They weigh the same, unless `total` is told.
+
+    Returns:
+        A scalar to call `backward` on. Its value is that of the declared loss, the same on every rank, and may be
+        printed: an `all_reduce(loss, dst=gm.I)` made for that is part of the graph if backward starts from it, and
+        its parameters' gradients are then too small or too large by the number of ranks. With `steps` or `total` it is
+        the micro-batch's part of it, so that the sum of the values is the loss.
+
+    Raises:
+        ArgumentError: the loss is not one real element; weights that are negative, or 0 on every rank; `gm.I` together
+            with `ddp`, since behind a collective with `dst=gm.I` parameters have whole gradients and before it shares,
+            and an average is right for one of both; a module whose gradients are averaged over different numbers of
+            ranks, or in which that cannot be seen.
+
+    Example:
+        >>> def on_each_rank():
+        ...     w = torch.tensor(1.0, requires_grad=True)
+        ...     samples = torch.arange(1.0, 2 + 2 * gm.rank())  # 1 on rank 0, 3 on rank 1
+        ...     own = (w * samples).mean()
+        ...     loss = gm.objective(own, weights=len(samples), ddp=True)
+        ...     loss.backward()
+        ...     return loss.item(), w.grad.item()  # DDP's mean of the gradients is 7 / 4
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [(1.75, 0.5), (1.75, 3.0)]
+    """
+    where = resolve(axis, "objective")
+    _check(loss, where, reduction, loss_type, local, steps)
+    averaged = divided_by(ddp, where)
+    if loss_type is I:
+        if averaged != 1:
+            _refuse(
+                where,
+                "a loss of type I has no one factor under averaging",
+                "loss_type=gm.V or gm.R where gradients are averaged",
+                f"loss_type=gm.I with gradients divided by {averaged:g}",
+                "make the collectives before the loss with dst=gm.R, and say loss_type=gm.R, or gm.V for a loss before "
+                "its sum over the ranks",
+            )
+        return loss.reshape(()) / steps
+    own = loss.reshape(())
+    if loss_type is R:
+        return _valued(own * (averaged / (where.size * steps)), own.detach() / steps)
+    part, value = _parts(own, where, reduction, weights, local, total, steps)
+    return _valued(part * averaged, value)
+
+
+def _parts(
+    own: Tensor,
+    axis: Axis,
+    reduction: str,
+    weights: Number | None,
+    local: str,
+    total: Number | None,
+    steps: int,
+) -> tuple[Tensor, Tensor]:
+    """This rank's term of the loss, and the value of all of it."""
+    count = _count(1 if weights is None else weights, own, axis)
+    # A mean over samples that are not there is 0 / 0, and stands for nothing.
+    term = own if local == "sum" else torch.where(count > 0, own, 0) * count.to(own.dtype)
+    with torch.no_grad():  # a value alone: no link of a chain, nothing to go back through
+        told = all_gather(torch.stack([count, term.to(count.dtype)]), axis)
+    counts, value = told.view(-1, 2).sum(0).unbind()
+    if reduction == "sum":
+        return term / steps, value.to(own.dtype) / steps
+    over = counts * steps if total is None else torch.as_tensor(total).to(counts)
+    if over.is_cpu and not over > 0:
+        _refuse(
+            axis,
+            "there is nothing to take the mean of",
+            "a rank with weights above 0",
+            f"weights that add up to {over.item():g}",
+            "leave the step out on every rank",
+        )
+    return term / over.to(own.dtype), (value / over).to(own.dtype)
+
+
+def _valued(term: Tensor, value: Tensor) -> Tensor:
+    """A scalar with the gradient of one and the value of another."""
+    return torch.where(torch.isfinite(term.detach()), term - term.detach(), term) + value
+
+
+def _count(weights: Number, loss: Tensor, axis: Axis) -> Tensor:
+    dtype = torch.float32 if loss.device.type == "mps" else torch.float64
+    count = torch.as_tensor(weights, dtype=dtype, device=loss.device).detach()
+    if count.numel() != 1 or (count.is_cpu and not 0 <= float(count) < math.inf):
+        _refuse(
+            axis,
+            "weights is no count",
+            "one number, 0 or more, on each rank",
+            f"weights={weights!r}",
+            "pass the number of samples or tokens that this rank's loss is over",
+        )
+    return count.reshape(())
+
+
+def _check(
+    loss: object, axis: Axis, reduction: object, loss_type: object, local: object, steps: object
+) -> None:
+    for name, value, expected in _wrong(loss, reduction, loss_type, local, steps):
+        _refuse(axis, f"{name} is not usable", expected, value, "see gradmesh.objective")
+
+
+def _wrong(
+    loss: object, reduction: object, loss_type: object, local: object, steps: object
+) -> Iterator[tuple[str, str, str]]:
+    if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() != 1:
+        got = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+        yield "the loss", got, "one real element"
+    if reduction not in ("mean", "sum"):
+        yield "reduction", f"reduction={reduction!r}", '"mean" or "sum"'
+    if local not in ("mean", "sum"):
+        yield "local", f"local={local!r}", '"mean" or "sum"'
+    if loss_type not in (V, R, I):
+        yield "loss_type", f"loss_type={loss_type!r}", "gm.V, gm.R or gm.I"
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        yield "steps", f"steps={steps!r}", "an integer, 1 or more"
+
+
+def _refuse(axis: Axis, problem: str, expected: str, got: str, remedy: str) -> NoReturn:
+    raise ArgumentError(
+        message(problem, op="objective", axis=str(axis), expected=expected, got=got, remedy=remedy)
+    )

@@ -1,0 +1,261 @@
+"""`gm.objective`: gradients are those of the declared loss, whatever averages, accumulates or is uneven."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradmesh as gm
+from tools import objectives
+
+Ranks = Callable[[int], Callable[..., list[Any]]]
+T = torch.float64
+
+
+def worst(wrapper: str, meshes: list[str], masks: list[str], steps: list[int]) -> dict[str, float]:
+    """What deviates from one process by more than rounding, of gradients and values."""
+    wrong = {}
+    for mesh in meshes:
+        for mask in masks:
+            for micro_batches in steps:
+                sizes, counts = objectives.MESHES[mesh], objectives.MASKS[mask]
+                off, value = objectives.on_rank(wrapper, sizes, counts, micro_batches)
+                expected = objectives.value_of_one_process(counts, micro_batches, sizes[1])
+                off = max(off, abs(value / expected - 1))
+                if not off < 1e-12:
+                    wrong[f"{mesh}, {mask}, {micro_batches}"] = off
+    return wrong
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("wrapper", objectives.WRAPPERS)
+def test_gradients_are_those_of_one_process_under_every_wrapper_mask_mesh_and_accumulation(
+    wrapper: str, processes: Ranks
+) -> None:
+    everything = wrapper, list(objectives.MESHES), list(objectives.MASKS), [1, 3]
+    assert processes(4)(worst, *everything) == [{}] * 4
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("mask", objectives.tensor_parallel_masks())
+def test_tensor_parallelism_beside_data_parallelism_has_the_gradients_of_one_process(
+    mask: str, processes: Ranks
+) -> None:
+    assert max(processes(4)(objectives.tensor_parallel, objectives.MASKS[mask])) < 1e-12
+
+
+# ---- random programs
+
+
+def drawn(seed: int) -> dict[str, Any]:
+    """One objective over ranks: what each has, and how it is declared."""
+    draw = random.Random(seed)
+    size, steps = draw.choice([1, 2, 3, 4]), draw.choice([1, 1, 2, 3])
+    counts = [[draw.choice([0, 1, 2, 5]) for _ in range(size)] for _ in range(steps)]
+    counts[-1][draw.randrange(size)] = 3
+    return {
+        "seed": seed,
+        "counts": counts,
+        "weighted": draw.random() < 0.7,
+        "local": draw.choice(["mean", "sum"]),
+        "reduction": draw.choice(["mean", "sum"]),
+        "divided": draw.choice([1, 1, 2, 7]),
+        "kind": draw.choice(["V", "V", "R", "I"]),
+        "shared": draw.random() < 0.5,
+    }
+
+
+def rows(case: dict[str, Any], step: int, rank: int) -> Tensor:
+    # A rank without rows has a mean only where that is said to count for nothing.
+    count = case["counts"][step][rank] if case["weighted"] else 1 + case["counts"][step][rank]
+    generator = torch.Generator().manual_seed(1000 * case["seed"] + 10 * step + rank)
+    return torch.randn(count, 3, dtype=T, generator=generator)
+
+
+def own_loss(case: dict[str, Any], x: Tensor, w: Tensor, mixed: Tensor) -> Tensor:
+    each = (x @ w).sin() + (x * mixed).sum(-1) ** 2
+    return each.mean() if case["local"] == "mean" else each.sum()
+
+
+def weight() -> Tensor:
+    return torch.tensor([0.3, -1.2, 0.7], dtype=T, requires_grad=True)
+
+
+def objective_on_rank(case: dict[str, Any]) -> tuple[float, list[float]]:
+    """The value of all micro-batches, and the gradient after what divides it."""
+    rank, w, value = gm.rank(), weight(), 0.0
+    steps, kind = len(case["counts"]), getattr(gm, case["kind"])
+    total = (
+        sum(map(sum, case["counts"]))
+        if steps > 1 and case["weighted"] and case["reduction"] == "mean"
+        else None
+    )
+    for step in range(steps):
+        x = rows(case, step, rank if kind is gm.V else 0)
+        if not len(x) and case["local"] == "mean" and kind is not gm.V:
+            x = torch.ones(1, 3, dtype=T)
+        each = gm.replicate(w) if kind is not gm.I else w
+        mixed = each.exp()
+        if (
+            case["shared"] and kind is not gm.I
+        ):  # what ranks have is mixed, so that parameters are before a gather
+            mixed = gm.all_gather((1 + rank if kind is gm.V else 1) * each.exp()).view(-1, 3).mean(0)
+        loss = own_loss(case, x, each, mixed)
+        loss = gm.objective(
+            loss,
+            reduction=case["reduction"],
+            loss_type=kind,
+            weights=len(x) if case["weighted"] else None,
+            local=case["local"],
+            total=total if kind is gm.V else None,
+            steps=1 if case["reduction"] == "sum" and kind is gm.V else steps,
+            ddp=1 if kind is gm.I else case["divided"],
+        )
+        loss.backward()
+        value += loss.item()
+    assert w.grad is not None
+    # replicate has added the ranks' gradients up; what averages would have divided them.
+    return value, (w.grad / (1 if kind is gm.I else case["divided"])).tolist()
+
+
+def objective_of_one_process(case: dict[str, Any]) -> tuple[float, list[float]]:
+    w, steps, size = weight(), len(case["counts"]), len(case["counts"][0])
+    losses: list[Tensor] = []
+    counted = [0.0] * steps
+    for step in range(steps):
+        if case["kind"] != "V":
+            x = rows(case, step, 0)
+            if not len(x) and case["local"] == "mean":
+                x = torch.ones(1, 3, dtype=T)
+            losses.append(own_loss(case, x, w, w.exp()) / steps)
+            continue
+        mixed = torch.stack([(1 + r) * w.exp() for r in range(size)]).mean(0) if case["shared"] else w.exp()
+        terms = []
+        for rank in range(size):
+            x = rows(case, step, rank)
+            weigh = len(x) if case["weighted"] else 1
+            counted[step] += weigh
+            if weigh:
+                terms.append(own_loss(case, x, w, mixed) * (weigh if case["local"] == "mean" else 1))
+        losses.append(torch.stack([*terms, 0 * w.sum()]).sum())
+        if case["reduction"] == "mean" and not (case["weighted"] and steps > 1):
+            losses[-1] = losses[-1] / (counted[step] * steps)
+    loss = torch.stack(losses).sum()
+    if case["kind"] == "V" and case["reduction"] == "mean" and case["weighted"] and steps > 1:
+        loss = loss / sum(counted)
+    (grad,) = torch.autograd.grad(loss, w)
+    return loss.item(), grad.tolist()
+
+
+@pytest.mark.parametrize("seeds", [range(at, at + 30) for at in range(0, 240, 30)], ids=str)
+def test_random_objectives_are_those_of_one_process(seeds: range, threads: Ranks) -> None:
+    for seed in seeds:
+        case = drawn(seed)
+        expected = objective_of_one_process(case)
+        for value, grad in threads(len(case["counts"][0]))(objective_on_rank, case):
+            assert value == pytest.approx(expected[0], rel=1e-12, abs=1e-13), case
+            assert grad == pytest.approx(expected[1], rel=1e-11, abs=1e-13), case
+
+
+# ---- what is refused, and told
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+        self.outside = nn.Linear(1, 1)
+
+
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "two elements": (lambda: gm.objective(torch.ones(2)), "one real element"),
+    "no tensor": (lambda: gm.objective(3.0), "one real element"),  # type: ignore[arg-type]
+    "whole numbers": (lambda: gm.objective(torch.tensor(3)), "one real element"),
+    "reduction": (lambda: gm.objective(torch.ones(()), reduction="max"), "reduction='max'"),  # type: ignore[arg-type]
+    "local": (lambda: gm.objective(torch.ones(()), local="none"), "local='none'"),  # type: ignore[arg-type]
+    "loss_type": (lambda: gm.objective(torch.ones(()), loss_type=gm.P), "gm.V, gm.R or gm.I"),
+    "steps": (lambda: gm.objective(torch.ones(()), steps=0), "steps=0"),
+    "negative": (lambda: gm.objective(torch.ones(()), weights=-1), "weights=-1"),
+    "NaN": (lambda: gm.objective(torch.ones(()), weights=float("nan")), "weights=nan"),
+    "nothing anywhere": (lambda: gm.objective(torch.ones(()), weights=0), "weights that add up to 0"),
+    "I averaged": (lambda: gm.objective(torch.ones(()), loss_type=gm.I, ddp=True), "no one factor"),
+    "ddp": (lambda: gm.objective(torch.ones(()), ddp="yes"), "ddp='yes'"),  # type: ignore[arg-type]
+    "ddp of 0": (lambda: gm.objective(torch.ones(()), ddp=0.0), "ddp=0.0"),
+    "outside": (lambda: gm.objective(torch.ones(()), ddp=Odd()), "outside of the wrapper: outside.weight"),
+}
+
+
+def refusal(name: str) -> str:
+    with pytest.raises(gm.ArgumentError) as caught:
+        REFUSED[name][0]()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_declares_no_objective_is_refused_on_every_rank(name: str, threads: Ranks) -> None:
+    for text in threads(2)(refusal, name):
+        assert REFUSED[name][1] in text
+        assert "gradmesh.objective" in text
+        assert "remedy" in text
+
+
+def test_a_module_without_a_wrapper_is_not_averaged(threads: Ranks) -> None:
+    def gradient() -> float:
+        net = nn.Linear(1, 1, bias=False)
+        gm.objective(net(torch.ones(1, 1)).sum(), ddp=net).backward()
+        assert net.weight.grad is not None
+        return net.weight.grad.item()
+
+    assert threads(2)(gradient) == [0.5, 0.5]
+
+
+def in_ordered() -> tuple[float, list[float]]:
+    """A rank without samples and without a use of what was gathered."""
+    x = torch.tensor([1.0 + gm.rank()], dtype=T, requires_grad=True)
+    with gm.ordered():
+        y = gm.all_gather(x)
+        loss = (y**2).sum() if gm.rank() else torch.zeros((), dtype=T)
+        loss = gm.objective(loss, weights=3 * gm.rank(), local="sum")
+        gm.backward(loss)
+    assert x.grad is not None
+    return loss.item(), x.grad.tolist()
+
+
+def test_inside_ordered_a_rank_may_have_no_loss(threads: Ranks) -> None:
+    for rank, (value, grad) in enumerate(threads(2)(in_ordered)):
+        assert value == pytest.approx(5 / 3)
+        assert grad == pytest.approx([2 / 3 * (1 + rank)])
+
+
+def second_order() -> list[float]:
+    x = torch.tensor(1.0 + gm.rank(), dtype=T, requires_grad=True)
+    loss = gm.objective(x**3, ddp=2)
+    (g,) = torch.autograd.grad(loss, x, create_graph=True)
+    (h,) = torch.autograd.grad(g, x)
+    return [loss.item(), g.item(), h.item()]
+
+
+def test_a_second_derivative_is_that_of_the_scaled_term(threads: Ranks) -> None:
+    assert threads(2)(second_order) == [[4.5, 3.0, 6.0], [4.5, 12.0, 12.0]]
+
+
+def a_loss_summed_to_be_printed() -> list[str]:
+    x = torch.tensor(1.0 + gm.rank(), requires_grad=True)
+    with gm.check("full"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gm.all_reduce(x**2, dst=gm.I, op="mean").backward()
+        gm.all_reduce(x**2, dst=gm.I).backward()
+        (3 * gm.all_reduce(x**2, dst=gm.I)).backward()  # a value that the loss is made of
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.processes
+def test_the_full_check_names_a_backward_that_starts_from_a_sum_of_losses(processes: Ranks) -> None:
+    for texts in processes(2)(a_loss_summed_to_be_printed):
+        assert ["gradmesh.objective" in text for text in texts] == [True, True]
