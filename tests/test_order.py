@@ -312,6 +312,23 @@ def test_a_rank_may_have_nothing_to_differentiate(threads: Threads) -> None:
     assert threads(SIZE)(on_each_rank) == [2.0] * SIZE
 
 
+def test_a_rank_that_made_no_call_may_have_a_loss_of_nothing(threads: Threads) -> None:
+    """Two ranks exchange a message, and a third one has neither that nor anything to differentiate."""
+
+    def on_each_rank() -> list[float]:
+        x = torch.tensor([2.0], requires_grad=True)
+        with gm.ordered():
+            loss = torch.zeros(())
+            if gm.rank() == 0:
+                gm.send(x, to=1)
+            elif gm.rank() == 1:
+                loss = (gm.recv(torch.empty(1), source=0) ** 2).sum()
+            gm.backward(loss)
+        return [] if x.grad is None else x.grad.tolist()
+
+    assert threads(3)(on_each_rank) == [[4.0], [], []]
+
+
 @pytest.mark.parametrize("loss", [0.0, "a", torch.tensor(1)])
 def test_a_loss_that_has_no_gradient_is_refused(loss: Any, threads: Threads) -> None:
     def on_each_rank() -> None:

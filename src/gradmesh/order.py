@@ -201,6 +201,8 @@ class Order:
             inputs: as there.
         """
         joined, root = self.join(loss), self._root
+        if root is None and not joined.requires_grad and torch.is_grad_enabled():
+            return  # this rank had no part in what the others call, and has nothing of its own to differentiate
         # A pass that is told its inputs prunes all other paths, and so the chain.
         leaves = None if inputs is None or root is None else [*_listed(inputs), root]
         with self._following_pass(create_graph, bool(retain_graph)):
