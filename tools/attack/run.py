@@ -136,8 +136,18 @@ class Pools:
         self.close()
 
 
-def compared(outcomes: Sequence[Outcome], dense: Expected, dtype: str) -> Verdict:
-    """Hold what ranks returned against the dense run; a gradient that is None is zero."""
+def compared(
+    outcomes: Sequence[Outcome], dense: Expected, dtype: str, allowed: float | None = None
+) -> Verdict:
+    """Hold what ranks returned against the dense run; a gradient that is None is zero.
+
+    Args:
+        outcomes: what they returned.
+        dense: what they had to.
+        dtype: of the program.
+        allowed: how far a value may be off, relative to the largest entry or to 1; None: `ALLOWED` for the dtype.
+    """
+    allowed = ALLOWED[dtype] if allowed is None else allowed
     for rank, (own, right) in enumerate(zip(outcomes, dense, strict=True)):
         if isinstance(own, Failure):
             continue
@@ -155,7 +165,7 @@ def compared(outcomes: Sequence[Outcome], dense: Expected, dtype: str) -> Verdic
                 return Verdict("wrong", f"the shape of {name}", detail)
             far = (got - want).abs().max().item() if want.numel() else 0.0
             scale = max(1.0, want.abs().max().item() if want.numel() else 0.0)
-            if not far <= ALLOWED[dtype] * scale:
+            if not far <= allowed * scale:
                 return Verdict("wrong", _kind_of(name), detail)
     return Verdict("right")
 
