@@ -15,8 +15,9 @@ from torch import Tensor
 
 import gradmesh as gm
 from gradmesh.state import rank_state
+from tools.attack.calls import HELPERS, Verb
 from tools.attack.dense import Expected, Invalid, expected
-from tools.attack.programs import HEADER, Program, source
+from tools.attack.programs import HEADER, Program, Region, source
 
 __all__ = ["ALLOWED", "Failure", "Outcome", "Pools", "Verdict", "compared", "judged"]
 
@@ -82,7 +83,7 @@ def plain(x: Tensor) -> Tensor:
 def on_rank(text: str) -> Outcome:
     """Run a program on this rank; what it raises is an outcome too."""
     names: dict[str, Any] = {}
-    exec(_code(HEADER), names)
+    exec(_code(HEADER + "".join(HELPERS.values())), names)
     names["lay_out"] = _lay_out
     exec(_code(text), names)
     state = rank_state()
@@ -170,6 +171,15 @@ def compared(
     return Verdict("right")
 
 
+def tolerance(program: Program) -> float:
+    """How far a value of the program may be off; that of float32 where this is what travels."""
+    flat = [
+        inner for one in program.statements for inner in (one.body if isinstance(one, Region) else (one,))
+    ]
+    rounded = any(key.endswith("_dtype") for one in flat if isinstance(one, Verb) for key, _ in one.params)
+    return ALLOWED["float32" if rounded else program.dtype]
+
+
 _TORCHS = "this checkpoint() is not necessary"
 """Torch's own refusal of a reentrant checkpoint of which no output requires a gradient."""
 
@@ -203,7 +213,7 @@ def judged(program: Program, pools: Pools, dense: Expected | None = None) -> Ver
     ):
         pools.close()  # these ranks are no longer at the same place
     if not failures:
-        return compared(outcomes, dense, program.dtype)
+        return compared(outcomes, dense, program.dtype, tolerance(program))
     if any(_TORCHS in failure.text for failure in failures.values()):
         raise Invalid(_TORCHS)
     detail = "\n".join(f"rank {rank}: {f.kind}: {f.text}" for rank, f in failures.items())

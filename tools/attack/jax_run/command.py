@@ -14,10 +14,11 @@ from typing import Any
 from torch import Tensor
 
 import gradmesh as gm
+from tools.attack.calls import Verb
 from tools.attack.dense import Dense, Invalid, expected
 from tools.attack.draw import drawn
 from tools.attack.jax_run.jobs import expressible, flat, job, tensors, under_jax, verbs_of
-from tools.attack.programs import Program, Region, Verb, script
+from tools.attack.programs import Program, Region, script
 from tools.attack.run import Failure, Pools, compared
 
 __all__ = ["ALLOWED", "Comparison", "compare", "main"]

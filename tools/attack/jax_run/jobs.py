@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tools.attack.calls import Verb, pick
 from tools.attack.dense import Dense
-from tools.attack.programs import Program, Region, Verb, pick
+from tools.attack.programs import Program, Region
 
 __all__ = ["expressible", "flat", "job", "tensors", "under_jax", "verbs_of"]
 
@@ -56,21 +57,30 @@ def expressible(program: Program, dense: Dense, verbs: Container[str]) -> bool:
     """
     if any(len({x.shape for x in value.tensors}) > 1 for value in dense.values.values()):
         return False
-    for one in flat(program):
-        if not isinstance(one, Verb):
-            continue
-        params = dict(one.params)
-        shape, ranks = dense.values[one.arg].tensors[0].shape, len(program.groups(one.axis)[0])
-        cut = params.get("split_dim", params.get("dim"))
-        if one.verb not in verbs or not _even(one, program.ranks):
-            return False
-        if one.verb in ("all_to_all", "reduce_scatter", "shard") and shape[int(cut or 0)] % ranks:
-            return False
-        if one.verb == "halo_exchange" and max(params["halo"]) > shape[int(cut or 0)]:
-            return False
-        if not one.recorded and "forward" in program.mode:  # torch.no_grad does not end a tangent
-            return False
-    return True
+    if not all(
+        x.numel() for leaf in dense.leaves.values() for x in leaf
+    ):  # XLA ends on operands without elements
+        return False
+    verbs_called = [one for one in flat(program) if isinstance(one, Verb)]
+    return all(_has(one, program, dense, verbs) for one in verbs_called)
+
+
+def _has(verb: Verb, program: Program, dense: Dense, verbs: Container[str]) -> bool:
+    params, shape = dict(verb.params), dense.values[verb.arg].tensors[0].shape
+    ranks = len(program.groups(verb.axis)[0])
+    if any(key.endswith("_dtype") for key in params):
+        return False
+    size = shape[int(params.get("split_dim", params.get("dim", 0)))]
+    if verb.way or verb.verb not in verbs or not _even(verb, program.ranks):
+        return False
+    if verb.verb in ("all_to_all", "reduce_scatter", "shard") and size % ranks:
+        return False
+    if verb.verb == "halo_exchange" and (max(params["halo"]) > size or not params["wrap"]):
+        return False
+    if verb.verb in ("permute", "shift") and dense.values[verb.name].tensors[0].shape != shape:
+        return False
+    # torch.no_grad does not end a tangent, stop_gradient does.
+    return verb.recorded or "forward" not in program.mode
 
 
 def _packed(tensors: list[Tensor], kind: str) -> tuple[tuple[int, ...], list[Any]]:

@@ -17,8 +17,9 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as Spec
 
+from tools.attack.calls import Verb, pick
 from tools.attack.jax_run.verbs import VERBS, evaluated
-from tools.attack.programs import Leaf, Local, Program, Region, Term, Verb, pick
+from tools.attack.programs import Leaf, Local, Program, Region, Term
 
 __all__ = ["Job", "main", "outcomes"]
 
