@@ -113,7 +113,7 @@ def test_a_wrong_adjoint_is_found_and_shown_small(
     kind, adjoint = DEFECTS[defect]
     monkeypatch.setattr(kind, "adjoint", property(adjoint))
     told: list[str] = []
-    summary = attack(400, pools, seed=SEED, most_findings=1, tell=told.append)
+    summary = attack(400, pools, seed=SEED, start=25, most_findings=1, tell=told.append)
     (finding,) = summary.findings
     assert finding.verdict.kind in ("wrong", "refused", "foreign error")
     assert "on_each_rank" in told[0]

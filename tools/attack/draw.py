@@ -242,7 +242,9 @@ def drawn(seed: int, index: int, ranks: tuple[int, int] = (2, 4)) -> Program:
         # torch refuses its own derivatives inside of a checkpoint.
         derived = any(isinstance(one, Verb) and one.way in DERIVATIVES for one in body)
         if body and rng.random() < 0.15 and "forward" not in mode and not derived:
-            reentrant = mode == "first" and rng.random() < (0.1 if program.ordered else 0.4)
+            # Of a message only two ranks know; the others would meet the refusal of the older checkpoint elsewhere.
+            messages = any(isinstance(one, Verb) and one.verb == "messages" for one in body)
+            reentrant = mode == "first" and rng.random() < (0.1 if program.ordered else 0.4) and not messages
             body = [Region(tuple(body), reentrant)]
         statements += body
     made = [name for name in draw.dense.values if name not in draw.dense.leaves]

@@ -220,7 +220,12 @@ def _terms(program: Program, terms: tuple[Term, ...], tangents: bool) -> list[st
             weight = "(1 + rank) * " if term.weighted else ""
             line = f"terms.append({weight}{text.format(arg)})"
             lines.append(f"if {' and '.join(conditions)}: {line}" if conditions else line)
-    return [*lines, "loss = sum(terms) if terms else None"]
+    lines.append("loss = sum(terms) if terms else None")
+    flat = [one for s in program.statements for one in (s.body if isinstance(s, Region) else (s,))]
+    if any(isinstance(one, Verb) and one.verb == "messages" for one in flat):
+        # A rank without a message may have no chain, and then a loss that requires no grad is torch's error.
+        lines.append("if loss is not None and not loss.requires_grad: loss = None")
+    return lines
 
 
 def _derivatives(program: Program) -> list[str]:
