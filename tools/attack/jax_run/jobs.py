@@ -43,7 +43,12 @@ def _even(verb: Verb, ranks: int) -> bool:
 def verbs_of(python: str) -> frozenset[str]:
     """The verbs that the other side has; none if the interpreter has no JAX."""
     code = "from tools.attack.jax_run.verbs import VERBS; print(*VERBS)"
-    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False, env=_settings())
+    try:
+        done = subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, check=False, env=_settings()
+        )
+    except OSError:  # no such interpreter
+        return frozenset()
     return frozenset(done.stdout.split())
 
 
