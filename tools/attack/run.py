@@ -122,11 +122,16 @@ class Pools:
             )
         return pool.run(on_rank, source(program))
 
-    def close(self) -> None:
-        """End the ranks."""
-        for pool in self._pools.values():
+    def end(self, ranks: int) -> None:
+        """End those that run programs of so many ranks."""
+        pool = self._pools.pop(ranks, None)
+        if pool is not None:
             pool.close()
-        self._pools.clear()
+
+    def close(self) -> None:
+        """End all ranks."""
+        for ranks in tuple(self._pools):
+            self.end(ranks)
 
     def __enter__(self) -> Self:
         return self
@@ -211,7 +216,7 @@ def judged(program: Program, pools: Pools, dense: Expected | None = None) -> Ver
     if failures and (
         len(failures) < program.ranks or any(f.kind == "DeadlockError" for f in failures.values())
     ):
-        pools.close()  # these ranks are no longer at the same place
+        pools.end(program.ranks)  # these are no longer at the same place
     if not failures:
         return compared(outcomes, dense, program.dtype, tolerance(program))
     if any(_TORCHS in failure.text for failure in failures.values()):

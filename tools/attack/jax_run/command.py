@@ -110,7 +110,7 @@ def _problem(program: Program, result: list[dict[str, Any]], pools: Pools, found
         return str(error)
     raised = [str(one) for one in own if isinstance(one, Failure)]
     if raised:
-        pools.close()
+        pools.end(program.ranks)
         return raised[0]
     verdict = compared(own, right, program.dtype, ALLOWED)
     if verdict.kind == "right":
