@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -208,3 +208,87 @@ def constant(how: str) -> list[str]:
 @pytest.mark.parametrize("how", TRACERS)
 def test_what_a_tracer_records_runs_the_collective_again(how: str, processes: Processes) -> None:
     assert processes(2)(constant, how) == [[], []]
+
+
+BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
+    "all_gather": lambda x: gm.all_gather(x.sin()),
+    "replicate": lambda x: gm.replicate(x.sin()),
+}
+
+
+def results_of_two_functions(name: str, backend: str, inside: bool) -> object:
+    """Each rank's loss uses the result of another compiled function."""
+    rank, x = gm.rank(), _operand(gm.rank()).requires_grad_()
+    torch._dynamo.reset()
+    one, other = (torch.compile(BETWEEN[name], fullgraph=True, backend=backend) for _ in range(2))
+    try:
+        with gm.ordered() if inside else contextlib.nullcontext():
+            results = one(x), other(x * x)
+            loss = (results[rank] ** 3).sum()
+            if inside:
+                gm.backward(loss)
+            else:
+                loss.backward()
+                gm.all_gather(torch.zeros(1))
+    except gm.MismatchError as error:
+        return str(error)
+    assert x.grad is not None
+    return x.grad.tolist()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", BETWEEN)
+def test_backward_calls_of_two_compiled_functions_are_not_taken_for_each_other(
+    name: str, backend: str, processes: Processes
+) -> None:
+    for text in processes(2)(results_of_two_functions, name, backend, False):
+        assert isinstance(text, str), "a gradient came where the ranks' backward calls do not fit"
+        assert "the backward of call" in text
+
+
+def outputs_of_one_function(backend: str) -> tuple[list[float], list[float]]:
+    rank, x, y = gm.rank(), _operand(gm.rank()).requires_grad_(), _operand(gm.rank()).requires_grad_()
+    torch._dynamo.reset()
+
+    def both(x: Tensor) -> tuple[Tensor, Tensor]:
+        return gm.all_gather(x.sin()), gm.all_gather(x**3)
+
+    (torch.compile(both, fullgraph=True, backend=backend)(x)[rank] ** 3).sum().backward()
+    with gm.ordered():
+        gm.backward((both(y)[rank] ** 3).sum())
+    assert x.grad is not None
+    assert y.grad is not None
+    return x.grad.tolist(), y.grad.tolist()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_outputs_of_one_compiled_function_may_be_used_differently(backend: str, processes: Processes) -> None:
+    for compiled, eager in processes(2)(outputs_of_one_function, backend):
+        assert compiled == pytest.approx(eager, rel=1e-12)
+
+
+def broadcast_of_a_root_that_alone_requires_grad(dst: Literal[gm.Type.R, gm.Type.I]) -> tuple[object, object]:
+    rank, found = gm.rank(), []
+    torch._dynamo.reset()
+
+    def program(x: Tensor) -> Tensor:
+        return gm.broadcast(x, dst=dst).sin() * (1 if dst is gm.I else 1 + gm.rank())
+
+    for run in (program, torch.compile(program, fullgraph=True, backend="aot_eager")):
+        x = _operand(rank).requires_grad_(rank == 0)
+        run(x).sum().backward()
+        found.append(None if x.grad is None else x.grad.tolist())
+    return found[0], found[1]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("dst", [gm.R, gm.I])
+def test_where_only_the_roots_operand_counts_the_others_take_part_in_its_backward(
+    dst: gm.Type, processes: Processes
+) -> None:
+    root, other = processes(2)(broadcast_of_a_root_that_alone_requires_grad, dst)
+    assert root[0] is not None
+    assert root[1] == root[0]
+    assert other == (None, None)

@@ -255,6 +255,11 @@ def test_what_cannot_come_back_by_pickle_is_said(pool: Ranks) -> None:
         ({"backend": "cpu:threads,cuda:nccl"}, "cpu:threads"),
         ({"backend": "cpu:threads"}, "backend='cpu:threads'"),
         ({"timeout": 0.0}, "timeout=0.0"),
+        ({"timeout": "soon"}, "timeout='soon'"),
+        ({"timeout": True}, "timeout=True"),
+        ({"args": 3}, "args=3"),
+        ({"args": "abc"}, "args='abc'"),
+        ({"kwargs": ["x"]}, "kwargs=['x']"),
         ({"fn": 3}, "fn=3"),
     ],
 )
@@ -289,6 +294,7 @@ def test_a_process_that_is_late_is_shown_where_it_is(pool: Ranks) -> None:
     assert caught.value.rank is None
 
 
+@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 def test_a_thread_that_is_late_is_shown_where_it_is_and_ended() -> None:
     def spin() -> None:
         while dist.get_rank() == 1:
@@ -302,6 +308,9 @@ def test_a_thread_that_is_late_is_shown_where_it_is_and_ended() -> None:
     assert not rank_threads()
 
 
+# The exception that ends a thread may come while a callback of the garbage collector runs in it, where Python can do
+# no more than report it: hypothesis has such a callback.
+@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 def test_a_thread_that_swallows_its_errors_in_a_collective_is_ended() -> None:
     def stubborn() -> None:
         while dist.get_rank() == 1:

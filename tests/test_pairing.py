@@ -173,6 +173,36 @@ def test_between_processes_a_rank_whose_operand_requires_no_grad_takes_part_in_b
     assert got[1] == pytest.approx([9 * 1.5**2, 9 * 0.8**2])
 
 
+def second_order_frozen_on_one_rank(inside: bool) -> list[float]:
+    """As before; rank 1 differentiates its gradient once more, and rank 0 the part that it has in that."""
+    rank = gm.rank()
+    x = operand(rank) if rank else operand(0).detach()
+    w = torch.tensor(1.5, dtype=T, requires_grad=True)
+    with gm.ordered() if inside else torch.enable_grad():
+        y = gm.all_gather(x)
+        loss = ((1 + rank) * w * y**3).sum()
+        find = gm.grad if inside else torch.autograd.grad
+        (first,) = find(loss, x if rank else w, create_graph=True)
+        loss = (first**2).sum()
+        gm.backward(loss) if inside else loss.backward()
+    return [] if x.grad is None else x.grad.tolist()
+
+
+def dense_second_order_frozen() -> list[float]:
+    x, rest = operand(1), operand(0).detach()
+    ws = [torch.tensor(1.5, dtype=T, requires_grad=True) for _ in range(2)]
+    y = torch.cat([rest, x])
+    losses = [((1 + rank) * ws[rank] * y**3).sum() for rank in range(2)]
+    (of_w,) = torch.autograd.grad(losses[0], ws[0], create_graph=True)
+    (of_x,) = torch.autograd.grad(losses[0] + losses[1], x, create_graph=True)
+    (found,) = torch.autograd.grad((of_w**2).sum() + (of_x**2).sum(), x)
+    return found.tolist()
+
+
+def test_a_rank_whose_operand_requires_no_grad_takes_part_in_the_second_backward(threads: Ranks) -> None:
+    assert threads(2)(second_order_frozen_on_one_rank, True)[1] == pytest.approx(dense_second_order_frozen())
+
+
 def no_grad_on_one_rank(inside: bool) -> tuple[str, object]:
     x = operand(gm.rank())
     with (

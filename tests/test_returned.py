@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import pickle
+import subprocess
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 import gradmesh as gm
 from gradmesh.backends.shm.runs import Run
+from gradmesh.launch import stuck
 from gradmesh.launch.outcomes import Failure, Outcome
 from gradmesh.launch.stuck import MainThread, Probe, waits_in
 
@@ -225,6 +227,54 @@ def test_the_main_thread_of_a_test_is_not_taken_for_waiting() -> None:
     thread.join()
     assert seen == [0.0] * 4
     assert "test_the_main_thread" in main.stack(below="nowhere")
+
+
+AT_WORK = """
+import subprocess, threading
+from gradmesh.launch.stuck import others_at_work
+print(others_at_work())
+child = subprocess.Popen(["sleep", "60"])
+print(others_at_work())
+child.kill()
+child.wait()
+print(others_at_work())
+end = threading.Event()
+thread = threading.Thread(target=end.wait)
+thread.start()
+print(others_at_work())
+end.set()
+thread.join()
+print(others_at_work())
+"""
+
+
+@pytest.mark.processes
+def test_a_process_with_a_thread_of_the_program_or_a_child_may_be_at_work() -> None:
+    """In a process of its own, since pytest's has the threads of other tests' ranks."""
+    said = subprocess.check_output([sys.executable, "-c", AT_WORK], text=True).split()
+    assert said == ["False", "True", "False", "True", "False"]
+
+
+def test_where_others_may_be_at_work_the_main_thread_is_not_said_to_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    main, never = MainThread(), torch.futures.Future()  # type: ignore[var-annotated]
+    seen: dict[bool, float] = {}
+
+    def look() -> None:
+        for others in (False, True):
+            monkeypatch.setattr(stuck, "others_at_work", lambda others=others: others)
+            for _ in range(4):
+                time.sleep(0.1)
+                seen[others] = main.waits()
+        never.set_result(0)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    never.wait()
+    thread.join()
+    assert seen[False] > 0.2
+    assert seen[True] == 0.0
 
 
 def test_the_launcher_needs_all_that_are_missing_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,6 +318,20 @@ def test_the_opaque_op_has_an_ordered_effect() -> None:
     assert _get_effect(torch.ops.gradmesh.collective.default) is not None
 
 
+def test_inductor_has_what_the_order_of_the_opaque_op_is_told_with() -> None:
+    from torch._inductor import ir, lowering
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    assert callable(lowering.register_lowering)
+    assert callable(ir.FallbackKernel.create)
+    assert isinstance(ir.TensorBox, type)
+    assert hasattr(V, "graph")
+    source = inspect.getsource(GraphLowering.__init__)
+    assert "self.effectful_ops" in source
+    assert "self.operations" in source
+
+
 def test_every_op_lists_its_keyword_only_fields_last() -> None:
     for row in REGISTRY:
         for op, _ in row.examples(gm.Axis("any", 0, 2, None)):  # type: ignore[arg-type]

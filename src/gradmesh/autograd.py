@@ -166,6 +166,10 @@ def _leaf() -> Tensor:
     return torch.zeros(1, device="cpu", requires_grad=True)
 
 
+_KNOWN_LEAF = _leaf()
+"""A leaf for compiled programs: what does not come from outside of one requires no gradient in it."""
+
+
 class _Done:
     """An op that ran before it was known that another rank takes part in its backward, and so has this one."""
 
@@ -192,7 +196,8 @@ def _compiled(op: Op, x: Tensor) -> Tensor:
     ):
         return state.chain.link(op, x)
     tell_dynamo()
-    return _in_graph(x, *encode(op), state.reorderable)
+    joins = op.rooted and torch.is_grad_enabled() and not x.requires_grad and _differentiable(x)
+    return _in_graph(x, _KNOWN_LEAF if joins else None, *encode(op), state.reorderable)
 
 
 def compiled_link(op: LinearOp, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,11 +207,17 @@ def compiled_link(op: LinearOp, x: Tensor, token: Tensor) -> tuple[Tensor, Tenso
 
 
 def _in_graph(
-    x: Tensor, words: str, numbers: list[int], tensors: list[Tensor], group: str, reorderable: bool
+    x: Tensor,
+    thread: Tensor | None,
+    words: str,
+    numbers: list[int],
+    tensors: list[Tensor],
+    group: str,
+    reorderable: bool,
 ) -> Tensor:
     """Run an op in the graph that Dynamo has made: from here on autograd follows it, and not Dynamo."""
     op = decode(Encoded(words, numbers, tensors, group))
-    return unlinked(Traced(op, reorderable=reorderable), x)
+    return unlinked(Traced(op, reorderable=reorderable), x, thread=None if functorch_active() else thread)
 
 
 def _linked_in_graph(

@@ -36,9 +36,18 @@ def check_level() -> int:
 def check(level: Level) -> Iterator[None]:
     """Compare more or less of what the ranks do, inside a block that all of them enter.
 
+    At the level "full" the values are compared too, forward and backward:
+
+    * What is handed in as R or I, an operand or the gradient of a result `dst=gm.I`, has to be the same bits on every
+      rank; else `MismatchError`.
+    * A `CheckWarning` where the same gradient comes from every rank and is summed (right if each rank's loss is a
+      term of the whole, too large by the number of ranks if they repeat the same work), where a NaN or an infinity is
+      handed in, with the ranks, and where the ranks make the same call at different lines.
+
     Args:
-        level: 0: nothing; 1: what each rank calls, forward and backward, which is the default; "full": the values too,
-            see below. The environment variable GRADMESH_CHECK says what holds outside of any block.
+        level: 0: nothing; 1: what each rank calls, forward and backward, which is the default; "full": the values too.
+            The environment variable GRADMESH_CHECK says what holds outside of any block. It has to be the same on
+            every rank.
 
     Raises:
         ArgumentError: another level.

@@ -39,7 +39,9 @@ class Chain(Protocol):
 class _OfThread(threading.local):
     """What each thread of a rank has for itself: a program may train in two threads, in groups of their own."""
 
-    chain: Chain | None = None
+    def __init__(self) -> None:
+        # No attribute of the class: Dynamo of torch 2.11 would read that one, and not the thread's.
+        self.chain: Chain | None = None
 
 
 @dataclass(slots=True)

@@ -60,7 +60,7 @@ def launch(
 
     Raises:
         ArgumentError: `fn` cannot be called, `nprocs` is no positive integer, torch has no such backend, or
-            `timeout` or `prefix` is not one of their values.
+            `args`, `kwargs`, `timeout` or `prefix` is not one of their values.
         MissingExtraError: the function has to be sent by value and cloudpickle is not installed.
         RankError: a rank failed, died, did not return in time, or returned while others wait for it. Its text has
             the rank and the rank's traceback; its cause is the rank's exception, where that can be pickled. Where a
@@ -75,6 +75,10 @@ def launch(
         >>> launch(total, 3, backend="threads", args=(10,))
         [33, 33, 33]
     """
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise _argument_error("args", "a tuple or list of positional arguments", args, "a single one is (x,)")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise _argument_error("kwargs", "a mapping of names to arguments", kwargs, "pass a dict")
     with Ranks(nprocs, backend=backend, timeout=timeout, prefix=prefix) as ranks:
         return ranks.run(fn, *args, **(kwargs or {}))
 
@@ -115,7 +119,8 @@ class Ranks:
         backend = shm.default() if backend is None else backend
         if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
             raise _argument_error("nprocs", "an integer, 1 or more", nprocs, "say how many ranks to start")
-        if timeout is not None and not timeout > 0:
+        number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+        if timeout is not None and not (number and timeout > 0):
             raise _argument_error("timeout", "a positive number of seconds", timeout, "use None for no limit")
         if prefix is not None and not isinstance(prefix, bool):
             raise _argument_error(

@@ -22,7 +22,7 @@ from types import CodeType, FrameType
 
 import torch
 
-__all__ = ["MainThread", "Probe"]
+__all__ = ["MainThread", "Probe", "others_at_work", "waits_in"]
 
 _EVERY = 0.5
 """Seconds between two questions."""
@@ -62,7 +62,7 @@ class MainThread:
         frame = _main_frame()
         now, used = time.monotonic(), time.process_time()
         place = _place(frame) if frame is not None and waits_in(frame) else ()
-        busy = used - self._used > _BUSY * (now - self._seen) or _others_at_work()
+        busy = used - self._used > _BUSY * (now - self._seen) or others_at_work()
         if not place or place != self._place or busy:
             self._since = now
         self._place, self._seen, self._used = place, now, used
@@ -114,7 +114,7 @@ class Probe:
         return {}
 
 
-def _others_at_work() -> bool:
+def others_at_work() -> bool:
     """Whether a thread of the program's own, or a process that it started, may yet do what a rank waits for."""
     main = threading.main_thread().ident
     for thread, innermost in sys._current_frames().items():
@@ -124,7 +124,8 @@ def _others_at_work() -> bool:
             files.append(frame.f_code.co_filename)
             frame = frame.f_back
         begun = [name for name in files if name != threading.__file__]
-        if thread != main and begun and not begun[-1].startswith(_GRADMESH):
+        # A thread with no frame outside of the standard library's is a timer.
+        if thread != main and not (begun and begun[-1].startswith(_GRADMESH)):
             return True
     try:
         tasks = os.listdir("/proc/self/task")

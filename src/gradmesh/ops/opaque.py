@@ -19,7 +19,7 @@ from gradmesh._torch import keep_order_in_inductor, ordered_effect
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.ops.encoding import Encoded, decode, encode, recalled
 from gradmesh.wire import Carrier, traced_carrier
-from gradmesh.wire.claims import Recorded
+from gradmesh.wire.claims import JOINS, Recorded
 from gradmesh.wire.packing import CARRIED
 
 __all__ = ["Traced", "collective"]
@@ -28,11 +28,19 @@ __all__ = ["Traced", "collective"]
 @torch.library.custom_op(
     "gradmesh::collective",
     mutates_args=(),
-    schema="(Tensor x, str words, SymInt[] numbers, Tensor[] tensors, str group) -> Tensor",
+    schema="(Tensor x, str words, SymInt[] numbers, Tensor[] tensors, str group, str role, Tensor? origin, bool joins)"
+    " -> (Tensor, Tensor)",
 )
 def collective(
-    x: Tensor, words: str, numbers: Sequence[int], tensors: Sequence[Tensor], group: str
-) -> Tensor:
+    x: Tensor,
+    words: str,
+    numbers: Sequence[int],
+    tensors: Sequence[Tensor],
+    group: str,
+    role: str,
+    origin: Tensor | None,
+    joins: bool,
+) -> tuple[Tensor, Tensor]:
     """Run an op on this rank's tensor.
 
     Args:
@@ -41,18 +49,36 @@ def collective(
         numbers: its numbers.
         tensors: its own tensors.
         group: the name of its process group.
+        role: what the call is to the one that it comes from.
+        origin: the place of that call, as it was returned; None: its place is not known.
+        joins: whether there is a backward of the call, if it sends nothing itself.
+
+    Returns:
+        The result, and the call's place among the calls of the group, for those that come from it.
     """
-    if tensors:
-        return decode(Encoded(words, list(numbers), list(tensors), group)).apply(x)
-    return recalled(words, numbers, group).apply(x)
+    code = Encoded(words, list(numbers), list(tensors), group)
+    op = decode(code) if tensors else recalled(words, numbers, group)
+    call = Recorded(role, flags=JOINS if joins and not op.sends else 0)
+    if origin is not None:
+        number, local = origin.tolist()
+        call.origin = Recorded(number=number, local=local, text="in a compiled program")
+    y = op.apply(x, call)
+    return y, torch.tensor([call.number, call.local])
 
 
 @collective.register_fake
-def _(x: Tensor, words: str, numbers: Sequence[int], tensors: Sequence[Tensor], group: str) -> Tensor:
+def _(
+    x: Tensor,
+    words: str,
+    numbers: Sequence[int],
+    tensors: Sequence[Tensor],
+    group: str,
+    *_: object,
+) -> tuple[Tensor, Tensor]:
     keep_order_in_inductor(torch.ops.gradmesh.collective.default)
     op = decode(Encoded(words, list(numbers), list(tensors), group))
     op.accepts(x.dtype)
-    return x.new_empty(op.out_shape(x.shape))
+    return x.new_empty(op.out_shape(x.shape)), torch.empty(2, dtype=torch.int64, device="cpu")
 
 
 collective = ordered_effect(collective)
@@ -84,16 +110,25 @@ class Traced(LinearOp):
         """As the op."""
         return self.op.rooted
 
-    def apply(self, x: Tensor, recorded: Recorded | None = None) -> Tensor:  # noqa: ARG002
+    def apply(self, x: Tensor, recorded: Recorded | None = None) -> Tensor:
         """Run it in one call that a tracer records; in torch's own ops where there is nothing to keep in order.
 
-        Nothing is remembered of the call: it is made, and numbered, each time that the program runs.
+        The call is made, and numbered, each time that the program runs. So its place is a value of the program, which
+        hands it on to the calls that come from this one.
         """
         op, travels = self.op, self.op.comm_dtype or x.dtype
-        if op.axis.size == 1 or not op.sends or (self.reorderable and op.symmetric and travels in CARRIED):
+        joins = recorded is not None and bool(recorded.flags & JOINS)
+        silent = not op.sends and not (joins and op.sends_back)
+        if op.axis.size == 1 or silent or (self.reorderable and op.symmetric and travels in CARRIED):
             op.accepts(x.dtype)
             return op._run(x, traced_carrier(op.axis))
-        y: Tensor = collective(x, *encode(op))
+        role, origin = "", None
+        if recorded is not None:
+            role, origin = recorded.role, recorded.origin and recorded.origin.traced
+        y: Tensor
+        y, place = collective(x, *encode(op), role, origin, joins)
+        if recorded is not None:
+            recorded.traced = place
         return y
 
     def transfer(self, x: Tensor, wire: Carrier) -> Tensor:

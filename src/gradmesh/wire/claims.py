@@ -5,7 +5,7 @@ A backward call says of which call it is the backward: two backward calls of one
 two ranks used differently, would else be taken for each other. What is called without anything being sent, and whose
 backward sends, is numbered too, and told with the next call that sends.
 
-Beside what is compared, a rank tells whether its call will have a backward: see `Call.joins`.
+Beside what is compared, a rank tells whether its call will have a backward: see `JOINS`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch import Tensor
 
 from gradmesh.backends.claim import Claim
 from gradmesh.call_sites import Site, call_site, show_site
@@ -84,13 +85,14 @@ class Recorded:
     Attributes:
         role: what it is to the call that it comes from: `BACKWARD` or `TANGENT`; "" for a call of its own.
         origin: that call.
-        flags: `JOINS` and `CAN_JOIN`.
+        flags: `JOINS`, `CAN_JOIN` and `NOTHING`.
         linked: whether it is a link of the chain of `ordered()`.
         number: its place among the calls of the group that are compared; 0: nothing is compared.
         local: its place among the calls since then that send nothing; 0: it sends.
         text: the call in words.
         site: where it was made.
         heard: the flags of every rank, if they differ.
+        traced: in a program that is being traced, its place, a value that comes when the program runs.
     """
 
     role: str = ""
@@ -102,6 +104,7 @@ class Recorded:
     text: str = ""
     site: Site = None
     heard: Sequence[int] | None = None
+    traced: Tensor | None = None
 
     @property
     def others_join(self) -> bool:
@@ -216,15 +219,15 @@ class CallClaim(Claim):
                     op=self._what.verb,
                     axis=self._what.axis,
                     expected="gradients recorded on every rank, or on none",
-                    got="\n".join(self._joining(rank, flags) for rank, flags in enumerate(heard)),
+                    got="\n".join(
+                        f"rank {rank}: {_JOINING[flags & (JOINS | CAN_JOIN)]}"
+                        for rank, flags in enumerate(heard)
+                    )
+                    + f"\nin {self.said()}",
                     remedy="enter torch.no_grad() on every rank or on none, or detach() the operand on all; inside a "
                     "torch.func transform, make it depend on what is differentiated on every rank",
                 )
             )
-
-    def _joining(self, rank: int, flags: int) -> str:
-        here = f" {show_site(call_site())}" if flags == self.flags else ""
-        return f"rank {rank}: {_JOINING[flags & (JOINS | CAN_JOIN)]}{here}"
 
     def said(self) -> str:
         """The call, where it is, what it is the backward of, and what went before it without being sent."""

@@ -7,9 +7,11 @@ get the same bits.
 
 from __future__ import annotations
 
+import cmath
 import hashlib
 import os
 import warnings
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -42,9 +44,12 @@ def number_of(x: Tensor) -> int:
     if memory.storage_offset() % 8:
         memory = memory.clone()
     whole = memory.numel() // (8 * _LANES) * (8 * _LANES)
-    lanes = memory[:whole].view(torch.int64).view(-1, _LANES).sum(0).tolist()
+    lanes = memory[:whole].view(torch.int64).view(-1, _LANES).sum(0).tolist() if whole else []
     rest = memory[whole:].tolist()
-    return hash((*lanes, *rest)) & _BITS if any(lanes) or any(rest) else 0
+    if not any(lanes) and not any(rest):
+        return 0
+    digest = hashlib.blake2b(array("q", lanes).tobytes() + bytes(rest), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & _BITS
 
 
 def _finite(x: Tensor) -> bool:
@@ -53,7 +58,7 @@ def _finite(x: Tensor) -> bool:
     if x.itemsize == 1 or x.dtype is torch.complex32:  # torch has no arithmetic for these
         x = x.to(torch.complex64 if x.is_complex() else torch.float32)
     # A sum is a tenth of the work of asking every element; only where it is not finite are they asked.
-    return bool(torch.isfinite(x.sum())) or bool(torch.isfinite(x).all())
+    return cmath.isfinite(x.sum().item()) or bool(torch.isfinite(x).all())
 
 
 def _line() -> int:
