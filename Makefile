@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 VERSION ?= 2.15.0
 
-.PHONY: demo test torch lint docs sweep bench modes attack clean
+.PHONY: demo test torch lint docs sweep bench modes attack attack-jax clean
 
 demo: .venv/ready
 	$(BIN)/gradmesh demo
@@ -40,6 +40,15 @@ attack: .venv/ready
 	$(BIN)/python -m tools.attack --programs 10000 --backend threads
 	$(BIN)/python -m tools.attack --programs 1000 --backend shm
 	$(BIN)/python -m tools.attack --programs 1000 --backend gloo
+
+# The same programs under JAX, which has an environment of its own; some seven minutes.
+attack-jax: .venv/ready .venv-jax/ready
+	$(BIN)/python -m tools.attack.jax_run --programs 600 --seed 1 --jax-python .venv-jax/bin/python
+
+.venv-jax/ready:
+	$(PYTHON) -m venv .venv-jax
+	.venv-jax/bin/pip install --quiet "jax[cpu]"
+	touch $@
 
 .venv/peers: .venv/ready benchmarks/requirements.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --requirement benchmarks/requirements.txt

@@ -166,6 +166,21 @@ def test_tensors_of_any_shape_are_exchanged_with_their_gradients(threads: Ranks)
     check_ragged(threads(3)(ragged))
 
 
+def test_a_rank_that_sends_nothing_takes_part_in_the_second_derivative_of_an_exchange(threads: Ranks) -> None:
+    def on_each_rank() -> Tensor | None:
+        rank = gm.axis().rank
+        x = part(0, 0).flatten().requires_grad_()
+        sent = x if rank == 0 else x[:0]
+        y = gm.exchange([sent, sent])[0]
+        (grad,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+        (grad * (1 + rank)).sum().backward()
+        return x.grad
+
+    first, second = threads(2)(on_each_rank)
+    torch.testing.assert_close(first, 2 * 6 * part(0, 0).flatten())
+    assert not second.any()
+
+
 @pytest.mark.processes
 def test_processes_exchange_tensors_of_any_shape(processes: Ranks) -> None:
     def on_each_rank() -> bool:

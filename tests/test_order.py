@@ -458,6 +458,23 @@ def test_vmap_inside_is_a_loop(threads: Threads) -> None:
         torch.testing.assert_close(g, 2 * rows[rank].reshape(-1).cos())
 
 
+def test_a_tangent_under_vmap_inside_is_a_link_too(threads: Threads) -> None:
+    """Reverse over forward; only one rank's loss uses the tangent."""
+    from torch.autograd import forward_ad
+
+    def on_each_rank() -> Tensor | None:
+        x = data(gm.axis().rank, 6)
+        with forward_ad.dual_level(), gm.ordered():
+            dual = forward_ad.make_dual(x, data(5, 6).detach())
+            y = torch.func.vmap(lambda x: gm.all_gather(x**3))(dual.view(2, 3))
+            tangent = forward_ad.unpack_dual(y).tangent
+            gm.backward(tangent.sum() if gm.axis().rank == 1 else None)
+        return x.grad
+
+    for rank, grad in enumerate(threads(2)(on_each_rank)):
+        torch.testing.assert_close(grad, (6 * data(rank, 6) * data(5, 6)).detach())
+
+
 def test_forward_mode_levels_pass_through(threads: Threads) -> None:
     from torch.autograd import forward_ad
 

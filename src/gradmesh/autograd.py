@@ -315,7 +315,12 @@ class _Rule(torch.autograd.Function):
         dim = in_dims[1]
         if dim is None:  # only the thread's gradient is batched
             return _recorded(op, x, thread, call), (None, in_dims[2])
-        return _recorded(op.batched(), x.movedim(dim, 0), thread, call), (0, in_dims[2])
+        batched, x = op.batched(), x.movedim(dim, 0)
+        if (
+            call.linked and isinstance(batched, LinearOp) and forward_level_open()
+        ):  # the tangent is a link of its own
+            return linked(batched, x, thread, call.role, call.origin), (0, in_dims[2])
+        return _recorded(batched, x, thread, call), (0, in_dims[2])
 
 
 # Function.apply asks for the signature at every call; computing it anew takes longer than the rest of the rule.

@@ -919,7 +919,9 @@ def exchange(
     parts = call.one_for_each(given)
     shapes = [torch.Size(shape) for shape in call.exchange_shapes(parts)]
     sent, taken = [part.numel() for part in parts], [shape.numel() for shape in shapes]
-    flat = torch.cat([part.reshape(-1) for part in parts])
+    # As columns: to an empty part of one dimension cat hands a constant for a gradient, with which a rank that has no
+    # other part would drop out of the second derivative.
+    flat = torch.cat([part.reshape(-1, 1) for part in parts]).view(-1)
     op = call.op(AllToAll, 0, 0, Sizes(tuple(sent)), Sizes(tuple(taken)))
     ends = list(accumulate(taken, initial=0))
     got = apply(op, flat)

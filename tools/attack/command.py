@@ -57,12 +57,14 @@ class Summary:
         refusals: the refusals' first lines.
         findings: programs that did not end as they should.
         seconds: how long it took.
+        following: the number with which a run goes on where this one ended.
     """
 
     counts: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
     refusals: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
     findings: list[Finding] = field(default_factory=list)
     seconds: float = 0.0
+    following: int = 0
 
     @property
     def programs(self) -> int:
@@ -78,7 +80,10 @@ class Summary:
         lines += [f"{n:6} {group}: {line}" for (group, line), n in sorted(self.refusals.items())]
         found = collections.Counter(f"{one.verdict.kind}: {one.verdict.what}" for one in self.findings)
         lines += [f"{n:6} finding: {what}" for what, n in found.items()]
-        lines.append(f"{self.programs} programs in {self.seconds:.0f} s, {len(self.findings)} findings")
+        lines.append(
+            f"{self.programs} programs in {self.seconds:.0f} s, {len(self.findings)} findings; "
+            f"the next one is --start {self.following}"
+        )
         return "\n".join(lines)
 
 
@@ -110,6 +115,7 @@ def attack(
     most_findings: int = 10,
     tell: Callable[[str], None] = print,
     shrink: bool = True,
+    seconds: float = float("inf"),
 ) -> Summary:
     """Run random programs until there are enough, or enough findings.
 
@@ -122,10 +128,13 @@ def attack(
         most_findings: when to stop.
         tell: is given each finding, as a file.
         shrink: whether findings are made small.
+        seconds: when to stop, however many there have been.
     """
     summary, begin, index = Summary(), time.monotonic(), start
     known: collections.Counter[tuple[str, str, str]] = collections.Counter()
     while summary.programs < programs and len(summary.findings) < most_findings:
+        if time.monotonic() - begin > seconds:
+            break
         program, number, index = drawn(seed, index, ranks), index, index + 1
         try:
             verdict = judged(program, pools, expected(program))
@@ -145,7 +154,7 @@ def attack(
         finding = _looked_at(program, number, verdict, pools, shrink)
         summary.findings.append(finding)
         tell(finding.shown(pools.backend))
-    summary.seconds = time.monotonic() - begin
+    summary.seconds, summary.following = time.monotonic() - begin, index
     return summary
 
 
@@ -178,6 +187,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", default="2..4", help="the least and the largest number of ranks")
     parser.add_argument("--findings", type=int, default=10, help="stop after so many")
     parser.add_argument("--patience", type=float, default=PATIENCE, help="seconds that a program may take")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="stop after so long, to go on later"
+    )
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--write", type=Path, help="a folder for the findings, each as a file")
     given = parser.parse_args(arguments)
@@ -200,6 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
             most_findings=given.findings,
             tell=tell,
             shrink=not given.no_shrink,
+            seconds=given.seconds,
         )
     print(summary)
     return 1 if summary.findings else 0

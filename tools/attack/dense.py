@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tools.attack.meanings import MEANINGS, Invalid, need
-from tools.attack.programs import Leaf, Local, Program, Region, Statement, Term, Verb, pick
+from tools.attack.calls import DERIVATIVES, Verb, pick
+from tools.attack.meanings import Invalid, need
+from tools.attack.programs import Leaf, Local, Program, Region, Statement, Term
+from tools.attack.ways import meaning
 
 __all__ = ["CONSTANT", "LINEAR", "Dense", "Expected", "Invalid", "expected"]
 
@@ -172,6 +174,11 @@ class Dense:
         out: dict[int, Tensor] = {}
         own = dict(verb.params)
         types = {**arg.types, verb.axis: _result_type(verb.verb, own, arg.types[verb.axis])}
+        if (
+            verb.way in DERIVATIVES
+        ):  # the derivative of the sum of the ranks' terms, each rank's by its own operand
+            need(set(arg.types.values()) == {"V"} and types[verb.axis] != "P")
+            types[verb.axis] = types[verb.axis] if verb.way == "jvp" else "V"
         for other in self.program.axes:
             if other != verb.axis and arg.types[other] != "V":
                 need(arg.types[other] != "P")
@@ -183,7 +190,9 @@ class Dense:
             params = [{key: pick(value, rank) for key, value in verb.params} for rank in group]
             context = contextlib.nullcontext() if verb.recorded else torch.no_grad()
             with context:
-                done = self._once(repr((verb.verb, params)), xs, partial(self._mean, verb, xs, params))
+                done = self._once(
+                    repr((verb.verb, verb.way, params)), xs, partial(self._mean, verb, xs, params)
+                )
             out.update(zip(group, done, strict=True))
         return Value([out[rank] for rank in range(self.program.ranks)], types)
 
@@ -198,7 +207,7 @@ class Dense:
     @staticmethod
     def _mean(verb: Verb, xs: list[Tensor], params: list[dict[str, Any]]) -> list[Tensor]:
         try:
-            done = MEANINGS[verb.verb](xs, params)
+            done = meaning(verb.verb, verb.way)(xs, params)
         except (RuntimeError, IndexError) as error:
             raise Invalid from error
         # Results are variables of their own, but one for all ranks where they are one.

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tools.attack.arguments import Arguments, Shapes
+from tools.attack.calls import DERIVATIVES, STRUCTURES, TAKES_STRUCTURES, VMAPS, Verb
 from tools.attack.dense import CONSTANT, LINEAR, Dense, Invalid
 from tools.attack.meanings import MEANINGS, need
-from tools.attack.programs import MODES, Leaf, Local, PerRank, Program, Region, Statement, Term, Verb
+from tools.attack.programs import MODES, Leaf, Local, Program, Region, Statement, Term
 
 __all__ = ["drawn"]
 
@@ -42,14 +44,12 @@ _TERMS = (
 )
 _TRIES = 12
 
-Shapes = list[tuple[int, ...]]
 
-
-class _Draw:
+class _Draw(Arguments):
     """A program that is being drawn."""
 
     def __init__(self, program: Program, rng: random.Random) -> None:
-        self.program, self.rng = program, rng
+        super().__init__(program, rng)
         self.dense = Dense(program)
         # Most programs in which ranks leave out much end early, and hide what they could be wrong in further on.
         self.unused = rng.choice((0.0, 0.0, 0.3))
@@ -58,36 +58,8 @@ class _Draw:
 
     # -- pieces
 
-    def chance(self, p: float) -> bool:
-        return self.rng.random() < p
-
-    def parts(self, whole: int, count: int) -> tuple[int, ...]:
-        cuts = sorted(self.rng.randint(0, whole) for _ in range(count - 1))
-        return tuple(b - a for a, b in zip([0, *cuts], [*cuts, whole], strict=True))
-
     def shapes(self, name: str) -> Shapes:
         return [tuple(x.shape) for x in self.dense.values[name].tensors]
-
-    def told(self, shapes: Shapes, dim: int, axis: str) -> PerRank:
-        """The sizes along dim on the ranks of each rank's group."""
-        found = {}
-        for group in self.program.groups(axis):
-            for rank in group:
-                found[rank] = tuple(shapes[other][dim] for other in group)
-        return PerRank(tuple(found[rank] for rank in range(self.program.ranks)))
-
-    def sizes(self, shapes: Shapes, dim: int, axis: str) -> dict[str, Any]:
-        told = self.told(shapes, dim, axis)
-        even = all(len(set(one)) == 1 for one in told.values)
-        if even and self.chance(0.6):
-            return {}
-        return {"sizes": self.rng.choice([told, "auto"])}
-
-    def by_group(self, axis: str, made: Callable[[tuple[int, ...]], dict[int, Any]]) -> PerRank:
-        found: dict[int, Any] = {}
-        for group in self.program.groups(axis):
-            found.update(made(group))
-        return PerRank(tuple(found[rank] for rank in range(self.program.ranks)))
 
     # -- statements
 
@@ -147,104 +119,35 @@ class _Draw:
                 params["sizes"] = self.by_group(
                     axis, lambda g: dict.fromkeys(g, self.parts(shapes[g[root]][dim], len(g)))
                 )
+            way = ""
         else:
+            way = self.way(verb)
+            if way in VMAPS:
+                batch, dim = int(way[-1]), 0
+                shapes = [shape[:batch] + shape[batch + 1 :] for shape in shapes]
             params = self.params(verb, shapes, axis, dim)
-        recorded = not self.chance(0.06)
-        return [*before, Verb(next(self.names), verb, arg, axis, tuple(params.items()), recorded)]
-
-    def params(self, verb: str, shapes: Shapes, axis: str, dim: int) -> dict[str, Any]:
-        rng, ranks = self.rng, len(self.program.groups(axis)[0])
-        if verb == "all_gather":
-            return {"dim": dim, "dst": rng.choice("RRRI"), **self.sizes(shapes, dim, axis)}
-        if verb == "all_reduce":
-            op = rng.choice(("sum", "sum", "sum", "mean", "max", "min", "prod", "logsumexp"))
-            return {"op": op, "dst": rng.choice("RRRI")}
-        if verb == "all_to_all":
-            return self.all_to_all(shapes, axis, dim)
-        if verb == "broadcast":
-            return {"root": rng.randrange(ranks), "dst": rng.choice("RRI")}
-        if verb == "convert":
-            src, dst = rng.choice(("RP", "RI", "IP", "VP", "RV"))
-            return {"src": src, "dst": dst}
-        if verb in ("scan", "exscan"):
-            return {"reverse": self.chance(0.4)}
-        if verb == "reduce":
-            return {"root": rng.randrange(ranks)}
-        if verb == "gather":
-            return {"dim": dim, "root": rng.randrange(ranks), **self.sizes(shapes, dim, axis)}
-        if verb == "halo_exchange":
-            return {
-                "dim": dim,
-                "halo": (rng.randrange(3), rng.randrange(3)),
-                "wrap": self.chance(0.5),
-                **self.sizes(shapes, dim, axis),
-            }
-        if verb == "shift":
-            return {
-                "offset": rng.choice((1, 1, -1, 2)),
-                "wrap": self.chance(0.7),
-                **self.moved(shapes, axis, dim),
-            }
-        if verb == "permute":
-            sources, targets = (rng.sample(range(ranks), ranks) for _ in range(2))
-            count = rng.randint(1, ranks)
-            pairs = list(zip(sources[:count], targets[:count], strict=True))
-            return {"pairs": pairs, **self.moved(shapes, axis, dim)}
-        if verb == "neighbor_all_to_all":
-            return self.neighbors(shapes, axis)
-        if verb in ("reduce_scatter", "shard"):
-            given: dict[str, Any] = {"dim": dim}
-            given |= {"src": rng.choice("RI")} if verb == "shard" else {"op": rng.choice(("sum", "mean"))}
-            if self.chance(0.5):
-                given["sizes"] = self.by_group(
-                    axis, lambda g: dict.fromkeys(g, self.parts(shapes[g[0]][dim], len(g)))
-                )
-            return given
-        return {}
-
-    def moved(self, shapes: Shapes, axis: str, dim: int) -> dict[str, Any]:
-        sizes = self.sizes(shapes, dim, axis)
-        return {"dim": dim, **sizes} if sizes else {}
-
-    def all_to_all(self, shapes: Shapes, axis: str, dim: int) -> dict[str, Any]:
-        if self.chance(0.5):  # the same dim: any sizes
-            send = [self.parts(shape[dim], len(self.program.groups(axis)[0])) for shape in shapes]
-
-            def received(group: tuple[int, ...]) -> dict[int, Any]:
-                return {r: tuple(send[s][place] for s in group) for place, r in enumerate(group)}
-
-            return {
-                "split_dim": dim,
-                "concat_dim": dim,
-                "split_sizes": PerRank(tuple(send)),
-                "concat_sizes": self.by_group(axis, received),
-            }
-        given: dict[str, Any] = {"split_dim": dim, "concat_dim": 1 - dim}
-        if self.chance(0.6):
-            given["split_sizes"] = self.by_group(
-                axis, lambda g: dict.fromkeys(g, self.parts(shapes[g[0]][dim], len(g)))
+        if verb != "messages" and self.chance(0.05):
+            # What travels in fewer digits is compared with fewer.
+            narrow = "complex64" if self.program.dtype == "complex128" else "float32"
+            params |= dict.fromkeys(
+                self.rng.sample(("comm_dtype", "backward_dtype"), self.rng.randint(1, 2)), narrow
             )
-            given["concat_sizes"] = self.told(shapes, 1 - dim, axis)
-        return given
+        recorded = way in DERIVATIVES or not self.chance(0.06)
+        return [*before, Verb(next(self.names), verb, arg, axis, tuple(params.items()), recorded, way)]
 
-    def neighbors(self, shapes: Shapes, axis: str) -> dict[str, Any]:
-        rows: dict[int, dict[int, tuple[int, ...]]] = {}
-        counts: dict[int, dict[int, int]] = {rank: {} for rank in range(self.program.ranks)}
-        for group in self.program.groups(axis):
-            for place, rank in enumerate(group):
-                rows[rank] = {}
-                for to, target in enumerate(group):
-                    if shapes[rank][0] and self.chance(0.6):
-                        picked = tuple(
-                            self.rng.randrange(shapes[rank][0]) for _ in range(self.rng.randint(0, 3))
-                        )
-                        rows[rank][to] = picked
-                        counts[target][place] = len(picked)
-        ranks = range(self.program.ranks)
-        return {
-            "send_rows": PerRank(tuple(tuple(sorted(rows[rank].items())) for rank in ranks)),
-            "receive_counts": PerRank(tuple(tuple(sorted(counts[rank].items())) for rank in ranks)),
-        }
+    def way(self, verb: str) -> str:
+        """How the verb is called."""
+        if verb in TAKES_STRUCTURES and self.chance(0.15):
+            return self.rng.choice(STRUCTURES)
+        if verb in ("exchange", "messages"):
+            need(verb == "exchange" or (self.program.ordered and "forward" not in self.program.mode))
+            return ""
+        if self.chance(0.12):
+            return self.rng.choice(VMAPS)
+        # Inside of ordered() derivatives of torch.func are refused.
+        if self.chance(0.2) and not self.program.ordered and "forward" not in self.program.mode:
+            return self.rng.choice(DERIVATIVES)
+        return ""
 
     # -- the whole
 
@@ -336,8 +239,12 @@ def drawn(seed: int, index: int, ranks: tuple[int, int] = (2, 4)) -> Program:
     made = list(draw.dense.leaves)
     for _ in range(rng.randint(1, 4)):
         body = draw.body(rng.randint(1, 2))
-        if body and rng.random() < 0.15 and "forward" not in mode:
-            reentrant = mode == "first" and rng.random() < (0.1 if program.ordered else 0.4)
+        # torch refuses its own derivatives inside of a checkpoint.
+        derived = any(isinstance(one, Verb) and one.way in DERIVATIVES for one in body)
+        if body and rng.random() < 0.15 and "forward" not in mode and not derived:
+            # Of a message only two ranks know; the others would meet the refusal of the older checkpoint elsewhere.
+            messages = any(isinstance(one, Verb) and one.verb == "messages" for one in body)
+            reentrant = mode == "first" and rng.random() < (0.1 if program.ordered else 0.4) and not messages
             body = [Region(tuple(body), reentrant)]
         statements += body
     made = [name for name in draw.dense.values if name not in draw.dense.leaves]

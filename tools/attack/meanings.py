@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["MEANINGS", "NEAR", "Invalid", "need"]
+__all__ = ["MEANINGS", "NEAR", "Invalid", "Params", "need"]
 
-NEAR = 1e-6
+NEAR = 1e-5
 """Values closer than this may be taken to tie on one side and not on the other, so that a program has none."""
 
 
@@ -26,6 +26,7 @@ def need(condition: object) -> None:
 
 
 Params = dict[str, Any]
+"""What a verb is called with on one rank."""
 
 
 def _same_shapes(xs: Sequence[Tensor], but: int | None = None) -> None:
@@ -175,6 +176,23 @@ def _neighbor(xs: list[Tensor], ps: list[Params]) -> list[Tensor]:
     return out
 
 
+def _exchange(xs: list[Tensor], ps: list[Params]) -> list[Tensor]:
+    ranks = len(xs)
+    cut = [_cut(x, p["dim"], p["parts"], ranks, balanced=False) for x, p in zip(xs, ps, strict=True)]
+    return [torch.cat([cut[other][rank].reshape(-1, 1) for other in range(ranks)]) for rank in range(ranks)]
+
+
+def _messages(xs: list[Tensor], ps: list[Params]) -> list[Tensor]:
+    sent = [(source, to) for source, p in enumerate(ps) for to in p["sends"]]
+    taken = [(source, to) for to, p in enumerate(ps) for source, _ in p["receives"]]
+    need(sorted(sent) == sorted(taken))
+    out = []
+    for x, p in zip(xs, ps, strict=True):
+        need(all(xs[source].shape == tuple(shape) for source, shape in p["receives"]))
+        out.append(torch.cat([x.new_zeros(0, 1), *(xs[s].reshape(-1, 1) for s, _ in p["receives"])]))
+    return out
+
+
 def _running(xs: list[Tensor], reverse: bool, own: bool) -> list[Tensor]:
     _same_shapes(xs)
     out = []
@@ -198,9 +216,11 @@ MEANINGS: dict[str, Callable[[list[Tensor], list[Params]], list[Tensor]]] = {
     "all_to_all": _all_to_all,
     "broadcast": _broadcast,
     "convert": _convert,
+    "exchange": _exchange,
     "exscan": lambda xs, ps: _running(xs, ps[0]["reverse"], own=False),
     "gather": _gather,
     "halo_exchange": _halo,
+    "messages": _messages,
     "neighbor_all_to_all": _neighbor,
     "permute": _permute,
     "reduce": _reduce,

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+
+from tools.attack.calls import HELPERS, PerRank, Verb, call, literal
 
 __all__ = [
     "HEADER",
     "MODES",
     "Leaf",
     "Local",
-    "PerRank",
     "Program",
     "Region",
     "Statement",
     "Term",
-    "Verb",
     "names_of",
-    "pick",
     "script",
     "source",
 ]
@@ -37,18 +35,6 @@ def leaf(seed, shape, dtype=torch.float64, grad=True):
 def lay_out():
     gm.mesh(rows=2, cols=2)
 """
-
-
-@dataclass(frozen=True)
-class PerRank:
-    """A value for each global rank."""
-
-    values: tuple[Any, ...]
-
-
-def pick(value: Any, rank: int) -> Any:
-    """What a value is on one rank."""
-    return value.values[rank] if isinstance(value, PerRank) else value
 
 
 @dataclass(frozen=True)
@@ -77,18 +63,6 @@ class Local:
     name: str
     texts: tuple[str, ...]
     args: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Verb:
-    """A collective."""
-
-    name: str
-    verb: str
-    arg: str
-    axis: str
-    params: tuple[tuple[str, Any], ...] = ()
-    recorded: bool = True
 
 
 @dataclass(frozen=True)
@@ -178,30 +152,14 @@ def _arguments(statement: Statement) -> tuple[str, ...]:
     return statement.args if isinstance(statement, Local) else (statement.arg,)
 
 
-def _literal(key: str, value: Any) -> str:
-    if isinstance(value, PerRank):
-        if len(set(map(repr, value.values))) == 1:
-            return _literal(key, value.values[0])
-        return f"[{', '.join(_literal(key, one) for one in value.values)}][rank]"
-    if key in ("dst", "src"):
-        return f"gm.{value}"
-    if key == "send_rows":
-        return (
-            "{"
-            + ", ".join(f"{to}: torch.tensor({list(rows)}, dtype=torch.int64)" for to, rows in value)
-            + "}"
-        )
-    return repr(dict(value)) if key == "receive_counts" else repr(value)
-
-
 def _line(statement: Leaf | Local | Verb, program: Program, *, dual: bool = True) -> list[str]:
     if isinstance(statement, Leaf):
         seed = f"{statement.seed} + rank" if statement.kind == "V" else str(statement.seed)
-        words = [seed, _literal("", PerRank(statement.shapes))]
+        words = [seed, literal("", PerRank(statement.shapes))]
         if program.dtype != "float64":
             words.append(f"torch.{program.dtype}")
         if not all(statement.requires):
-            words.append(f"grad={_literal('', PerRank(statement.requires))}")
+            words.append(f"grad={literal('', PerRank(statement.requires))}")
         lines = [f"{statement.name} = leaf({', '.join(words)})"]
         if "forward" in program.mode:
             words[0] = f"{statement.seed + 50}" + (" + rank" if statement.kind == "V" else "")
@@ -214,10 +172,8 @@ def _line(statement: Leaf | Local | Verb, program: Program, *, dual: bool = True
     if isinstance(statement, Local):
         texts = [text.format(*(names.get(arg, arg) for arg in statement.args)) for text in statement.texts]
         return [f"{statement.name} = {_by_rank(texts)}"]
-    words = [names.get(statement.arg, statement.arg)] + ([repr(statement.axis)] if statement.axis else [])
-    words += [f"{key}={_literal(key, value)}" for key, value in statement.params]
-    call = f"{statement.name} = gm.{statement.verb}({', '.join(words)})"
-    return [call] if statement.recorded else ["with torch.no_grad():", f"    {call}"]
+    line = f"{statement.name} = {call(statement, names.get(statement.arg, statement.arg))}"
+    return [line] if statement.recorded else ["with torch.no_grad():", f"    {line}"]
 
 
 def _by_rank(texts: list[str]) -> str:
@@ -264,7 +220,12 @@ def _terms(program: Program, terms: tuple[Term, ...], tangents: bool) -> list[st
             weight = "(1 + rank) * " if term.weighted else ""
             line = f"terms.append({weight}{text.format(arg)})"
             lines.append(f"if {' and '.join(conditions)}: {line}" if conditions else line)
-    return [*lines, "loss = sum(terms) if terms else None"]
+    lines.append("loss = sum(terms) if terms else None")
+    flat = [one for s in program.statements for one in (s.body if isinstance(s, Region) else (s,))]
+    if any(isinstance(one, Verb) and one.verb == "messages" for one in flat):
+        # A rank without a message may have no chain, and then a loss that requires no grad is torch's error.
+        lines.append("if loss is not None and not loss.requires_grad: loss = None")
+    return lines
 
 
 def _derivatives(program: Program) -> list[str]:
@@ -325,5 +286,7 @@ def source(program: Program) -> str:
 
 def script(program: Program, backend: str = "threads") -> str:
     """A file that runs the program."""
-    call = f'gm.launch(on_each_rank, {program.ranks}, backend="{backend}", timeout=20)'
-    return f"{HEADER}\n{source(program)}\nfor rank, out in enumerate({call}):\n    print(rank, out)\n"
+    run = f'gm.launch(on_each_rank, {program.ranks}, backend="{backend}", timeout=20)'
+    text = source(program)
+    helpers = "".join(f"\n{made}" for name, made in HELPERS.items() if f"{name}(" in text)
+    return f"{HEADER}{helpers}\n{text}\nfor rank, out in enumerate({run}):\n    print(rank, out)\n"

@@ -15,8 +15,9 @@ from torch import Tensor
 
 import gradmesh as gm
 from gradmesh.state import rank_state
+from tools.attack.calls import HELPERS, Verb
 from tools.attack.dense import Expected, Invalid, expected
-from tools.attack.programs import HEADER, Program, source
+from tools.attack.programs import HEADER, Program, Region, source
 
 __all__ = ["ALLOWED", "Failure", "Outcome", "Pools", "Verdict", "compared", "judged"]
 
@@ -82,7 +83,7 @@ def plain(x: Tensor) -> Tensor:
 def on_rank(text: str) -> Outcome:
     """Run a program on this rank; what it raises is an outcome too."""
     names: dict[str, Any] = {}
-    exec(_code(HEADER), names)
+    exec(_code(HEADER + "".join(HELPERS.values())), names)
     names["lay_out"] = _lay_out
     exec(_code(text), names)
     state = rank_state()
@@ -121,11 +122,16 @@ class Pools:
             )
         return pool.run(on_rank, source(program))
 
-    def close(self) -> None:
-        """End the ranks."""
-        for pool in self._pools.values():
+    def end(self, ranks: int) -> None:
+        """End those that run programs of so many ranks."""
+        pool = self._pools.pop(ranks, None)
+        if pool is not None:
             pool.close()
-        self._pools.clear()
+
+    def close(self) -> None:
+        """End all ranks."""
+        for ranks in tuple(self._pools):
+            self.end(ranks)
 
     def __enter__(self) -> Self:
         return self
@@ -136,8 +142,18 @@ class Pools:
         self.close()
 
 
-def compared(outcomes: Sequence[Outcome], dense: Expected, dtype: str) -> Verdict:
-    """Hold what ranks returned against the dense run; a gradient that is None is zero."""
+def compared(
+    outcomes: Sequence[Outcome], dense: Expected, dtype: str, allowed: float | None = None
+) -> Verdict:
+    """Hold what ranks returned against the dense run; a gradient that is None is zero.
+
+    Args:
+        outcomes: what they returned.
+        dense: what they had to.
+        dtype: of the program.
+        allowed: how far a value may be off, relative to the largest entry or to 1; None: `ALLOWED` for the dtype.
+    """
+    allowed = ALLOWED[dtype] if allowed is None else allowed
     for rank, (own, right) in enumerate(zip(outcomes, dense, strict=True)):
         if isinstance(own, Failure):
             continue
@@ -155,9 +171,18 @@ def compared(outcomes: Sequence[Outcome], dense: Expected, dtype: str) -> Verdic
                 return Verdict("wrong", f"the shape of {name}", detail)
             far = (got - want).abs().max().item() if want.numel() else 0.0
             scale = max(1.0, want.abs().max().item() if want.numel() else 0.0)
-            if not far <= ALLOWED[dtype] * scale:
+            if not far <= allowed * scale:
                 return Verdict("wrong", _kind_of(name), detail)
     return Verdict("right")
+
+
+def tolerance(program: Program) -> float:
+    """How far a value of the program may be off; that of float32 where this is what travels."""
+    flat = [
+        inner for one in program.statements for inner in (one.body if isinstance(one, Region) else (one,))
+    ]
+    rounded = any(key.endswith("_dtype") for one in flat if isinstance(one, Verb) for key, _ in one.params)
+    return ALLOWED["float32" if rounded else program.dtype]
 
 
 _TORCHS = "this checkpoint() is not necessary"
@@ -191,9 +216,9 @@ def judged(program: Program, pools: Pools, dense: Expected | None = None) -> Ver
     if failures and (
         len(failures) < program.ranks or any(f.kind == "DeadlockError" for f in failures.values())
     ):
-        pools.close()  # these ranks are no longer at the same place
+        pools.end(program.ranks)  # these are no longer at the same place
     if not failures:
-        return compared(outcomes, dense, program.dtype)
+        return compared(outcomes, dense, program.dtype, tolerance(program))
     if any(_TORCHS in failure.text for failure in failures.values()):
         raise Invalid(_TORCHS)
     detail = "\n".join(f"rank {rank}: {f.kind}: {f.text}" for rank, f in failures.items())

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from tools.attack.calls import Verb
 from tools.attack.dense import Invalid
-from tools.attack.programs import Leaf, Local, Program, Region, Statement, Term, Verb, names_of
+from tools.attack.programs import Leaf, Local, Program, Region, Statement, Term, names_of
 
 __all__ = ["shrunk"]
 
@@ -81,6 +82,11 @@ def _simpler_statements(program: Program) -> Iterator[Program]:
         if isinstance(statement, Verb):
             if not statement.recorded:
                 yield put(at, replace(statement, recorded=True))
+            if statement.way:
+                yield put(at, replace(statement, way=""))
+            whole = tuple(pair for pair in statement.params if not pair[0].endswith("_dtype"))
+            if whole != statement.params:
+                yield put(at, replace(statement, params=whole))
             if "sizes" in dict(statement.params):
                 kept = tuple(pair for pair in statement.params if pair[0] != "sizes")
                 yield put(at, replace(statement, params=kept))

@@ -1,0 +1,147 @@
+"""How a verb is called: on a tensor, on a structure of them, under `vmap`, or inside of a derivative of `torch.func`.
+
+Each way is one expression; what it means for all ranks is in `ways`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = [
+    "DERIVATIVES",
+    "HELPERS",
+    "STRUCTURES",
+    "TAKES_STRUCTURES",
+    "VMAPS",
+    "PerRank",
+    "Verb",
+    "call",
+    "literal",
+    "pick",
+]
+
+TAKES_STRUCTURES = ("all_gather", "all_reduce", "broadcast", "permute", "replicate", "shift")
+"""The verbs that do."""
+
+# Linear, as a structure may be of pending sums.
+STRUCTURES = ("({0}, 2 * {0})", "{{'k': {0}, 'v': [-{0}, {0}[:1]]}}", "[{0}.flip(0), ({0}[1:],)]")
+"""Structures made of a tensor."""
+
+VMAPS = ("vmap 0", "vmap 1")
+"""Which dim is the batch's."""
+
+DERIVATIVES = ("grad", "vjp", "jvp")
+"""Derivatives of `torch.func` that are taken on the spot."""
+
+HELPERS = {
+    "column": """\
+def column(tree):
+    if isinstance(tree, torch.Tensor):
+        return tree.reshape(-1, 1)
+    return torch.cat([column(one) for one in (tree.values() if isinstance(tree, dict) else tree)])
+""",
+    "messages": """\
+def messages(x, axis, sends, receives):
+    for to in sends:
+        gm.send(x, axis, to=to)
+    got = [gm.recv(x.new_empty(shape), axis, source=source) for source, shape in receives]
+    return torch.cat([x.new_zeros(0, 1), *(one.reshape(-1, 1) for one in got)])
+""",
+    "energy": """\
+def energy(y):
+    return (y * y.conj()).real.sum() + y.real.sin().sum()
+""",
+    "pulled": """\
+def pulled(f, x):
+    y, pull = torch.func.vjp(f, x)
+    return pull(y.sin())[0]
+""",
+    "pushed": """\
+def pushed(f, x):
+    return torch.func.jvp(f, (x,), (x.cos(),))[1]
+""",
+}
+"""Functions that calls use, by name."""
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """A value for each global rank."""
+
+    values: tuple[Any, ...]
+
+
+def pick(value: Any, rank: int) -> Any:
+    """What a value is on one rank."""
+    return value.values[rank] if isinstance(value, PerRank) else value
+
+
+@dataclass(frozen=True)
+class Verb:
+    """A collective.
+
+    Attributes:
+        name: the variable.
+        verb: the name of the verb; "messages" are sends and receives of each rank.
+        arg: its operand.
+        axis: over which it runs.
+        params: what else it is called with.
+        recorded: whether gradients are.
+        way: "", or one of `STRUCTURES`, `VMAPS`, `DERIVATIVES`.
+    """
+
+    name: str
+    verb: str
+    arg: str
+    axis: str
+    params: tuple[tuple[str, Any], ...] = ()
+    recorded: bool = True
+    way: str = ""
+
+
+def literal(key: str, value: Any) -> str:
+    """A value as Python says it on every rank."""
+    if isinstance(value, PerRank):
+        if len(set(map(repr, value.values))) == 1:
+            return literal(key, value.values[0])
+        return f"[{', '.join(literal(key, one) for one in value.values)}][rank]"
+    if key.endswith("_dtype"):
+        return f"torch.{value}"
+    if key in ("dst", "src"):
+        return f"gm.{value}"
+    if key == "send_rows":
+        return (
+            "{"
+            + ", ".join(f"{to}: torch.tensor({list(rows)}, dtype=torch.int64)" for to, rows in value)
+            + "}"
+        )
+    return repr(dict(value)) if key == "receive_counts" else repr(value)
+
+
+def call(verb: Verb, operand: str) -> str:
+    """The expression that every rank evaluates."""
+    if verb.way in DERIVATIVES:
+        inner = _plain(verb, "t")
+        if verb.way == "grad":
+            return f"torch.func.grad(lambda t: energy({inner}))({operand})"
+        return f"{'pulled' if verb.way == 'vjp' else 'pushed'}(lambda t: {inner}, {operand})"
+    if verb.way in VMAPS:
+        dim = verb.way[-1]
+        return f"torch.func.vmap(lambda t: {_plain(verb, 't')}, {dim}, {dim})({operand})"
+    if verb.way:
+        return f"column({_plain(verb, verb.way.format(operand))})"
+    return _plain(verb, operand)
+
+
+def _plain(verb: Verb, operand: str) -> str:
+    words, params = [repr(verb.axis)] if verb.axis else [], dict(verb.params)
+    if verb.verb == "messages":
+        both = [literal("", params[key]) for key in ("sends", "receives")]
+        return f"messages({', '.join([operand, *(words or ['None']), *both])})"
+    if verb.verb == "exchange":
+        parts, dim = (literal("", params.pop(key)) for key in ("parts", "dim"))
+        operand = f"{operand}.split({parts}, {dim})"
+    words += [f"{key}={literal(key, value)}" for key, value in params.items()]
+    text = f"gm.{verb.verb}({', '.join([operand, *words])})"
+    return f"column({text})" if verb.verb == "exchange" else text

@@ -1,0 +1,172 @@
+"""The comparison as a whole: programs on gradmesh's ranks and under JAX, what they agree in counted."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import sys
+import time
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+import gradmesh as gm
+from tools.attack.calls import Verb
+from tools.attack.dense import Dense, Invalid, expected
+from tools.attack.draw import drawn
+from tools.attack.jax_run.jobs import expressible, flat, job, tensors, under_jax, verbs_of
+from tools.attack.programs import Program, Region, script
+from tools.attack.run import Failure, Pools, compared
+
+__all__ = ["ALLOWED", "Comparison", "compare", "main"]
+
+ALLOWED = 1e-10
+"""How far a value may be from JAX's, relative to the largest entry, or to 1."""
+
+MISSING = """\
+{python} has no JAX. Make an environment with it, and name its interpreter:
+    python3 -m venv .venv-jax && .venv-jax/bin/pip install "jax[cpu]"
+    python -m tools.attack.jax_run --jax-python .venv-jax/bin/python"""
+
+_AT_ONCE = 100
+"""Programs that one process of JAX runs; it keeps what it compiled."""
+
+
+@dataclass
+class Comparison:
+    """What came of the programs.
+
+    Attributes:
+        modes: programs that agree, by the derivatives they take.
+        verbs: verbs in them.
+        values: tensors that were held against each other.
+        farthest: the largest difference, relative to the largest entry or to 1.
+        findings: programs that do not agree.
+        seconds: how long it took.
+    """
+
+    modes: collections.Counter[str] = field(default_factory=collections.Counter)
+    verbs: collections.Counter[str] = field(default_factory=collections.Counter)
+    values: int = 0
+    farthest: float = 0.0
+    findings: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        lines = ["| derivatives | programs equal |", "|---|---|"]
+        lines += [f"| {mode} | {n} |" for mode, n in sorted(self.modes.items())]
+        lines.append("verbs: " + ", ".join(f"{verb} {n}" for verb, n in sorted(self.verbs.items())))
+        lines.append(
+            f"{self.modes.total()} programs equal, {self.values} tensors, the farthest {self.farthest:.1e}; "
+            f"{len(self.findings)} differ; {self.seconds:.0f} s"
+        )
+        return "\n".join(lines)
+
+
+def _drawn(count: int, seed: int, start: int, verbs: Container[str]) -> Iterator[tuple[int, Program, Dense]]:
+    """Programs that JAX can run, in double precision, ordered where the ranks differ, with the newer checkpoint."""
+    index = start
+    while count:
+        program, number, index = drawn(seed, index), index, index + 1
+        dtype = "float64" if program.dtype == "float32" else program.dtype
+        ordered = program.ordered or (not program.paired and program.mode != "forward")
+        statements = tuple(
+            replace(one, reentrant=False) if isinstance(one, Region) else one for one in program.statements
+        )
+        program = replace(program, dtype=dtype, ordered=ordered, after=(), statements=statements)
+        dense = Dense(program)
+        try:
+            for statement in program.statements:
+                dense.step(statement)
+            if expressible(program, dense, verbs):
+                expected(program)
+                count -= 1
+                yield number, program, dense
+        except Invalid:
+            continue
+
+
+def _farthest(own: dict[str, Tensor | None], right: dict[str, Tensor | None]) -> float:
+    far = 0.0
+    for name, value in right.items():
+        got = own.get(name)
+        if value is not None and got is not None and value.numel():
+            far = max(far, ((got - value).abs().max() / value.abs().max().clamp(min=1)).item())
+    return far
+
+
+def _problem(program: Program, result: list[dict[str, Any]], pools: Pools, found: Comparison) -> str:
+    """Run a program on gradmesh's ranks; what is wrong, or nothing."""
+    right = [tensors(one, program.dtype) for one in result]
+    missing = set(expected(program)[0]) - set(right[0])
+    if missing:
+        return f"JAX's side leaves out {sorted(missing)}"
+    try:
+        own = pools.run(program)
+    except gm.RankError as error:
+        return str(error)
+    raised = [str(one) for one in own if isinstance(one, Failure)]
+    if raised:
+        pools.end(program.ranks)
+        return raised[0]
+    verdict = compared(own, right, program.dtype, ALLOWED)
+    if verdict.kind == "right":
+        found.values += sum(len(one) for one in right)
+        found.farthest = max(found.farthest, *(_farthest(*pair) for pair in zip(own, right, strict=True)))  # type: ignore[arg-type]
+        return ""
+    return f"{verdict.kind}: {verdict.what}\n{verdict.detail}"
+
+
+def compare(
+    programs: int, python: str, *, seed: int = 0, start: int = 0, backend: str = "threads"
+) -> Comparison:
+    """Run programs on gradmesh's ranks and under JAX.
+
+    Args:
+        programs: how many.
+        python: the interpreter that has JAX.
+        seed: of the run.
+        start: the number of the first program.
+        backend: of gradmesh's ranks.
+    """
+    begin, found = time.monotonic(), Comparison()
+    chosen = _drawn(programs, seed, start, verbs_of(python))
+    with Pools(backend) as pools:
+        while some := list(islice(chosen, _AT_ONCE)):
+            results = under_jax([job(program, dense) for _, program, dense in some], python)
+            for (number, program, _), result in zip(some, results, strict=True):
+                problem = result if isinstance(result, str) else _problem(program, result, pools, found)
+                if problem:
+                    told = f"program {number}: {problem}"[:4000].splitlines()[:30]
+                    found.findings.append("\n".join(f"# {line}" for line in told) + "\n" + script(program))
+                    continue
+                found.modes[program.mode] += 1
+                found.verbs.update(one.verb for one in flat(program) if isinstance(one, Verb))
+    found.seconds = time.monotonic() - begin
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; the number of programs that differ decides the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.attack.jax_run", description="Hold gradmesh against JAX."
+    )
+    parser.add_argument("--programs", type=int, default=200)
+    parser.add_argument("--jax-python", default=sys.executable, help="the interpreter that has JAX")
+    parser.add_argument("--backend", default="threads", help="of gradmesh's ranks: threads, shm or gloo")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=int, default=0, help="the number of the first program")
+    given = parser.parse_args(arguments)
+    if not verbs_of(given.jax_python):
+        print(MISSING.format(python=given.jax_python))
+        return 2
+    found = compare(
+        given.programs, given.jax_python, seed=given.seed, start=given.start, backend=given.backend
+    )
+    for finding in found.findings[:10]:
+        print(finding, flush=True)
+    print(found)
+    return 1 if found.findings else 0
