@@ -81,13 +81,14 @@ class Subject:
         return size
 
     def call(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """The results of the function that can have a gradient, given its operands."""
+        """The results of the function that can have a gradient, given its operands; this rank's parts of DTensors."""
         arguments = list(self.inputs)
         for index, x in zip(self.operands, operands, strict=True):
             arguments[index] = x
         out = self.fn(*arguments)
         parts = [out] if isinstance(out, Tensor) else list(out)
-        return [y for y in parts if isinstance(y, Tensor) and (y.is_floating_point() or y.is_complex())]
+        local: list[Any] = [y.to_local() if hasattr(y, "to_local") else y for y in parts]
+        return [y for y in local if isinstance(y, Tensor) and (y.is_floating_point() or y.is_complex())]
 
 
 @dataclass(frozen=True)
