@@ -7,6 +7,7 @@ on all ranks of the op's axis at once and returns an error that is the same on e
 * `adjoint_matrix_error`: how far the adjoint's matrix is from the transpose of the op's; exact, for small operands.
 * `matrix`: the op as a dense matrix over the values of all ranks.
 * `gradcheck`: the gradients of a program of several ranks against finite differences; `Input` types its inputs.
+* `same_as_single`: a program of several ranks against the same on one process; `Shard` cuts tensors for it.
 * `sample`, `pairing`: what the checks are made of.
 
 >>> from gradmesh.ops.all_gather import AllGather
@@ -21,16 +22,26 @@ on all ranks of the op's axis at once and returns an error that is the same on e
 [(0.0, 1.0), (0.0, 1.0)]
 """
 
-from gradmesh.verify.gradients import GradcheckReport, Input, gradcheck
+from gradmesh.verify.gradients import (
+    GradcheckReport,
+    Input,
+    Shard,
+    SingleReport,
+    gradcheck,
+    same_as_single,
+)
 from gradmesh.verify.laws import adjoint_matrix_error, inner_product_error, matrix, pairing, sample
 
 __all__ = [
     "GradcheckReport",
     "Input",
+    "Shard",
+    "SingleReport",
     "adjoint_matrix_error",
     "gradcheck",
     "inner_product_error",
     "matrix",
     "pairing",
+    "same_as_single",
     "sample",
 ]

@@ -108,7 +108,7 @@ def gradcheck(
             report = _on_ranks(ranks.run, fn, given, options, diagnose)
     report.seconds = time.perf_counter() - begun
     if raise_exception and not report.ok:
-        raise GradcheckError(message(str(report), op="verify.gradcheck"), report)
+        raise GradcheckError(message(str(report)), report)
     return report
 
 
