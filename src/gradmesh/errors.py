@@ -11,6 +11,7 @@ The tree::
     |-- MismatchError         RuntimeError   the ranks called different collectives
     |-- DeadlockError         RuntimeError   ranks wait for something that cannot come
     |-- OrderError            RuntimeError   a chain of ordered collectives is not joined, or used after it was
+    |-- GradcheckError        AssertionError gradients of a program are not those of its objective; carries the report
     |-- RankError             RuntimeError   a launched rank failed; carries its rank and traceback
     |   `-- AbortedError                     this rank could not go on because another one failed
     |-- MissingExtraError     ImportError    an optional dependency is not installed
@@ -36,6 +37,7 @@ __all__ = [
     "AxisError",
     "DTypeError",
     "DeadlockError",
+    "GradcheckError",
     "GradmeshError",
     "MismatchError",
     "MissingExtraError",
@@ -106,6 +108,18 @@ class DeadlockError(GradmeshError, RuntimeError):
 
 class OrderError(GradmeshError, RuntimeError):
     """Collectives that have to run backward on every rank are not tied to a loss, or cannot be."""
+
+
+class GradcheckError(GradmeshError, AssertionError):
+    """The gradients of a program are not those of its objective, or of the same program on one process.
+
+    Attributes:
+        report: what was compared, and what was found; see `gradmesh.verify`.
+    """
+
+    def __init__(self, text: str, report: object = None) -> None:
+        super().__init__(text)
+        self.report = report
 
 
 class RankError(GradmeshError, RuntimeError):

@@ -1,9 +1,16 @@
-"""Checks that a linear map over ranks is what it says, and that its adjoint is right.
-
-For ops of one's own, and for ops of the library on a machine or backend that its tests have not seen: each check runs
-on all ranks of the op's axis at once and returns an error that is the same on every rank, to be held against rounding.
+"""Tools that prove the gradients of programs of several ranks, or find what is wrong with them. For anyone's code.
 
 * `audit`: anyone's collective: which typed law its backward obeys, and every kind of fault in it.
+* `gradcheck`: the gradients of a program of several ranks against finite differences; `Input` types its inputs.
+* `same_as_single`: a program of several ranks against the same on one process; `Shard` cuts tensors for it.
+* `simulate`: many ranks in one process, in an order that a seed brings back, with a log of every collective, and at
+  the speed of a `CostModel` of `Link`s.
+* `adjoint_error`, `as_matrix`: the law and the matrix of anyone's map, whatever it is made of.
+
+For ops of one's own, made as the library's are, and for ops of the library on a machine or backend that its tests have
+not seen. Each check runs on all ranks of the op's axis at once and returns an error that is the same on every rank, to
+be held against rounding.
+
 * `inner_product_error`: |<A x, y> - <x, A* y>| on random operands of the op's types.
 * `adjoint_matrix_error`: how far the adjoint's matrix is from the transpose of the op's; exact, for small operands.
 * `matrix`: the op as a dense matrix over the values of all ranks.
@@ -22,15 +29,37 @@ on all ranks of the op's axis at once and returns an error that is the same on e
 """
 
 from gradmesh.verify.auditing import Audit, Finding, audit
+from gradmesh.verify.gradients import (
+    GradcheckReport,
+    Input,
+    Shard,
+    SingleReport,
+    gradcheck,
+    same_as_single,
+)
 from gradmesh.verify.laws import adjoint_matrix_error, inner_product_error, matrix, pairing, sample
+from gradmesh.verify.maps import adjoint_error, as_matrix
+from gradmesh.verify.simulator import CostModel, Link, Simulation, simulate
 
 __all__ = [
     "Audit",
+    "CostModel",
     "Finding",
+    "GradcheckReport",
+    "Input",
+    "Link",
+    "Shard",
+    "Simulation",
+    "SingleReport",
+    "adjoint_error",
     "adjoint_matrix_error",
+    "as_matrix",
     "audit",
+    "gradcheck",
     "inner_product_error",
     "matrix",
     "pairing",
+    "same_as_single",
     "sample",
+    "simulate",
 ]

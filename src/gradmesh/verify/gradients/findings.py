@@ -1,0 +1,60 @@
+"""What a diagnosis says: the hypothesis that the numbers bear out, and the collective it comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["NONE_FITS", "Diagnosis", "Suspect"]
+
+NONE_FITS = "none fits"
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A collective that may be at fault.
+
+    Attributes:
+        call: what it is, and the line that calls it.
+        why: what was tried on it, and came out.
+        mends: whether changing it alone was tried and makes every gradient right.
+    """
+
+    call: str
+    why: str
+    mends: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.call}: {self.why}"
+
+
+@dataclass
+class Diagnosis:
+    """Why gradients are wrong.
+
+    Attributes:
+        hypothesis: the name of the hypothesis that fits; "none fits" where none does.
+        text: what it says of this program.
+        names: the leaves whose gradients it explains.
+        ranks: the ranks on which they are wrong.
+        suspects: the collectives most likely at fault, the most likely first.
+        also: other hypotheses that the numbers do not tell apart from it.
+    """
+
+    hypothesis: str
+    text: str
+    names: list[str] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    suspects: list[Suspect] = field(default_factory=list)
+    also: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"  diagnosis: {self.hypothesis}: {self.text}"]
+        if self.names:
+            lines.append(
+                f"    gradients  {', '.join(self.names)}, on ranks {', '.join(map(str, self.ranks))}"
+            )
+        if self.also:
+            lines.append(f"    or         {'; '.join(self.also)}")
+        for i, suspect in enumerate(self.suspects[:3]):
+            lines.append(f"    {'most likely' if i == 0 else 'or'} {suspect}")
+        return "\n".join(lines)

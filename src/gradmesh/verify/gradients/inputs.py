@@ -1,0 +1,266 @@
+"""What a checked function is given on this rank: its differentiable leaves by name, each with its type."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
+
+from gradmesh.errors import ArgumentError, DTypeError, message
+from gradmesh.types import Type
+
+__all__ = ["Input", "Leaf", "RankInputs", "local_gradient", "local_part", "refuse_wrong_call"]
+
+Kind = Type | None | Mapping[str, Type | None]
+
+_DOUBLE = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of a checked function with what it is over the ranks.
+
+    Args:
+        value: a tensor, a module, or a structure of them.
+        type: `gm.V`, `gm.R`, `gm.I` or `gm.P` of all its tensors; None for a constant, which is not differentiated. For
+            modules and dicts also a mapping from names, or patterns of `fnmatch`, to these; the first that fits counts,
+            and a name that none fits keeps the default.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 2).double()
+        >>> Input(model, {"bias": gm.I, "*": gm.R}).type["bias"]
+        I
+    """
+
+    value: object
+    type: Kind
+
+
+@dataclass
+class Leaf:
+    """One tensor that is differentiated.
+
+    Attributes:
+        name: what reports call it.
+        type: what it is over the ranks.
+        base: its value.
+        parameter: the parameter of a module that holds it, which is written in place; None: a tensor is handed in.
+        current: the tensor of the last call, whose `.grad` is read.
+    """
+
+    name: str
+    type: Type
+    base: Tensor
+    parameter: Tensor | None = None
+    current: Tensor | None = None
+
+    def renew(self, offset: Tensor | None) -> Tensor:
+        """The leaf for another call, moved by `offset`."""
+        value = self.base if offset is None else self.base + offset
+        if self.parameter is None:
+            self.current = value.detach().clone().requires_grad_()
+            return self.current
+        self.current = self.parameter
+        self.parameter.grad = None
+        with torch.no_grad():
+            local_part(self.parameter).copy_(value)
+        return self.parameter
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient that the last backward pass left, this rank's part of it."""
+        return None if self.current is None else local_gradient(self.current, self.current.grad)
+
+
+def local_part(x: Tensor) -> Tensor:
+    """This rank's memory of a tensor: the local tensor of a DTensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def local_gradient(of: Tensor, grad: Tensor | None) -> Tensor | None:
+    """This rank's part of a gradient, laid out as what it is the gradient of."""
+    if isinstance(grad, DTensor) and isinstance(of, DTensor):
+        grad = grad.redistribute(placements=of.placements)
+    return None if grad is None else local_part(grad.detach()).clone()
+
+
+class RankInputs:
+    """The inputs of one rank.
+
+    Args:
+        given: what the caller's `inputs` gave for this rank.
+
+    Raises:
+        DTypeError: a parameter of a module is not of double precision.
+    """
+
+    def __init__(self, given: object) -> None:
+        self.leaves: dict[str, Leaf] = {}
+        self.modules: list[nn.Module] = []
+        listed = tuple(given) if isinstance(given, tuple | list) else (given,)
+        self._args = [self._taken(x, f"inputs[{i}]", {}) for i, x in enumerate(listed)]
+
+    def args(self, offsets: Mapping[str, Tensor] | None = None) -> list[Any]:
+        """What the function is called with, with some leaves moved; the tensors are new leaves."""
+        moved = offsets or {}
+        for leaf in self.leaves.values():
+            leaf.renew(moved.get(leaf.name))
+        return [_filled(x) for x in self._args]
+
+    @contextlib.contextmanager
+    def duals(self, along: Mapping[str, Tensor]) -> Iterator[list[Any]]:
+        """What the function is called with inside a forward-mode level: every leaf with a tangent."""
+        replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+        try:
+            for leaf in self.leaves.values():
+                primal = leaf.base.clone().requires_grad_()
+                dual = forward_ad.make_dual(primal, along.get(leaf.name, torch.zeros_like(leaf.base)))
+                if leaf.parameter is None:
+                    leaf.current = dual
+                else:
+                    replaced += self._replaced(leaf.parameter, dual)
+            yield [_filled(x) for x in self._args]
+        finally:
+            for part, attribute, parameter in replaced:
+                delattr(part, attribute)
+                part.register_parameter(attribute, parameter)
+
+    def _replaced(self, parameter: Tensor, dual: Tensor) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        """Put a dual tensor in the place of a parameter, wherever modules hold it."""
+        found = [
+            (part, attribute, held)
+            for module in self.modules
+            for part in module.modules()
+            for attribute, held in part.named_parameters(recurse=False, remove_duplicate=False)
+            if held is parameter
+        ]
+        for part, attribute, _ in found:
+            delattr(part, attribute)
+            setattr(part, attribute, dual)
+        return found
+
+    def restore(self) -> None:
+        """Put the parameters of modules back, without gradients."""
+        for leaf in self.leaves.values():
+            leaf.renew(None)
+            leaf.current = None
+
+    def settle(self) -> None:
+        """Have modules drop what a forward keeps for its backward, such as FSDP's gathered parameters."""
+        for module in self.modules:
+            for part in module.modules():
+                reshard = getattr(part, "reshard", None)
+                if callable(reshard):
+                    reshard()
+
+    def _taken(self, x: object, name: str, kind: Kind) -> Any:
+        """A structure with leaves in the place of what is differentiated."""
+        if isinstance(x, Input):
+            return self._taken(x.value, name, x.type)
+        if isinstance(x, nn.Module):
+            self._take_parameters(x, name, kind)
+            return x
+        if isinstance(x, Tensor):
+            return self._tensor(x, name, _of(kind, name, Type.V))
+        if isinstance(x, dict):
+            return {
+                key: self._taken(value, f"{name}[{key!r}]", _of(kind, str(key), kind))
+                for key, value in x.items()
+            }
+        if isinstance(x, tuple | list):
+            return _like(x, [self._taken(value, f"{name}[{i}]", kind) for i, value in enumerate(x)])
+        return x
+
+    def _tensor(self, x: Tensor, name: str, kind: Type | None) -> Any:
+        value = x.detach().to(_DOUBLE.get(x.dtype, x.dtype)).clone()
+        if kind is None or not (x.is_floating_point() or x.is_complex()):
+            return value
+        self.leaves[name] = Leaf(name, kind, value)
+        return self.leaves[name]
+
+    def _take_parameters(self, module: nn.Module, name: str, kind: Kind) -> None:
+        self.modules.append(module)
+        for path, parameter in module.named_parameters():
+            chosen = _of(kind, path, _default(parameter))
+            if not parameter.requires_grad or chosen is None:
+                continue
+            full = f"{name}.{path}"
+            if parameter.dtype not in (torch.float64, torch.complex128):
+                raise DTypeError(
+                    message(
+                        "a module's parameter is not of double precision",
+                        op="verify.gradcheck",
+                        expected="float64 or complex128, since finite differences need the digits",
+                        got=f"{full} of {parameter.dtype}",
+                        remedy="call .double() on the module before it is wrapped or sharded",
+                    )
+                )
+            base = local_part(parameter.detach()).clone()
+            self.leaves[full] = Leaf(full, chosen, base, parameter)
+
+
+def _default(parameter: Tensor) -> Type:
+    """What a parameter is if nobody said: replicated, or what a DTensor says of itself."""
+    if not isinstance(parameter, DTensor):
+        return Type.R
+    return Type.V if any(place.is_shard() for place in parameter.placements) else Type.I
+
+
+def _of(kind: Kind, name: str, default: Any) -> Any:
+    """What a name is: of a mapping, the first pattern that fits it, or the default."""
+    if not isinstance(kind, Mapping):
+        return kind
+    return next((found for pattern, found in kind.items() if fnmatch.fnmatchcase(name, pattern)), default)
+
+
+def _like(x: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
+    if isinstance(x, list):
+        return parts
+    return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+
+
+def _filled(x: Any) -> Any:
+    if isinstance(x, Leaf):
+        return x.current
+    if isinstance(x, dict):
+        return {key: _filled(value) for key, value in x.items()}
+    if isinstance(x, tuple | list):
+        return _like(x, [_filled(value) for value in x])
+    return x
+
+
+def refuse_wrong_call(fn: Callable[..., object], args: list[Any]) -> None:
+    """Refuse a function that cannot be called with so many inputs, before it is.
+
+    Raises:
+        ArgumentError: its signature does not take them.
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a builtin says nothing about itself
+        return
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        raise ArgumentError(
+            message(
+                "the function does not take these inputs",
+                op="verify.gradcheck",
+                expected=f"fn{signature}",
+                got=f"{len(args)} inputs: {error}",
+                remedy="return one value for each parameter of fn from inputs(rank)",
+            )
+        ) from error

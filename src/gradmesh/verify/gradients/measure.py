@@ -1,0 +1,294 @@
+"""What one rank measures: its gradients, and its part of the objective when inputs are moved, one after another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, message
+from gradmesh.types import Type
+from gradmesh.verify.gradients.directions import direction, unit
+from gradmesh.verify.gradients.inputs import RankInputs, refuse_wrong_call
+from gradmesh.verify.gradients.program import Objective, Part, Program
+
+__all__ = ["Kept", "Measured", "Move", "Options", "exchanged", "measure", "prepared"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is measured; see `gradcheck`."""
+
+    objective: Objective = "sum"
+    order: int = 1
+    forward: bool = False
+    full: bool = False
+    eps: float = 1e-6
+    directions: int = 2
+    seed: int = 0
+    in_order: bool = False
+    atol: float = 1e-8
+    rtol: float = 1e-6
+    split: bool = False
+    """Whether a replicated leaf is moved on one rank after another, to tell whose gradient of it is wrong."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is known of a leaf of a rank beside its values."""
+
+    name: str
+    type: Type
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    mark: tuple[float, ...]
+    """Two products of a leaf that has to be the same on every rank; empty for others."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """One leaf that is moved: on one rank, or, if it is the same on every rank, on all at once (`owner` is None)."""
+
+    name: str
+    type: Type
+    owner: int | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    count: int
+    """In how many directions."""
+    full: bool
+
+    def along(self, number: int, seed: int) -> Tensor:
+        """One of the directions."""
+        if self.full:
+            return unit(number, self.shape, self.dtype)
+        return direction(seed, self.name, number, self.shape, self.dtype)
+
+
+@dataclass
+class Measured:
+    """What one rank found.
+
+    Attributes:
+        rank: the rank.
+        leaves: its leaves by name.
+        loss: what its function returned.
+        moves: all moves, the same on every rank.
+        gradients: for each order its gradients by name.
+        parts: for each order and move its part of the number behind and before, in each direction.
+        tangents: its loss's tangent in each joint direction, and its parts behind and before there.
+        problem: why nothing was measured.
+    """
+
+    rank: int
+    leaves: dict[str, Kept] = field(default_factory=dict)
+    loss: float = math.nan
+    moves: list[Move] = field(default_factory=list)
+    gradients: dict[int, dict[str, Tensor | None]] = field(default_factory=dict)
+    parts: dict[int, list[list[tuple[Part, Part]]]] = field(default_factory=dict)
+    tangents: list[tuple[Part, Part, Part]] = field(default_factory=list)
+    problem: GradmeshError | None = None
+
+
+def exchanged(mine: Any) -> list[Any]:
+    """What every rank of the world hands in, in rank order."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def prepared(
+    fn: Callable[..., Tensor], inputs: Callable[[int], object], options: Options
+) -> tuple[Program, list[list[Kept]], float]:
+    """The program of this rank, the leaves of every rank, and this rank's loss.
+
+    Raises:
+        GradmeshError: what some rank handed in is not usable; the same error on every rank.
+    """
+    rank = dist.get_rank()
+    taken: RankInputs | None = None
+    problem: GradmeshError | None = None
+    try:
+        taken = RankInputs(inputs(rank))
+        refuse_wrong_call(fn, taken.args())
+    except GradmeshError as error:
+        problem = error
+    kept = [] if taken is None else [_kept(leaf, options.seed) for leaf in taken.leaves.values()]
+    told = exchanged((problem, kept))
+    _raise_first([problem for problem, _ in told])
+    everyones = [kept for _, kept in told]
+    _raise_first([_disagreement(everyones)])
+    program = Program(fn, cast("RankInputs", taken), options.objective, options.seed, options.in_order)
+    loss = program.loss()
+    _raise_first(exchanged(_unusable(loss, options.in_order, rank)))
+    value = float(cast("Tensor", loss).detach())
+    _raise_first(exchanged(_unsteady(value, program.loss(), rank)))
+    return program, everyones, value
+
+
+def measure(fn: Callable[..., Tensor], inputs: Callable[[int], object], options: Options) -> Measured:
+    """Measure on this rank, together with the others."""
+    mine = Measured(dist.get_rank())
+    try:
+        program, everyones, mine.loss = prepared(fn, inputs, options)
+    except GradmeshError as error:
+        mine.problem = error
+        return mine
+    mine.leaves = {kept.name: kept for kept in everyones[mine.rank]}
+    mine.moves = planned(everyones, options)
+    try:
+        for order in range(1, options.order + 1):
+            mine.gradients[order] = program.gradients() if order == 1 else program.second_gradients()
+            value = program.part if order == 1 else program.contracted
+            mine.parts[order] = [_moved(value, move, options) for move in mine.moves]
+        if options.forward:
+            mine.tangents = [_tangent(program, mine.moves, n, options) for n in range(options.directions)]
+    finally:
+        program.inputs.restore()
+    return mine
+
+
+def planned(everyones: list[list[Kept]], options: Options) -> list[Move]:
+    """Every move, the same on every rank: a varying leaf on each rank that has it, any other on all at once."""
+    moves: dict[tuple[str, int | None], Move] = {}
+    for rank, leaves in enumerate(everyones):
+        for kept in leaves:
+            alone = kept.type in (Type.V, Type.P) or (options.split and kept.type is Type.R)
+            owner = rank if alone else None
+            size = torch.Size(kept.shape).numel() * (2 if kept.dtype.is_complex else 1)
+            full = options.full or size <= options.directions
+            count = size if full else options.directions
+            moves.setdefault(
+                (kept.name, owner), Move(kept.name, kept.type, owner, kept.shape, kept.dtype, count, full)
+            )
+    return sorted(moves.values(), key=lambda move: (move.name, -1 if move.owner is None else move.owner))
+
+
+def _moved(
+    value: Callable[[Mapping[str, Tensor] | None], Part], move: Move, options: Options
+) -> list[tuple[Part, Part]]:
+    found = []
+    for number in range(move.count):
+        ends = []
+        for sign in (-1, 1):
+            offsets = {}
+            if move.owner in (None, dist.get_rank()):
+                offsets[move.name] = sign * options.eps * move.along(number, options.seed)
+            ends.append(value(offsets))
+        found.append((ends[0], ends[1]))
+    return found
+
+
+def _tangent(program: Program, moves: list[Move], number: int, options: Options) -> tuple[Part, Part, Part]:
+    """The tangent of this rank's loss when all leaves move, and its parts behind and before."""
+    mine = [move for move in moves if move.owner in (None, dist.get_rank())]
+    along = {
+        move.name: direction(
+            options.seed, f"tangent {move.name} {move.owner}", number, move.shape, move.dtype
+        )
+        for move in mine
+    }
+    tangent = program.tangent(along)
+    ends = [program.part({name: sign * options.eps * d for name, d in along.items()}) for sign in (-1, 1)]
+    return tangent, ends[0], ends[1]
+
+
+def _kept(leaf: Any, seed: int) -> Kept:
+    mark: tuple[float, ...] = ()
+    if leaf.type in (Type.R, Type.I):
+        weights = direction(seed, "mark", 0, leaf.base.shape, leaf.base.dtype)
+        product = (weights * leaf.base).sum()
+        mark = (float(product.real), float(product.imag)) if leaf.base.is_complex() else (float(product),)
+    return Kept(leaf.name, leaf.type, tuple(leaf.base.shape), leaf.base.dtype, mark)
+
+
+def _disagreement(everyones: list[list[Kept]]) -> GradmeshError | None:
+    """Why the ranks' leaves do not make one program."""
+    by_name: dict[str, dict[int, Kept]] = {}
+    for rank, leaves in enumerate(everyones):
+        for kept in leaves:
+            by_name.setdefault(kept.name, {})[rank] = kept
+    if not by_name:
+        return _error(
+            "there is nothing to differentiate",
+            "a floating-point or complex input",
+            "none on any rank",
+            "return tensors or modules from inputs(rank)",
+        )
+    for name, ranks in by_name.items():
+        if len({kept.type for kept in ranks.values()}) > 1:
+            got = ", ".join(f"{kept.type} on rank {rank}" for rank, kept in ranks.items())
+            return _error(
+                f"{name} has several types", "one type on all ranks", got, "declare it alike everywhere"
+            )
+        first = next(iter(ranks.values()))
+        if first.type in (Type.V, Type.P):
+            continue
+        same = len({(kept.shape, kept.dtype, kept.mark) for kept in ranks.values()}) == 1
+        if len(ranks) < len(everyones) or not same:
+            shown = ", ".join(f"rank {rank}: {list(kept.shape)} {kept.mark}" for rank, kept in ranks.items())
+            return _error(
+                f"{name} is declared {first.type} and is not the same on every rank",
+                "one value on all ranks",
+                shown,
+                "make it from one seed on every rank, or declare it gm.V",
+            )
+    return None
+
+
+def _unusable(loss: object, in_order: bool, rank: int) -> GradmeshError | None:
+    """Why a rank's loss cannot be differentiated."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+        got = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        return _error(
+            "the function returns no scalar loss",
+            "one real element on every rank",
+            f"{got} on rank {rank}",
+            "return the sum of what is to be differentiated",
+        )
+    if loss.dtype is not torch.float64:
+        return _error(
+            "the loss is not of double precision",
+            "float64, since finite differences need the digits",
+            f"{loss.dtype} on rank {rank}",
+            "keep float64 inputs in float64 all the way",
+            DTypeError,
+        )
+    if not loss.requires_grad and not in_order:
+        return _error(
+            "the loss does not require grad",
+            "a loss that is differentiable on every rank",
+            f"none on rank {rank}",
+            "compute it from the inputs without detach or no_grad; where a rank's loss uses nothing, pass ordered=True",
+        )
+    return None
+
+
+def _unsteady(first: float, again: object, rank: int) -> GradmeshError | None:
+    """Why the losses of two calls cannot be compared."""
+    second = float(cast("Tensor", again).detach())
+    if abs(first - second) <= 1e-12 * abs(first) or (math.isnan(first) and math.isnan(second)):
+        return None
+    return _error(
+        "the function gives another loss when it is called again",
+        "the same loss for the same inputs",
+        f"{first!r} and {second!r} on rank {rank}",
+        "take random numbers from a generator that fn seeds, and put modules with dropout into eval()",
+    )
+
+
+def _error(
+    problem: str, expected: str, got: str, remedy: str, kind: type[GradmeshError] = ArgumentError
+) -> GradmeshError:
+    return kind(message(problem, op="verify.gradcheck", expected=expected, got=got, remedy=remedy))
+
+
+def _raise_first(problems: list[GradmeshError | None]) -> None:
+    for problem in problems:
+        if problem is not None:
+            raise problem

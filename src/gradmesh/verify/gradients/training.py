@@ -1,0 +1,187 @@
+"""One rank's training of a program, step by step; the single process is a world of one."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gradmesh.errors import ArgumentError, GradmeshError, ShapeError, message
+from gradmesh.order import ordered
+from gradmesh.types import Type
+from gradmesh.verify.gradients.inputs import Input
+from gradmesh.verify.gradients.placements import Placement, Shard, chosen, part_of
+
+__all__ = ["Plan", "Step", "Trained", "train"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run; see `same_as_single`. `parallel` is None for the single process."""
+
+    fn: Callable[..., Any]
+    inputs: Callable[[int], Sequence[object]]
+    module: Callable[[], nn.Module] | None
+    parallel: Callable[[nn.Module], nn.Module] | None
+    parameters: Mapping[str, Placement]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    steps: int
+    in_order: bool
+
+
+@dataclass
+class Step:
+    """What one step left on a rank: the loss, the values, and by name the gradients and the new parameters.
+
+    A tensor that a DTensor makes up is there as a whole.
+    """
+
+    loss: float
+    values: dict[str, Tensor] = field(default_factory=dict)
+    input_gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Trained:
+    """All steps of a rank, which parameters are there as a whole, and why there is nothing."""
+
+    steps: list[Step] = field(default_factory=list)
+    whole: set[str] = field(default_factory=set)
+    problem: GradmeshError | None = None
+
+
+def train(plan: Plan, single: bool) -> Trained:
+    """Train on this rank."""
+    result = Trained()
+    named: dict[str, nn.Parameter] = {}
+    problem: GradmeshError | None = None
+    module = None
+    try:
+        if plan.module is not None:
+            module, named = _made(plan, single)
+        _placed(plan.inputs(0), single)
+    except GradmeshError as error:
+        problem = error
+    told: list[GradmeshError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, problem)
+    result.problem = next((each for each in told if each is not None), None)
+    if result.problem is not None:
+        return result
+    result.whole = {name for name, parameter in named.items() if isinstance(parameter, DTensor)}
+    optimizer = plan.optimizer(list(named.values())) if named else None
+    for number in range(plan.steps):
+        args, leaves = _placed(plan.inputs(number), single)
+        for parameter in named.values():
+            parameter.grad = None
+        with torch.enable_grad(), ordered() if plan.in_order else contextlib.nullcontext() as order:
+            returned = plan.fn(*([] if module is None else [module]), *args)
+            loss, values = returned if isinstance(returned, tuple) else (returned, {})
+            loss.backward() if order is None else order.backward(loss)
+        step = Step(float(loss.detach()), {name: _whole(x.detach()) for name, x in values.items()})
+        step.input_gradients = {
+            name: None if x.grad is None else x.grad.clone() for name, x in leaves.items()
+        }
+        _sum_shares(plan, named, single)
+        step.gradients = {name: None if p.grad is None else _whole(p.grad) for name, p in named.items()}
+        if optimizer is not None:
+            optimizer.step()
+        step.parameters = {name: _whole(parameter.detach()) for name, parameter in named.items()}
+        result.steps.append(step)
+    return result
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor().clone() if isinstance(x, DTensor) else x.clone()
+
+
+def _made(plan: Plan, single: bool) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+    """The module of this rank with the parameters of the single process, and its parameters by their names there."""
+    reference = _only(plan.module)
+    whole = dict(reference.named_parameters())
+    if single:
+        return reference, whole
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    module = reference if plan.parallel is None else plan.parallel(copy.deepcopy(reference))
+    named: dict[str, nn.Parameter] = {}
+    for full, parameter in module.named_parameters():
+        name = next((n for n in (full, full.removeprefix("module.")) if n in whole), None)
+        if name is None:
+            raise ArgumentError(
+                message(
+                    "a parameter of the parallel module has no like in the single one",
+                    op="verify.same_as_single",
+                    expected=", ".join(whole),
+                    got=full,
+                    remedy="give it the name that it has in `module`",
+                )
+            )
+        named[name] = parameter
+        if isinstance(parameter, DTensor):
+            continue
+        part = part_of(whole[name].detach(), chosen(plan.parameters, name, Type.R), rank, ranks)
+        if part.shape != parameter.shape:
+            raise ShapeError(
+                message(
+                    "a parameter of the parallel module is not the part that its placement says",
+                    op="verify.same_as_single",
+                    expected=f"{name} of shape {list(part.shape)} on rank {rank}",
+                    got=f"shape {list(parameter.shape)}",
+                    remedy="say how it is cut: parameters={name: gm.verify.Shard(dim=...)}",
+                )
+            )
+        with torch.no_grad():
+            parameter.copy_(part)
+    return module, named
+
+
+def _only(module: Callable[[], nn.Module] | None) -> nn.Module:
+    made = module() if module is not None else nn.Module()
+    return copy.deepcopy(made).double()
+
+
+def _sum_shares(plan: Plan, named: Mapping[str, nn.Parameter], single: bool) -> None:
+    """Take the sum that a replicated parameter's gradient is a share of; any other is whole as it is."""
+    if single:
+        return
+    for name, parameter in named.items():
+        if chosen(plan.parameters, name, Type.R) is Type.R and not isinstance(parameter, DTensor):
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+            told = torch.tensor(parameter.grad is not None, dtype=torch.int64)
+            dist.all_reduce(grad)
+            dist.all_reduce(told)
+            parameter.grad = grad if bool(told) else None
+
+
+def _placed(given: Sequence[object], single: bool) -> tuple[list[Any], dict[str, Tensor]]:
+    """What this rank is called with, and the tensors among it whose gradients are compared."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    args, leaves = [], {}
+    for i, x in enumerate(given if isinstance(given, tuple | list) else (given,)):
+        placement: Placement | None = x if isinstance(x, Shard) else None
+        compared = isinstance(x, Shard) and not x.constant
+        if isinstance(x, Input) and isinstance(x.type, Type):
+            placement, compared = x.type, True
+        value = x.value if isinstance(x, Shard | Input) else x
+        if not isinstance(value, Tensor):
+            args.append(value)
+            continue
+        if value.is_floating_point() or value.is_complex():
+            value = value.to(torch.complex128 if value.is_complex() else torch.float64)
+        else:
+            compared = False
+        if placement is not None and not single:
+            value = part_of(value, placement, rank, ranks)
+        value = value.detach().clone()
+        if compared:
+            leaves[f"inputs[{i}]"] = value.requires_grad_()
+        args.append(value)
+    return args, leaves
