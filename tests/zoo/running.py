@@ -1,0 +1,68 @@
+"""Hands a program of the zoo to its check, and says whether the report is right."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import traceback
+import warnings
+from typing import Any
+
+import gradmesh as gm
+from tests.zoo.program import Program
+
+__all__ = ["Outcome", "run"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a check said of a program.
+
+    Attributes:
+        name: the program's.
+        reported: the kinds, the worst first; of a diagnosis the hypothesis alone; empty where nothing was found.
+        text: the report.
+        seconds: what the check took.
+    """
+
+    name: str
+    reported: tuple[str, ...]
+    text: str
+    seconds: float
+
+    def right(self, program: Program) -> bool:
+        """Whether that is what had to be said: the expected kind, and none that is not true of the program."""
+        if program.expected is None:
+            return not self.reported
+        found = set(self.reported)
+        allowed = {program.expected} | program.also
+        if program.check == "audit":
+            return program.expected in found and found <= allowed
+        return bool(found) and found <= allowed
+
+
+def run(program: Program) -> Outcome:
+    """Run one program under its check."""
+    begun = time.perf_counter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            reported, text = _audited(program) if program.check == "audit" else _checked(program)
+        except Exception:  # a check that raises is a report that is wrong
+            reported, text = ("the check raises",), traceback.format_exc()
+    return Outcome(program.name, reported, text, time.perf_counter() - begun)
+
+
+def _audited(program: Program) -> tuple[tuple[str, ...], str]:
+    found = gm.verify.audit(program.build, **program.options)
+    return tuple(dict.fromkeys(finding.kind for finding in found.findings)), str(found)
+
+
+def _checked(program: Program) -> tuple[tuple[str, ...], str]:
+    check = getattr(gm.verify, program.check)
+    options: dict[str, Any] = {"world_size": 2, **program.options}
+    report = check(*program.build(), raise_exception=False, **options)
+    if report.ok:
+        return (), str(report)
+    found = "no diagnosis" if report.diagnosis is None else report.diagnosis.hypothesis
+    return (found,), str(report)
