@@ -11,6 +11,7 @@
 from tests.zoo import (
     right_compat,
     right_models,
+    right_training,
     right_verbs,
     wrong_adjoint,
     wrong_contrastive,
@@ -20,6 +21,7 @@ from tests.zoo import (
     wrong_ranks,
     wrong_sequence,
     wrong_tensor_parallel,
+    wrong_training,
 )
 from tests.zoo.program import PROGRAMS, Checker, Program
 
@@ -29,6 +31,7 @@ __all__ = [
     "Program",
     "right_compat",
     "right_models",
+    "right_training",
     "right_verbs",
     "wrong_adjoint",
     "wrong_contrastive",
@@ -38,4 +41,5 @@ __all__ = [
     "wrong_ranks",
     "wrong_sequence",
     "wrong_tensor_parallel",
+    "wrong_training",
 ]

@@ -20,7 +20,8 @@ class Outcome:
 
     Attributes:
         name: the program's.
-        reported: the kinds, the worst first; of a diagnosis the hypothesis alone; empty where nothing was found.
+        reported: the kinds of an audit, the worst first; else the hypothesis of the diagnosis, or, where none fits and
+            the losses or parameters of one process came out different, that; empty where nothing was found.
         text: the report.
         seconds: what the check took.
     """
@@ -59,10 +60,16 @@ def _audited(program: Program) -> tuple[tuple[str, ...], str]:
 
 
 def _checked(program: Program) -> tuple[tuple[str, ...], str]:
-    check = getattr(gm.verify, program.check)
-    options: dict[str, Any] = {"world_size": 2, **program.options}
-    report = check(*program.build(), raise_exception=False, **options)
+    options: dict[str, Any] = {"world_size": 2, **program.options, "raise_exception": False}
+    report: gm.verify.GradcheckReport | gm.verify.SingleReport
+    if program.check == "gradcheck":
+        report = gm.verify.gradcheck(*program.build(), **options)
+        first = ""
+    else:
+        report = gm.verify.same_as_single(**program.build(), **options)
+        first = "" if report.ok else f"{report.first[0].kind} differs"
     if report.ok:
         return (), str(report)
-    found = "no diagnosis" if report.diagnosis is None else report.diagnosis.hypothesis
-    return (found,), str(report)
+    found = report.diagnosis
+    fits = found is not None and found.hypothesis != "none fits"
+    return (found.hypothesis if fits and found is not None else first or "none fits",), str(report)
