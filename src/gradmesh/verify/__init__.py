@@ -6,6 +6,7 @@ on all ranks of the op's axis at once and returns an error that is the same on e
 * `inner_product_error`: |<A x, y> - <x, A* y>| on random operands of the op's types.
 * `adjoint_matrix_error`: how far the adjoint's matrix is from the transpose of the op's; exact, for small operands.
 * `matrix`: the op as a dense matrix over the values of all ranks.
+* `adjoint_error`, `as_matrix`: the law and the matrix of anyone's map, whatever it is made of.
 * `gradcheck`: the gradients of a program of several ranks against finite differences; `Input` types its inputs.
 * `same_as_single`: a program of several ranks against the same on one process; `Shard` cuts tensors for it.
 * `sample`, `pairing`: what the checks are made of.
@@ -31,13 +32,16 @@ from gradmesh.verify.gradients import (
     same_as_single,
 )
 from gradmesh.verify.laws import adjoint_matrix_error, inner_product_error, matrix, pairing, sample
+from gradmesh.verify.maps import adjoint_error, as_matrix
 
 __all__ = [
     "GradcheckReport",
     "Input",
     "Shard",
     "SingleReport",
+    "adjoint_error",
     "adjoint_matrix_error",
+    "as_matrix",
     "gradcheck",
     "inner_product_error",
     "matrix",

@@ -7,7 +7,7 @@ wrong one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,15 @@ from gradmesh.ops.base import LinearOp
 from gradmesh.types import Type
 from gradmesh.wire import carrier
 
-__all__ = ["adjoint_matrix_error", "inner_product_error", "matrix", "pairing", "sample"]
+__all__ = [
+    "adjoint_matrix_error",
+    "inner_product_error",
+    "law_error",
+    "matrix",
+    "matrix_of",
+    "pairing",
+    "sample",
+]
 
 
 def sample(kind: Type, shape: Sequence[int], dtype: torch.dtype, axis: Axis, *, seed: int = 0) -> Tensor:
@@ -56,12 +64,35 @@ def inner_product_error(
         dtype: the operands' dtype.
         adjoint: what is claimed to be A*; the op's own by default.
     """
-    adjoint = adjoint or op.adjoint
-    x = sample(op.src, shape, dtype, op.axis, seed=1)
-    y = sample(op.dst.dual, op.out_shape(shape), dtype, op.axis, seed=2)
-    left = pairing(op.dst, op.apply(x), y, op.axis)
-    right = pairing(op.src, x, adjoint.apply(y), op.axis)
-    scale = carrier(op.axis).sum(x.abs().double().sum() + y.abs().double().sum() + 1)
+    back = adjoint or op.adjoint
+    return law_error(op.apply, lambda _, y: back.apply(y), op.axis, shape, dtype, (op.src, op.dst))
+
+
+def law_error(
+    forward: Callable[[Tensor], Tensor],
+    backward: Callable[[Tensor, Tensor], Tensor],
+    axis: Axis,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    types: tuple[Type, Type],
+) -> float:
+    """The error of `inner_product_error`, of any map.
+
+    Args:
+        forward: A.
+        backward: what is claimed to be A*; it is given x and y, as the backward of autograd is that at a point.
+        axis: the ranks.
+        shape: this rank's operand shape.
+        dtype: the operands' dtype.
+        types: those of the operand and the result.
+    """
+    src, dst = types
+    x = sample(src, shape, dtype, axis, seed=1)
+    result = forward(x)
+    y = sample(dst.dual, result.shape, result.dtype, axis, seed=2)
+    left = pairing(dst, result, y, axis)
+    right = pairing(src, x, backward(x, y), axis)
+    scale = carrier(axis).sum(x.abs().double().sum() + y.abs().double().sum() + 1)
     return float((left - right).abs() / scale)
 
 
@@ -75,22 +106,30 @@ def matrix(op: LinearOp, shape: Sequence[int]) -> Tensor:
         op: the op.
         shape: this rank's operand shape.
     """
-    axis, size = op.axis, torch.Size(shape).numel()
+    found = matrix_of(op.apply, op.axis, shape)
+    if found is not None:
+        return found
+    rows = carrier(op.axis).sum(torch.tensor(torch.Size(op.out_shape(shape)).numel()))
+    return torch.zeros(int(rows), 0, dtype=torch.float64)
+
+
+def matrix_of(
+    forward: Callable[[Tensor], Tensor], axis: Axis, shape: Sequence[int], dtype: torch.dtype = torch.float64
+) -> Tensor | None:
+    """The matrix of any linear map, as `matrix` has it; None where no rank's operand has an element."""
+    size = torch.Size(shape).numel()
     ones = [1] * axis.size
     sizes = carrier(axis).gather(torch.tensor([size]), ones).tolist()
     columns = []
     for owner, total in enumerate(sizes):
         for element in range(total):
-            x = torch.zeros(size, dtype=torch.float64)
+            x = torch.zeros(size, dtype=dtype)
             if owner == axis.rank:
                 x[element] = 1
-            y = op.apply(x.view(torch.Size(shape))).reshape(-1)
+            y = forward(x.view(torch.Size(shape))).reshape(-1)
             outs = carrier(axis).gather(torch.tensor([y.numel()]), ones).tolist()
             columns.append(carrier(axis).gather(y, outs))
-    if not columns:
-        rows = carrier(axis).sum(torch.tensor(torch.Size(op.out_shape(shape)).numel()))
-        return torch.zeros(int(rows), 0, dtype=torch.float64)
-    return torch.stack(columns, 1)
+    return torch.stack(columns, 1) if columns else None
 
 
 def adjoint_matrix_error(op: LinearOp, shape: Sequence[int], *, adjoint: LinearOp | None = None) -> float:

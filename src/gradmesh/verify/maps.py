@@ -1,0 +1,164 @@
+"""The law and the matrix of anyone's linear map over ranks: a collective, an autograd Function, a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from gradmesh.axis import AxisLike
+from gradmesh.axis import axis as find_axis
+from gradmesh.errors import ArgumentError, message
+from gradmesh.launch import launch
+from gradmesh.ops.base import LinearOp
+from gradmesh.types import Type
+from gradmesh.verify.laws import inner_product_error, law_error, matrix, matrix_of
+
+__all__ = ["adjoint_error", "as_matrix"]
+
+Map = Callable[[Tensor], Tensor]
+Shape = Sequence[int] | Callable[[int], Sequence[int]]
+T = TypeVar("T")
+
+
+def adjoint_error(
+    op: LinearOp | Map,
+    shape: Shape = (2, 3),
+    *,
+    src: Type = Type.V,
+    dst: Type = Type.V,
+    adjoint: LinearOp | Map | None = None,
+    dtype: torch.dtype = torch.float64,
+    axis: AxisLike = None,
+    world_size: int | None = None,
+    backend: str = "threads",
+) -> float:
+    """|<A x, y> - <x, A* y>| on random operands, relative to the size of the terms: rounding if A* is the adjoint of A.
+
+    Args:
+        op: A, as an op of the library or any function of a tensor that is linear in it.
+        shape: this rank's operand shape; or a function of the rank that has it.
+        src: the type of the operand of a function. An op has its own types.
+        dst: the type of its result.
+        adjoint: A*; by default an op's own adjoint, and of a function what autograd runs backward.
+        dtype: of the operands.
+        axis: the ranks that a function runs over, as in `gradmesh.axis`.
+        world_size: how many ranks to launch. None: this is called on every rank of a world that is there.
+        backend: as for `gradmesh.launch`.
+
+    Returns:
+        The error, the same on every rank.
+
+    Raises:
+        ArgumentError: the result of the function has no gradient.
+
+    Example:
+        >>> gathered = gm.verify.adjoint_error(gm.all_gather, (2,), dst=gm.R, world_size=2)
+        >>> wrong = gm.verify.adjoint_error(gm.all_gather, (2,), dst=gm.I, world_size=2)
+        >>> gathered < 1e-12, wrong > 1e-3
+        (True, True)
+    """
+
+    def on_each_rank() -> float:
+        own = _shape(shape, op.axis if isinstance(op, LinearOp) else axis)
+        if isinstance(op, LinearOp) and (adjoint is None or isinstance(adjoint, LinearOp)):
+            return inner_product_error(op, own, dtype, adjoint=adjoint)
+        here = op.axis if isinstance(op, LinearOp) else find_axis(axis)
+        types = (op.src, op.dst) if isinstance(op, LinearOp) else (src, dst)
+        forward = _detached(op.apply if isinstance(op, LinearOp) else op)
+        if adjoint is None:
+            return law_error(forward, _backward(cast("Map", op)), here, own, dtype, types)
+        back = _detached(adjoint.apply if isinstance(adjoint, LinearOp) else adjoint)
+        return law_error(forward, lambda _, y: back(y), here, own, dtype, types)
+
+    return _everywhere(on_each_rank, world_size, backend)
+
+
+def as_matrix(
+    fn: LinearOp | Map,
+    shape: Shape = (2,),
+    *,
+    dtype: torch.dtype = torch.float64,
+    axis: AxisLike = None,
+    world_size: int | None = None,
+    backend: str = "threads",
+) -> Tensor:
+    """The dense matrix of a linear map over the values of all ranks, found by applying it to unit vectors.
+
+    Row r is an element of some rank's result, in rank order, and column c one of some rank's operand.
+
+    Args:
+        fn: an op of the library, or any function of a tensor that is linear in it.
+        shape: this rank's operand shape; or a function of the rank that has it. It may be empty.
+        dtype: of the operands; a complex one gives a complex matrix.
+        axis: the ranks that a function runs over, as in `gradmesh.axis`.
+        world_size: how many ranks to launch. None: this is called on every rank of a world that is there.
+        backend: as for `gradmesh.launch`.
+
+    Returns:
+        The matrix, the same on every rank.
+
+    Example:
+        >>> gm.verify.as_matrix(lambda x: gm.scan(x), (1,), world_size=3)
+        tensor([[1., 0., 0.],
+                [1., 1., 0.],
+                [1., 1., 1.]], dtype=torch.float64)
+    """
+
+    def on_each_rank() -> Tensor:
+        if isinstance(fn, LinearOp):
+            return matrix(fn, _shape(shape, fn.axis))
+        here = find_axis(axis)
+        own = _shape(shape, here)
+        found = matrix_of(_detached(fn), here, own, dtype)
+        if found is not None:
+            return found
+        raise ArgumentError(
+            message(
+                "no rank's operand has an element",
+                op="verify.as_matrix",
+                axis=str(here),
+                expected="an element on some rank",
+                got=f"shape {list(own)}",
+                remedy="give a shape with elements",
+            )
+        )
+
+    return _everywhere(on_each_rank, world_size, backend)
+
+
+def _everywhere(on_each_rank: Callable[[], T], world_size: int | None, backend: str) -> T:
+    return on_each_rank() if world_size is None else launch(on_each_rank, world_size, backend=backend)[0]
+
+
+def _shape(shape: Shape, axis: AxisLike) -> Sequence[int]:
+    return shape(find_axis(axis).rank) if callable(shape) else shape
+
+
+def _detached(fn: Map) -> Map:
+    return lambda x: fn(x).detach()
+
+
+def _backward(fn: Map) -> Callable[[Tensor, Tensor], Tensor]:
+    """What autograd runs backward at a point."""
+
+    def back(x: Tensor, y: Tensor) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        with torch.enable_grad():
+            result = fn(leaf)
+        if not result.requires_grad:
+            raise ArgumentError(
+                message(
+                    "the result of the function has no gradient",
+                    op="verify.adjoint_error",
+                    expected="a function that autograd can follow",
+                    got="a result that does not require grad",
+                    remedy="pass adjoint= to hold the function against one",
+                )
+            )
+        (found,) = torch.autograd.grad(result, leaf, y, allow_unused=True)
+        return torch.zeros_like(x) if found is None else found
+
+    return back
