@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
@@ -39,21 +38,12 @@ def ddp_under_one_loss_for_all() -> Any:
     return {"distributed": loss, "inputs": inputs, "module": Towers, "parallel": ddp, "parameters": SAME}
 
 
-@wrong("same_as_single", "sum over ranks missing", "data parallelism that forgot to reduce the gradients", objective="mean")
+@wrong("same_as_single", "sum over ranks missing", "data parallelism that forgot to reduce the gradients")
 def replicas_without_a_reduction() -> Any:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return row_losses(model(x), y).mean() / world()
+        return row_losses(model(x), y).sum()
 
-    def reference(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return row_losses(model(x), y).mean() / 2
-
-    return {
-        "distributed": loss,
-        "reference": reference,
-        "inputs": (batch(), target()),
-        "module": mlp,
-        "parameters": SAME,
-    }
+    return {"distributed": loss, "inputs": (batch(), target()), "module": mlp, "parameters": SAME}
 
 
 @wrong("same_as_single", "W times too large", "a reduction by hand that sums where the loss is a mean", objective="mean")
@@ -189,26 +179,14 @@ def ddp_and_a_slicing_gather() -> Any:
 @wrong(
     "same_as_single",
     "summed twice",
-    "DDP, and a reduction by hand of the gradients that it has reduced",
+    "two hooks that reduce one gradient, a framework's and the user's",
     also=("W times too large",),
     objective="mean",
 )
-def ddp_and_a_second_sum() -> Any:
+def replicas_reduced_by_two_hooks() -> Any:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return row_losses(model(x), y).mean()
 
-    class SumsAgain(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            for parameter in self.param_groups[0]["params"]:
-                dist.all_reduce(parameter.grad)
-            return super().step(closure)
-
-    # Rank 0's optimizer sees the sum of averages: the parameters are off after the first step.
-    return {
-        "distributed": loss,
-        "inputs": (batch(), target()),
-        "module": mlp,
-        "parallel": ddp,
-        "parameters": SAME,
-        "optimizer": lambda parameters: SumsAgain(parameters, lr=0.1),
-    }
+    parallel = with_hooks(lambda grad: summed(summed(grad) / world()))
+    inputs = (batch(), target())
+    return {"distributed": loss, "inputs": inputs, "module": mlp, "parallel": parallel, "parameters": SAME}
