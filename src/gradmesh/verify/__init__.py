@@ -3,6 +3,7 @@
 For ops of one's own, and for ops of the library on a machine or backend that its tests have not seen: each check runs
 on all ranks of the op's axis at once and returns an error that is the same on every rank, to be held against rounding.
 
+* `audit`: anyone's collective: which typed law its backward obeys, and every kind of fault in it.
 * `inner_product_error`: |<A x, y> - <x, A* y>| on random operands of the op's types.
 * `adjoint_matrix_error`: how far the adjoint's matrix is from the transpose of the op's; exact, for small operands.
 * `matrix`: the op as a dense matrix over the values of all ranks.
@@ -23,6 +24,7 @@ on all ranks of the op's axis at once and returns an error that is the same on e
 [(0.0, 1.0), (0.0, 1.0)]
 """
 
+from gradmesh.verify.auditing import Audit, Finding, audit
 from gradmesh.verify.gradients import (
     GradcheckReport,
     Input,
@@ -35,6 +37,8 @@ from gradmesh.verify.laws import adjoint_matrix_error, inner_product_error, matr
 from gradmesh.verify.maps import adjoint_error, as_matrix
 
 __all__ = [
+    "Audit",
+    "Finding",
     "GradcheckReport",
     "Input",
     "Shard",
@@ -42,6 +46,7 @@ __all__ = [
     "adjoint_error",
     "adjoint_matrix_error",
     "as_matrix",
+    "audit",
     "gradcheck",
     "inner_product_error",
     "matrix",

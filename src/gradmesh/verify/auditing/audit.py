@@ -1,0 +1,136 @@
+"""`audit`: the checks, one after another, on ranks that are made when they are needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from gradmesh.errors import ArgumentError, RankError, message
+from gradmesh.verify.auditing.case import Case, Refused
+from gradmesh.verify.auditing.checks.adjoint import adjoint
+from gradmesh.verify.auditing.checks.opening import open_case
+from gradmesh.verify.auditing.kinds import KINDS
+from gradmesh.verify.auditing.pool import Lost, Pool, accepted
+from gradmesh.verify.auditing.report import Audit, Finding, sorted_findings
+
+__all__ = ["audit"]
+
+CHECKS: tuple[tuple[tuple[str, ...], Callable[[Case], Iterator[Finding]]], ...] = ()
+"""What is looked at after the first order, in this order, and the kinds that each check finds."""
+
+
+def audit(
+    build: Callable[..., Any],
+    *,
+    world_size: int = 2,
+    backend: str = "threads",
+    kinds: Iterable[str] | None = None,
+    timeout: float = 20.0,
+) -> Audit:
+    """Audit anyone's collective, autograd Function or layer: find out which law its backward obeys, and what is wrong.
+
+    `build()` runs on each rank inside a ready process group and returns `(fn, inputs)`. `fn(*inputs)` returns a tensor
+    or a tuple of tensors; `inputs` is a tensor or a tuple. The operands are the inputs that require grad, or all that
+    are floating-point or complex where none does; the audit draws its own values for them, in float64 where `fn` takes
+    that, and leaves the other inputs as they are. A function that is linear in its operands is audited exactly; of
+    another one the derivative is audited, at the inputs that `build` returned, and `Audit.linear` is False.
+
+    Some kinds can only be asked for where `build` takes one of these keywords:
+
+    * `build(group=None)`: the process group to work in. A group of the last ranks of a larger world is passed, in
+      which no rank's number in the group is that in the world.
+    * `build(parts=None)`: how many rows each rank has. Uneven ones and an empty one are passed.
+    * `build(local_rank=None)`: the rank on its machine. It is passed as the rank, and then as 0 on every rank.
+
+    A third value, `(fn, inputs, change)`, is a function without arguments that returns a context manager: backward is
+    run inside and outside of it, to find a gradient that depends on what it changes.
+
+    Args:
+        build: makes the function and its inputs on each rank; the same ones each time.
+        world_size: the number of ranks.
+        backend: as for `gradmesh.launch`: "threads", or processes on "shm" or "gloo". A function that may end its
+            process belongs on processes.
+        kinds: the kinds to look for, by name; all by default. What the others need is still found out.
+        timeout: seconds that one question to the function may take.
+
+    Returns:
+        The readings that hold and the findings, on all ranks.
+
+    Raises:
+        ArgumentError: `build` does not return a function and its inputs, or the function raises on them; a kind has no
+            such name.
+        RankError: `build` raised.
+
+    Example:
+        >>> class Sum(torch.autograd.Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         y = x.clone()
+        ...         torch.distributed.all_reduce(y)
+        ...         return y
+        ...
+        ...     @staticmethod
+        ...     def backward(ctx, grad):
+        ...         torch.distributed.all_reduce(grad)
+        ...         return grad
+        >>> found = gm.verify.audit(lambda: (Sum.apply, torch.ones(3)))
+        >>> "P -> R" in found.arrows, "gradient-overwritten" in found.kinds
+        (True, True)
+    """
+    began = time.monotonic()
+    wanted = _wanted(kinds)
+    options = {"local_rank": None} if accepted(build, "local_rank") else {}
+    with Pool(build, world_size, backend, timeout, options) as pool:
+        told = pool.begin()
+        case = Case(pool, forward_line=told[0].line, line=told[0].line)
+        findings = list(_found(case, wanted))
+    return Audit(
+        name=told[0].name,
+        world_size=world_size,
+        backend=backend,
+        arrows=tuple(map(str, case.arrows)),
+        findings=sorted_findings(f for f in findings if f.kind in wanted),
+        linear=case.linear,
+        left_out={kind: why for kind, why in case.left_out.items() if kind in wanted},
+        seconds=time.monotonic() - began,
+        readings=frozenset(map(str, case.readings)),
+    )
+
+
+def _found(case: Case, wanted: frozenset[str]) -> Iterator[Finding]:
+    try:
+        yield from open_case(case, [value.dtype for value in case.pool.begin()[0].values])
+    except Lost as error:
+        yield Finding(error.kind, error.text, error.ranks, case.forward_line)
+        return
+    except Refused as error:
+        yield case.refused("hangs", error, "at the first call")
+        return
+    yield from adjoint(case)
+    if not case.answers:
+        return
+    for kinds, check in CHECKS:
+        if not wanted.isdisjoint(kinds):
+            try:
+                yield from check(case)
+            except (Refused, Lost) as error:
+                yield case.refused(kinds[0], error, "where it was asked")
+            except RankError as error:
+                case.left_out[kinds[0]] = f"as build failed: {str(error).splitlines()[0]}"
+
+
+def _wanted(kinds: Iterable[str] | None) -> frozenset[str]:
+    chosen = frozenset(KINDS if kinds is None else kinds)
+    unknown = sorted(chosen - set(KINDS))
+    if unknown:
+        raise ArgumentError(
+            message(
+                "no such kind of finding",
+                op="verify.audit",
+                expected=", ".join(KINDS),
+                got=", ".join(unknown),
+                remedy="name kinds as they stand in findings",
+            )
+        )
+    return chosen

@@ -1,0 +1,238 @@
+"""What a function is, before it is judged: the dtype it takes, whether it is linear, what comes out, what is rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gradmesh.errors import ArgumentError, message
+from gradmesh.verify.auditing.case import Case, Refused
+from gradmesh.verify.auditing.probes import Answer, Point, Probe, attempt, drawn, filled
+from gradmesh.verify.auditing.readings import distance
+from gradmesh.verify.auditing.report import Finding
+from gradmesh.verify.auditing.subject import Subject, call_differentiably
+
+__all__ = ["open_case"]
+
+_EXACT = 1e-11
+"""Relative error up to which float64 arithmetic alone explains it."""
+_ROUNDED = 3e-2
+"""That up to which rounding to a narrow dtype does; a function that is not linear is further off."""
+_STEPS = (1e-4, 3e-2)
+"""Steps of central differences, for exact functions and for those that round to float32."""
+
+
+@dataclass
+class _Linearity(Answer):
+    """How far a rank's function is from linear: on whole numbers, on others, and in backward."""
+
+    whole: float = 0.0
+    real: float = 0.0
+    back: float = 0.0
+    affine: bool = False
+    narrow: str = ""
+    blind: bool = False
+
+
+def open_case(case: Case, given: Sequence[torch.dtype]) -> Iterator[Finding]:
+    """Find out what is needed to ask anything at all.
+
+    Args:
+        case: the function; what is found out is written into it.
+        given: the dtypes of the operands that `build` returned.
+
+    Raises:
+        ArgumentError: the function cannot be called with the operands that `build` returned.
+        Refused: its ranks only wait for each other.
+    """
+    wide = not _runs(case)
+    if wide:
+        narrow = max(given, key=lambda dtype: torch.finfo(dtype).bits)
+        case.pool.configure(dtype=narrow.to_real())
+        case.tolerance = 2e-4 if narrow.to_real() is torch.float32 else 2e-2
+        first = case.pool.ask(_call)
+        if any(row[0].trouble for row in first):
+            raise _cannot(first)
+        case.left_out["precision-lost"] = "as it does not take float64"
+    try:
+        facts = [row[0] for row in case.pool.ask(_linearity, Probe(11))]
+        if any(fact.trouble for fact in facts):
+            raise Refused({})
+        found = [fact for fact in facts if isinstance(fact, _Linearity)]
+        whole, real = max(f.whole for f in found), max(f.real for f in found)
+    except Refused:
+        found, whole, real = [], float("inf"), float("inf")
+    if max(whole, real) > max(_ROUNDED, case.tolerance):
+        yield from _not_linear(case)
+    else:
+        if any(f.affine for f in found):
+            case.point = Point(step=1.0, own=False)
+        back = max(f.back for f in found)
+        if not wide and max(real, back, whole) > _EXACT:
+            case.whole = True
+            case.tolerance = max(case.tolerance, 20 * whole)
+            yield _rounded(case, found, real, back)
+        elif not wide and (narrow_ := next((f.narrow for f in found if f.narrow), "")):
+            yield Finding(
+                "precision-lost", f"of a float64 operand the result is {narrow_}", (), case.forward_line
+            )
+    shapes(case)
+
+
+def _runs(case: Case) -> bool:
+    """Whether it takes float64, after finding out whether it has to be in `ordered()`."""
+    for _ in range(2):
+        first = case.pool.ask(_call)
+        raised = [row[0].trouble for row in first if row[0].trouble is not None]
+        if not raised:
+            return True
+        if not any(trouble.order for trouble in raised):
+            return False
+        case.pool.configure(ordered=True)
+    return False
+
+
+def shapes(case: Case) -> None:
+    """Note the shapes of operands and results."""
+    case.shapes = _common([[tuple(x.shape) for x in told.values] for told in case.pool.begin()])
+    answers = case.pool.ask(_call)
+    if any(row[0].trouble for row in answers):
+        raise _cannot(answers)
+    case.out_shapes = _common([[tuple(y.shape) for y in row[0].results] for row in answers])
+
+
+def _common(by_rank: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[int, ...] | None]:
+    return [column[0] if len(set(column)) == 1 else None for column in zip(*by_rank, strict=True)]
+
+
+def _call() -> list[Answer]:
+    return attempt([Probe(0)], _at_own_operands)
+
+
+def _at_own_operands(subject: Subject, _: Probe) -> Answer:
+    values = [
+        subject.inputs[i].detach().to(subject.operand_dtype(n)).clone()
+        for n, i in enumerate(subject.operands)
+    ]
+    with torch.enable_grad(), call_differentiably(subject) as backward:
+        results = subject.call([v.requires_grad_() for v in values])
+        answer = Answer(values, filled(results))
+        if subject.ordered:
+            backward(results, values, [torch.zeros_like(y) for y in results])
+    return answer
+
+
+def _linearity(probe: Probe) -> list[Answer]:
+    return attempt([probe], _how_linear)
+
+
+def _how_linear(subject: Subject, probe: Probe) -> Answer:
+    found = _Linearity()
+
+    def forward(x: list[Tensor]) -> list[Tensor]:
+        with torch.no_grad():
+            return filled(subject.call([v.clone() for v in x]))
+
+    for whole in (True, False):
+        for seed in (probe.seed, probe.seed + 100):
+            x, z = (drawn(subject, replace(probe, seed=seed + k, whole=whole)) for k in (0, 50))
+            zero = forward([0 * v for v in x])
+            both = forward([2 * a - b for a, b in zip(x, z, strict=True)])
+            parts = [2 * a - b for a, b in zip(forward(x), forward(z), strict=True)]
+            error = max(map(distance, both, parts), default=0.0)
+            found.affine |= any(bool(y.abs().max() > 0) for y in zero if y.numel())
+            if whole:
+                found.whole = max(found.whole, error)
+            else:
+                found.real = max(found.real, error)
+                found.narrow = next(
+                    (str(y.dtype) for y in both if torch.finfo(y.dtype).bits < torch.finfo(x[0].dtype).bits),
+                    "",
+                )
+    found.back = _backward_error(subject, probe)
+    return found
+
+
+def _backward_error(subject: Subject, probe: Probe) -> float:
+    """How far backward is from linear in the gradient; 0 where it raises, which is found elsewhere."""
+    x = [v.requires_grad_() for v in drawn(subject, probe)]
+
+    def gradients(turn: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
+        with call_differentiably(subject) as backward:
+            results = subject.call([v.clone() for v in x])
+            handed = [turn(y, i) for i, y in enumerate(results)]
+            grads = backward(results, x, handed)
+        return [torch.zeros_like(v) if g is None else g.clone() for g, v in zip(grads, x, strict=True)]
+
+    def cotangent(seed: int) -> Callable[[Tensor, int], Tensor]:
+        def turn(y: Tensor, index: int) -> Tensor:
+            generator = torch.Generator().manual_seed(seed + index)
+            return torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)
+
+        return turn
+
+    try:
+        one, two = gradients(cotangent(5)), gradients(cotangent(6))
+        both = gradients(lambda y, i: cotangent(5)(y, i) + cotangent(6)(y, i))
+    except Exception:
+        return 0.0
+    return max((distance(c, a + b) for a, b, c in zip(one, two, both, strict=True)), default=0.0)
+
+
+def _not_linear(case: Case) -> Iterator[Finding]:
+    case.linear = False
+    shared = tuple(case.pool.begin()[0].values)
+    blind = case.answered(_blindness)[0]
+    lost = any(isinstance(answer, _Linearity) and answer.blind for answer in blind)
+    case.point = Point(_STEPS[int(lost)], shared)
+    case.tolerance = max(case.tolerance, 3e-2 if lost else 2e-5)
+    if lost:
+        yield Finding(
+            "precision-lost",
+            "a change of 1e-10 in the operand does not change the result",
+            (),
+            case.forward_line,
+        )
+
+
+def _blindness() -> list[Answer]:
+    return attempt([Probe(3)], _blind)
+
+
+def _blind(subject: Subject, probe: Probe) -> Answer:
+    base = [subject.inputs[i].detach().to(subject.operand_dtype(n)) for n, i in enumerate(subject.operands)]
+    x = drawn(subject, probe)
+    with torch.no_grad():
+        there = filled(subject.call([b.clone() for b in base]))
+        beside = filled(subject.call([b + 1e-10 * b.abs().max() * v for b, v in zip(base, x, strict=True)]))
+    sees = any(not torch.equal(a, b) for a, b in zip(there, beside, strict=True))
+    return _Linearity(blind=not sees and any(y.numel() for y in there))
+
+
+def _rounded(case: Case, found: Sequence[_Linearity], real: float, back: float) -> Finding:
+    where = (
+        " and ".join(name for name, e in (("forward", real), ("backward", back)) if e > _EXACT) or "forward"
+    )
+    ranks = tuple(r for r, f in enumerate(found) if max(f.real, f.back) > _EXACT)
+    text = f"{where} of float64 is off by {max(real, back):.0e}, relative to the largest value"
+    return Finding("precision-lost", text, ranks, case.line if real <= _EXACT else case.forward_line)
+
+
+def _cannot(answers: Sequence[Sequence[Answer]]) -> ArgumentError | Refused:
+    raised = {rank: row[0].trouble for rank, row in enumerate(answers) if row[0].trouble is not None}
+    if all(trouble.waited for trouble in raised.values()):
+        return Refused(raised)
+    rank, trouble = min(raised.items(), key=lambda item: item[1].waited)
+    at = f", at {trouble.line}" if trouble.line else ""
+    return ArgumentError(
+        message(
+            f"the function raises on the operands that build returned, on rank {rank}",
+            op="verify.audit",
+            expected="a function that runs on every rank",
+            got=f"{trouble.kind}: {trouble.text}{at}",
+            remedy="call it on the ranks by gradmesh.launch until it runs; then audit it",
+        )
+    )

@@ -1,0 +1,156 @@
+"""The typed readings of a map over ranks, and which of them a gradient obeys.
+
+A reading gives every operand and every result a type. Backward is the adjoint under it if, for all operands and
+gradients that the types admit, the gradients are of their types and
+
+    sum over results <A x, y> = sum over operands <x, A* y>
+
+with the pairing of `gradmesh.types`: summed over the ranks, and counted once where the type is I.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from gradmesh.types import Type
+
+if TYPE_CHECKING:
+    from gradmesh.verify.auditing.probes import Answer
+
+__all__ = ["Pattern", "Reading", "agree", "all_readings", "distance", "law_error", "paired", "strongest"]
+
+V, R, P, I = Type.V, Type.R, Type.P, Type.I  # noqa: E741 - the names of the types
+
+_SAME = (R, I)
+_MOST = 256
+"""Readings that are tried one by one; with more operands all of them get the same type."""
+
+Pattern = tuple[tuple[bool, ...], tuple[bool, ...]]
+"""Which operands, and which gradients of results, are the same on every rank."""
+
+Values = Sequence[Sequence[Tensor]]
+"""For each rank, its tensors."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A type for every operand and every result."""
+
+    src: tuple[Type, ...]
+    dst: tuple[Type, ...]
+
+    @property
+    def pattern(self) -> Pattern:
+        """What has to be the same on every rank to be admissible."""
+        return tuple(t in _SAME for t in self.src), tuple(t.dual in _SAME for t in self.dst)
+
+    def __str__(self) -> str:
+        return f"{_joined(self.src)} -> {_joined(self.dst)}"
+
+    def implies(self, other: Reading) -> bool:
+        """Whether the other one holds wherever this one does, as it admits less or asks for less."""
+        return all(
+            a is b or (a, b) in _STRONGER_SRC for a, b in zip(self.src, other.src, strict=True)
+        ) and all(a is b or (a, b) in _STRONGER_DST for a, b in zip(self.dst, other.dst, strict=True))
+
+
+_STRONGER_SRC = {(P, V), (P, R), (V, R)}
+"""An operand of P asks for a gradient that is the same on every rank; one of R may be the same on every rank only."""
+_STRONGER_DST = {(R, V), (R, P), (V, P)}
+"""A result of R is the same on every rank; one of P only meets gradients that are."""
+
+
+def _joined(types: tuple[Type, ...]) -> str:
+    return str(types[0]) if len(set(types)) == 1 else ", ".join(map(str, types))
+
+
+def all_readings(
+    operands: Sequence[Sequence[int] | None], results: Sequence[Sequence[int] | None]
+) -> list[Reading]:
+    """Every reading of a map.
+
+    Args:
+        operands: the shape of each operand, or None where the ranks' differ, so that no value is the same on all.
+        results: that of each result.
+    """
+    src = [(V, R, P, I) if shape is not None else (V,) for shape in operands]
+    dst = [(V, R, P, I) if shape is not None else (V,) for shape in results]
+    if 4 ** (len(src) + len(dst)) <= _MOST:
+        return [Reading(s, d) for s in itertools.product(*src) for d in itertools.product(*dst)]
+    return [
+        Reading(tuple(s if s in t else V for t in src), tuple(d if d in t else V for t in dst))
+        for s in (V, R, P, I)
+        for d in (V, R, P, I)
+    ]
+
+
+def strongest(readings: Iterable[Reading]) -> list[Reading]:
+    """Those that follow from no other."""
+    readings = list(dict.fromkeys(readings))
+    return [r for r in readings if not any(other != r and other.implies(r) for other in readings)]
+
+
+def paired(kinds: Sequence[Type], a: Values, b: Values) -> tuple[float, float]:
+    """<a, b> of tensors of these types over all ranks, and the size of its terms."""
+    total = size = 0.0
+    for rank, (row, other) in enumerate(zip(a, b, strict=True)):
+        for kind, x, y in zip(kinds, row, other, strict=True):
+            if kind is I and rank > 0:
+                continue
+            products = _real(x) * _real(y)
+            total += float(products.sum())
+            size += float(products.abs().sum())
+    return total, size
+
+
+def agree(values: Values, index: int, tolerance: float) -> bool:
+    """Whether a tensor is the same on every rank."""
+    first = values[0][index]
+    return all(distance(row[index], first) <= tolerance for row in values[1:])
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """How far two tensors are from each other, relative to their size; infinite where shapes differ or NaN comes."""
+    if a.shape != b.shape:
+        return float("inf")
+    if not a.numel():
+        return 0.0
+    a, b = _real(a), _real(b)
+    found = float((a - b).abs().max() / max(1e-300, float(torch.maximum(a.abs(), b.abs()).max())))
+    return found if found == found else float("inf")
+
+
+def law_error(
+    reading: Reading, answers: Mapping[Pattern, Sequence[Sequence[Answer]]], tolerance: float
+) -> float:
+    """How far backward is from the adjoint under a reading; infinite where values do not have its types.
+
+    Args:
+        reading: the types.
+        answers: for each pattern, for each probe, each rank's answer.
+        tolerance: up to which values on different ranks count as the same.
+    """
+    worst = 0.0
+    for ranks in answers[reading.pattern]:
+        results, grads = [a.results for a in ranks], [a.gradients for a in ranks]
+        for index, kind in enumerate(reading.dst):
+            if kind in _SAME and not agree(results, index, tolerance):
+                return float("inf")
+        for index, kind in enumerate(reading.src):
+            if kind.dual in _SAME and not agree(grads, index, tolerance):
+                return float("inf")
+        left, left_size = paired(reading.dst, results, [a.cotangents for a in ranks])
+        right, right_size = paired(reading.src, [a.operands for a in ranks], grads)
+        error = abs(left - right) / max(1e-300, left_size, right_size)
+        worst = max(worst, error if error == error else float("inf"))
+    return worst
+
+
+def _real(x: Tensor) -> Tensor:
+    return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).double()

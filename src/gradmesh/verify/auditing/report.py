@@ -1,0 +1,159 @@
+"""What an audit returns: findings, readings, and what could not be asked."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradmesh.verify.auditing.kinds import KINDS, SEVERITIES
+
+__all__ = ["Audit", "Finding"]
+
+_WIDTH = 112
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong with the function.
+
+    Attributes:
+        kind: a name in `KINDS`.
+        text: what was seen.
+        ranks: the ranks that it was seen on; empty where that cannot be told.
+        line: "file:line" of the code that does it, where that can be told.
+    """
+
+    kind: str
+    text: str
+    ranks: tuple[int, ...] = ()
+    line: str | None = None
+
+    @property
+    def severity(self) -> str:
+        """How bad it is: "error", "warning" or "note"."""
+        return KINDS[self.kind].severity
+
+    @property
+    def remedy(self) -> str:
+        """What to change."""
+        return KINDS[self.kind].remedy
+
+    def as_json(self) -> dict[str, Any]:
+        """The finding as values that JSON has."""
+        return {
+            "kind": self.kind,
+            "severity": self.severity,
+            "text": self.text,
+            "ranks": list(self.ranks),
+            "line": self.line,
+        }
+
+    def __str__(self) -> str:
+        on = (
+            ""
+            if not self.ranks
+            else f" on rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
+        )
+        lines = [f"{self.severity:<8} {self.kind}{on}", *_wrapped(self.text)]
+        if self.line:
+            lines.append(f"         at {self.line}")
+        return "\n".join([*lines, *_wrapped(f"remedy: {self.remedy}")])
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What an audit found.
+
+    Attributes:
+        name: the function that was audited.
+        world_size: on how many ranks.
+        backend: on which backend.
+        arrows: the strongest typed readings under which backward is the adjoint, such as "V -> R". Readings that
+            follow from them are left out; `holds` knows these too.
+        findings: what is wrong, from the worst down; empty where nothing is.
+        linear: whether the function is linear in its operands. Where it is not, its derivative was audited, which is
+            taken from finite differences.
+        left_out: kinds that could not be asked for, each with the reason.
+        seconds: how long it took.
+        readings: every typed reading that holds.
+    """
+
+    name: str
+    world_size: int
+    backend: str
+    arrows: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    linear: bool = True
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    readings: frozenset[str] = frozenset()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds that were found, each once, from the worst down."""
+        return tuple(dict.fromkeys(finding.kind for finding in self.findings))
+
+    def holds(self, arrow: str) -> bool:
+        """Whether backward is the adjoint under a reading, also one that follows from a stronger one.
+
+        Args:
+            arrow: such as "V -> R", or "V, I -> R" where operands differ in type.
+        """
+        return arrow in self.readings
+
+    def as_json(self) -> dict[str, Any]:
+        """The audit as values that JSON has."""
+        return {
+            "name": self.name,
+            "world_size": self.world_size,
+            "backend": self.backend,
+            "ok": self.ok,
+            "linear": self.linear,
+            "arrows": list(self.arrows),
+            "findings": [finding.as_json() for finding in self.findings],
+            "left_out": dict(self.left_out),
+            "seconds": round(self.seconds, 3),
+        }
+
+    def json(self) -> str:
+        """The audit as one line of JSON."""
+        return json.dumps(self.as_json())
+
+    def __str__(self) -> str:
+        count = len(self.findings)
+        head = f"{self.name}: {'no finding' if self.ok else f'{count} finding' + 's' * (count > 1)}"
+        lines = [f"{head} ({self.world_size} ranks, {self.backend}, {self.seconds:.1f} s)"]
+        if self.arrows:
+            lines.append(f"  backward is the adjoint as {'; '.join(self.arrows)}")
+        if not self.linear:
+            lines.append("  not linear: its derivative was audited, by finite differences")
+        lines += [textwrap.indent(str(finding), "  ") for finding in self.findings]
+        for kind, reason in self.left_out.items():
+            lines += textwrap.wrap(
+                f"left out: {kind}, {reason}", _WIDTH, initial_indent="  ", subsequent_indent="    "
+            )
+        return "\n".join(lines)
+
+
+def sorted_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The findings from the worst down, each once."""
+    order = list(KINDS)
+    unique = dict.fromkeys(findings)
+    return tuple(sorted(unique, key=lambda f: (SEVERITIES.index(f.severity), order.index(f.kind))))
+
+
+def _wrapped(text: str) -> list[str]:
+    pad = " " * 9
+    return [
+        line
+        for part in text.splitlines()
+        for line in textwrap.wrap(part, _WIDTH, initial_indent=pad, subsequent_indent=pad)
+    ]

@@ -1,0 +1,246 @@
+"""A rank's side of an audit: what `build` returned, kept from one question to the next, and how it is called."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from gradmesh.errors import AbortedError, ArgumentError, DeadlockError, MismatchError, OrderError, message
+from gradmesh.order import Order, ordered
+
+__all__ = [
+    "Described",
+    "Subject",
+    "Trouble",
+    "call_differentiably",
+    "held",
+    "hold",
+    "line_of",
+    "of_error",
+    "own_node",
+]
+
+_WAITED = (DeadlockError, AbortedError, MismatchError)
+
+_LIBRARIES = (
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep,
+    threading.__file__,
+    "<frozen",
+)
+
+_of_this_rank = threading.local()
+"""`.subject`: a rank is a thread or the main thread of a process, which lives from one question to the next."""
+
+
+@dataclass
+class Subject:
+    """A function under audit, on one rank.
+
+    Attributes:
+        fn: the function.
+        inputs: its arguments, as `build` returned them.
+        operands: which of them are differentiated.
+        rank: this rank among those that take part.
+        change: what to run backward in to see whether state of the program changes the gradient.
+        dtype: what operands are drawn in; complex ones in the complex dtype of that width.
+        ordered: whether the function has to be called inside `gradmesh.ordered()`.
+        kept: what one question leaves for the next.
+    """
+
+    fn: Callable[..., Any]
+    inputs: tuple[Any, ...]
+    operands: tuple[int, ...]
+    rank: int
+    change: Callable[[], contextlib.AbstractContextManager[object]] | None = None
+    dtype: torch.dtype = torch.float64
+    ordered: bool = False
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    def operand_dtype(self, index: int, complex_too: bool = False) -> torch.dtype:
+        """What an operand is drawn in."""
+        wide = self.inputs[self.operands[index]].is_complex() or complex_too
+        return self.dtype.to_complex() if wide else self.dtype
+
+    def shape(self, index: int) -> torch.Size:
+        """The shape of an operand."""
+        size: torch.Size = self.inputs[self.operands[index]].shape
+        return size
+
+    def call(self, operands: Sequence[Tensor]) -> list[Tensor]:
+        """The results of the function that can have a gradient, given its operands."""
+        arguments = list(self.inputs)
+        for index, x in zip(self.operands, operands, strict=True):
+            arguments[index] = x
+        out = self.fn(*arguments)
+        parts = [out] if isinstance(out, Tensor) else list(out)
+        return [y for y in parts if isinstance(y, Tensor) and (y.is_floating_point() or y.is_complex())]
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a rank tells of the function: enough to plan the questions.
+
+    Attributes:
+        name: that of the function.
+        line: where it begins.
+        values: the operands that `build` returned.
+        can_change: whether `build` returned something to run backward in.
+    """
+
+    name: str
+    line: str | None
+    values: list[Tensor]
+    can_change: bool
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """An exception on one rank.
+
+    Attributes:
+        stage: what the rank was doing.
+        kind: the name of the exception's class.
+        text: its text.
+        line: the innermost line outside of torch and gradmesh.
+        waited: whether it only says that other ranks did not come or failed.
+        order: whether it asks for `gradmesh.ordered()`.
+    """
+
+    stage: str
+    kind: str
+    text: str
+    line: str | None
+    waited: bool
+    order: bool = False
+
+    @property
+    def first(self) -> str:
+        """The exception's name and the first line of its text."""
+        return f"{self.kind}: {self.text.splitlines()[0]}" if self.text else self.kind
+
+
+def hold(build: Callable[..., Any], options: dict[str, Any], rank: int) -> Described:
+    """Call `build` on this rank, and keep what it returns.
+
+    Raises:
+        ArgumentError: it does not return a function and its inputs.
+    """
+    made = build(**options)
+    if not (isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0])):
+        raise _unusable("build() has to return a function and its inputs", repr(made)[:200])
+    fn, inputs = made[0], made[1]
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    floating = [
+        i for i, x in enumerate(inputs) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+    ]
+    asked = [i for i in floating if inputs[i].requires_grad]
+    if not floating:
+        raise _unusable(
+            "there is no operand to differentiate", f"inputs {[type(x).__name__ for x in inputs]}"
+        )
+    _of_this_rank.subject = subject = Subject(
+        fn, inputs, tuple(asked or floating), rank, made[2] if len(made) == 3 else None
+    )
+    of = getattr(fn, "__self__", None)
+    named = of if inspect.isclass(of) else fn
+    name = getattr(named, "__qualname__", type(fn).__qualname__).rpartition("<locals>.")[2]
+    values = [inputs[i].detach().clone() for i in subject.operands]
+    return Described(name, line_of(fn), values, subject.change is not None)
+
+
+def held() -> Subject:
+    """The function of this rank."""
+    subject: Subject = _of_this_rank.subject
+    return subject
+
+
+@contextlib.contextmanager
+def call_differentiably(subject: Subject) -> Iterator[Callable[..., list[Tensor | None]]]:
+    """What a call and its backward run in, and how gradients are asked for there.
+
+    Inside, the gradients of results with respect to operands are those of `backward(results, operands, gradients)`;
+    results that do not require grad are left out, and None stands for no gradient.
+    """
+    if not subject.ordered:
+        yield lambda *args, **options: _gradients(None, *args, **options)
+        return
+    with ordered() as order:
+        yield lambda *args, **options: _gradients(order, *args, **options)
+
+
+def _gradients(
+    order: Order | None,
+    results: Sequence[Tensor],
+    operands: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    **options: bool,
+) -> list[Tensor | None]:
+    pairs = [(y, g) for y, g in zip(results, gradients, strict=True) if y.requires_grad]
+    ys, gs = [y for y, _ in pairs], [g for _, g in pairs]
+    if order is not None:
+        return list(order.grad(ys or None, operands, gs or None, allow_unused=True, **options))
+    if not pairs:
+        return [None] * len(operands)
+    return list(torch.autograd.grad(ys, operands, gs, allow_unused=True, **options))
+
+
+def of_error(stage: str, error: BaseException) -> Trouble:
+    """An exception that was caught on this rank."""
+    order = isinstance(error, OrderError) or "gradmesh.ordered()" in str(error)
+    places = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(_LIBRARIES)
+    ]
+    text = str(error)
+    waited = isinstance(error, _WAITED) or any(kind.__name__ in text for kind in _WAITED)
+    return Trouble(stage, type(error).__name__, text, places[-1] if places else None, waited, order)
+
+
+def line_of(code: Any) -> str | None:
+    """Where a function, or the call of an object, begins."""
+    of = getattr(code, "__self__", None)
+    by_class = getattr(of if inspect.isclass(of) else type(code), "forward", None)
+    for candidate in (by_class, code, getattr(code, "func", None)):
+        with contextlib.suppress(TypeError, OSError):
+            plain = inspect.unwrap(candidate)  # type: ignore[arg-type]
+            return f"{inspect.getsourcefile(plain)}:{inspect.getsourcelines(plain)[1]}"
+    return None
+
+
+def own_node(node: Any) -> str | None:
+    """Where the backward of a node begins, if it is that of an autograd Function written in Python."""
+    if not isinstance(node, BackwardCFunction):
+        return None
+    name = type(node).__name__.removesuffix("Backward")
+    found = [cls for cls in _functions(torch.autograd.Function) if cls.__name__ == name]
+    return line_of(found[-1].backward) if found else None
+
+
+def _functions(above: Any) -> Iterator[Any]:
+    for cls in above.__subclasses__():
+        yield cls
+        yield from _functions(cls)
+
+
+def _unusable(problem: str, got: str) -> ArgumentError:
+    return ArgumentError(
+        message(
+            problem,
+            op="verify.audit",
+            expected="(fn, inputs), inputs a tensor or a tuple with a floating-point or complex tensor in it",
+            got=got,
+            remedy="see gradmesh.verify.audit for what build returns",
+        )
+    )
