@@ -2,6 +2,7 @@
 
 * `wrong_adjoint`, `wrong_memory`, `wrong_modes`, `wrong_ranks`: hand-written collectives, one fault each.
 * `wrong_contrastive`, `wrong_tensor_parallel`, `wrong_sequence`, `wrong_graph`: programs with a loss.
+* `wrong_pains`: order, recomputation, mismatches, and what torch itself gets wrong.
 * `wrong_training`: programs whose losses are consistent and not those of one process.
 * `right_verbs`, `right_compat`, `right_models`, `right_training`: where nothing may be found.
 
@@ -18,6 +19,7 @@ from tests.zoo import (
     wrong_graph,
     wrong_memory,
     wrong_modes,
+    wrong_pains,
     wrong_ranks,
     wrong_sequence,
     wrong_tensor_parallel,
@@ -38,6 +40,7 @@ __all__ = [
     "wrong_graph",
     "wrong_memory",
     "wrong_modes",
+    "wrong_pains",
     "wrong_ranks",
     "wrong_sequence",
     "wrong_tensor_parallel",

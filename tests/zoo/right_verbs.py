@@ -23,8 +23,8 @@ def verb_all_gather_invariant() -> Any:
 
 
 @right("audit", "gm.all_gather of parts of any sizes")
-def verb_all_gather_of_uneven_parts() -> Any:
-    return lambda x: gm.all_gather(x, sizes="auto"), (operand(2 + rank(), 2),)
+def verb_all_gather_of_uneven_parts(parts: list[int] | None = None) -> Any:
+    return lambda x: gm.all_gather(x, sizes="auto"), (operand(parts[rank()] if parts else 2 + rank(), 2),)
 
 
 @right("audit", "gm.reduce_scatter")

@@ -21,7 +21,8 @@ class Outcome:
     Attributes:
         name: the program's.
         reported: the kinds of an audit, the worst first; else the hypothesis of the diagnosis, or, where none fits and
-            the losses or parameters of one process came out different, that; empty where nothing was found.
+            the losses or parameters of one process came out different, that; "raises" where the program raised; empty
+            where nothing was found.
         text: the report.
         seconds: what the check took.
     """
@@ -49,7 +50,9 @@ def run(program: Program) -> Outcome:
         warnings.simplefilter("ignore")
         try:
             reported, text = _audited(program) if program.check == "audit" else _checked(program)
-        except Exception:  # a check that raises is a report that is wrong
+        except gm.GradmeshError as error:
+            reported, text = ("raises",), str(error)
+        except Exception:  # a check that fails by itself is a report that is wrong
             reported, text = ("the check raises",), traceback.format_exc()
     return Outcome(program.name, reported, text, time.perf_counter() - begun)
 
@@ -64,12 +67,11 @@ def _checked(program: Program) -> tuple[tuple[str, ...], str]:
     report: gm.verify.GradcheckReport | gm.verify.SingleReport
     if program.check == "gradcheck":
         report = gm.verify.gradcheck(*program.build(), **options)
-        first = ""
     else:
         report = gm.verify.same_as_single(**program.build(), **options)
-        first = "" if report.ok else f"{report.first[0].kind} differs"
     if report.ok:
         return (), str(report)
-    found = report.diagnosis
-    fits = found is not None and found.hypothesis != "none fits"
-    return (found.hypothesis if fits and found is not None else first or "none fits",), str(report)
+    said = "no diagnosis" if report.diagnosis is None else report.diagnosis.hypothesis
+    if isinstance(report, gm.verify.SingleReport) and said in ("no diagnosis", "none fits"):
+        said = f"{report.first[0].kind} differs"
+    return (said,), str(report)

@@ -22,7 +22,7 @@ LOCAL = ("forward-mode-missing",)
 
 
 @wrong("audit", "empty-part", "a reshape with -1, which no part without rows has", also=COLLECTIVE)
-def exchange_that_reshapes_to_minus_one() -> Any:
+def exchange_that_reshapes_to_minus_one(parts: list[int] | None = None) -> Any:
     class Gather(Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -32,11 +32,11 @@ def exchange_that_reshapes_to_minus_one() -> Any:
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             return reduce_scattered(grad)
 
-    return Gather.apply, (operand(3, 2),)
+    return Gather.apply, (operand(parts[rank()] if parts else 3, 2),)
 
 
 @wrong("audit", "empty-part", "a rank without tokens returns early and leaves the others in the collective", also=COLLECTIVE)
-def gather_that_an_empty_rank_leaves() -> Any:
+def gather_that_an_empty_rank_leaves(parts: list[int] | None = None) -> Any:
     class Gather(Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -50,11 +50,11 @@ def gather_that_an_empty_rank_leaves() -> Any:
                 return grad.clone()
             return reduce_scattered(grad)
 
-    return Gather.apply, (operand(3, 2),)
+    return Gather.apply, (operand(parts[rank()] if parts else 3, 2),)
 
 
 @wrong("audit", "uneven-parts", "graph-parallel gathers that recompute the sizes as ceil(n / W) in backward", also=LOCAL)
-def gather_that_takes_its_part_for_the_ceil_split() -> Any:
+def gather_that_takes_its_part_for_the_ceil_split(parts: list[int] | None = None) -> Any:
     class Gather(Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -74,11 +74,11 @@ def gather_that_takes_its_part_for_the_ceil_split() -> Any:
             rows = min(ctx.rows, len(mine))
             return torch.cat([mine[:rows], back[rows:]])
 
-    return Gather.apply, (operand(3, 2),)
+    return Gather.apply, (operand(parts[rank()] if parts else 3, 2),)
 
 
 @wrong("audit", "uneven-parts", "receive buffers of the own size, although the ranks' sizes differ", also=COLLECTIVE)
-def gather_with_buffers_of_its_own_size() -> Any:
+def gather_with_buffers_of_its_own_size(parts: list[int] | None = None) -> Any:
     class Gather(Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def gather_with_buffers_of_its_own_size() -> Any:
             whole = summed(grad)
             return whole.chunk(world())[rank()][: ctx.rows].clone()
 
-    return Gather.apply, (operand(3, 2),)
+    return Gather.apply, (operand(parts[rank()] if parts else 3, 2),)
 
 
 @wrong("audit", "unused-output", "a collective in backward, which only ranks that use the result run", also=(
@@ -203,7 +203,7 @@ def barrier_on_one_rank() -> Any:
     return fn, (operand(3, 2),)
 
 
-@wrong("audit", "aborts", "what a native library does when sizes differ: the process ends")
+@wrong("audit", "aborts", "what a native library does when sizes differ: the process ends", backend="shm")
 def process_that_ends_in_backward() -> Any:
     class Sum(Function):
         @staticmethod
