@@ -9,8 +9,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from gradmesh.errors import ArgumentError, GradcheckError, message
+from gradmesh.errors import ArgumentError, GradcheckError, RankError, message
 from gradmesh.launch import Ranks
+from gradmesh.verify.gradients.diagnosis import diagnosed
+from gradmesh.verify.gradients.findings import NONE_FITS, Diagnosis
 from gradmesh.verify.gradients.judge import entries
 from gradmesh.verify.gradients.measure import Measured, Options, exchanged, measure
 from gradmesh.verify.gradients.program import Objective
@@ -131,13 +133,36 @@ def _on_ranks(
 ) -> GradcheckReport:
     """Measure on every rank, compare, and look for the reason if something is wrong."""
     found: list[Measured] = run(measure, fn, inputs, options)
-    _ = diagnose
     for rank in found:
         if rank.problem is not None:
             raise rank.problem
-    return GradcheckReport(
-        len(found), options.objective, [rank.loss for rank in found], entries(found, options)
-    )
+    every = entries(found, options)
+    report = GradcheckReport(len(found), options.objective, [rank.loss for rank in found], every)
+    if not report.ok and diagnose:
+        report.diagnosis = _reason(report, run, fn, inputs, options)
+    return report
+
+
+def _reason(
+    report: GradcheckReport,
+    run: Callable[..., list[Any]],
+    fn: Callable[..., Tensor],
+    inputs: Callable[[int], object],
+    options: Options,
+) -> Diagnosis:
+    modes = {entry.mode for entry in report.failed}
+    if "same on every rank" in modes:
+        return Diagnosis(
+            "loss not replicated",
+            "the objective counts one loss, and the ranks have several; pass objective='sum', or all_reduce the loss",
+        )
+    if "gradient" not in modes:
+        what = " and ".join(sorted(modes))
+        return Diagnosis(NONE_FITS, f"the gradients are right; only the {what} are not")
+    try:
+        return diagnosed(run, fn, inputs, options)
+    except RankError as error:
+        return Diagnosis(NONE_FITS, f"looking for the reason failed: {str(error).splitlines()[0]}")
 
 
 def _refuse_wrong(options: Options, inputs: Inputs, world_size: int | None) -> None:

@@ -14,19 +14,17 @@ class Suspect:
     """A collective that may be at fault.
 
     Attributes:
-        call: what it is.
-        site: the line that calls it, as text.
+        call: what it is, and the line that calls it.
         why: what was tried on it, and came out.
         mends: whether changing it alone was tried and makes every gradient right.
     """
 
     call: str
-    site: str
     why: str
     mends: bool = False
 
     def __str__(self) -> str:
-        return f"{self.call} {self.site}: {self.why}"
+        return f"{self.call}: {self.why}"
 
 
 @dataclass

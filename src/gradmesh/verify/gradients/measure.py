@@ -34,6 +34,8 @@ class Options:
     in_order: bool = False
     atol: float = 1e-8
     rtol: float = 1e-6
+    split: bool = False
+    """Whether a replicated leaf is moved on one rank after another, to tell whose gradient of it is wrong."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,8 @@ def planned(everyones: list[list[Kept]], options: Options) -> list[Move]:
     moves: dict[tuple[str, int | None], Move] = {}
     for rank, leaves in enumerate(everyones):
         for kept in leaves:
-            owner = rank if kept.type in (Type.V, Type.P) else None
+            alone = kept.type in (Type.V, Type.P) or (options.split and kept.type is Type.R)
+            owner = rank if alone else None
             size = torch.Size(kept.shape).numel() * (2 if kept.dtype.is_complex else 1)
             full = options.full or size <= options.directions
             count = size if full else options.directions

@@ -70,10 +70,20 @@ class Program:
         """What this rank holds of the objective."""
         return self._counted(self.loss(offsets))
 
-    def gradients(self, offsets: Mapping[str, Tensor] | None = None) -> dict[str, Tensor | None]:
-        """What backward leaves at this rank's leaves."""
+    def gradients(
+        self, offsets: Mapping[str, Tensor] | None = None, keep: Callable[[], None] | None = None
+    ) -> dict[str, Tensor | None]:
+        """What backward leaves at this rank's leaves.
+
+        Args:
+            offsets: what leaves are moved by.
+            keep: called after the backward, while there still is its graph.
+        """
         with self._called(offsets) as (loss, order):
-            loss.backward() if order is None else order.backward(loss)
+            retain = keep is not None
+            loss.backward(retain_graph=retain) if order is None else order.backward(loss, retain_graph=retain)
+            if keep is not None:
+                keep()
         return {name: leaf.grad for name, leaf in self.inputs.leaves.items()}
 
     def contracted(self, offsets: Mapping[str, Tensor] | None = None) -> Part:

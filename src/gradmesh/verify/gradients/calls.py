@@ -1,0 +1,230 @@
+"""Which collectives a run makes, by the lines that call them, and the nodes of the graph that autograd Functions leave.
+
+The interpreter's profile function sees each call of torch.distributed, of gradmesh's verbs, and of `Function.apply` on
+the thread that runs it, however the names were imported and whatever the backend is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradmesh import collectives
+from gradmesh._torch import in_backward
+from gradmesh.call_sites import Site, call_site, show_site
+
+__all__ = ["Called", "Change", "Node", "Recorder"]
+
+_RAW = (
+    "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "broadcast", "gather",
+    "batch_isend_irecv", "irecv", "isend", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
+    "send",
+)  # fmt: skip
+
+
+def _codes() -> dict[CodeType, str]:
+    found = {}
+    for name in _RAW:
+        function = inspect.unwrap(getattr(dist, name))
+        found[function.__code__] = f"torch.distributed.{name}"
+    for name in collectives.__all__:
+        function = inspect.unwrap(getattr(collectives, name))
+        if inspect.isfunction(function):
+            found[function.__code__] = f"gradmesh.{name}"
+    return found
+
+
+_CODES = _codes()
+_APPLY = inspect.unwrap(torch.autograd.Function.apply.__func__).__code__  # type: ignore[attr-defined]
+
+
+@dataclass
+class Called:
+    """One collective that was called by name.
+
+    Attributes:
+        op: the name.
+        site: the line.
+        inside: the number of the Function in whose forward or backward it ran; None: in none.
+        backward: whether it ran in a backward pass.
+        handed_grad: whether it was handed a tensor with a history.
+        tensors: what it was handed, by the names of its parameters, where it is in no Function.
+    """
+
+    op: str
+    site: Site
+    inside: int | None
+    backward: bool
+    handed_grad: bool
+    tensors: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Node:
+    """One application of an autograd Function that is in the graph.
+
+    Attributes:
+        number: its place among those of the run.
+        name: the Function's.
+        site: the line that applies it.
+        node: the node of the graph.
+        ours: whether it is gradmesh's own.
+        collective: whether collectives ran in its forward or backward.
+    """
+
+    number: int
+    name: str
+    site: Site
+    node: Any
+    ours: bool
+    collective: bool = False
+
+    @property
+    def text(self) -> str:
+        """What it is and where, as text that is the same on every rank."""
+        return f"{self.name} {show_site(self.site)}"
+
+
+class Change:
+    """What a run is to do otherwise, to see what becomes of the gradients."""
+
+    def node(self, node: Node) -> None:
+        """A Function was applied, and is in the graph."""
+
+    def returned(self, called: Called) -> None:
+        """A collective of torch.distributed that is in no Function has returned."""
+
+
+class Recorder:
+    """Notes what happens on this thread while it is `listening`.
+
+    Args:
+        change: what is done beside.
+    """
+
+    def __init__(self, change: Change | None = None) -> None:
+        self._change = change
+        self.called: list[Called] = []
+        self.nodes: list[Node] = []
+        self.ran: list[int] = []
+        self._open: list[tuple[FrameType, str]] = []
+        self._applying: list[FrameType] = []
+        self._pending: dict[int, list[Called]] = {}
+        self._in_node: int | None = None
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[Recorder]:
+        """Listen, instead of who listened before."""
+        before = sys.getprofile()
+        sys.setprofile(self._event)
+        try:
+            yield self
+        finally:
+            sys.setprofile(before)
+
+    def _event(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event not in ("call", "return"):
+            return
+        code = frame.f_code
+        if code is _APPLY:
+            self._apply(frame, event, arg)
+            return
+        op = _CODES.get(code)
+        if op is None:
+            return
+        if event == "return":
+            if self._open and self._open[-1][0] is frame:
+                self._open.pop()
+                self._returned()
+            return
+        self._open.append((frame, op))
+        if len(self._open) == 1:
+            self._call(op, frame)
+
+    @property
+    def raw(self) -> list[Called]:
+        """The forward calls of torch.distributed that are in no Function."""
+        return [
+            called
+            for called in self.called
+            if called.inside is None and not called.backward and called.op.startswith("torch.")
+        ]
+
+    def _returned(self) -> None:
+        if self._open or self._change is None or not self.called or self.called[-1] not in self.raw:
+            return
+        sys.setprofile(None)
+        try:
+            self._change.returned(self.called[-1])
+        finally:
+            sys.setprofile(self._event)
+
+    def _call(self, op: str, frame: FrameType) -> None:
+        backward = in_backward()
+        handed = {name: x for name, x in frame.f_locals.items() if _tensors(x)}
+        with_grad = any(x.requires_grad for value in handed.values() for x in _tensors(value))
+        inside = self._in_node if backward else None
+        called = Called(op, call_site(), inside, backward, with_grad and not self._applying)
+        if not self._applying and not backward:
+            called.tensors = handed
+        if self._applying and not backward:
+            self._pending.setdefault(id(self._applying[-1]), []).append(called)
+        self.called.append(called)
+        if backward and inside is not None:
+            self.nodes[inside].collective = True
+
+    def _apply(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event == "call":
+            self._applying.append(frame)
+            return
+        if not self._applying or self._applying[-1] is not frame:
+            return
+        self._applying.pop()
+        inner = self._pending.pop(id(frame), [])
+        nodes = {x.grad_fn for x in _tensors(arg) if x.grad_fn is not None}
+        cls = frame.f_locals.get("cls")
+        if len(nodes) != 1 or in_backward() or cls is None:
+            return
+        if self._applying and not inner:  # inside another Function's forward, where nothing is recorded
+            return
+        self._node(nodes.pop(), cls, inner)
+
+    def _node(self, node: Any, cls: type, inner: list[Called]) -> None:
+        number = len(self.nodes)
+        ours = cls.__module__.startswith("gradmesh.")
+        name = cls.__name__
+        op = getattr(node, "op", None)
+        if ours and op is not None:
+            name = f"gradmesh.{op.called}"
+        made = Node(number, name, call_site(), node, ours, bool(inner) or ours)
+        self.nodes.append(made)
+        for called in inner:
+            called.inside = number
+        node.register_prehook(lambda grads: self._entered(number, grads))
+        if self._change is not None:
+            self._change.node(made)
+        node.register_hook(lambda *_: self._left())
+
+    def _entered(self, number: int, _: object) -> None:
+        self._in_node = number
+        self.ran.append(number)
+
+    def _left(self) -> None:
+        self._in_node = None
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, list | tuple):
+        return [each for each in x if isinstance(each, Tensor)]
+    return []
