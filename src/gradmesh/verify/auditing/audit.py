@@ -9,14 +9,33 @@ from typing import Any
 from gradmesh.errors import ArgumentError, RankError, message
 from gradmesh.verify.auditing.case import Case, Refused
 from gradmesh.verify.auditing.checks.adjoint import adjoint
+from gradmesh.verify.auditing.checks.memory import saved_buffers, uninitialised
+from gradmesh.verify.auditing.checks.modes import complex_operands, forward_mode, vmap
 from gradmesh.verify.auditing.checks.opening import open_case
+from gradmesh.verify.auditing.checks.parts import parts
+from gradmesh.verify.auditing.checks.ranks import own_rank, unused_output
+from gradmesh.verify.auditing.checks.second import KINDS_OF, second_order
+from gradmesh.verify.auditing.checks.state import global_convention
+from gradmesh.verify.auditing.checks.strides import strides
 from gradmesh.verify.auditing.kinds import KINDS
 from gradmesh.verify.auditing.pool import Lost, Pool, accepted
 from gradmesh.verify.auditing.report import Audit, Finding, sorted_findings
 
 __all__ = ["audit"]
 
-CHECKS: tuple[tuple[tuple[str, ...], Callable[[Case], Iterator[Finding]]], ...] = ()
+CHECKS: tuple[tuple[tuple[str, ...], Callable[[Case], Iterator[Finding]]], ...] = (
+    (("strided-operand", "strided-gradient"), strides),
+    (("gradient-uninitialised",), uninitialised),
+    (("saved-buffer-overwritten",), saved_buffers),
+    (KINDS_OF, second_order),
+    (("forward-mode-wrong", "forward-mode-missing"), forward_mode),
+    (("vmap-wrong",), vmap),
+    (("complex-wrong",), complex_operands),
+    (("global-convention",), global_convention),
+    (("uneven-parts", "empty-part"), parts),
+    (("own-rank-assumed",), own_rank),
+    (("unused-output",), unused_output),
+)
 """What is looked at after the first order, in this order, and the kinds that each check finds."""
 
 

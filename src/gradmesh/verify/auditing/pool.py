@@ -75,6 +75,7 @@ class Pool:
         self.outside = outside
         self.settings: dict[str, Any] = {}
         self._build = build
+        self._timeout = timeout
         self._options = dict(options)
         self._holds = False
         self._ranks = Ranks(world_size + outside, backend=backend, timeout=timeout, prefix=False)
@@ -114,6 +115,25 @@ class Pool:
         if _apart(answers):
             self._renew()
         return answers
+
+    @contextlib.contextmanager
+    def built_with(self, **options: Any) -> Iterator[None]:
+        """Have the ranks hold what `build` makes with these keywords, for a while."""
+        before, self._options, self._holds = self._options, {**self._options, **options}, False
+        try:
+            yield
+        finally:
+            self._options, self._holds = before, False
+
+    def takes(self, name: str) -> bool:
+        """Whether `build` takes a keyword."""
+        return accepted(self._build, name)
+
+    def larger(self, outside: int) -> Pool:
+        """Ranks for the same function, behind others that take no part."""
+        pool = Pool(self._build, self.size, self._ranks.backend, self._timeout, self._options, outside)
+        pool.settings = dict(self.settings)
+        return pool
 
     def configure(self, **settings: Any) -> None:
         """Change what the function is held with, on these ranks and those that replace them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,8 +12,23 @@ from torch import Tensor
 from gradmesh.verify.auditing.operands import draw
 from gradmesh.verify.auditing.subject import Subject, Trouble, call_differentiably, held, of_error, own_node
 
-__all__ = ["Answer", "Point", "Probe", "attempt", "configure", "drawn", "filled", "first_order", "tangents"]
+__all__ = [
+    "Answer",
+    "Point",
+    "Probe",
+    "attempt",
+    "configure",
+    "cotangents",
+    "drawn",
+    "filled",
+    "first_order",
+    "leaves_of",
+    "mapped",
+    "tangents",
+]
 
+_NOBODY = 100_000
+"""Owns the values that a rank draws in place of its own."""
 _COTANGENTS = 1000
 """What is added to the number of an operand to draw the gradient of a result."""
 
@@ -48,6 +63,8 @@ class Probe:
         turn: how many ranks further the rank is whose operands this one draws, of `ranks` in a ring.
         turn_out: the same for the gradients of results.
         ranks: how many ranks take part, where something is turned.
+        other: a rank that draws other operands than it would, or -1.
+        other_out: the same for the gradients of results.
         point: where a function that is not linear is differentiated.
     """
 
@@ -59,6 +76,8 @@ class Probe:
     turn: int = 0
     turn_out: int = 0
     ranks: int = 1
+    other: int = -1
+    other_out: int = -1
     point: Point = field(default_factory=Point)
 
 
@@ -103,7 +122,7 @@ def attempt(probes: Sequence[Probe], ask: Callable[[Subject, Probe], Answer]) ->
         try:
             answer = ask(subject, probe)
         except Exception as error:
-            answer.trouble = of_error(getattr(error, "_stage", "forward"), error)
+            answer.trouble = of_error(error)
         answers.append(answer)
         if answer.trouble is not None:
             break
@@ -117,7 +136,7 @@ def first_order(probes: Sequence[Probe]) -> list[Answer]:
 
 def tangents(probes: Sequence[Probe]) -> list[Answer]:
     """The map alone, without backward."""
-    return attempt(probes, lambda subject, probe: Answer(*_mapped(subject, probe)))
+    return attempt(probes, lambda subject, probe: Answer(*mapped(subject, probe)))
 
 
 def drawn(subject: Subject, probe: Probe) -> list[Tensor]:
@@ -128,7 +147,7 @@ def drawn(subject: Subject, probe: Probe) -> list[Tensor]:
             subject.shape(i),
             subject.operand_dtype(i, probe.complex),
             probe.seed + 31 * i,
-            -1 if same[i] else _owner(subject, probe, probe.turn),
+            -1 if same[i] else _owner(subject, probe, probe.turn, probe.other),
             whole=probe.whole,
         )
         for i in range(len(subject.operands))
@@ -143,15 +162,23 @@ def cotangents(subject: Subject, probe: Probe, results: Sequence[Tensor]) -> lis
             y.shape,
             y.dtype,
             probe.seed + _COTANGENTS + 31 * i,
-            -1 if same[i] else _owner(subject, probe, probe.turn_out),
+            -1 if same[i] else _owner(subject, probe, probe.turn_out, probe.other_out),
             whole=probe.whole,
         )
         for i, y in enumerate(results)
     ]
 
 
-def _owner(subject: Subject, probe: Probe, turn: int) -> int:
+def _owner(subject: Subject, probe: Probe, turn: int, other: int) -> int:
+    if subject.rank == other:
+        return _NOBODY
     return (subject.rank + turn) % probe.ranks if turn else subject.rank
+
+
+def leaves_of(subject: Subject, probe: Probe) -> list[Tensor]:
+    """Operands to call the function with: drawn ones, or the point where it is differentiated."""
+    own = probe.point.step and probe.point.own
+    return point_of(subject, probe) if own else [x.clone() for x in drawn(subject, probe)]
 
 
 def point_of(subject: Subject, probe: Probe) -> list[Tensor]:
@@ -167,7 +194,7 @@ def point_of(subject: Subject, probe: Probe) -> list[Tensor]:
     return values
 
 
-def _mapped(subject: Subject, probe: Probe) -> tuple[list[Tensor], list[Tensor]]:
+def mapped(subject: Subject, probe: Probe) -> tuple[list[Tensor], list[Tensor]]:
     """What was drawn, and what the function, or its derivative, makes of it."""
     x = drawn(subject, probe)
     if not probe.point.step:
@@ -182,11 +209,10 @@ def _mapped(subject: Subject, probe: Probe) -> tuple[list[Tensor], list[Tensor]]
 def _first_order(subject: Subject, probe: Probe) -> Answer:
     answer = Answer()
     if probe.point.step:
-        answer.operands, answer.results = _mapped(subject, probe)
-        leaves = point_of(subject, probe)
+        answer.operands, answer.results = mapped(subject, probe)
     else:
-        answer.operands = leaves = drawn(subject, probe)
-    leaves = [x.clone().requires_grad_() for x in leaves]
+        answer.operands = drawn(subject, probe)
+    leaves = [x.requires_grad_() for x in leaves_of(subject, probe)]
     with call_differentiably(subject) as backward:
         given = [leaf.clone() for leaf in leaves]  # the result of another op, into which one may write
         before = [x.detach().clone() for x in given]
@@ -201,11 +227,7 @@ def _first_order(subject: Subject, probe: Probe) -> Answer:
         watched = _Watch(results)
         answer.lines = watched.lines
         before = [x.detach().clone() for x in given]
-        try:
-            grads = backward(results, leaves, handed)
-        except Exception as error:
-            error._stage = "backward"  # type: ignore[attr-defined]
-            raise
+        grads = backward(results, leaves, handed)
     answer.reached = any(g is not None for g in grads)
     answer.gradients = [
         torch.zeros_like(x) if g is None else g.detach().clone() for g, x in zip(grads, leaves, strict=True)
@@ -300,8 +322,3 @@ class _Watch:
                     line,
                 )
         return list(found.values())
-
-
-def at(probe: Probe, **changes: Any) -> Probe:
-    """The probe with changes."""
-    return replace(probe, **changes)

@@ -121,6 +121,8 @@ def distance(a: Tensor, b: Tensor) -> float:
         return float("inf")
     if not a.numel():
         return 0.0
+    if a.is_complex() or b.is_complex():
+        a, b = a.to(torch.complex128), b.to(torch.complex128)
     a, b = _real(a), _real(b)
     found = float((a - b).abs().max() / max(1e-300, float(torch.maximum(a.abs(), b.abs()).max())))
     return found if found == found else float("inf")

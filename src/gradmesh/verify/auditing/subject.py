@@ -30,14 +30,17 @@ __all__ = [
     "own_node",
 ]
 
+IN_BACKWARD = "raised in backward"
+"""A note that exceptions of backward get."""
 _WAITED = (DeadlockError, AbortedError, MismatchError)
 
 _LIBRARIES = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
     os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep,
-    threading.__file__,
+    os.path.dirname(os.path.abspath(threading.__file__)) + os.sep,
     "<frozen",
 )
+"""Where code is that is nobody's under audit: torch, gradmesh, the standard library."""
 
 _of_this_rank = threading.local()
 """`.subject`: a rank is a thread or the main thread of a process, which lives from one question to the next."""
@@ -188,24 +191,34 @@ def _gradients(
 ) -> list[Tensor | None]:
     pairs = [(y, g) for y, g in zip(results, gradients, strict=True) if y.requires_grad]
     ys, gs = [y for y, _ in pairs], [g for _, g in pairs]
-    if order is not None:
-        return list(order.grad(ys or None, operands, gs or None, allow_unused=True, **options))
-    if not pairs:
-        return [None] * len(operands)
-    return list(torch.autograd.grad(ys, operands, gs, allow_unused=True, **options))
+    try:
+        if order is not None:
+            return list(order.grad(ys or None, operands, gs or None, allow_unused=True, **options))
+        if not pairs:
+            return [None] * len(operands)
+        return list(torch.autograd.grad(ys, operands, gs, allow_unused=True, **options))
+    except Exception as error:
+        error.add_note(IN_BACKWARD)
+        raise
 
 
-def of_error(stage: str, error: BaseException) -> Trouble:
+def of_error(error: BaseException) -> Trouble:
     """An exception that was caught on this rank."""
+    stage = "backward" if IN_BACKWARD in getattr(error, "__notes__", ()) else "forward"
     order = isinstance(error, OrderError) or "gradmesh.ordered()" in str(error)
     places = [
         f"{frame.filename}:{frame.lineno}"
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(_LIBRARIES)
+        if not is_library(frame.filename)
     ]
     text = str(error)
     waited = isinstance(error, _WAITED) or any(kind.__name__ in text for kind in _WAITED)
     return Trouble(stage, type(error).__name__, text, places[-1] if places else None, waited, order)
+
+
+def is_library(file: str) -> bool:
+    """Whether a file of code is torch's, gradmesh's or the standard library's."""
+    return file.startswith(_LIBRARIES) and not (file.startswith(_LIBRARIES[2]) and "-packages" in file)
 
 
 def line_of(code: Any) -> str | None:

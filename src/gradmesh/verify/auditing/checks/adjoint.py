@@ -26,7 +26,7 @@ from gradmesh.verify.auditing.report import Finding
 
 __all__ = ["adjoint", "ask_all", "judge"]
 
-V, P = Type.V, Type.P
+V, R, P = Type.V, Type.R, Type.P
 
 _PROBES = 3
 """For each pattern; a factor for each rank takes more, see `_by_rank`."""
@@ -79,29 +79,53 @@ def judge(case: Case, readings: Sequence[Reading], answers: Answers) -> list[Rea
 def _with_a_point(case: Case, readings: Sequence[Reading]) -> list[Reading]:
     """The readings that are not vacuous.
 
-    A result that is the same on every rank whatever the operands is R or I. Where the ranks' operands can change places
-    and nothing changes, as in a sum, the map exists for operands that differ: of equal ones it would only be a multiple.
-    The same goes for gradients.
+    A result that is the same on every rank whatever the operands is R or I. An operand that other ranks' results
+    depend on is no R: of equal ones nothing would have to be sent. Where the ranks' operands can change places and
+    nothing changes, as in a sum, it is no I either: of equal ones that would be a multiple. The same goes for gradients.
     """
-    if case.pool.size == 1:
+    size = case.pool.size
+    if size == 1:
         return list(readings)
     free = tuple((False,) * len(part) for part in (case.shapes, case.out_shapes))
     ranks = case.answers[free][0]  # type: ignore[index]
     alike = [
-        kind is not None and agree([a.results for a in ranks], i, case.tolerance)
-        for i, kind in enumerate(case.out_shapes)
+        shape is not None and agree([a.results for a in ranks], i, case.tolerance)
+        for i, shape in enumerate(case.out_shapes)
     ]
+    sends, sends_back = _sends(case, ranks)
     forward, backward = _symmetric(case)
 
     def kept(reading: Reading) -> bool:
         same, same_out = reading.pattern
         return not (
             any(one and kind in (V, P) for one, kind in zip(alike, reading.dst, strict=True))
+            or (sends and R in reading.src)
+            or (sends_back and P in reading.dst)
             or (forward and any(same))
             or (backward and any(same_out))
         )
 
     return [reading for reading in readings if kept(reading)]
+
+
+_CHANGED = 8
+"""Ranks whose operands are changed one by one, at most."""
+
+
+def _sends(case: Case, plain: Sequence[Answer]) -> tuple[bool, bool]:
+    """Whether a rank's results depend on other ranks' operands, and its gradients on those of others' results."""
+    some = range(min(case.pool.size, _CHANGED))
+    probes = [case.probe(1, other=rank) for rank in some] + [case.probe(1, other_out=rank) for rank in some]
+    answers = case.first_order(probes)
+    sends = [False, False]
+    for index, ranks in enumerate(answers):
+        changed, back = index % len(some), index >= len(some)
+        what = "gradients" if back else "results"
+        for rank, (one, other) in enumerate(zip(plain, ranks, strict=True)):
+            pairs = zip(getattr(one, what), getattr(other, what), strict=True)
+            if rank != changed and any(distance(a, b) > 10 * case.tolerance for a, b in pairs):
+                sends[back] = True
+    return sends[0], sends[1]
 
 
 def _symmetric(case: Case) -> tuple[bool, bool]:
@@ -115,17 +139,14 @@ def _symmetric(case: Case) -> tuple[bool, bool]:
             values = [tuple(told.values) for told in case.pool.begin()]
             plain = replace(plain, point=replace(case.point, turned=tuple(values)))
             turned = replace(turned, point=replace(case.point, turned=tuple(values[1:] + values[:1])))
-        forward = _equal(*case.answered(tangents, [plain, turned]), "results", case.tolerance)
+        forward = _equal("results", case.tolerance, *case.answered(tangents, [plain, turned]))
     if None not in case.out_shapes:
-        backward = _equal(
-            *case.first_order([case.probe(1), case.probe(1, turn_out=1, ranks=size)]),
-            "gradients",
-            case.tolerance,
-        )
+        answers = case.first_order([case.probe(1), case.probe(1, turn_out=1, ranks=size)])
+        backward = _equal("gradients", case.tolerance, *answers)
     return forward, backward
 
 
-def _equal(plain: Sequence[Answer], turned: Sequence[Answer], what: str, tolerance: float) -> bool:
+def _equal(what: str, tolerance: float, plain: Sequence[Answer], turned: Sequence[Answer]) -> bool:
     pairs = [
         (a, b)
         for one, other in zip(plain, turned, strict=True)

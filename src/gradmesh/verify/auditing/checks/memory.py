@@ -1,0 +1,107 @@
+"""Memory that nobody wrote, and memory that is written twice."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradmesh.verify.auditing.case import Case
+from gradmesh.verify.auditing.probes import Answer, Probe, attempt, cotangents, leaves_of
+from gradmesh.verify.auditing.readings import distance
+from gradmesh.verify.auditing.report import Finding
+from gradmesh.verify.auditing.subject import Subject, call_differentiably
+
+__all__ = ["saved_buffers", "uninitialised"]
+
+
+def uninitialised(case: Case) -> Iterator[Finding]:
+    """Forward and backward while torch fills what it hands out uninitialised with NaN."""
+    plain = next(iter(case.answers.values()))[0]
+    with _filled_with_nan(case):
+        ranks = case.first_order([case.probe(1)])[0]
+    for name in ("results", "gradients"):
+        lost: dict[int, int] = {}
+        for rank, (answer, before) in enumerate(zip(ranks, plain, strict=True)):
+            count = sum(map(_nans, getattr(answer, name))) - sum(map(_nans, getattr(before, name)))
+            if count > 0:
+                lost[rank] = count
+        if lost:
+            whole = sum(x.numel() for answer in ranks for x in getattr(answer, name))
+            what = "result" if name == "results" else "gradient"
+            text = f"{sum(lost.values())} of {whole} elements of the {what} are memory that nobody wrote"
+            yield Finding("gradient-uninitialised", text, tuple(lost), case.line)
+
+
+def _nans(x: Tensor) -> int:
+    return int(torch.isnan(torch.view_as_real(x) if x.is_complex() else x).sum())
+
+
+@contextlib.contextmanager
+def _filled_with_nan(case: Case) -> Iterator[None]:
+    """Fill fresh memory, on ranks that are processes and in this one, of which ranks may be threads."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    case.pool.begin()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    case.pool.ask(fill_fresh_memory, True, True)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(Exception):
+            case.pool.ask(fill_fresh_memory, *before)
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def fill_fresh_memory(on: bool, warn_only: bool) -> None:
+    """Have torch fill uninitialised memory with NaN on this rank, or not."""
+    torch.use_deterministic_algorithms(on, warn_only=warn_only)
+
+
+@dataclass
+class _Twice(Answer):
+    """How far a second backward is from the first, and what it does to the first one's gradient."""
+
+    off: float = 0.0
+    changed: bool = False
+
+
+def saved_buffers(case: Case) -> Iterator[Finding]:
+    """Two backwards through one graph."""
+    ranks = case.answered(twice, case.probe(31))[0]
+    answers = [answer for answer in ranks if isinstance(answer, _Twice)]
+    off = tuple(rank for rank, answer in enumerate(answers) if answer.off > case.tolerance)
+    if off:
+        text = "a second backward with retain_graph=True gives another gradient"
+        yield Finding("saved-buffer-overwritten", text, off, case.line)
+    changed = tuple(rank for rank, answer in enumerate(answers) if answer.changed)
+    if changed:
+        text = "a second backward writes into the gradient that the first one returned"
+        yield Finding("saved-buffer-overwritten", text, changed, case.line)
+
+
+def twice(probe: Probe) -> list[Answer]:
+    """Backward twice, with the same gradients."""
+    return attempt([probe], _twice)
+
+
+def _twice(subject: Subject, probe: Probe) -> Answer:
+    found = _Twice()
+    leaves = [x.requires_grad_() for x in leaves_of(subject, probe)]
+    with call_differentiably(subject) as backward:
+        results = subject.call([leaf.clone() for leaf in leaves])
+        first = backward(results, leaves, cotangents(subject, probe, results), retain_graph=True)
+        kept = [None if g is None else g.clone() for g in first]
+        second = backward(results, leaves, cotangents(subject, probe, results), retain_graph=True)
+    for before, now, after in zip(kept, first, second, strict=True):
+        if before is None or after is None or now is None:
+            found.off = max(found.off, 0.0 if before is after else float("inf"))
+            continue
+        found.off = max(found.off, distance(before, after))
+        found.changed |= not torch.equal(torch.nan_to_num(before), torch.nan_to_num(now))
+    return found

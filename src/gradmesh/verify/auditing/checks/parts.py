@@ -1,0 +1,97 @@
+"""Uneven parts, and empty ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from gradmesh.errors import ArgumentError, RankError
+from gradmesh.verify.auditing.case import Case, Refused
+from gradmesh.verify.auditing.checks.adjoint import ask_all, by_rank, judge
+from gradmesh.verify.auditing.checks.opening import shapes
+from gradmesh.verify.auditing.pool import Lost
+from gradmesh.verify.auditing.probes import Point
+from gradmesh.verify.auditing.readings import Reading, all_readings, law_error
+from gradmesh.verify.auditing.report import Finding
+
+__all__ = ["parts"]
+
+
+def parts(case: Case) -> Iterator[Finding]:
+    """The first-order law with other sizes; `build` takes them as `parts=`."""
+    if not case.pool.takes("parts"):
+        case.left_out |= {kind: "as build takes no parts=" for kind in ("uneven-parts", "empty-part")}
+        return
+    size = case.pool.size
+    ways = {
+        "uneven-parts": [tuple((3, 1, 2)[rank % 3] for rank in range(size))],
+        "empty-part": [tuple((2, 0, 3)[(rank + turn) % 3] for rank in range(size)) for turn in (0, 1)],
+    }
+    for kind, ways_of in ways.items():
+        for sizes in ways_of:
+            with case.pool.built_with(parts=sizes):
+                found = _one(case, kind, sizes)
+            if found is not None:
+                yield found
+                break
+
+
+def _one(case: Case, kind: str, sizes: Sequence[int]) -> Finding | None:
+    what = f"with {', '.join(map(str, sizes))} rows"
+    uneven = Case(
+        case.pool, case.linear, case.tolerance, case.whole, line=case.line, forward_line=case.forward_line
+    )
+    uneven.point = case.point if case.linear else Point(case.point.step)
+    try:
+        shapes(uneven)
+        readings = all_readings(uneven.shapes, uneven.out_shapes)
+        answers = ask_all(uneven, readings)
+        holding = judge(uneven, readings, answers)
+        if not case.arrows or any(arrow.implies(r) or arrow == r for arrow in case.arrows for r in holding):
+            return None
+        wanted = [r for r in readings if any(arrow.implies(r) or arrow == r for arrow in case.arrows)]
+        wanted = sorted(wanted, key=lambda r: -sum(r.implies(other) for other in wanted))
+        error = min((law_error(r, answers, case.tolerance) for r in wanted), default=math.inf)
+        if not wanted:
+            return None
+        pattern = wanted[0].pattern
+        more = uneven.first_order([uneven.probe(300 + n, pattern) for n in range(len(sizes) + 3)])
+        factors = by_rank(wanted[0], more, case.tolerance)
+    except (Refused, Lost) as failure:
+        return case.refused(kind, failure, what)
+    except (ArgumentError, RankError) as failure:
+        return Finding(kind, f"{what}: {_told(failure)}", (), case.forward_line)
+    if factors is not None:
+        shown = _shown(factors, sizes)
+        ranks = tuple(r for r, f in enumerate(factors) if not math.isclose(f, 1, rel_tol=1e-6))
+        return Finding(kind, f"{what} the gradient is {shown}, as {wanted[0]}", ranks, case.line)
+    by = "" if math.isinf(error) else f" by {error:.0%}"
+    return Finding(
+        kind, f"{what} backward is not the adjoint: it is off{by} as {_names(wanted[:1])}", (), case.line
+    )
+
+
+def _told(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line.removeprefix("got").strip() for line in lines if line.startswith("got")), lines[0])
+
+
+def _shown(factors: Sequence[float], sizes: Sequence[int]) -> str:
+    """Factors of the ranks by the formula that gives them, if one of the known does."""
+    world, total = len(sizes), sum(sizes)
+    formulas = {
+        "W times too large": [float(world)] * world,
+        "too small by W": [1 / world] * world,
+        "scaled by the own share of the rows": [n / total for n in sizes],
+        "scaled by W times the own share of the rows": [world * n / total for n in sizes],
+        "divided by the own share of the rows": [total / n if n else math.inf for n in sizes],
+        "divided by W times the own share of the rows": [total / n / world if n else math.inf for n in sizes],
+    }
+    for name, values in formulas.items():
+        if all(math.isclose(f, v, rel_tol=1e-6) for f, v in zip(factors, values, strict=True)):
+            return name
+    return f"{', '.join(f'{f:.4g}' for f in factors)} times what it should be, rank by rank"
+
+
+def _names(readings: Sequence[Reading]) -> str:
+    return ", ".join(map(str, readings))

@@ -1,0 +1,95 @@
+"""Operands and gradients that are not contiguous: expanded, transposed, cut from larger ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gradmesh.verify.auditing.case import Case, Refused
+from gradmesh.verify.auditing.operands import LAYOUTS, laid_out
+from gradmesh.verify.auditing.pool import Lost
+from gradmesh.verify.auditing.probes import Answer, Probe, attempt, cotangents, filled, leaves_of
+from gradmesh.verify.auditing.readings import distance
+from gradmesh.verify.auditing.report import Finding
+from gradmesh.verify.auditing.subject import Subject, call_differentiably
+
+__all__ = ["strides"]
+
+
+@dataclass
+class _Beside(Answer):
+    """How far results and gradients are from those of contiguous tensors with the same values."""
+
+    tried: bool = False
+    off: float = 0.0
+    off_back: float = 0.0
+
+
+def strides(case: Case) -> Iterator[Finding]:
+    """The same values in other memory layouts."""
+    for kind, of_gradient in (("strided-operand", False), ("strided-gradient", True)):
+        wrong: dict[str, tuple[int, ...]] = {}
+        raised: dict[str, Refused | Lost] = {}
+        for layout in LAYOUTS:
+            try:
+                ranks = case.answered(beside, case.probe(21), layout, of_gradient)[0]
+            except (Refused, Lost) as error:
+                raised[layout] = error
+                if isinstance(error, Lost) or any(t.waited for t in error.troubles.values()):
+                    break  # each more would cost as much time
+                continue
+            found = [a for a in ranks if isinstance(a, _Beside) and a.tried]
+            off = tuple(
+                r
+                for r, a in enumerate(ranks)
+                if isinstance(a, _Beside) and max(a.off, a.off_back) > case.tolerance
+            )
+            if found and off:
+                wrong[layout] = off
+        if wrong:
+            layouts = "; ".join(LAYOUTS[layout] for layout in wrong)
+            what = "the gradient" if of_gradient else "a result or gradient"
+            text = (
+                f"{what} is wrong without a word where {'it' if of_gradient else 'the operand'} is {layouts}"
+            )
+            text = text.replace(
+                "the gradient is wrong without a word where it is", "wrong without a word where it is"
+            )
+            yield Finding(kind, text, next(iter(wrong.values())), case.line)
+        if raised:
+            layout, error = next(iter(raised.items()))
+            yield case.refused(kind, error, f"where it is {LAYOUTS[layout]}")
+
+
+def beside(probe: Probe, layout: str, of_gradient: bool) -> list[Answer]:
+    """Run contiguous tensors, then the same values in a layout."""
+    return attempt([probe], lambda subject, probe: _beside(subject, probe, layout, of_gradient))
+
+
+def _beside(subject: Subject, probe: Probe, layout: str, of_gradient: bool) -> Answer:
+    found = _Beside()
+    runs = []
+    for strided in (False, True):
+        leaves = [x.requires_grad_() for x in leaves_of(subject, probe)]
+        with call_differentiably(subject) as backward:
+            given: list[Tensor] = []
+            for leaf in leaves:
+                laid = None if of_gradient else laid_out(leaf, layout)
+                found.tried |= laid is not None
+                given.append(leaf.clone() if laid is None else laid if strided else laid.contiguous().clone())
+            results = subject.call(given)
+            handed: list[Tensor] = []
+            for y in cotangents(subject, probe, results):
+                laid = laid_out(y, layout) if of_gradient else None
+                found.tried |= laid is not None
+                handed.append(y if laid is None else laid if strided else laid.contiguous().clone())
+            out = filled(results)
+            runs.append((out, backward(results, leaves, handed)))
+    (plain, grads), (other, other_grads) = runs
+    found.off = max((distance(a, b) for a, b in zip(plain, other, strict=True)), default=0.0)
+    for a, b in zip(grads, other_grads, strict=True):
+        if a is not None or b is not None:
+            found.off_back = max(found.off_back, float("inf") if a is None or b is None else distance(a, b))
+    return found
