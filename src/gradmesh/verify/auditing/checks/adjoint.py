@@ -80,8 +80,9 @@ def _with_a_point(case: Case, readings: Sequence[Reading]) -> list[Reading]:
     """The readings that are not vacuous.
 
     A result that is the same on every rank whatever the operands is R or I. An operand that other ranks' results
-    depend on is no R: of equal ones nothing would have to be sent. Where the ranks' operands can change places and
-    nothing changes, as in a sum, it is no I either: of equal ones that would be a multiple. The same goes for gradients.
+    depend on is neither R nor I: of equal ones nothing would have to be sent, and permutations of ranks would be right
+    both ways round. A gradient that other ranks' gradients depend on is not that of a P result; where gradients can
+    change places and nothing changes, as in a sum, it is that of no I either: of equal ones that would be a multiple.
     """
     size = case.pool.size
     if size == 1:
@@ -99,7 +100,7 @@ def _with_a_point(case: Case, readings: Sequence[Reading]) -> list[Reading]:
         same, same_out = reading.pattern
         return not (
             any(one and kind in (V, P) for one, kind in zip(alike, reading.dst, strict=True))
-            or (sends and R in reading.src)
+            or (sends and any(same))
             or (sends_back and P in reading.dst)
             or (forward and any(same))
             or (backward and any(same_out))
