@@ -13,12 +13,11 @@ from tests.zoo.program import wrong
 from tests.zoo.raw import alike, gathered, operand, own, rank, reduce_scattered, summed, world
 
 COLLECTIVE = ("forward-mode-missing", "second-order-lost", "unused-output")
-LOCAL = ("forward-mode-missing",)
-# An all_reduce in place of what autograd recorded: the second derivative misses the sum.
-IN_PLACE = (*COLLECTIVE, "second-order-wrong", "second-order-raises")
+# What is true where backward is local: the gradient of an I result is whole, and that of such a gradient is a sum.
+LOCAL = ("forward-mode-missing", "second-order-wrong")
 
 
-@wrong("audit", "gradient-overwritten", "the copy region of tensor parallelism: all_reduce of grad_output", also=IN_PLACE)
+@wrong("audit", "gradient-overwritten", "the copy region of tensor parallelism: all_reduce of grad_output", also=COLLECTIVE)
 def copy_region_reduces_the_gradient_in_place() -> Any:
     class Copy(Function):
         @staticmethod
@@ -144,7 +143,7 @@ def gather_refuses_a_strided_operand() -> Any:
     return Gather.apply, (operand(3, 2),)
 
 
-@wrong("audit", "strided-gradient", "all_reduce(grad.contiguous()), and then the gradient itself is returned", also=IN_PLACE)
+@wrong("audit", "strided-gradient", "all_reduce(grad.contiguous()), and then the gradient itself is returned", also=COLLECTIVE)
 def sum_of_a_strided_gradient_is_dropped() -> Any:
     class Copy(Function):
         @staticmethod

@@ -15,10 +15,11 @@ from tests.zoo.program import wrong
 from tests.zoo.raw import alike, gathered, operand, own, rank, reduce_scattered, summed, world
 
 COLLECTIVE = ("forward-mode-missing", "second-order-lost", "unused-output")
-LOCAL = ("forward-mode-missing",)
+# What is true where backward is local: the gradient of an I result is whole, and that of such a gradient is a sum.
+LOCAL = ("forward-mode-missing", "second-order-wrong")
 
 
-@wrong("audit", "precision-lost", "summing in float32, whatever the dtype is", also=LOCAL)
+@wrong("audit", "precision-lost", "summing in float32, whatever the dtype is", also=(*LOCAL, "complex-wrong"))
 def sum_in_float32() -> Any:
     class Sum(Function):
         @staticmethod
@@ -32,7 +33,7 @@ def sum_in_float32() -> Any:
     return Sum.apply, (operand(3, 2),)
 
 
-@wrong("audit", "precision-lost", "receive buffers of the default dtype", also=COLLECTIVE)
+@wrong("audit", "precision-lost", "receive buffers of the default dtype", also=(*COLLECTIVE, "complex-wrong"))
 def gradient_received_in_the_default_dtype() -> Any:
     class Scatter(Function):
         @staticmethod
@@ -48,7 +49,7 @@ def gradient_received_in_the_default_dtype() -> Any:
     return Scatter.apply, (alike(4, 2),)
 
 
-@wrong("audit", "precision-lost", "gradients sent as bfloat16 to save bandwidth, without a switch", also=COLLECTIVE)
+@wrong("audit", "precision-lost", "gradients sent as bfloat16 to save bandwidth, without a switch", also=(*COLLECTIVE, "complex-wrong"))
 def gather_sends_its_gradient_as_bfloat16() -> Any:
     class Gather(Function):
         @staticmethod
@@ -108,11 +109,11 @@ def gather_detaches_its_gradient() -> Any:
     "an all_reduce in place on a clone of the gradient: autograd records the clone and not the sum",
     also=("forward-mode-missing", "unused-output"),
 )
-def copy_region_sums_a_recorded_clone() -> Any:
-    class Copy(Function):
+def sum_whose_gradient_is_a_recorded_clone() -> Any:
+    class Sum(Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
+            return summed(x)
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -121,7 +122,7 @@ def copy_region_sums_a_recorded_clone() -> Any:
                 dist.all_reduce(total.detach())
             return total
 
-    return Copy.apply, (alike(3, 2),)
+    return Sum.apply, (operand(3, 2),)
 
 
 @wrong(
@@ -173,7 +174,7 @@ def once_differentiable_gather() -> Any:
     return Gather.apply, (operand(3, 2),)
 
 
-@wrong("audit", "forward-mode-missing", "nearly every hand-written Function: there is no jvp")
+@wrong("audit", "forward-mode-missing", "nearly every hand-written Function: there is no jvp", also=("second-order-wrong",))
 def sum_without_jvp() -> Any:
     class Sum(Function):
         @staticmethod
@@ -187,7 +188,21 @@ def sum_without_jvp() -> Any:
     return Sum.apply, (operand(3, 2),)
 
 
-@wrong("audit", "forward-mode-wrong", "a jvp that hands on the own tangent without the collective")
+@wrong("audit", "forward-mode-missing", "a Function whose backward calls a differentiable collective, and nothing else")
+def sum_with_a_verb_in_backward() -> Any:
+    class Sum(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return summed(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return gm.replicate(grad)
+
+    return Sum.apply, (operand(3, 2),)
+
+
+@wrong("audit", "forward-mode-wrong", "a jvp that hands on the own tangent without the collective", also=("second-order-wrong",))
 def sum_with_a_local_jvp() -> Any:
     class Sum(Function):
         @staticmethod

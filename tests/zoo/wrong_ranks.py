@@ -18,42 +18,55 @@ from tests.zoo.program import wrong
 from tests.zoo.raw import gathered, operand, own, rank, reduce_scattered, summed, world
 
 COLLECTIVE = ("forward-mode-missing", "second-order-lost", "unused-output")
-LOCAL = ("forward-mode-missing",)
+# What is true where backward is local: the gradient of an I result is whole, and that of such a gradient is a sum.
+LOCAL = ("forward-mode-missing", "second-order-wrong")
+
+
+def joined(x: Tensor) -> tuple[Tensor, list[int]]:
+    """All ranks' rows, as many as each has, and how many that is."""
+    sizes = [0] * world()
+    dist.all_gather_object(sizes, len(x))
+    padded = torch.zeros(max(sizes), *x.shape[1:], dtype=x.dtype)
+    padded[: len(x)] = x.detach()
+    parts = gathered(padded).chunk(world())
+    return torch.cat([part[:n] for part, n in zip(parts, sizes, strict=True)]), sizes
 
 
 @wrong("audit", "empty-part", "a reshape with -1, which no part without rows has", also=COLLECTIVE)
-def exchange_that_reshapes_to_minus_one(parts: list[int] | None = None) -> Any:
+def gather_that_reshapes_to_minus_one(parts: list[int] | None = None) -> Any:
     class Gather(Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            return gathered(x.reshape(len(x), -1)).reshape(-1, *x.shape[1:])
+            whole, ctx.sizes = joined(x.reshape(len(x), -1))
+            return whole.reshape(-1, *x.shape[1:])
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return reduce_scattered(grad)
+            return summed(grad).split(ctx.sizes)[rank()].clone()
 
     return Gather.apply, (operand(parts[rank()] if parts else 3, 2),)
 
 
-@wrong("audit", "empty-part", "a rank without tokens returns early and leaves the others in the collective", also=COLLECTIVE)
+@wrong("audit", "empty-part", "a rank without tokens leaves early, and the others in the collective", also=COLLECTIVE)
 def gather_that_an_empty_rank_leaves(parts: list[int] | None = None) -> Any:
     class Gather(Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
-            if x.numel() == 0:
+            if not len(x):
                 return x.clone()
-            return gathered(x)
+            whole, ctx.sizes = joined(x)
+            return whole
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
-            if grad.numel() == 0:
+            if not len(grad):
                 return grad.clone()
-            return reduce_scattered(grad)
+            return summed(grad).split(ctx.sizes)[rank()].clone()
 
     return Gather.apply, (operand(parts[rank()] if parts else 3, 2),)
 
 
-@wrong("audit", "uneven-parts", "graph-parallel gathers that recompute the sizes as ceil(n / W) in backward", also=LOCAL)
+@wrong("audit", "uneven-parts", "graph-parallel gathers that recompute the sizes as ceil(n / W) in backward", also=(*LOCAL, "empty-part"))
 def gather_that_takes_its_part_for_the_ceil_split(parts: list[int] | None = None) -> Any:
     class Gather(Function):
         @staticmethod
@@ -77,7 +90,7 @@ def gather_that_takes_its_part_for_the_ceil_split(parts: list[int] | None = None
     return Gather.apply, (operand(parts[rank()] if parts else 3, 2),)
 
 
-@wrong("audit", "uneven-parts", "receive buffers of the own size, although the ranks' sizes differ", also=COLLECTIVE)
+@wrong("audit", "uneven-parts", "receive buffers of the own size, although the ranks' sizes differ", also=(*COLLECTIVE, "empty-part"))
 def gather_with_buffers_of_its_own_size(parts: list[int] | None = None) -> Any:
     class Gather(Function):
         @staticmethod
