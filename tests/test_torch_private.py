@@ -379,3 +379,16 @@ def test_what_records_ops_is_seen_and_what_only_looks_at_them_is_not() -> None:
     with FlopCounterMode(display=False):
         look(x)
     assert seen == [False] * 3
+
+
+def test_fresh_memory_is_filled_with_nan_while_that_is_asked_for() -> None:
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert _torch.fill_fresh_memory(True) is False
+    try:
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.empty(1000).isnan().all()
+        assert torch.ones(1).new_empty(1000).isnan().all()
+    finally:
+        assert _torch.fill_fresh_memory(False) is True
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -1,4 +1,4 @@
-"""The command line: `gradmesh demo`, `gradmesh bench` and `gradmesh info`.
+"""The command line: `gradmesh audit`, `gradmesh demo`, `gradmesh bench` and `gradmesh info`.
 
 Every command is a plain function, and `commands` is the one place that says how its options are spelled. What the
 extras bring is imported when it is used, so that without them there is a text and no traceback.
@@ -20,6 +20,8 @@ from gradmesh.demo.extras import EXTRAS, missing, require
 from gradmesh.demo.job import Settings, run
 from gradmesh.errors import GradmeshError, MissingExtraError
 from gradmesh.ops.registry import table as ops_table
+from gradmesh.verify.auditing.command import NOT_RUN, audit_command
+from gradmesh.verify.auditing.kinds import KINDS
 
 if TYPE_CHECKING:
     import click
@@ -57,6 +59,45 @@ def commands() -> click.Group:
     option = functools.partial(click.Option, show_default=True)
     group = click.Group("gradmesh", help=_HELP)
     click.version_option(installation.version(), prog_name="gradmesh")(group)
+    group.add_command(
+        click.Command(
+            "audit",
+            callback=_status(audit_command),
+            short_help="Find out what is wrong with a collective of anyone's, and which law its backward obeys.",
+            help="Audit functions that return (fn, inputs), as gradmesh.verify.audit takes them: MODULE:FUNCTION or "
+            "FILE.py:FUNCTION. The exit status is 0 where nothing is found, 1 where something is, and 2 where a "
+            "function could not be audited.",
+            params=[
+                click.Argument(["targets"], nargs=-1, required=True, metavar="MODULE:FUNCTION..."),
+                option(
+                    ["--world-size"], type=click.IntRange(min=1), default=2, help="Number of local ranks."
+                ),
+                option(
+                    ["--backend"],
+                    default="threads",
+                    help="threads: threads of one process; shm, gloo: processes.",
+                ),
+                option(
+                    ["--timeout"],
+                    type=click.FloatRange(min=0, min_open=True),
+                    default=20.0,
+                    help="Seconds that one question to a function may take.",
+                ),
+                option(
+                    ["--kind", "kinds"],
+                    type=click.Choice(list(KINDS)),
+                    multiple=True,
+                    help="Look for this kind alone; may be given several times.",
+                ),
+                option(
+                    ["--isolate"],
+                    is_flag=True,
+                    help="Give ranks that are threads a process of their own, so that its end is a finding.",
+                ),
+                option(["--json", "as_json"], is_flag=True, help="Print a line of JSON for each function."),
+            ],
+        )
+    )
     group.add_command(
         click.Command(
             "demo",
@@ -199,6 +240,22 @@ def info(table: bool) -> None:
     for name, value in rows.items():
         grid.add_row(escape(name), escape(value))
     Console(highlight=False).print(grid, soft_wrap=True)
+
+
+def _status(command: Callable[..., int]) -> Callable[..., None]:
+    """The command, with what it returns as the exit status, and gradmesh's own errors as text and `NOT_RUN`."""
+    import click
+
+    @functools.wraps(command)
+    def told(**options: object) -> None:
+        try:
+            status = command(**options)
+        except GradmeshError as error:
+            click.echo(str(error), err=True)
+            status = NOT_RUN
+        click.get_current_context().exit(status)
+
+    return told
 
 
 def _available(_context: click.Context, _option: click.Parameter, backend: str) -> str:

@@ -17,6 +17,7 @@ from gradmesh._torch.compiled import (
     ordered_effect,
     resolve_group,
 )
+from gradmesh._torch.fresh import fill_fresh_memory
 from gradmesh._torch.inductor import keep_order_in_inductor
 from gradmesh._torch.modes import (
     forward_level_open,
@@ -51,6 +52,7 @@ __all__ = [
     "constant_to_compilers",
     "default_group",
     "enters_graphs",
+    "fill_fresh_memory",
     "forward_level_open",
     "functional",
     "functorch_active",

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from gradmesh.errors import ArgumentError, RankError, message
+from gradmesh.errors import ArgumentError, GradmeshError, RankError, message
+from gradmesh.launch import launch
 from gradmesh.verify.auditing.case import Case, Refused
 from gradmesh.verify.auditing.checks.adjoint import adjoint
 from gradmesh.verify.auditing.checks.memory import saved_buffers, uninitialised
@@ -20,6 +21,7 @@ from gradmesh.verify.auditing.checks.strides import strides
 from gradmesh.verify.auditing.kinds import KINDS
 from gradmesh.verify.auditing.pool import Lost, Pool, accepted
 from gradmesh.verify.auditing.report import Audit, Finding, sorted_findings
+from gradmesh.verify.auditing.subject import line_of
 
 __all__ = ["audit"]
 
@@ -46,6 +48,7 @@ def audit(
     backend: str = "threads",
     kinds: Iterable[str] | None = None,
     timeout: float = 20.0,
+    isolate: bool = False,
 ) -> Audit:
     """Audit anyone's collective, autograd Function or layer: find out which law its backward obeys, and what is wrong.
 
@@ -72,6 +75,8 @@ def audit(
             process belongs on processes.
         kinds: the kinds to look for, by name; all by default. What the others need is still found out.
         timeout: seconds that one question to the function may take.
+        isolate: give ranks that are threads a process of their own. A function that ends its process is a finding
+            then, at the cost of a fresh interpreter.
 
     Returns:
         The readings that hold and the findings, on all ranks.
@@ -99,6 +104,8 @@ def audit(
     """
     began = time.monotonic()
     wanted = _wanted(kinds)
+    if isolate and backend == "threads":
+        return _isolated(build, world_size, wanted, timeout)
     options = {"local_rank": None} if accepted(build, "local_rank") else {}
     with Pool(build, world_size, backend, timeout, options) as pool:
         told = pool.begin()
@@ -115,6 +122,23 @@ def audit(
         seconds=time.monotonic() - began,
         readings=frozenset(map(str, case.readings)),
     )
+
+
+def _isolated(build: Callable[..., Any], world_size: int, wanted: frozenset[str], timeout: float) -> Audit:
+    """The audit in a process of its own, or the finding that it ended that one."""
+    began = time.monotonic()
+    options = {"world_size": world_size, "kinds": sorted(wanted), "timeout": timeout}
+    try:
+        return launch(audit, 1, backend="gloo", args=(build,), kwargs=options)[0]
+    except RankError as error:
+        if isinstance(error.__cause__, GradmeshError):
+            raise error.__cause__ from None
+        lost = Lost(error)
+        if lost.kind != "aborts":
+            raise
+    name = getattr(build, "__qualname__", type(build).__qualname__)
+    finding = Finding(lost.kind, lost.text, (), line_of(build))
+    return Audit(name, world_size, "threads", findings=(finding,), seconds=time.monotonic() - began)
 
 
 def _found(case: Case, wanted: frozenset[str]) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradmesh._torch import fill_fresh_memory
 from gradmesh.verify.auditing.case import Case
 from gradmesh.verify.auditing.probes import Answer, Probe, attempt, cotangents, leaves_of
 from gradmesh.verify.auditing.readings import distance
@@ -43,24 +44,15 @@ def _nans(x: Tensor) -> int:
 @contextlib.contextmanager
 def _filled_with_nan(case: Case) -> Iterator[None]:
     """Fill fresh memory, on ranks that are processes and in this one, of which ranks may be threads."""
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
     case.pool.begin()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    case.pool.ask(fill_fresh_memory, True, True)
+    before = fill_fresh_memory(True)
+    case.pool.ask(fill_fresh_memory, True)
     try:
         yield
     finally:
+        fill_fresh_memory(before)
         with contextlib.suppress(Exception):
-            case.pool.ask(fill_fresh_memory, *before)
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-def fill_fresh_memory(on: bool, warn_only: bool) -> None:
-    """Have torch fill uninitialised memory with NaN on this rank, or not."""
-    torch.use_deterministic_algorithms(on, warn_only=warn_only)
+            case.pool.ask(fill_fresh_memory, before)
 
 
 @dataclass

@@ -1,0 +1,102 @@
+"""`gradmesh audit`: what its arguments name, and what its exit status says."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradmesh.errors import ArgumentError, GradmeshError, message
+from gradmesh.verify.auditing.audit import audit
+
+__all__ = ["FOUND", "NOT_RUN", "audit_command", "named"]
+
+FOUND, NOT_RUN = 1, 2
+"""Exit status: something was found; something could not be audited."""
+
+
+def audit_command(
+    targets: Sequence[str],
+    world_size: int,
+    backend: str,
+    timeout: float,
+    kinds: Sequence[str],
+    isolate: bool,
+    as_json: bool,
+) -> int:
+    """Audit each function, print what was found, and return the exit status.
+
+    Args:
+        targets: "module:function", or "file.py:function", of functions as `gradmesh.verify.audit` takes them.
+        world_size: the number of ranks.
+        backend: what they run on.
+        timeout: seconds for each question.
+        kinds: the kinds to look for; all if there are none.
+        isolate: whether ranks that are threads get a process of their own.
+        as_json: whether to print a line of JSON for each instead of text.
+
+    Returns:
+        0 where nothing was found, `FOUND`, or `NOT_RUN`.
+    """
+    status = 0
+    for target in targets:
+        try:
+            found = audit(
+                named(target),
+                world_size=world_size,
+                backend=backend,
+                kinds=kinds or None,
+                timeout=timeout,
+                isolate=isolate,
+            )
+        except GradmeshError as error:
+            print(
+                json.dumps({"target": target, "error": str(error)}) if as_json else f"{target}: {error}",
+                file=None if as_json else sys.stderr,
+            )
+            status = NOT_RUN
+            continue
+        print(json.dumps({"target": target, **found.as_json()}) if as_json else found, flush=True)
+        status = max(status, 0 if found.ok else FOUND)
+    return status
+
+
+def named(target: str) -> Callable[..., Any]:
+    """The function that a "module:function" or "file.py:function" names.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    where, _, name = target.rpartition(":")
+    module = where
+    folder = os.getcwd()
+    if where.endswith(".py"):
+        path = Path(where).resolve()
+        module, folder = path.stem, str(path.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except Exception as error:
+        raise _no_such(target, f"{type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise _no_such(target, f"{name} is {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
+
+
+def _no_such(target: str, got: str) -> ArgumentError:
+    return ArgumentError(
+        message(
+            f"{target!r} names no function",
+            op="verify.audit",
+            expected="module:function or file.py:function; the function returns (fn, inputs)",
+            got=got,
+            remedy="run the command where Python finds the module",
+        )
+    )

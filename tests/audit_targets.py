@@ -1,0 +1,91 @@
+"""Functions for the audit's tests, which ranks that are processes and the command can import."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import gradmesh as gm
+
+
+class Doubled(torch.autograd.Function):
+    """A sum whose backward overwrites what it is handed, and is twice too large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.clone()
+        dist.all_reduce(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        dist.all_reduce(grad)
+        return 2 * grad
+
+
+def right() -> Any:
+    return gm.all_gather, torch.randn(4, 3)
+
+
+def wrong() -> Any:
+    return Doubled.apply, torch.randn(4, 3)
+
+
+def broken() -> Any:
+    return None
+
+
+def raising() -> Any:
+    raise ValueError("no data")
+
+
+def refusing() -> Any:
+    def fn(x: Tensor) -> Tensor:
+        raise ValueError(f"rank {dist.get_rank()} cannot")
+
+    return fn, torch.randn(3)
+
+
+def _ends(x: Tensor) -> Tensor:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+def ending() -> Any:
+    return _ends, torch.randn(3)
+
+
+class _EndsLater(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if grad.is_contiguous():
+            return grad.clone()
+        os.kill(os.getpid(), signal.SIGKILL)
+        return grad
+
+
+def ending_on_strides() -> Any:
+    return _EndsLater.apply, torch.randn(4, 3)
+
+
+def sleeping() -> Any:
+    def fn(x: Tensor) -> Tensor:
+        time.sleep(60)
+        return x
+
+    return fn, torch.randn(3)
+
+
+def gathering(group: Any = None, parts: Any = None) -> Any:
+    sizes = parts or [2] * dist.get_world_size(group)
+    return (lambda x: gm.all_gather(x, group, sizes=sizes)), torch.randn(sizes[dist.get_rank(group)], 3)
