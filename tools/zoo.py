@@ -1,8 +1,8 @@
 """Run every program of the zoo under its check, and print what was expected of it and what was reported.
 
-    python -m tools.zoo                                 # the table, and how much of it is right
-    python -m tools.zoo --only NAME                     # those with NAME in their name, with the whole report
-    python -m tools.zoo --write docs/wrong-programs.md  # the page
+python -m tools.zoo                                 # the table, and how much of it is right
+python -m tools.zoo --only NAME                     # those with NAME in their name, with the whole report
+python -m tools.zoo --write docs/wrong-programs.md  # the page
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ def page(found: Sequence[Outcome]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the zoo; 1 if too few reports are right."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the page")
     parser.add_argument("--only", default="", metavar="NAME", help="programs with this in their name")
     parser.add_argument("--jobs", type=int, default=1, help="how many programs at once")

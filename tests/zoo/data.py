@@ -13,7 +13,9 @@ __all__ = ["common", "complex_normal", "invariant", "normal", "replicated", "wei
 
 def normal(rank: int, *shape: int, seed: int = 0) -> Tensor:
     """A random tensor, a different one on each rank."""
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * seed + rank + 1))
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * seed + rank + 1)
+    )
 
 
 def complex_normal(rank: int, *shape: int, seed: int = 0) -> Tensor:

@@ -6,7 +6,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["alike", "exchanged", "gathered", "operand", "own", "rank", "reduce_scattered", "summed", "world"]
+__all__ = [
+    "alike",
+    "exchanged",
+    "gathered",
+    "operand",
+    "own",
+    "rank",
+    "reduce_scattered",
+    "summed",
+    "world",
+    "world_group",
+]
 
 
 def rank() -> int:
@@ -15,6 +26,13 @@ def rank() -> int:
 
 def world() -> int:
     return dist.get_world_size()
+
+
+def world_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("there is no process group")
+    return group
 
 
 def operand(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

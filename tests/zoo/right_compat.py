@@ -26,7 +26,9 @@ def same() -> Tensor:
     return alike(4, 4)
 
 
-def add(module: str, name: str, fn: Function, draw: Operand, prepare: Callable[[], object] | None = None) -> None:
+def add(
+    module: str, name: str, fn: Function, draw: Operand, prepare: Callable[[], object] | None = None
+) -> None:
     """Add a drop-in: it is called with one operand, after what it needs has been prepared."""
 
     def build() -> Any:
@@ -61,7 +63,10 @@ MEGATRON: dict[str, tuple[Function, Operand]] = {
         lambda x: megatron.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False),
         varying,
     ),
-    "reduce_scatter_to_sequence_parallel_region": (megatron.reduce_scatter_to_sequence_parallel_region, varying),
+    "reduce_scatter_to_sequence_parallel_region": (
+        megatron.reduce_scatter_to_sequence_parallel_region,
+        varying,
+    ),
     "all_to_all": (lambda x: megatron.all_to_all(None, x), varying),
     "all_to_all_sp2hp": (megatron.all_to_all_sp2hp, varying),
     "all_to_all_hp2sp": (megatron.all_to_all_hp2sp, varying),
@@ -74,7 +79,10 @@ GP_UTILS: dict[str, tuple[Function, Operand]] = {
     "reduce_from_model_parallel_region": (gp_utils.reduce_from_model_parallel_region, varying),
     "scatter_to_model_parallel_region": (gp_utils.scatter_to_model_parallel_region, same),
     "gather_from_model_parallel_region": (gp_utils.gather_from_model_parallel_region, varying),
-    "gather_from_model_parallel_region_sum_grad": (gp_utils.gather_from_model_parallel_region_sum_grad, varying),
+    "gather_from_model_parallel_region_sum_grad": (
+        gp_utils.gather_from_model_parallel_region_sum_grad,
+        varying,
+    ),
     "scale_backward_grad": (gp_utils.scale_backward_grad, same),
 }
 for name, (function, draw) in GP_UTILS.items():

@@ -117,7 +117,12 @@ def tensor_parallel_mlp() -> Any:
         return weighted(x + gm.all_reduce(y, dst=gm.I) + bias)
 
     def inputs(r: int) -> Any:
-        return invariant(common(3, 4)), normal(r, 4, 2, seed=1), normal(r, 2, 4, seed=2), invariant(common(4, seed=1))
+        return (
+            invariant(common(3, 4)),
+            normal(r, 4, 2, seed=1),
+            normal(r, 2, 4, seed=2),
+            invariant(common(4, seed=1)),
+        )
 
     return loss, inputs
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import gradmesh as gm
+from tests.zoo.data import normal
 from tests.zoo.program import right
 from tests.zoo.raw import alike, operand, rank, world
 
@@ -55,6 +56,22 @@ def verb_all_to_all() -> Any:
 @right("audit", "gm.all_to_all from rows to columns, as between sequence and heads")
 def verb_all_to_all_across_dims() -> Any:
     return lambda x: gm.all_to_all(x, split_dim=1, concat_dim=0), (operand(3, 4),)
+
+
+@right("audit", "gm.exchange: parts of any shapes")
+def verb_exchange() -> Any:
+    return lambda x: tuple(gm.exchange(x.split([1, 3]))), (operand(4, 2),)
+
+
+@right("gradcheck", "gm.send and gm.recv between the stages of a pipeline", ordered=True, order=2)
+def verb_send_and_recv() -> Any:
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        if rank() == 0:
+            gm.send(torch.tanh(x), to=1)
+            return (w * x).square().sum()
+        return (w * gm.recv(torch.empty_like(x), source=0)).square().sum()
+
+    return loss, lambda r: (normal(r, 3, 2), normal(r, 3, 2, seed=1))
 
 
 @right("audit", "gm.broadcast")

@@ -17,7 +17,9 @@ COLLECTIVE = ("forward-mode-missing", "second-order-lost", "unused-output")
 LOCAL = ("forward-mode-missing",)
 
 
-@wrong("audit", "not-adjoint", "contrastive losses that undo DDP's mean inside of the gather", also=COLLECTIVE)
+@wrong(
+    "audit", "not-adjoint", "contrastive losses that undo DDP's mean inside of the gather", also=COLLECTIVE
+)
 def gather_with_gradient_times_world() -> Any:
     class Gather(Function):
         @staticmethod
@@ -31,7 +33,9 @@ def gather_with_gradient_times_world() -> Any:
     return Gather.apply, (operand(3, 2),)
 
 
-@wrong("audit", "not-adjoint", "dividing the gradient by the number of ranks because forward summed", also=LOCAL)
+@wrong(
+    "audit", "not-adjoint", "dividing the gradient by the number of ranks because forward summed", also=LOCAL
+)
 def sum_with_gradient_divided_by_world() -> Any:
     class Sum(Function):
         @staticmethod
@@ -45,7 +49,12 @@ def sum_with_gradient_divided_by_world() -> Any:
     return Sum.apply, (operand(3, 2),)
 
 
-@wrong("audit", "not-adjoint", "context-parallel gathers that weight the gradient by the part's length", also=LOCAL)
+@wrong(
+    "audit",
+    "not-adjoint",
+    "context-parallel gathers that weight the gradient by the part's length",
+    also=LOCAL,
+)
 def uneven_gather_scaled_by_own_share() -> Any:
     class Gather(Function):
         @staticmethod
@@ -93,7 +102,9 @@ def gather_sums_after_slicing() -> Any:
     return Gather.apply, (operand(3, 2),)
 
 
-@wrong("audit", "not-adjoint", "a reduce-scatter whose backward keeps the gradient of the own rows", also=LOCAL)
+@wrong(
+    "audit", "not-adjoint", "a reduce-scatter whose backward keeps the gradient of the own rows", also=LOCAL
+)
 def reduce_scatter_without_gather() -> Any:
     class ReduceScatter(Function):
         @staticmethod
@@ -110,7 +121,9 @@ def reduce_scatter_without_gather() -> Any:
     return ReduceScatter.apply, (operand(4, 2),)
 
 
-@wrong("audit", "not-adjoint", "a mean over the ranks in forward, and a plain sum in backward", also=COLLECTIVE)
+@wrong(
+    "audit", "not-adjoint", "a mean over the ranks in forward, and a plain sum in backward", also=COLLECTIVE
+)
 def mean_with_gradient_of_the_sum() -> Any:
     class Mean(Function):
         @staticmethod
@@ -124,7 +137,12 @@ def mean_with_gradient_of_the_sum() -> Any:
     return Mean.apply, (operand(4, 2),)
 
 
-@wrong("audit", "not-adjoint", "an all_to_all taken for its own inverse although its dims differ", also=COLLECTIVE)
+@wrong(
+    "audit",
+    "not-adjoint",
+    "an all_to_all taken for its own inverse although its dims differ",
+    also=COLLECTIVE,
+)
 def all_to_all_back_along_the_wrong_dim() -> Any:
     class Exchange(Function):
         @staticmethod
@@ -140,7 +158,13 @@ def all_to_all_back_along_the_wrong_dim() -> Any:
     return Exchange.apply, (operand(4, 2),)
 
 
-@wrong("audit", "not-adjoint", "a ring shift that sends the gradient further instead of back", also=COLLECTIVE, world_size=3)
+@wrong(
+    "audit",
+    "not-adjoint",
+    "a ring shift that sends the gradient further instead of back",
+    also=COLLECTIVE,
+    world_size=3,
+)
 def ring_shift_in_the_same_direction() -> Any:
     def shifted(x: Tensor, by: int) -> Tensor:
         out = torch.empty_like(x)
@@ -163,7 +187,9 @@ def ring_shift_in_the_same_direction() -> Any:
     return Shift.apply, (operand(3, 2),)
 
 
-@wrong("audit", "not-adjoint", "halo exchange in weather models, without the rows that were sent out", also=LOCAL)
+@wrong(
+    "audit", "not-adjoint", "halo exchange in weather models, without the rows that were sent out", also=LOCAL
+)
 def halo_without_the_rows_sent() -> Any:
     class Halo(Function):
         @staticmethod

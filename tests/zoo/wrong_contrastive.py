@@ -35,7 +35,11 @@ def whole(images: Tensor, texts: Tensor) -> Tensor:
     return F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)
 
 
-@wrong("gradcheck", "sum over ranks missing", "CLIP with a raw all_gather, the own features put back into their place")
+@wrong(
+    "gradcheck",
+    "sum over ranks missing",
+    "CLIP with a raw all_gather, the own features put back into their place",
+)
 def clip_with_a_raw_gather() -> Any:
     def with_own(x: Tensor) -> Tensor:
         parts = [torch.empty_like(x) for _ in range(world())]
@@ -66,7 +70,12 @@ def clip_with_own_slice_and_local_losses() -> Any:
     return loss, features
 
 
-@wrong("gradcheck", "W times too large", "a gather that sums, under the global loss on every rank", objective="replicated")
+@wrong(
+    "gradcheck",
+    "W times too large",
+    "a gather that sums, under the global loss on every rank",
+    objective="replicated",
+)
 def clip_with_summed_gather_and_global_loss() -> Any:
     class AllGather(Function):
         @staticmethod
@@ -83,7 +92,12 @@ def clip_with_summed_gather_and_global_loss() -> Any:
     return loss, features
 
 
-@wrong("gradcheck", "1/W", "a mean over ranks in backward, meant to undo a sum that is not there", objective="replicated")
+@wrong(
+    "gradcheck",
+    "1/W",
+    "a mean over ranks in backward, meant to undo a sum that is not there",
+    objective="replicated",
+)
 def clip_with_averaged_slice_and_global_loss() -> Any:
     class AllGather(Function):
         @staticmethod
@@ -145,7 +159,11 @@ def temperature_without_its_sum() -> Any:
     return loss, lambda r: (*features(r), invariant(common(1)))
 
 
-@wrong("gradcheck", "sum over ranks missing", "the sigmoid loss' ring of texts, passed on with plain send and receive")
+@wrong(
+    "gradcheck",
+    "sum over ranks missing",
+    "the sigmoid loss' ring of texts, passed on with plain send and receive",
+)
 def siglip_ring_without_a_gradient() -> Any:
     def passed_on(x: Tensor) -> Tensor:
         out = torch.empty_like(x)
@@ -182,7 +200,11 @@ def loss_on_rank_zero_alone() -> Any:
     return loss, features
 
 
-@wrong("gradcheck", "sum over ranks missing", "batch statistics summed by a raw all_reduce in the middle of the graph")
+@wrong(
+    "gradcheck",
+    "sum over ranks missing",
+    "batch statistics summed by a raw all_reduce in the middle of the graph",
+)
 def batch_statistics_by_a_raw_sum() -> Any:
     def loss(x: Tensor) -> Tensor:
         moments = torch.stack([x.sum(0), x.square().sum(0)])
@@ -195,7 +217,12 @@ def batch_statistics_by_a_raw_sum() -> Any:
     return loss, lambda r: (normal(r, 4, 2),)
 
 
-@wrong("gradcheck", "W times too large", "an all_reduced loss differentiated through a sum", objective="replicated")
+@wrong(
+    "gradcheck",
+    "W times too large",
+    "an all_reduced loss differentiated through a sum",
+    objective="replicated",
+)
 def loss_reduced_by_a_sum_that_sums_again() -> Any:
     def loss(x: Tensor) -> Tensor:
         return gm.all_reduce(x.square().sum() * (1 + rank()), dst=gm.R)

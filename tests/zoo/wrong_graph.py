@@ -22,7 +22,12 @@ def pair_energy(rows: Tensor, positions: Tensor) -> Tensor:
     return torch.exp(-(rows[:, None] - positions[None]).square().sum(-1)).sum()
 
 
-@wrong("gradcheck", "W times too large", "forces from an energy that a functional all_reduce summed", objective=REPLICATED)
+@wrong(
+    "gradcheck",
+    "W times too large",
+    "forces from an energy that a functional all_reduce summed",
+    objective=REPLICATED,
+)
 def forces_behind_a_sum_that_sums_again() -> Any:
     class AllReduce(Function):
         @staticmethod
@@ -40,7 +45,12 @@ def forces_behind_a_sum_that_sums_again() -> Any:
     return energy, lambda r: (normal(r, 2, 3),)
 
 
-@wrong("gradcheck", "sum over ranks missing", "forces taken after the energy's reduction, each rank's from its own edges", objective=REPLICATED)
+@wrong(
+    "gradcheck",
+    "sum over ranks missing",
+    "forces taken after the energy's reduction, each rank's from its own edges",
+    objective=REPLICATED,
+)
 def forces_of_the_own_edges_alone() -> Any:
     def energy(positions: Tensor) -> Tensor:
         half = len(positions) // world()
@@ -50,7 +60,11 @@ def forces_of_the_own_edges_alone() -> Any:
     return energy, lambda r: (invariant(common(4, 3)),)
 
 
-@wrong("gradcheck", "sum over ranks missing", "gp_utils' gather, whose backward slices, in front of each rank's own edges")
+@wrong(
+    "gradcheck",
+    "sum over ranks missing",
+    "gp_utils' gather, whose backward slices, in front of each rank's own edges",
+)
 def node_features_gathered_with_own_slice() -> Any:
     def loss(nodes: Tensor, edges: Tensor) -> Tensor:
         return weighted(torch.tanh(edges @ gm.all_gather(nodes, dst=gm.I)), rank())
@@ -78,7 +92,12 @@ def ghost_atoms_without_a_way_back() -> Any:
     return loss, lambda r: (normal(r, 3, 2),)
 
 
-@wrong("gradcheck", "sum over ranks missing", "node sums over all ranks, of which each rank keeps its rows by indexing", objective=REPLICATED)
+@wrong(
+    "gradcheck",
+    "sum over ranks missing",
+    "node sums over all ranks, of which each rank keeps its rows by indexing",
+    objective=REPLICATED,
+)
 def aggregated_rows_kept_by_indexing() -> Any:
     def loss(messages: Tensor) -> Tensor:
         nodes = gm.all_reduce(torch.tanh(messages), dst=gm.I)
@@ -89,7 +108,12 @@ def aggregated_rows_kept_by_indexing() -> Any:
     return loss, lambda r: (normal(r, 4, 3),)
 
 
-@wrong("gradcheck", "W times too large", "scaling the gradient by the number of graph-parallel ranks, twice", objective=REPLICATED)
+@wrong(
+    "gradcheck",
+    "W times too large",
+    "scaling the gradient by the number of graph-parallel ranks, twice",
+    objective=REPLICATED,
+)
 def gradient_scaled_for_ddp_without_ddp() -> Any:
     class ScaleGradient(Function):
         @staticmethod
@@ -107,7 +131,12 @@ def gradient_scaled_for_ddp_without_ddp() -> Any:
     return energy, lambda r: (normal(r, 2, 3),)
 
 
-@wrong("gradcheck", "one term of several scaled", "a global readout beside the local energies, reduced by the other convention", objective=REPLICATED)
+@wrong(
+    "gradcheck",
+    "one term of several scaled",
+    "a global readout beside the local energies, reduced by the other convention",
+    objective=REPLICATED,
+)
 def global_readout_reduced_by_the_other_convention() -> Any:
     def energy(nodes: Tensor) -> Tensor:
         local = gm.all_reduce(weighted(nodes, rank()), dst=gm.I)
@@ -117,7 +146,11 @@ def global_readout_reduced_by_the_other_convention() -> Any:
     return energy, lambda r: (normal(r, 3, 2),)
 
 
-@wrong("gradcheck", "none fits", "the largest force over all ranks, through a function whose backward is a maximum again")
+@wrong(
+    "gradcheck",
+    "none fits",
+    "the largest force over all ranks, through a function whose backward is a maximum again",
+)
 def maximum_whose_gradient_is_a_maximum() -> Any:
     class Max(Function):
         @staticmethod
@@ -138,7 +171,9 @@ def maximum_whose_gradient_is_a_maximum() -> Any:
     return loss, lambda r: (normal(r, 3, 2),)
 
 
-@wrong("gradcheck", "none fits", "a product of probabilities over the ranks, with the product as its backward")
+@wrong(
+    "gradcheck", "none fits", "a product of probabilities over the ranks, with the product as its backward"
+)
 def product_whose_gradient_is_a_product() -> Any:
     class Product(Function):
         @staticmethod
@@ -158,7 +193,11 @@ def product_whose_gradient_is_a_product() -> Any:
 # ---- experts
 
 
-@wrong("gradcheck", "sum over ranks missing", "tokens sent to experts by a raw all_to_all, the own ones put back into their place")
+@wrong(
+    "gradcheck",
+    "sum over ranks missing",
+    "tokens sent to experts by a raw all_to_all, the own ones put back into their place",
+)
 def tokens_dispatched_by_a_raw_exchange() -> Any:
     def exchange(x: Tensor) -> Tensor:
         out = torch.empty_like(x)
@@ -196,7 +235,12 @@ def expert_gradients_summed_over_experts() -> Any:
     return loss, lambda r: (normal(r, 6, 3), normal(r, 3, 3, seed=1))
 
 
-@wrong("gradcheck", "one term of several scaled", "the load-balancing loss over gathered routes, W times too strong", objective=REPLICATED)
+@wrong(
+    "gradcheck",
+    "one term of several scaled",
+    "the load-balancing loss over gathered routes, W times too strong",
+    objective=REPLICATED,
+)
 def balancing_loss_gathered_with_a_sum() -> Any:
     def loss(logits: Tensor) -> Tensor:
         task = gm.all_reduce(weighted(torch.softmax(logits, 1), rank()), dst=gm.I)
@@ -206,7 +250,11 @@ def balancing_loss_gathered_with_a_sum() -> Any:
     return loss, lambda r: (normal(r, 4, 3),)
 
 
-@wrong("gradcheck", "sum over ranks missing", "a router that every rank applies to its own tokens, outside of the reduced bucket")
+@wrong(
+    "gradcheck",
+    "sum over ranks missing",
+    "a router that every rank applies to its own tokens, outside of the reduced bucket",
+)
 def router_weight_without_its_sum() -> Any:
     def loss(tokens: Tensor, router: Tensor, expert: Tensor) -> Tensor:
         gate = torch.softmax(tokens @ router, 1)
@@ -234,6 +282,8 @@ def shared_expert_not_used_by_one_rank() -> Any:
 
     def loss(tokens: Tensor, gate: Tensor) -> Tensor:
         shared = Gather.apply(tokens)
-        return weighted(gate) + (0 if rank() == 1 else weighted(shared[: len(tokens)] + 2 * shared[len(tokens) :]))
+        return weighted(gate) + (
+            0 if rank() == 1 else weighted(shared[: len(tokens)] + 2 * shared[len(tokens) :])
+        )
 
     return loss, lambda r: (normal(r, 3, 2), normal(r, 3, 2, seed=1))

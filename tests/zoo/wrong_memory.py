@@ -17,7 +17,12 @@ COLLECTIVE = ("forward-mode-missing", "second-order-lost", "unused-output")
 LOCAL = ("forward-mode-missing", "second-order-wrong")
 
 
-@wrong("audit", "gradient-overwritten", "the copy region of tensor parallelism: all_reduce of grad_output", also=COLLECTIVE)
+@wrong(
+    "audit",
+    "gradient-overwritten",
+    "the copy region of tensor parallelism: all_reduce of grad_output",
+    also=COLLECTIVE,
+)
 def copy_region_reduces_the_gradient_in_place() -> Any:
     class Copy(Function):
         @staticmethod
@@ -34,7 +39,12 @@ def copy_region_reduces_the_gradient_in_place() -> Any:
     return Copy.apply, (alike(3, 2),)
 
 
-@wrong("audit", "gradient-overwritten", "scaling grad_output in place before it is sent", also=(*COLLECTIVE, "strided-gradient"))
+@wrong(
+    "audit",
+    "gradient-overwritten",
+    "scaling grad_output in place before it is sent",
+    also=(*COLLECTIVE, "strided-gradient"),
+)
 def gather_scales_the_gradient_in_place() -> Any:
     class Mean(Function):
         @staticmethod
@@ -49,7 +59,12 @@ def gather_scales_the_gradient_in_place() -> Any:
     return Mean.apply, (operand(3, 2),)
 
 
-@wrong("audit", "operand-overwritten", "the reduce region of tensor parallelism: all_reduce of the input", also=LOCAL)
+@wrong(
+    "audit",
+    "operand-overwritten",
+    "the reduce region of tensor parallelism: all_reduce of the input",
+    also=LOCAL,
+)
 def reduce_region_sums_its_operand_in_place() -> Any:
     class Reduce(Function):
         @staticmethod
@@ -65,7 +80,12 @@ def reduce_region_sums_its_operand_in_place() -> Any:
     return Reduce.apply, (operand(3, 2),)
 
 
-@wrong("audit", "operand-overwritten", "a broadcast of the activations into the tensor that was handed in", also=COLLECTIVE)
+@wrong(
+    "audit",
+    "operand-overwritten",
+    "a broadcast of the activations into the tensor that was handed in",
+    also=COLLECTIVE,
+)
 def broadcast_into_its_operand() -> Any:
     class Broadcast(Function):
         @staticmethod
@@ -96,7 +116,12 @@ def copy_region_returns_its_operand() -> Any:
     return Copy.apply, (alike(3, 2),)
 
 
-@wrong("audit", "result-aliases-operand", "the scatter region: the own part is a view of the whole", also=COLLECTIVE)
+@wrong(
+    "audit",
+    "result-aliases-operand",
+    "the scatter region: the own part is a view of the whole",
+    also=COLLECTIVE,
+)
 def scatter_region_returns_a_view() -> Any:
     class Scatter(Function):
         @staticmethod
@@ -110,7 +135,12 @@ def scatter_region_returns_a_view() -> Any:
     return Scatter.apply, (alike(4, 2),)
 
 
-@wrong("audit", "strided-operand", "the sum goes into the temporary of .contiguous() and is thrown away", also=LOCAL)
+@wrong(
+    "audit",
+    "strided-operand",
+    "the sum goes into the temporary of .contiguous() and is thrown away",
+    also=LOCAL,
+)
 def sum_of_a_strided_operand_is_dropped() -> Any:
     class Sum(Function):
         @staticmethod
@@ -143,7 +173,12 @@ def gather_refuses_a_strided_operand() -> Any:
     return Gather.apply, (operand(3, 2),)
 
 
-@wrong("audit", "strided-gradient", "all_reduce(grad.contiguous()), and then the gradient itself is returned", also=COLLECTIVE)
+@wrong(
+    "audit",
+    "strided-gradient",
+    "all_reduce(grad.contiguous()), and then the gradient itself is returned",
+    also=COLLECTIVE,
+)
 def sum_of_a_strided_gradient_is_dropped() -> Any:
     class Copy(Function):
         @staticmethod
@@ -159,7 +194,12 @@ def sum_of_a_strided_gradient_is_dropped() -> Any:
     return Copy.apply, (alike(3, 2),)
 
 
-@wrong("audit", "strided-gradient", "flattening the gradient with view(): out.sum().backward() fails", also=COLLECTIVE)
+@wrong(
+    "audit",
+    "strided-gradient",
+    "flattening the gradient with view(): out.sum().backward() fails",
+    also=COLLECTIVE,
+)
 def gather_refuses_a_strided_gradient() -> Any:
     class Gather(Function):
         @staticmethod
@@ -173,7 +213,12 @@ def gather_refuses_a_strided_gradient() -> Any:
     return Gather.apply, (operand(3, 2),)
 
 
-@wrong("audit", "gradient-uninitialised", "torch.empty for the gradient of a scatter, filled at the own rows only", also=LOCAL)
+@wrong(
+    "audit",
+    "gradient-uninitialised",
+    "torch.empty for the gradient of a scatter, filled at the own rows only",
+    also=LOCAL,
+)
 def shard_leaves_rows_of_its_gradient_unwritten() -> Any:
     class Shard(Function):
         @staticmethod
@@ -190,7 +235,12 @@ def shard_leaves_rows_of_its_gradient_unwritten() -> Any:
     return Shard.apply, (alike(4, 2),)
 
 
-@wrong("audit", "gradient-uninitialised", "a reduce to the root hands out a buffer that only the root received", also=COLLECTIVE)
+@wrong(
+    "audit",
+    "gradient-uninitialised",
+    "a reduce to the root hands out a buffer that only the root received",
+    also=COLLECTIVE,
+)
 def broadcast_leaves_the_other_ranks_gradient_unwritten() -> Any:
     class Broadcast(Function):
         @staticmethod
@@ -208,7 +258,12 @@ def broadcast_leaves_the_other_ranks_gradient_unwritten() -> Any:
     return Broadcast.apply, (operand(3, 2),)
 
 
-@wrong("audit", "saved-buffer-overwritten", "a workspace kept for backward, and scaled there in place", also=(*LOCAL, "second-order-lost"))
+@wrong(
+    "audit",
+    "saved-buffer-overwritten",
+    "a workspace kept for backward, and scaled there in place",
+    also=(*LOCAL, "second-order-lost"),
+)
 def weighted_gather_scales_its_saved_weight() -> Any:
     class Weighted(Function):
         @staticmethod
@@ -230,7 +285,12 @@ def weighted_gather_scales_its_saved_weight() -> Any:
     return fn, (operand(3, 2),)
 
 
-@wrong("audit", "saved-buffer-overwritten", "the list of received parts is reused as the buffer of backward", also=COLLECTIVE)
+@wrong(
+    "audit",
+    "saved-buffer-overwritten",
+    "the list of received parts is reused as the buffer of backward",
+    also=COLLECTIVE,
+)
 def gather_accumulates_into_a_kept_buffer() -> Any:
     class Gather(Function):
         @staticmethod

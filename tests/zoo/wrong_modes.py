@@ -12,7 +12,7 @@ from torch.autograd.function import Function, once_differentiable
 
 import gradmesh as gm
 from tests.zoo.program import wrong
-from tests.zoo.raw import alike, gathered, operand, own, rank, reduce_scattered, summed, world
+from tests.zoo.raw import alike, gathered, operand, own, rank, reduce_scattered, summed, world, world_group
 
 COLLECTIVE = ("forward-mode-missing", "second-order-lost", "unused-output")
 # What is true where backward is local: the gradient of an I result is whole, and that of such a gradient is a sum.
@@ -49,7 +49,12 @@ def gradient_received_in_the_default_dtype() -> Any:
     return Scatter.apply, (alike(4, 2),)
 
 
-@wrong("audit", "precision-lost", "gradients sent as bfloat16 to save bandwidth, without a switch", also=(*COLLECTIVE, "complex-wrong"))
+@wrong(
+    "audit",
+    "precision-lost",
+    "gradients sent as bfloat16 to save bandwidth, without a switch",
+    also=(*COLLECTIVE, "complex-wrong"),
+)
 def gather_sends_its_gradient_as_bfloat16() -> Any:
     class Gather(Function):
         @staticmethod
@@ -174,7 +179,12 @@ def once_differentiable_gather() -> Any:
     return Gather.apply, (operand(3, 2),)
 
 
-@wrong("audit", "forward-mode-missing", "nearly every hand-written Function: there is no jvp", also=("second-order-wrong",))
+@wrong(
+    "audit",
+    "forward-mode-missing",
+    "nearly every hand-written Function: there is no jvp",
+    also=("second-order-wrong",),
+)
 def sum_without_jvp() -> Any:
     class Sum(Function):
         @staticmethod
@@ -188,7 +198,11 @@ def sum_without_jvp() -> Any:
     return Sum.apply, (operand(3, 2),)
 
 
-@wrong("audit", "forward-mode-missing", "a Function whose backward calls a differentiable collective, and nothing else")
+@wrong(
+    "audit",
+    "forward-mode-missing",
+    "a Function whose backward calls a differentiable collective, and nothing else",
+)
 def sum_with_a_verb_in_backward() -> Any:
     class Sum(Function):
         @staticmethod
@@ -202,7 +216,12 @@ def sum_with_a_verb_in_backward() -> Any:
     return Sum.apply, (operand(3, 2),)
 
 
-@wrong("audit", "forward-mode-wrong", "a jvp that hands on the own tangent without the collective", also=("second-order-wrong",))
+@wrong(
+    "audit",
+    "forward-mode-wrong",
+    "a jvp that hands on the own tangent without the collective",
+    also=("second-order-wrong",),
+)
 def sum_with_a_local_jvp() -> Any:
     class Sum(Function):
         @staticmethod
@@ -220,11 +239,15 @@ def sum_with_a_local_jvp() -> Any:
     return Sum.apply, (operand(3, 2),)
 
 
-@wrong("audit", "forward-mode-wrong", "a functional all_reduce on its own: its tangent is lost without a word", also=(
-    "not-adjoint", "second-order-lost", "unused-output", "vmap-wrong", "second-order-wrong"))
+@wrong(
+    "audit",
+    "forward-mode-wrong",
+    "a functional all_reduce on its own: its tangent is lost without a word",
+    also=("not-adjoint", "second-order-lost", "unused-output", "vmap-wrong", "second-order-wrong"),
+)
 def functional_all_reduce_loses_the_tangent() -> Any:
     def fn(x: Tensor) -> Tensor:
-        return funcol.all_reduce(x, "sum", dist.group.WORLD)
+        return funcol.all_reduce(x, "sum", world_group())
 
     return fn, (operand(3, 2),)
 
@@ -260,7 +283,9 @@ def gather_batched_along_the_wrong_dim() -> Any:
     return fn, (operand(3, 2),)
 
 
-@wrong("audit", "complex-wrong", "a real receive buffer: the imaginary part is cut off", also=("unused-output",))
+@wrong(
+    "audit", "complex-wrong", "a real receive buffer: the imaginary part is cut off", also=("unused-output",)
+)
 def sum_of_the_real_part() -> Any:
     def fn(x: Tensor) -> Tensor:
         return gm.all_reduce(x.real if x.is_complex() else x, dst=gm.R).to(x.dtype)
@@ -268,7 +293,12 @@ def sum_of_the_real_part() -> Any:
     return fn, (operand(3, 2),)
 
 
-@wrong("audit", "complex-wrong", "a backward that conjugates, although the collective's coefficients are real", also=LOCAL)
+@wrong(
+    "audit",
+    "complex-wrong",
+    "a backward that conjugates, although the collective's coefficients are real",
+    also=LOCAL,
+)
 def gather_conjugates_its_gradient() -> Any:
     class Gather(Function):
         @staticmethod

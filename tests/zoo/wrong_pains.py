@@ -1,4 +1,4 @@
-"""Faults of real code that the other files do not have: order, recomputation, mismatches, and what torch itself gets wrong."""
+"""Faults of real code that the other files do not have: order, recomputation, mismatches, and torch's own."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from torch.utils.checkpoint import checkpoint
 import gradmesh as gm
 from tests.zoo.data import common, normal, replicated, weighted
 from tests.zoo.program import wrong
-from tests.zoo.raw import gathered, operand, rank, reduce_scattered, summed, world
+from tests.zoo.raw import gathered, operand, rank, reduce_scattered, summed, world, world_group
 
 
-@wrong("audit", "backward-raises", "a forward with a group as its argument, for which backward returns no None")
+@wrong(
+    "audit", "backward-raises", "a forward with a group as its argument, for which backward returns no None"
+)
 def gather_that_returns_too_few_gradients() -> Any:
     class Gather(Function):
         @staticmethod
@@ -44,7 +46,7 @@ def gather_that_returns_too_few_gradients() -> Any:
 )
 def functional_gather() -> Any:
     def fn(x: Tensor) -> Tensor:
-        return funcol.all_gather_tensor_autograd(x, 0, dist.group.WORLD)
+        return funcol.all_gather_tensor_autograd(x, 0, world_group())
 
     return fn, (operand(3, 2),)
 
@@ -96,7 +98,11 @@ def sum_against_maximum() -> Any:
     return loss, lambda r: (normal(r, 3, 2),)
 
 
-@wrong("gradcheck", "one term of several scaled", "a gather kept in a cache, which checkpoint's recomputation finds there")
+@wrong(
+    "gradcheck",
+    "one term of several scaled",
+    "a gather kept in a cache, which checkpoint's recomputation finds there",
+)
 def gather_cached_under_checkpoint() -> Any:
     def loss(x: Tensor) -> Tensor:
         cache: dict[str, Tensor] = {}
@@ -112,7 +118,12 @@ def gather_cached_under_checkpoint() -> Any:
     return loss, lambda r: (normal(r, 3, 2),)
 
 
-@wrong("same_as_single", "loss differs", "one rank hands in a transposed operand with as many elements", objective="replicated")
+@wrong(
+    "same_as_single",
+    "loss differs",
+    "one rank hands in a transposed operand with as many elements",
+    objective="replicated",
+)
 def operand_transposed_on_one_rank() -> Any:
     def loss(x: Tensor) -> Tensor:
         mine = x * (1 + rank()) / (3 if world() == 2 else 1)
@@ -132,11 +143,10 @@ def gradients_summed_in_bfloat16() -> Any:
         def backward(ctx: Any, grad: Tensor) -> Tensor:
             return summed(grad.bfloat16()).to(grad.dtype)
 
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        weight = Copy.apply(model.weight) if world() > 1 else model.weight
-        return (x @ weight.T).tanh().sum() / world() * (1 + rank())
+    def loss(model: nn.Linear, x: Tensor) -> Tensor:
+        return (x @ Copy.apply(model.weight).T).tanh().sum() / world() * (1 + rank())
 
-    def reference(model: nn.Module, x: Tensor) -> Tensor:
+    def reference(model: nn.Linear, x: Tensor) -> Tensor:
         return (x @ model.weight.T).tanh().sum() * 1.5
 
     return {

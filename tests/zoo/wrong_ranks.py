@@ -47,7 +47,12 @@ def gather_that_reshapes_to_minus_one(parts: list[int] | None = None) -> Any:
     return Gather.apply, (operand(parts[rank()] if parts else 3, 2),)
 
 
-@wrong("audit", "empty-part", "a rank without tokens leaves early, and the others in the collective", also=COLLECTIVE)
+@wrong(
+    "audit",
+    "empty-part",
+    "a rank without tokens leaves early, and the others in the collective",
+    also=COLLECTIVE,
+)
 def gather_that_an_empty_rank_leaves(parts: list[int] | None = None) -> Any:
     class Gather(Function):
         @staticmethod
@@ -66,7 +71,12 @@ def gather_that_an_empty_rank_leaves(parts: list[int] | None = None) -> Any:
     return Gather.apply, (operand(parts[rank()] if parts else 3, 2),)
 
 
-@wrong("audit", "uneven-parts", "graph-parallel gathers that recompute the sizes as ceil(n / W) in backward", also=(*LOCAL, "empty-part"))
+@wrong(
+    "audit",
+    "uneven-parts",
+    "graph-parallel gathers that recompute the sizes as ceil(n / W) in backward",
+    also=(*LOCAL, "empty-part"),
+)
 def gather_that_takes_its_part_for_the_ceil_split(parts: list[int] | None = None) -> Any:
     class Gather(Function):
         @staticmethod
@@ -90,7 +100,12 @@ def gather_that_takes_its_part_for_the_ceil_split(parts: list[int] | None = None
     return Gather.apply, (operand(parts[rank()] if parts else 3, 2),)
 
 
-@wrong("audit", "uneven-parts", "receive buffers of the own size, although the ranks' sizes differ", also=(*COLLECTIVE, "empty-part"))
+@wrong(
+    "audit",
+    "uneven-parts",
+    "receive buffers of the own size, although the ranks' sizes differ",
+    also=(*COLLECTIVE, "empty-part"),
+)
 def gather_with_buffers_of_its_own_size(parts: list[int] | None = None) -> Any:
     class Gather(Function):
         @staticmethod
@@ -112,8 +127,12 @@ def gather_with_buffers_of_its_own_size(parts: list[int] | None = None) -> Any:
     return Gather.apply, (operand(parts[rank()] if parts else 3, 2),)
 
 
-@wrong("audit", "unused-output", "a collective in backward, which only ranks that use the result run", also=(
-    "forward-mode-missing", "second-order-lost"))
+@wrong(
+    "audit",
+    "unused-output",
+    "a collective in backward, which only ranks that use the result run",
+    also=("forward-mode-missing", "second-order-lost"),
+)
 def gather_whose_backward_waits_for_everyone() -> Any:
     class Gather(Function):
         @staticmethod
@@ -127,7 +146,12 @@ def gather_whose_backward_waits_for_everyone() -> Any:
     return Gather.apply, (operand(3, 2),)
 
 
-@wrong("audit", "own-rank-assumed", "the part is cut by LOCAL_RANK, which is wrong on the second machine", also=LOCAL)
+@wrong(
+    "audit",
+    "own-rank-assumed",
+    "the part is cut by LOCAL_RANK, which is wrong on the second machine",
+    also=LOCAL,
+)
 def gather_that_cuts_by_local_rank(local_rank: int | None = None) -> Any:
     local = rank() if local_rank is None else local_rank
 
@@ -143,7 +167,9 @@ def gather_that_cuts_by_local_rank(local_rank: int | None = None) -> Any:
     return Gather.apply, (operand(3, 2),)
 
 
-@wrong("audit", "own-rank-assumed", "AllGatherGrad: the rank of the world where the group's is meant", also=LOCAL)
+@wrong(
+    "audit", "own-rank-assumed", "AllGatherGrad: the rank of the world where the group's is meant", also=LOCAL
+)
 def gather_that_cuts_by_the_world_rank(group: Any = None) -> Any:
     class Gather(Function):
         @staticmethod
@@ -161,7 +187,12 @@ def gather_that_cuts_by_the_world_rank(group: Any = None) -> Any:
     return Gather.apply, (operand(3, 2),)
 
 
-@wrong("audit", "own-rank-assumed", "a broadcast inside of a group, whose root is given as a rank of the group", also=COLLECTIVE)
+@wrong(
+    "audit",
+    "own-rank-assumed",
+    "a broadcast inside of a group, whose root is given as a rank of the group",
+    also=COLLECTIVE,
+)
 def broadcast_from_a_rank_of_the_group(group: Any = None) -> Any:
     class Broadcast(Function):
         @staticmethod
@@ -179,7 +210,9 @@ def broadcast_from_a_rank_of_the_group(group: Any = None) -> Any:
     return Broadcast.apply, (operand(3, 2),)
 
 
-@wrong("audit", "global-convention", "a module's flag, read in backward, decides whether to sum", also=COLLECTIVE)
+@wrong(
+    "audit", "global-convention", "a module's flag, read in backward, decides whether to sum", also=COLLECTIVE
+)
 def gather_that_asks_a_flag_in_backward() -> Any:
     class Gather(Function):
         @staticmethod

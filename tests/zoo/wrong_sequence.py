@@ -25,7 +25,13 @@ def parts(r: int) -> tuple[Tensor, Tensor, Tensor]:
     return normal(r, 3, 4), normal(r, 3, 4, seed=1), normal(r, 3, 4, seed=2)
 
 
-@wrong("gradcheck", "1/W", "context parallelism of two halves the gradient, of four quarters it", objective=REPLICATED, world_size=4)
+@wrong(
+    "gradcheck",
+    "1/W",
+    "context parallelism of two halves the gradient, of four quarters it",
+    objective=REPLICATED,
+    world_size=4,
+)
 def context_parallel_loss_divided_twice() -> Any:
     class Mean(Function):
         @staticmethod
@@ -42,7 +48,11 @@ def context_parallel_loss_divided_twice() -> Any:
     return loss, lambda r: (normal(r, 3, 4),)
 
 
-@wrong("gradcheck", "sum over ranks missing", "ring attention whose keys and values travel by plain send and receive")
+@wrong(
+    "gradcheck",
+    "sum over ranks missing",
+    "ring attention whose keys and values travel by plain send and receive",
+)
 def ring_attention_without_a_gradient_for_the_others() -> Any:
     def passed_on(x: Tensor) -> Tensor:
         out = torch.empty(x.shape, dtype=x.dtype)
@@ -100,7 +110,12 @@ def ring_softmax_with_detached_denominator() -> Any:
     return loss, lambda r: (normal(r, 3, 4), normal(r, 4, 2, seed=1))
 
 
-@wrong("gradcheck", "sum over ranks missing", "learned positions, of which each rank adds its own part", objective=REPLICATED)
+@wrong(
+    "gradcheck",
+    "sum over ranks missing",
+    "learned positions, of which each rank adds its own part",
+    objective=REPLICATED,
+)
 def positions_without_their_sum() -> Any:
     def loss(x: Tensor, table: Tensor) -> Tensor:
         mine = x + table[rank() * len(x) : (rank() + 1) * len(x)]
@@ -109,7 +124,12 @@ def positions_without_their_sum() -> Any:
     return loss, lambda r: (normal(r, 3, 2), invariant(common(6, 2)))
 
 
-@wrong("gradcheck", "another rank's slice", "zigzag parts: the gradient is cut where the plain order would have it", objective=REPLICATED)
+@wrong(
+    "gradcheck",
+    "another rank's slice",
+    "zigzag parts: the gradient is cut where the plain order would have it",
+    objective=REPLICATED,
+)
 def reversed_parts_cut_in_plain_order() -> Any:
     class Gather(Function):
         @staticmethod
@@ -126,7 +146,12 @@ def reversed_parts_cut_in_plain_order() -> Any:
     return loss, lambda r: (normal(r, 3, 2),)
 
 
-@wrong("gradcheck", "another rank's slice", "prefix states handed to the next rank, their gradient kept where it arrived", world_size=3)
+@wrong(
+    "gradcheck",
+    "another rank's slice",
+    "prefix states handed to the next rank, their gradient kept where it arrived",
+    world_size=3,
+)
 def ring_shift_that_keeps_the_gradient() -> Any:
     class Shift(Function):
         @staticmethod
@@ -143,7 +168,12 @@ def ring_shift_that_keeps_the_gradient() -> Any:
     return loss, lambda r: (normal(r, 3, 2, seed=4),)
 
 
-@wrong("gradcheck", "conjugate missing", "a sharded spectral layer whose backward multiplies by the weight itself", objective=REPLICATED)
+@wrong(
+    "gradcheck",
+    "conjugate missing",
+    "a sharded spectral layer whose backward multiplies by the weight itself",
+    objective=REPLICATED,
+)
 def spectral_layer_without_conjugate() -> Any:
     class Filter(Function):
         @staticmethod
@@ -162,7 +192,9 @@ def spectral_layer_without_conjugate() -> Any:
     return loss, lambda r: (complex_normal(r, 3, 2), complex_normal(r, 3, 2, seed=1))
 
 
-@wrong("gradcheck", "conjugate missing", "phases applied on each antenna before the sum, the gradient conjugated")
+@wrong(
+    "gradcheck", "conjugate missing", "phases applied on each antenna before the sum, the gradient conjugated"
+)
 def beam_sum_that_conjugates() -> Any:
     class Sum(Function):
         @staticmethod
@@ -175,12 +207,16 @@ def beam_sum_that_conjugates() -> Any:
 
     def loss(x: Tensor) -> Tensor:
         y = Sum.apply(x)
-        return (1 + rank()) * (y.real * torch.linspace(0.5, 2.0, y.numel()).view(y.shape) + y.imag.sin()).sum()
+        return (1 + rank()) * (
+            y.real * torch.linspace(0.5, 2.0, y.numel()).view(y.shape) + y.imag.sin()
+        ).sum()
 
     return loss, lambda r: (complex_normal(r, 3, 2),)
 
 
-@wrong("gradcheck", "1/W", "a mean over the ranks whose gradient is divided once in forward and once in backward")
+@wrong(
+    "gradcheck", "1/W", "a mean over the ranks whose gradient is divided once in forward and once in backward"
+)
 def mean_divided_on_both_ways() -> Any:
     class Mean(Function):
         @staticmethod
@@ -197,7 +233,12 @@ def mean_divided_on_both_ways() -> Any:
     return loss, lambda r: (normal(r, 3, 2),)
 
 
-@wrong("gradcheck", "sum over ranks missing", "gradients of gathered rows that each rank gives back for itself", world_size=3)
+@wrong(
+    "gradcheck",
+    "sum over ranks missing",
+    "gradients of gathered rows that each rank gives back for itself",
+    world_size=3,
+)
 def gather_whose_reduction_was_forgotten() -> Any:
     class Gather(Function):
         @staticmethod
@@ -215,7 +256,12 @@ def gather_whose_reduction_was_forgotten() -> Any:
     return loss, lambda r: (normal(r, 2, 2),)
 
 
-@wrong("gradcheck", "W times too large", "a reduce-scatter in front of the loss, undone by a sum in the gather", objective=REPLICATED)
+@wrong(
+    "gradcheck",
+    "W times too large",
+    "a reduce-scatter in front of the loss, undone by a sum in the gather",
+    objective=REPLICATED,
+)
 def sequence_gather_that_sums_before_a_shared_loss() -> Any:
     class Gather(Function):
         @staticmethod

@@ -58,7 +58,12 @@ def layer(r: int) -> tuple[Any, ...]:
     return invariant(common(3, 4)), normal(r, 4, 2, seed=1), normal(r, 2, 4, seed=2)
 
 
-@wrong("gradcheck", "sum over ranks missing", "a column-parallel layer without the copy region", objective=REPLICATED)
+@wrong(
+    "gradcheck",
+    "sum over ranks missing",
+    "a column-parallel layer without the copy region",
+    objective=REPLICATED,
+)
 def mlp_without_the_copy_region() -> Any:
     def loss(x: Tensor, columns: Tensor, rows: Tensor) -> Tensor:
         return weighted(Reduce.apply(torch.tanh(x @ columns) @ rows))
@@ -66,7 +71,12 @@ def mlp_without_the_copy_region() -> Any:
     return loss, layer
 
 
-@wrong("gradcheck", "W times too large", "a row-parallel layer on torch.distributed.nn's all_reduce", objective=REPLICATED)
+@wrong(
+    "gradcheck",
+    "W times too large",
+    "a row-parallel layer on torch.distributed.nn's all_reduce",
+    objective=REPLICATED,
+)
 def mlp_whose_reduction_sums_both_ways() -> Any:
     def loss(x: Tensor, columns: Tensor, rows: Tensor) -> Tensor:
         return weighted(SumBothWays.apply(torch.tanh(Copy.apply(x) @ columns) @ rows))
@@ -88,7 +98,13 @@ def residual_mlp_whose_reduction_sums_both_ways() -> Any:
     return loss, layer
 
 
-@wrong("gradcheck", "W times too large", "two row-parallel layers, the second one's sum both ways", objective=REPLICATED, world_size=3)
+@wrong(
+    "gradcheck",
+    "W times too large",
+    "two row-parallel layers, the second one's sum both ways",
+    objective=REPLICATED,
+    world_size=3,
+)
 def deep_mlp_with_one_wrong_reduction() -> Any:
     def loss(x: Tensor, columns: Tensor, rows: Tensor) -> Tensor:
         h = Reduce.apply(torch.tanh(Copy.apply(x) @ columns) @ rows)
@@ -97,7 +113,12 @@ def deep_mlp_with_one_wrong_reduction() -> Any:
     return loss, layer
 
 
-@wrong("gradcheck", "W times too large", "gather_output=True with a reduce-scatter in backward", objective=REPLICATED)
+@wrong(
+    "gradcheck",
+    "W times too large",
+    "gather_output=True with a reduce-scatter in backward",
+    objective=REPLICATED,
+)
 def gathered_columns_with_summed_gradient() -> Any:
     def loss(x: Tensor, columns: Tensor) -> Tensor:
         return weighted(gm.all_gather(torch.tanh(gm.replicate(x) @ columns), dim=1, dst=gm.R))
@@ -105,7 +126,12 @@ def gathered_columns_with_summed_gradient() -> Any:
     return loss, lambda r: layer(r)[:2]
 
 
-@wrong("gradcheck", "sum over ranks missing", "a norm's weight on sequence shards, left out of the all_reduce", objective=REPLICATED)
+@wrong(
+    "gradcheck",
+    "sum over ranks missing",
+    "a norm's weight on sequence shards, left out of the all_reduce",
+    objective=REPLICATED,
+)
 def norm_weight_on_sequence_shards() -> Any:
     def loss(x: Tensor, gain: Tensor, rows: Tensor) -> Tensor:
         y = gain * x / (1e-3 + x.square().mean(1, keepdim=True)).sqrt()
@@ -115,7 +141,12 @@ def norm_weight_on_sequence_shards() -> Any:
     return loss, lambda r: (normal(r, 2, 3), invariant(common(3)), normal(r, 3, 2, seed=2))
 
 
-@wrong("gradcheck", "sum over ranks missing", "tensor_parallel_output_grad=False in front of a column-parallel layer", objective=REPLICATED)
+@wrong(
+    "gradcheck",
+    "sum over ranks missing",
+    "tensor_parallel_output_grad=False in front of a column-parallel layer",
+    objective=REPLICATED,
+)
 def sequence_gather_with_own_slice() -> Any:
     def loss(x: Tensor, columns: Tensor, rows: Tensor) -> Tensor:
         whole = gm.all_gather(x, dst=gm.I)
@@ -124,7 +155,12 @@ def sequence_gather_with_own_slice() -> Any:
     return loss, lambda r: (normal(r, 2, 4), normal(r, 4, 2, seed=1), normal(r, 2, 4, seed=2))
 
 
-@wrong("gradcheck", "sum over ranks missing", "cutting the sequence by plain indexing instead of the scatter region", objective=REPLICATED)
+@wrong(
+    "gradcheck",
+    "sum over ranks missing",
+    "cutting the sequence by plain indexing instead of the scatter region",
+    objective=REPLICATED,
+)
 def sequence_cut_by_indexing() -> Any:
     def loss(x: Tensor, gain: Tensor) -> Tensor:
         rows = len(x) // world()
@@ -134,7 +170,12 @@ def sequence_cut_by_indexing() -> Any:
     return loss, lambda r: (invariant(common(4, 3)), normal(r, 2, 3))
 
 
-@wrong("gradcheck", "W times too large", "a vocabulary-parallel loss whose two sums are summed backward too", objective=REPLICATED)
+@wrong(
+    "gradcheck",
+    "W times too large",
+    "a vocabulary-parallel loss whose two sums are summed backward too",
+    objective=REPLICATED,
+)
 def vocabulary_loss_with_summed_gradients() -> Any:
     def loss(logits: Tensor) -> Tensor:
         target = logits[:, 0] * (rank() == 0)
@@ -159,19 +200,24 @@ def vocabulary_loss_with_one_summed_gradient() -> Any:
     return loss, lambda r: (normal(r, 3, 4),)
 
 
-@wrong("gradcheck", "sum over ranks missing", "the tied embedding of a pipeline's first and last stage", objective=REPLICATED)
+@wrong(
+    "gradcheck",
+    "sum over ranks missing",
+    "the tied embedding of a pipeline's first and last stage",
+    objective=REPLICATED,
+)
 def tied_embedding_without_its_sum() -> Any:
     def loss(hidden: Tensor, embedding: Tensor) -> Tensor:
-        if rank() == 0:
-            share = weighted(hidden @ embedding)
-        else:
-            share = (hidden @ embedding.square()).logsumexp(1).sum()
+        first, last = hidden @ embedding, hidden @ embedding.square()
+        share = weighted(first) if rank() == 0 else last.logsumexp(1).sum()
         return gm.all_reduce(share, dst=gm.I)
 
     return loss, lambda r: (normal(r, 3, 4), invariant(common(4, 5)))
 
 
-@wrong("gradcheck", "sum over ranks missing", "a hand-written FSDP unit that drops the reduce-scatter's result")
+@wrong(
+    "gradcheck", "sum over ranks missing", "a hand-written FSDP unit that drops the reduce-scatter's result"
+)
 def sharded_weight_drops_the_reduced_gradient() -> Any:
     class Unshard(Function):
         @staticmethod
@@ -190,7 +236,12 @@ def sharded_weight_drops_the_reduced_gradient() -> Any:
     return loss, lambda r: (normal(r, 3, 4), normal(r, 2, 5, seed=1))
 
 
-@wrong("gradcheck", "summed twice", "gradients of sharded weights passed through the all_reduce of the replicated ones", world_size=3)
+@wrong(
+    "gradcheck",
+    "summed twice",
+    "gradients of sharded weights passed through the all_reduce of the replicated ones",
+    world_size=3,
+)
 def sharded_weight_summed_as_if_replicated() -> Any:
     class Hook(Function):
         @staticmethod

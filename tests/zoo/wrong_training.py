@@ -28,7 +28,12 @@ def ddp_under_a_summed_loss() -> Any:
     return {"distributed": loss, "inputs": inputs, "module": mlp, "parallel": ddp, "parameters": SAME}
 
 
-@wrong("same_as_single", "1/W", "one contrastive loss on every rank behind a slicing gather, under DDP", objective="replicated")
+@wrong(
+    "same_as_single",
+    "1/W",
+    "one contrastive loss on every rank behind a slicing gather, under DDP",
+    objective="replicated",
+)
 def ddp_under_one_loss_for_all() -> Any:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         images, texts = (gm.all_gather(z, dst=gm.I) for z in model(x, y))
@@ -46,7 +51,12 @@ def replicas_without_a_reduction() -> Any:
     return {"distributed": loss, "inputs": (batch(), target()), "module": mlp, "parameters": SAME}
 
 
-@wrong("same_as_single", "W times too large", "a reduction by hand that sums where the loss is a mean", objective="mean")
+@wrong(
+    "same_as_single",
+    "W times too large",
+    "a reduction by hand that sums where the loss is a mean",
+    objective="mean",
+)
 def replicas_that_sum_a_mean() -> Any:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return row_losses(model(x), y).mean()
@@ -74,7 +84,12 @@ def ddp_on_uneven_batches() -> Any:
     return {"distributed": loss, "inputs": inputs, "module": mlp, "parallel": ddp, "parameters": SAME}
 
 
-@wrong("same_as_single", "mean of local means", "a mean over the tokens that a mask leaves, taken on each rank", objective="mean")
+@wrong(
+    "same_as_single",
+    "mean of local means",
+    "a mean over the tokens that a mask leaves, taken on each rank",
+    objective="mean",
+)
 def masked_mean_on_each_rank() -> Any:
     def loss(model: nn.Module, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
         return (row_losses(model(x), y) * mask).sum() / mask.sum()
@@ -84,7 +99,12 @@ def masked_mean_on_each_rank() -> Any:
     return {"distributed": loss, "inputs": inputs, "module": mlp, "parallel": ddp, "parameters": SAME}
 
 
-@wrong("same_as_single", "mean of local means", "graph readout: node energies averaged on each rank, then over ranks", objective="replicated")
+@wrong(
+    "same_as_single",
+    "mean of local means",
+    "graph readout: node energies averaged on each rank, then over ranks",
+    objective="replicated",
+)
 def readout_of_local_means() -> Any:
     def loss(model: nn.Module, nodes: Tensor) -> Tensor:
         return gm.all_reduce(model(nodes).square().sum(1).mean(), op="mean", dst=gm.I)
@@ -92,7 +112,12 @@ def readout_of_local_means() -> Any:
     return {"distributed": loss, "inputs": (batch(sizes=(2, 4)),), "module": mlp}
 
 
-@wrong("same_as_single", "loss differs", "contrastive labels that do not count the rows of the ranks before", objective="mean")
+@wrong(
+    "same_as_single",
+    "loss differs",
+    "contrastive labels that do not count the rows of the ranks before",
+    objective="mean",
+)
 def contrastive_labels_without_an_offset() -> Any:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         images, texts = model(x, y)
@@ -102,7 +127,12 @@ def contrastive_labels_without_an_offset() -> Any:
     return {"distributed": loss, "inputs": inputs, "module": Towers, "parallel": ddp, "parameters": SAME}
 
 
-@wrong("same_as_single", "loss differs", "a row-parallel layer whose bias is added on every rank before the sum", objective="replicated")
+@wrong(
+    "same_as_single",
+    "loss differs",
+    "a row-parallel layer whose bias is added on every rank before the sum",
+    objective="replicated",
+)
 def bias_added_before_the_reduction() -> Any:
     def loss(model: CutMlp, x: Tensor) -> Tensor:
         hidden = torch.tanh(x @ model.columns.T)
@@ -133,7 +163,12 @@ def batch_norm_of_each_rank() -> Any:
     return {"distributed": loss, "inputs": inputs, "module": module, "parallel": ddp, "parameters": SAME}
 
 
-@wrong("same_as_single", "loss differs", "positions counted from zero on every rank of a cut sequence", objective="sum")
+@wrong(
+    "same_as_single",
+    "loss differs",
+    "positions counted from zero on every rank of a cut sequence",
+    objective="sum",
+)
 def positions_counted_on_each_rank() -> Any:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return model(x + torch.arange(len(x), dtype=x.dtype)[:, None].sin()).square().sum()
@@ -141,7 +176,12 @@ def positions_counted_on_each_rank() -> Any:
     return {"distributed": loss, "inputs": (batch(),), "module": mlp}
 
 
-@wrong("same_as_single", "parameter differs", "gradients clipped by the norm of the own part of a cut model", objective="replicated")
+@wrong(
+    "same_as_single",
+    "parameter differs",
+    "gradients clipped by the norm of the own part of a cut model",
+    objective="replicated",
+)
 def clipping_by_the_local_norm() -> Any:
     class Clipped(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -165,7 +205,12 @@ def clipping_by_the_local_norm() -> Any:
     }
 
 
-@wrong("same_as_single", "sum over ranks missing", "a contrastive loss behind a slicing gather, under DDP", objective="mean")
+@wrong(
+    "same_as_single",
+    "sum over ranks missing",
+    "a contrastive loss behind a slicing gather, under DDP",
+    objective="mean",
+)
 def ddp_and_a_slicing_gather() -> Any:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         images, texts = model(x, y)
