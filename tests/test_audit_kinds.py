@@ -332,7 +332,7 @@ def test_a_group_that_is_not_used_is_an_own_rank_assumed() -> None:
 
 
 def test_the_rank_on_the_machine_is_not_the_rank() -> None:
-    def build(local_rank: int | None = None) -> Any:
+    def build(local_rank: int = 0) -> Any:
         fn = function(lambda ctx, x: gathered(x), lambda ctx, g: summed(g).chunk(W)[local_rank].clone())
         return fn.apply, torch.randn(2)
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from gradmesh.errors import ArgumentError, GradmeshError, RankError, message
 from gradmesh.launch import launch
-from gradmesh.verify.auditing.case import Case, Refused
+from gradmesh.verify.auditing.case import Case, RefusedError
 from gradmesh.verify.auditing.checks.adjoint import adjoint
 from gradmesh.verify.auditing.checks.memory import saved_buffers, uninitialised
 from gradmesh.verify.auditing.checks.modes import complex_operands, forward_mode, vmap
-from gradmesh.verify.auditing.checks.opening import open_case
+from gradmesh.verify.auditing.checks.opening import open_case, takes
 from gradmesh.verify.auditing.checks.parts import parts
 from gradmesh.verify.auditing.checks.ranks import own_rank, unused_output
 from gradmesh.verify.auditing.checks.second import KINDS_OF, second_order
 from gradmesh.verify.auditing.checks.state import global_convention
 from gradmesh.verify.auditing.checks.strides import strides
 from gradmesh.verify.auditing.kinds import KINDS
-from gradmesh.verify.auditing.pool import Lost, Pool, accepted
+from gradmesh.verify.auditing.pool import LostError, Pool, accepted
 from gradmesh.verify.auditing.report import Audit, Finding, sorted_findings
 from gradmesh.verify.auditing.subject import line_of
 
@@ -27,7 +28,6 @@ __all__ = ["audit"]
 
 CHECKS: tuple[tuple[tuple[str, ...], Callable[[Case], Iterator[Finding]]], ...] = (
     (("strided-operand", "strided-gradient"), strides),
-    (("gradient-uninitialised",), uninitialised),
     (("saved-buffer-overwritten",), saved_buffers),
     (KINDS_OF, second_order),
     (("forward-mode-wrong", "forward-mode-missing"), forward_mode),
@@ -133,7 +133,7 @@ def _isolated(build: Callable[..., Any], world_size: int, wanted: frozenset[str]
     except RankError as error:
         if isinstance(error.__cause__, GradmeshError):
             raise error.__cause__ from None
-        lost = Lost(error)
+        lost = LostError(error)
         if lost.kind != "aborts":
             raise
     name = getattr(build, "__qualname__", type(build).__qualname__)
@@ -141,14 +141,38 @@ def _isolated(build: Callable[..., Any], world_size: int, wanted: frozenset[str]
     return Audit(name, world_size, "threads", findings=(finding,), seconds=time.monotonic() - began)
 
 
+_UNWRITTEN = "as part of the gradient is memory that nobody wrote"
+_TOLD_OF_UNWRITTEN = {
+    "gradient-uninitialised",
+    "gradient-overwritten",
+    "operand-overwritten",
+    "result-aliases-operand",
+    "forward-mode-missing",
+    "forward-mode-wrong",
+    "aborts",
+    "hangs",
+    "backward-raises",
+}
+
+
 def _found(case: Case, wanted: frozenset[str]) -> Iterator[Finding]:
     try:
-        yield from open_case(case, [value.dtype for value in case.pool.begin()[0].values])
-    except Lost as error:
-        yield Finding(error.kind, error.text, error.ranks, case.forward_line)
+        narrow = takes(case, [value.dtype for value in case.pool.begin()[0].values])
+    except (RefusedError, LostError) as error:
+        kind = error.kind if isinstance(error, LostError) else "hangs"
+        yield case.refused(kind, error, "at the first call")
         return
-    except Refused as error:
-        yield case.refused("hangs", error, "at the first call")
+    with contextlib.suppress(RefusedError, LostError):  # that is found again, and told, in the first order
+        unwritten = list(uninitialised(case))
+        if any(finding.kind == "gradient-uninitialised" for finding in unwritten):
+            yield from unwritten
+            yield from forward_mode(case)
+            case.left_out |= {kind: _UNWRITTEN for kind in KINDS if kind not in _TOLD_OF_UNWRITTEN}
+            return
+    try:
+        yield from open_case(case, narrow)
+    except LostError as error:
+        yield case.refused(error.kind, error, "at the first calls")
         return
     yield from adjoint(case)
     if not case.answers:
@@ -157,7 +181,7 @@ def _found(case: Case, wanted: frozenset[str]) -> Iterator[Finding]:
         if not wanted.isdisjoint(kinds):
             try:
                 yield from check(case)
-            except (Refused, Lost) as error:
+            except (RefusedError, LostError) as error:
                 yield case.refused(kinds[0], error, "where it was asked")
             except RankError as error:
                 case.left_out[kinds[0]] = f"as build failed: {str(error).splitlines()[0]}"

@@ -6,16 +6,16 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from gradmesh.verify.auditing.pool import Lost, Pool
+from gradmesh.verify.auditing.pool import LostError, Pool
 from gradmesh.verify.auditing.probes import Answer, Point, Probe, first_order
 from gradmesh.verify.auditing.readings import Pattern, Reading
 from gradmesh.verify.auditing.report import Finding
 from gradmesh.verify.auditing.subject import Trouble
 
-__all__ = ["Case", "Refused", "patterns_of", "show_troubles", "troubles", "worst_trouble"]
+__all__ = ["Case", "RefusedError", "patterns_of", "show_troubles", "troubles", "worst_trouble"]
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """The function raised where it was asked; the troubles of the ranks, by rank."""
 
     def __init__(self, troubles: dict[int, Trouble]) -> None:
@@ -67,8 +67,8 @@ class Case:
         """For each probe, each rank's answer.
 
         Raises:
-            Refused: a rank raised.
-            Lost: the ranks did not come back.
+            RefusedError: a rank raised.
+            LostError: the ranks did not come back.
         """
         return self.answered(first_order, probes)
 
@@ -76,18 +76,18 @@ class Case:
         """The answers to a question with several probes: for each probe, each rank's.
 
         Raises:
-            Refused: a rank raised.
-            Lost: the ranks did not come back.
+            RefusedError: a rank raised.
+            LostError: the ranks did not come back.
         """
         by_rank: list[list[Answer]] = self.pool.ask(question, *args)  # type: ignore[arg-type]
         raised = troubles(by_rank)
         if raised:
-            raise Refused(raised)
+            raise RefusedError(raised)
         return [list(row) for row in zip(*by_rank, strict=True)]
 
-    def refused(self, kind: str, error: Refused | Lost, what: str) -> Finding:
+    def refused(self, kind: str, error: RefusedError | LostError, what: str) -> Finding:
         """The finding that it raises or hangs, where it was asked."""
-        if isinstance(error, Lost):
+        if isinstance(error, LostError):
             verb = "the process ends" if error.kind == "aborts" else "it hangs"
             return Finding(kind, f"{what}: {verb}: {error.text}", error.ranks, self.line)
         first = worst_trouble(error.troubles)

@@ -50,8 +50,8 @@ _ALL = (
         "not-adjoint",
         "error",
         "backward is the adjoint of forward under no reading of the loss",
-        "apply the adjoint: a gather's is the sum of the ranks' gradients, then the own slice; a sum's is the sum where "
-        "the ranks' losses differ, and the identity where every rank repeats the same loss; no other factor",
+        "apply the adjoint: a gather's is the sum of the ranks' gradients, then the own slice; a sum's is the sum "
+        "where the ranks' losses differ, and the identity where every rank repeats the same loss; no other factor",
     ),
     Kind(
         "gradient-overwritten",

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -15,12 +15,12 @@ from gradmesh.launch import Ranks
 from gradmesh.verify.auditing.probes import Answer, configure
 from gradmesh.verify.auditing.subject import Described, Trouble, hold
 
-__all__ = ["Lost", "Pool", "accepted"]
+__all__ = ["LostError", "Pool", "accepted"]
 
 T = TypeVar("T")
 
 
-class Lost(Exception):
+class LostError(Exception):
     """The ranks did not come back: one died, or did not return in time.
 
     Attributes:
@@ -102,7 +102,7 @@ class Pool:
         """Each rank's answer to a question; ranks that take no part have none.
 
         Raises:
-            Lost: the ranks did not come back.
+            LostError: the ranks did not come back.
         """
         self.begin()
         try:
@@ -110,11 +110,11 @@ class Pool:
                 answers = self._ranks.run(_asked, question, args, self.outside)
         except RankError as error:
             self._renew()
-            raise Lost(error) from error
-        answers = answers[self.outside :]
-        if _apart(answers):
+            raise LostError(error) from error
+        taking_part = cast("list[T]", answers[self.outside :])
+        if _apart(taking_part):
             self._renew()
-        return answers
+        return taking_part
 
     @contextlib.contextmanager
     def built_with(self, **options: Any) -> Iterator[None]:

@@ -65,6 +65,7 @@ class Probe:
         ranks: how many ranks take part, where something is turned.
         other: a rank that draws other operands than it would, or -1.
         other_out: the same for the gradients of results.
+        only: the one operand or result that is turned or drawn otherwise; -1 for all of them.
         point: where a function that is not linear is differentiated.
     """
 
@@ -78,6 +79,7 @@ class Probe:
     ranks: int = 1
     other: int = -1
     other_out: int = -1
+    only: int = -1
     point: Point = field(default_factory=Point)
 
 
@@ -147,7 +149,7 @@ def drawn(subject: Subject, probe: Probe) -> list[Tensor]:
             subject.shape(i),
             subject.operand_dtype(i, probe.complex),
             probe.seed + 31 * i,
-            -1 if same[i] else _owner(subject, probe, probe.turn, probe.other),
+            -1 if same[i] else _owner(subject, probe, i, probe.turn, probe.other),
             whole=probe.whole,
         )
         for i in range(len(subject.operands))
@@ -162,14 +164,16 @@ def cotangents(subject: Subject, probe: Probe, results: Sequence[Tensor]) -> lis
             y.shape,
             y.dtype,
             probe.seed + _COTANGENTS + 31 * i,
-            -1 if same[i] else _owner(subject, probe, probe.turn_out, probe.other_out),
+            -1 if same[i] else _owner(subject, probe, i, probe.turn_out, probe.other_out),
             whole=probe.whole,
         )
         for i, y in enumerate(results)
     ]
 
 
-def _owner(subject: Subject, probe: Probe, turn: int, other: int) -> int:
+def _owner(subject: Subject, probe: Probe, index: int, turn: int, other: int) -> int:
+    if probe.only not in (-1, index):
+        return subject.rank
     if subject.rank == other:
         return _NOBODY
     return (subject.rank + turn) % probe.ranks if turn else subject.rank
@@ -280,7 +284,8 @@ def _shared(answer: Answer, given: Sequence[Tensor], results: Sequence[Tensor]) 
 
 def _nodes(results: Sequence[Tensor]) -> Iterator[Any]:
     """The nodes of the graphs of results, each once."""
-    stack, seen = [y.grad_fn for y in results if y.grad_fn is not None], set()
+    stack: list[Any] = [y.grad_fn for y in results]
+    seen: set[Any] = set()
     while stack:
         node = stack.pop()
         if node is None or node in seen:

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from gradmesh.types import Type
-from gradmesh.verify.auditing.case import Case, Refused, patterns_of
-from gradmesh.verify.auditing.pool import Lost
-from gradmesh.verify.auditing.probes import Answer, tangents
+from gradmesh.verify.auditing.case import Case, RefusedError, patterns_of
+from gradmesh.verify.auditing.checks.vacuous import with_a_point
+from gradmesh.verify.auditing.pool import LostError
+from gradmesh.verify.auditing.probes import Answer
 from gradmesh.verify.auditing.readings import (
     Pattern,
     Reading,
-    agree,
     all_readings,
-    distance,
     law_error,
     paired,
     strongest,
 )
 from gradmesh.verify.auditing.report import Finding
 
-__all__ = ["adjoint", "ask_all", "judge"]
-
-V, R, P = Type.V, Type.R, Type.P
+__all__ = ["adjoint", "ask_all", "judge", "notes"]
 
 _PROBES = 3
 """For each pattern; a factor for each rank takes more, see `_by_rank`."""
@@ -39,17 +34,17 @@ def adjoint(case: Case) -> Iterator[Finding]:
     every_reading = readings = all_readings(case.shapes, case.out_shapes)
     try:
         case.answers = ask_all(case, readings)
-        readings = _with_a_point(case, readings)
-    except (Refused, Lost) as error:
-        stage = next(iter(error.troubles.values())).stage if isinstance(error, Refused) else ""
-        hung = isinstance(error, Refused) and all(trouble.waited for trouble in error.troubles.values())
-        kind = error.kind if isinstance(error, Lost) else "hangs" if hung else "backward-raises"
+        readings = with_a_point(case, readings)
+    except (RefusedError, LostError) as error:
+        stage = next(iter(error.troubles.values())).stage if isinstance(error, RefusedError) else ""
+        hung = isinstance(error, RefusedError) and all(trouble.waited for trouble in error.troubles.values())
+        kind = error.kind if isinstance(error, LostError) else "hangs" if hung else "backward-raises"
         yield case.refused(kind, error, f"on a plain {'gradient' if stage == 'backward' else 'operand'}")
         return
     every = [answer for probes in case.answers.values() for ranks in probes for answer in ranks]
     lines = list(dict.fromkeys(line for answer in every for line in answer.lines))
     case.line = lines[0] if lines else case.forward_line
-    yield from _notes(case)
+    yield from notes(case, (ranks for probes in case.answers.values() for ranks in probes))
     case.arrows = strongest(judge(case, readings, case.answers))
     case.readings = [r for r in every_reading if any(arrow.implies(r) for arrow in case.arrows)]
     if not case.readings:
@@ -62,8 +57,8 @@ def ask_all(
     """First-order answers for every pattern that the readings need.
 
     Raises:
-        Refused: a rank raised.
-        Lost: the ranks did not come back.
+        RefusedError: a rank raised.
+        LostError: the ranks did not come back.
     """
     patterns = list(patterns_of(readings))
     probes = [case.probe(seed + n, pattern, **changes) for pattern in patterns for n in range(_PROBES)]
@@ -76,96 +71,13 @@ def judge(case: Case, readings: Sequence[Reading], answers: Answers) -> list[Rea
     return [r for r in readings if law_error(r, answers, case.tolerance) <= case.tolerance]
 
 
-def _with_a_point(case: Case, readings: Sequence[Reading]) -> list[Reading]:
-    """The readings that are not vacuous.
-
-    A result that is the same on every rank whatever the operands is R or I. An operand that other ranks' results
-    depend on is neither R nor I: of equal ones nothing would have to be sent, and permutations of ranks would be right
-    both ways round. A gradient that other ranks' gradients depend on is not that of a P result; where gradients can
-    change places and nothing changes, as in a sum, it is that of no I either: of equal ones that would be a multiple.
-    """
-    size = case.pool.size
-    if size == 1:
-        return list(readings)
-    free = tuple((False,) * len(part) for part in (case.shapes, case.out_shapes))
-    ranks = case.answers[free][0]  # type: ignore[index]
-    alike = [
-        shape is not None and agree([a.results for a in ranks], i, case.tolerance)
-        for i, shape in enumerate(case.out_shapes)
-    ]
-    sends, sends_back = _sends(case, ranks)
-    forward, backward = _symmetric(case)
-
-    def kept(reading: Reading) -> bool:
-        same, same_out = reading.pattern
-        return not (
-            any(one and kind in (V, P) for one, kind in zip(alike, reading.dst, strict=True))
-            or (sends and any(same))
-            or (sends_back and P in reading.dst)
-            or (forward and any(same))
-            or (backward and any(same_out))
-        )
-
-    return [reading for reading in readings if kept(reading)]
-
-
-_CHANGED = 8
-"""Ranks whose operands are changed one by one, at most."""
-
-
-def _sends(case: Case, plain: Sequence[Answer]) -> tuple[bool, bool]:
-    """Whether a rank's results depend on other ranks' operands, and its gradients on those of others' results."""
-    some = range(min(case.pool.size, _CHANGED))
-    probes = [case.probe(1, other=rank) for rank in some] + [case.probe(1, other_out=rank) for rank in some]
-    answers = case.first_order(probes)
-    sends = [False, False]
-    for index, ranks in enumerate(answers):
-        changed, back = index % len(some), index >= len(some)
-        what = "gradients" if back else "results"
-        for rank, (one, other) in enumerate(zip(plain, ranks, strict=True)):
-            pairs = zip(getattr(one, what), getattr(other, what), strict=True)
-            if rank != changed and any(distance(a, b) > 10 * case.tolerance for a, b in pairs):
-                sends[back] = True
-    return sends[0], sends[1]
-
-
-def _symmetric(case: Case) -> tuple[bool, bool]:
-    """Whether results stay when the ranks' operands change places, and gradients when those of the results do."""
-    forward = backward = False
-    size = case.pool.size
-    if None not in case.shapes:
-        turned = case.probe(1, turn=1, ranks=size)
-        plain = case.probe(1)
-        if not case.linear:
-            values = [tuple(told.values) for told in case.pool.begin()]
-            plain = replace(plain, point=replace(case.point, turned=tuple(values)))
-            turned = replace(turned, point=replace(case.point, turned=tuple(values[1:] + values[:1])))
-        forward = _equal("results", case.tolerance, *case.answered(tangents, [plain, turned]))
-    if None not in case.out_shapes:
-        answers = case.first_order([case.probe(1), case.probe(1, turn_out=1, ranks=size)])
-        backward = _equal("gradients", case.tolerance, *answers)
-    return forward, backward
-
-
-def _equal(what: str, tolerance: float, plain: Sequence[Answer], turned: Sequence[Answer]) -> bool:
-    pairs = [
-        (a, b)
-        for one, other in zip(plain, turned, strict=True)
-        for a, b in zip(getattr(one, what), getattr(other, what), strict=True)
-    ]
-    return all(distance(a, b) <= tolerance for a, b in pairs) and any(
-        bool(a.abs().max() > 0) for a, _ in pairs if a.numel()
-    )
-
-
-def _notes(case: Case) -> Iterator[Finding]:
+def notes(case: Case, probes: Iterable[Sequence[Answer]]) -> Iterator[Finding]:
     """What was written that may not be, and what shares memory: each once, with all ranks that saw it."""
     seen: dict[tuple[str, str, str | None], set[int]] = {}
-    for probes in case.answers.values():
-        for ranks in probes:
-            for rank, answer in enumerate(ranks):
-                for note in answer.notes:
-                    seen.setdefault(note, set()).add(rank)
+    for ranks in probes:
+        for rank, answer in enumerate(ranks):
+            for note in answer.notes:
+                seen.setdefault(note, set()).add(rank)
     for (kind, text, line), ranks_of in seen.items():
         yield Finding(kind, text, tuple(sorted(ranks_of)), line or case.line)
 

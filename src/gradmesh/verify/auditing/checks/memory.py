@@ -11,7 +11,8 @@ from torch import Tensor
 
 from gradmesh._torch import fill_fresh_memory
 from gradmesh.verify.auditing.case import Case
-from gradmesh.verify.auditing.probes import Answer, Probe, attempt, cotangents, leaves_of
+from gradmesh.verify.auditing.checks.adjoint import notes
+from gradmesh.verify.auditing.probes import Answer, Point, Probe, attempt, cotangents, leaves_of
 from gradmesh.verify.auditing.readings import distance
 from gradmesh.verify.auditing.report import Finding
 from gradmesh.verify.auditing.subject import Subject, call_differentiably
@@ -19,11 +20,21 @@ from gradmesh.verify.auditing.subject import Subject, call_differentiably
 __all__ = ["saved_buffers", "uninitialised"]
 
 
+_STEP = 1e-4
+"""Any step: the gradient is taken at the operands that `build` returned."""
+
+
 def uninitialised(case: Case) -> Iterator[Finding]:
-    """Forward and backward while torch fills what it hands out uninitialised with NaN."""
-    plain = next(iter(case.answers.values()))[0]
+    """Forward and backward while torch fills what it hands out uninitialised with NaN.
+
+    This is asked first: what is unwritten is another number each time, so that nothing else could be told from it.
+    """
+    probe = Probe(1, point=Point(_STEP))
+    plain = case.first_order([probe])[0]
     with _filled_with_nan(case):
-        ranks = case.first_order([case.probe(1)])[0]
+        ranks = case.first_order([probe])[0]
+    case.line = next((answer.lines[0] for answer in ranks if answer.lines), case.line)
+    yield from notes(case, [ranks])
     for name in ("results", "gradients"):
         lost: dict[int, int] = {}
         for rank, (answer, before) in enumerate(zip(ranks, plain, strict=True)):

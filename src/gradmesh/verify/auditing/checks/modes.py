@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from gradmesh.verify.auditing.case import Case, Refused, patterns_of, worst_trouble
-from gradmesh.verify.auditing.pool import Lost
+from gradmesh.verify.auditing.case import Case, RefusedError, patterns_of, worst_trouble
+from gradmesh.verify.auditing.pool import LostError
 from gradmesh.verify.auditing.probes import Answer, Probe, attempt, filled, leaves_of, mapped
 from gradmesh.verify.auditing.readings import distance, law_error
 from gradmesh.verify.auditing.report import Finding
@@ -56,7 +56,7 @@ def forward_mode(case: Case) -> Iterator[Finding]:
     """The tangent of a linear map is the map on the tangent."""
     try:
         ranks = case.answered(tangent, case.probe(51))[0]
-    except Refused as error:
+    except RefusedError as error:
         first = worst_trouble(error.troubles)
         if first.kind == "TorchVersionError":
             case.left_out["forward-mode-missing"] = "as this torch has no forward mode on threads"
@@ -98,8 +98,8 @@ def vmap(case: Case) -> Iterator[Finding]:
     for dim in (0, -1):
         try:
             ranks = case.answered(batched, case.probe(61), dim)[0]
-        except (Refused, Lost) as error:
-            if isinstance(error, Lost) or any(t.waited for t in error.troubles.values()):
+        except (RefusedError, LostError) as error:
+            if isinstance(error, LostError) or any(t.waited for t in error.troubles.values()):
                 yield case.refused("vmap-wrong", error, "under torch.func.vmap")
             else:
                 case.left_out["vmap-wrong"] = f"as it refuses: {error}"
@@ -137,15 +137,14 @@ def complex_operands(case: Case) -> Iterator[Finding]:
     """A function of real operands, on complex ones: the real and the imaginary part by themselves."""
     if not case.linear or case.point.step:
         return
-    if any(value.is_complex() for value in case.pool.begin()[0].values):
-        if not case.arrows:
-            return
+    if any(value.is_complex() for value in case.pool.begin()[0].values) and not case.arrows:
+        return
     try:
         parts = case.answered(complex_parts, case.probe(71, complex=True))[0]
         patterns = list(patterns_of(case.arrows))
         probes = [case.probe(72 + n, pattern, complex=True) for pattern in patterns for n in range(2)]
         answers = case.first_order(probes)
-    except Refused as error:
+    except RefusedError as error:
         if any(trouble.waited for trouble in error.troubles.values()):
             yield case.refused("complex-wrong", error, "with complex operands")
         else:

@@ -1,4 +1,4 @@
-"""What a function is, before it is judged: the dtype it takes, whether it is linear, what comes out, what is rounded."""
+"""What a function is, before it is judged: its dtype, whether it is linear, what comes out, what is rounded."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from gradmesh.errors import ArgumentError, message
-from gradmesh.verify.auditing.case import Case, Refused
+from gradmesh.verify.auditing.case import Case, RefusedError
 from gradmesh.verify.auditing.probes import Answer, Point, Probe, attempt, drawn, filled
 from gradmesh.verify.auditing.readings import distance
 from gradmesh.verify.auditing.report import Finding
 from gradmesh.verify.auditing.subject import Subject, call_differentiably
 
-__all__ = ["open_case"]
+__all__ = ["open_case", "shapes", "takes"]
 
 _EXACT = 1e-11
 """Relative error up to which float64 arithmetic alone explains it."""
@@ -37,33 +37,46 @@ class _Linearity(Answer):
     blind: bool = False
 
 
-def open_case(case: Case, given: Sequence[torch.dtype]) -> Iterator[Finding]:
-    """Find out what is needed to ask anything at all.
+def takes(case: Case, given: Sequence[torch.dtype]) -> bool:
+    """Find out whether the function takes float64, and else a dtype that it takes.
 
     Args:
         case: the function; what is found out is written into it.
         given: the dtypes of the operands that `build` returned.
 
+    Returns:
+        Whether it has to be asked in a narrower dtype.
+
     Raises:
         ArgumentError: the function cannot be called with the operands that `build` returned.
-        Refused: its ranks only wait for each other.
+        RefusedError: its ranks only wait for each other.
     """
-    wide = not _runs(case)
-    if wide:
-        narrow = max(given, key=lambda dtype: torch.finfo(dtype).bits)
-        case.pool.configure(dtype=narrow.to_real())
-        case.tolerance = 2e-4 if narrow.to_real() is torch.float32 else 2e-2
-        first = case.pool.ask(_call)
-        if any(row[0].trouble for row in first):
-            raise _cannot(first)
-        case.left_out["precision-lost"] = "as it does not take float64"
+    if _runs(case):
+        return False
+    narrow = max(given, key=lambda dtype: torch.finfo(dtype).bits).to_real()
+    case.pool.configure(dtype=narrow)
+    case.tolerance = 2e-4 if narrow is torch.float32 else 2e-2
+    first = case.pool.ask(_call)
+    if any(row[0].trouble for row in first):
+        raise _cannot(first)
+    case.left_out["precision-lost"] = "as it does not take float64"
+    return True
+
+
+def open_case(case: Case, narrow: bool) -> Iterator[Finding]:
+    """Find out what is needed to ask anything at all; it is written into the case.
+
+    Args:
+        case: the function.
+        narrow: whether it is asked in a narrower dtype than float64.
+    """
     try:
         facts = [row[0] for row in case.pool.ask(_linearity, Probe(11))]
         if any(fact.trouble for fact in facts):
-            raise Refused({})
+            raise RefusedError({})
         found = [fact for fact in facts if isinstance(fact, _Linearity)]
         whole, real = max(f.whole for f in found), max(f.real for f in found)
-    except Refused:
+    except RefusedError:
         found, whole, real = [], float("inf"), float("inf")
     if max(whole, real) > max(_ROUNDED, case.tolerance):
         yield from _not_linear(case)
@@ -71,13 +84,13 @@ def open_case(case: Case, given: Sequence[torch.dtype]) -> Iterator[Finding]:
         if any(f.affine for f in found):
             case.point = Point(step=1.0, own=False)
         back = max(f.back for f in found)
-        if not wide and max(real, back, whole) > _EXACT:
+        if not narrow and max(real, back, whole) > _EXACT:
             case.whole = True
             case.tolerance = max(case.tolerance, 20 * whole)
             yield _rounded(case, found, real, back)
-        elif not wide and (narrow_ := next((f.narrow for f in found if f.narrow), "")):
+        elif not narrow and (width := next((f.narrow for f in found if f.narrow), "")):
             yield Finding(
-                "precision-lost", f"of a float64 operand the result is {narrow_}", (), case.forward_line
+                "precision-lost", f"of a float64 operand the result is {width}", (), case.forward_line
             )
     shapes(case)
 
@@ -221,10 +234,10 @@ def _rounded(case: Case, found: Sequence[_Linearity], real: float, back: float) 
     return Finding("precision-lost", text, ranks, case.line if real <= _EXACT else case.forward_line)
 
 
-def _cannot(answers: Sequence[Sequence[Answer]]) -> ArgumentError | Refused:
+def _cannot(answers: Sequence[Sequence[Answer]]) -> ArgumentError | RefusedError:
     raised = {rank: row[0].trouble for rank, row in enumerate(answers) if row[0].trouble is not None}
     if all(trouble.waited for trouble in raised.values()):
-        return Refused(raised)
+        return RefusedError(raised)
     rank, trouble = min(raised.items(), key=lambda item: item[1].waited)
     at = f", at {trouble.line}" if trouble.line else ""
     return ArgumentError(

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from gradmesh.errors import ArgumentError, RankError
-from gradmesh.verify.auditing.case import Case, Refused
+from gradmesh.verify.auditing.case import Case, RefusedError
 from gradmesh.verify.auditing.checks.adjoint import ask_all, by_rank, judge
 from gradmesh.verify.auditing.checks.opening import shapes
-from gradmesh.verify.auditing.pool import Lost
+from gradmesh.verify.auditing.pool import LostError
 from gradmesh.verify.auditing.probes import Point
 from gradmesh.verify.auditing.readings import Reading, all_readings, law_error
 from gradmesh.verify.auditing.report import Finding
@@ -20,7 +20,7 @@ __all__ = ["parts"]
 def parts(case: Case) -> Iterator[Finding]:
     """The first-order law with other sizes; `build` takes them as `parts=`."""
     if not case.pool.takes("parts"):
-        case.left_out |= {kind: "as build takes no parts=" for kind in ("uneven-parts", "empty-part")}
+        case.left_out |= dict.fromkeys(("uneven-parts", "empty-part"), "as build takes no parts=")
         return
     size = case.pool.size
     ways = {
@@ -57,7 +57,7 @@ def _one(case: Case, kind: str, sizes: Sequence[int]) -> Finding | None:
         pattern = wanted[0].pattern
         more = uneven.first_order([uneven.probe(300 + n, pattern) for n in range(len(sizes) + 3)])
         factors = by_rank(wanted[0], more, case.tolerance)
-    except (Refused, Lost) as failure:
+    except (RefusedError, LostError) as failure:
         return case.refused(kind, failure, what)
     except (ArgumentError, RankError) as failure:
         return Finding(kind, f"{what}: {_told(failure)}", (), case.forward_line)

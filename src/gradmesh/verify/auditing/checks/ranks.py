@@ -9,8 +9,8 @@ from torch import Tensor
 
 from gradmesh.errors import RankError
 from gradmesh.order import ordered
-from gradmesh.verify.auditing.case import Case, Refused, show_troubles, worst_trouble
-from gradmesh.verify.auditing.pool import Lost
+from gradmesh.verify.auditing.case import Case, RefusedError, show_troubles, worst_trouble
+from gradmesh.verify.auditing.pool import LostError
 from gradmesh.verify.auditing.probes import Answer, Probe, attempt, cotangents, first_order, leaves_of
 from gradmesh.verify.auditing.readings import distance
 from gradmesh.verify.auditing.report import Finding
@@ -48,7 +48,7 @@ def own_rank(case: Case) -> Iterator[Finding]:
 def _asked(case: Case, ask: object, what: str) -> list[Answer] | Finding:
     try:
         by_rank: list[list[Answer]] = ask(first_order, [case.probe(1)])  # type: ignore[operator]
-    except Lost as error:
+    except LostError as error:
         return case.refused("own-rank-assumed", error, what)
     except RankError as error:
         text = f"{what}: build fails: {str(error).splitlines()[0].removeprefix('gradmesh.launch: ')}"
@@ -89,7 +89,7 @@ def unused_output(case: Case) -> Iterator[Finding]:
     what = f"when rank {idle} does not use the result"
     try:
         ranks = case.answered(unused, case.probe(81), idle)[0]
-    except (Refused, Lost) as error:
+    except (RefusedError, LostError) as error:
         yield case.refused("unused-output", error, what)
         return
     wanted = case.answered(without_one, case.probe(81), idle)[0]

@@ -1,4 +1,7 @@
-"""The gradient of the gradient: as the gradient of a linear map is linear in what comes back, its gradient is the map."""
+"""The gradient of the gradient.
+
+The gradient of a linear map is linear in what comes back: it is the adjoint of that. Its own gradient is the map again.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ import torch
 from torch import Tensor
 
 from gradmesh.types import Type
-from gradmesh.verify.auditing.case import Case, Refused
-from gradmesh.verify.auditing.pool import Lost
-from gradmesh.verify.auditing.probes import Answer, Probe, attempt, cotangents, drawn, leaves_of, mapped
+from gradmesh.verify.auditing.case import Case, RefusedError
+from gradmesh.verify.auditing.pool import LostError
+from gradmesh.verify.auditing.probes import Answer, Probe, attempt, cotangents, leaves_of, mapped
 from gradmesh.verify.auditing.readings import Reading, agree, distance
 from gradmesh.verify.auditing.report import Finding
 from gradmesh.verify.auditing.subject import IN_BACKWARD, Subject, call_differentiably
@@ -39,11 +42,11 @@ def second_order(case: Case) -> Iterator[Finding]:
     """The second-order law under the readings that hold in first order: one of them has to hold."""
     worst: Finding | None = None
     if not case.arrows:
-        case.left_out |= {kind: "as it is no adjoint in first order" for kind in KINDS_OF}
+        case.left_out |= dict.fromkeys(KINDS_OF, "as it is no adjoint in first order")
     for arrow in case.arrows:
         try:
             ranks = case.answered(second, [case.probe(41 + n, arrow.pattern) for n in range(2)])
-        except (Refused, Lost) as error:
+        except (RefusedError, LostError) as error:
             worst = worst or case.refused("second-order-raises", error, "under create_graph=True")
             continue
         found = _judged(case, arrow, [[a for a in row if isinstance(a, _Second)] for row in ranks])

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gradmesh.verify.auditing.case import Case, Refused
-from gradmesh.verify.auditing.pool import Lost
+from gradmesh.verify.auditing.case import Case, RefusedError
+from gradmesh.verify.auditing.pool import LostError
 from gradmesh.verify.auditing.probes import Answer, Probe, attempt, cotangents, leaves_of
 from gradmesh.verify.auditing.readings import distance
 from gradmesh.verify.auditing.report import Finding
@@ -30,7 +30,7 @@ def global_convention(case: Case) -> Iterator[Finding]:
     for place in places:
         try:
             changed = _gradients(case, place, turned=True)
-        except (Refused, Lost):  # a switch that makes backward raise does not change the gradient
+        except (RefusedError, LostError):  # a switch that makes backward raise does not change the gradient
             continue
         finally:
             restore()  # ranks that are threads may be gone, and have changed what this thread reads

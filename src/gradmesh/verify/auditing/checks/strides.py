@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradmesh.verify.auditing.case import Case, Refused
+from gradmesh.verify.auditing.case import Case, RefusedError
 from gradmesh.verify.auditing.operands import LAYOUTS, laid_out
-from gradmesh.verify.auditing.pool import Lost
+from gradmesh.verify.auditing.pool import LostError
 from gradmesh.verify.auditing.probes import Answer, Probe, attempt, cotangents, filled, leaves_of
 from gradmesh.verify.auditing.readings import distance
 from gradmesh.verify.auditing.report import Finding
@@ -31,13 +31,13 @@ def strides(case: Case) -> Iterator[Finding]:
     """The same values in other memory layouts."""
     for kind, of_gradient in (("strided-operand", False), ("strided-gradient", True)):
         wrong: dict[str, tuple[int, ...]] = {}
-        raised: dict[str, Refused | Lost] = {}
+        raised: dict[str, RefusedError | LostError] = {}
         for layout in LAYOUTS:
             try:
                 ranks = case.answered(beside, case.probe(21), layout, of_gradient)[0]
-            except (Refused, Lost) as error:
+            except (RefusedError, LostError) as error:
                 raised[layout] = error
-                if isinstance(error, Lost) or any(t.waited for t in error.troubles.values()):
+                if isinstance(error, LostError) or any(t.waited for t in error.troubles.values()):
                     break  # each more would cost as much time
                 continue
             found = [a for a in ranks if isinstance(a, _Beside) and a.tried]
@@ -59,8 +59,8 @@ def strides(case: Case) -> Iterator[Finding]:
             )
             yield Finding(kind, text, next(iter(wrong.values())), case.line)
         if raised:
-            layout, error = next(iter(raised.items()))
-            yield case.refused(kind, error, f"where it is {LAYOUTS[layout]}")
+            layout, first = next(iter(raised.items()))
+            yield case.refused(kind, first, f"where it is {LAYOUTS[layout]}")
 
 
 def beside(probe: Probe, layout: str, of_gradient: bool) -> list[Answer]:

@@ -1,0 +1,143 @@
+"""Readings that are true of a map and say nothing of it: left out before the law is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from gradmesh.types import Type
+from gradmesh.verify.auditing.case import Case
+from gradmesh.verify.auditing.probes import Answer, tangents
+from gradmesh.verify.auditing.readings import Reading, agree, distance
+
+__all__ = ["with_a_point"]
+
+V, R, P = Type.V, Type.R, Type.P
+
+_CHANGED = 8
+"""Ranks whose operands are changed one by one, at most."""
+
+
+def with_a_point(case: Case, readings: Sequence[Reading]) -> list[Reading]:
+    """The readings that say something.
+
+    A result that is the same on every rank whatever the operands is R or I. An operand that other ranks' results
+    depend on is no R: of equal ones nothing would have to be sent. It is no I either where the ranks' operands can
+    change places, and nothing changes, as in a sum, or the results change places with them, as in a ring, or where
+    other ranks get all of it, as in a gather: of equal ones those would be a multiple, the identity and copies. The
+    same goes for gradients.
+    """
+    if case.pool.size == 1:
+        return list(readings)
+    free = tuple((False,) * len(part) for part in (case.shapes, case.out_shapes))
+    ranks = case.answers[free][0]  # type: ignore[index]
+    alike = [
+        shape is not None and agree([a.results for a in ranks], i, case.tolerance)
+        for i, shape in enumerate(case.out_shapes)
+    ]
+    sent = [_sent(case, ranks, i) for i in range(len(case.shapes))]
+    turned = [sends and (_turned(case, i) or _copied(case, ranks, i)) for i, sends in enumerate(sent)]
+    sent_back = [_sent_back(case, ranks, i) for i in range(len(case.out_shapes))]
+    turned_back = [sends and _turned_back(case, i) for i, sends in enumerate(sent_back)]
+
+    def kept(reading: Reading) -> bool:
+        same, same_out = reading.pattern
+        return not (
+            any(one and kind in (V, P) for one, kind in zip(alike, reading.dst, strict=True))
+            or any(one and kind is R for one, kind in zip(sent, reading.src, strict=True))
+            or any(one and kind is P for one, kind in zip(sent_back, reading.dst, strict=True))
+            or any(one and other for one, other in zip(turned, same, strict=True))
+            or any(one and other for one, other in zip(turned_back, same_out, strict=True))
+        )
+
+    return [reading for reading in readings if kept(reading)]
+
+
+def _sent(case: Case, plain: Sequence[Answer], index: int) -> bool:
+    """Whether other ranks' results depend on an operand."""
+    some = range(min(case.pool.size, _CHANGED))
+    answers = case.answered(tangents, [case.probe(1, other=rank, only=index) for rank in some])
+    return _changed(plain, answers, "results", case.tolerance)
+
+
+def _sent_back(case: Case, plain: Sequence[Answer], index: int) -> bool:
+    """Whether other ranks' gradients depend on the gradient of a result."""
+    some = range(min(case.pool.size, _CHANGED))
+    answers = case.first_order([case.probe(1, other_out=rank, only=index) for rank in some])
+    return _changed(plain, answers, "gradients", case.tolerance)
+
+
+def _changed(
+    plain: Sequence[Answer], answers: Sequence[Sequence[Answer]], what: str, tolerance: float
+) -> bool:
+    return any(
+        distance(a, b) > 10 * tolerance
+        for changed, ranks in enumerate(answers)
+        for rank, (one, other) in enumerate(zip(plain, ranks, strict=True))
+        if rank != changed
+        for a, b in zip(getattr(one, what), getattr(other, what), strict=True)
+    )
+
+
+def _turned(case: Case, index: int) -> bool:
+    """Whether a turn of the ranks' operands leaves the results or turns them."""
+    if case.shapes[index] is None:
+        return False
+    plain, turned = case.probe(1), case.probe(1, turn=1, ranks=case.pool.size, only=index)
+    if not case.linear:
+        values = [tuple(told.values) for told in case.pool.begin()]
+        moved = [
+            (*own[:index], following[index], *own[index + 1 :])
+            for own, following in zip(values, values[1:] + values[:1], strict=True)
+        ]
+        plain = replace(plain, point=replace(case.point, turned=tuple(values)))
+        turned = replace(turned, point=replace(case.point, turned=tuple(moved)))
+    return _turns("results", case.tolerance, *case.answered(tangents, [plain, turned]))
+
+
+def _turned_back(case: Case, index: int) -> bool:
+    """Whether a turn of the gradients of results leaves those of the operands or turns them."""
+    if case.out_shapes[index] is None:
+        return False
+    probes = [case.probe(1), case.probe(1, turn_out=1, ranks=case.pool.size, only=index)]
+    return _turns("gradients", case.tolerance, *case.first_order(probes))
+
+
+def _turns(what: str, tolerance: float, plain: Sequence[Answer], turned: Sequence[Answer]) -> bool:
+    """Whether what the ranks have after a turn is what they had, or what the next ones had."""
+    before, after = ([getattr(answer, what) for answer in answers] for answers in (plain, turned))
+    return any(
+        all(
+            distance(a, b) <= tolerance
+            for one, other in zip(had, after, strict=True)
+            for a, b in zip(one, other, strict=True)
+        )
+        for had in (before, before[1:] + before[:1])
+    )
+
+
+def _copied(case: Case, ranks: Sequence[Answer], index: int) -> bool:
+    """Whether results only move what operands hold, and a rank's has all of another rank's operand."""
+    if case.whole or not case.linear:
+        return False
+    held = torch.cat([x.reshape(-1) for answer in ranks for x in answer.operands] + [torch.zeros(1)])
+    for rank, answer in enumerate(ranks):
+        if not answer.results:
+            continue
+        got = torch.cat([y.reshape(-1) for y in answer.results])
+        moved = _isin(got, held)
+        for other, sender in enumerate(ranks):
+            if (
+                moved
+                and other != rank
+                and sender.operands[index].numel()
+                and _isin(sender.operands[index], got)
+            ):
+                return True
+    return False
+
+
+def _isin(values: torch.Tensor, among: torch.Tensor) -> bool:
+    return bool((values.reshape(-1, 1) == among.reshape(1, -1)).any(1).all())
