@@ -29,10 +29,17 @@ _RAW = (
     "batch_isend_irecv", "irecv", "isend", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
     "send",
 )  # fmt: skip
+_NO_TENSORS = (
+    "all_gather_object", "broadcast_object_list", "gather_object", "monitored_barrier", "recv_object_list",
+    "scatter_object_list", "send_object_list",
+)  # fmt: skip
+"""What moves no tensor of the program's, though it calls collectives that do."""
 
 
 def _codes() -> dict[CodeType, str]:
     found = {}
+    for name in _NO_TENSORS:
+        found[inspect.unwrap(getattr(dist, name)).__code__] = ""
     for name in _RAW:
         function = inspect.unwrap(getattr(dist, name))
         found[function.__code__] = f"torch.distributed.{name}"
@@ -78,7 +85,7 @@ class Node:
         site: the line that applies it.
         node: the node of the graph.
         ours: whether it is gradmesh's own.
-        collective: whether collectives ran in its forward or backward.
+        collective: whether collectives ran in its forward or backward, or may be missing there: it is not torch's.
     """
 
     number: int
@@ -144,7 +151,8 @@ class Recorder:
         if event == "return":
             if self._open and self._open[-1][0] is frame:
                 self._open.pop()
-                self._returned()
+                if op:
+                    self._returned()
             return
         self._open.append((frame, op))
         if len(self._open) == 1:
@@ -169,6 +177,8 @@ class Recorder:
             sys.setprofile(self._event)
 
     def _call(self, op: str, frame: FrameType) -> None:
+        if not op:
+            return
         backward = in_backward()
         handed = {name: x for name, x in frame.f_locals.items() if _tensors(x)}
         with_grad = any(x.requires_grad for value in handed.values() for x in _tensors(value))
@@ -205,7 +215,8 @@ class Recorder:
         op = getattr(node, "op", None)
         if ours and op is not None:
             name = f"gradmesh.{op.called}"
-        made = Node(number, name, call_site(), node, ours, bool(inner) or ours)
+        own = not cls.__module__.startswith("torch.")
+        made = Node(number, name, call_site(), node, ours, bool(inner) or own)
         self.nodes.append(made)
         for called in inner:
             called.inside = number

@@ -59,8 +59,11 @@ def diagnosed(
         )
     diagnosis.names = list(dict.fromkeys(case.name for case in wrong))
     diagnosis.ranks = sorted({case.rank for case in wrong})
-    trials: list[Trials] = run(investigate, fn, inputs, closer)
-    suspects(diagnosis, trials, found, known, closer)
+
+    def tried(one_by_one: bool) -> list[Trials]:
+        return run(investigate, fn, inputs, closer, one_by_one)
+
+    suspects(diagnosis, tried, found, known, closer, _rows(found))
     return diagnosis
 
 

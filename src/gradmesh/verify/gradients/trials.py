@@ -84,6 +84,8 @@ class Tried:
     how: str
     gradients: dict[str, Tensor | None]
     local: Local | None
+    only: int | None = None
+    """The rank that alone changes it; None: all do."""
 
 
 @dataclass
@@ -105,8 +107,17 @@ class _Places:
         return Place(text, self._seen[text])
 
 
-def investigate(fn: Callable[..., Tensor], inputs: Callable[[int], object], options: Options) -> Trials:
-    """Record a run, and run again with each collective's gradient changed."""
+def investigate(
+    fn: Callable[..., Tensor], inputs: Callable[[int], object], options: Options, one_by_one: bool = False
+) -> Trials:
+    """Record a run, and run again with each collective's gradient changed.
+
+    Args:
+        fn: the program.
+        inputs: what each rank is given.
+        options: of the check.
+        one_by_one: change it on one rank after another, by a factor, in place of all ranks at once.
+    """
     program, _, _ = prepared(fn, inputs, options)
     result = Trials()
     try:
@@ -115,14 +126,19 @@ def investigate(fn: Callable[..., Tensor], inputs: Callable[[int], object], opti
         everyones = exchanged((result.found, ran))
         same_order = all(each[1] == ran for each in everyones)
         places = {found.place: found for ranks, _ in everyones for found in ranks}
+        ways: list[tuple[str, int | None]]
         complex_leaf = any(leaf.base.is_complex() for leaf in program.inputs.leaves.values())
         for place, found in list(places.items())[:_MOST]:
-            for how in _ways(
-                found, same_order and place in ran, complex_leaf, _raw_everywhere(place, everyones)
-            ):
-                change = _At(place, how)
+            if one_by_one:
+                ways = [] if found.raw else [(DOUBLE, only) for only in range(dist.get_world_size())]
+            else:
+                everywhere = _raw_everywhere(place, everyones)
+                tried = _ways(found, same_order and place in ran, complex_leaf, everywhere)
+                ways = [(how, None) for how in tried]
+            for how, only in ways:
+                change = _At(place, how, only)
                 _, gradients = _run(program, change)
-                result.tried.append(Tried(place, how, gradients, change.local))
+                result.tried.append(Tried(place, how, gradients, change.local, only))
     finally:
         program.inputs.restore()
     return result
@@ -177,14 +193,14 @@ def _run(program: Program, change: _At | None) -> tuple[Recorder, dict[str, Tens
 class _At(Change):
     """A change at one place."""
 
-    def __init__(self, place: Place, how: str) -> None:
-        self.place, self.how = place, how
+    def __init__(self, place: Place, how: str, only: int | None) -> None:
+        self.place, self.how, self.only = place, how, only
         self._nodes, self._raw = _Places(), _Places()
         self.local: Local | None = None
         self._gathered: tuple[list[Tensor], Tensor] | None = None
 
     def node(self, node: Node) -> None:
-        if self._nodes.of(node.text) == self.place:
+        if self._nodes.of(node.text) == self.place and self.only in (None, dist.get_rank()):
             node.node.register_hook(self._changed)
 
     def returned(self, called: Called) -> None:
@@ -200,7 +216,7 @@ class _At(Change):
         if isinstance(source, Tensor) and outputs is not None:
             listed = [outputs] if isinstance(outputs, Tensor) else list(outputs)
             for x in listed:
-                if not x.requires_grad:
+                if not x.requires_grad and (x.is_floating_point() or x.is_complex()):
                     x.requires_grad_()
             self._gathered = listed, source
 
@@ -223,6 +239,8 @@ class _At(Change):
                 return None
             self.local = Local(mine.detach().clone(), terms.sum(0), terms)
             return tuple(self.local.want.clone() if g is mine else g for g in given_back)
+        if self.how == SUM and not _alike(given_back):
+            return None
         how = {DOUBLE: lambda g: 2 * g, CONJ: lambda g: g.conj().resolve_conj(), SUM: _summed}[self.how]
         return tuple(None if g is None else how(g) for g in given_back)
 
@@ -231,6 +249,12 @@ def _summed(grad: Tensor) -> Tensor:
     total = grad.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total)
     return total
+
+
+def _alike(grads: tuple[Tensor | None, ...]) -> bool:
+    """Whether every rank has such gradients, so that they can be added up."""
+    shapes = exchanged([None if g is None else tuple(g.shape) for g in grads])
+    return all(shape == shapes[0] for shape in shapes)
 
 
 def _parts(mine: Tensor | None, given: list[Tensor]) -> Tensor | None:
