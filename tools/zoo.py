@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from tests.zoo import PROGRAMS
+from tests.zoo.missed import MISSED
 from tests.zoo.program import Program
 from tests.zoo.running import Outcome, run
 
@@ -85,6 +86,12 @@ $ python -m tools.zoo --write docs/wrong-programs.md
 """
 
 
+_LIMITS = """
+What no check here sees: what a compiler makes of a program, how fast it is, what a network does to it, and a program
+whose reference is wrong in the same way.
+"""
+
+
 def page(found: Sequence[Outcome]) -> str:
     """The page with the results."""
     parts = [_HEAD, f"torch {torch.__version__}:\n\n```text\n{_summary(found)}\n```\n"]
@@ -98,7 +105,9 @@ def page(found: Sequence[Outcome]) -> str:
                 name, expected, reported, right, seconds = _row(outcome)
                 cells = (f"`{name}`", program.seen, program.check, expected, reported, right, seconds)
                 parts.append("| " + " | ".join(cells) + " |\n")
-    return "".join(parts)
+    parts.append("\n## Reports that are wrong\n\n")
+    parts += [f"* `{name}`: {why}.\n" for name, why in MISSED.items()]
+    return "".join(parts) + _LIMITS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
