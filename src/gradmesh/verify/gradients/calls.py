@@ -54,7 +54,7 @@ _CODES = _codes()
 _APPLY = inspect.unwrap(torch.autograd.Function.apply.__func__).__code__  # type: ignore[attr-defined]
 
 
-@dataclass
+@dataclass(eq=False)
 class Called:
     """One collective that was called by name.
 
