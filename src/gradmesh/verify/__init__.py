@@ -8,6 +8,11 @@ on all ranks of the op's axis at once and returns an error that is the same on e
 * `matrix`: the op as a dense matrix over the values of all ranks.
 * `sample`, `pairing`: what the checks are made of.
 
+And a simulator, for any program (`gradmesh.verify.simulator`):
+
+* `simulate`: many ranks in one process, in an order that a seed brings back, with a log of every collective, and at
+  the speed of a `CostModel`.
+
 >>> from gradmesh.ops.all_gather import AllGather
 >>> from gradmesh.ops.shard import Shard
 >>> from gradmesh.ops.sizes import EQUAL
@@ -21,5 +26,16 @@ on all ranks of the op's axis at once and returns an error that is the same on e
 """
 
 from gradmesh.verify.laws import adjoint_matrix_error, inner_product_error, matrix, pairing, sample
+from gradmesh.verify.simulator import CostModel, Link, Simulation, simulate
 
-__all__ = ["adjoint_matrix_error", "inner_product_error", "matrix", "pairing", "sample"]
+__all__ = [
+    "CostModel",
+    "Link",
+    "Simulation",
+    "adjoint_matrix_error",
+    "inner_product_error",
+    "matrix",
+    "pairing",
+    "sample",
+    "simulate",
+]
