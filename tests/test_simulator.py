@@ -272,7 +272,7 @@ def test_collectives_of_torchs_own_wrappers_are_seen() -> None:
     events = simulate(partial(train, fully_shard), 2, seed=0).events
     assert events.select(rank=1, op="all_gather", phase="forward")
     assert events.select(rank=1, op="reduce_scatter", phase="backward")
-    assert {event.axis for event in events} <= {"world", "default"}
+    assert {event.axis for event in events} == {"world"}
 
 
 def test_the_trace_has_a_slice_for_each_call_and_an_arrow_to_each_gradient(tmp_path: Path) -> None:
@@ -363,6 +363,28 @@ def test_a_world_of_1024_is_played_by_one_rank() -> None:
 def test_messages_need_both_ends() -> None:
     with pytest.raises(gm.RankError, match="nobody to exchange messages with"):
         simulate(lambda: dist.send(torch.ones(1), 1), 4, only=0)
+
+
+def test_a_rank_that_plays_alone_has_to_return_in_time() -> None:
+    with pytest.raises(gm.RankError, match=r"did not return within 0.1 s"):
+        simulate(time.sleep, 8, args=(0.5,), only=3, timeout=0.1)
+
+
+def test_the_axes_of_a_mesh_that_the_program_makes_are_named() -> None:
+    def on_rank() -> None:
+        gm.mesh(dp=2, tp=2)
+        gm.all_gather(torch.ones(1), "tp")
+        gm.all_gather(torch.ones(1), "dp")
+        dist.barrier()
+
+    events = simulate(on_rank, 4, seed=0).events
+    assert [event.axis for event in events.select(rank=3)] == ["tp", "dp", "world"]
+
+
+def test_an_axis_without_a_link_is_an_error_on_every_rank() -> None:
+    model = CostModel({"outer": Link(1, 1)})
+    run = simulate(step, 4, mesh=MESH, seed=0, model=model, check=False)
+    assert "the cost model has no link for an axis" in str(run.error)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def run_alone(
     prepare: Callable[[], object],
     watch: Callable[[World], None],
     fn: Callable[[], T],
+    timeout: float | None,
 ) -> T:
     """Run a function as one rank of a world, in a thread of its own.
 
@@ -34,9 +35,10 @@ def run_alone(
         prepare: called first, unwatched.
         watch: puts an observer into the world.
         fn: the function.
+        timeout: seconds that it may take; None: any time. A function that takes longer is left behind.
 
     Raises:
-        RankError: the function failed; its cause is the function's exception.
+        RankError: the function failed, and its cause is the function's exception; or it took too long.
     """
     threads.register()
     results: list[T] = []
@@ -60,7 +62,14 @@ def run_alone(
 
     thread = threading.Thread(target=be, name=f"gradmesh rank {rank}", daemon=True)
     thread.start()
-    thread.join()
+    thread.join(timeout)
+    if thread.is_alive():
+        text = message(
+            f"rank {rank}, which plays alone in a world of {size}, did not return within {timeout:g} s",
+            op="simulate",
+            remedy="look for a loop that waits for what other ranks do, or give a longer timeout",
+        )
+        raise RankError(text, rank=rank)
     if errors:
         text = message(
             f"rank {rank}, which plays alone in a world of {size}, failed with {type(errors[0]).__name__}",

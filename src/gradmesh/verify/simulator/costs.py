@@ -18,7 +18,8 @@ payload of a rank and s the most that a rank sends (`counting`), in rounds and b
 | barrier | L, 0 | L, 0 | 1, 0 |
 
 Where two are given, the faster one counts. `direct` is for ranks that all reach each other at once, as through one
-switch or in one memory. Adding numbers up costs nothing here, unless the bandwidth of the link was fitted with it.
+switch or in one memory. A link may add a time of the call itself. Adding numbers up costs nothing here, unless the
+bandwidth of the link was fitted with it.
 """
 
 from __future__ import annotations

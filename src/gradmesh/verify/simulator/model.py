@@ -24,6 +24,7 @@ class Link:
     Attributes:
         latency_us: microseconds that a message takes, however short.
         gbytes_per_s: 10^9 bytes that a rank can send per second.
+        call_us: microseconds that a collective takes besides, however many messages it is made of: the software's part.
 
     >>> Link(latency_us=10, gbytes_per_s=2).seconds(rounds=3, size=1e6)
     0.00053
@@ -31,22 +32,23 @@ class Link:
 
     latency_us: float
     gbytes_per_s: float
+    call_us: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.latency_us >= 0 and self.gbytes_per_s > 0):
+        if not (self.latency_us >= 0 and self.gbytes_per_s > 0 and self.call_us >= 0):
             raise ArgumentError(
                 message(
                     "this is no link",
                     op="Link",
-                    expected="a latency that is not negative and a positive bandwidth",
-                    got=f"latency_us={self.latency_us!r}, gbytes_per_s={self.gbytes_per_s!r}",
+                    expected="times that are not negative and a positive bandwidth",
+                    got=repr(self),
                     remedy="use math.inf for a bandwidth without limit",
                 )
             )
 
     def seconds(self, rounds: float, size: float) -> float:
-        """The time of so many rounds of messages with so many bytes in all."""
-        return rounds * self.latency_us * 1e-6 + size / (self.gbytes_per_s * 1e9)
+        """The time of a call of so many rounds of messages with so many bytes in all."""
+        return (self.call_us + rounds * self.latency_us) * 1e-6 + size / (self.gbytes_per_s * 1e9)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +102,11 @@ class CostModel:
                 )
             )
         found = [self.links[name] for name in names]
-        return Link(max(link.latency_us for link in found), min(link.gbytes_per_s for link in found))
+        return Link(
+            max(link.latency_us for link in found),
+            min(link.gbytes_per_s for link in found),
+            max(link.call_us for link in found),
+        )
 
     def seconds(self, op: str, axis: str, size: int, payload: float, sent: float | None = None) -> float:
         """The time of one collective.
@@ -116,7 +122,15 @@ class CostModel:
         sent = sent_evenly(op, size, payload) if sent is None else sent
         return min(link.seconds(*cost) for cost in ALGORITHMS[self.algorithm](op, size, payload, sent))
 
-    def fitted(self, axis: str, op: str, size: int, points: Sequence[tuple[float, float]]) -> Link:
+    def fitted(
+        self,
+        axis: str,
+        op: str,
+        size: int,
+        points: Sequence[tuple[float, float]],
+        *,
+        per: Literal["message", "call"] = "message",
+    ) -> Link:
         """The link with which this model's algorithm takes the measured time for the first and the last size.
 
         Args:
@@ -124,6 +138,8 @@ class CostModel:
             op: the collective that was measured.
             size: the number of ranks.
             points: pairs of payload in bytes and seconds, from the smallest to the largest.
+            per: whether the time that does not depend on the size is one of each message, as on a network, or one of
+                the call, as in shared memory.
 
         Raises:
             ArgumentError: no link takes these times.
@@ -143,4 +159,6 @@ class CostModel:
                     remedy="measure sizes that lie further apart",
                 )
             )
-        return Link(max(0.0, (quick - few * per_byte) / rounds) * 1e6, 1e-9 / per_byte)
+        fixed = 1e6 * max(0.0, quick - few * per_byte)
+        bandwidth = 1e-9 / per_byte
+        return Link(fixed / rounds, bandwidth) if per == "message" else Link(0.0, bandwidth, fixed)

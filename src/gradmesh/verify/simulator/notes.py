@@ -91,7 +91,7 @@ class Notes:
         along = axes_of(group.ranks, self._mesh)
         if along:
             return "+".join(along)
-        if group.purpose.startswith("mesh_"):
+        if group.purpose.startswith("mesh_") and group.purpose != "mesh_default":
             return group.purpose.removeprefix("mesh_")
         return "world" if len(group.ranks) == group.world.size else group.name
 

@@ -94,7 +94,8 @@ def simulate(
         compute: what the time of the ranks' own work is multiplied with, with `seed` or `only`; 1 by default. With 0,
             only communication takes time, and all times are the same in every run.
         only: the rank that plays alone.
-        timeout: as for `gradmesh.launch`.
+        timeout: as for `gradmesh.launch`. With `seed`, ranks that wait for each other in some other way than by a call,
+            such as a lock of Python's, are ended by it alone.
         check: whether a failure is raised; else it is `error` of what is returned, with the events until then.
 
     Raises:
@@ -142,7 +143,7 @@ def simulate(
     results, error = [], None
     try:
         if only is not None:
-            results = [run_alone(world_size, only, prepare, watch, on_rank)]
+            results = [run_alone(world_size, only, prepare, watch, on_rank, timeout)]
         else:
             with Ranks(world_size, backend="threads", timeout=timeout) as ranks:
                 world = ranks.run(prepare)[0]
