@@ -174,8 +174,8 @@ def test_a_link_is_fitted_to_two_times_and_gives_them_back() -> None:
 
 # -- lived
 
-SLOW = CostModel(Link(latency_us=60_000, gbytes_per_s=1000), "direct")
-"""One round takes 60 ms."""
+SLOW = CostModel(Link(latency_us=150_000, gbytes_per_s=1000), "direct")
+"""One round takes 150 ms."""
 
 
 def overlapped(works: int, busy: float) -> tuple[float, float, Tensor]:
@@ -192,23 +192,23 @@ def overlapped(works: int, busy: float) -> tuple[float, float, Tensor]:
 
 
 def test_a_result_comes_after_its_time_and_the_rank_works_meanwhile() -> None:
-    run = simulate(overlapped, 2, args=(1, 0.05), model=SLOW)
+    run = simulate(overlapped, 2, args=(1, 0.12), model=SLOW)
     for seconds, cpu, out in run.results:
-        assert 0.06 <= seconds < 0.1  # and not 0.11
-        assert cpu < 0.03, "it was waited for by asking"
+        assert 0.15 <= seconds < 0.25  # one after the other takes 0.27
+        assert cpu < 0.05, "it was waited for by asking"
         assert out[4:].eq(2).all()
     run = simulate(overlapped, 2, args=(2, 0.0), model=SLOW)
-    assert min(seconds for seconds, _, _ in run.results) >= 0.12
+    assert min(seconds for seconds, _, _ in run.results) >= 0.3
 
 
 def test_a_ranks_own_clock_shows_the_same_overlap() -> None:
-    run = simulate(overlapped, 2, args=(1, 0.05), model=SLOW, seed=0)
-    assert 0.06 <= run.seconds < 0.075
-    run = simulate(overlapped, 2, args=(1, 0.08), model=SLOW, seed=0)
-    assert 0.08 <= run.seconds < 0.095
-    assert run.events[0].waited == 0
+    hidden = simulate(overlapped, 2, args=(1, 0.1), model=SLOW, seed=0)
+    assert 0.15 <= hidden.seconds < 0.24
+    longer = simulate(overlapped, 2, args=(1, 0.2), model=SLOW, seed=0)
+    assert 0.2 <= longer.seconds < 0.33
+    assert longer.events[0].waited == 0
     still = simulate(overlapped, 2, args=(3, 0.0), model=SLOW, seed=0, compute=0)
-    assert still.seconds == pytest.approx(3 * 0.06, rel=1e-3)
+    assert still.seconds == pytest.approx(3 * 0.15, rel=1e-3)
 
 
 def two_at_once(first: str, second: str) -> None:
@@ -237,8 +237,8 @@ def test_a_rank_that_comes_late_delays_the_others_and_not_itself() -> None:
 
     run = simulate(on_rank, 3, seed=2, model=CostModel(Link(1000, 1), "direct"))
     waited = {event.rank: event.waited for event in run.events}
-    assert waited[1] == pytest.approx(2e-3, abs=1e-3)
-    assert waited[0] == pytest.approx(32e-3, abs=5e-3)
+    assert 1e-3 < waited[1] < 2.01e-3
+    assert min(waited[0], waited[2]) > waited[1] + 0.025
 
 
 def test_a_future_is_handed_out_before_its_result_is_there() -> None:
@@ -253,8 +253,8 @@ def test_a_future_is_handed_out_before_its_result_is_there() -> None:
         return handed, time.perf_counter() - begun, bool(x.eq(2).all())
 
     for handed, seconds, right in simulate(on_rank, 2, model=SLOW).results:
-        assert handed < 0.04
-        assert seconds >= 0.12
+        assert handed < 0.15
+        assert seconds >= 0.3
         assert right
 
 
@@ -268,8 +268,8 @@ def test_a_message_takes_its_time() -> None:
         return time.perf_counter() - begun
 
     sender, receiver = simulate(on_rank, 2, model=SLOW).results
-    assert sender < 0.03
-    assert receiver >= 0.055
+    assert sender < 0.1
+    assert receiver >= 0.14
 
 
 def test_the_same_model_gives_the_same_times_in_every_run() -> None:

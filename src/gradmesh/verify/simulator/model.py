@@ -62,7 +62,7 @@ class CostModel:
 
     >>> model = CostModel({"inner": Link(5, 100), "outer": Link(20, 10)}, algorithm="ring")
     >>> model.seconds("all_reduce", "outer", 128, payload=1e9)  # 254 rounds, 1.98 GB
-    0.203517...
+    0.2035175
     """
 
     links: Mapping[str, Link] | Link
