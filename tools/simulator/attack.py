@@ -58,7 +58,26 @@ def attack(programs: int, seed: int, schedules: int = 2) -> Report:
         _one(report, "verbs", index, program.ranks, on_rank, (source(program),), schedules)
         size = random.Random(f"{seed}/{index}").randint(2, 5)
         _one(report, "torch", index, size, run_raw, (1000 * seed + index, size), schedules)
+        _alone(report, index, size, 1000 * seed + index)
     return report
+
+
+def _alone(report: Report, index: int, size: int, drawn_from: int) -> None:
+    """Hold a rank that plays alone against the same rank among all."""
+    given = {"args": (drawn_from, size), "kwargs": {"alone": True}, "model": _SLOW, "compute": 0}
+    whole = simulate(run_raw, size, seed=index, **given)  # type: ignore[arg-type]
+    rank = index % size
+    alone = simulate(run_raw, size, only=rank, **given)  # type: ignore[arg-type]
+    report.counts["alone", "right"] += 1
+    if _rows(whole, rank) != _rows(alone, rank):
+        report.findings.append(f"program {index}: rank {rank} alone calls something else than among {size}")
+
+
+def _rows(run: Simulation[Any], rank: int) -> list[tuple[object, ...]]:
+    return [
+        (e.op, e.axis, e.size, e.payload, e.sent, e.line, e.start, e.end)
+        for e in run.events.select(rank=rank)
+    ]
 
 
 def _one(
