@@ -139,6 +139,16 @@ def test_a_failure_ends_every_rank_and_keeps_the_events_until_then() -> None:
             simulate(on_rank, 3, seed=seed)
 
 
+def test_ranks_that_wait_by_a_lock_of_pythons_are_ended_by_the_timeout() -> None:
+    def on_rank(lock: threading.Lock) -> None:
+        with lock:
+            gm.barrier()
+
+    run = simulate(on_rank, 2, args=(threading.Lock(),), seed=0, timeout=0.5, check=False)
+    assert "did not return within 0.5 s" in str(run.error)
+    assert "with lock:" in str(run.error)
+
+
 # -- deadlocks
 
 
