@@ -10,6 +10,7 @@ import abc
 import contextlib
 import datetime
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-__all__ = ["Done", "OwnWork", "Promise", "Together"]
+__all__ = ["Done", "OwnWork", "Promise", "Together", "promised"]
 
 
 class OwnWork(dist.Work):
@@ -165,6 +166,22 @@ class Promise:
             _threads.submit(self._ending.set_result, ending)
         except RuntimeError:  # the process is ending, and takes no threads any more
             self._ending.set_result(ending)
+
+
+def promised(work: OwnWork) -> torch.futures.Future[Any]:
+    """A future of a work that a thread waits for."""
+    promise = Promise()
+
+    def wait() -> None:
+        try:
+            work.wait()
+        except BaseException as error:
+            promise.fail(error)
+        else:
+            promise.keep(work.given)
+
+    threading.Thread(target=wait, name="gradmesh future", daemon=True).start()
+    return promise.future
 
 
 def _unfold(ended: torch.futures.Future[Any]) -> object:

@@ -184,6 +184,16 @@ class CallClaim(Claim):
         self._what, self._recorded = said, recorded
         self._before: list[str] = []
 
+    @property
+    def verb(self) -> str:
+        """The verb that is called."""
+        return self._what.verb
+
+    @property
+    def recorded(self) -> Recorded | None:
+        """What autograd remembers of the call, and what it comes from."""
+        return self._recorded
+
     def count(self, calls: Calls) -> None:
         """Take a number, as the call is about to be made, and say of which call it is the backward."""
         calls.number += 1

@@ -22,6 +22,7 @@ How it works, from the bottom:
   in rank order, without a copy in between.
 * `group` is torch's method table, one object for each rank. A future is complete when it is handed out, which means
   that `get_future` waits: a callback would run in the thread of the rank that came last, and see that rank's world.
+* A world may have an observer (`observing`), through which every call goes: the simulator of `gradmesh.verify` is one.
 * Which world a thread sees is switched in `gradmesh._torch`; a thread is given its place by `seated`, below.
 """
 

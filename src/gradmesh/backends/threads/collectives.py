@@ -16,7 +16,7 @@ import torch
 from gradmesh.backends.reductions import REDUCTIONS, averaged
 from gradmesh.backends.threads.rendezvous import Misfit, Part
 
-__all__ = ["Exchange", "exchange", "reduce", "reduce_scatter", "relay"]
+__all__ = ["Exchange", "exchange", "reduce", "reduce_scatter", "relay", "write"]
 
 Pieces = Sequence[torch.Tensor | None]
 
@@ -35,7 +35,8 @@ def _fit(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype
 
 
-def _write(output: torch.Tensor, value: torch.Tensor) -> None:
+def write(output: torch.Tensor, value: torch.Tensor) -> None:
+    """Write a value into a tensor that somebody handed in, whatever its layout and mode."""
     if output.layout is torch.sparse_coo:
         output.copy_(value.coalesce())  # a detached one would get the result to itself
         return
@@ -68,7 +69,7 @@ def exchange(parts: list[Part]) -> None:
                 )
         for _, _, given, taken in moves:
             if taken is not None and given is not taken:
-                _write(taken, given)
+                write(taken, given)
 
 
 def reduce(parts: list[Part], *, op: str, root: int | None) -> None:
@@ -82,7 +83,7 @@ def reduce(parts: list[Part], *, op: str, root: int | None) -> None:
     for number, of_ranks in enumerate(zip(*tensors, strict=True)):
         value = _reduced(op, list(of_ranks))
         for part in targets:
-            _write(part.outputs[number], value)
+            write(part.outputs[number], value)
 
 
 def relay(parts: list[Part]) -> None:
@@ -91,7 +92,7 @@ def relay(parts: list[Part]) -> None:
     if len({part.inputs[0].dtype for part in parts}) > 1 or not all(_fit(*move) for move in moves):
         raise Misfit("what a rank hands on does not fit what another one takes")
     for out, given in moves:
-        _write(out, given)
+        write(out, given)
 
 
 def reduce_scatter(parts: list[Part], *, op: str) -> None:
@@ -105,7 +106,7 @@ def reduce_scatter(parts: list[Part], *, op: str) -> None:
                 raise Misfit("a rank's output does not fit the piece that the others give it")
             values.append(_reduced(op, [give[target] for give in given]))
         for part, value in zip(parts, values, strict=True):
-            _write(part.outputs[number], value)
+            write(part.outputs[number], value)
 
 
 def _same(of_ranks: Sequence[Sequence[torch.Tensor]]) -> None:

@@ -21,7 +21,7 @@ from gradmesh.backends.threads import collectives
 from gradmesh.backends.threads.collectives import Exchange
 from gradmesh.backends.threads.rendezvous import Group, Part, Receive
 from gradmesh.backends.threads.waiting import Waitable
-from gradmesh.backends.works import Done, OwnWork, Together
+from gradmesh.backends.works import Done, OwnWork, Together, promised
 from gradmesh.call_sites import call_site
 from gradmesh.errors import MismatchError
 
@@ -44,7 +44,7 @@ class _Work(OwnWork):
 
     @override
     def is_completed(self) -> bool:
-        return self._waits_for.done
+        return self._waits_for.over()
 
     @override
     def exception(self) -> BaseException | None:
@@ -54,6 +54,12 @@ class _Work(OwnWork):
     def late(self) -> list[int]:
         ranks = self._group.shared.ranks
         return [ranks.index(rank) for rank in self._waits_for.needs()]
+
+    @override
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future with the result: complete, unless results are held back, where the rank is to work meanwhile."""
+        observer = self._group.shared.world.observer
+        return super().get_future() if observer is None or not observer.lives else promised(self)
 
     @override
     def source_rank(self) -> int:
@@ -90,6 +96,11 @@ class ThreadsGroup(OwnGroup):
     def setGroupName(self, name: str) -> None:
         super().setGroupName(name)
         self.shared.name = name
+
+    @override
+    def setGroupDesc(self, desc: str) -> None:
+        super().setGroupDesc(desc)
+        self.shared.purpose = desc
 
     @override
     def _get_sequence_number_for_group(self) -> int:
@@ -204,7 +215,7 @@ class ThreadsGroup(OwnGroup):
         pieces: object,
         claim: Claim | None,
     ) -> None:
-        self._meet(Part(call, [given], [out], call_site(), pieces, claim), kernel)
+        self._meet(Part(call, [given], [out], call_site(), pieces, claim, direct=True), kernel)
 
     def _meet(self, part: Part, kernel: _Kernel) -> None:
         meeting = self.shared.meet(self.place, part, kernel)

@@ -38,6 +38,8 @@ class Part:
     """The same tensors, cut up as the kernel of the call wants them."""
     claim: Claim | None = None
     """What else the ranks have to agree in."""
+    direct: bool = False
+    """Whether gradmesh made the call, past torch.distributed's functions."""
 
     def __str__(self) -> str:
         return show_call(self.call, self.inputs, self.outputs, self.site)
@@ -125,6 +127,8 @@ class Receive(Waitable):
         super().__init__(group.world)
         self.group, self.place, self.source, self.tag, self.part = group, place, source, tag, part
         self.came_from = -1
+        self.sent: Part | None = None
+        """What the sender called, once the message has come."""
 
     def needs(self) -> Iterable[int]:
         """The sender."""
@@ -157,7 +161,7 @@ class Receive(Waitable):
                 _torch.in_plain_mode(lambda: tensor.detach().copy_(sent.tensor.reshape(tensor.shape)))
             except Exception as other:
                 error = other
-        self.came_from = sent.source
+        self.came_from, self.sent = sent.source, sent.part
         with self.world.lock:
             self._complete(error)
 
@@ -185,6 +189,7 @@ class Group:
     def __init__(self, world: World, name: str, ranks: Sequence[int]) -> None:
         self.world = world
         self.name = name
+        self.purpose = ""
         self.ranks = list(ranks)
         self.calls = [0] * len(self.ranks)
         self.meetings: dict[int, Meeting] = {}
@@ -201,6 +206,13 @@ class Group:
 
     def meet(self, place: int, part: Part, kernel: Callable[[list[Part]], None]) -> Meeting:
         """Bring the part of one rank to its next call; the last one to come does the work."""
+        observer = self.world.observer
+        if observer is not None:
+            return observer.meet(self, place, part, kernel)
+        return self.bring(place, part, kernel)
+
+    def bring(self, place: int, part: Part, kernel: Callable[[list[Part]], None]) -> Meeting:
+        """`meet`, unobserved."""
         with self.world.lock:
             self.world.check()
             number = self.calls[place]
@@ -220,6 +232,14 @@ class Group:
 
     def send(self, place: int, to: int, tag: int, part: Part) -> None:
         """Hand a message to who waits for it, or leave it until it is asked for."""
+        observer = self.world.observer
+        if observer is not None:
+            observer.send(self, place, to, tag, part)
+        else:
+            self.hand(place, to, tag, part)
+
+    def hand(self, place: int, to: int, tag: int, part: Part) -> None:
+        """`send`, unobserved."""
         sent = Message(place, tag, _torch.in_plain_mode(part.inputs[0].clone), part)
         with self.world.lock:
             self.world.check()
@@ -235,6 +255,13 @@ class Group:
 
     def receive(self, place: int, source: int | None, tag: int, part: Part) -> Receive:
         """Take the first message that fits, or wait for it."""
+        observer = self.world.observer
+        if observer is not None:
+            return observer.receive(self, place, source, tag, part)
+        return self.take(place, source, tag, part)
+
+    def take(self, place: int, source: int | None, tag: int, part: Part) -> Receive:
+        """`receive`, unobserved."""
         receive = Receive(self, place, source, tag, part)
         with self.world.lock:
             self.world.check()

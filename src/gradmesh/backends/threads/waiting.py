@@ -8,11 +8,13 @@ all of them.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from gradmesh.backends.threads.observing import Observer
 from gradmesh.backends.words import RETURNED_REMEDY, SAME_CALLS, nothing_came
 from gradmesh.errors import AbortedError, DeadlockError, GradmeshError, message
 
@@ -20,6 +22,8 @@ __all__ = ["Waitable", "World"]
 
 GRACE = 0.25
 """Seconds between two looks at the world; what is stuck at two looks in a row, with no event between, is stuck."""
+
+_SHOWN_ONE_BY_ONE = 32
 
 
 class World:
@@ -35,6 +39,7 @@ class World:
         self.events = 0
         self.shared: dict[object, Any] = {}  # what the ranks made together, such as their groups
         self.rank_of_thread: dict[int, int] = {}
+        self.observer: Observer | None = None
 
     def begin(self) -> None:
         """Say that every rank runs (again)."""
@@ -54,9 +59,10 @@ class World:
     def stop(self, error: Callable[[], GradmeshError]) -> None:
         """End all waiting, now and later, with this error; only the first one counts."""
         with self.lock:
-            self._stop(error)
+            self.stop_now(error)
 
-    def _stop(self, error: Callable[[], GradmeshError]) -> None:
+    def stop_now(self, error: Callable[[], GradmeshError]) -> None:
+        """As `stop`, for a caller that holds the lock."""
         if self.stopped is None:
             self.stopped = error
             for gate in self.gates:
@@ -85,14 +91,7 @@ class World:
 
     def deadlock(self, problem: str) -> DeadlockError:
         """Build the error that says who waits where. The caller holds the lock."""
-        lines = []
-        for rank in range(self.size):
-            if rank in self.gone:
-                lines.append(f"rank {rank}  has {self.gone[rank]}")
-            elif self.runs(rank):
-                lines.append(f"rank {rank}  runs")
-            else:
-                lines.append(f"rank {rank}  waits in {self.waiting[rank].show(rank)}")
+        lines = _folded([self._doing(rank) for rank in range(self.size)])
         return DeadlockError(
             message(
                 problem,
@@ -100,6 +99,29 @@ class World:
                 remedy=RETURNED_REMEDY if self.gone else f"see to it that {SAME_CALLS}",
             )
         )
+
+    def _doing(self, rank: int) -> str:
+        if rank in self.gone:
+            return f"has {self.gone[rank]}"
+        return "runs" if self.runs(rank) else f"waits in {self.waiting[rank].show(rank)}"
+
+
+def _folded(doing: list[str]) -> list[str]:
+    """A line for each rank; where there are many, one for neighbours that do the same.
+
+    >>> _folded(["runs"] * 2)
+    ['rank 0  runs', 'rank 1  runs']
+    >>> _folded(["runs"] * 39 + ["has returned"])
+    ['ranks 0 to 38  each runs', 'rank 39  has returned']
+    """
+    if len(doing) <= _SHOWN_ONE_BY_ONE:
+        return [f"rank {rank}  {what}" for rank, what in enumerate(doing)]
+    lines, first = [], 0
+    for what, alike in itertools.groupby(doing):
+        last = first + len(list(alike)) - 1
+        lines.append(f"rank {first}  {what}" if first == last else f"ranks {first} to {last}  each {what}")
+        first = last + 1
+    return lines
 
 
 class Waitable:
@@ -123,7 +145,8 @@ class Waitable:
         """Say whether it can be given up, because nobody is at work on it. The caller holds the lock."""
         raise NotImplementedError
 
-    def _hopeless(self) -> str:
+    def hopeless(self) -> str:
+        """Why it cannot come any more, for the error."""
         lost = self.world.lost(self)
         if not lost:
             return "the ranks wait for what cannot come"
@@ -148,12 +171,25 @@ class Waitable:
             DeadlockError: it cannot come any more, or has not come within `seconds`.
             AbortedError: another rank failed.
         """
-        if not self.done:
-            self._sleep(seconds)
+        observer = self.world.observer
+        if observer is not None:
+            observer.wait(self, seconds)
+        elif not self.done:
+            self.sleep(seconds)
         if self.error is not None:
             raise _fresh(self.error)
 
-    def _sleep(self, seconds: float) -> None:
+    def over(self) -> bool:
+        """Whether it is complete, as far as the rank that asks is to know."""
+        observer = self.world.observer
+        return self.done if observer is None else observer.over(self)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait until it is complete, well or badly, or the world has been stopped.
+
+        Raises:
+            GradmeshError: the world has been stopped.
+        """
         world = self.world
         rank = world.rank_of_thread.get(threading.get_ident())  # None in a thread that a rank started
         deadline = time.monotonic() + seconds
@@ -179,8 +215,8 @@ class Waitable:
                     elif not world.hopeless(self):
                         hopeless_since = -1
                     elif hopeless_since == world.events or (hopeless_since >= 0 and world.lost(self)):
-                        error = world.deadlock(self._hopeless())
-                        world._stop(functools.partial(DeadlockError, str(error)))
+                        error = world.deadlock(self.hopeless())
+                        world.stop_now(functools.partial(DeadlockError, str(error)))
                     else:
                         hopeless_since = world.events
         finally:

@@ -1,0 +1,53 @@
+"""The seam at which a simulator watches, orders and delays what ranks that are threads do.
+
+A world has an `Observer`, or None. Where it has one, each call of a rank goes through it: it may let other ranks go on
+first, note the call, and hold its result back. What is here does nothing of that; an observer overrides what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradmesh.backends.threads.rendezvous import Group, Meeting, Part, Receive
+    from gradmesh.backends.threads.waiting import Waitable
+
+__all__ = ["Observer"]
+
+
+class Observer:
+    """Stands between the ranks of a world and what they call; each method is called in the rank's thread."""
+
+    @property
+    def lives(self) -> bool:
+        """Whether results are held back in real time, so that a future must not be waited for when it is made."""
+        return False
+
+    def meet(self, group: Group, place: int, part: Part, kernel: Callable[[list[Part]], None]) -> Meeting:
+        """A rank brings its part to the next call of a group.
+
+        Args:
+            group: the group.
+            place: the rank in the group.
+            part: what it brings.
+            kernel: what is done with the parts of all ranks, in the thread of the one that comes last.
+        """
+        return group.bring(place, part, kernel)
+
+    def send(self, group: Group, place: int, to: int, tag: int, part: Part) -> None:
+        """A rank sends a message to the rank at place `to`."""
+        group.hand(place, to, tag, part)
+
+    def receive(self, group: Group, place: int, source: int | None, tag: int, part: Part) -> Receive:
+        """A rank asks for the message of the rank at place `source`, or of anybody."""
+        return group.take(place, source, tag, part)
+
+    def wait(self, waits_for: Waitable, seconds: float) -> None:
+        """A rank waits until something is complete, at most so long."""
+        if not waits_for.done:
+            waits_for.sleep(seconds)
+
+    def over(self, waits_for: Waitable) -> bool:
+        """A rank asks whether something is complete."""
+        return waits_for.done

@@ -1,0 +1,118 @@
+"""How a call of a rank becomes an event: its bytes, its axis, the pass that made it, and where it comes from."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+
+from gradmesh._torch import in_backward
+from gradmesh.backends.threads.rendezvous import Group, Part
+from gradmesh.call_sites import Site
+from gradmesh.verify.simulator.counting import op_of, payload_of, sent_by
+from gradmesh.verify.simulator.events import Event, Phase
+from gradmesh.wire.claims import TANGENT, CallClaim, Recorded
+
+__all__ = ["Notes"]
+
+
+class Notes:
+    """The events of a run, as they come.
+
+    Args:
+        mesh: the sizes of the axes by name, the slowest first; a group is named by the axes along which its ranks lie.
+    """
+
+    def __init__(self, mesh: Mapping[str, int]) -> None:
+        self.events: list[Event] = []
+        self._lock = threading.Lock()
+        self._mesh = dict(mesh)
+        self._axes: dict[Group, str] = {}
+        self._made_by: dict[int, tuple[Recorded, Event]] = {}
+        self._last: dict[tuple[Group, int], tuple[CallClaim, Site]] = {}
+
+    def note(self, group: Group, place: int, part: Part, now: float) -> Event:
+        """Make an event of a call."""
+        with self._lock:
+            return self._note(group, place, part, now)
+
+    def _note(self, group: Group, place: int, part: Part, now: float) -> Event:
+        told, first = self._told(group, place, part)
+        recorded = None if told is None else told.recorded
+        phase: Phase = "backward" if in_backward() else "forward"
+        origin: Recorded | None = None
+        if recorded is not None:
+            origin = recorded.origin
+            if recorded.role == TANGENT:
+                phase = "tangent"
+        made_by = None if origin is None else self._made_by.get(id(origin))
+        event = Event(
+            number=len(self.events),
+            rank=group.ranks[place],
+            op=op_of(part),
+            verb="" if told is None else told.verb,
+            axis=self._axis(group),
+            size=len(group.ranks),
+            payload=payload_of(part),
+            sent=sent_by(place, part, len(group.ranks)),
+            phase=phase,
+            line=show(part.site),
+            origin=None if made_by is None else made_by[1].number,
+            of="" if origin is None else show(origin.site),
+            called=now,
+        )
+        if recorded is not None and first:
+            self._made_by[id(recorded)] = recorded, event
+        self.events.append(event)
+        return event
+
+    def _told(self, group: Group, place: int, part: Part) -> tuple[CallClaim | None, bool]:
+        """What the verb said of the call, and whether it is the verb's first motion.
+
+        A verb may need several motions; only the first has its claim, and the others come from the same line.
+        """
+        key = group, place
+        if isinstance(part.claim, CallClaim):
+            self._last[key] = part.claim, part.site
+            return part.claim, True
+        last = self._last.get(key)
+        if last is not None and part.direct and last[1] == part.site:
+            return last[0], False
+        self._last.pop(key, None)
+        return None, False
+
+    def _axis(self, group: Group) -> str:
+        name = self._axes.get(group)
+        if name is None:
+            name = self._axes[group] = self._name(group)
+        return name
+
+    def _name(self, group: Group) -> str:
+        along = axes_of(group.ranks, self._mesh)
+        if along:
+            return "+".join(along)
+        if group.purpose.startswith("mesh_") and group.purpose != "mesh_default":
+            return group.purpose.removeprefix("mesh_")
+        return "world" if len(group.ranks) == group.world.size else group.name
+
+
+def axes_of(ranks: list[int], mesh: Mapping[str, int]) -> list[str]:
+    """The axes of a mesh along which some ranks lie.
+
+    >>> axes_of([0, 8], {"outer": 2, "inner": 8}), axes_of([1, 3], {"outer": 2, "inner": 8})
+    (['outer'], ['inner'])
+    """
+    found, stride = [], 1
+    for name, size in reversed(list(mesh.items())):
+        if len({rank // stride % size for rank in ranks}) > 1:
+            found.append(name)
+        stride *= size
+    return found[::-1]
+
+
+def show(site: Site) -> str:
+    """A call site as text; files below the current directory by their place there."""
+    if site is None:
+        return "an unknown place"
+    file, here = site[0].co_filename, os.getcwd() + os.sep
+    return f"{file.removeprefix(here)}:{site[1]} in {site[0].co_name}"

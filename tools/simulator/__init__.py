@@ -1,0 +1,1 @@
+"""The simulator put to the test, and the figures of docs/simulator.md."""

@@ -1,0 +1,47 @@
+"""The simulator put to the test, and its figures.
+
+python -m tools.simulator attack --programs 200 --seed 1
+python -m tools.simulator figures --write docs/simulator.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from tools.simulator.attack import attack
+from tools.simulator.figures import figures, with_figures
+
+
+def main() -> int:
+    """Run a command; the status is 1 where something was found."""
+    parser = argparse.ArgumentParser(prog="python -m tools.simulator")
+    commands = parser.add_subparsers(dest="command", required=True)
+    attacked = commands.add_parser("attack", help="random programs under random schedules")
+    attacked.add_argument("--programs", type=int, default=100, help="how many of each kind")
+    attacked.add_argument("--seed", type=int, default=0)
+    attacked.add_argument(
+        "--schedules", type=int, default=2, help="under how many schedules each is run, twice each"
+    )
+    shown = commands.add_parser("figures", help="what docs/simulator.md shows; some two minutes")
+    shown.add_argument("--write", type=Path, help="the page to write them into")
+    told = parser.parse_args()
+    torch.set_num_threads(1)
+    if told.command == "figures":
+        text = figures(print)
+        if told.write is not None:
+            told.write.write_text(with_figures(told.write.read_text(), text))
+        return 0
+    begun = time.perf_counter()
+    report = attack(told.programs, told.seed, told.schedules)
+    print(report)
+    print(f"{time.perf_counter() - begun:.0f} s")
+    return 1 if report.findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""The figures of docs/simulator.md, as measured on the machine that runs this."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+import gradmesh as gm
+from gradmesh.verify import CostModel, Link, simulate
+from tools.simulator.large import predicted, whole_step
+from tools.simulator.shm import compare, fit
+
+__all__ = ["BEGIN", "END", "figures", "with_figures"]
+
+BEGIN = "<!-- figures: python -m tools.simulator figures --write docs/simulator.md -->"
+END = "<!-- end of figures -->"
+
+
+def with_figures(page: str, text: str) -> str:
+    """The page with other figures."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}"
+
+
+def figures(say: Callable[[str], object]) -> str:
+    """Measure everything; `say` is told each part when it is there."""
+    parts = []
+    for part in (_large, _whole, _shm, _lived, _watching):
+        parts.append(part())
+        say(parts[-1] + "\n")
+    return "\n\n".join(parts)
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def _large() -> str:
+    rows = []
+    for dp, tp in ((2, 2), (8, 4), (32, 8), (128, 8)):
+        one = predicted(dp, tp, check=dp * tp <= 256)
+        checked = {None: "too large to check", True: "the same", False: "DIFFERENT"}[one.checked]
+        sent = [f"{one.sent[axis]:,}" for axis in ("tp", "dp")]
+        rows.append(
+            [f"{dp} x {tp}", one.calls, *sent, f"{1e3 * one.seconds:.3f}", f"{one.took:.2f}", checked]
+        )
+    heads = (
+        "dp x tp",
+        "calls",
+        "bytes on tp",
+        "bytes on dp",
+        "ms predicted",
+        "s to find out",
+        "all ranks played",
+    )
+    return (
+        "A step of a tensor-parallel model, one rank playing (bytes are those that a rank sends; `tp` has 3 us and "
+        "300 GB/s, `dp` 20 us and 25 GB/s; communication alone):\n\n" + _table(heads, rows)
+    )
+
+
+def _whole() -> str:
+    rows = []
+    for size in (16, 64, 256, 512):
+        took, far = whole_step(size)
+        rows.append([size, f"{took:.2f}", f"{far:.1e}"])
+    heads = ("ranks", "s", "largest difference from one process")
+    return "A contrastive training step with every rank played, with a seed:\n\n" + _table(heads, rows)
+
+
+def _shm() -> str:
+    link, found = fit(2)
+    rows = [
+        [
+            one.op,
+            f"{one.payload // 1024:,}",
+            *(f"{1e6 * seconds:.0f}" for seconds in (one.measured, one.predicted)),
+            f"{one.predicted / one.measured:.2f}",
+        ]
+        for one in found
+    ]
+    measured, step, wire = compare(link, 2, steps=24)
+    ratios = [one.predicted / one.measured for one in found]
+    return (
+        f"The model against shm, on 2 ranks. The link is fitted to all_reduce of {found[1].payload // 1024} KiB and "
+        f"{found[4].payload // 1024:,} KiB: {link.call_us:.0f} us a call and {link.gbytes_per_s:.2f} GB/s. "
+        f"Predicted to measured is {min(ratios):.2f} to {max(ratios):.2f}, {statistics.median(ratios):.2f} in the "
+        "middle.\n\n"
+        + _table(("op", "KiB", "us measured", "us predicted", "ratio"), rows)
+        + f"\n\nA training step of a contrastive model takes {1e3 * measured:.1f} ms on shm; the simulation, whose "
+        f"ranks compute on this machine and whose wire has that link, says {1e3 * step:.1f} ms, {1e3 * wire:.1f} of "
+        f"them communication: a ratio of {step / measured:.2f}."
+    )
+
+
+def _overlapping(later: bool) -> float:
+    y = torch.zeros(1000)
+    begun = time.perf_counter()
+    for _ in range(5):
+        work = torch.distributed.all_reduce(y, async_op=later)
+        time.sleep(0.02)
+        if work is not None:
+            work.wait()
+    return time.perf_counter() - begun
+
+
+def _lived() -> str:
+    model = CostModel(Link(10_000, 10), "direct")
+    rows = []
+    for later in (False, True):
+        wall = max(simulate(_overlapping, 2, args=(later,), model=model).results)
+        own = simulate(_overlapping, 2, args=(later,), model=model, seed=0).seconds
+        rows.append(["later" if later else "at once", f"{1e3 * wall:.0f}", f"{1e3 * own:.0f}"])
+    return (
+        "A wire that is lived: five times a sum of 20 ms beside 20 ms of work, waited for at once or after the "
+        "work:\n\n" + _table(("waited for", "ms by the machine's clock", "ms by the ranks' own"), rows)
+    )
+
+
+def _calls(count: int) -> float:
+    x = torch.ones(8)
+    for _ in range(50):
+        gm.all_reduce(x, dst=gm.R)
+    begun = time.perf_counter()
+    for _ in range(count):
+        gm.all_reduce(x, dst=gm.R)
+    return (time.perf_counter() - begun) / count
+
+
+def _watching() -> str:
+    rows = []
+    for size in (2, 4):
+        plain = min(max(gm.launch(_calls, size, backend="threads", args=(300,))) for _ in range(3))
+        seen = min(max(simulate(_calls, size, args=(300,)).results) for _ in range(3))
+        turns = min(max(simulate(_calls, size, args=(300,), seed=0).results) for _ in range(3))
+        rows.append([size, *(f"{1e6 * took:.0f}" for took in (plain, seen, turns))])
+    heads = ("ranks", "launched", "watched", "watched, with a seed")
+    return "A small all_reduce, in us:\n\n" + _table(heads, rows)
