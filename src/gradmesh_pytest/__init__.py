@@ -11,7 +11,7 @@ test that runs on ranks.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,7 +19,7 @@ import pytest
 from gradmesh_pytest import settings
 
 if TYPE_CHECKING:
-    from gradmesh_pytest.per_rank import PerRank
+    from gradmesh_pytest.per_rank import RankGenerator
     from gradmesh_pytest.running import Session, World
 
 _SESSION = pytest.StashKey["Session"]()
@@ -66,6 +66,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Run the method of a marked `unittest.TestCase` on every rank: pytest does not call those itself."""
+    __tracebackhide__ = True
     case = getattr(item, "instance", None)
     is_case = hasattr(case, "assertEqual") and hasattr(case, "subTest")
     if isinstance(item, pytest.Function) and is_case and settings.mark_of(item) is not None:
@@ -102,13 +103,13 @@ def world(request: pytest.FixtureRequest) -> World:
 
 
 @pytest.fixture(scope="session")
-def worlds(request: pytest.FixtureRequest) -> Iterator[Callable[..., World]]:
+def worlds(request: pytest.FixtureRequest) -> Callable[..., World]:
     """`worlds(size, backend=None, timeout=None)`: ranks for fixtures of a wider scope than one test."""
-    yield _session(request.config).world
+    return _session(request.config).world
 
 
 @pytest.fixture
-def rank_generator(request: pytest.FixtureRequest) -> PerRank:
+def rank_generator(request: pytest.FixtureRequest) -> RankGenerator:
     """On each rank, a `torch.Generator` of its own, seeded by the test, the rank and `--world-seed`."""
     return _session(request.config).rank_generator(request.node)
 

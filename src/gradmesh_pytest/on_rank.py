@@ -98,9 +98,7 @@ class Method:
         return getattr(case, self.name)()
 
 
-def run(
-    fn: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object], task: Task
-) -> Answer:
+def run(fn: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, object], task: Task) -> Answer:
     """Run a function of a test on this rank.
 
     Raises:
@@ -188,7 +186,9 @@ def _portable(subtests: Subtests, fn: Callable[..., Any]) -> list[Subtest]:
 
 def _travels(error: BaseException) -> bool:
     try:
-        pickle.loads(dumps_result(error))  # an exception with an __init__ of its own may pickle and not come back
+        pickle.loads(
+            dumps_result(error)
+        )  # an exception with an __init__ of its own may pickle and not come back
     except Exception:
         return False
     return True

@@ -5,18 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-__all__ = ["PerRank", "RankGenerator", "Subtest", "Subtests", "resolved"]
-
-
-class PerRank(Protocol):
-    """What stands for a value until the rank is known."""
-
-    def of(self, rank: int, subtests: Subtests) -> object:
-        """Make the value of a rank."""
+__all__ = ["RankGenerator", "Subtest", "Subtests", "resolved"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +18,7 @@ class RankGenerator:
 
     seed: int
 
-    def of(self, rank: int, subtests: Subtests) -> torch.Generator:
+    def of(self, rank: int) -> torch.Generator:
         """Make that of a rank."""
         return torch.Generator().manual_seed(self.seed + rank)
 
@@ -63,14 +56,19 @@ class Subtests:
             found.error = error
         self.ended.append(found)
 
-    def of(self, rank: int, subtests: Subtests) -> Subtests:
-        """The ones that are kept on this rank."""
-        return subtests
-
 
 def resolved(values: Mapping[str, object], rank: int, subtests: Subtests) -> dict[str, object]:
-    """The values of fixtures on a rank."""
-    kinds = (RankGenerator, Subtests)
-    return {
-        name: value.of(rank, subtests) if isinstance(value, kinds) else value for name, value in values.items()
-    }
+    """The values of fixtures on a rank.
+
+    Args:
+        values: as they come from pytest.
+        rank: of the world.
+        subtests: what stands there for the fixture `subtests`.
+    """
+
+    def own(value: object) -> object:
+        if isinstance(value, RankGenerator):
+            return value.of(rank)
+        return subtests if isinstance(value, Subtests) else value
+
+    return {name: own(value) for name, value in values.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import random
 import sys
 import unittest
@@ -83,8 +84,15 @@ class Session:
         self._own = pools is None
         self.pools = Pools(_arguments(config)) if pools is None else pools
         self._told: list[tuple[BaseException, Told]] = []
+        # Of torch, for programs that give it a handler. pytest would show each error of a collective once more.
+        names = [name for name in logging.root.manager.loggerDict if name.startswith("c10d-NullHandler-")]
+        self._silenced = [logger for name in names if not (logger := logging.getLogger(name)).disabled]
+        for logger in self._silenced:
+            logger.disabled = True
 
-    def world(self, size: int | None = None, backend: str | None = None, timeout: float | None = None) -> World:
+    def world(
+        self, size: int | None = None, backend: str | None = None, timeout: float | None = None
+    ) -> World:
         """Ranks for a session: what is None is as configured."""
         mark = pytest.mark.world(*(() if size is None else (size,)), backend=backend, timeout=timeout).mark
         return World(self, settings.where(self._config, mark), 0)
@@ -105,22 +113,16 @@ class Session:
             BaseException: what the first rank raised that failed, or what skips the test.
         """
         __tracebackhide__ = True
-        where = settings.where(
-            self._config, settings.mark_of(item), item.funcargs.get("_world_of_the_test")
-        )
         theirs = values.get("subtests")
         kwargs = {**values, "subtests": Subtests()} if "subtests" in values else values
-        is_process = where.backend != "threads"
-        if is_process:
-            travel.refuse_pytests_own(kwargs, where.backend)
         try:
-            outcome = self.attempt(where, fn, (), kwargs, self._seed(item))
-        except (ArgumentError, MissingExtraError):
-            if is_process:
-                travel.explain(kwargs, where.backend)
-            raise
-        self._replay(outcome, fn, getattr(theirs, "test", None))
-        self._end(self.judged(outcome, fn))
+            outcome = self._attempt_test(item, fn, kwargs)
+        except (ArgumentError, MissingExtraError) as error:
+            # Nothing has run: its words say all, and its frames nothing.
+            self._end(self._refused(error))
+        else:
+            self._replay(outcome, fn, getattr(theirs, "test", None))
+            self._end(self.judged(outcome, fn))
 
     def method_on_ranks(self, item: pytest.Function, case: Any) -> Callable[[], None]:
         """The method of a test case, to be called in the place of its own."""
@@ -190,11 +192,33 @@ class Session:
 
     def close(self) -> None:
         """End all ranks."""
+        for logger in self._silenced:
+            logger.disabled = False
         if self._own:
             self.pools.close()
 
+    def _attempt_test(
+        self, item: pytest.Function, fn: Callable[..., Any], kwargs: Mapping[str, object]
+    ) -> Outcome:
+        where = settings.where(self._config, settings.mark_of(item), item.funcargs.get("_world_of_the_test"))
+        if where.backend == "threads":
+            return self.attempt(where, fn, (), kwargs, self._seed(item))
+        travel.refuse_pytests_own(kwargs, where.backend)
+        try:
+            return self.attempt(where, fn, (), kwargs, self._seed(item))
+        except (ArgumentError, MissingExtraError):
+            travel.explain(kwargs, where.backend)
+            raise
+
+    def _refused(self, error: BaseException) -> Verdict:
+        bare = error.with_traceback(None)
+        bare.__suppress_context__ = True
+        verdict = Verdict(bare, Told(1, [], [], headline=str(error).partition("\n")[0]))
+        self._told.append((bare, verdict.told or Told(1, [], [])))
+        return verdict
+
     def _end(self, verdict: Verdict) -> None:
-        __tracebackhide__ = True
+        # This frame is not hidden: of an error of which all frames are, pytest shows only the first line.
         if verdict.error is not None:
             raise verdict.error
 
@@ -202,7 +226,9 @@ class Session:
         """Report the subtests of the ranks, each once."""
         __tracebackhide__ = True
         ended: dict[tuple[str | None, str], dict[int, Subtest]] = {}
-        of_rank = {rank: answer.subtests for rank, answer in outcome.results.items() if isinstance(answer, Answer)}
+        of_rank = {
+            rank: answer.subtests for rank, answer in outcome.results.items() if isinstance(answer, Answer)
+        }
         of_rank |= {failure.rank: Attached.of(failure.cause).subtests for failure in outcome.failures}
         for rank, subtests in sorted(of_rank.items()):
             for subtest in subtests:

@@ -50,7 +50,9 @@ def add_options(parser: pytest.Parser) -> None:
     )
     parser.addini("world_backend", "as --world-backend", default="threads")
     parser.addini("world_timeout", "as --world-timeout", default="120")
-    parser.addini("world_size", "ranks of the fixture `world` where neither mark nor parameter says", default="2")
+    parser.addini(
+        "world_size", "ranks of the fixture `world` where neither mark nor parameter says", default="2"
+    )
 
 
 def mark_of(item: pytest.Item) -> pytest.Mark | None:
@@ -92,7 +94,9 @@ def where(config: pytest.Config, mark: pytest.Mark | None = None, param: object 
     if mark is not None:
         unknown = sorted(set(mark.kwargs) - {"backend", "timeout"})
         if unknown:
-            raise _error(f"the mark world takes no argument {unknown[0]!r}", f"{unknown[0]}=", "backend or timeout")
+            raise _error(
+                f"the mark world takes no argument {unknown[0]!r}", f"{unknown[0]}=", "backend or timeout"
+            )
         if not is_several(mark):
             size, backend = each(mark)[0]
         timeout = mark.kwargs.get("timeout")

@@ -109,7 +109,9 @@ def judge(outcome: Outcome, fn: Callable[..., Any], config: pytest.Config) -> Ve
     return Verdict(error, Told(outcome.size, groups, lines, headline=str(error).partition("\n")[0]))
 
 
-def judge_subtest(ended: Mapping[int, Subtest], size: int, fn: Callable[..., Any], config: pytest.Config) -> Verdict:
+def judge_subtest(
+    ended: Mapping[int, Subtest], size: int, fn: Callable[..., Any], config: pytest.Config
+) -> Verdict:
     """Tell how a subtest ended, from how it ended on the ranks that came to it."""
     outcome = Outcome(size)
     for rank, subtest in ended.items():
@@ -150,7 +152,7 @@ def _is_waiting(failure: Failure) -> bool:
 
 
 def _is_own(failure: Failure, first: Failure) -> bool:
-    return failure is first or not failure.secondary and (not _is_waiting(failure) or _is_waiting(first))
+    return failure is first or (not failure.secondary and (not _is_waiting(failure) or _is_waiting(first)))
 
 
 def _grouped(failures: Sequence[Failure], fn: Callable[..., Any], config: pytest.Config) -> list[Group]:
@@ -216,18 +218,18 @@ def _late(outcome: Outcome) -> RankError:
 
 
 def _disagreement(outcome: Outcome, answers: Mapping[int, Answer]) -> MismatchError:
-    told = [f"{rank}: {a.how}{': ' * bool(a.reason)}{a.reason}" for rank, a in answers.items()]
-    told += [
-        f"{failure.rank}: waited for what did not come"
-        + (f", at {last_place(failure.traceback)}" if failure.traceback else "")
-        for failure in outcome.failures
-    ]
+    told: dict[str, list[int]] = {}
+    for rank, answer in answers.items():
+        told.setdefault(f"{answer.how}: {answer.reason}" if answer.reason else answer.how, []).append(rank)
+    for failure in outcome.failures:
+        where = f", at {last_place(failure.traceback)}" if failure.traceback else ""
+        told.setdefault(f"waited for what did not come{where}", []).append(failure.rank)
     return MismatchError(
         message(
             "some ranks skipped the test, or took its failure for an expected one, and others did not",
             op="pytest",
             expected="the same on every rank",
-            got="\n".join(f"rank {line}" for line in sorted(told)),
+            got="\n".join(sorted(f"{ranks(who)}: {how}" for how, who in told.items())),
             remedy="decide by what is the same on every rank, or with @pytest.mark.skipif on the test",
         )
     )
