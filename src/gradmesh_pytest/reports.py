@@ -40,8 +40,7 @@ def amend(report: pytest.TestReport, told: Told, config: pytest.Config) -> None:
         shown.addsection(f"rank {group.first.rank} of {told.size}", "\n".join(lines), "_")
     if first is None and told.lines:
         shown.addsection(f"the other ranks of {told.size}", "\n".join(told.lines), "_")
-    away = first is not None and first.first.cause is not None and first.first.cause.__traceback__ is None
-    if away and config.getoption("usepdb", False):
+    if first is not None and first.is_away and config.getoption("usepdb", False):
         shown.addsection("pdb", "the frames are in the rank's process: pdb sees those of threads alone", "_")
     report.longrepr = shown
 

@@ -94,6 +94,14 @@ def show(error: BaseException, fn: Callable[..., Any], config: Any = None) -> An
     if config is None:
         return None
     with contextlib.suppress(Exception):
+        trace = error.__traceback__
+        while (
+            trace is not None
+            and trace.tb_next is not None
+            and "gradmesh_pytest" in trace.tb_frame.f_code.co_filename
+        ):
+            trace = trace.tb_next
+        error.__traceback__ = trace
         return pytest.Function.repr_failure(_Shown(config, fn), pytest.ExceptionInfo.from_exception(error))  # type: ignore[arg-type]
     return None
 

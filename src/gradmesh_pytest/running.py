@@ -200,7 +200,9 @@ class Session:
     def _attempt_test(
         self, item: pytest.Function, fn: Callable[..., Any], kwargs: Mapping[str, object]
     ) -> Outcome:
-        where = settings.where(self._config, settings.mark_of(item), item.funcargs.get("_world_of_the_test"))
+        callspec = getattr(item, "callspec", None)
+        param = None if callspec is None else callspec.params.get("_world_of_the_test")
+        where = settings.where(self._config, settings.mark_of(item), param)
         if where.backend == "threads":
             return self.attempt(where, fn, (), kwargs, self._seed(item))
         travel.refuse_pytests_own(kwargs, where.backend)

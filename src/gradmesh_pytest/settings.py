@@ -99,6 +99,8 @@ def where(config: pytest.Config, mark: pytest.Mark | None = None, param: object 
             )
         if not is_several(mark):
             size, backend = each(mark)[0]
+        elif param is None:
+            raise _error("this test can have one world only", repr(each(mark)), "one size and one backend")
         timeout = mark.kwargs.get("timeout")
     if param is not None:
         size, backend = param if isinstance(param, list | tuple) and len(param) == 2 else (param, backend)
