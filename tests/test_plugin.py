@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import gradmesh_pytest
+
 pytest_plugins = ["pytester"]
 
 Inner = Callable[..., pytest.RunResult]
@@ -321,7 +323,7 @@ def test_next():
             "FAILED *SystemExit*rank 1 of 2: SystemExit: 3",
             "FAILED *rank 1 of 2: KeyboardInterrupt",
             "FAILED *rank 1 of 2: GeneratorExit",
-            "FAILED *::test_hangs - gradmesh.launch: rank 1 of 2 did not return*",
+            "FAILED *::test_hangs - gradmesh.pytest: rank 1 of 2 did not return*",
             "FAILED *::test_waits_for_ever - rank 1 of 2: gradmesh.errors.Deadlock*",
         ]
     )
@@ -559,6 +561,13 @@ def test_loading_the_plugin_imports_neither_torch_nor_gradmesh() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_library_knows_nothing_of_the_plugin_and_its_files_are_short() -> None:
+    source = Path(gradmesh_pytest.__file__).parent
+    library = source.parent / "gradmesh"
+    assert not [file for file in library.rglob("*.py") if "gradmesh_pytest" in file.read_text()]
+    assert max(len(file.read_text().splitlines()) for file in source.glob("*.py")) < 400
 
 
 def test_pytest_finds_the_plugin_by_the_package() -> None:

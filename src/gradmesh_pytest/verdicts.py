@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ from gradmesh_pytest.per_rank import Subtest
 
 __all__ = ["Told", "Verdict", "judge", "judge_subtest", "ranks"]
 
+_LATE = "was not back"
 _NOT_TO_RAISE = (KeyboardInterrupt, SystemExit, GeneratorExit)
 """What would end the session, and not the test, if it were raised here."""
 
@@ -104,7 +107,7 @@ def judge(outcome: Outcome, fn: Callable[..., Any], config: pytest.Config) -> Ve
         error: BaseException = _disagreement(outcome, answers)
     elif first is None:
         error = _late(outcome)
-        lines = [line for line in lines if line.startswith(("skipped", "xfailed"))]
+        lines = [line for line in lines if not line.startswith(_LATE)]
     else:
         first = groups[0].first
         error = _raisable(first, outcome.size)
@@ -195,7 +198,7 @@ def _others(outcome: Outcome, answers: Mapping[int, Answer], failures: Sequence[
             told.setdefault("waited for what did not come", []).append(failure.rank)
     for rank in outcome.missing:
         where = last_place(outcome.unfinished.get(rank, ""))
-        told.setdefault(f"was not back, and was ended at {where}", []).append(rank)
+        told.setdefault(f"{_LATE}, and was ended at {where}", []).append(rank)
     return [f"{how} ({ranks(who)})" for how, who in told.items()]
 
 
@@ -212,12 +215,23 @@ def _raisable(failure: Failure, size: int) -> BaseException:
 
 
 def _late(outcome: Outcome) -> RankError:
-    """The launcher's own words: where each of them was."""
-    try:
-        outcome.values()
-    except RankError as error:
-        return error
-    raise AssertionError("no rank is late")
+    text = message(
+        f"{ranks(outcome.missing)} of {outcome.size} did not return within {outcome.timeout:g} s",
+        op="pytest",
+        remedy="see below where each of them was, or give a longer timeout: @pytest.mark.world(4, timeout=300)",
+    )
+    places = [
+        f"Rank {rank} was here:\n\n{_without_own(outcome.unfinished.get(rank, '')) or '  no answer'}"
+        for rank in outcome.missing
+    ]
+    return RankError("\n\n".join([text, *places]))
+
+
+def _without_own(stack: str) -> str:
+    """A stack as text without the frame of this plugin that called the function."""
+    entries = re.split(r"^(?=  File )", stack, flags=re.MULTILINE)
+    own = os.path.join("gradmesh_pytest", "on_rank.py")
+    return "".join(entry for entry in entries if own not in entry.partition("\n")[0]).rstrip()
 
 
 def _disagreement(outcome: Outcome, answers: Mapping[int, Answer]) -> MismatchError:
