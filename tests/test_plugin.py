@@ -499,6 +499,8 @@ class Debugger:
             trace = trace.tb_next
         frame = trace.tb_frame if hasattr(trace, "tb_frame") else trace.__traceback__.tb_frame
         print("in the debugger:", frame.f_code.co_name, frame.f_locals["secret"])
+    def set_trace(self, frame):
+        print("stopped at:", frame.f_code.co_name, frame.f_locals["secret"])
 """
 
 
@@ -515,12 +517,19 @@ def test_it():
 
 def test_no_limit_of_time(world):
     assert world._where.timeout is None
+
+@pytest.mark.world(3)
+def test_stops():
+    secret = gm.rank() ** 2
+    if gm.rank() == 2:
+        breakpoint()
+    gm.barrier()
 """,
         "--pdb",
         "--pdbcls=a_debugger:Debugger",
     )
-    result.assert_outcomes(failed=1, passed=1)
-    result.stdout.fnmatch_lines(["in the debugger: helper 30"])
+    result.assert_outcomes(failed=1, passed=2)
+    result.stdout.fnmatch_lines(["in the debugger: helper 30", "stopped at: test_stops 4"])
 
 
 @pytest.mark.parametrize("style", ["short", "line", "native", "no"])
@@ -547,6 +556,26 @@ def test_it(i):
     result = pytester.runpytest_subprocess(*OPTIONS, "-p", "xdist", "-n", "2", timeout=120)
     result.assert_outcomes(passed=5, failed=1)
     result.stdout.fnmatch_lines(["*rank 1 of 2*", "passed (rank 0)", "FAILED *[[]4[]] - rank 1 of 2: *"])
+
+
+def test_hypothesis_runs_its_examples_on_the_ranks_of_the_session(inner: Inner) -> None:
+    result = inner(
+        """
+from hypothesis import given, settings, strategies as st
+
+@settings(max_examples=20, database=None, derandomize=True)
+@given(start=st.integers(0, 5))
+def test_sums(worlds, start):
+    assert worlds(2).run(lambda: start + gm.rank()) == [start, start + 1]
+
+@settings(max_examples=20, database=None, derandomize=True)
+@given(start=st.integers(0, 5))
+def test_fails(worlds, start):
+    worlds(2).run(lambda: 1 // max(0, 3 - start))
+""",
+    )
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*ZeroDivisionError*", "*rank 0 of 2*", "the same on rank 1"])
 
 
 # ---- what it costs those who do not use it
