@@ -17,13 +17,14 @@ import torch.distributed as dist
 
 import benchmarks
 import gradmesh as gm
+import gradmesh_pytest
 from gradmesh import environment
 from tools import generate
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(
     module.name
-    for package in (gm, benchmarks)
+    for package in (gm, benchmarks, gradmesh_pytest)
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     if not module.name.endswith("__main__")
 )

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from gradmesh.backends import shm, threads
 from gradmesh.errors import ArgumentError, message
+from gradmesh.launch.outcomes import Outcome
 from gradmesh.launch.process_ranks import ProcessRanks
 from gradmesh.launch.thread_ranks import ThreadRanks
 
@@ -149,6 +150,19 @@ class Ranks:
             MissingExtraError: the function has to be sent by value and cloudpickle is not installed.
             RankError: a rank failed, died, or did not return in time.
         """
+        return cast("list[T]", self.attempt(fn, args, kwargs).values())
+
+    def attempt(
+        self, fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> Outcome:
+        """Run a function as `run` does, and tell how it ended on every rank instead of raising the first error.
+
+        The time that the ranks may take is that of `timeout` at the call.
+
+        Raises:
+            ArgumentError: `fn` cannot be called.
+            MissingExtraError: the function has to be sent by value and cloudpickle is not installed.
+        """
         if not callable(fn):
             raise _argument_error(
                 "fn", "a function", fn, "pass the function itself, and its arguments as args"
@@ -158,7 +172,8 @@ class Ranks:
                 self._ranks = ThreadRanks(self.nprocs, self.timeout, self.prefix)
             else:
                 self._ranks = ProcessRanks(self.nprocs, self.backend, self.timeout, self.prefix)
-        return cast("list[T]", self._ranks.run(fn, args, kwargs).values())
+        self._ranks.timeout = self.timeout
+        return self._ranks.run(fn, args, kwargs)
 
     def close(self) -> None:
         """End the ranks; the next `run` starts new ones."""

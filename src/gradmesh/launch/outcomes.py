@@ -17,7 +17,7 @@ from gradmesh.backends.words import RETURNED_REMEDY
 from gradmesh.errors import AbortedError, DeadlockError, RankError, message
 from gradmesh.world import TIMEOUT
 
-__all__ = ["FAILURE_GRACE", "POLL", "START_LIMIT", "Failure", "Outcome", "group_timeout"]
+__all__ = ["FAILURE_GRACE", "POLL", "START_LIMIT", "Failure", "Outcome", "group_timeout", "last_place"]
 
 FAILURE_GRACE = 0.5
 """Seconds that the other ranks get after the first failure, to tell theirs."""
@@ -190,7 +190,7 @@ class Outcome:
             f"{'' if gone else ', each for another'}",
             expected="the same calls on every rank, before its function is over",
             got="\n".join(
-                f"rank {rank} waits at {_last_line(stack)}" for rank, stack in sorted(waiting.items())
+                f"rank {rank} waits at {last_place(stack)}" for rank, stack in sorted(waiting.items())
             ),
             remedy=RETURNED_REMEDY,
         )
@@ -200,7 +200,7 @@ class Outcome:
             )
 
 
-def _last_line(stack: str) -> str:
+def last_place(stack: str) -> str:
     """The innermost place of a stack that is neither torch's nor gradmesh's."""
     places = [line.strip() for line in stack.splitlines() if line.lstrip().startswith("File ")]
     own = [place for place in places if not any(part in place for part in _LIBRARIES)]

@@ -46,7 +46,7 @@ class ProcessRanks:
     def __init__(self, size: int, backend: str, timeout: float | None, prefix: bool | None) -> None:
         self.size = size
         self.alive = True
-        self._timeout = timeout
+        self.timeout = timeout
         self._on_cpu = backend in _MOVED_BY_THE_CPU
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection[Any, Any]] = []
@@ -71,7 +71,7 @@ class ProcessRanks:
                 with contextlib.suppress(OSError):
                     pipe.send(("origin", about))
                     pipe.send(("call", call))
-            return self._collect("returned", self._timeout)
+            return self._collect("returned", self.timeout)
         except BaseException:  # Ctrl-C
             self.kill()
             raise
@@ -131,7 +131,7 @@ class ProcessRanks:
         # sys.path is handed over before anything is imported; multiprocessing would run __main__ again instead.
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from gradmesh.launch.rank_main import main; "
-            f"main({theirs.fileno()}, {backend!r}, {self._timeout!r}, {self._store.path!r})"
+            f"main({theirs.fileno()}, {backend!r}, {self.timeout!r}, {self._store.path!r})"
         )
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         with theirs:

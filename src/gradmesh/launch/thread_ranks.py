@@ -47,7 +47,7 @@ class ThreadRanks:
         threads.register()
         self.size = size
         self.alive = True
-        self._timeout = timeout
+        self.timeout = timeout
         # A rank that launches ranks puts its own mark before theirs.
         outer, marks = thread_mark(), prefixes(size, prefix)
         self._marks = [outer] * size if marks is None else [(outer or "") + mark for mark in marks]
@@ -71,7 +71,7 @@ class ThreadRanks:
 
     def run(self, fn: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
         """Call the function on every rank; after a failure the ranks are gone."""
-        return self._run([lambda: fn(*args, **kwargs)] * self.size, self._timeout)
+        return self._run([lambda: fn(*args, **kwargs)] * self.size, self.timeout)
 
     def close(self) -> None:
         """Leave the process group on every rank, and end the threads."""
@@ -93,7 +93,7 @@ class ThreadRanks:
             store=self._store,
             rank=rank,
             world_size=self.size,
-            timeout=group_timeout(self._timeout),
+            timeout=group_timeout(self.timeout),
         )
 
     def _run(self, jobs: Sequence[Callable[[], object]], timeout: float | None) -> Outcome:

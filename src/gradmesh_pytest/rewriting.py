@@ -1,0 +1,117 @@
+"""Assertions with their values on ranks that are processes, as pytest shows them in its own.
+
+A rank is a fresh interpreter that knows nothing of pytest. It gets a pytest of its own without plugins, conftests and
+configuration file, only to rewrite the assertions of the modules that pytest has rewritten, and to show failures. These
+parts of pytest have no public names. Where they are missing, assertions fail without their values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+__all__ = ["prepare", "rewritten", "show"]
+
+
+class _Pytest:
+    """The pytest of a rank."""
+
+    config: Any = None
+    comparing: Any = None
+    """The generator that has put pytest's comparison of values in place; it takes it away when it is collected."""
+
+
+def rewritten() -> list[str]:
+    """The modules of this process whose assertions pytest has rewritten."""
+    hooks = {type(finder) for finder in sys.meta_path if hasattr(finder, "mark_rewrite")}
+    return [
+        name
+        for name, module in list(sys.modules.items())
+        if type(getattr(module, "__loader__", None)) in hooks and not name.startswith("gradmesh")
+    ]
+
+
+def prepare(path: Sequence[str], names: Sequence[str], arguments: Sequence[str]) -> None:
+    """Let this process, a rank, import what pytest's has imported, with the assertions rewritten that are there.
+
+    Args:
+        path: pytest's `sys.path`.
+        names: of the modules whose assertions are rewritten.
+        arguments: pytest's own, which say how failures are shown.
+    """
+    sys.path[:] = path
+    with contextlib.suppress(ImportError, AttributeError):
+        if _Pytest.config is None:
+            _start(arguments)
+        pytest.register_assert_rewrite(*[name for name in names if name not in sys.modules])
+
+
+def _start(arguments: Sequence[str]) -> None:
+    from _pytest import assertion
+    from _pytest.config import _prepareconfig
+    from _pytest.terminal import TerminalReporter
+
+    changed = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": None, "PYTEST_PLUGINS": None}
+    before = {name: os.environ.get(name) for name in changed}
+    _set_environment(changed)
+    try:
+        plain = ["-c", os.devnull, "--noconftest", "-s", "-p", "no:cacheprovider", "-p", "no:faulthandler"]
+        config = _prepareconfig([*plain, *arguments])
+    finally:
+        _set_environment(before)
+    if not config.pluginmanager.has_plugin("terminalreporter"):
+        config.pluginmanager.register(TerminalReporter(config, io.StringIO()), "terminalreporter")
+    _Pytest.config = config
+    item: Any = types.SimpleNamespace(config=config, ihook=config.hook)
+    _Pytest.comparing = assertion.pytest_runtest_protocol(item)
+    next(_Pytest.comparing)
+
+
+def _set_environment(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def show(error: BaseException, fn: Callable[..., Any], config: Any = None) -> Any:
+    """How pytest shows an error of a function, as an object that can be pickled; None where that cannot be had.
+
+    Args:
+        error: with its traceback.
+        fn: the outermost function that is shown.
+        config: pytest's, by default that of this rank.
+    """
+    config = _Pytest.config if config is None else config
+    if config is None:
+        return None
+    with contextlib.suppress(Exception):
+        trace = error.__traceback__
+        while (
+            trace is not None
+            and trace.tb_next is not None
+            and "gradmesh_pytest" in trace.tb_frame.f_code.co_filename
+        ):
+            trace = trace.tb_next
+        error.__traceback__ = trace
+        return pytest.Function.repr_failure(_Shown(config, fn), pytest.ExceptionInfo.from_exception(error))  # type: ignore[arg-type]
+    return None
+
+
+class _Shown:
+    """As much of a test item as showing a failure takes."""
+
+    _traceback_filter = pytest.Function._traceback_filter
+    _repr_failure_py = pytest.Function._repr_failure_py
+
+    def __init__(self, config: Any, fn: Callable[..., Any]) -> None:
+        self.config = config
+        self.obj = self._obj = fn

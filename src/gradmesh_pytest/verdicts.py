@@ -1,0 +1,252 @@
+"""How a test ended, from how its function ended on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from gradmesh.errors import MismatchError, RankError, message
+from gradmesh.launch.outcomes import Failure, Outcome, last_place
+from gradmesh_pytest import rewriting
+from gradmesh_pytest.failures import Attached
+from gradmesh_pytest.on_rank import Answer
+from gradmesh_pytest.per_rank import Subtest
+
+__all__ = ["Told", "Verdict", "judge", "judge_subtest", "ranks"]
+
+_LATE = "was not back"
+_NOT_TO_RAISE = (KeyboardInterrupt, SystemExit, GeneratorExit)
+"""What would end the session, and not the test, if it were raised here."""
+
+
+@dataclasses.dataclass
+class Group:
+    """Ranks on which the same kind of error was raised at the same place.
+
+    Attributes:
+        first: the one that is shown.
+        same: the ranks with the same text.
+        texts: the text of each other rank.
+        shown: how pytest shows the first; None: it has no frames.
+        is_away: whether its frames are in another process.
+    """
+
+    first: Failure
+    same: list[int] = dataclasses.field(default_factory=list)
+    texts: dict[int, str] = dataclasses.field(default_factory=dict)
+    shown: Any = None
+    is_away: bool = False
+
+
+@dataclasses.dataclass
+class Told:
+    """What a report says of the ranks.
+
+    Attributes:
+        size: the number of ranks.
+        groups: the failures, the one that came first at the front; empty where ranks only were late or disagree.
+        lines: how the test ended on the other ranks.
+        inside: whether the error was raised by `world.run`, so that the lines of the test are shown too.
+        headline: what the summary says where there is no failure.
+    """
+
+    size: int
+    groups: list[Group]
+    lines: list[str]
+    inside: bool = False
+    headline: str = ""
+
+
+@dataclasses.dataclass
+class Verdict:
+    """How a test ended.
+
+    Attributes:
+        error: what to raise for it; None: it passed.
+        told: what its report says, or None.
+    """
+
+    error: BaseException | None = None
+    told: Told | None = None
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """The words for some ranks.
+
+    >>> ranks([2]), ranks([1, 0, 3])
+    ('rank 2', 'ranks 0, 1 and 3')
+    """
+    *most, last = [str(number) for number in sorted(numbers)]
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def judge(outcome: Outcome, fn: Callable[..., Any], config: pytest.Config) -> Verdict:
+    """Tell how a test ended.
+
+    Args:
+        outcome: of its function on the ranks.
+        fn: the function.
+        config: of the session.
+    """
+    answers: dict[int, Answer] = {r: a for r, a in outcome.results.items() if isinstance(a, Answer)}
+    hows = {answer.how for answer in answers.values()}
+    if not outcome.failures and not outcome.missing and len(hows) == 1:
+        return Verdict(_common(hows.pop(), answers))
+    first = min(outcome.failures, key=_order, default=None)
+    disagree = bool(hows - {"passed"}) and (first is None or _is_waiting(first)) and not outcome.missing
+    # Who only says that it lost another is no failure of its own.
+    failures = [] if disagree or first is None else [f for f in outcome.failures if _is_own(f, first)]
+    groups = _grouped(failures, fn, config)
+    lines = [] if disagree else _others(outcome, answers, failures)
+    if disagree:
+        error: BaseException = _disagreement(outcome, answers)
+    elif first is None:
+        error = _late(outcome)
+        lines = [line for line in lines if not line.startswith(_LATE)]
+    else:
+        first = groups[0].first
+        error = _raisable(first, outcome.size)
+    return Verdict(error, Told(outcome.size, groups, lines, headline=str(error).partition("\n")[0]))
+
+
+def judge_subtest(
+    ended: Mapping[int, Subtest], size: int, fn: Callable[..., Any], config: pytest.Config
+) -> Verdict:
+    """Tell how a subtest ended, from how it ended on the ranks that came to it."""
+    outcome = Outcome(size)
+    for rank, subtest in ended.items():
+        error = subtest.error
+        if error is None:
+            outcome.results[rank] = Answer()
+        elif isinstance(error, pytest.skip.Exception):
+            outcome.results[rank] = Answer("skipped", str(error))
+        elif isinstance(error, pytest.xfail.Exception):
+            outcome.results[rank] = Answer("xfailed", str(error))
+        else:
+            outcome.failures.append(Failure(rank, type(error).__name__, str(error), cause=error, when=0.0))
+    if outcome.missing and not outcome.failures:
+        # They have ended without it, which is up to the test.
+        outcome.results |= {rank: outcome.results[min(outcome.results)] for rank in outcome.missing}
+    return judge(outcome, fn, config)
+
+
+def _common(how: str, answers: Mapping[int, Answer]) -> BaseException | None:
+    if how == "passed":
+        return None
+    reasons: dict[str, list[int]] = {}
+    for rank, answer in sorted(answers.items()):
+        reasons.setdefault(answer.reason, []).append(rank)
+    told = [f"{ranks(who)}: {reason}" for reason, who in reasons.items()]
+    reason = next(iter(reasons)) if len(reasons) == 1 else "; ".join(told)
+    if how == "xfailed":
+        return pytest.xfail.Exception(reason)
+    return pytest.skip.Exception(reason, _use_item_location=True)
+
+
+def _order(failure: Failure) -> tuple[bool, bool, float]:
+    return failure.secondary, _is_waiting(failure), failure.when
+
+
+def _is_waiting(failure: Failure) -> bool:
+    return failure.secondary or failure.kind == "DeadlockError"
+
+
+def _is_own(failure: Failure, first: Failure) -> bool:
+    return failure is first or (not failure.secondary and (not _is_waiting(failure) or _is_waiting(first)))
+
+
+def _grouped(failures: Sequence[Failure], fn: Callable[..., Any], config: pytest.Config) -> list[Group]:
+    found: dict[object, list[Failure]] = {}
+    for failure in sorted(failures, key=_order):
+        attached = Attached.of(failure.cause)
+        key = (attached.kind, attached.place) if failure.cause is not None else (failure.kind, failure.rank)
+        found.setdefault(key, []).append(failure)
+    groups = []
+    for members in found.values():
+        # Of ranks that failed alike, the lowest is shown: which came first is chance.
+        first, *others = sorted(members, key=lambda failure: (failure.secondary, failure.rank))
+        away = Attached.of(first.cause).shown is not None
+        group = Group(first, shown=_shown(first, fn, config), is_away=away)
+        for other in others:
+            if other.text == first.text:
+                group.same.append(other.rank)
+            else:
+                group.texts[other.rank] = other.text.partition("\n")[0] or other.kind
+        groups.append(group)
+    return groups
+
+
+def _shown(failure: Failure, fn: Callable[..., Any], config: pytest.Config) -> Any:
+    attached = Attached.of(failure.cause)
+    if attached.shown is not None or failure.cause is None or failure.cause.__traceback__ is None:
+        return attached.shown
+    return rewriting.show(failure.cause, getattr(fn, "shown", fn), config)
+
+
+def _others(outcome: Outcome, answers: Mapping[int, Answer], failures: Sequence[Failure]) -> list[str]:
+    """How it ended on the ranks that have no failure of their own."""
+    told: dict[str, list[int]] = {}
+    for rank, answer in sorted(answers.items()):
+        told.setdefault(f"{answer.how}: {answer.reason}" if answer.reason else answer.how, []).append(rank)
+    for failure in outcome.failures:
+        if not any(failure is own for own in failures):
+            told.setdefault("waited for what did not come", []).append(failure.rank)
+    for rank in outcome.missing:
+        where = last_place(outcome.unfinished.get(rank, ""))
+        told.setdefault(f"{_LATE}, and was ended at {where}", []).append(rank)
+    return [f"{how} ({ranks(who)})" for how, who in told.items()]
+
+
+def _raisable(failure: Failure, size: int) -> BaseException:
+    if failure.cause is not None and not isinstance(failure.cause, _NOT_TO_RAISE):
+        return failure.cause
+    text = message(
+        f"rank {failure.rank} of {size} ended with {failure.kind}",
+        op="pytest",
+        got=failure.text or "no message",
+        remedy=failure.remedy,
+    )
+    return RankError(text, rank=failure.rank, rank_traceback=failure.traceback)
+
+
+def _late(outcome: Outcome) -> RankError:
+    text = message(
+        f"{ranks(outcome.missing)} of {outcome.size} did not return within {outcome.timeout:g} s",
+        op="pytest",
+        remedy="see below where each of them was, or give a longer timeout: @pytest.mark.world(4, timeout=300)",
+    )
+    places = [
+        f"Rank {rank} was here:\n\n{_without_own(outcome.unfinished.get(rank, '')) or '  no answer'}"
+        for rank in outcome.missing
+    ]
+    return RankError("\n\n".join([text, *places]))
+
+
+def _without_own(stack: str) -> str:
+    """A stack as text without the frame of this plugin that called the function."""
+    entries = re.split(r"^(?=  File )", stack, flags=re.MULTILINE)
+    own = os.path.join("gradmesh_pytest", "on_rank.py")
+    return "".join(entry for entry in entries if own not in entry.partition("\n")[0]).rstrip()
+
+
+def _disagreement(outcome: Outcome, answers: Mapping[int, Answer]) -> MismatchError:
+    told: dict[str, list[int]] = {}
+    for rank, answer in answers.items():
+        told.setdefault(f"{answer.how}: {answer.reason}" if answer.reason else answer.how, []).append(rank)
+    for failure in outcome.failures:
+        where = f", at {last_place(failure.traceback)}" if failure.traceback else ""
+        told.setdefault(f"waited for what did not come{where}", []).append(failure.rank)
+    return MismatchError(
+        message(
+            "some ranks skipped the test, or took its failure for an expected one, and others did not",
+            op="pytest",
+            expected="the same on every rank",
+            got="\n".join(sorted(f"{ranks(who)}: {how}" for how, who in told.items())),
+            remedy="decide by what is the same on every rank, or with @pytest.mark.skipif on the test",
+        )
+    )

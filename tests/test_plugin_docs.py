@@ -1,0 +1,41 @@
+"""The page on tests: its tests run, and their reports are those that it shows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.test_plugin import OPTIONS
+
+pytest_plugins = ["pytester"]
+
+PAGE = Path(__file__).parent.parent / "docs" / "testing.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```\n(?:\n```console\n(.*?)```)?", PAGE.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_the_tests_of_the_page_end_as_it_says(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    code, report = EXAMPLES[number]
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    pytester.makepyfile(code)
+    result = pytester.runpytest_inprocess(*OPTIONS)
+    told = result.parseoutcomes()
+    assert set(told) == ({"failed"} if report else {"passed"})
+    # In this order; between them stand the lines that the page leaves out.
+    lines = iter(result.outlines)
+    for line in report.splitlines():
+        assert line in lines, line
+
+
+def test_the_page_names_every_option_and_no_other() -> None:
+    text = PAGE.read_text()
+    settings = (PAGE.parent.parent / "src" / "gradmesh_pytest" / "settings.py").read_text()
+    options = set(re.findall(r'"(--world-\w+)"', settings))
+    configured = set(re.findall(r'addini\(\s*"(world_\w+)"', settings))
+    assert set(re.findall(r"--world-\w+", text)) == options
+    assert set(re.findall(r"\bworld_\w+", text)) == configured
