@@ -185,6 +185,9 @@ def tolerance(program: Program) -> float:
     return ALLOWED["float32" if rounded else program.dtype]
 
 
+_OVER = ("AbortedError", "DeadlockError")
+"""Errors behind which a group is of no more use, also where every rank has one."""
+
 _TORCHS = "this checkpoint() is not necessary"
 """Torch's own refusal of a reentrant checkpoint of which no output requires a gradient."""
 
@@ -213,9 +216,7 @@ def judged(program: Program, pools: Pools, dense: Expected | None = None) -> Ver
         ended = "DeadlockError" in str(error)
         return Verdict("refused after a return" if ended else "hang", _first_line(str(error)), str(error))
     failures = {rank: out for rank, out in enumerate(outcomes) if isinstance(out, Failure)}
-    if failures and (
-        len(failures) < program.ranks or any(f.kind == "DeadlockError" for f in failures.values())
-    ):
+    if failures and (len(failures) < program.ranks or any(f.kind in _OVER for f in failures.values())):
         pools.end(program.ranks)  # these are no longer at the same place
     if not failures:
         return compared(outcomes, dense, program.dtype, tolerance(program))
