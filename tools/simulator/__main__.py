@@ -1,7 +1,7 @@
 """The simulator put to the test, and its figures.
 
 python -m tools.simulator attack --programs 200 --seed 1
-python -m tools.simulator figures --write docs/simulator.md
+python -m tools.simulator figures [shm] --write docs/simulator.md
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from tools.simulator.attack import attack
-from tools.simulator.figures import figures, with_figures
+from tools.simulator.figures import PARTS, with_figures
 
 
 def main() -> int:
@@ -27,14 +27,17 @@ def main() -> int:
     attacked.add_argument(
         "--schedules", type=int, default=2, help="under how many schedules each is run, twice each"
     )
-    shown = commands.add_parser("figures", help="what docs/simulator.md shows; some two minutes")
+    shown = commands.add_parser("figures", help="what docs/simulator.md shows")
+    shown.add_argument("part", choices=[[], *PARTS], nargs="*", help="which; all by default")
     shown.add_argument("--write", type=Path, help="the page to write them into")
     told = parser.parse_args()
     torch.set_num_threads(1)
     if told.command == "figures":
-        text = figures(print)
-        if told.write is not None:
-            told.write.write_text(with_figures(told.write.read_text(), text))
+        for part in told.part or PARTS:
+            text = PARTS[part]()
+            print(f"{text}\n")
+            if told.write is not None:
+                told.write.write_text(with_figures(told.write.read_text(), part, text))
         return 0
     begun = time.perf_counter()
     report = attack(told.programs, told.seed, told.schedules)

@@ -109,4 +109,4 @@ def whole_step(size: int) -> tuple[float, float]:
     weight = _weight()
     _contrast(torch.cat([_rows_of(rank) for rank in range(size)]), weight, 0, 2 * size).backward()
     torch.optim.SGD([weight], lr=0.1).step()
-    return took, max(float((result - weight).abs().max()) for result in run.results)
+    return took, max(float((result - weight.detach()).abs().max()) for result in run.results)
