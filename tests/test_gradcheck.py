@@ -241,15 +241,27 @@ def test_ranks_that_are_there_all_get_the_same_report(
     assert others == [first] * 2
 
 
-def test_it_runs_on_processes() -> None:
-    report = gradcheck(
-        contrastive_of_tensors, [(normal(2, 3, seed=r),) for r in range(2)], world_size=2, backend="gloo"
-    )
-    assert report.ok
+def on_a_process() -> tuple[bool, str]:
+    def right(x: Tensor) -> Tensor:
+        return (1 + gm.rank()) * gm.all_gather(x).square().sum()
+
+    def wrong(x: Tensor) -> Tensor:
+        return (1 + gm.rank()) * gm.all_gather(x, dst=gm.I).square().sum()
+
+    def inputs(rank: int) -> Tensor:
+        return normal(2, 3, seed=rank)
+
+    report = gradcheck(wrong, inputs, raise_exception=False)
+    return gradcheck(right, inputs).ok, str(report)
 
 
-def contrastive_of_tensors(x: Tensor) -> Tensor:
-    return (1 + gm.rank()) * gm.all_gather(x).square().sum()
+@pytest.mark.processes
+def test_it_runs_on_processes(processes: Callable[[int], Callable[..., list[Any]]]) -> None:
+    first, second = processes(2)(on_a_process)
+    assert first == second
+    assert first[0]
+    assert "sum over ranks missing" in first[1]
+    assert "test_gradcheck.py" in first[1]
 
 
 def test_an_error_carries_the_report() -> None:
