@@ -46,7 +46,7 @@ class Cut(nn.Module):
         return gm.all_reduce(F.linear(hidden, self.b.weight), dst=gm.I) + self.b.bias
 
 
-CUT = {"a.*": Shard(dim=0), "b.weight": Shard(dim=1), "b.bias": gm.I}
+CUT: dict[str, Shard | gm.Type] = {"a.*": Shard(dim=0), "b.weight": Shard(dim=1), "b.bias": gm.I}
 X = normal(6, 3)
 
 
@@ -83,7 +83,7 @@ def test_other_batches_in_each_step_and_uneven_shards_under_a_global_mean() -> N
 
 
 def by_fsdp(module: nn.Module) -> nn.Module:
-    fully_shard(module.a)
+    fully_shard(module.get_submodule("a"))
     fully_shard(module)
     return module
 
