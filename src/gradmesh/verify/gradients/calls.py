@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -50,8 +51,12 @@ def _codes() -> dict[CodeType, str]:
     return found
 
 
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(str(file))) + os.sep for file in (torch.__file__, collectives.__file__)
+)
 _CODES = _codes()
-_APPLY = inspect.unwrap(torch.autograd.Function.apply.__func__).__code__  # type: ignore[attr-defined]
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+"""The code of `Function.apply`; None where it is in C++, as from torch 2.15 on."""
 
 
 @dataclass(eq=False)
@@ -75,7 +80,7 @@ class Called:
     tensors: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(eq=False)
 class Node:
     """One application of an autograd Function that is in the graph.
 
@@ -124,7 +129,8 @@ class Recorder:
         self.nodes: list[Node] = []
         self.ran: list[int] = []
         self._open: list[tuple[FrameType, str]] = []
-        self._applying: list[FrameType] = []
+        self._applying: list[object] = []
+        self._contexts: list[Any] = []
         self._pending: dict[int, list[Called]] = {}
         self._in_node: int | None = None
 
@@ -140,7 +146,11 @@ class Recorder:
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
         if event not in ("call", "return"):
+            if _APPLY is None and _applies(arg):
+                self._apply_in_c(event, arg.__self__)
             return
+        if event == "call" and self._contexts and self._contexts[-1] is None:
+            self._contexts[-1] = next((x for x in frame.f_locals.values() if isinstance(x, _CONTEXT)), None)
         code = frame.f_code
         if code is _APPLY:
             self._apply(frame, event, arg)
@@ -185,12 +195,26 @@ class Recorder:
         inside = self._in_node if backward else None
         called = Called(op, call_site(), inside, backward, with_grad and not self._applying)
         if not self._applying and not backward:
-            called.tensors = handed
+            called.tensors = {**handed, "origin": _origin(frame, handed)}
         if self._applying and not backward:
             self._pending.setdefault(id(self._applying[-1]), []).append(called)
         self.called.append(called)
         if backward and inside is not None:
             self.nodes[inside].collective = True
+
+    def _apply_in_c(self, event: str, cls: type) -> None:
+        """As `_apply`, where the result is not shown: the node is what the Function's methods are given as `ctx`."""
+        if event == "c_call":
+            self._applying.append(object())
+            self._contexts.append(None)
+            return
+        if not self._applying:
+            return
+        inner = self._pending.pop(id(self._applying.pop()), [])
+        node = self._contexts.pop()
+        followed = node is not None and any(to is not None for to, _ in node.next_functions)
+        if followed and not in_backward() and (inner or not self._applying):
+            self._node(node, cls, inner)
 
     def _apply(self, frame: FrameType, event: str, arg: Any) -> None:
         if event == "call":
@@ -231,6 +255,37 @@ class Recorder:
 
     def _left(self) -> None:
         self._in_node = None
+
+
+def _applies(function: Any) -> bool:
+    """Whether a builtin is `Function.apply` of some Function."""
+    cls = getattr(function, "__self__", None)
+    named = getattr(function, "__name__", "") == "apply"
+    return named and isinstance(cls, type) and issubclass(cls, torch.autograd.Function)
+
+
+_CONTEXT = torch.autograd.function.BackwardCFunction
+
+
+def _origin(frame: FrameType, handed: dict[str, Any]) -> Tensor | None:
+    """The tensor with a history that a detached operand was made of, if the caller still has it."""
+    source = handed.get("tensor", handed.get("input_tensor"))
+    if not isinstance(source, Tensor) or source.requires_grad:
+        return source if isinstance(source, Tensor) else None
+    caller = frame.f_back
+    while caller is not None and not is_outside(caller.f_code):
+        caller = caller.f_back
+    for x in [] if caller is None else caller.f_locals.values():
+        if not isinstance(x, Tensor) or not x.requires_grad or x.shape != source.shape:
+            continue
+        if x.data_ptr() == source.data_ptr():
+            return x
+    return source
+
+
+def is_outside(code: CodeType) -> bool:
+    """Whether code is neither torch's nor gradmesh's."""
+    return not code.co_filename.startswith(_LIBRARIES)
 
 
 def _tensors(x: Any) -> list[Tensor]:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradmesh.errors import RankError
 from gradmesh.types import Type
 from gradmesh.verify.gradients import hypotheses as h
+from gradmesh.verify.gradients.cases import Case
 from gradmesh.verify.gradients.findings import NONE_FITS, Diagnosis
 from gradmesh.verify.gradients.judge import Slopes, entries, slopes, tolerance
 from gradmesh.verify.gradients.measure import Measured, Options, measure
@@ -47,6 +49,8 @@ def diagnosed(
     wrong = [case for case in every if not case.right]
     fits = h.fits(every, len(found), _rows(found))
     diagnosis = Diagnosis(NONE_FITS, "no hypothesis predicts these gradients")
+    if not wrong:
+        return Diagnosis(NONE_FITS, "the gradients are those of the objective")
     if fits:
         diagnosis = Diagnosis(
             fits[0].name, fits[0].text, also=[f"{fit.name} ({fit.text})" for fit in fits[1:]]
@@ -63,11 +67,14 @@ def diagnosed(
     def tried(one_by_one: bool) -> list[Trials]:
         return run(investigate, fn, inputs, closer, one_by_one)
 
-    suspects(diagnosis, tried, found, known, closer, _rows(found))
+    try:
+        suspects(diagnosis, tried, found, known, closer, _rows(found))
+    except RankError as error:
+        diagnosis.also.append(f"no collective was looked at: {str(error).splitlines()[0]}")
     return diagnosis
 
 
-def cases(found: list[Measured], known: list[Slopes], options: Options) -> list[h.Case]:
+def cases(found: list[Measured], known: list[Slopes], options: Options) -> list[Case]:
     """Every leaf on every rank that has one."""
     result = []
     for slope in known:
@@ -75,7 +82,7 @@ def cases(found: list[Measured], known: list[Slopes], options: Options) -> list[
         for rank in slope.holders:
             grad = found[rank].gradients[1].get(move.name)
             result.append(
-                h.Case(
+                Case(
                     name=move.name,
                     type=move.type,
                     rank=rank,

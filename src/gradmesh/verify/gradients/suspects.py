@@ -10,10 +10,12 @@ from torch import Tensor
 
 from gradmesh.types import Type
 from gradmesh.verify.gradients import hypotheses as h
+from gradmesh.verify.gradients.cases import Case, Fit
+from gradmesh.verify.gradients.changes import CONJ, DOUBLE, GATHERED, PART, SUM
 from gradmesh.verify.gradients.findings import NONE_FITS, Diagnosis, Suspect
 from gradmesh.verify.gradients.judge import Slopes, slopes, tolerance
 from gradmesh.verify.gradients.measure import Measured, Options
-from gradmesh.verify.gradients.trials import CONJ, DOUBLE, GATHERED, PART, SUM, Found, Trials
+from gradmesh.verify.gradients.trials import Found, Trials
 
 __all__ = ["suspects"]
 
@@ -62,7 +64,7 @@ def suspects(
     if not mending and diagnosis.hypothesis in _VAGUE:
         mending = _on_one_rank_each(run(True), vectors, len(found))
     # Several changes may mend them: one's own code is the likelier place, and the plainest change the likelier one.
-    mending.sort(key=lambda each: (each.found.ours, _PLAIN.index(each.how)))
+    mending.sort(key=lambda each: (each.found.ours, _plainness(each.how)))
     for each in mending:
         text = each.found.place.text
         if all(suspect.call != text for suspect in diagnosis.suspects):
@@ -86,6 +88,10 @@ def _on_one_rank_each(trials: list[Trials], vectors: _Vectors, ranks: int) -> li
 
 
 _PLAIN = [DOUBLE, GATHERED, PART, SUM, CONJ]
+
+
+def _plainness(how: str) -> int:
+    return _PLAIN.index(how) if how in _PLAIN else len(_PLAIN)
 
 
 class _Vectors:
@@ -189,7 +195,7 @@ def _sharpen(
         name = h.TERM if local[0].name in (h.TIMES_W, h.UNDER_W, h.SCALED) else local[0].name
         _set(diagnosis, name, f"of one collective, {local[0].text}")
     else:
-        name = {SUM: h.SUM_MISSING, GATHERED: h.SUM_MISSING, CONJ: h.CONJUGATE}.get(best.how, NONE_FITS)
+        name = {SUM: h.SUM_MISSING, GATHERED: h.SUM_MISSING, CONJ: h.CONJUGATE}.get(best.how, h.SLICE)
         _set(diagnosis, name, f"where one collective's gradient is {best.how}, every gradient is right")
 
 
@@ -217,7 +223,7 @@ def _by_factor(diagnosis: Diagnosis, factors: list[float], ranks: int, rows: Seq
     _set(diagnosis, h.TERM, what)
 
 
-def _locally(mending: _Mending, trials: list[Trials]) -> list[h.Fit]:
+def _locally(mending: _Mending, trials: list[Trials]) -> list[Fit]:
     """Which hypotheses explain what one gather hands back, from what it is given on every rank."""
     found = [rank.tried[mending.at].local for rank in trials]
     there = [local for local in found if local is not None]
@@ -229,7 +235,7 @@ def _locally(mending: _Mending, trials: list[Trials]) -> list[h.Fit]:
         terms = torch.stack([_flat(term) for term in local.terms])
         allowed = 1e-9 * (1 + terms.abs().sum(0))
         conjugate = _flat(local.got.conj()) if local.got.is_complex() else None
-        cases.append(h.Case("", Type.V, rank, got, conjugate, want, terms, allowed))
+        cases.append(Case("", Type.V, rank, got, conjugate, want, terms, allowed))
     return h.fits(cases, len(there), [len(local.got) if local.got.dim() else 1 for local in there])
 
 
