@@ -52,13 +52,13 @@ def step(name: str, kind: gm.Type, rows: int, seed: int) -> Step:
         "all_to_all": gm.all_to_all,
         "shift": gm.shift,
         "scan": gm.scan,
-        "as P": lambda x: gm.convert(x, src=kind, dst=gm.P),
+        "as P": lambda x: gm.convert(x, src=kind, dst=gm.P),  # type: ignore[call-overload]
         "as I": lambda x: gm.convert(x, src=gm.R, dst=gm.I),
         "all_reduce": lambda x: gm.all_reduce(x, dst=gm.R),
         "all_reduce I": lambda x: gm.all_reduce(x, dst=gm.I),
         "reduce_scatter": gm.reduce_scatter,
         "replicate": gm.replicate,
-        "shard": lambda x: gm.shard(x, src=kind),
+        "shard": lambda x: gm.shard(x, src=kind),  # type: ignore[arg-type]
     }
     if name == "own":
         return mixed(1 + gm.axis().rank, rows, seed)
