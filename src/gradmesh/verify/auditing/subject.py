@@ -27,6 +27,7 @@ __all__ = [
     "hold",
     "line_of",
     "of_error",
+    "own_function",
     "own_node",
 ]
 
@@ -233,13 +234,19 @@ def line_of(code: Any) -> str | None:
     return None
 
 
-def own_node(node: Any) -> str | None:
-    """Where the backward of a node begins, if it is that of an autograd Function written in Python."""
+def own_function(node: Any) -> Any:
+    """The autograd Function written in Python that a node of the graph belongs to, or None."""
     if not isinstance(node, BackwardCFunction):
         return None
     name = type(node).__name__.removesuffix("Backward")
     found = [cls for cls in _functions(torch.autograd.Function) if cls.__name__ == name]
-    return line_of(found[-1].backward) if found else None
+    return found[-1] if found else None
+
+
+def own_node(node: Any) -> str | None:
+    """Where the backward of a node begins, if it is that of an autograd Function written in Python."""
+    cls = own_function(node)
+    return None if cls is None else line_of(cls.backward)
 
 
 def _functions(above: Any) -> Iterator[Any]:

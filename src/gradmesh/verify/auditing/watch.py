@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradmesh.verify.auditing.subject import own_node
 
-__all__ = ["Note", "Watch", "changed", "shared"]
+__all__ = ["Note", "Watch", "changed", "nodes", "shared"]
 
 Note = tuple[str, str, str | None]
 """A kind, what was seen, and the line that did it."""
@@ -37,7 +37,7 @@ def shared(given: Sequence[Tensor], results: Sequence[Tensor]) -> list[Note]:
                 continue
             if y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
                 continue
-            lines = [line for line in map(own_node, _nodes([y])) if line is not None]
+            lines = [line for line in map(own_node, nodes([y])) if line is not None]
             if lines or not y.requires_grad:
                 text = f"result {j} is the memory of operand {i}"
                 notes.append(("result-aliases-operand", text, lines[0] if lines else None))
@@ -54,7 +54,7 @@ class Watch:
     def __init__(self, results: Sequence[Tensor]) -> None:
         self.lines: list[str] = []
         self._handed: list[tuple[str, str, Tensor, Tensor]] = []
-        for node in _nodes(results):
+        for node in nodes(results):
             line = own_node(node)
             if line is None:
                 continue
@@ -81,7 +81,7 @@ class Watch:
         return list(dict.fromkeys(found))
 
 
-def _nodes(results: Sequence[Tensor]) -> Iterator[Any]:
+def nodes(results: Sequence[Tensor]) -> Iterator[Any]:
     """The nodes of the graphs of results, each once."""
     stack: list[Any] = [y.grad_fn for y in results]
     seen: set[Any] = set()
