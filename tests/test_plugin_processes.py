@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -28,23 +28,16 @@ class Lent:
         config.stash[gradmesh_pytest._SESSION] = Session(config, self.pools)
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    pools = Pools(["--tb=auto"])
-    yield pools
-    pools.close()
-
-
 @pytest.fixture
-def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, pools: Pools) -> Inner:
+def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> Inner:
     """Run pytest in this process on a file of tests, whose name is new to the ranks."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("COLUMNS", "200")
-    pytester.plugins.append(Lent(pools))
+    pools = gradmesh_pytest._session(pytestconfig).pools
 
     def run(tests: str, *arguments: str, name: str) -> pytest.RunResult:
         pytester.makepyfile(**{f"test_of_{name}": HEAD + tests})
-        return pytester.runpytest_inprocess(*OPTIONS, *arguments)
+        return pytester.runpytest_inprocess(*OPTIONS, *arguments, plugins=[Lent(pools)])
 
     return run
 
