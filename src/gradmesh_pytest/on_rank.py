@@ -49,7 +49,7 @@ class Task:
         seed: of the test.
         is_process: whether the rank has a process for itself.
         wants_value: whether the function's result goes back.
-        filters: the filters of warnings, for processes.
+        filters: the filters of warnings, for processes; none: those of the process.
         terminal: where a process asks for pytest's terminal, to debug a failure; empty where nobody debugs.
     """
 
@@ -158,7 +158,7 @@ def _seed(seed: int) -> None:
 @contextmanager
 def _warnings(task: Task, warned: list[Warned]) -> Iterator[None]:
     """Treat warnings as pytest does in its own process; there they are given again."""
-    if not task.is_process:
+    if not task.filters:
         yield
         return
     with warnings.catch_warnings(record=True) as log:

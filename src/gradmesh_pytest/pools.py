@@ -13,7 +13,7 @@ from gradmesh_pytest.settings import Where
 
 __all__ = ["Pools"]
 
-_MOST = 12
+_MOST = 18
 """Processes that are kept; each has torch loaded."""
 _DEBUGGED = 86400.0
 """Seconds that ranks without a time limit wait for each other: one of them may be in a debugger."""

@@ -38,17 +38,19 @@ class World:
         session: whose ranks they are.
         where: how many, and of which kind.
         seed: of the test.
+        is_of_a_test: whether the test's filters of warnings hold on ranks that are processes.
 
     Attributes:
         size: the number of ranks.
         backend: "threads", or the backend of their processes.
     """
 
-    def __init__(self, session: Session, where: Where, seed: int) -> None:
+    def __init__(self, session: Session, where: Where, seed: int, *, is_of_a_test: bool = True) -> None:
         self.size, self.backend = where.size, where.backend
         self._session = session
         self._where = where
         self._seed = seed
+        self._is_of_a_test = is_of_a_test
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run `fn(*args, **kwargs)` on every rank, and return each rank's result.
@@ -61,7 +63,9 @@ class World:
             gradmesh.ArgumentError: the ranks are processes, and the function or its arguments cannot be pickled.
         """
         __tracebackhide__ = True
-        outcome = self._session.attempt(self._where, fn, args, kwargs, self._seed, wants_value=True)
+        outcome = self._session.attempt(
+            self._where, fn, args, kwargs, self._seed, wants_value=True, filtered=self._is_of_a_test
+        )
         verdict = self._session.judged(outcome, fn, inside=True)
         if verdict.error is not None:
             raise verdict.error from verdict.error.__cause__
@@ -98,7 +102,7 @@ class Session:
     ) -> World:
         """Ranks for a session: what is None is as configured."""
         mark = pytest.mark.world(*(() if size is None else (size,)), backend=backend, timeout=timeout).mark
-        return World(self, settings.where(self._config, mark), 0)
+        return World(self, settings.where(self._config, mark), 0, is_of_a_test=False)
 
     def world_of(self, item: pytest.Item, param: object) -> World:
         """Ranks for a test that has the fixture `world`."""
@@ -160,6 +164,7 @@ class Session:
         *,
         wants_value: bool = False,
         may_debug: bool = True,
+        filtered: bool = True,
     ) -> Outcome:
         """Run a function on ranks, and tell how it ended on each."""
         __tracebackhide__ = True
@@ -168,7 +173,8 @@ class Session:
             with _seeded(seed):
                 return self.pools.attempt(where, fn, args, kwargs, Task(seed, False, wants_value))
         with self._debugger(may_debug) as address:
-            task = Task(seed, True, wants_value, tuple(warnings.filters), address)
+            filters = tuple(warnings.filters) if filtered else ()
+            task = Task(seed, True, wants_value, filters, address)
             outcome = self.pools.attempt(where, fn, args, kwargs, task)
         answers = [answer for answer in outcome.results.values() if isinstance(answer, Answer)]
         for given in dict.fromkeys(given for answer in answers for given in answer.warned):
