@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradmesh as gm
 from gradmesh.backends.shm import progress
+from tests.conftest import Worlds
 
 pytestmark = pytest.mark.processes
 
@@ -28,10 +29,9 @@ class Run(Protocol):
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Run]:
+def ranks(worlds: Worlds) -> Run:
     """`ranks(fn, *args)` runs fn on three ranks."""
-    with gm.Ranks(W, backend="shm", timeout=60) as pool:
-        yield pool.run
+    return worlds(W, "shm", 60).run
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-import gradmesh as gm
+from tests.conftest import Worlds
 
 W = 3
 Run = Callable[..., list[Any]]
@@ -21,10 +21,9 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 @pytest.fixture(scope="module", params=["threads", "shm"])
-def ranks(request: pytest.FixtureRequest) -> Iterator[Run]:
+def ranks(request: pytest.FixtureRequest, worlds: Worlds) -> Run:
     """`ranks(fn, *args)` runs fn on three ranks of the backend."""
-    with gm.Ranks(W, backend=request.param, timeout=60) as pool:
-        yield pool.run
+    return worlds(W, request.param, 60).run
 
 
 def data(rank: int, *shape: int) -> Tensor:

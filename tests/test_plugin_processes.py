@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -27,23 +28,16 @@ class Lent:
         config.stash[gradmesh_pytest._SESSION] = Session(config, self.pools)
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    pools = Pools(["--tb=auto"])
-    yield pools
-    pools.close()
-
-
 @pytest.fixture
-def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, pools: Pools) -> Inner:
+def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> Inner:
     """Run pytest in this process on a file of tests, whose name is new to the ranks."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("COLUMNS", "200")
-    pytester.plugins.append(Lent(pools))
+    pools = gradmesh_pytest._session(pytestconfig).pools
 
     def run(tests: str, *arguments: str, name: str) -> pytest.RunResult:
         pytester.makepyfile(**{f"test_of_{name}": HEAD + tests})
-        return pytester.runpytest_inprocess(*OPTIONS, *arguments)
+        return pytester.runpytest_inprocess(*OPTIONS, *arguments, plugins=[Lent(pools)])
 
     return run
 
@@ -80,12 +74,13 @@ def test_skips():
 def test_warns():
     warnings.warn("look out")
 
+def warns():
+    with pytest.raises(UserWarning, match="look out"):
+        warnings.warn("look out")
+
 @pytest.mark.filterwarnings("error")
-@pytest.mark.xfail(raises=UserWarning, strict=True)
 def test_treats_warnings_as_told(world):
-    with pytest.raises(gm.RankError) as caught:
-        world.run(warnings.warn, "look out")
-    raise caught.value.__cause__
+    world.run(warns)
 
 def test_closures(world):
     scale = torch.full((2,), 3.0)
@@ -96,7 +91,7 @@ def test_closures(world):
         "-rs",
         name="fixtures",
     )
-    result.assert_outcomes(passed=4, skipped=1, xfailed=1, warnings=1)
+    result.assert_outcomes(passed=5, skipped=1, warnings=1)
     result.stdout.fnmatch_lines(["*test_of_fixtures.py:*: UserWarning: look out", "SKIPPED * not today"])
 
 
@@ -179,27 +174,35 @@ def test_error_that_cannot_be_pickled(subtests):
     if gm.rank():
         raise OwnError(7, "of my own")
 """,
-        "--pdb",
-        "--pdbcls=tests.test_plugin_processes:NoDebugger",
         name="death",
     )
     result.assert_outcomes(failed=3 if hasattr(pytest, "Subtests") else 2)
     text = result.stdout.str()
     assert text.count("rank 1 of 2 ended with exit code 5") == 2
     assert text.count('raise OwnError(7, "of my own")') == 1
-    assert "the frames are in the rank's process: pdb sees those of threads alone" in text
     result.stdout.fnmatch_lines(["*SUBFAILED*one*(i=3)* - rank 1 of 2: assert 1 == 0"])
 
 
-class NoDebugger:
-    """Stands for pdb, and leaves at once."""
+def test_the_debugger_is_on_the_process_that_failed(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    pytester.makepyfile(
+        HEAD
+        + """
+@pytest.mark.world(2, backend="shm")
+def test_it():
+    secret = 10 + gm.rank()
+    assert secret == 10
+    gm.barrier()
 
-    quitting = False
-
-    def __init__(self, *arguments: object, **options: object) -> None: ...
-
-    def reset(self) -> None: ...
-
-    def setup(self, *where: object) -> None: ...
-
-    def interaction(self, *where: object) -> None: ...
+def test_next():
+    pass
+"""
+    )
+    command = [sys.executable, "-m", "pytest", *OPTIONS, "--pdb"]
+    result = pytester.run(*command, stdin=b"p secret * 3\nw\nq\n", timeout=120)
+    result.stdout.fnmatch_lines(
+        ["*assert 11 == 10", "This is rank 1.", "(Pdb) 33", "*Exit: Quitting debugger*"]
+    )
+    assert "test_next" not in result.stdout.str()

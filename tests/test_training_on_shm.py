@@ -5,7 +5,7 @@ Two ranks add in one order only, so there the losses are equal to the bit; four 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-import gradmesh as gm
+from gradmesh_pytest.running import World
+from tests.conftest import Worlds
 
 pytestmark = pytest.mark.processes
 STEPS = 20
@@ -110,17 +111,12 @@ def losses(kind: str) -> list[float]:
     return out
 
 
-Pools = dict[tuple[str, int], gm.Ranks]
+Pools = dict[tuple[str, int], World]
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[Pools]:
-    made = {
-        (backend, n): gm.Ranks(n, backend=backend, timeout=120) for backend in ("gloo", "shm") for n in (2, 4)
-    }
-    yield made
-    for pool in made.values():
-        pool.close()
+def pools(worlds: Worlds) -> Pools:
+    return {(backend, n): worlds(n, backend, 120) for backend in ("gloo", "shm") for n in (2, 4)}
 
 
 @pytest.mark.parametrize("size", [2, 4])

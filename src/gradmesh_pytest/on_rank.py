@@ -22,6 +22,7 @@ from gradmesh.state import rank_state
 from gradmesh_pytest import rewriting
 from gradmesh_pytest.failures import Attached, attach, place
 from gradmesh_pytest.per_rank import Subtest, Subtests, resolved
+from gradmesh_pytest.remote import debug
 
 __all__ = ["Answer", "Method", "StandIn", "Task", "Warned", "run"]
 
@@ -48,13 +49,15 @@ class Task:
         seed: of the test.
         is_process: whether the rank has a process for itself.
         wants_value: whether the function's result goes back.
-        filters: the filters of warnings, for processes.
+        filters: the filters of warnings, for processes; none: those of the process.
+        terminal: where a process asks for pytest's terminal, to debug a failure; empty where nobody debugs.
     """
 
     seed: int
     is_process: bool
     wants_value: bool
     filters: tuple[Any, ...] = ()
+    terminal: str = ""
 
 
 @dataclasses.dataclass
@@ -122,6 +125,8 @@ def run(fn: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, obj
     except BaseException as error:
         if task.is_process:
             attach(error, _attached(error, fn, subtests))
+            if task.terminal:
+                debug(task.terminal, error, f"\n{Attached.of(error).shown}\n\nThis is rank {rank}.\n")
             if not _travels(error):
                 raise _stand_in(error) from None
         else:
@@ -153,7 +158,7 @@ def _seed(seed: int) -> None:
 @contextmanager
 def _warnings(task: Task, warned: list[Warned]) -> Iterator[None]:
     """Treat warnings as pytest does in its own process; there they are given again."""
-    if not task.is_process:
+    if not task.filters:
         yield
         return
     with warnings.catch_warnings(record=True) as log:

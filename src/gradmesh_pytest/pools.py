@@ -13,7 +13,7 @@ from gradmesh_pytest.settings import Where
 
 __all__ = ["Pools"]
 
-_MOST = 12
+_MOST = 18
 """Processes that are kept; each has torch loaded."""
 _DEBUGGED = 86400.0
 """Seconds that ranks without a time limit wait for each other: one of them may be in a debugger."""
@@ -81,7 +81,9 @@ class Pools:
         """Let processes find what pytest's has imported since they were asked last."""
         state = (len(sys.modules), *sys.path)
         if self._prepared.get(key) != state:
-            pool.timeout = None
+            pool.timeout = (
+                pool.timeout or _DEBUGGED
+            )  # the ranks may begin now, with the time that they wait for others
             names = rewriting.rewritten()
             pool.attempt(rewriting.prepare, (list(sys.path), names, self._arguments), {}).values()
             self._prepared[key] = state

@@ -15,7 +15,7 @@ from gradmesh_pytest.verdicts import Group, Told, ranks
 __all__ = ["amend"]
 
 
-def amend(report: pytest.TestReport, told: Told, config: pytest.Config) -> None:
+def amend(report: pytest.TestReport, told: Told) -> None:
     """Show what ranks tell in the place of what was raised for them here."""
     here: Any = report.longrepr
     if here is None or isinstance(here, str | tuple):
@@ -40,8 +40,6 @@ def amend(report: pytest.TestReport, told: Told, config: pytest.Config) -> None:
         shown.addsection(f"rank {group.first.rank} of {told.size}", "\n".join(lines), "_")
     if first is None and told.lines:
         shown.addsection(f"the other ranks of {told.size}", "\n".join(told.lines), "_")
-    if first is not None and first.is_away and config.getoption("usepdb", False):
-        shown.addsection("pdb", "the frames are in the rank's process: pdb sees those of threads alone", "_")
     report.longrepr = shown
 
 

@@ -10,6 +10,7 @@ import sys
 import unittest
 import warnings
 import zlib
+from bdb import BdbQuit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from gradmesh_pytest.failures import Attached
 from gradmesh_pytest.on_rank import Answer, Method, Task
 from gradmesh_pytest.per_rank import RankGenerator, Subtest, Subtests
 from gradmesh_pytest.pools import Pools
+from gradmesh_pytest.remote import Terminal
 from gradmesh_pytest.settings import Where
 from gradmesh_pytest.verdicts import Told, Verdict, judge, judge_subtest
 
@@ -36,17 +38,19 @@ class World:
         session: whose ranks they are.
         where: how many, and of which kind.
         seed: of the test.
+        is_of_a_test: whether the test's filters of warnings hold on ranks that are processes.
 
     Attributes:
         size: the number of ranks.
         backend: "threads", or the backend of their processes.
     """
 
-    def __init__(self, session: Session, where: Where, seed: int) -> None:
+    def __init__(self, session: Session, where: Where, seed: int, *, is_of_a_test: bool = True) -> None:
         self.size, self.backend = where.size, where.backend
         self._session = session
         self._where = where
         self._seed = seed
+        self._is_of_a_test = is_of_a_test
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run `fn(*args, **kwargs)` on every rank, and return each rank's result.
@@ -59,7 +63,9 @@ class World:
             gradmesh.ArgumentError: the ranks are processes, and the function or its arguments cannot be pickled.
         """
         __tracebackhide__ = True
-        outcome = self._session.attempt(self._where, fn, args, kwargs, self._seed, wants_value=True)
+        outcome = self._session.attempt(
+            self._where, fn, args, kwargs, self._seed, wants_value=True, filtered=self._is_of_a_test
+        )
         verdict = self._session.judged(outcome, fn, inside=True)
         if verdict.error is not None:
             raise verdict.error from verdict.error.__cause__
@@ -84,6 +90,7 @@ class Session:
         self._own = pools is None
         self.pools = Pools(_arguments(config)) if pools is None else pools
         self._told: list[tuple[BaseException, Told]] = []
+        self._was_debugged = False
         # Of torch, for programs that give it a handler. pytest would show each error of a collective once more.
         names = [name for name in logging.root.manager.loggerDict if name.startswith("c10d-NullHandler-")]
         self._silenced = [logger for name in names if not (logger := logging.getLogger(name)).disabled]
@@ -95,7 +102,7 @@ class Session:
     ) -> World:
         """Ranks for a session: what is None is as configured."""
         mark = pytest.mark.world(*(() if size is None else (size,)), backend=backend, timeout=timeout).mark
-        return World(self, settings.where(self._config, mark), 0)
+        return World(self, settings.where(self._config, mark), 0, is_of_a_test=False)
 
     def world_of(self, item: pytest.Item, param: object) -> World:
         """Ranks for a test that has the fixture `world`."""
@@ -156,18 +163,38 @@ class Session:
         seed: int,
         *,
         wants_value: bool = False,
+        may_debug: bool = True,
+        filtered: bool = True,
     ) -> Outcome:
         """Run a function on ranks, and tell how it ended on each."""
         __tracebackhide__ = True
+        self._was_debugged = False
         if where.backend == "threads":
             with _seeded(seed):
                 return self.pools.attempt(where, fn, args, kwargs, Task(seed, False, wants_value))
-        task = Task(seed, True, wants_value, tuple(warnings.filters))
-        outcome = self.pools.attempt(where, fn, args, kwargs, task)
+        with self._debugger(may_debug) as address:
+            filters = tuple(warnings.filters) if filtered else ()
+            task = Task(seed, True, wants_value, filters, address)
+            outcome = self.pools.attempt(where, fn, args, kwargs, task)
         answers = [answer for answer in outcome.results.values() if isinstance(answer, Answer)]
         for given in dict.fromkeys(given for answer in answers for given in answer.warned):
             warnings.warn_explicit(given.message, given.category, given.filename, given.lineno)
         return outcome
+
+    @contextlib.contextmanager
+    def _debugger(self, may_debug: bool) -> Iterator[str]:
+        """Where processes find the terminal, if pytest is to debug failures."""
+        if not may_debug or not self._config.getoption("usepdb", False):
+            yield ""
+            return
+        terminal = Terminal(self._config)
+        try:
+            yield terminal.address
+        finally:
+            terminal.close()
+            self._was_debugged = terminal.was_used
+        if terminal.quits:
+            pytest.exit("Quitting debugger")
 
     def judged(self, outcome: Outcome, fn: Callable[..., Any], *, inside: bool = False) -> Verdict:
         """Tell how a test ended; reports of its error will say what is known of the ranks."""
@@ -186,7 +213,7 @@ class Session:
         """Let the report of an error say what is known of the ranks."""
         for raised, told in self._told:
             if raised is error:
-                reports.amend(report, told, self._config)
+                reports.amend(report, told)
         if report.when == "teardown":
             self._told.clear()
 
@@ -206,8 +233,9 @@ class Session:
         if where.backend == "threads":
             return self.attempt(where, fn, (), kwargs, self._seed(item))
         travel.refuse_pytests_own(kwargs, where.backend)
+        expected = item.get_closest_marker("xfail") is not None
         try:
-            return self.attempt(where, fn, (), kwargs, self._seed(item))
+            return self.attempt(where, fn, (), kwargs, self._seed(item), may_debug=not expected)
         except (ArgumentError, MissingExtraError):
             travel.explain(kwargs, where.backend)
             raise
@@ -220,6 +248,10 @@ class Session:
         return verdict
 
     def _end(self, verdict: Verdict) -> None:
+        if self._was_debugged and verdict.told is not None:
+            # On its rank. pytest does not debug this kind of error once more, here, where its frames are not.
+            verdict.error = BdbQuit()
+            self._told.append((verdict.error, verdict.told))
         # This frame is not hidden: of an error of which all frames are, pytest shows only the first line.
         if verdict.error is not None:
             raise verdict.error

@@ -33,14 +33,12 @@ class Group:
         same: the ranks with the same text.
         texts: the text of each other rank.
         shown: how pytest shows the first; None: it has no frames.
-        is_away: whether its frames are in another process.
     """
 
     first: Failure
     same: list[int] = dataclasses.field(default_factory=list)
     texts: dict[int, str] = dataclasses.field(default_factory=dict)
     shown: Any = None
-    is_away: bool = False
 
 
 @dataclasses.dataclass
@@ -170,8 +168,7 @@ def _grouped(failures: Sequence[Failure], fn: Callable[..., Any], config: pytest
     for members in found.values():
         # Of ranks that failed alike, the lowest is shown: which came first is chance.
         first, *others = sorted(members, key=lambda failure: (failure.secondary, failure.rank))
-        away = Attached.of(first.cause).shown is not None
-        group = Group(first, shown=_shown(first, fn, config), is_away=away)
+        group = Group(first, shown=_shown(first, fn, config))
         for other in others:
             if other.text == first.text:
                 group.same.append(other.rank)
