@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -50,6 +51,9 @@ def _codes() -> dict[CodeType, str]:
     return found
 
 
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(str(file))) + os.sep for file in (torch.__file__, collectives.__file__)
+)
 _CODES = _codes()
 _APPLY = inspect.unwrap(torch.autograd.Function.apply.__func__).__code__  # type: ignore[attr-defined]
 
@@ -75,7 +79,7 @@ class Called:
     tensors: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(eq=False)
 class Node:
     """One application of an autograd Function that is in the graph.
 
@@ -185,7 +189,7 @@ class Recorder:
         inside = self._in_node if backward else None
         called = Called(op, call_site(), inside, backward, with_grad and not self._applying)
         if not self._applying and not backward:
-            called.tensors = handed
+            called.tensors = {**handed, "origin": _origin(frame, handed)}
         if self._applying and not backward:
             self._pending.setdefault(id(self._applying[-1]), []).append(called)
         self.called.append(called)
@@ -231,6 +235,27 @@ class Recorder:
 
     def _left(self) -> None:
         self._in_node = None
+
+
+def _origin(frame: FrameType, handed: dict[str, Any]) -> Tensor | None:
+    """The tensor with a history that a detached operand was made of, if the caller still has it."""
+    source = handed.get("tensor", handed.get("input_tensor"))
+    if not isinstance(source, Tensor) or source.requires_grad:
+        return source if isinstance(source, Tensor) else None
+    caller = frame.f_back
+    while caller is not None and not is_outside(caller.f_code):
+        caller = caller.f_back
+    for x in [] if caller is None else caller.f_locals.values():
+        if not isinstance(x, Tensor) or not x.requires_grad or x.shape != source.shape:
+            continue
+        if x.data_ptr() == source.data_ptr():
+            return x
+    return source
+
+
+def is_outside(code: CodeType) -> bool:
+    """Whether code is neither torch's nor gradmesh's."""
+    return not code.co_filename.startswith(_LIBRARIES)
 
 
 def _tensors(x: Any) -> list[Tensor]:

@@ -29,6 +29,7 @@ class Comparison:
         objective: how the losses make one.
         rtol: what an element may be off by, relative to the largest of its tensor.
         atol: the same, absolutely.
+        whole: the parameters of which every rank shows the whole.
     """
 
     report: SingleReport
@@ -37,15 +38,9 @@ class Comparison:
     objective: Objective
     rtol: float
     atol: float
+    whole: frozenset[str] = frozenset()
 
-    def step(
-        self,
-        number: int,
-        single: Step,
-        ranks: list[Step],
-        given: Sequence[object],
-        whole: frozenset[str] = frozenset(),
-    ) -> None:
+    def step(self, number: int, single: Step, ranks: list[Step], given: Sequence[object]) -> None:
         """Compare one step.
 
         Args:
@@ -53,7 +48,6 @@ class Comparison:
             single: that of the single process.
             ranks: that of each rank.
             given: the whole inputs.
-            whole: the parameters of which every rank shows the whole.
         """
         self._losses(number, single, ranks)
         for name, value in single.values.items():
@@ -68,7 +62,7 @@ class Comparison:
                 found = [
                     (rank.gradients if kind == "gradient" else rank.parameters).get(name) for rank in ranks
                 ]
-                placement = Type.I if name in whole else chosen(self.parameters, name, Type.I)
+                placement = Type.I if name in self.whole else chosen(self.parameters, name, Type.I)
                 # The shares of a replicated parameter are summed already.
                 self._tensors(
                     number, kind, name, expected, found, Type.I if placement is Type.R else placement

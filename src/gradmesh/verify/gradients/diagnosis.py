@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradmesh.errors import RankError
 from gradmesh.types import Type
 from gradmesh.verify.gradients import hypotheses as h
 from gradmesh.verify.gradients.findings import NONE_FITS, Diagnosis
@@ -47,6 +48,8 @@ def diagnosed(
     wrong = [case for case in every if not case.right]
     fits = h.fits(every, len(found), _rows(found))
     diagnosis = Diagnosis(NONE_FITS, "no hypothesis predicts these gradients")
+    if not wrong:
+        return Diagnosis(NONE_FITS, "the gradients are those of the objective")
     if fits:
         diagnosis = Diagnosis(
             fits[0].name, fits[0].text, also=[f"{fit.name} ({fit.text})" for fit in fits[1:]]
@@ -63,7 +66,10 @@ def diagnosed(
     def tried(one_by_one: bool) -> list[Trials]:
         return run(investigate, fn, inputs, closer, one_by_one)
 
-    suspects(diagnosis, tried, found, known, closer, _rows(found))
+    try:
+        suspects(diagnosis, tried, found, known, closer, _rows(found))
+    except RankError as error:
+        diagnosis.also.append(f"no collective was looked at: {str(error).splitlines()[0]}")
     return diagnosis
 
 

@@ -188,7 +188,8 @@ def _own_alone(of: Cases) -> Fit | None:
         return None
     for name in {case.name for case in invariant}:
         mine = [case for case in invariant if case.name == name]
-        if not mine[0].is_(mine[0].want - sum(case.got for case in mine[1:])):
+        apart = any(not case.is_(mine[0].got) for case in mine[1:])
+        if not apart or not mine[0].is_(mine[0].want - sum(case.got for case in mine[1:])):
             return None
     return Fit(SUM_MISSING, "each rank has a share of the gradient, and their sum is it; it was not taken")
 

@@ -13,6 +13,7 @@ from gradmesh.launch import Ranks
 from gradmesh.verify.gradients.comparison import Comparison
 from gradmesh.verify.gradients.placements import Placement
 from gradmesh.verify.gradients.program import Objective
+from gradmesh.verify.gradients.single_diagnosis import why
 from gradmesh.verify.gradients.single_report import SingleReport
 from gradmesh.verify.gradients.training import Plan, train
 
@@ -38,6 +39,7 @@ def same_as_single(
     backend: str = "threads",
     rtol: float = 1e-9,
     atol: float = 1e-10,
+    diagnose: bool = True,
     raise_exception: bool = True,
     timeout: float | None = 60.0,
 ) -> SingleReport:
@@ -68,6 +70,7 @@ def same_as_single(
         backend: as for `gradmesh.launch`.
         rtol: what an element may be off by, relative to the largest of its tensor.
         atol: the same, absolutely.
+        diagnose: look for the reason of a failure, which takes a few more runs.
         raise_exception: raise if something is not the same.
         timeout: seconds for the run on the ranks.
 
@@ -97,23 +100,32 @@ def same_as_single(
     def plan(fn: Callable[..., Any]) -> Plan:
         return Plan(fn, given, made, parallel, places, sgd, steps, ordered)
 
-    with Ranks(1, backend, timeout, prefix=False) as alone:
+    with (
+        Ranks(1, backend, timeout, prefix=False) as alone,
+        Ranks(world_size, backend, timeout, prefix=False) as ranks,
+    ):
         (expected,) = alone.run(train, plan(reference or distributed), True)
-    with Ranks(world_size, backend, timeout, prefix=False) as ranks:
         found = ranks.run(train, plan(distributed), False)
-    for each in (expected, *found):
-        if each.problem is not None:
-            raise each.problem
-    comparison = Comparison(SingleReport(world_size), places, outputs or {}, objective, rtol, atol)
-    for number in range(steps):
-        comparison.step(
-            number,
-            expected.steps[number],
-            [each.steps[number] for each in found],
-            given(number),
-            frozenset(found[0].whole),
-        )
-    report = comparison.report
+        for each in (expected, *found):
+            if each.problem is not None:
+                raise each.problem
+        whole = frozenset(found[0].whole)
+        comparison = Comparison(SingleReport(world_size), places, outputs or {}, objective, rtol, atol, whole)
+        for number in range(steps):
+            theirs = [each.steps[number] for each in found]
+            comparison.step(number, expected.steps[number], theirs, given(number))
+        report = comparison.report
+        if not report.ok and diagnose:
+            report.diagnosis = why(
+                report,
+                ranks.run,
+                alone.run,
+                plan(distributed),
+                plan(reference or distributed),
+                expected.steps[0],
+                [each.steps[0] for each in found],
+                objective,
+            )
     if raise_exception and not report.ok:
         raise GradcheckError(message(str(report)), report)
     return report

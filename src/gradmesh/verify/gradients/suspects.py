@@ -62,7 +62,7 @@ def suspects(
     if not mending and diagnosis.hypothesis in _VAGUE:
         mending = _on_one_rank_each(run(True), vectors, len(found))
     # Several changes may mend them: one's own code is the likelier place, and the plainest change the likelier one.
-    mending.sort(key=lambda each: (each.found.ours, _PLAIN.index(each.how)))
+    mending.sort(key=lambda each: (each.found.ours, _plainness(each.how)))
     for each in mending:
         text = each.found.place.text
         if all(suspect.call != text for suspect in diagnosis.suspects):
@@ -86,6 +86,10 @@ def _on_one_rank_each(trials: list[Trials], vectors: _Vectors, ranks: int) -> li
 
 
 _PLAIN = [DOUBLE, GATHERED, PART, SUM, CONJ]
+
+
+def _plainness(how: str) -> int:
+    return _PLAIN.index(how) if how in _PLAIN else len(_PLAIN)
 
 
 class _Vectors:
@@ -189,7 +193,7 @@ def _sharpen(
         name = h.TERM if local[0].name in (h.TIMES_W, h.UNDER_W, h.SCALED) else local[0].name
         _set(diagnosis, name, f"of one collective, {local[0].text}")
     else:
-        name = {SUM: h.SUM_MISSING, GATHERED: h.SUM_MISSING, CONJ: h.CONJUGATE}.get(best.how, NONE_FITS)
+        name = {SUM: h.SUM_MISSING, GATHERED: h.SUM_MISSING, CONJ: h.CONJUGATE}.get(best.how, h.SLICE)
         _set(diagnosis, name, f"where one collective's gradient is {best.how}, every gradient is right")
 
 

@@ -19,7 +19,7 @@ from gradmesh.types import Type
 from gradmesh.verify.gradients.inputs import Input
 from gradmesh.verify.gradients.placements import Placement, Shard, chosen, part_of
 
-__all__ = ["Plan", "Step", "Trained", "train"]
+__all__ = ["Plan", "Step", "Trained", "made", "placed", "train"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Plan:
     optimizer: Callable[[Any], torch.optim.Optimizer]
     steps: int
     in_order: bool
+    part: tuple[int, int] | None = None
+    """The rank, and of how many, whose part of the inputs the single process gets; None: the whole."""
 
 
 @dataclass
@@ -62,13 +64,14 @@ class Trained:
 def train(plan: Plan, single: bool) -> Trained:
     """Train on this rank."""
     result = Trained()
+    place = plan.part if single else (dist.get_rank(), dist.get_world_size())
     named: dict[str, nn.Parameter] = {}
     problem: GradmeshError | None = None
     module = None
     try:
         if plan.module is not None:
-            module, named = _made(plan, single)
-        _placed(plan.inputs(0), single)
+            module, named = made(plan, single)
+        placed(plan.inputs(0), place)
     except GradmeshError as error:
         problem = error
     told: list[GradmeshError | None] = [None] * dist.get_world_size()
@@ -79,7 +82,7 @@ def train(plan: Plan, single: bool) -> Trained:
     result.whole = {name for name, parameter in named.items() if isinstance(parameter, DTensor)}
     optimizer = plan.optimizer(list(named.values())) if named else None
     for number in range(plan.steps):
-        args, leaves = _placed(plan.inputs(number), single)
+        args, leaves = placed(plan.inputs(number), place)
         for parameter in named.values():
             parameter.grad = None
         with torch.enable_grad(), ordered() if plan.in_order else contextlib.nullcontext() as order:
@@ -103,7 +106,7 @@ def _whole(x: Tensor) -> Tensor:
     return x.full_tensor().clone() if isinstance(x, DTensor) else x.clone()
 
 
-def _made(plan: Plan, single: bool) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+def made(plan: Plan, single: bool) -> tuple[nn.Module, dict[str, nn.Parameter]]:
     """The module of this rank with the parameters of the single process, and its parameters by their names there."""
     reference = _only(plan.module)
     whole = dict(reference.named_parameters())
@@ -161,9 +164,13 @@ def _sum_shares(plan: Plan, named: Mapping[str, nn.Parameter], single: bool) -> 
             parameter.grad = grad if bool(told) else None
 
 
-def _placed(given: Sequence[object], single: bool) -> tuple[list[Any], dict[str, Tensor]]:
-    """What this rank is called with, and the tensors among it whose gradients are compared."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+def placed(given: Sequence[object], place: tuple[int, int] | None) -> tuple[list[Any], dict[str, Tensor]]:
+    """What a rank is called with, and the tensors among it whose gradients are compared.
+
+    Args:
+        given: the whole inputs.
+        place: the rank, and of how many; None: the whole.
+    """
     args, leaves = [], {}
     for i, x in enumerate(given if isinstance(given, tuple | list) else (given,)):
         placement: Placement | None = x if isinstance(x, Shard) else None
@@ -178,8 +185,8 @@ def _placed(given: Sequence[object], single: bool) -> tuple[list[Any], dict[str,
             value = value.to(torch.complex128 if value.is_complex() else torch.float64)
         else:
             compared = False
-        if placement is not None and not single:
-            value = part_of(value, placement, rank, ranks)
+        if placement is not None and place is not None:
+            value = part_of(value, placement, *place)
         value = value.detach().clone()
         if compared:
             leaves[f"inputs[{i}]"] = value.requires_grad_()

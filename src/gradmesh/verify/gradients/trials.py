@@ -20,10 +20,23 @@ from gradmesh.verify.gradients.calls import Called, Change, Node, Recorder
 from gradmesh.verify.gradients.measure import Options, exchanged, prepared
 from gradmesh.verify.gradients.program import Program
 
-__all__ = ["CONJ", "DOUBLE", "GATHERED", "PART", "SUM", "Found", "Local", "Trials", "Tried", "investigate"]
+__all__ = [
+    "CONJ",
+    "DOUBLE",
+    "GATHERED",
+    "NEXT",
+    "PART",
+    "SUM",
+    "Found",
+    "Local",
+    "Trials",
+    "Tried",
+    "investigate",
+]
 
 DOUBLE = "doubled"
 SUM = "summed over the ranks"
+NEXT = "replaced by that of the rank {by} further on"
 PART = "replaced by this rank's part of the sum over the ranks of what it is given"
 CONJ = "conjugated"
 GATHERED = "sent back to the ranks that it was gathered from, and added up"
@@ -153,7 +166,8 @@ def _ways(found: Found, alike: bool, complex_leaf: bool, everywhere: bool) -> li
             found.place.text.split()[0].rpartition(".")[2], []
         )
     conjugate = [CONJ] if complex_leaf else []
-    return [DOUBLE, *conjugate, *([PART, SUM] if alike else [])]
+    further = [NEXT.format(by=by) for by in range(1, dist.get_world_size())]
+    return [DOUBLE, *conjugate, *([PART, SUM, *further] if alike else [])]
 
 
 def _raw_everywhere(place: Place, everyones: list[tuple[list[Found], list[Place]]]) -> bool:
@@ -211,7 +225,7 @@ class _At(Change):
             if x.requires_grad:
                 x.register_hook(_summed)
             return
-        source = handed.get("tensor", handed.get("input_tensor"))
+        source = handed.get("origin")
         outputs = handed.get("tensor_list", handed.get("output_tensor"))
         if isinstance(source, Tensor) and outputs is not None:
             listed = [outputs] if isinstance(outputs, Tensor) else list(outputs)
@@ -239,8 +253,13 @@ class _At(Change):
                 return None
             self.local = Local(mine.detach().clone(), terms.sum(0), terms)
             return tuple(self.local.want.clone() if g is mine else g for g in given_back)
-        if self.how == SUM and not _alike(given_back):
+        if self.how not in (DOUBLE, CONJ) and not _alike(given_back):
             return None
+        if self.how not in (DOUBLE, CONJ, SUM):
+            by = int("".join(c for c in self.how if c.isdigit()))
+            everyones = exchanged([None if g is None else g.detach() for g in given_back])
+            theirs = everyones[(dist.get_rank() + by) % len(everyones)]
+            return tuple(theirs)
         how = {DOUBLE: lambda g: 2 * g, CONJ: lambda g: g.conj().resolve_conj(), SUM: _summed}[self.how]
         return tuple(None if g is None else how(g) for g in given_back)
 
