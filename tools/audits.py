@@ -78,10 +78,10 @@ torch {torch}, Python {python}, {cores} cores, 2 ranks on threads, in float64, {
 $ python -m tools.audits --write docs/audits.md
 ```
 
-Each call is made as its documentation says, see `benchmarks/systems/peers.py`; results that only the root has are judged
-there. The functional collectives with a backward live in a private module of torch,
-`torch.distributed._functional_collectives`. `unused-output` is asked for inside `gm.ordered()`, which raw collectives do
-not take part in.
+Each call is made as its documentation says, see `benchmarks/systems/peers.py`; results that only the root has are
+judged there. The functional collectives with a backward live in a private module of torch,
+`torch.distributed._functional_collectives`. `unused-output` is asked for inside `gm.ordered()`, in which raw
+collectives take no part; a group is one of ranks 1 and 2 of three.
 """
 
 

@@ -5,7 +5,9 @@
     report.py      what an audit returns
     pool.py        the ranks that a function runs on, and what ends them
     subject.py     a rank's side: what `build` returned, and how it is called
-    probes.py      a rank's side: forward and backward on drawn operands, and what was written that may not be
+    probes.py      a rank's side: forward and backward on drawn operands
+    watch.py       a rank's side: what was written that may not be
+    switches.py    a rank's side: choices that the function's code reads
     readings.py    the typed readings of a map, and which of them its gradient obeys
     checks/        one file for each group of kinds
 

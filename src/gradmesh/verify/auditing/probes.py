@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gradmesh.verify.auditing.operands import draw
-from gradmesh.verify.auditing.subject import Subject, Trouble, call_differentiably, held, of_error, own_node
+from gradmesh.verify.auditing.subject import Subject, Trouble, call_differentiably, held, of_error
+from gradmesh.verify.auditing.watch import Note, Watch, changed, shared
 
 __all__ = [
     "Answer",
@@ -103,7 +104,7 @@ class Answer:
     cotangents: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     reached: bool = False
-    notes: list[tuple[str, str, str | None]] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     trouble: Trouble | None = None
 
@@ -221,14 +222,14 @@ def _first_order(subject: Subject, probe: Probe) -> Answer:
         given = [leaf.clone() for leaf in leaves]  # the result of another op, into which one may write
         before = [x.detach().clone() for x in given]
         results = subject.call(given)
-        _compare(answer, "operand-overwritten", "forward writes into operand {}", given, before)
-        _shared(answer, given, results)
+        answer.notes += changed("operand-overwritten", "forward writes into operand {}", given, before, [])
+        answer.notes += shared(given, results)
         out = filled(results)
         if not probe.point.step:
             answer.results = out
         answer.cotangents = cotangents(subject, probe, results)
         handed = [y.clone() for y in answer.cotangents]
-        watched = _Watch(results)
+        watched = Watch(results)
         answer.lines = watched.lines
         before = [x.detach().clone() for x in given]
         grads = backward(results, leaves, handed)
@@ -236,18 +237,17 @@ def _first_order(subject: Subject, probe: Probe) -> Answer:
     answer.gradients = [
         torch.zeros_like(x) if g is None else g.detach().clone() for g, x in zip(grads, leaves, strict=True)
     ]
-    answer.notes += watched.notes()
-    if not any(kind == "gradient-overwritten" for kind, _, _ in answer.notes):
-        _compare(
-            answer,
-            "gradient-overwritten",
-            "backward writes into the gradient of result {}",
-            handed,
-            answer.cotangents,
-        )
-    _compare(answer, "operand-overwritten", "backward writes into operand {}", given, before)
-    _compare(
-        answer, "saved-buffer-overwritten", "backward writes into result {}, which others read", results, out
+    lines = answer.lines
+    answer.notes += watched.notes() or changed(
+        "gradient-overwritten",
+        "backward writes into the gradient of result {}",
+        handed,
+        answer.cotangents,
+        lines,
+    )
+    answer.notes += changed("operand-overwritten", "backward writes into operand {}", given, before, lines)
+    answer.notes += changed(
+        "saved-buffer-overwritten", "backward writes into result {}, which others read", results, out, lines
     )
     return answer
 
@@ -255,75 +255,3 @@ def _first_order(subject: Subject, probe: Probe) -> Answer:
 def filled(results: Sequence[Tensor]) -> list[Tensor]:
     """Copies of results, of which those that are still on their way are waited for."""
     return [y.detach().clone().resolve_conj() for y in results]
-
-
-def _compare(answer: Answer, kind: str, text: str, now: Sequence[Tensor], before: Sequence[Tensor]) -> None:
-    line = answer.lines[0] if len(answer.lines) == 1 else None
-    for index, (a, b) in enumerate(zip(now, before, strict=True)):
-        if not torch.equal(torch.nan_to_num(a.detach()), torch.nan_to_num(b)):
-            answer.notes.append((kind, text.format(index), line))
-
-
-def _shared(answer: Answer, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    """Note results in the operands' memory, unless they are views that autograd knows of."""
-    for i, x in enumerate(given):
-        for j, y in enumerate(results):
-            if type(y) is not Tensor or not y.numel() or not x.numel():
-                continue
-            together = y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-            lines = [own_node(node) for node in _nodes([y]) if own_node(node)]
-            if together and (lines or not y.requires_grad):
-                answer.notes.append(
-                    (
-                        "result-aliases-operand",
-                        f"result {j} is the memory of operand {i}",
-                        lines[0] if lines else None,
-                    )
-                )
-
-
-def _nodes(results: Sequence[Tensor]) -> Iterator[Any]:
-    """The nodes of the graphs of results, each once."""
-    stack: list[Any] = [y.grad_fn for y in results]
-    seen: set[Any] = set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        stack += [above for above, _ in node.next_functions]
-
-
-class _Watch:
-    """Looks at the gradients that autograd Functions in a graph are handed, before and after."""
-
-    def __init__(self, results: Sequence[Tensor]) -> None:
-        self.lines: list[str] = []
-        self._handed: list[tuple[str, Tensor, Tensor]] = []
-        for node in _nodes(results):
-            line = own_node(node)
-            if line is None:
-                continue
-            if line not in self.lines:
-                self.lines.append(line)
-            node.register_prehook(self._before(type(node).__name__.removesuffix("Backward"), line))
-
-    def _before(self, name: str, line: str) -> Callable[[Sequence[Tensor | None]], None]:
-        def look(grads: Sequence[Tensor | None]) -> None:
-            self._handed += [(f"{name}\0{line}", g, g.detach().clone()) for g in grads if g is not None]
-
-        return look
-
-    def notes(self) -> list[tuple[str, str, str | None]]:
-        """What was written into."""
-        found = {}
-        for key, grad, copy in self._handed:
-            if not torch.equal(torch.nan_to_num(grad.detach()), torch.nan_to_num(copy)):
-                name, _, line = key.partition("\0")
-                found[key] = (
-                    "gradient-overwritten",
-                    f"{name}.backward writes into the gradient it is handed",
-                    line,
-                )
-        return list(found.values())

@@ -27,6 +27,7 @@ __all__ = [
     "hold",
     "line_of",
     "of_error",
+    "own_function",
     "own_node",
 ]
 
@@ -81,13 +82,14 @@ class Subject:
         return size
 
     def call(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """The results of the function that can have a gradient, given its operands."""
+        """The results of the function that can have a gradient, given its operands; this rank's parts of DTensors."""
         arguments = list(self.inputs)
         for index, x in zip(self.operands, operands, strict=True):
             arguments[index] = x
         out = self.fn(*arguments)
         parts = [out] if isinstance(out, Tensor) else list(out)
-        return [y for y in parts if isinstance(y, Tensor) and (y.is_floating_point() or y.is_complex())]
+        local: list[Any] = [y.to_local() if hasattr(y, "to_local") else y for y in parts]
+        return [y for y in local if isinstance(y, Tensor) and (y.is_floating_point() or y.is_complex())]
 
 
 @dataclass(frozen=True)
@@ -232,13 +234,19 @@ def line_of(code: Any) -> str | None:
     return None
 
 
-def own_node(node: Any) -> str | None:
-    """Where the backward of a node begins, if it is that of an autograd Function written in Python."""
+def own_function(node: Any) -> Any:
+    """The autograd Function written in Python that a node of the graph belongs to, or None."""
     if not isinstance(node, BackwardCFunction):
         return None
     name = type(node).__name__.removesuffix("Backward")
     found = [cls for cls in _functions(torch.autograd.Function) if cls.__name__ == name]
-    return line_of(found[-1].backward) if found else None
+    return found[-1] if found else None
+
+
+def own_node(node: Any) -> str | None:
+    """Where the backward of a node begins, if it is that of an autograd Function written in Python."""
+    cls = own_function(node)
+    return None if cls is None else line_of(cls.backward)
 
 
 def _functions(above: Any) -> Iterator[Any]:

@@ -70,15 +70,17 @@ def _put(holder: Any, name: str, value: Any) -> None:
         setattr(holder, name, value)
 
 
-def switches(fn: Any) -> list[Switch]:
-    """The switches that a function reads, and the functions and classes that it names.
+def switches(*things: Any) -> list[Switch]:
+    """The switches that functions and classes read, and those that they name.
 
     Code of torch, of gradmesh and of the standard library is not followed. A bool can be turned; a string or a number
     can where some code assigns it, to a constant that the code which reads it names too.
     """
     found: dict[tuple[int, str], Switch] = {}
-    for switch in _search(fn, set(), _DEPTH):
-        found.setdefault((id(switch.holder), switch.name), switch)
+    seen: set[int] = set()
+    for thing in things:
+        for switch in _search(thing, seen, _DEPTH):
+            found.setdefault((id(switch.holder), switch.name), switch)
     return list(found.values())[:_MOST]
 
 
@@ -126,7 +128,10 @@ def _inside(
     value: Any, where: str, names: set[str], constants: list[Any], seen: set[int], depth: int
 ) -> Iterator[Switch]:
     """What a value that code names holds, and what code it leads to."""
-    if isinstance(value, dict):
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _search(item, seen, depth - 1)
+    elif isinstance(value, dict):
         for key in [key for key in value if isinstance(key, str) and key in constants]:
             yield from _switch(value, key, f"{where}[{key!r}]", value[key], constants, True)
     elif isinstance(value, ModuleType):

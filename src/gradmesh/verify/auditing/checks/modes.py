@@ -58,8 +58,8 @@ def forward_mode(case: Case) -> Iterator[Finding]:
         ranks = case.answered(tangent, case.probe(51))[0]
     except RefusedError as error:
         first = worst_trouble(error.troubles)
-        if first.kind == "TorchVersionError":
-            case.left_out["forward-mode-missing"] = "as this torch has no forward mode on threads"
+        if first.kind == "TorchVersionError" or (first.order and not first.waited):
+            case.left_out["forward-mode-missing"] = f"as it is refused: {error}"
             return
         kind = "forward-mode-wrong" if first.waited else "forward-mode-missing"
         yield case.refused(kind, error, "inside a level of forward mode")

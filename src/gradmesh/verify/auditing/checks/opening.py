@@ -199,7 +199,8 @@ def _not_linear(case: Case) -> Iterator[Finding]:
     case.linear = False
     shared = tuple(case.pool.begin()[0].values)
     blind = case.answered(_blindness)[0]
-    lost = any(isinstance(answer, _Linearity) and answer.blind for answer in blind)
+    # A rank that gets nothing, as from a reduction to another one, sees no change either.
+    lost = all(isinstance(answer, _Linearity) and answer.blind for answer in blind)
     case.point = Point(_STEPS[int(lost)], shared)
     case.tolerance = max(case.tolerance, 3e-2 if lost else 2e-5)
     if lost:

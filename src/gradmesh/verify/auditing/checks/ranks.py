@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ def own_rank(case: Case) -> Iterator[Finding]:
 
 def _asked(case: Case, ask: object, what: str) -> list[Answer] | Finding:
     try:
-        by_rank: list[list[Answer]] = ask(first_order, [case.probe(1)])  # type: ignore[operator]
+        by_rank: list[list[Answer]] = ask(first_order, [_same_operands(case)])  # type: ignore[operator]
     except LostError as error:
         return case.refused("own-rank-assumed", error, what)
     except RankError as error:
@@ -61,8 +62,14 @@ def _asked(case: Case, ask: object, what: str) -> list[Answer] | Finding:
     return [row[0] for row in by_rank]
 
 
+def _same_operands(case: Case) -> Probe:
+    """A probe at the operands that the ranks had first, as `build` may draw others each time."""
+    values = tuple(tuple(told.values) for told in case.pool.described)
+    return case.probe(1, point=case.point if case.linear else replace(case.point, turned=values))
+
+
 def _compared(case: Case, ranks: Sequence[Answer], what: str) -> Iterator[Finding]:
-    plain = case.first_order([case.probe(1)])[0]
+    plain = case.first_order([_same_operands(case)])[0]
     for name, line in (("results", case.forward_line), ("gradients", case.line)):
         off = [
             rank

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from gradmesh.verify.auditing.case import Case, RefusedError
 from gradmesh.verify.auditing.pool import LostError
-from gradmesh.verify.auditing.probes import Answer, Probe, attempt, cotangents, leaves_of
+from gradmesh.verify.auditing.probes import Answer, Point, Probe, attempt, cotangents, leaves_of
 from gradmesh.verify.auditing.readings import distance
 from gradmesh.verify.auditing.report import Finding
-from gradmesh.verify.auditing.subject import Subject, call_differentiably, held
+from gradmesh.verify.auditing.subject import Subject, call_differentiably, held, own_function
 from gradmesh.verify.auditing.switches import restore, switches, turn_switch
+from gradmesh.verify.auditing.watch import nodes
 
 __all__ = ["global_convention"]
 
@@ -31,6 +32,7 @@ def global_convention(case: Case) -> Iterator[Finding]:
         try:
             changed = _gradients(case, place, turned=True)
         except (RefusedError, LostError):  # a switch that makes backward raise does not change the gradient
+            case.pool.ask(look_for_switches)  # of the ranks that are there now
             continue
         finally:
             restore()  # ranks that are threads may be gone, and have changed what this thread reads
@@ -89,7 +91,13 @@ def _backward(subject: Subject, _: Probe) -> Answer:
 def look_for_switches() -> list[str]:
     """Find the switches that the function's code reads, and tell what would be done to each."""
     subject = held()
-    subject.kept["switches"] = found = switches(subject.fn)
+    leaves = [x.requires_grad_() for x in leaves_of(subject, Probe(0, point=Point(1.0)))]
+    with call_differentiably(subject) as backward:
+        results = subject.call([leaf.clone() for leaf in leaves])
+        functions = [own_function(node) for node in nodes(results)]
+        if subject.ordered:
+            backward(results, leaves, [torch.zeros_like(y) for y in results])
+    subject.kept["switches"] = found = switches(subject.fn, *dict.fromkeys(filter(None, functions)))
     return [str(switch) for switch in found]
 
 
@@ -97,7 +105,7 @@ def change(place: int | None, forth: bool) -> None:
     """Turn a switch, or enter what `build` returned to change the program's state; and back."""
     subject = held()
     if place is not None:
-        found = subject.kept.get("switches") or switches(subject.fn)
+        found = subject.kept.get("switches", ())
         if place < len(found):
             turn_switch(found[place], forth)
     elif not forth:
