@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction, FunctionMeta
 
 from gradmesh import collectives
 from gradmesh._torch import in_backward
@@ -55,7 +56,12 @@ _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(str(file))) + os.sep for file in (torch.__file__, collectives.__file__)
 )
 _CODES = _codes()
-_APPLY = inspect.unwrap(torch.autograd.Function.apply.__func__).__code__  # type: ignore[attr-defined]
+_APPLY: CodeType | None = getattr(
+    inspect.unwrap(getattr(torch.autograd.Function.apply, "__func__", torch.autograd.Function.apply)),
+    "__code__",
+    None,
+)
+"""None where it is built in, as from torch 2.15 on; the profile function then sees a C function without its result."""
 
 
 @dataclass(eq=False)
@@ -115,6 +121,21 @@ class Change:
         """A collective of torch.distributed that is in no Function has returned."""
 
 
+class _BuiltIn:
+    """A running `Function.apply` that is built in; its node is what forward or setup_context gets as its context."""
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+        self.node: Any = None
+
+    def entered(self, frame: FrameType) -> None:
+        """A Python function was called in it."""
+        names = frame.f_code.co_varnames
+        first = frame.f_locals.get(names[0]) if names else None
+        if self.node is None and isinstance(first, BackwardCFunction):
+            self.node = first
+
+
 class Recorder:
     """Notes what happens on this thread while it is `listening`.
 
@@ -128,7 +149,7 @@ class Recorder:
         self.nodes: list[Node] = []
         self.ran: list[int] = []
         self._open: list[tuple[FrameType, str]] = []
-        self._applying: list[FrameType] = []
+        self._applying: list[FrameType | _BuiltIn] = []
         self._pending: dict[int, list[Called]] = {}
         self._in_node: int | None = None
 
@@ -144,8 +165,11 @@ class Recorder:
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
         if event not in ("call", "return"):
+            self._c_function(event, arg)
             return
         code = frame.f_code
+        if event == "call" and self._applying and isinstance(applied := self._applying[-1], _BuiltIn):
+            applied.entered(frame)
         if code is _APPLY:
             self._apply(frame, event, arg)
             return
@@ -211,6 +235,25 @@ class Recorder:
         if self._applying and not inner:  # inside another Function's forward, where nothing is recorded
             return
         self._node(nodes.pop(), cls, inner)
+
+    def _c_function(self, event: str, function: Any) -> None:
+        """`Function.apply` where it is built in."""
+        if _APPLY is not None or getattr(function, "__name__", "") != "apply":
+            return
+        cls = getattr(function, "__self__", None)
+        if not isinstance(cls, FunctionMeta):
+            return
+        if event == "c_call":
+            self._applying.append(_BuiltIn(cls))
+            return
+        applied = self._applying.pop() if self._applying else None
+        if not isinstance(applied, _BuiltIn):
+            return
+        inner = self._pending.pop(id(applied), [])
+        if applied.node is None or in_backward() or not torch.is_grad_enabled():
+            return
+        if any(applied.node.needs_input_grad) and not (self._applying and not inner):
+            self._node(applied.node, cls, inner)
 
     def _node(self, node: Any, cls: type, inner: list[Called]) -> None:
         number = len(self.nodes)
