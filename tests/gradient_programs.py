@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -171,7 +170,7 @@ class Spec:
     rows: tuple[int, ...]
     steps: tuple[str, ...]
     residual: float
-    objective: str
+    objective: Literal["sum", "replicated"]
     end: str
     dtype: torch.dtype
     unused: int | None
@@ -271,6 +270,3 @@ def random_spec(seed: int, fault: str | None) -> Spec:
         at=at,
         expected=FAULTS[fault] if fault else (),
     )
-
-
-Run = Callable[[Spec], Any]

@@ -56,12 +56,17 @@ _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(str(file))) + os.sep for file in (torch.__file__, collectives.__file__)
 )
 _CODES = _codes()
+<<<<<<< HEAD
 _APPLY: CodeType | None = getattr(
     inspect.unwrap(getattr(torch.autograd.Function.apply, "__func__", torch.autograd.Function.apply)),
     "__code__",
     None,
 )
 """None where it is built in, as from torch 2.15 on; the profile function then sees a C function without its result."""
+=======
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+"""The code of `Function.apply`; None where it is in C++, as from torch 2.15 on."""
+>>>>>>> gradients
 
 
 @dataclass(eq=False)
@@ -149,7 +154,12 @@ class Recorder:
         self.nodes: list[Node] = []
         self.ran: list[int] = []
         self._open: list[tuple[FrameType, str]] = []
+<<<<<<< HEAD
         self._applying: list[FrameType | _BuiltIn] = []
+=======
+        self._applying: list[object] = []
+        self._contexts: list[Any] = []
+>>>>>>> gradients
         self._pending: dict[int, list[Called]] = {}
         self._in_node: int | None = None
 
@@ -165,8 +175,15 @@ class Recorder:
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
         if event not in ("call", "return"):
+<<<<<<< HEAD
             self._c_function(event, arg)
+=======
+            if _APPLY is None and _applies(arg):
+                self._apply_in_c(event, arg.__self__)
+>>>>>>> gradients
             return
+        if event == "call" and self._contexts and self._contexts[-1] is None:
+            self._contexts[-1] = next((x for x in frame.f_locals.values() if isinstance(x, _CONTEXT)), None)
         code = frame.f_code
         if event == "call" and self._applying and isinstance(applied := self._applying[-1], _BuiltIn):
             applied.entered(frame)
@@ -219,6 +236,20 @@ class Recorder:
         self.called.append(called)
         if backward and inside is not None:
             self.nodes[inside].collective = True
+
+    def _apply_in_c(self, event: str, cls: type) -> None:
+        """As `_apply`, where the result is not shown: the node is what the Function's methods are given as `ctx`."""
+        if event == "c_call":
+            self._applying.append(object())
+            self._contexts.append(None)
+            return
+        if not self._applying:
+            return
+        inner = self._pending.pop(id(self._applying.pop()), [])
+        node = self._contexts.pop()
+        followed = node is not None and any(to is not None for to, _ in node.next_functions)
+        if followed and not in_backward() and (inner or not self._applying):
+            self._node(node, cls, inner)
 
     def _apply(self, frame: FrameType, event: str, arg: Any) -> None:
         if event == "call":
@@ -278,6 +309,16 @@ class Recorder:
 
     def _left(self) -> None:
         self._in_node = None
+
+
+def _applies(function: Any) -> bool:
+    """Whether a builtin is `Function.apply` of some Function."""
+    cls = getattr(function, "__self__", None)
+    named = getattr(function, "__name__", "") == "apply"
+    return named and isinstance(cls, type) and issubclass(cls, torch.autograd.Function)
+
+
+_CONTEXT = torch.autograd.function.BackwardCFunction
 
 
 def _origin(frame: FrameType, handed: dict[str, Any]) -> Tensor | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from gradmesh.errors import RankError
 from gradmesh.types import Type
 from gradmesh.verify.gradients import hypotheses as h
+from gradmesh.verify.gradients.cases import Case
 from gradmesh.verify.gradients.findings import NONE_FITS, Diagnosis
 from gradmesh.verify.gradients.judge import Slopes, entries, slopes, tolerance
 from gradmesh.verify.gradients.measure import Measured, Options, measure
@@ -73,7 +74,7 @@ def diagnosed(
     return diagnosis
 
 
-def cases(found: list[Measured], known: list[Slopes], options: Options) -> list[h.Case]:
+def cases(found: list[Measured], known: list[Slopes], options: Options) -> list[Case]:
     """Every leaf on every rank that has one."""
     result = []
     for slope in known:
@@ -81,7 +82,7 @@ def cases(found: list[Measured], known: list[Slopes], options: Options) -> list[
         for rank in slope.holders:
             grad = found[rank].gradients[1].get(move.name)
             result.append(
-                h.Case(
+                Case(
                     name=move.name,
                     type=move.type,
                     rank=rank,

@@ -8,12 +8,12 @@ what a faulty backward leaves, and fits if that is what was found, in all cases 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gradmesh.types import Type
+from gradmesh.verify.gradients.cases import Case, Cases, Fit
 
 __all__ = [
     "CONJUGATE",
@@ -45,104 +45,6 @@ TERM = "one term of several scaled"
 SCALED = "scaled"
 NOTHING = "no gradient"
 PRECISION = "precision lost"
-
-
-@dataclass(frozen=True)
-class Case:
-    """A leaf on a rank.
-
-    Attributes:
-        name: the leaf.
-        type: what it is over the ranks.
-        rank: the rank.
-        got: its gradient along each direction.
-        conjugate: the conjugate of its gradient along each; None for a real one.
-        want: what the objective does along each.
-        terms: what each rank's part of the objective does along each; None where the parts are all the whole.
-        allowed: what rounding explains.
-    """
-
-    name: str
-    type: Type
-    rank: int
-    got: Tensor
-    conjugate: Tensor | None
-    want: Tensor
-    terms: Tensor | None
-    allowed: Tensor
-
-    def is_(self, predicted: Tensor, factor: float = 1.0) -> bool:
-        """Whether the gradient is what is predicted."""
-        return self._near(self.got, predicted, factor)
-
-    @property
-    def right(self) -> bool:
-        """Whether the gradient is right."""
-        return self.is_(self.want)
-
-    def _near(self, got: Tensor, predicted: Tensor, factor: float = 1.0) -> bool:
-        return got.shape == predicted.shape and bool(
-            ((got - predicted).abs() <= self.allowed * max(1.0, abs(factor))).all()
-        )
-
-    def conjugate_is_right(self) -> bool:
-        """Whether the conjugate of the gradient is."""
-        return self.conjugate is not None and self._near(self.conjugate, self.want)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """A hypothesis that fits, and what it says of this program."""
-
-    name: str
-    text: str
-
-
-class Cases:
-    """All cases of the leaves that are wrong.
-
-    Args:
-        cases: these.
-        ranks: how many ranks there are.
-        counts: how many rows each rank has, where that differs.
-    """
-
-    def __init__(self, cases: Sequence[Case], ranks: int, counts: Sequence[int] | None) -> None:
-        wrong = {case.name for case in cases if not case.right}
-        self.all = [case for case in cases if case.name in wrong]
-        self.bad = [case for case in self.all if not case.right]
-        self.ranks, self.counts = ranks, counts
-        self._of: dict[tuple[str, int], Case] = {(case.name, case.rank): case for case in self.all}
-
-    def others(self, case: Case) -> list[Case]:
-        """The cases of the same leaf on other ranks, as far as they lie along the same directions."""
-        return [
-            other
-            for other in self.all
-            if other.name == case.name and other.rank != case.rank and other.want.shape == case.want.shape
-        ]
-
-    def solved(self, columns: Callable[[Case], list[Tensor] | None]) -> list[float] | None:
-        """The factors with which the columns add up to what was found, in all cases; None if none do."""
-        rows, found = [], []
-        for case in self.all:
-            made = columns(case)
-            if made is None:
-                return None
-            rows.append(torch.stack(made, 1) / case.allowed.unsqueeze(1))
-            found.append(case.got / case.allowed)
-        a, b = torch.cat(rows), torch.cat(found)
-        if a.shape[0] <= a.shape[1]:
-            return None
-        scale = a.norm(dim=0)
-        kept = scale > 1
-        if not bool(kept.all()):
-            return None
-        solution = torch.linalg.lstsq(a / scale, b.unsqueeze(1), driver="gelsd").solution.squeeze(1) / scale
-        if torch.linalg.matrix_rank(a / scale, rtol=1e-6) < a.shape[1]:
-            return None
-        close = (a @ solution - b).abs() <= max(1.0, float(solution.abs().max()))
-        return [float(x) for x in solution] if bool(close.all()) else None
 
 
 def fits(cases: Sequence[Case], ranks: int, counts: Sequence[int] | None) -> list[Fit]:
@@ -178,11 +80,14 @@ def _times(factor: Callable[[int], float], name: str, text: str) -> Callable[[Ca
 
 def _own_alone(of: Cases) -> Fit | None:
     """That each rank has only what its own loss gives."""
-    own = all(case.terms is not None and case.is_(case.terms[case.rank]) for case in of.all)
-    if own:
-        return Fit(
-            SUM_MISSING, "each rank's gradient is that of its own loss alone; the other ranks' are not added"
-        )
+    for factor in (1, of.ranks):  # under the mean of the losses each term has a 1/W
+        if all(
+            case.terms is not None and case.is_(factor * case.terms[case.rank], factor) for case in of.all
+        ):
+            return Fit(
+                SUM_MISSING,
+                "each rank's gradient is that of its own loss alone; the other ranks' are not added",
+            )
     invariant = [case for case in of.all if case.type is Type.I]
     if len(invariant) < len(of.all):
         return None

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, message
+from gradmesh.errors import GradmeshError
 from gradmesh.types import Type
 from gradmesh.verify.gradients.directions import direction, unit
 from gradmesh.verify.gradients.inputs import RankInputs, refuse_wrong_call
 from gradmesh.verify.gradients.program import Objective, Part, Program
+from gradmesh.verify.gradients.refusals import Kept, disagreement, raise_first, unsteady, unusable
 
-__all__ = ["Kept", "Measured", "Move", "Options", "exchanged", "measure", "prepared"]
+__all__ = ["Measured", "Move", "Options", "exchanged", "measure", "prepared"]
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,6 @@ class Options:
     rtol: float = 1e-6
     split: bool = False
     """Whether a replicated leaf is moved on one rank after another, to tell whose gradient of it is wrong."""
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What is known of a leaf of a rank beside its values."""
-
-    name: str
-    type: Type
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    mark: tuple[float, ...]
-    """Two products of a leaf that has to be the same on every rank; empty for others."""
 
 
 @dataclass(frozen=True)
@@ -120,14 +109,14 @@ def prepared(
         problem = error
     kept = [] if taken is None else [_kept(leaf, options.seed) for leaf in taken.leaves.values()]
     told = exchanged((problem, kept))
-    _raise_first([problem for problem, _ in told])
+    raise_first([problem for problem, _ in told])
     everyones = [kept for _, kept in told]
-    _raise_first([_disagreement(everyones)])
+    raise_first([disagreement(everyones)])
     program = Program(fn, cast("RankInputs", taken), options.objective, options.seed, options.in_order)
     loss = program.loss()
-    _raise_first(exchanged(_unusable(loss, options.in_order, rank)))
+    raise_first(exchanged(unusable(loss, options.in_order, rank)))
     value = float(cast("Tensor", loss).detach())
-    _raise_first(exchanged(_unsteady(value, program.loss(), rank)))
+    raise_first(exchanged(unsteady(value, program.loss(), rank)))
     return program, everyones, value
 
 
@@ -205,90 +194,3 @@ def _kept(leaf: Any, seed: int) -> Kept:
         product = (weights * leaf.base).sum()
         mark = (float(product.real), float(product.imag)) if leaf.base.is_complex() else (float(product),)
     return Kept(leaf.name, leaf.type, tuple(leaf.base.shape), leaf.base.dtype, mark)
-
-
-def _disagreement(everyones: list[list[Kept]]) -> GradmeshError | None:
-    """Why the ranks' leaves do not make one program."""
-    by_name: dict[str, dict[int, Kept]] = {}
-    for rank, leaves in enumerate(everyones):
-        for kept in leaves:
-            by_name.setdefault(kept.name, {})[rank] = kept
-    if not by_name:
-        return _error(
-            "there is nothing to differentiate",
-            "a floating-point or complex input",
-            "none on any rank",
-            "return tensors or modules from inputs(rank)",
-        )
-    for name, ranks in by_name.items():
-        if len({kept.type for kept in ranks.values()}) > 1:
-            got = ", ".join(f"{kept.type} on rank {rank}" for rank, kept in ranks.items())
-            return _error(
-                f"{name} has several types", "one type on all ranks", got, "declare it alike everywhere"
-            )
-        first = next(iter(ranks.values()))
-        if first.type in (Type.V, Type.P):
-            continue
-        same = len({(kept.shape, kept.dtype, kept.mark) for kept in ranks.values()}) == 1
-        if len(ranks) < len(everyones) or not same:
-            shown = ", ".join(f"rank {rank}: {list(kept.shape)} {kept.mark}" for rank, kept in ranks.items())
-            return _error(
-                f"{name} is declared {first.type} and is not the same on every rank",
-                "one value on all ranks",
-                shown,
-                "make it from one seed on every rank, or declare it gm.V",
-            )
-    return None
-
-
-def _unusable(loss: object, in_order: bool, rank: int) -> GradmeshError | None:
-    """Why a rank's loss cannot be differentiated."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
-        got = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        return _error(
-            "the function returns no scalar loss",
-            "one real element on every rank",
-            f"{got} on rank {rank}",
-            "return the sum of what is to be differentiated",
-        )
-    if loss.dtype is not torch.float64:
-        return _error(
-            "the loss is not of double precision",
-            "float64, since finite differences need the digits",
-            f"{loss.dtype} on rank {rank}",
-            "keep float64 inputs in float64 all the way",
-            DTypeError,
-        )
-    if not loss.requires_grad and not in_order:
-        return _error(
-            "the loss does not require grad",
-            "a loss that is differentiable on every rank",
-            f"none on rank {rank}",
-            "compute it from the inputs without detach or no_grad; where a rank's loss uses nothing, pass ordered=True",
-        )
-    return None
-
-
-def _unsteady(first: float, again: object, rank: int) -> GradmeshError | None:
-    """Why the losses of two calls cannot be compared."""
-    second = float(cast("Tensor", again).detach())
-    if abs(first - second) <= 1e-12 * abs(first) or (math.isnan(first) and math.isnan(second)):
-        return None
-    return _error(
-        "the function gives another loss when it is called again",
-        "the same loss for the same inputs",
-        f"{first!r} and {second!r} on rank {rank}",
-        "take random numbers from a generator that fn seeds, and put modules with dropout into eval()",
-    )
-
-
-def _error(
-    problem: str, expected: str, got: str, remedy: str, kind: type[GradmeshError] = ArgumentError
-) -> GradmeshError:
-    return kind(message(problem, op="verify.gradcheck", expected=expected, got=got, remedy=remedy))
-
-
-def _raise_first(problems: list[GradmeshError | None]) -> None:
-    for problem in problems:
-        if problem is not None:
-            raise problem

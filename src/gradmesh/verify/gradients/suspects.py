@@ -10,10 +10,12 @@ from torch import Tensor
 
 from gradmesh.types import Type
 from gradmesh.verify.gradients import hypotheses as h
+from gradmesh.verify.gradients.cases import Case, Fit
+from gradmesh.verify.gradients.changes import CONJ, DOUBLE, GATHERED, PART, SUM
 from gradmesh.verify.gradients.findings import NONE_FITS, Diagnosis, Suspect
 from gradmesh.verify.gradients.judge import Slopes, slopes, tolerance
 from gradmesh.verify.gradients.measure import Measured, Options
-from gradmesh.verify.gradients.trials import CONJ, DOUBLE, GATHERED, PART, SUM, Found, Trials
+from gradmesh.verify.gradients.trials import Found, Trials
 
 __all__ = ["suspects"]
 
@@ -221,7 +223,7 @@ def _by_factor(diagnosis: Diagnosis, factors: list[float], ranks: int, rows: Seq
     _set(diagnosis, h.TERM, what)
 
 
-def _locally(mending: _Mending, trials: list[Trials]) -> list[h.Fit]:
+def _locally(mending: _Mending, trials: list[Trials]) -> list[Fit]:
     """Which hypotheses explain what one gather hands back, from what it is given on every rank."""
     found = [rank.tried[mending.at].local for rank in trials]
     there = [local for local in found if local is not None]
@@ -233,7 +235,7 @@ def _locally(mending: _Mending, trials: list[Trials]) -> list[h.Fit]:
         terms = torch.stack([_flat(term) for term in local.terms])
         allowed = 1e-9 * (1 + terms.abs().sum(0))
         conjugate = _flat(local.got.conj()) if local.got.is_complex() else None
-        cases.append(h.Case("", Type.V, rank, got, conjugate, want, terms, allowed))
+        cases.append(Case("", Type.V, rank, got, conjugate, want, terms, allowed))
     return h.fits(cases, len(there), [len(local.got) if local.got.dim() else 1 for local in there])
 
 
