@@ -1,4 +1,4 @@
-"""Random chains of verbs and local maps, right and with one fault put in: the audit names the fault, or finds nothing."""
+"""Random chains of verbs and local maps, right or with one fault put in: the audit names that one or finds nothing."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def moves(kind: gm.Type, rows: int, size: int) -> dict[str, tuple[gm.Type, int]]
             | exchanged
         )
     if kind is gm.R:
-        return {"same": (gm.R, rows), "own": (gm.V, rows)} | cut
+        return {"same": (gm.R, rows), "own": (gm.V, rows), "as P": (gm.P, rows), "as I": (gm.I, rows)} | cut
     if kind is gm.P:
         scattered = {} if rows % size else {"reduce_scatter": (gm.V, rows // size)}
         return {"same": (gm.P, rows), "all_reduce": (gm.R, rows), "all_reduce I": (gm.I, rows)} | scattered
-    return {"same": (gm.I, rows), "replicate": (gm.R, rows)} | cut
+    return {"same": (gm.I, rows), "replicate": (gm.R, rows), "as P": (gm.P, rows)} | cut
 
 
 def step(name: str, kind: gm.Type, rows: int, seed: int) -> Step:
@@ -52,12 +52,13 @@ def step(name: str, kind: gm.Type, rows: int, seed: int) -> Step:
         "all_to_all": gm.all_to_all,
         "shift": gm.shift,
         "scan": gm.scan,
-        "as P": lambda x: gm.convert(x, src=gm.V, dst=gm.P),
+        "as P": lambda x: gm.convert(x, src=kind, dst=gm.P),  # type: ignore[call-overload]
+        "as I": lambda x: gm.convert(x, src=gm.R, dst=gm.I),
         "all_reduce": lambda x: gm.all_reduce(x, dst=gm.R),
         "all_reduce I": lambda x: gm.all_reduce(x, dst=gm.I),
         "reduce_scatter": gm.reduce_scatter,
         "replicate": gm.replicate,
-        "shard": lambda x: gm.shard(x, src=kind),
+        "shard": lambda x: gm.shard(x, src=kind),  # type: ignore[arg-type]
     }
     if name == "own":
         return mixed(1 + gm.axis().rank, rows, seed)
@@ -114,7 +115,7 @@ class Fault(torch.autograd.Function):
         elif what == "second-order-lost":
             out = grad.detach().clone()
         elif what == "second-order-wrong":
-            out = grad + grad.detach() - grad.detach() * 1 if False else 2 * grad.detach() - grad
+            out = 2 * grad.detach() - grad
         elif what == "strided-gradient":
             out = grad.view(-1).view(grad.shape).clone()
         elif what == "global-convention":

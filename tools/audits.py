@@ -104,7 +104,8 @@ def _one(build: Build, timeout: float) -> Audit | str:
         return audit(build, timeout=timeout)
     except gm.GradmeshError as error:
         lines = [line.strip() for line in str(error).splitlines()]
-        return next((line.removeprefix("got").strip() for line in lines if line.startswith("got")), lines[0])
+        told = next((line.removeprefix("got").strip() for line in lines if line.startswith("got")), lines[0])
+        return told.rpartition(", at ")[0] or told
 
 
 def _short(found: Audit | str) -> str:

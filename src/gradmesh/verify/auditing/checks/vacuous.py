@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from gradmesh.types import Type
 from gradmesh.verify.auditing.case import Case
@@ -14,7 +15,7 @@ from gradmesh.verify.auditing.readings import Reading, agree, distance
 
 __all__ = ["with_a_point"]
 
-V, R, P = Type.V, Type.R, Type.P
+V, P = Type.V, Type.P
 
 _CHANGED = 8
 """Ranks whose operands are changed one by one, at most."""
@@ -23,11 +24,11 @@ _CHANGED = 8
 def with_a_point(case: Case, readings: Sequence[Reading]) -> list[Reading]:
     """The readings that say something.
 
-    A result that is the same on every rank whatever the operands is R or I. An operand that other ranks' results
-    depend on is no R: of equal ones nothing would have to be sent. It is no I either where the ranks' operands can
-    change places, and nothing changes, as in a sum, or the results change places with them, as in a ring, or where
-    other ranks get all of it, as in a gather: of equal ones those would be a multiple, the identity and copies. The
-    same goes for gradients.
+    A result that is the same on every rank whatever the operands is R or I. An operand is neither, though equal ones
+    might do, where other ranks' results depend on it and equal ones would not have to be sent: where the ranks'
+    operands can change places, and nothing changes, as in a sum, or the results change places with them, as in a
+    ring, or where another rank gets all of it, as in a gather. Of equal ones those would be a multiple, the identity
+    and copies. The same goes for turns of gradients.
     """
     if case.pool.size == 1:
         return list(readings)
@@ -46,8 +47,6 @@ def with_a_point(case: Case, readings: Sequence[Reading]) -> list[Reading]:
         same, same_out = reading.pattern
         return not (
             any(one and kind in (V, P) for one, kind in zip(alike, reading.dst, strict=True))
-            or any(one and kind is R for one, kind in zip(sent, reading.src, strict=True))
-            or any(one and kind is P for one, kind in zip(sent_back, reading.dst, strict=True))
             or any(one and other for one, other in zip(turned, same, strict=True))
             or any(one and other for one, other in zip(turned_back, same_out, strict=True))
         )
@@ -119,7 +118,7 @@ def _turns(what: str, tolerance: float, plain: Sequence[Answer], turned: Sequenc
 
 
 def _copied(case: Case, ranks: Sequence[Answer], index: int) -> bool:
-    """Whether results only move what operands hold, and a rank's has all of another rank's operand."""
+    """Whether results only move what operands hold, and a rank has all of another rank's operand."""
     if case.whole or not case.linear:
         return False
     held = torch.cat([x.reshape(-1) for answer in ranks for x in answer.operands] + [torch.zeros(1)])
@@ -139,5 +138,5 @@ def _copied(case: Case, ranks: Sequence[Answer], index: int) -> bool:
     return False
 
 
-def _isin(values: torch.Tensor, among: torch.Tensor) -> bool:
+def _isin(values: Tensor, among: Tensor) -> bool:
     return bool((values.reshape(-1, 1) == among.reshape(1, -1)).any(1).all())
