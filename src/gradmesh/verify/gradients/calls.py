@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction, FunctionMeta
 
 from gradmesh import collectives
 from gradmesh._torch import in_backward
@@ -56,17 +55,8 @@ _LIBRARIES = tuple(
     os.path.dirname(os.path.abspath(str(file))) + os.sep for file in (torch.__file__, collectives.__file__)
 )
 _CODES = _codes()
-<<<<<<< HEAD
-_APPLY: CodeType | None = getattr(
-    inspect.unwrap(getattr(torch.autograd.Function.apply, "__func__", torch.autograd.Function.apply)),
-    "__code__",
-    None,
-)
-"""None where it is built in, as from torch 2.15 on; the profile function then sees a C function without its result."""
-=======
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 """The code of `Function.apply`; None where it is in C++, as from torch 2.15 on."""
->>>>>>> gradients
 
 
 @dataclass(eq=False)
@@ -126,21 +116,6 @@ class Change:
         """A collective of torch.distributed that is in no Function has returned."""
 
 
-class _BuiltIn:
-    """A running `Function.apply` that is built in; its node is what forward or setup_context gets as its context."""
-
-    def __init__(self, cls: type) -> None:
-        self.cls = cls
-        self.node: Any = None
-
-    def entered(self, frame: FrameType) -> None:
-        """A Python function was called in it."""
-        names = frame.f_code.co_varnames
-        first = frame.f_locals.get(names[0]) if names else None
-        if self.node is None and isinstance(first, BackwardCFunction):
-            self.node = first
-
-
 class Recorder:
     """Notes what happens on this thread while it is `listening`.
 
@@ -154,12 +129,8 @@ class Recorder:
         self.nodes: list[Node] = []
         self.ran: list[int] = []
         self._open: list[tuple[FrameType, str]] = []
-<<<<<<< HEAD
-        self._applying: list[FrameType | _BuiltIn] = []
-=======
         self._applying: list[object] = []
         self._contexts: list[Any] = []
->>>>>>> gradients
         self._pending: dict[int, list[Called]] = {}
         self._in_node: int | None = None
 
@@ -175,18 +146,12 @@ class Recorder:
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> None:
         if event not in ("call", "return"):
-<<<<<<< HEAD
-            self._c_function(event, arg)
-=======
             if _APPLY is None and _applies(arg):
                 self._apply_in_c(event, arg.__self__)
->>>>>>> gradients
             return
         if event == "call" and self._contexts and self._contexts[-1] is None:
             self._contexts[-1] = next((x for x in frame.f_locals.values() if isinstance(x, _CONTEXT)), None)
         code = frame.f_code
-        if event == "call" and self._applying and isinstance(applied := self._applying[-1], _BuiltIn):
-            applied.entered(frame)
         if code is _APPLY:
             self._apply(frame, event, arg)
             return
@@ -266,25 +231,6 @@ class Recorder:
         if self._applying and not inner:  # inside another Function's forward, where nothing is recorded
             return
         self._node(nodes.pop(), cls, inner)
-
-    def _c_function(self, event: str, function: Any) -> None:
-        """`Function.apply` where it is built in."""
-        if _APPLY is not None or getattr(function, "__name__", "") != "apply":
-            return
-        cls = getattr(function, "__self__", None)
-        if not isinstance(cls, FunctionMeta):
-            return
-        if event == "c_call":
-            self._applying.append(_BuiltIn(cls))
-            return
-        applied = self._applying.pop() if self._applying else None
-        if not isinstance(applied, _BuiltIn):
-            return
-        inner = self._pending.pop(id(applied), [])
-        if applied.node is None or in_backward() or not torch.is_grad_enabled():
-            return
-        if any(applied.node.needs_input_grad) and not (self._applying and not inner):
-            self._node(applied.node, cls, inner)
 
     def _node(self, node: Any, cls: type, inner: list[Called]) -> None:
         number = len(self.nodes)
