@@ -144,3 +144,41 @@ def test_the_tool_prints_a_row_and_ends_with_the_status_of_the_reports(
     assert "forward-mode-wrong" in capsys.readouterr().out
     monkeypatch.setattr(zoo, "run", lambda program: Outcome(program.name, (), "", 0.0))
     assert zoo.main(["--only", "sum_with_a_local_jvp"]) == 1
+
+
+ARROWS = {
+    "verb_all_gather": "V -> R",
+    "verb_all_gather_invariant": "V -> I",
+    "verb_all_gather_of_uneven_parts": "V -> R",
+    "verb_reduce_scatter": "P -> V",
+    "verb_all_reduce": "P -> R",
+    "verb_all_reduce_invariant": "P -> I",
+    "verb_all_reduce_mean": "P -> R",
+    "verb_all_to_all": "V -> V",
+    "verb_broadcast": "V -> R",
+    "verb_reduce": "P -> V",
+    "verb_gather": "V -> V",
+    "verb_scatter": "V -> V",
+    "verb_shift": "V -> V",
+    "verb_halo_exchange": "V -> V",
+    "verb_exscan": "V -> V",
+    "verb_replicate": "I -> R",
+    "verb_shard": "I -> V",
+    "verb_shard_replicated": "R -> V",
+    "verb_convert": "R -> P",
+    "verb_convert_to_invariant": "R -> I",
+    "megatron_copy_to_tensor_model_parallel_region": "I -> R",
+    "megatron_gather_from_tensor_model_parallel_region": "V -> I",
+    "gp_utils_reduce_from_model_parallel_region": "P -> I",
+    "ksuit_AllGatherGradAutograd": "V -> R",
+    "towhee_AllGather": "V -> I",
+}
+OTHERS = {"V -> R": "V -> I", "V -> I": "V -> R", "P -> R": "P -> I", "P -> I": "P -> R", "I -> R": "I -> I"}
+
+
+@pytest.mark.parametrize("name", ARROWS)
+def test_the_audit_reads_a_verb_as_its_table_does_and_not_by_the_other_convention(name: str) -> None:
+    found = gm.verify.audit(PROGRAMS[name].build, kinds=["not-adjoint"])
+    assert found.holds(ARROWS[name]), found.arrows
+    other = OTHERS.get(ARROWS[name])
+    assert other is None or not found.holds(other), found.arrows

@@ -25,8 +25,12 @@ REPLICATED = "replicated"
 
 
 def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    """The same on every rank; the default generator is one for all ranks that are threads."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    with torch.no_grad():
+        for seed, parameter in enumerate(model.parameters()):
+            parameter.copy_(common(*parameter.shape, seed=seed))
+    return model
 
 
 # ---- data parallelism
