@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -207,6 +208,13 @@ def _torch_nn() -> dict[str, Build]:
     def root(group: Any) -> int:
         return dist.get_global_rank(group, ROOT)
 
+    def reduced(verb: str, op: Any, x: Tensor, g: Any) -> Tensor:
+        if verb == "all_reduce":
+            return nn.all_reduce(x, op, g)
+        if verb == "reduce":
+            return nn.reduce(x, root(g), op, g)
+        return nn.reduce_scatter(x.new_empty(2, 2), list(x.unbind(0)), op, g)
+
     calls: dict[str, tuple[Callable[[Tensor, Any], Any], tuple[int, ...]]] = {
         "all_gather": (nn.all_gather, (3, 2)),
         "all_to_all": (
@@ -219,19 +227,16 @@ def _torch_nn() -> dict[str, Build]:
         "scatter": (lambda x, g: nn.scatter(list(x.unbind(0)), root(g), g), (2, 2, 2)),
     }
     for name in ("SUM", "AVG", "MAX", "MIN", "PRODUCT"):
-        op = getattr(ReduceOp, name)
-        calls[f"all_reduce(op={name})"] = (lambda x, g, op=op: nn.all_reduce(x, op, g), (3, 2))
-        calls[f"reduce(op={name})"] = (lambda x, g, op=op: nn.reduce(x, root(g), op, g), (3, 2))
-        calls[f"reduce_scatter(op={name})"] = (
-            lambda x, g, op=op: nn.reduce_scatter(x.new_empty(2, 2), list(x.unbind(0)), op, g),
-            (2, 2, 2),
-        )
+        calls |= {
+            f"{verb}(op={name})": (partial(reduced, verb, getattr(ReduceOp, name)), shape)
+            for verb, shape in (("all_reduce", (3, 2)), ("reduce", (3, 2)), ("reduce_scatter", (2, 2, 2)))
+        }
     return {f"torch_nn.{name}": _in_group(call, shape) for name, (call, shape) in calls.items()}
 
 
 def _others() -> dict[str, Build]:
     def towhee_build(group: Any = None, local_rank: int = 0) -> tuple[Callable[..., Any], Tensor]:
-        place = group or dist.group.WORLD
+        place: Any = group or dist.group.WORLD
 
         class Args:
             world_size = place.size()

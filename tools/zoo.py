@@ -134,8 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{time.perf_counter() - begun:.1f} s with {args.jobs} at once")
     if args.write:
         args.write.write_text(page(found))
-    right = sum(o.right(PROGRAMS[o.name]) for o in found)
-    return 0 if right >= LEAST * len(found) else 1
+    good = sum(o.right(PROGRAMS[o.name]) for o in found)
+    return 0 if good >= LEAST * len(found) else 1
 
 
 if __name__ == "__main__":

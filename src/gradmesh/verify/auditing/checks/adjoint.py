@@ -48,7 +48,8 @@ def adjoint(case: Case) -> Iterator[Finding]:
     case.arrows = strongest(judge(case, readings, case.answers))
     case.readings = [r for r in every_reading if any(arrow.implies(r) for arrow in case.arrows)]
     if not case.readings:
-        yield Finding("not-adjoint", *_why(case, readings, case.answers))
+        text, ranks, line = _why(case, readings, case.answers)
+        yield Finding("not-adjoint", text + _but(case, every_reading), ranks, line)
 
 
 def ask_all(
@@ -80,6 +81,14 @@ def notes(case: Case, probes: Iterable[Sequence[Answer]]) -> Iterator[Finding]:
                 seen.setdefault(note, set()).add(rank)
     for (kind, text, line), ranks_of in seen.items():
         yield Finding(kind, text, tuple(sorted(ranks_of)), line or case.line)
+
+
+def _but(case: Case, readings: Sequence[Reading]) -> str:
+    """Where it is right all the same: under a reading that was left out, as what is sent there is known already."""
+    same_gradients = [r for r in judge(case, readings, case.answers) if any(r.pattern[1])]
+    if not same_gradients:
+        return ""
+    return f"; right as {strongest(same_gradients)[0]}, whose gradients are the same on every rank and need not be sent"
 
 
 def _why(
