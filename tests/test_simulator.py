@@ -288,6 +288,8 @@ def test_collectives_of_torchs_own_wrappers_are_seen() -> None:
 def test_the_trace_has_a_slice_for_each_call_and_an_arrow_to_each_gradient(tmp_path: Path) -> None:
     run = simulate(step, 4, mesh=MESH, seed=0, model=CostModel(Link(10, 1)))
     run.save_trace(tmp_path / "trace.json")
+    assert str(run).startswith(f"a run of {run.world_size} ranks, ")
+    assert str(run).endswith(str(run.events))
     entries = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     slices = [e for e in entries if e["ph"] == "X" and not e["name"].startswith("waits")]
     assert len(slices) == len(run.events)

@@ -10,7 +10,7 @@
 [[6.0], [12.0]]
 
 Two packages come with it that are loaded when they are first asked for: `gm.compat`, drop-ins for code that exists,
-and `gm.verify`, checks of linear maps over ranks.
+and `gm.verify`, tools that prove gradients over ranks.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from gradmesh.errors import (
     CheckWarning,
     DeadlockError,
     DTypeError,
+    GradcheckError,
     GradmeshError,
     MismatchError,
     MissingExtraError,
@@ -83,6 +84,7 @@ __all__ = [
     "CheckWarning",
     "DTypeError",
     "DeadlockError",
+    "GradcheckError",
     "GradmeshError",
     "I",
     "MismatchError",

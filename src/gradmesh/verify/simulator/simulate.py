@@ -48,6 +48,11 @@ class Simulation(Generic[T]):
     seconds: float
     error: RankError | None
 
+    def __str__(self) -> str:
+        """How many ranks, how long, and the table of events."""
+        ended = "" if self.error is None else ", which failed"
+        return f"a run of {self.world_size} ranks, {self.seconds:.6g} s{ended}\n{self.events}"
+
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the events as a trace file, which ui.perfetto.dev opens; see `gradmesh.verify.simulator.trace`."""
         with open(path, "w") as file:
