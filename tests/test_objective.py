@@ -111,10 +111,10 @@ def objective_on_rank(case: dict[str, Any]) -> tuple[float, list[float]]:
             loss,
             reduction=case["reduction"],
             loss_type=kind,
-            weights=len(x) if case["weighted"] else None,
-            local=case["local"],
+            weights=len(x) if case["weighted"] and kind is gm.V else None,
+            local=case["local"] if kind is gm.V else "mean",
             total=total if kind is gm.V else None,
-            steps=1 if case["reduction"] == "sum" and kind is gm.V else steps,
+            steps=steps,
             ddp=1 if kind is gm.I else case["divided"],
         )
         loss.backward()
@@ -133,7 +133,7 @@ def objective_of_one_process(case: dict[str, Any]) -> tuple[float, list[float]]:
             x = rows(case, step, 0)
             if not len(x) and case["local"] == "mean":
                 x = torch.ones(1, 3, dtype=T)
-            losses.append(own_loss(case, x, w, w.exp()) / steps)
+            losses.append(own_loss(case, x, w, w.exp()) / (steps if case["reduction"] == "mean" else 1))
             continue
         mixed = torch.stack([(1 + r) * w.exp() for r in range(size)]).mean(0) if case["shared"] else w.exp()
         terms = []
@@ -184,10 +184,21 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "negative": (lambda: gm.objective(torch.ones(()), weights=-1), "weights=-1"),
     "NaN": (lambda: gm.objective(torch.ones(()), weights=float("nan")), "weights=nan"),
     "nothing anywhere": (lambda: gm.objective(torch.ones(()), weights=0), "weights that add up to 0"),
+    "total of a sum": (
+        lambda: gm.objective(torch.ones(()), reduction="sum", total=3),
+        "a sum is divided by nothing",
+    ),
+    "weights of one loss": (
+        lambda: gm.objective(torch.ones(()), loss_type=gm.R, weights=3, local="sum"),
+        "loss_type=gm.R with weights, local",
+    ),
     "I averaged": (lambda: gm.objective(torch.ones(()), loss_type=gm.I, ddp=True), "no one factor"),
     "ddp": (lambda: gm.objective(torch.ones(()), ddp="yes"), "ddp='yes'"),  # type: ignore[arg-type]
     "ddp of 0": (lambda: gm.objective(torch.ones(()), ddp=0.0), "ddp=0.0"),
-    "outside": (lambda: gm.objective(torch.ones(()), ddp=Odd()), "outside of the wrapper: outside.weight"),
+    "outside": (
+        lambda: gm.objective(torch.ones(()), ddp=Odd()),
+        "outside of the wrapper, or ignored by it: outside.weight",
+    ),
 }
 
 
@@ -231,6 +242,77 @@ def test_inside_ordered_a_rank_may_have_no_loss(threads: Ranks) -> None:
     for rank, (value, grad) in enumerate(threads(2)(in_ordered)):
         assert value == pytest.approx(5 / 3)
         assert grad == pytest.approx([2 / 3 * (1 + rank)])
+
+
+def half(dtype: torch.dtype) -> tuple[float, float]:
+    w = torch.tensor(1.5, dtype=dtype, requires_grad=True)
+    loss = gm.objective(w * 1, weights=70000 * (1 + 2 * gm.rank()))
+    loss.backward()
+    assert w.grad is not None
+    return loss.item(), w.grad.item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_counts_may_be_more_than_the_losss_dtype_can_tell(dtype: torch.dtype, threads: Ranks) -> None:
+    assert threads(2)(half, dtype) == [(1.5, 0.25), (1.5, 0.75)]
+
+
+def a_tangent() -> tuple[float, float, float]:
+    w = torch.tensor(2.0, dtype=T)
+    value, tangent = torch.func.jvp(
+        lambda w: gm.objective(w**2 * (1 + gm.rank())), (w,), (torch.ones((), dtype=T),)
+    )
+    (gradient,) = torch.func.grad(lambda w: gm.objective(w**2 * (1 + gm.rank())))(w).view(1)
+    return value.item(), tangent.item(), gradient.item()
+
+
+def test_the_tangent_is_that_of_the_ranks_term(threads: Ranks) -> None:
+    assert threads(2)(a_tangent) == [(6.0, 2.0, 2.0), (6.0, 4.0, 4.0)]
+
+
+def a_refusal_on_one_rank() -> str:
+    with pytest.raises(gm.GradmeshError) as caught:
+        gm.objective(torch.ones(()), weights=-1 if gm.rank() else 1)
+    assert gm.all_gather(torch.tensor([gm.rank()])).tolist() == [0, 1]
+    return type(caught.value).__name__
+
+
+def test_a_refusal_on_one_rank_is_heard_by_the_others(threads: Ranks) -> None:
+    assert threads(2)(a_refusal_on_one_rank) == ["MismatchError", "ArgumentError"]
+
+
+def different_objectives() -> str:
+    with pytest.raises(gm.MismatchError) as caught:
+        gm.objective(torch.ones(()), ddp=bool(gm.rank()))
+    return str(caught.value)
+
+
+def test_ranks_that_declare_different_objectives_are_refused(threads: Ranks) -> None:
+    for text in threads(2)(different_objectives):
+        assert "divided by 1" in text
+        assert "divided by 2" in text
+
+
+def compiled() -> list[object]:
+    found: list[object] = []
+    torch._dynamo.reset()
+
+    def program(w: Tensor, count: int) -> Tensor:
+        return gm.objective(w**2, weights=count)
+
+    for run in (program, torch.compile(program, fullgraph=True, backend="aot_eager")):
+        w = torch.tensor(1.0 + gm.rank(), dtype=T, requires_grad=True)
+        loss = run(w, 1 + 2 * gm.rank())
+        loss.backward()
+        assert w.grad is not None
+        found.append((loss.item(), w.grad.item()))
+    return found
+
+
+@pytest.mark.processes
+def test_an_objective_compiles_in_one_graph(processes: Ranks) -> None:
+    for eager, one_graph in processes(2)(compiled):
+        assert one_graph == pytest.approx(eager)
 
 
 def second_order() -> list[float]:

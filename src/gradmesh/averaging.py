@@ -9,11 +9,13 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradmesh._torch import fully_sharded_divisors
+from gradmesh._torch import fully_sharded, ignored_by_fsdp, is_replicated
 from gradmesh.axis import Axis
 from gradmesh.errors import ArgumentError, message
 
 __all__ = ["divided_by"]
+
+_PASS_A_NUMBER = "pass the number of ranks that gradients are averaged over"
 
 
 def divided_by(ddp: bool | float | nn.Module, axis: Axis) -> float:
@@ -30,38 +32,42 @@ def divided_by(ddp: bool | float | nn.Module, axis: Axis) -> float:
         return axis.size if ddp else 1
     if isinstance(ddp, int | float):
         if not ddp > 0:
-            _refuse(axis, f"ddp={ddp}", "pass the number of ranks that gradients are averaged over")
+            _refuse(axis, f"ddp={ddp}", _PASS_A_NUMBER)
         return ddp
     if not isinstance(ddp, nn.Module):
         _refuse(axis, f"ddp={ddp!r}", "pass the wrapped module, or True")
-    found: set[float] = set()
-    inside: set[str] = set()
-    for prefix, part, numbers in _wrappers(ddp, axis):
-        found |= numbers
-        inside.update(name for name, _ in part.named_parameters(prefix=prefix))
-    missing = [name for name, p in ddp.named_parameters() if p.requires_grad and name not in inside]
-    if missing and found:
+    divided: dict[int, float] = {}
+    for part in _wrappers(ddp, axis):
+        divided |= part
+    if not divided:
+        return 1
+    outside = [name for name, p in ddp.named_parameters() if p.requires_grad and id(p) not in divided]
+    if outside:
         _refuse(
             axis,
-            f"a module with parameters outside of the wrapper: {', '.join(missing[:3])}",
+            f"a module with parameters outside of the wrapper, or ignored by it: {', '.join(outside[:3])}",
             "wrap the whole module, so that one factor is right for all parameters",
         )
-    if len(found) > 1:
+    numbers = set(divided.values())
+    if len(numbers) > 1:
         _refuse(
             axis,
-            f"a module whose gradients are divided by {' and '.join(f'{n:g}' for n in sorted(found))}",
+            f"a module whose gradients are divided by {' and '.join(f'{n:g}' for n in sorted(numbers))}",
             "wrap all of it in one group, so that one factor is right for all parameters",
         )
-    return found.pop() if found else 1
+    return numbers.pop()
 
 
-def _wrappers(module: nn.Module, axis: Axis) -> Iterator[tuple[str, nn.Module, set[float]]]:
-    """The modules that average gradients, with what they divide by."""
+def _wrappers(module: nn.Module, axis: Axis) -> Iterator[dict[int, float]]:
+    """For each module that averages gradients, its parameters that require grad, and what it divides by."""
     # Who has such a module has loaded these; gradmesh does not, as that takes as long as loading torch.distributed.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    for prefix, part in module.named_modules():
+    for part in module.modules():
         if isinstance(part, DistributedDataParallel):
-            yield prefix, part, {part.process_group.size()}
+            left_out = {
+                id(p) for name, p in part.module.named_parameters() if name in part.parameters_to_ignore
+            }
+            yield _all_of(part, part.process_group.size(), left_out)
         elif fsdp is not None and isinstance(part, fsdp.FullyShardedDataParallel):
             if "HYBRID" in part.sharding_strategy.name:
                 _refuse(
@@ -69,16 +75,18 @@ def _wrappers(module: nn.Module, axis: Axis) -> Iterator[tuple[str, nn.Module, s
                     f"FSDP with {part.sharding_strategy.name}, which averages over two groups",
                     "pass the number of ranks of both together",
                 )
-            yield prefix, part, {part.process_group.size()}
+            yield _all_of(part, part.process_group.size(), ignored_by_fsdp(part))
         elif fsdp is not None and isinstance(part, fsdp.FSDPModule):
-            numbers = fully_sharded_divisors(part)
-            if numbers is None:
-                _refuse(
-                    axis,
-                    "a module of fully_shard in a torch that does not tell it",
-                    "pass the number of ranks that gradients are averaged over",
-                )
-            yield prefix, part, numbers
+            own = fully_sharded(part)
+            if own is None:
+                _refuse(axis, "a module of fully_shard in a torch that does not tell it", _PASS_A_NUMBER)
+            yield own
+        elif is_replicated(part):
+            _refuse(axis, "a module that replicate was applied to, which does not tell it", _PASS_A_NUMBER)
+
+
+def _all_of(part: nn.Module, size: float, left_out: set[int]) -> dict[int, float]:
+    return {id(p): size for p in part.parameters() if p.requires_grad and id(p) not in left_out}
 
 
 def _refuse(axis: Axis, got: str, remedy: str) -> NoReturn:

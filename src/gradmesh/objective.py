@@ -14,11 +14,15 @@ from typing import Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
+from gradmesh._torch import transforms_active
 from gradmesh.averaging import divided_by
 from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.collectives import all_gather
 from gradmesh.errors import ArgumentError, message
+from gradmesh.structure import Packed
 from gradmesh.types import I, R, Type, V
+from gradmesh.wire import compiling
+from gradmesh.withdrawal import withdraw
 
 __all__ = ["objective"]
 
@@ -55,15 +59,19 @@ def objective(
             one, of values whose backward sums over the ranks; it counts once. `gm.I`: every rank has the same one, of
             values made with `dst=gm.I`; it counts once by itself, and nothing is scaled.
         weights: the number of samples or tokens that this rank's loss is over; 0 on a rank that has none. The mean is
-            over all of them, and not the mean of the ranks' means. None: all ranks weigh the same.
-        ddp: whether gradients are averaged over the ranks of `axis` after backward, as DDP, FSDP1 and FSDP2 do. A
-            module finds out: it, or modules in it, are such wrappers, and all parameters that require grad are in one.
-            A number says over how many ranks.
+            over all of them, and not the mean of the ranks' means. None: all ranks weigh the same. On a rank with 0 the
+            loss may be NaN, as that of `losses[mask].mean()`, whose gradient is zero all the same; a loss that was
+            divided by the number itself, `(losses * mask).sum() / mask.sum()`, has a gradient of NaN there: hand in the
+            sum and say local="sum".
+        ddp: whether gradients are averaged over the ranks of `axis` after backward, as DDP, FSDP1 and `fully_shard` do.
+            A module finds out: it, or modules in it, are such wrappers, and all parameters that require grad are in
+            one; in a module without any nothing is averaged. A number says over how many ranks.
         local: "mean": `loss` is the mean over this rank's samples; "sum": their sum, which is what a rank without
             samples can have without dividing by zero.
-        total: what the weights are divided by, where it is not their sum over the ranks: with gradient accumulation
-            and `weights`, that over all ranks and micro-batches.
-        steps: the number of micro-batches whose gradients are added up. They weigh the same, unless `total` is told.
+        total: what the weights are divided by in a mean, where it is not their sum over the ranks: with gradient
+            accumulation and `weights`, that over all ranks and micro-batches.
+        steps: the number of micro-batches whose gradients are added up in a mean. They weigh the same, unless `total`
+            is told.
 
     Returns:
         A scalar to call `backward` on. Its value is that of the declared loss, the same on every rank, and may be
@@ -72,10 +80,13 @@ def objective(
         the micro-batch's part of it, so that the sum of the values is the loss.
 
     Raises:
-        ArgumentError: the loss is not one real element; weights that are negative, or 0 on every rank; `gm.I` together
-            with `ddp`, since behind a collective with `dst=gm.I` parameters have whole gradients and before it shares,
-            and an average is right for one of both; a module whose gradients are averaged over different numbers of
-            ranks, or in which that cannot be seen.
+        ArgumentError: the loss is not one real element; weights that are negative, or 0 on every rank; weights of a
+            loss that is the same on every rank; `gm.I` together with `ddp`, since behind a collective with `dst=gm.I`
+            parameters have whole gradients and before it shares, and an average is right for one of both; a module
+            whose gradients are averaged over different numbers of ranks, or in which that cannot be seen.
+        MismatchError: the ranks declare different objectives, or one of them was refused.
+
+    In forward mode the tangent is that of this rank's term, as the gradient is.
 
     Example:
         >>> def on_each_rank():
@@ -89,54 +100,48 @@ def objective(
         [(1.75, 0.5), (1.75, 3.0)]
     """
     where = resolve(axis, "objective")
-    _check(loss, where, reduction, loss_type, local, steps)
-    averaged = divided_by(ddp, where)
-    if loss_type is I:
-        if averaged != 1:
-            _refuse(
-                where,
-                "a loss of type I has no one factor under averaging",
-                "loss_type=gm.V or gm.R where gradients are averaged",
-                f"loss_type=gm.I with gradients divided by {averaged:g}",
-                "make the collectives before the loss with dst=gm.R, and say loss_type=gm.R, or gm.V for a loss before "
-                "its sum over the ranks",
-            )
-        return loss.reshape(()) / steps
+    try:
+        _check(loss, where, reduction, loss_type, local, steps)
+        divided = divided_by(ddp, where)
+        if loss_type is V:
+            count = _count("weights", 1 if weights is None else weights, loss, where)
+            over = None if total is None else _count("total", total, loss, where)
+            if over is not None and reduction == "sum":
+                _refuse(
+                    where, "a sum is divided by nothing", "total=None", f"total={total!r}", "leave it out"
+                )
+        else:
+            _check_same(where, loss_type, divided, weights, total, local)
+    except ArgumentError as error:
+        withdraw("objective", where, loss, error)
+        raise
     own = loss.reshape(())
-    if loss_type is R:
-        return _valued(own * (averaged / (where.size * steps)), own.detach() / steps)
-    part, value = _parts(own, where, reduction, weights, local, total, steps)
-    return _valued(part * averaged, value)
-
-
-def _parts(
-    own: Tensor,
-    axis: Axis,
-    reduction: str,
-    weights: Number | None,
-    local: str,
-    total: Number | None,
-    steps: int,
-) -> tuple[Tensor, Tensor]:
-    """This rank's term of the loss, and the value of all of it."""
-    count = _count(1 if weights is None else weights, own, axis)
+    by = steps if reduction == "mean" else 1
+    if loss_type is not V:
+        return _valued(
+            own * ((divided if loss_type is R else where.size) / (where.size * by)), own.detach() / by
+        )
     # A mean over samples that are not there is 0 / 0, and stands for nothing.
-    term = own if local == "sum" else torch.where(count > 0, own, 0) * count.to(own.dtype)
+    kept = own if local == "sum" else torch.where(count > 0, own, 0)
+    weight = count if local == "mean" else torch.ones_like(count)
+    term = kept.detach().to(count.dtype) * weight
+    said = f"objective(reduction={reduction!r}, local={local!r}, divided by {divided:g}, steps={steps})"
     with torch.no_grad():  # a value alone: no link of a chain, nothing to go back through
-        told = all_gather(torch.stack([count, term.to(count.dtype)]), axis)
+        told = all_gather(Packed(torch.stack([count, term]), said), where)  # type: ignore[call-overload]
     counts, value = told.view(-1, 2).sum(0).unbind()
     if reduction == "sum":
-        return term / steps, value.to(own.dtype) / steps
-    over = counts * steps if total is None else torch.as_tensor(total).to(counts)
-    if over.is_cpu and not over > 0:
+        return _valued(kept * (weight * divided).to(own.dtype), value.to(own.dtype))
+    whole = counts * steps if over is None else over
+    if _readable(whole) and not whole > 0:
         _refuse(
-            axis,
+            where,
             "there is nothing to take the mean of",
             "a rank with weights above 0",
-            f"weights that add up to {over.item():g}",
+            f"weights that add up to {whole.item():g}",
             "leave the step out on every rank",
         )
-    return term / over.to(own.dtype), (value / over).to(own.dtype)
+    # One factor, in double precision: counts are more than a narrow dtype of the loss can tell.
+    return _valued(kept * (weight * divided / whole).to(own.dtype), (value / whole).to(own.dtype))
 
 
 def _valued(term: Tensor, value: Tensor) -> Tensor:
@@ -144,18 +149,48 @@ def _valued(term: Tensor, value: Tensor) -> Tensor:
     return torch.where(torch.isfinite(term.detach()), term - term.detach(), term) + value
 
 
-def _count(weights: Number, loss: Tensor, axis: Axis) -> Tensor:
+def _readable(x: Tensor) -> bool:
+    """Whether a value can be looked at without waiting for a device, or for a program that is only being made."""
+    return x.is_cpu and not compiling() and not transforms_active()
+
+
+def _count(name: str, given: Number, loss: Tensor, axis: Axis) -> Tensor:
     dtype = torch.float32 if loss.device.type == "mps" else torch.float64
-    count = torch.as_tensor(weights, dtype=dtype, device=loss.device).detach()
-    if count.numel() != 1 or (count.is_cpu and not 0 <= float(count) < math.inf):
+    count = torch.as_tensor(given, dtype=dtype, device=loss.device).detach()
+    if count.numel() != 1 or (_readable(count) and not 0 <= float(count) < math.inf):
         _refuse(
             axis,
-            "weights is no count",
+            f"{name} is no count",
             "one number, 0 or more, on each rank",
-            f"weights={weights!r}",
+            f"{name}={given!r}",
             "pass the number of samples or tokens that this rank's loss is over",
         )
     return count.reshape(())
+
+
+def _check_same(
+    axis: Axis, loss_type: Type, divided: float, weights: Number | None, total: Number | None, local: str
+) -> None:
+    """Refuse what says nothing of a loss that every rank has alike, or has two answers."""
+    given = {"weights": weights is not None, "total": total is not None, "local": local != "mean"}
+    if any(given.values()):
+        names = ", ".join(name for name, is_there in given.items() if is_there)
+        _refuse(
+            axis,
+            "a loss that is the same on every rank has no parts to weigh",
+            f"loss_type=gm.V, or gm.{loss_type} alone",
+            f"loss_type=gm.{loss_type} with {names}",
+            "divide before the loss is the same on every rank, or say loss_type=gm.V",
+        )
+    if loss_type is I and divided != 1:
+        _refuse(
+            axis,
+            "a loss of type I has no one factor under averaging",
+            "loss_type=gm.V or gm.R where gradients are averaged",
+            f"loss_type=gm.I with gradients divided by {divided:g}",
+            "make the collectives before the loss with dst=gm.R, and say loss_type=gm.R, or gm.V for a loss before "
+            "its sum over the ranks",
+        )
 
 
 def _check(

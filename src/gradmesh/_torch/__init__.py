@@ -18,7 +18,7 @@ from gradmesh._torch.compiled import (
     resolve_group,
 )
 from gradmesh._torch.fresh import fill_fresh_memory
-from gradmesh._torch.fsdp import fully_sharded_divisors
+from gradmesh._torch.fsdp import fully_sharded, ignored_by_fsdp, is_replicated
 from gradmesh._torch.inductor import keep_order_in_inductor
 from gradmesh._torch.modes import (
     forward_level_open,
@@ -55,15 +55,17 @@ __all__ = [
     "enters_graphs",
     "fill_fresh_memory",
     "forward_level_open",
-    "fully_sharded_divisors",
+    "fully_sharded",
     "functional",
     "functorch_active",
     "hashed_by_identity",
+    "ignored_by_fsdp",
     "in_backward",
     "in_plain_mode",
     "in_reentrant_checkpoint",
     "is_fake",
     "is_legacy_batched",
+    "is_replicated",
     "join_through",
     "keep_order_in_inductor",
     "keyword_fields_last",

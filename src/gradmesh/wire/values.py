@@ -167,7 +167,8 @@ _SUMMED = (
 )
 _PRINTED = (
     "if it is a loss that was summed to be printed, declare it instead: gradmesh.objective(loss, ddp=...) has its "
-    "value, and the right gradient where DDP or FSDP averages. If every rank has a part of one loss, it is right"
+    "value, and the right gradient where DDP or FSDP averages. If every rank has a part of one loss, or it was "
+    "declared with loss_type=gm.I, it is right"
 )
 _ELSEWHERE = (
     "if calls of one kind changed places on a rank, mend that; a branch that makes the same call is right"
