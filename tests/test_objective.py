@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import gradmesh as gm
+from gradmesh.averaging import divided_by
 from tools import objectives
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
@@ -214,6 +217,63 @@ def test_what_declares_no_objective_is_refused_on_every_rank(name: str, threads:
         assert REFUSED[name][1] in text
         assert "gradmesh.objective" in text
         assert "remedy" in text
+
+
+def _two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+
+
+def _ddp() -> nn.Module:
+    m = _two_layers()
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(m, ["0.weight"])
+    return nn.parallel.DistributedDataParallel(m)
+
+
+def _fsdp1() -> nn.Module:
+    m = _two_layers()
+    return FullyShardedDataParallel(
+        m, ignored_modules=[m[0]], use_orig_params=True, device_id=torch.device("cpu")
+    )
+
+
+def _fsdp2() -> nn.Module:
+    m = _two_layers()
+    fully_shard(m, mesh=init_device_mesh("cpu", (2,)), ignored_params={m[0].weight})  # type: ignore[arg-type]
+    return m
+
+
+IGNORES: dict[str, Callable[[], nn.Module]] = {"DDP": _ddp, "FSDP1": _fsdp1, "FSDP2": _fsdp2}
+
+
+def ignoring(name: str) -> str:
+    m = IGNORES[name]()
+    loss = m(torch.ones(1, 2)).sum()
+    with pytest.raises(gm.ArgumentError) as caught:
+        gm.objective(loss, ddp=m)
+    return str(caught.value)
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", IGNORES)
+def test_a_parameter_that_a_wrapper_ignores_is_outside_of_it(name: str, processes: Ranks) -> None:
+    for text in processes(2)(ignoring, name):
+        assert "ignored by it: " in text
+        assert "0.weight" in text
+
+
+def frozen_in_another_group() -> list[float]:
+    m = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False)).requires_grad_(False)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    fully_shard(m[0], mesh=mesh["b"])
+    m[1].requires_grad_(True)
+    fully_shard(m, mesh=init_device_mesh("cpu", (4,)))
+    return [divided_by(m, gm.axis())]
+
+
+@pytest.mark.processes
+def test_a_frozen_group_of_another_mesh_divides_nothing(processes: Ranks) -> None:
+    assert processes(4)(frozen_in_another_group) == [[4.0]] * 4
 
 
 def test_a_module_without_a_wrapper_is_not_averaged(threads: Ranks) -> None:
