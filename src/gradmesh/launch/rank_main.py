@@ -136,11 +136,13 @@ def _serve(rank: int, call: bytes, origin: Origin | None) -> tuple[str, bytes]:
     except BaseException as error:
         shm.run.end(failed=True)
         return "failed", _dumps(_with_lost_global(Failure.of(rank, error), error, origin))
-    shm.run.end(failed=False)
     try:
-        return "returned", dumps_result(result)
+        answer = "returned", dumps_result(result)
     except Exception as error:
+        shm.run.end(failed=True)
         return "failed", _dumps(_unpicklable(rank, result, error))
+    shm.run.end(failed=False)
+    return answer
 
 
 def _with_lost_global(failure: Failure, error: BaseException, origin: Origin | None) -> Failure:
