@@ -26,7 +26,11 @@ class Node:
 def collector() -> Iterator[None]:
     before = gc.get_threshold()
     gc.disable()
+    # What other tests have left is a large heap, through which each collection would go.
+    gc.collect()
+    gc.freeze()
     yield
+    gc.unfreeze()
     gc.set_threshold(*before)
     gc.enable()
     memory.release()
