@@ -235,7 +235,8 @@ class CallClaim(Claim):
                     )
                     + f"\nin {self.said()}",
                     remedy="enter torch.no_grad() on every rank or on none, or detach() the operand on all; inside a "
-                    "torch.func transform, make it depend on what is differentiated on every rank",
+                    "torch.func transform, make it depend on what is differentiated on every rank; compile the function "
+                    "on every rank or on none",
                 )
             )
 
@@ -272,7 +273,7 @@ class CallClaim(Claim):
 
 
 _JOINING = {
-    0: "under torch.no_grad(), or in a transform, with an operand that requires no gradient",
+    0: "under torch.no_grad(), in a transform with an operand that requires no gradient, or in a compiled program",
     JOINS: "its operand requires grad",
     CAN_JOIN: "its operand requires no gradient",
     JOINS | CAN_JOIN: "its operand requires grad",
