@@ -235,8 +235,8 @@ class CallClaim(Claim):
                     )
                     + f"\nin {self.said()}",
                     remedy="enter torch.no_grad() on every rank or on none, or detach() the operand on all; inside a "
-                    "torch.func transform, make it depend on what is differentiated on every rank; compile the function "
-                    "on every rank or on none",
+                    "torch.func transform, make it depend on what is differentiated on every rank; compile "
+                    "the function on every rank or on none",
                 )
             )
 
