@@ -238,11 +238,17 @@ def report(path: str) -> dict[str, Any]:
 def main(paths: list[str]) -> None:
     """Print a report of each name, or of an untouched torch where there is none."""
     torch.set_num_threads(1)
+    at_work = 0
     for path in paths:
         sys.stdout.flush()
+        if at_work == (os.cpu_count() or 1):
+            os.wait()
+            at_work -= 1
         if os.fork() == 0:
-            print(json.dumps(report(path)), flush=True)
+            os.write(1, f"{json.dumps(report(path))}\n".encode())  # whole, beside what the others write
             os._exit(0)
+        at_work += 1
+    for _ in range(at_work):
         os.wait()
 
 
