@@ -162,6 +162,7 @@ def _found(case: Case, wanted: frozenset[str]) -> Iterator[Finding]:
         kind = error.kind if isinstance(error, LostError) else "hangs"
         yield case.refused(kind, error, "at the first call")
         return
+    unwritten: list[Finding] = []
     with contextlib.suppress(RefusedError, LostError):  # that is found again, and told, in the first order
         unwritten = list(uninitialised(case))
         if any(finding.kind == "gradient-uninitialised" for finding in unwritten):
@@ -171,8 +172,14 @@ def _found(case: Case, wanted: frozenset[str]) -> Iterator[Finding]:
             return
     try:
         yield from open_case(case, narrow)
-    except LostError as error:
-        yield case.refused(error.kind, error, "at the first calls")
+    except (RefusedError, LostError) as error:
+        kind = error.kind if isinstance(error, LostError) else "hangs"
+        yield case.refused(kind, error, "at the first calls")
+        return
+    if case.unasked:
+        yield from unwritten
+        told = {finding.kind for finding in unwritten} | {"gradient-uninitialised"}
+        case.left_out |= {kind: case.unasked for kind in KINDS if kind not in told}
         return
     yield from adjoint(case)
     if not case.answers:

@@ -116,7 +116,10 @@ def agree(values: Values, index: int, tolerance: float) -> bool:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """How far two tensors are from each other, relative to their size; infinite where shapes differ or NaN comes."""
+    """How far two tensors are from each other, relative to their size; infinite where shapes differ.
+
+    The same infinity in both is no distance, and neither is NaN; what is not finite in one alone is infinitely far.
+    """
     if a.shape != b.shape:
         return float("inf")
     if not a.numel():
@@ -124,7 +127,9 @@ def distance(a: Tensor, b: Tensor) -> float:
     if a.is_complex() or b.is_complex():
         a, b = a.to(torch.complex128), b.to(torch.complex128)
     a, b = _real(a), _real(b)
-    found = float((a - b).abs().max() / max(1e-300, float(torch.maximum(a.abs(), b.abs()).max())))
+    off = torch.where((a == b) | (a.isnan() & b.isnan()), torch.zeros_like(a), (a - b).abs())
+    sizes = torch.nan_to_num(torch.maximum(a.abs(), b.abs()), 0, 0, 0)
+    found = float(off.max()) / max(1e-300, float(sizes.max()))
     return found if found == found else float("inf")
 
 
