@@ -125,7 +125,7 @@ def attempt(probes: Sequence[Probe], ask: Callable[[Subject, Probe], Answer]) ->
         answer = Answer()
         try:
             answer = ask(subject, probe)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             answer.trouble = of_error(error)
         answers.append(answer)
         if answer.trouble is not None:

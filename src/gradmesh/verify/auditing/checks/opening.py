@@ -63,6 +63,7 @@ def takes(case: Case, given: Sequence[torch.dtype]) -> bool:
     first = case.pool.ask(_call)
     if any(row[0].trouble for row in first):
         raise _cannot(first)
+    _counted(first)
     case.left_out["precision-lost"] = "as it does not take float64"
     return True
 
@@ -73,7 +74,13 @@ def open_case(case: Case, narrow: bool) -> Iterator[Finding]:
     Args:
         case: the function.
         narrow: whether it is asked in a narrower dtype than float64.
+
+    Raises:
+        ArgumentError: the function returns other values each time.
+        RefusedError: its ranks only wait for each other.
+        LostError: they did not come back.
     """
+    _same_each_time(case)
     facts = [row[0] for row in case.pool.ask(_linearity, Probe(11))]
     # A function that raises on drawn operands may take those of build, beside which a derivative is taken.
     refused = any(fact.trouble for fact in facts)
@@ -105,6 +112,7 @@ def _runs(case: Case) -> bool:
         first = case.pool.ask(_call)
         raised = [row[0].trouble for row in first if row[0].trouble is not None]
         if not raised:
+            _counted(first)
             return True
         if not any(trouble.order for trouble in raised):
             return False
@@ -118,7 +126,48 @@ def shapes(case: Case) -> None:
     answers = case.pool.ask(_call)
     if any(row[0].trouble for row in answers):
         raise _cannot(answers)
+    _counted(answers)
     case.out_shapes = _common([[tuple(y.shape) for y in row[0].results] for row in answers])
+
+
+def _same_each_time(case: Case) -> None:
+    one, two = (case.pool.ask(_call) for _ in range(2))
+    off = [
+        rank
+        for rank, (a, b) in enumerate(zip(one, two, strict=True))
+        if any(
+            distance(x, y) > max(1e-6, case.tolerance)
+            for x, y in zip(a[0].results, b[0].results, strict=False)
+        )
+    ]
+    if off:
+        raise ArgumentError(
+            message(
+                "the function returns other values each time, of the same operands",
+                op="verify.audit",
+                expected="a function without randomness and state",
+                got=f"another result on ranks {', '.join(map(str, off))}",
+                remedy="seed the generator inside of it, or turn dropout off by eval()",
+            )
+        )
+
+
+def _counted(answers: Sequence[Sequence[Answer]]) -> None:
+    """Refuse a function that returns nothing to differentiate, or other counts of tensors on other ranks."""
+    counts = [len(row[0].results) for row in answers]
+    if counts[0] and len(set(counts)) == 1:
+        return
+    raise ArgumentError(
+        message(
+            "ranks return different numbers of tensors"
+            if any(counts)
+            else "there is no result to differentiate",
+            op="verify.audit",
+            expected="as many floating-point or complex tensors on every rank, one at least",
+            got=", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts)),
+            remedy="return a tensor without elements where a rank has no result",
+        )
+    )
 
 
 def _common(by_rank: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[int, ...] | None]:
@@ -135,7 +184,7 @@ def _at_own_operands(subject: Subject, _: Probe) -> Answer:
         for n, i in enumerate(subject.operands)
     ]
     with torch.enable_grad(), call_differentiably(subject) as backward:
-        results = subject.call([v.requires_grad_() for v in values])
+        results = subject.call([v.requires_grad_().clone() for v in values])
         answer = Answer(values, filled(results))
         if subject.ordered:
             backward(results, values, [torch.zeros_like(y) for y in results])
