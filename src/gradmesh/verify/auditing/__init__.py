@@ -5,6 +5,7 @@
     report.py      what an audit returns
     pool.py        the ranks that a function runs on, and what ends them
     subject.py     a rank's side: what `build` returned, and how it is called
+    trees.py       a rank's side: the tensors in what it takes and returns
     probes.py      a rank's side: forward and backward on drawn operands
     watch.py       a rank's side: what was written that may not be
     switches.py    a rank's side: choices that the function's code reads

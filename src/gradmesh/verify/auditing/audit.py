@@ -46,17 +46,19 @@ def audit(
     *,
     world_size: int = 2,
     backend: str = "threads",
-    kinds: Iterable[str] | None = None,
+    kinds: Iterable[str] | str | None = None,
     timeout: float = 20.0,
     isolate: bool = False,
 ) -> Audit:
     """Audit anyone's collective, autograd Function or layer: find out which law its backward obeys, and what is wrong.
 
-    `build()` runs on each rank inside a ready process group and returns `(fn, inputs)`. `fn(*inputs)` returns a tensor
-    or a tuple of tensors; `inputs` is a tensor or a tuple. The operands are the inputs that require grad, or all that
-    are floating-point or complex where none does; the audit draws its own values for them, in float64 where `fn` takes
-    that, and leaves the other inputs as they are. A function that is linear in its operands is audited exactly; of
-    another one the derivative is audited, at the inputs that `build` returned, and `Audit.linear` is False.
+    `build()` runs on each rank inside a ready process group and returns `(fn, inputs)`. `fn(*inputs)` returns a tensor,
+    or tuples, lists and dicts with tensors in them, as many on every rank; `inputs` is a tensor or a tuple of
+    arguments, which may hold tensors too. The operands are the tensors there that require grad, or all that are
+    floating-point or complex where none does; the parameters of a module are none, unless they are passed. The audit
+    draws its own values for the operands, in float64 where `fn` takes that, and leaves the other inputs as they are. A
+    function that is linear in its operands is audited exactly; of another one the derivative is audited, at the inputs
+    that `build` returned, and `Audit.linear` is False.
 
     Some kinds can only be asked for where `build` takes one of these keywords:
 
@@ -73,7 +75,8 @@ def audit(
         world_size: the number of ranks.
         backend: as for `gradmesh.launch`: "threads", or processes on "shm" or "gloo". A function that may end its
             process belongs on processes.
-        kinds: the kinds to look for, by name; all by default. What the others need is still found out.
+        kinds: the kinds to look for, by name, or the name of one; all by default. What the others need is
+            still found out.
         timeout: seconds that one question to the function may take.
         isolate: give ranks that are threads a process of their own. A function that ends its process is a finding
             then, at the cost of a fresh interpreter.
@@ -82,8 +85,9 @@ def audit(
         The readings that hold and the findings, on all ranks.
 
     Raises:
-        ArgumentError: `build` does not return a function and its inputs, or the function raises on them; a kind has no
-            such name.
+        ArgumentError: `build` does not return a function and its inputs; the function raises on them, returns nothing
+            that can have a gradient, returns other counts of tensors on other ranks, or other values each time; a
+            kind has no such name.
         RankError: `build` raised.
 
     Example:
@@ -103,13 +107,25 @@ def audit(
         (True, True)
     """
     began = time.monotonic()
-    wanted = _wanted(kinds)
+    if not callable(build):
+        raise ArgumentError(
+            message(
+                "build is no function",
+                op="verify.audit",
+                expected="a function that returns (fn, inputs) on each rank",
+                got=type(build).__name__,
+                remedy="pass lambda: (fn, inputs)",
+            )
+        )
+    wanted = _wanted([kinds] if isinstance(kinds, str) else kinds)
     if isolate and backend == "threads":
         return _isolated(build, world_size, wanted, timeout)
     options = {"local_rank": None} if accepted(build, "local_rank") else {}
     with Pool(build, world_size, backend, timeout, options) as pool:
         told = pool.begin()
         case = Case(pool, forward_line=told[0].line, line=told[0].line)
+        if told[0].learns:
+            case.left_out["parameters"] = "as they are not operands: pass them as inputs"
         findings = list(_found(case, wanted))
     return Audit(
         name=told[0].name,
@@ -118,7 +134,7 @@ def audit(
         arrows=tuple(map(str, case.arrows)),
         findings=sorted_findings(f for f in findings if f.kind in wanted),
         linear=case.linear,
-        left_out={kind: why for kind, why in case.left_out.items() if kind in wanted},
+        left_out={kind: why for kind, why in case.left_out.items() if kind in {*wanted, "parameters"}},
         seconds=time.monotonic() - began,
         readings=frozenset(map(str, case.readings)),
     )
@@ -162,6 +178,7 @@ def _found(case: Case, wanted: frozenset[str]) -> Iterator[Finding]:
         kind = error.kind if isinstance(error, LostError) else "hangs"
         yield case.refused(kind, error, "at the first call")
         return
+    unwritten: list[Finding] = []
     with contextlib.suppress(RefusedError, LostError):  # that is found again, and told, in the first order
         unwritten = list(uninitialised(case))
         if any(finding.kind == "gradient-uninitialised" for finding in unwritten):
@@ -171,8 +188,14 @@ def _found(case: Case, wanted: frozenset[str]) -> Iterator[Finding]:
             return
     try:
         yield from open_case(case, narrow)
-    except LostError as error:
-        yield case.refused(error.kind, error, "at the first calls")
+    except (RefusedError, LostError) as error:
+        kind = error.kind if isinstance(error, LostError) else "hangs"
+        yield case.refused(kind, error, "at the first calls")
+        return
+    if case.unasked:
+        yield from unwritten
+        told = {finding.kind for finding in unwritten} | {"gradient-uninitialised"}
+        case.left_out |= {kind: case.unasked for kind in KINDS if kind not in told}
         return
     yield from adjoint(case)
     if not case.answers:
@@ -183,7 +206,7 @@ def _found(case: Case, wanted: frozenset[str]) -> Iterator[Finding]:
                 yield from check(case)
             except (RefusedError, LostError) as error:
                 yield case.refused(kinds[0], error, "where it was asked")
-            except RankError as error:
+            except (ArgumentError, RankError) as error:
                 case.left_out[kinds[0]] = f"as build failed: {str(error).splitlines()[0]}"
 
 

@@ -38,6 +38,7 @@ class Case:
         readings: those that hold.
         arrows: the strongest of them.
         left_out: what could not be asked, with the reason.
+        unasked: why it cannot be judged at all; empty where it can.
         answers: the first-order answers, by pattern.
         line: what a finding about backward points to.
         forward_line: what one about the function points to.
@@ -53,6 +54,7 @@ class Case:
     readings: list[Reading] = field(default_factory=list)
     arrows: list[Reading] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+    unasked: str = ""
     answers: dict[Pattern, list[list[Answer]]] = field(default_factory=dict)
     line: str | None = None
     forward_line: str | None = None
@@ -111,7 +113,9 @@ def worst_trouble(found: dict[int, Trouble]) -> Trouble:
 
 
 def show_troubles(found: dict[int, Trouble]) -> str:
-    """The exceptions of the ranks in a line."""
+    """The exceptions of the ranks in a line; nothing of none."""
+    if not found:
+        return ""
     first = worst_trouble(found)
     verb = "waits" if first.waited else "raises"
     text = re.sub(r"\s+", " ", first.first)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import itertools
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from gradmesh.errors import ArgumentError, GradmeshError, message
@@ -72,22 +75,48 @@ def named(target: str) -> Callable[..., Any]:
         ArgumentError: there is none.
     """
     where, _, name = target.rpartition(":")
-    module = where
-    folder = os.getcwd()
-    if where.endswith(".py"):
-        path = Path(where).resolve()
-        module, folder = path.stem, str(path.parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
     try:
-        found: Any = importlib.import_module(module)
+        found: Any = _from_file(Path(where).resolve()) if where.endswith(".py") else _by_name(where)
         for part in name.split("."):
             found = getattr(found, part)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _no_such(target, f"{type(error).__name__}: {error}") from error
     if not callable(found):
         raise _no_such(target, f"{name} is {type(found).__name__}")
     return found  # type: ignore[no-any-return]
+
+
+def _by_name(module: str) -> ModuleType:
+    _look_in(os.getcwd())
+    return importlib.import_module(module)
+
+
+def _from_file(path: Path) -> ModuleType:
+    """The module in a file, under the file's name where no other module has that, as ranks that are processes ask."""
+    _look_in(str(path.parent))
+    name = path.stem
+    for number in itertools.count(1):
+        known = sys.modules.get(name)
+        if known is None:
+            break
+        if getattr(known, "__file__", None) == str(path):
+            return known
+        name = f"{path.stem}_{number}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no file of Python code")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _look_in(folder: str) -> None:
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
 
 
 def _no_such(target: str, got: str) -> ArgumentError:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from gradmesh.errors import RankError
+from gradmesh.errors import ArgumentError, RankError
 from gradmesh.launch import Ranks
 from gradmesh.verify.auditing.probes import Answer, configure
 from gradmesh.verify.auditing.subject import Described, Trouble, hold
@@ -18,6 +18,9 @@ from gradmesh.verify.auditing.subject import Described, Trouble, hold
 __all__ = ["LostError", "Pool", "accepted"]
 
 T = TypeVar("T")
+
+
+_QUITS = "rank {} ends its process in {}: SystemExit"
 
 
 class LostError(Exception):
@@ -85,14 +88,17 @@ class Pool:
         """Have the ranks hold the function, if they do not.
 
         Raises:
+            ArgumentError: `build` does not return a function and its inputs.
             RankError: `build` fails.
         """
         if not self._holds:
             try:
                 with _silent():
                     told = self._ranks.run(_begin, self._build, self._options, self.outside, self.settings)
-            except RankError:
+            except RankError as error:
                 self._renew()
+                if isinstance(error.__cause__, ArgumentError) and "verify.audit" in str(error.__cause__):
+                    raise error.__cause__ from None
                 raise
             self.described = [each for each in told if each is not None]
             self._holds = True
@@ -114,6 +120,10 @@ class Pool:
         taking_part = cast("list[T]", answers[self.outside :])
         if _apart(taking_part):
             self._renew()
+        for rank, answer in enumerate(taking_part):
+            for trouble in _troubles(answer):
+                if trouble.kind == "SystemExit":
+                    raise LostError(RankError(_QUITS.format(rank, trouble.stage), rank=rank))
         return taking_part
 
     @contextlib.contextmanager

@@ -20,6 +20,7 @@ __all__ = [
     "attempt",
     "configure",
     "cotangents",
+    "difference",
     "drawn",
     "filled",
     "first_order",
@@ -124,7 +125,7 @@ def attempt(probes: Sequence[Probe], ask: Callable[[Subject, Probe], Answer]) ->
         answer = Answer()
         try:
             answer = ask(subject, probe)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             answer.trouble = of_error(error)
         answers.append(answer)
         if answer.trouble is not None:
@@ -208,7 +209,12 @@ def mapped(subject: Subject, probe: Probe) -> tuple[list[Tensor], list[Tensor]]:
     with torch.no_grad():
         ahead = filled(subject.call([b + step * v for b, v in zip(base, x, strict=True)]))
         behind = filled(subject.call([b - step * v for b, v in zip(base, x, strict=True)]))
-    return x, [(a - b) / (2 * step) for a, b in zip(ahead, behind, strict=True)]
+    return x, [difference(a, b) / (2 * step) for a, b in zip(ahead, behind, strict=True)]
+
+
+def difference(a: Tensor, b: Tensor) -> Tensor:
+    """The difference; 0 where both are the same infinity, as under a mask."""
+    return torch.where(a == b, torch.zeros_like(a), a - b)
 
 
 def _first_order(subject: Subject, probe: Probe) -> Answer:

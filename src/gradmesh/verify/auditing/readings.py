@@ -23,12 +23,23 @@ from gradmesh.types import Type
 if TYPE_CHECKING:
     from gradmesh.verify.auditing.probes import Answer
 
-__all__ = ["Pattern", "Reading", "agree", "all_readings", "distance", "law_error", "paired", "strongest"]
+__all__ = [
+    "Pairings",
+    "Pattern",
+    "Reading",
+    "agree",
+    "all_readings",
+    "all_tried",
+    "distance",
+    "law_error",
+    "paired",
+    "strongest",
+]
 
 V, R, P, I = Type.V, Type.R, Type.P, Type.I  # noqa: E741 - the names of the types
 
 _SAME = (R, I)
-_MOST = 256
+_MOST = 4**6
 """Readings that are tried one by one; with more operands all of them get the same type."""
 
 Pattern = tuple[tuple[bool, ...], tuple[bool, ...]]
@@ -81,13 +92,19 @@ def all_readings(
     """
     src = [(V, R, P, I) if shape is not None else (V,) for shape in operands]
     dst = [(V, R, P, I) if shape is not None else (V,) for shape in results]
-    if 4 ** (len(src) + len(dst)) <= _MOST:
+    if all_tried(operands, results):
         return [Reading(s, d) for s in itertools.product(*src) for d in itertools.product(*dst)]
     return [
         Reading(tuple(s if s in t else V for t in src), tuple(d if d in t else V for t in dst))
         for s in (V, R, P, I)
         for d in (V, R, P, I)
     ]
+
+
+def all_tried(operands: Sequence[Sequence[int] | None], results: Sequence[Sequence[int] | None]) -> bool:
+    """Whether `all_readings` has every combination of types."""
+    free = sum(shape is not None for shape in (*operands, *results))
+    return bool(4**free <= _MOST)
 
 
 def strongest(readings: Iterable[Reading]) -> list[Reading]:
@@ -98,15 +115,8 @@ def strongest(readings: Iterable[Reading]) -> list[Reading]:
 
 def paired(kinds: Sequence[Type], a: Values, b: Values) -> tuple[float, float]:
     """<a, b> of tensors of these types over all ranks, and the size of its terms."""
-    total = size = 0.0
-    for rank, (row, other) in enumerate(zip(a, b, strict=True)):
-        for kind, x, y in zip(kinds, row, other, strict=True):
-            if kind is I and rank > 0:
-                continue
-            products = _real(x) * _real(y)
-            total += float(products.sum())
-            size += float(products.abs().sum())
-    return total, size
+    rows = [[_pair(x, y) for x, y in zip(row, other, strict=True)] for row, other in zip(a, b, strict=True)]
+    return _counted(kinds, rows)
 
 
 def agree(values: Values, index: int, tolerance: float) -> bool:
@@ -116,7 +126,10 @@ def agree(values: Values, index: int, tolerance: float) -> bool:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """How far two tensors are from each other, relative to their size; infinite where shapes differ or NaN comes."""
+    """How far two tensors are from each other, relative to their size; infinite where shapes differ.
+
+    The same infinity in both is no distance, and neither is NaN; what is not finite in one alone is infinitely far.
+    """
     if a.shape != b.shape:
         return float("inf")
     if not a.numel():
@@ -124,8 +137,51 @@ def distance(a: Tensor, b: Tensor) -> float:
     if a.is_complex() or b.is_complex():
         a, b = a.to(torch.complex128), b.to(torch.complex128)
     a, b = _real(a), _real(b)
-    found = float((a - b).abs().max() / max(1e-300, float(torch.maximum(a.abs(), b.abs()).max())))
+    off = torch.where((a == b) | (a.isnan() & b.isnan()), torch.zeros_like(a), (a - b).abs())
+    sizes = torch.nan_to_num(torch.maximum(a.abs(), b.abs()), 0, 0, 0)
+    found = float(off.max()) / max(1e-300, float(sizes.max()))
     return found if found == found else float("inf")
+
+
+class Pairings:
+    """Probes of one pattern, paired and compared once for all of its readings.
+
+    Args:
+        probes: for each probe, each rank's answer.
+        tolerance: up to which values on different ranks count as the same.
+    """
+
+    def __init__(self, probes: Sequence[Sequence[Answer]], tolerance: float) -> None:
+        self.alike: list[bool] = []
+        self.alike_back: list[bool] = []
+        self.terms: list[tuple[list[list[_Pair]], list[list[_Pair]]]] = []
+        for ranks in probes:
+            results, grads = [a.results for a in ranks], [a.gradients for a in ranks]
+            for flags, values in ((self.alike, results), (self.alike_back, grads)):
+                same = [agree(values, i, tolerance) for i in range(len(values[0]))]
+                flags[:] = [a and b for a, b in zip(flags, same, strict=True)] if flags else same
+            self.terms.append(
+                (
+                    [[_pair(x, y) for x, y in zip(a.results, a.cotangents, strict=True)] for a in ranks],
+                    [[_pair(x, y) for x, y in zip(a.operands, a.gradients, strict=True)] for a in ranks],
+                )
+            )
+
+    def error(self, reading: Reading) -> float:
+        """As `law_error`."""
+        if any(
+            kind in _SAME and not alike for kind, alike in zip(reading.dst, self.alike, strict=True)
+        ) or any(
+            kind.dual in _SAME and not alike for kind, alike in zip(reading.src, self.alike_back, strict=True)
+        ):
+            return float("inf")
+        worst = 0.0
+        for out, back in self.terms:
+            left, left_size = _counted(reading.dst, out)
+            right, right_size = _counted(reading.src, back)
+            error = abs(left - right) / max(1e-300, left_size, right_size)
+            worst = max(worst, error if error == error else float("inf"))
+        return worst
 
 
 def law_error(
@@ -138,20 +194,26 @@ def law_error(
         answers: for each pattern, for each probe, each rank's answer.
         tolerance: up to which values on different ranks count as the same.
     """
-    worst = 0.0
-    for ranks in answers[reading.pattern]:
-        results, grads = [a.results for a in ranks], [a.gradients for a in ranks]
-        for index, kind in enumerate(reading.dst):
-            if kind in _SAME and not agree(results, index, tolerance):
-                return float("inf")
-        for index, kind in enumerate(reading.src):
-            if kind.dual in _SAME and not agree(grads, index, tolerance):
-                return float("inf")
-        left, left_size = paired(reading.dst, results, [a.cotangents for a in ranks])
-        right, right_size = paired(reading.src, [a.operands for a in ranks], grads)
-        error = abs(left - right) / max(1e-300, left_size, right_size)
-        worst = max(worst, error if error == error else float("inf"))
-    return worst
+    return Pairings(answers[reading.pattern], tolerance).error(reading)
+
+
+_Pair = tuple[float, float]
+"""<x, y>, and the size of its terms."""
+
+
+def _pair(x: Tensor, y: Tensor) -> _Pair:
+    products = _real(x) * _real(y)
+    return float(products.sum()), float(products.abs().sum())
+
+
+def _counted(kinds: Sequence[Type], rows: Sequence[Sequence[_Pair]]) -> _Pair:
+    counted = [
+        pair
+        for rank, row in enumerate(rows)
+        for kind, pair in zip(kinds, row, strict=True)
+        if kind is not I or not rank
+    ]
+    return sum(total for total, _ in counted), sum(size for _, size in counted)
 
 
 def _real(x: Tensor) -> Tensor:

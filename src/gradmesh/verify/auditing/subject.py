@@ -17,6 +17,7 @@ from torch.autograd.function import BackwardCFunction
 
 from gradmesh.errors import AbortedError, ArgumentError, DeadlockError, MismatchError, OrderError, message
 from gradmesh.order import Order, ordered
+from gradmesh.verify.auditing.trees import replaced, tensors
 
 __all__ = [
     "Described",
@@ -26,6 +27,7 @@ __all__ = [
     "held",
     "hold",
     "line_of",
+    "nodes",
     "of_error",
     "own_function",
     "own_node",
@@ -33,6 +35,7 @@ __all__ = [
 
 IN_BACKWARD = "raised in backward"
 """A note that exceptions of backward get."""
+_REENTRANT = "CheckpointFunctionBackward"
 _WAITED = (DeadlockError, AbortedError, MismatchError)
 
 _LIBRARIES = (
@@ -53,8 +56,9 @@ class Subject:
 
     Attributes:
         fn: the function.
-        inputs: its arguments, as `build` returned them.
-        operands: which of them are differentiated.
+        arguments: what it is called with, as `build` returned it.
+        inputs: the tensors in there.
+        operands: which of these are differentiated.
         rank: this rank among those that take part.
         change: what to run backward in to see whether state of the program changes the gradient.
         dtype: what operands are drawn in; complex ones in the complex dtype of that width.
@@ -63,6 +67,7 @@ class Subject:
     """
 
     fn: Callable[..., Any]
+    arguments: tuple[Any, ...]
     inputs: tuple[Any, ...]
     operands: tuple[int, ...]
     rank: int
@@ -83,13 +88,12 @@ class Subject:
 
     def call(self, operands: Sequence[Tensor]) -> list[Tensor]:
         """The results of the function that can have a gradient, given its operands; this rank's parts of DTensors."""
-        arguments = list(self.inputs)
+        values = list(self.inputs)
         for index, x in zip(self.operands, operands, strict=True):
-            arguments[index] = x
-        out = self.fn(*arguments)
-        parts = [out] if isinstance(out, Tensor) else list(out)
-        local: list[Any] = [y.to_local() if hasattr(y, "to_local") else y for y in parts]
-        return [y for y in local if isinstance(y, Tensor) and (y.is_floating_point() or y.is_complex())]
+            values[index] = x
+        out = self.fn(*replaced(self.arguments, iter(values)))
+        local: list[Any] = [y.to_local() if hasattr(y, "to_local") else y for y in tensors(out)]
+        return [y for y in local if y.is_floating_point() or y.is_complex()]
 
 
 @dataclass(frozen=True)
@@ -101,12 +105,14 @@ class Described:
         line: where it begins.
         values: the operands that `build` returned.
         can_change: whether `build` returned something to run backward in.
+        learns: whether it is a module with parameters, which are no operands.
     """
 
     name: str
     line: str | None
     values: list[Tensor]
     can_change: bool
+    learns: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,24 +150,27 @@ def hold(build: Callable[..., Any], options: dict[str, Any], rank: int) -> Descr
     made = build(**options)
     if not (isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0])):
         raise _unusable("build() has to return a function and its inputs", repr(made)[:200])
-    fn, inputs = made[0], made[1]
-    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    floating = [
-        i for i, x in enumerate(inputs) if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
-    ]
+    fn, given = made[0], made[1]
+    arguments = tuple(given) if isinstance(given, tuple | list) else (given,)
+    inputs = tuple(tensors(arguments))
+    floating = [i for i, x in enumerate(inputs) if x.is_floating_point() or x.is_complex()]
     asked = [i for i in floating if inputs[i].requires_grad]
     if not floating:
         raise _unusable(
-            "there is no operand to differentiate", f"inputs {[type(x).__name__ for x in inputs]}"
+            "there is no operand to differentiate", f"inputs {[type(x).__name__ for x in arguments]}"
         )
     _of_this_rank.subject = subject = Subject(
-        fn, inputs, tuple(asked or floating), rank, made[2] if len(made) == 3 else None
+        fn, arguments, inputs, tuple(asked or floating), rank, made[2] if len(made) == 3 else None
     )
     of = getattr(fn, "__self__", None)
     named = of if inspect.isclass(of) else fn
     name = getattr(named, "__qualname__", type(fn).__qualname__).rpartition("<locals>.")[2]
     values = [inputs[i].detach().clone() for i in subject.operands]
-    return Described(name, line_of(fn), values, subject.change is not None)
+    return Described(name, line_of(fn), values, subject.change is not None, _learns(fn) or _learns(of))
+
+
+def _learns(fn: Any) -> bool:
+    return isinstance(fn, torch.nn.Module) and any(p.requires_grad for p in fn.parameters())
 
 
 def held() -> Subject:
@@ -198,6 +207,11 @@ def _gradients(
             return list(order.grad(ys or None, operands, gs or None, allow_unused=True, **options))
         if not pairs:
             return [None] * len(operands)
+        if any(type(node).__name__ == _REENTRANT for node in nodes(ys)):  # it refuses torch.autograd.grad
+            for x in operands:
+                x.grad = None
+            torch.autograd.backward(ys, gs, **options)  # type: ignore[arg-type]
+            return [x.grad for x in operands]
         return list(torch.autograd.grad(ys, operands, gs, allow_unused=True, **options))
     except Exception as error:
         error.add_note(IN_BACKWARD)
@@ -247,6 +261,19 @@ def own_node(node: Any) -> str | None:
     """Where the backward of a node begins, if it is that of an autograd Function written in Python."""
     cls = own_function(node)
     return None if cls is None else line_of(cls.backward)
+
+
+def nodes(results: Sequence[Tensor]) -> Iterator[Any]:
+    """The nodes of the graphs of results, each once."""
+    stack: list[Any] = [y.grad_fn for y in results]
+    seen: set[Any] = set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        stack += [above for above, _ in node.next_functions]
 
 
 def _functions(above: Any) -> Iterator[Any]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradmesh.verify.auditing.subject import own_node
+from gradmesh.verify.auditing.subject import nodes, own_node
 
-__all__ = ["Note", "Watch", "changed", "nodes", "shared"]
+__all__ = ["Note", "Watch", "changed", "shared"]
 
 Note = tuple[str, str, str | None]
 """A kind, what was seen, and the line that did it."""
@@ -79,19 +79,6 @@ class Watch:
             if not _same(grad, copy)
         ]
         return list(dict.fromkeys(found))
-
-
-def nodes(results: Sequence[Tensor]) -> Iterator[Any]:
-    """The nodes of the graphs of results, each once."""
-    stack: list[Any] = [y.grad_fn for y in results]
-    seen: set[Any] = set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        stack += [above for above, _ in node.next_functions]
 
 
 def _local(x: Tensor) -> Tensor:

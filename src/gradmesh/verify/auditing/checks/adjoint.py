@@ -12,9 +12,11 @@ from gradmesh.verify.auditing.checks.vacuous import with_a_point
 from gradmesh.verify.auditing.pool import LostError
 from gradmesh.verify.auditing.probes import Answer
 from gradmesh.verify.auditing.readings import (
+    Pairings,
     Pattern,
     Reading,
     all_readings,
+    all_tried,
     law_error,
     paired,
     strongest,
@@ -25,6 +27,9 @@ __all__ = ["adjoint", "ask_all", "judge", "notes"]
 
 _PROBES = 3
 """For each pattern; a factor for each rank takes more, see `_by_rank`."""
+
+_SORTED = 1024
+"""Readings that are put in order at most: each is compared with each."""
 
 Answers = Mapping[Pattern, Sequence[Sequence[Answer]]]
 
@@ -47,7 +52,10 @@ def adjoint(case: Case) -> Iterator[Finding]:
     yield from notes(case, (ranks for probes in case.answers.values() for ranks in probes))
     case.arrows = strongest(judge(case, readings, case.answers))
     case.readings = [r for r in every_reading if any(arrow.implies(r) for arrow in case.arrows)]
-    if not case.readings:
+    if not case.readings and not all_tried(case.shapes, case.out_shapes):
+        count = len(case.shapes) + len(case.out_shapes)
+        case.left_out["not-adjoint"] = f"as the types of {count} tensors have too many combinations to try"
+    elif not case.readings:
         text, ranks, line = _why(case, readings, case.answers)
         yield Finding("not-adjoint", text + _but(case, every_reading), ranks, line)
 
@@ -69,7 +77,13 @@ def ask_all(
 
 def judge(case: Case, readings: Sequence[Reading], answers: Answers) -> list[Reading]:
     """The readings that hold."""
-    return [r for r in readings if law_error(r, answers, case.tolerance) <= case.tolerance]
+    return [r for r, error in _errors(case, readings, answers) if error <= case.tolerance]
+
+
+def _errors(case: Case, readings: Sequence[Reading], answers: Answers) -> list[tuple[Reading, float]]:
+    """How far backward is from the adjoint under each reading."""
+    paired_once = {p: Pairings(answers[p], case.tolerance) for p in patterns_of(readings)}
+    return [(r, paired_once[r.pattern].error(r)) for r in readings]
 
 
 def notes(case: Case, probes: Iterable[Sequence[Answer]]) -> Iterator[Finding]:
@@ -106,8 +120,7 @@ def _why(
             return f"the gradient is {_named(factor, world)} as {reading}", (), case.line
     if deaf:
         return f"no gradient comes back on {len(deaf)} of {world} ranks", tuple(deaf), case.line
-    errors = [(law_error(r, answers, case.tolerance), r) for r in readings]
-    error, nearest = min(errors, key=lambda pair: pair[0])
+    nearest, error = min(_errors(case, readings, answers), key=lambda pair: pair[1])
     if math.isinf(error):
         return (
             "no reading fits: results or gradients differ between ranks where types ask for one value",
@@ -118,6 +131,8 @@ def _why(
 
 
 def _from_the_strongest(readings: Sequence[Reading]) -> list[Reading]:
+    if len(readings) > _SORTED:
+        return list(readings)
     return sorted(readings, key=lambda r: -sum(r.implies(other) for other in readings))
 
 

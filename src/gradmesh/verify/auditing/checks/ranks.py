@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gradmesh.errors import RankError
+from gradmesh.errors import ArgumentError, RankError
 from gradmesh.order import ordered
 from gradmesh.verify.auditing.case import Case, RefusedError, show_troubles, worst_trouble
 from gradmesh.verify.auditing.pool import LostError
@@ -51,7 +51,7 @@ def _asked(case: Case, ask: object, what: str) -> list[Answer] | Finding:
         by_rank: list[list[Answer]] = ask(first_order, [_same_operands(case)])  # type: ignore[operator]
     except LostError as error:
         return case.refused("own-rank-assumed", error, what)
-    except RankError as error:
+    except (ArgumentError, RankError) as error:
         text = f"{what}: build fails: {str(error).splitlines()[0].removeprefix('gradmesh.launch: ')}"
         return Finding("own-rank-assumed", text, (), case.forward_line)
     raised = {rank: row[0].trouble for rank, row in enumerate(by_rank) if row[0].trouble is not None}

@@ -13,9 +13,8 @@ from gradmesh.verify.auditing.pool import LostError
 from gradmesh.verify.auditing.probes import Answer, Point, Probe, attempt, cotangents, leaves_of
 from gradmesh.verify.auditing.readings import distance
 from gradmesh.verify.auditing.report import Finding
-from gradmesh.verify.auditing.subject import Subject, call_differentiably, held, own_function
+from gradmesh.verify.auditing.subject import Subject, call_differentiably, held, nodes, own_function
 from gradmesh.verify.auditing.switches import restore, switches, turn_switch
-from gradmesh.verify.auditing.watch import nodes
 
 __all__ = ["global_convention"]
 
@@ -23,11 +22,18 @@ __all__ = ["global_convention"]
 def global_convention(case: Case) -> Iterator[Finding]:
     """Change every switch of the function's modules between forward and backward, and look at the gradient."""
     places: list[int | None] = [None] if case.pool.begin()[0].can_change else []
-    told = case.pool.ask(look_for_switches)[0]
-    places += range(len(told))
-    if not places:
+    try:
+        told = case.pool.ask(look_for_switches)[0]
+        places += range(len(told))
+        if not places:
+            return
+        plain = _gradients(case, None, turned=False)
+    except (
+        RefusedError,
+        LostError,
+    ) as error:  # backward apart from forward: DDP waits for the next forward there
+        case.left_out["global-convention"] = f"as it cannot be asked: {str(error).splitlines()[0]}"
         return
-    plain = _gradients(case, None, turned=False)
     for place in places:
         try:
             changed = _gradients(case, place, turned=True)
