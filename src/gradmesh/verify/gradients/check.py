@@ -12,7 +12,8 @@ from torch import Tensor
 from gradmesh.errors import ArgumentError, GradcheckError, RankError, message
 from gradmesh.launch import Ranks
 from gradmesh.verify.gradients.diagnosis import diagnosed
-from gradmesh.verify.gradients.findings import NONE_FITS, Diagnosis
+from gradmesh.verify.gradients.digits import refined, widest
+from gradmesh.verify.gradients.findings import NONE_FITS, TOO_FEW_DIGITS, Diagnosis
 from gradmesh.verify.gradients.judge import entries
 from gradmesh.verify.gradients.measure import Measured, Options, exchanged, measure
 from gradmesh.verify.gradients.program import Objective
@@ -74,7 +75,9 @@ def gradcheck(
         directions: how many random directions each leaf is moved along. An error of the size e of a gradient passes one
             of them with a probability of about tolerance / e.
         eps: how far.
-        atol: what a derivative may be off by, beside 20 roundings of the losses divided by eps, which are added.
+        atol: what a derivative may be off by, beside 20 roundings of the losses divided by eps, which are added. Where
+            these hide more than a hundredth of a gradient it is measured with larger steps, up to 1e-3, and where they
+            still do it counts as not right: the loss has too few digits to tell.
         rtol: the same, relative to the size of the ranks' terms of it.
         seed: of the directions.
         diagnose: look for the reason of a failure, which takes a few more runs.
@@ -136,10 +139,16 @@ def _on_ranks(
     for rank in found:
         if rank.problem is not None:
             raise rank.problem
+
+    def again(wider: Options) -> list[Measured]:
+        return run(measure, fn, inputs, wider)
+
     every = entries(found, options)
+    hidden = any(entry.blurred and entry.ok for entry in every)
+    every = refined(every, again, options)
     report = GradcheckReport(len(found), options.objective, [rank.loss for rank in found], every)
     if not report.ok and diagnose:
-        report.diagnosis = _reason(report, run, fn, inputs, options)
+        report.diagnosis = _reason(report, run, fn, inputs, widest(options) if hidden else options)
     return report
 
 
@@ -150,7 +159,13 @@ def _reason(
     inputs: Callable[[int], object],
     options: Options,
 ) -> Diagnosis:
-    modes = {entry.mode for entry in report.failed}
+    modes = {entry.mode for entry in report.failed if not entry.unclear}
+    if not modes:
+        return Diagnosis(
+            TOO_FEW_DIGITS,
+            "the rounding of the losses is as large as what a gradient makes of them; leave constants out of the loss, "
+            "or make its terms smaller",
+        )
     if "same on every rank" in modes:
         return Diagnosis(
             "loss not replicated",

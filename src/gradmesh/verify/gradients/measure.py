@@ -35,6 +35,8 @@ class Options:
     in_order: bool = False
     atol: float = 1e-8
     rtol: float = 1e-6
+    wide: bool = False
+    """Whether a move is made by half of `eps` too, and what remains of the curvature's share is taken off."""
     split: bool = False
     """Whether a replicated leaf is moved on one rank after another, to tell whose gradient of it is wrong."""
 
@@ -161,16 +163,25 @@ def planned(everyones: list[list[Kept]], options: Options) -> list[Move]:
 def _moved(
     value: Callable[[Mapping[str, Tensor] | None], Part], move: Move, options: Options
 ) -> list[tuple[Part, Part]]:
-    found = []
-    for number in range(move.count):
-        ends = []
-        for sign in (-1, 1):
-            offsets = {}
-            if move.owner in (None, dist.get_rank()):
-                offsets[move.name] = sign * options.eps * move.along(number, options.seed)
-            ends.append(value(offsets))
-        found.append((ends[0], ends[1]))
-    return found
+    here = move.owner in (None, dist.get_rank())
+    return [
+        _ends(value, {move.name: move.along(number, options.seed)} if here else {}, options)
+        for number in range(move.count)
+    ]
+
+
+def _ends(
+    value: Callable[[Mapping[str, Tensor] | None], Part], along: Mapping[str, Tensor], options: Options
+) -> tuple[Part, Part]:
+    """A number behind and before, by `eps`; a wide step is Richardson's, of the whole and the half of it."""
+    ends = []
+    for sign in (-1, 1):
+        whole = value({name: sign * options.eps * d for name, d in along.items()})
+        if options.wide:
+            half = value({name: sign * options.eps / 2 * d for name, d in along.items()})
+            whole = Part((8 * half.varying - whole.varying) / 3, (8 * half.invariant - whole.invariant) / 3)
+        ends.append(whole)
+    return ends[0], ends[1]
 
 
 def _tangent(program: Program, moves: list[Move], number: int, options: Options) -> tuple[Part, Part, Part]:
@@ -183,8 +194,7 @@ def _tangent(program: Program, moves: list[Move], number: int, options: Options)
         for move in mine
     }
     tangent = program.tangent(along)
-    ends = [program.part({name: sign * options.eps * d for name, d in along.items()}) for sign in (-1, 1)]
-    return tangent, ends[0], ends[1]
+    return tangent, *_ends(program.part, along, options)
 
 
 def _kept(leaf: Any, seed: int) -> Kept:
