@@ -324,6 +324,20 @@ def test_what_cannot_be_checked_is_refused_with_a_remedy(case: str) -> None:
     assert "remedy" in str(caught.value)
 
 
+def test_a_rank_without_a_loss_counts_as_zero_in_order() -> None:
+    def loss(x: Tensor) -> Tensor | None:
+        rows = gm.all_gather(x)
+        return (rows**3).sum() if dist.get_rank() == 0 else None
+
+    def wrong(x: Tensor) -> Tensor | None:
+        return loss(x + x.detach())
+
+    options: dict[str, Any] = {"world_size": 2, "ordered": True, "order": 2, "forward": True}
+    assert gradcheck(loss, lambda r: normal(3, seed=r), **options).ok  # type: ignore[arg-type]
+    report = gradcheck(wrong, lambda r: normal(3, seed=r), raise_exception=False, **options)  # type: ignore[arg-type]
+    assert not report.ok
+
+
 def test_every_rank_that_is_there_hears_of_an_unusable_input(
     threads: Callable[[int], Callable[..., list[Any]]],
 ) -> None:

@@ -71,7 +71,8 @@ def gradcheck(
         forward: check forward mode too.
         backend: as for `gradmesh.launch`.
         full: move each element by itself, in place of all along random directions.
-        ordered: run forward and backward inside `gradmesh.ordered()`. Then a rank's loss may depend on nothing.
+        ordered: run forward and backward inside `gradmesh.ordered()`. Then a rank's loss may depend on nothing,
+            or be None, which counts as 0.
         directions: how many random directions each leaf is moved along. An error of the size e of a gradient passes one
             of them with a probability of about tolerance / e.
         eps: how far.

@@ -66,7 +66,8 @@ def same_as_single(
         objective: how the ranks' losses make that of the single process: "sum", "mean" or "replicated".
         steps: how many steps.
         optimizer: makes the optimizer of a list of parameters; by default `torch.optim.SGD` with lr=0.1.
-        ordered: run forward and backward inside `gradmesh.ordered()`.
+        ordered: run forward and backward inside `gradmesh.ordered()`. Then a rank may return None for its loss, which
+            counts as 0.
         backend: as for `gradmesh.launch`.
         rtol: what an element may be off by, relative to the largest of its tensor.
         atol: the same, absolutely.
