@@ -276,6 +276,7 @@ def loss_of_one(x: Tensor) -> Tensor:
 
 
 calls = iter(range(1000))
+SHARED = nn.Linear(2, 1).double()
 WRONG: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], str]] = {
     "no scalar": (lambda x: x, lambda r: normal(3), {}, "returns no scalar loss"),
     "no tensor": (lambda x: 3.0, lambda r: normal(3), {}, "got       float on rank 0"),
@@ -295,6 +296,12 @@ WRONG: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], str]] = {
         lambda r: Input(normal(3, seed=r), gm.R),
         {},
         "is not the same on every rank",
+    ),
+    "one module on all ranks": (
+        lambda m, x: gm.all_gather(m(x)).sum(),
+        lambda r: (SHARED, normal(1, 2)),
+        {},
+        "the ranks share one module",
     ),
     "types differ": (loss_of_one, lambda r: Input(normal(3), gm.R if r else gm.I), {}, "has several types"),
     "nothing to differentiate": (

@@ -63,7 +63,8 @@ def gradcheck(
     Args:
         fn: returns one real float64 element that requires grad.
         inputs: a function of the rank that returns the rank's inputs, a tuple; or a list of these, one for each rank.
-            Sizes may differ from rank to rank. Tensors are converted to double precision; modules have to be in it.
+            Sizes may differ from rank to rank. Tensors are converted to double precision; modules have to be in it,
+            and each rank needs its own: make it in this function, or `copy.deepcopy` it there.
         world_size: how many ranks to launch. None: this is called on every rank of a world that is there.
         objective: "sum": the sum of the ranks' losses. "replicated": the loss, which is the same on every rank and
             counts once; whether it is the same is checked. "mean": the mean of the losses, as DDP and FSDP have it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -14,7 +15,7 @@ from torch import Tensor
 from gradmesh.errors import GradmeshError
 from gradmesh.types import Type
 from gradmesh.verify.gradients.directions import direction, unit
-from gradmesh.verify.gradients.inputs import RankInputs, refuse_wrong_call
+from gradmesh.verify.gradients.inputs import RankInputs, local_part, refuse_wrong_call
 from gradmesh.verify.gradients.program import Objective, Part, Program
 from gradmesh.verify.gradients.refusals import Kept, disagreement, raise_first, unsteady, unusable
 
@@ -203,4 +204,6 @@ def _kept(leaf: Any, seed: int) -> Kept:
         weights = direction(seed, "mark", 0, leaf.base.shape, leaf.base.dtype)
         product = (weights * leaf.base).sum()
         mark = (float(product.real), float(product.imag)) if leaf.base.is_complex() else (float(product),)
-    return Kept(leaf.name, leaf.type, tuple(leaf.base.shape), leaf.base.dtype, mark)
+    address = 0 if leaf.parameter is None else local_part(leaf.parameter.detach()).data_ptr()
+    memory = (os.getpid(), address) if address else None
+    return Kept(leaf.name, leaf.type, tuple(leaf.base.shape), leaf.base.dtype, mark, memory)

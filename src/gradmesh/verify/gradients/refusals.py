@@ -27,6 +27,8 @@ class Kept:
     dtype: torch.dtype
     mark: tuple[float, ...]
     """Two products of a leaf that has to be the same on every rank; empty for others."""
+    memory: tuple[int, int] | None = None
+    """The process and the address of a module's parameter; None for what is copied anyway, or is empty."""
 
 
 def disagreement(everyones: list[list[Kept]]) -> GradmeshError | None:
@@ -43,6 +45,14 @@ def disagreement(everyones: list[list[Kept]]) -> GradmeshError | None:
             "return tensors or modules from inputs(rank)",
         )
     for name, ranks in by_name.items():
+        held = [kept.memory for kept in ranks.values() if kept.memory is not None]
+        if len(set(held)) < len(held):
+            return _error(
+                "the ranks share one module",
+                "a module of its own on each rank, since each has gradients of its own",
+                f"{name} at one address on several ranks",
+                "make the module inside inputs(rank) from one seed, or copy.deepcopy it there",
+            )
         if len({kept.type for kept in ranks.values()}) > 1:
             got = ", ".join(f"{kept.type} on rank {rank}" for rank, kept in ranks.items())
             return _error(
