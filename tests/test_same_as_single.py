@@ -191,6 +191,15 @@ def test_a_value_is_compared_as_it_lies() -> None:
     ]
 
 
+def test_shapes_that_differ_are_shown() -> None:
+    def loss(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        y = model(x)
+        return y.square().sum(), {"y": y.detach()}
+
+    report = same_as_single(loss, inputs=(Shard(X),), module=Mlp, world_size=2, raise_exception=False)
+    assert "value y on rank 0 has shape [3, 2], expected [6, 2]" in str(report)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -202,6 +211,13 @@ def test_a_value_is_compared_as_it_lies() -> None:
         ({"inputs": (X,), "distributed": lambda m, x: None}, "None, with ordered=True"),
         ({"inputs": (X,), "distributed": lambda m, x: x.sum()}, "does not require grad"),
         ({"inputs": (X,), "distributed": lambda m, x: (m(x).sum(), 1)}, "no dict of tensors"),
+        (
+            {"inputs": (X,), "distributed": lambda m, x: (m(x).sum(), {}), "reference": mse},
+            "different values",
+        ),
+        ({"inputs": (X,), "distributed": mse, "reference": lambda m, x: m(x).sum()}, "different values"),
+        ({"inputs": (X,), "parameters": {"c.*": gm.I}}, "pattern of parameters fits no name"),
+        ({"inputs": (X,), "outputs": {"out": Shard()}}, "pattern of outputs fits no name"),
         ({"inputs": (X,), "steps": 0}, "steps is not usable"),
         ({"inputs": (X,), "objective": "last"}, "objective is not usable"),
         ({"inputs": (X,), "world_size": 0}, "world_size is not usable"),
