@@ -287,6 +287,8 @@ WRONG: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], str]] = {
         {},
         "none on rank 1",
     ),
+    "infinite loss": (lambda x: x.sum() / 0, lambda r: torch.ones(3), {}, "inf on rank 0"),
+    "no number": (lambda x: x.sum() * float("nan"), lambda r: torch.ones(3), {}, "the loss is not finite"),
     "float32 loss": (lambda x: x.float().sum(), lambda r: normal(3), {}, "not of double precision"),
     "float32 module": (lambda m: m.weight.sum(), lambda r: nn.Linear(1, 1), {}, r"call .double\(\)"),
     "too many inputs": (loss_of_one, lambda r: (normal(3), 1), {}, "does not take these inputs"),
@@ -343,6 +345,18 @@ def test_a_rank_without_a_loss_counts_as_zero_in_order() -> None:
     assert gradcheck(loss, lambda r: normal(3, seed=r), **options).ok  # type: ignore[arg-type]
     report = gradcheck(wrong, lambda r: normal(3, seed=r), raise_exception=False, **options)  # type: ignore[arg-type]
     assert not report.ok
+
+
+def test_a_function_may_write_to_its_input_in_place() -> None:
+    def loss(x: Tensor) -> Tensor:
+        x.mul_(2)
+        return (gm.all_gather(x) ** 3).sum() * (1 + dist.get_rank())
+
+    def wrong(x: Tensor) -> Tensor:
+        return loss(x) + loss(x.detach())
+
+    assert gradcheck(loss, lambda r: normal(3, seed=r), world_size=2, order=2, forward=True).ok
+    assert not gradcheck(wrong, lambda r: normal(3, seed=r), world_size=2, raise_exception=False).ok
 
 
 def test_every_rank_that_is_there_hears_of_an_unusable_input(

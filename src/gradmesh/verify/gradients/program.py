@@ -145,6 +145,7 @@ class Program:
 
     @contextlib.contextmanager
     def _called(self, offsets: Mapping[str, Tensor] | None) -> Iterator[tuple[Tensor | None, Order | None]]:
-        args = self.inputs.args(offsets)
-        with torch.enable_grad(), ordered() if self.in_order else contextlib.nullcontext() as order:
-            yield self.fn(*args), order
+        with torch.enable_grad():
+            args = self.inputs.args(offsets)
+            with ordered() if self.in_order else contextlib.nullcontext() as order:
+                yield self.fn(*args), order

@@ -104,6 +104,14 @@ def unusable(
             "keep float64 inputs in float64 all the way",
             DTypeError,
         )
+    if double and not math.isfinite(float(loss.detach())):
+        return _error(
+            "the loss is not finite",
+            "a number of which differences can be taken",
+            f"{float(loss.detach())} on rank {rank}",
+            "give inputs at which the loss is finite on every rank",
+            op=op,
+        )
     if not loss.requires_grad and not in_order:
         return _error(
             "the loss does not require grad",
