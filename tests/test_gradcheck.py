@@ -276,6 +276,7 @@ def loss_of_one(x: Tensor) -> Tensor:
 
 
 calls = iter(range(1000))
+SHARED = nn.Linear(2, 1).double()
 WRONG: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], str]] = {
     "no scalar": (lambda x: x, lambda r: normal(3), {}, "returns no scalar loss"),
     "no tensor": (lambda x: 3.0, lambda r: normal(3), {}, "got       float on rank 0"),
@@ -286,6 +287,8 @@ WRONG: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], str]] = {
         {},
         "none on rank 1",
     ),
+    "infinite loss": (lambda x: x.sum() / 0, lambda r: torch.ones(3), {}, "inf on rank 0"),
+    "no number": (lambda x: x.sum() * float("nan"), lambda r: torch.ones(3), {}, "the loss is not finite"),
     "float32 loss": (lambda x: x.float().sum(), lambda r: normal(3), {}, "not of double precision"),
     "float32 module": (lambda m: m.weight.sum(), lambda r: nn.Linear(1, 1), {}, r"call .double\(\)"),
     "too many inputs": (loss_of_one, lambda r: (normal(3), 1), {}, "does not take these inputs"),
@@ -295,6 +298,12 @@ WRONG: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], str]] = {
         lambda r: Input(normal(3, seed=r), gm.R),
         {},
         "is not the same on every rank",
+    ),
+    "one module on all ranks": (
+        lambda m, x: gm.all_gather(m(x)).sum(),
+        lambda r: (SHARED, normal(1, 2)),
+        {},
+        "the ranks share one module",
     ),
     "types differ": (loss_of_one, lambda r: Input(normal(3), gm.R if r else gm.I), {}, "has several types"),
     "nothing to differentiate": (
@@ -322,6 +331,32 @@ def test_what_cannot_be_checked_is_refused_with_a_remedy(case: str) -> None:
     with pytest.raises(gm.GradmeshError, match=text) as caught:
         gradcheck(fn, inputs, **{"world_size": 2, **options})
     assert "remedy" in str(caught.value)
+
+
+def test_a_rank_without_a_loss_counts_as_zero_in_order() -> None:
+    def loss(x: Tensor) -> Tensor | None:
+        rows = gm.all_gather(x)
+        return (rows**3).sum() if dist.get_rank() == 0 else None
+
+    def wrong(x: Tensor) -> Tensor | None:
+        return loss(x + x.detach())
+
+    options: dict[str, Any] = {"world_size": 2, "ordered": True, "order": 2, "forward": True}
+    assert gradcheck(loss, lambda r: normal(3, seed=r), **options).ok  # type: ignore[arg-type]
+    report = gradcheck(wrong, lambda r: normal(3, seed=r), raise_exception=False, **options)  # type: ignore[arg-type]
+    assert not report.ok
+
+
+def test_a_function_may_write_to_its_input_in_place() -> None:
+    def loss(x: Tensor) -> Tensor:
+        x.mul_(2)
+        return (gm.all_gather(x) ** 3).sum() * (1 + dist.get_rank())
+
+    def wrong(x: Tensor) -> Tensor:
+        return loss(x) + loss(x.detach())
+
+    assert gradcheck(loss, lambda r: normal(3, seed=r), world_size=2, order=2, forward=True).ok
+    assert not gradcheck(wrong, lambda r: normal(3, seed=r), world_size=2, raise_exception=False).ok
 
 
 def test_every_rank_that_is_there_hears_of_an_unusable_input(

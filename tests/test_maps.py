@@ -75,3 +75,24 @@ def test_what_has_no_gradient_or_no_element_is_refused() -> None:
         adjoint_error(lambda x: x.detach(), world_size=2)
     with pytest.raises(gm.RankError, match="no rank's operand has an element"):
         as_matrix(lambda x: x, (0,), world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("fn", "text"),
+    [
+        (lambda x: gm.all_gather(x).square(), "at a random operand"),
+        (lambda x: gm.all_gather(x) + 1, "at zero"),
+        (lambda x: x * (x.abs().sum() <= 1), "at a random operand"),
+        (lambda x: (gm.all_gather(x), x), "got       tuple"),
+        (lambda x: None, "got       NoneType"),
+    ],
+)
+def test_what_is_no_linear_map_of_a_tensor_has_no_matrix(
+    threads: Callable[[int], Callable[..., list[Any]]], fn: Callable[[Tensor], Any], text: str
+) -> None:
+    def on_each_rank() -> str:
+        with pytest.raises(gm.ArgumentError) as caught:
+            as_matrix(fn, (2,))
+        return str(caught.value)
+
+    assert all(text in told for told in threads(2)(on_each_rank))

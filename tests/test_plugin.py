@@ -54,6 +54,21 @@ def section(result: pytest.RunResult, name: str) -> list[str]:
 # ---- what runs
 
 
+def test_a_test_that_turns_gradients_off_does_not_do_so_for_the_next(inner: Inner) -> None:
+    result = inner(
+        """
+@pytest.mark.world(2)
+def test_off():
+    torch.set_grad_enabled(False)
+
+@pytest.mark.world(2)
+def test_on():
+    assert torch.is_grad_enabled()
+"""
+    )
+    result.assert_outcomes(passed=2)
+
+
 def test_the_body_runs_on_every_rank_with_the_same_values(inner: Inner) -> None:
     result = inner(
         """

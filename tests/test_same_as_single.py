@@ -191,12 +191,33 @@ def test_a_value_is_compared_as_it_lies() -> None:
     ]
 
 
+def test_shapes_that_differ_are_shown() -> None:
+    def loss(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        y = model(x)
+        return y.square().sum(), {"y": y.detach()}
+
+    report = same_as_single(loss, inputs=(Shard(X),), module=Mlp, world_size=2, raise_exception=False)
+    assert "value y on rank 0 has shape [3, 2], expected [6, 2]" in str(report)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"inputs": (Shard(X, sizes=(1, 1)),)}, "do not make up the whole"),
         ({"inputs": (X,), "parallel": Cut}, "is not the part that its placement says"),
         ({"inputs": (X,), "parallel": lambda m: nn.Sequential(m)}, "has no like in the single one"),
+        ({"inputs": (X,), "distributed": lambda m, x: 3.0}, "returns no scalar loss"),
+        ({"inputs": (X,), "distributed": lambda m, x: m(x)}, "returns no scalar loss"),
+        ({"inputs": (X,), "distributed": lambda m, x: None}, "None, with ordered=True"),
+        ({"inputs": (X,), "distributed": lambda m, x: x.sum()}, "does not require grad"),
+        ({"inputs": (X,), "distributed": lambda m, x: (m(x).sum(), 1)}, "no dict of tensors"),
+        (
+            {"inputs": (X,), "distributed": lambda m, x: (m(x).sum(), {}), "reference": mse},
+            "different values",
+        ),
+        ({"inputs": (X,), "distributed": mse, "reference": lambda m, x: m(x).sum()}, "different values"),
+        ({"inputs": (X,), "parameters": {"c.*": gm.I}}, "pattern of parameters fits no name"),
+        ({"inputs": (X,), "outputs": {"out": Shard()}}, "pattern of outputs fits no name"),
         ({"inputs": (X,), "steps": 0}, "steps is not usable"),
         ({"inputs": (X,), "objective": "last"}, "objective is not usable"),
         ({"inputs": (X,), "world_size": 0}, "world_size is not usable"),
@@ -204,4 +225,21 @@ def test_a_value_is_compared_as_it_lies() -> None:
 )
 def test_what_cannot_be_compared_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(gm.ArgumentError, match=text):
-        same_as_single(mse, **{"module": Mlp, "world_size": 2, **options})
+        same_as_single(**{"distributed": mse, "module": Mlp, "world_size": 2, **options})
+
+
+def test_a_rank_without_a_loss_counts_as_zero_in_order() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor | None:
+        rows = gm.all_gather(model(x))
+        return rows.square().sum() if gm.rank() == 0 else None
+
+    assert same_as_single(loss, inputs=(Shard(X),), module=Mlp, world_size=2, steps=2, ordered=True).ok
+    assert not same_as_single(
+        loss,
+        lambda model, x: 2 * model(x).square().sum(),
+        inputs=(Shard(X),),
+        module=Mlp,
+        world_size=2,
+        ordered=True,
+        raise_exception=False,
+    ).ok

@@ -109,7 +109,7 @@ def run(fn: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, obj
     """
     __tracebackhide__ = True
     answer, subtests = Answer(), Subtests()
-    world, dtype = dist.group.WORLD, torch.get_default_dtype()
+    world, dtype, grad_mode = dist.group.WORLD, torch.get_default_dtype(), torch.is_grad_enabled()
     rank = dist.get_rank()
     _forget()
     if task.is_process:
@@ -134,6 +134,7 @@ def run(fn: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, obj
         raise
     finally:
         _forget()
+        torch.set_grad_enabled(grad_mode)  # each thread has its own, which outlives the test in a pool
         if task.is_process:
             torch.set_default_dtype(dtype)
     answer.subtests = _portable(subtests, fn) if task.is_process else subtests.ended

@@ -8,13 +8,14 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from gradmesh.axis import AxisLike
+from gradmesh.axis import Axis, AxisLike
 from gradmesh.axis import axis as find_axis
 from gradmesh.errors import ArgumentError, message
 from gradmesh.launch import launch
 from gradmesh.ops.base import LinearOp
 from gradmesh.types import Type
-from gradmesh.verify.laws import inner_product_error, law_error, matrix, matrix_of
+from gradmesh.verify.laws import inner_product_error, law_error, matrix, matrix_of, sample
+from gradmesh.wire import carrier
 
 __all__ = ["adjoint_error", "as_matrix"]
 
@@ -100,6 +101,10 @@ def as_matrix(
     Returns:
         The matrix, the same on every rank.
 
+    Raises:
+        ArgumentError: the function returns no tensor, or is not linear: it does not have 0 at 0, or what the matrix has
+            at a random operand; on every rank.
+
     Example:
         >>> gm.verify.as_matrix(lambda x: gm.scan(x), (1,), world_size=3)
         tensor([[1., 0., 0.],
@@ -112,8 +117,9 @@ def as_matrix(
             return matrix(fn, _shape(shape, fn.axis))
         here = find_axis(axis)
         own = _shape(shape, here)
-        found = matrix_of(_detached(fn), here, own, dtype)
+        found = matrix_of(_of_tensors(fn), here, own, dtype)
         if found is not None:
+            _refuse_nonlinear(found, fn, here, own, dtype)
             return found
         raise ArgumentError(
             message(
@@ -135,6 +141,62 @@ def _everywhere(on_each_rank: Callable[[], T], world_size: int | None, backend: 
 
 def _shape(shape: Shape, axis: AxisLike) -> Sequence[int]:
     return shape(find_axis(axis).rank) if callable(shape) else shape
+
+
+def _of_tensors(fn: Map) -> Map:
+    """The function without gradients, refused where it returns something else than a tensor."""
+
+    def detached(x: Tensor) -> Tensor:
+        y: object = fn(x)
+        if isinstance(y, Tensor):
+            return y.detach()
+        raise ArgumentError(
+            message(
+                "the function returns no tensor",
+                op="verify.as_matrix",
+                expected="one tensor on every rank",
+                got=type(y).__name__,
+                remedy="return one tensor; concatenate several",
+            )
+        )
+
+    return detached
+
+
+def _refuse_nonlinear(found: Tensor, fn: Map, axis: Axis, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Refuse a function that the matrix found at unit vectors does not describe elsewhere."""
+    origin = fn(torch.zeros(tuple(shape), dtype=dtype)).detach().reshape(-1)
+    x = 8 * sample(Type.V, shape, dtype, axis)  # far from the unit vectors
+    y = fn(x.clone()).detach().reshape(-1)
+    everyones = [_gathered(each, axis) for each in (origin, x.reshape(-1), y)]
+    zero, x, y = (each.to(found.dtype) for each in everyones)
+    allowed = 1e-3 if dtype in (torch.float32, torch.complex64) else 1e-9
+    if dtype in (torch.float16, torch.bfloat16):
+        allowed = 0.1
+    scale = 1 + float((found.abs() @ x.abs()).abs().max()) if found.shape[0] else 1.0
+    off = {
+        "at zero": zero,
+        "at a random operand": y - found @ x if y.shape == found.shape[:1] else None,
+    }
+    for where, error in off.items():
+        size = float("inf") if error is None else float(error.abs().max()) if error.numel() else 0.0
+        if not size <= allowed * scale:
+            raise ArgumentError(
+                message(
+                    "the function is not linear",
+                    op="verify.as_matrix",
+                    axis=str(axis),
+                    expected="0 at zero, and the sum of the columns times its elements at any operand",
+                    got=f"{where} it is off by {size:.3g}",
+                    remedy="give a function that is linear in its tensor; take the derivative of any other",
+                )
+            )
+
+
+def _gathered(x: Tensor, axis: Axis) -> Tensor:
+    """The values of all ranks, in rank order."""
+    sizes = carrier(axis).gather(torch.tensor([x.numel()]), [1] * axis.size).tolist()
+    return carrier(axis).gather(x, sizes)
 
 
 def _detached(fn: Map) -> Map:

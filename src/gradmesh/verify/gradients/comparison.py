@@ -114,14 +114,16 @@ class Comparison:
     ) -> None:
         self.report.compared += 1
         either = expected if expected is not None else found
-        if either is None or either.numel() == 0:
+        if either is None or (either.numel() == 0 and (found is None or found.shape == either.shape)):
             return
         expected = torch.zeros_like(either) if expected is None else expected
-        size = float(expected.abs().max())
+        size = float(expected.abs().max()) if expected.numel() else 0.0
         got = torch.zeros_like(either) if found is None else found
-        error = float((got - expected).abs().max()) if got.shape == expected.shape else float("inf")
+        alike = got.shape == expected.shape
+        error = float((got - expected).abs().max()) if alike else float("inf")
         if not error <= self.atol + self.rtol * size:
-            self.report.deviations.append(Deviation(number, kind, name, rank, error, size))
+            shapes = None if alike else (tuple(got.shape), tuple(expected.shape))
+            self.report.deviations.append(Deviation(number, kind, name, rank, error, size, shapes))
 
 
 def compared_inputs(given: Sequence[object]) -> dict[str, Placement]:

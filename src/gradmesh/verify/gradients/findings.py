@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["NONE_FITS", "Diagnosis", "Suspect"]
+__all__ = ["NONE_FITS", "TOO_FEW_DIGITS", "Diagnosis", "Suspect"]
 
 NONE_FITS = "none fits"
+TOO_FEW_DIGITS = "the loss has too few digits"
 
 
 @dataclass(frozen=True)

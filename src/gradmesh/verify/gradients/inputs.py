@@ -234,7 +234,7 @@ def _like(x: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
 
 def _filled(x: Any) -> Any:
     if isinstance(x, Leaf):
-        return x.current
+        return None if x.current is None else x.current.clone()  # a leaf cannot be written to in place
     if isinstance(x, dict):
         return {key: _filled(value) for key, value in x.items()}
     if isinstance(x, tuple | list):

@@ -113,7 +113,14 @@ def _entry(slope: Slopes, mode: str, rank: int | None, analytic: Tensor, options
         float(slope.total[worst]),
         float(allowed[worst]),
         missing,
+        _blurred(slope.noise, float(allowed[worst]), torch.cat([analytic, slope.total])),
     )
+
+
+def _blurred(noise: float, allowed: float, values: Tensor) -> bool:
+    """Whether rounding explains more than anything else that is allowed, and than a hundredth of the values."""
+    size = float(values.abs().max())
+    return size > 0 and noise > max(allowed - noise, 1e-2 * size)
 
 
 def tolerance(slope: Slopes, options: Options) -> Tensor:
@@ -151,6 +158,10 @@ def _tangents(found: list[Measured], options: Options) -> list[Entry]:
             numeric = _slope((before, after), 2 * options.eps)
             analytic = tangent.varying + tangent.invariant
             size = sum(abs(p.varying) + abs(p.invariant) for p in (before, after))
-            allowed = options.atol + _ROUNDING * size / options.eps + options.rtol * abs(numeric)
-            result.append(Entry("loss", None, rank.rank, "tangent", analytic, numeric, allowed))
+            noise = _ROUNDING * size / options.eps
+            allowed = options.atol + noise + options.rtol * abs(numeric)
+            blurred = _blurred(noise, allowed, torch.tensor([analytic, numeric]))
+            result.append(
+                Entry("loss", None, rank.rank, "tangent", analytic, numeric, allowed, blurred=blurred)
+            )
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -14,7 +15,7 @@ from torch import Tensor
 from gradmesh.errors import GradmeshError
 from gradmesh.types import Type
 from gradmesh.verify.gradients.directions import direction, unit
-from gradmesh.verify.gradients.inputs import RankInputs, refuse_wrong_call
+from gradmesh.verify.gradients.inputs import RankInputs, local_part, refuse_wrong_call
 from gradmesh.verify.gradients.program import Objective, Part, Program
 from gradmesh.verify.gradients.refusals import Kept, disagreement, raise_first, unsteady, unusable
 
@@ -35,6 +36,8 @@ class Options:
     in_order: bool = False
     atol: float = 1e-8
     rtol: float = 1e-6
+    wide: bool = False
+    """Whether a move is made by half of `eps` too, and what remains of the curvature's share is taken off."""
     split: bool = False
     """Whether a replicated leaf is moved on one rank after another, to tell whose gradient of it is wrong."""
 
@@ -115,7 +118,7 @@ def prepared(
     program = Program(fn, cast("RankInputs", taken), options.objective, options.seed, options.in_order)
     loss = program.loss()
     raise_first(exchanged(unusable(loss, options.in_order, rank)))
-    value = float(cast("Tensor", loss).detach())
+    value = float(loss.detach()) if isinstance(loss, Tensor) else 0.0
     raise_first(exchanged(unsteady(value, program.loss(), rank)))
     return program, everyones, value
 
@@ -161,16 +164,25 @@ def planned(everyones: list[list[Kept]], options: Options) -> list[Move]:
 def _moved(
     value: Callable[[Mapping[str, Tensor] | None], Part], move: Move, options: Options
 ) -> list[tuple[Part, Part]]:
-    found = []
-    for number in range(move.count):
-        ends = []
-        for sign in (-1, 1):
-            offsets = {}
-            if move.owner in (None, dist.get_rank()):
-                offsets[move.name] = sign * options.eps * move.along(number, options.seed)
-            ends.append(value(offsets))
-        found.append((ends[0], ends[1]))
-    return found
+    here = move.owner in (None, dist.get_rank())
+    return [
+        _ends(value, {move.name: move.along(number, options.seed)} if here else {}, options)
+        for number in range(move.count)
+    ]
+
+
+def _ends(
+    value: Callable[[Mapping[str, Tensor] | None], Part], along: Mapping[str, Tensor], options: Options
+) -> tuple[Part, Part]:
+    """A number behind and before, by `eps`; a wide step is Richardson's, of the whole and the half of it."""
+    ends = []
+    for sign in (-1, 1):
+        whole = value({name: sign * options.eps * d for name, d in along.items()})
+        if options.wide:
+            half = value({name: sign * options.eps / 2 * d for name, d in along.items()})
+            whole = Part((8 * half.varying - whole.varying) / 3, (8 * half.invariant - whole.invariant) / 3)
+        ends.append(whole)
+    return ends[0], ends[1]
 
 
 def _tangent(program: Program, moves: list[Move], number: int, options: Options) -> tuple[Part, Part, Part]:
@@ -183,8 +195,7 @@ def _tangent(program: Program, moves: list[Move], number: int, options: Options)
         for move in mine
     }
     tangent = program.tangent(along)
-    ends = [program.part({name: sign * options.eps * d for name, d in along.items()}) for sign in (-1, 1)]
-    return tangent, ends[0], ends[1]
+    return tangent, *_ends(program.part, along, options)
 
 
 def _kept(leaf: Any, seed: int) -> Kept:
@@ -193,4 +204,6 @@ def _kept(leaf: Any, seed: int) -> Kept:
         weights = direction(seed, "mark", 0, leaf.base.shape, leaf.base.dtype)
         product = (weights * leaf.base).sum()
         mark = (float(product.real), float(product.imag)) if leaf.base.is_complex() else (float(product),)
-    return Kept(leaf.name, leaf.type, tuple(leaf.base.shape), leaf.base.dtype, mark)
+    address = 0 if leaf.parameter is None else local_part(leaf.parameter.detach()).data_ptr()
+    memory = (os.getpid(), address) if address else None
+    return Kept(leaf.name, leaf.type, tuple(leaf.base.shape), leaf.base.dtype, mark, memory)

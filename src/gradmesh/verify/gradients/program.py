@@ -59,9 +59,12 @@ class Program:
         self.fn, self.inputs, self.objective, self.seed, self.in_order = fn, inputs, objective, seed, in_order
 
     def loss(self, offsets: Mapping[str, Tensor] | None = None) -> object:
-        """This rank's loss, with some inputs moved; whatever the function returned, as nobody has looked at it yet."""
+        """This rank's loss, with some inputs moved; whatever the function returned, as nobody has looked at it yet.
+
+        In order, None is no loss, which counts as 0.
+        """
         with self._called(offsets) as (loss, order):
-            if order is not None and isinstance(loss, Tensor):
+            if order is not None and (loss is None or isinstance(loss, Tensor)):
                 order.join(loss)
         self.inputs.settle()
         return loss
@@ -81,7 +84,10 @@ class Program:
         """
         with self._called(offsets) as (loss, order):
             retain = keep is not None
-            loss.backward(retain_graph=retain) if order is None else order.backward(loss, retain_graph=retain)
+            if order is not None:
+                order.backward(loss, retain_graph=retain)
+            elif loss is not None:
+                loss.backward(retain_graph=retain)
             if keep is not None:
                 keep()
         return {name: leaf.grad for name, leaf in self.inputs.leaves.items()}
@@ -101,7 +107,7 @@ class Program:
             leaves = self.inputs.leaves
             wanted = [leaf.current for leaf in leaves.values() if leaf.current is not None]
             grad = torch.autograd.grad if order is None else order.grad
-            first = grad(loss, wanted, create_graph=True, allow_unused=True)
+            first = grad(loss, wanted, create_graph=True, allow_unused=True)  # type: ignore[arg-type]
             terms = [
                 inner(g, self._cotangent(name, g))
                 for name, g in zip(leaves, first, strict=True)
@@ -120,7 +126,7 @@ class Program:
         in_order = ordered() if self.in_order else contextlib.nullcontext()
         with forward_ad.dual_level(), self.inputs.duals(along) as args, in_order as order:
             loss = self.fn(*args)
-            moved = forward_ad.unpack_dual(loss).tangent
+            moved = None if loss is None else forward_ad.unpack_dual(loss).tangent
             if order is not None:
                 order.join(loss)
             return self._counted(torch.zeros(()) if moved is None else moved)
@@ -132,13 +138,14 @@ class Program:
         return direction(self.seed, key, 0, grad.shape, grad.dtype)
 
     def _counted(self, loss: object) -> Part:
-        value = float(loss.detach()) if isinstance(loss, Tensor) else float("nan")
+        value = float(loss.detach()) if isinstance(loss, Tensor) else 0.0 if loss is None else float("nan")
         if self.objective == "replicated":
             return Part(0.0, value)
         return Part(value / (dist.get_world_size() if self.objective == "mean" else 1), 0.0)
 
     @contextlib.contextmanager
-    def _called(self, offsets: Mapping[str, Tensor] | None) -> Iterator[tuple[Tensor, Order | None]]:
-        args = self.inputs.args(offsets)
-        with torch.enable_grad(), ordered() if self.in_order else contextlib.nullcontext() as order:
-            yield self.fn(*args), order
+    def _called(self, offsets: Mapping[str, Tensor] | None) -> Iterator[tuple[Tensor | None, Order | None]]:
+        with torch.enable_grad():
+            args = self.inputs.args(offsets)
+            with ordered() if self.in_order else contextlib.nullcontext() as order:
+                yield self.fn(*args), order

@@ -23,6 +23,8 @@ class Entry:
         numeric: what finite differences have there.
         tolerance: what they may differ by there.
         missing: whether autograd left no gradient at all.
+        blurred: whether rounding of the losses hides more than a hundredth of what is compared.
+        unclear: whether that is so at every step that was tried, so that nobody can tell whether it is right.
     """
 
     name: str
@@ -33,6 +35,8 @@ class Entry:
     numeric: float
     tolerance: float
     missing: bool = False
+    blurred: bool = False
+    unclear: bool = False
 
     @property
     def error(self) -> float:
@@ -41,12 +45,16 @@ class Entry:
 
     @property
     def ok(self) -> bool:
-        """Whether that is rounding."""
-        return self.error <= self.tolerance
+        """Whether that is rounding, and rounding does not hide the gradient."""
+        return self.error <= self.tolerance and not self.unclear
 
     def __str__(self) -> str:
         where = "all ranks" if self.rank is None else f"rank {self.rank}"
         kind = "" if self.type is None else f" {self.type}"
+        if self.unclear:
+            size = max(abs(self.analytic), abs(self.numeric))
+            few = f"the loss has too few digits, {self.tolerance:.3g} is lost of {size:.3g}"
+            return f"{self.mode} of {self.name}{kind} on {where}: cannot tell: {few}"
         got = "none" if self.missing else f"{self.analytic:.9g}"
         return f"{self.mode} of {self.name}{kind} on {where}: expected {self.numeric:.9g}, got {got}"
 
@@ -89,7 +97,12 @@ class GradcheckReport:
         if self.ok:
             return head + f"all {len(self.entries)} gradients are right"
         failed = self.failed
-        lines = [head + f"{len(failed)} of {len(self.entries)} gradients are wrong"]
+        wrong = any(not entry.unclear for entry in failed)
+        lines = [
+            head
+            + f"{len(failed)} of {len(self.entries)} gradients {'are wrong' if wrong else 'cannot be told'}"
+        ]
+        failed = sorted(failed, key=lambda entry: entry.unclear)
         lines += [f"  {entry}" for entry in failed[:_SHOWN]]
         if len(failed) > _SHOWN:
             lines.append(f"  and {len(failed) - _SHOWN} more")

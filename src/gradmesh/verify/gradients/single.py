@@ -14,6 +14,7 @@ from gradmesh.verify.gradients.comparison import Comparison
 from gradmesh.verify.gradients.placements import Placement
 from gradmesh.verify.gradients.program import Objective
 from gradmesh.verify.gradients.single_diagnosis import why
+from gradmesh.verify.gradients.single_names import refuse_names_apart
 from gradmesh.verify.gradients.single_report import SingleReport
 from gradmesh.verify.gradients.training import Plan, train
 
@@ -66,7 +67,8 @@ def same_as_single(
         objective: how the ranks' losses make that of the single process: "sum", "mean" or "replicated".
         steps: how many steps.
         optimizer: makes the optimizer of a list of parameters; by default `torch.optim.SGD` with lr=0.1.
-        ordered: run forward and backward inside `gradmesh.ordered()`.
+        ordered: run forward and backward inside `gradmesh.ordered()`. Then a rank may return None for its loss, which
+            counts as 0.
         backend: as for `gradmesh.launch`.
         rtol: what an element may be off by, relative to the largest of its tensor.
         atol: the same, absolutely.
@@ -78,7 +80,8 @@ def same_as_single(
         The report; true if all is the same.
 
     Raises:
-        ArgumentError: a shard's sizes do not fit, or a parameter has no like in the other module.
+        ArgumentError: a shard's sizes do not fit, a parameter has no like in the other module, a value is returned on
+            one side alone, or a pattern fits no name.
         GradcheckError: something is not the same; the text has the first step that deviates, the names and the ranks.
         RankError: a rank failed.
 
@@ -109,6 +112,7 @@ def same_as_single(
         for each in (expected, *found):
             if each.problem is not None:
                 raise each.problem
+        refuse_names_apart(expected, found, places, outputs or {})
         whole = frozenset(found[0].whole)
         comparison = Comparison(SingleReport(world_size), places, outputs or {}, objective, rtol, atol, whole)
         for number in range(steps):

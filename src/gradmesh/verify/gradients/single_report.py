@@ -20,6 +20,7 @@ class Deviation:
         rank: on which rank; None: what the ranks have together.
         error: the largest difference of an element.
         expected: the size of the largest element on the single process.
+        shapes: the shape there is, and the one that is expected, where they differ.
     """
 
     step: int
@@ -28,9 +29,15 @@ class Deviation:
     rank: int | None
     error: float
     expected: float
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def __str__(self) -> str:
         where = "all ranks together" if self.rank is None else f"rank {self.rank}"
+        if self.shapes is not None:
+            got, expected = map(list, self.shapes)
+            return (
+                f"step {self.step}: {self.kind} {self.name} on {where} has shape {got}, expected {expected}"
+            )
         off = f"off by {self.error:.3g}, of {self.expected:.3g}"
         return f"step {self.step}: {self.kind} {self.name} on {where} is {off}"
 

@@ -18,8 +18,12 @@ from gradmesh.order import ordered
 from gradmesh.types import Type
 from gradmesh.verify.gradients.inputs import Input
 from gradmesh.verify.gradients.placements import Placement, Shard, chosen, part_of
+from gradmesh.verify.gradients.refusals import unusable
 
 __all__ = ["Plan", "Step", "Trained", "made", "placed", "train"]
+
+
+_OP = "verify.same_as_single"
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,7 @@ def train(plan: Plan, single: bool) -> Trained:
         placed(plan.inputs(0), place)
     except GradmeshError as error:
         problem = error
-    told: list[GradmeshError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, problem)
-    result.problem = next((each for each in told if each is not None), None)
-    if result.problem is not None:
+    if _agreed(result, problem):
         return result
     result.whole = {name for name, parameter in named.items() if isinstance(parameter, DTensor)}
     optimizer = plan.optimizer(list(named.values())) if named else None
@@ -87,9 +88,20 @@ def train(plan: Plan, single: bool) -> Trained:
             parameter.grad = None
         with torch.enable_grad(), ordered() if plan.in_order else contextlib.nullcontext() as order:
             returned = plan.fn(*([] if module is None else [module]), *args)
+            problem = _unusable(returned, plan.in_order)
+            if _agreed(result, problem):
+                if order is not None:
+                    order.join(None)
+                return result
             loss, values = returned if isinstance(returned, tuple) else (returned, {})
-            loss.backward() if order is None else order.backward(loss)
-        step = Step(float(loss.detach()), {name: _whole(x.detach()) for name, x in values.items()})
+            if order is not None:
+                order.backward(loss)
+            else:
+                loss.backward()
+        step = Step(
+            0.0 if loss is None else float(loss.detach()),
+            {name: _whole(x.detach()) for name, x in values.items()},
+        )
         step.input_gradients = {
             name: None if x.grad is None else x.grad.clone() for name, x in leaves.items()
         }
@@ -100,6 +112,31 @@ def train(plan: Plan, single: bool) -> Trained:
         step.parameters = {name: _whole(parameter.detach()) for name, parameter in named.items()}
         result.steps.append(step)
     return result
+
+
+def _agreed(result: Trained, problem: GradmeshError | None) -> bool:
+    """Whether some rank has a problem, which is then every rank's."""
+    told: list[GradmeshError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, problem)
+    result.problem = next((each for each in told if each is not None), None)
+    return result.problem is not None
+
+
+def _unusable(returned: object, in_order: bool) -> GradmeshError | None:
+    """Why what a rank's function returned is no loss, and no loss and a dict of tensors."""
+    loss, values = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    rank = dist.get_rank()
+    if not isinstance(values, dict) or not all(isinstance(x, Tensor) for x in values.values()):
+        return ArgumentError(
+            message(
+                "the function returns something beside the loss that is no dict of tensors",
+                op=_OP,
+                expected="a loss, or the loss and a dict of tensors",
+                got=f"a {type(values).__name__} on rank {rank}",
+                remedy="give each value a name",
+            )
+        )
+    return unusable(loss, in_order, rank, _OP, double=False)
 
 
 def _whole(x: Tensor) -> Tensor:
