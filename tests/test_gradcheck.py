@@ -208,7 +208,7 @@ def ddp(module: nn.Module) -> object:
     return Input(DistributedDataParallel(module), gm.I)
 
 
-@pytest.mark.parametrize("wrap", [ddp, sharded])
+@pytest.mark.parametrize("wrap", [ddp, DistributedDataParallel, sharded])
 def test_wrappers_that_average_are_right_for_the_mean_of_the_losses(
     wrap: Callable[[nn.Module], object],
 ) -> None:

@@ -89,7 +89,9 @@ def by_fsdp(module: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "places"), [(DistributedDataParallel, {"*": gm.I}), (by_fsdp, {})], ids=["ddp", "fsdp2"]
+    ("parallel", "places"),
+    [(DistributedDataParallel, {"*": gm.I}), (DistributedDataParallel, {}), (by_fsdp, {})],
+    ids=["ddp", "ddp by default", "fsdp2"],
 )
 def test_data_parallel_wrappers_are_the_single_process(parallel: Any, places: Any) -> None:
     report = same_as_single(

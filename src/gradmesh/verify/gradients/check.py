@@ -57,8 +57,9 @@ def gradcheck(
     P     each rank's: the derivative by that rank's part
     ====  =======================================================================================
 
-    A tensor is V and a module's parameters are R unless `Input` says otherwise. `fn` may call torch.distributed,
-    gradmesh, modules, and anything else that gives the same losses when it is called again.
+    A tensor is V and a module's parameters are R, or I inside of DistributedDataParallel, unless `Input` says
+    otherwise. `fn` may call torch.distributed, gradmesh, modules, and anything else that gives the same losses when it
+    is called again.
 
     Args:
         fn: returns one real float64 element that requires grad.

@@ -13,11 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from gradmesh.errors import ArgumentError, DTypeError, message
 from gradmesh.types import Type
 
-__all__ = ["Input", "Leaf", "RankInputs", "local_gradient", "local_part", "refuse_wrong_call"]
+__all__ = [
+    "Input",
+    "Leaf",
+    "RankInputs",
+    "averaged_parameters",
+    "local_gradient",
+    "local_part",
+    "refuse_wrong_call",
+]
 
 Kind = Type | None | Mapping[str, Type | None]
 
@@ -193,8 +202,9 @@ class RankInputs:
 
     def _take_parameters(self, module: nn.Module, name: str, kind: Kind) -> None:
         self.modules.append(module)
+        averaged = averaged_parameters(module)
         for path, parameter in module.named_parameters():
-            chosen = _of(kind, path, _default(parameter))
+            chosen = _of(kind, path, Type.I if id(parameter) in averaged else _default(parameter))
             if not parameter.requires_grad or chosen is None:
                 continue
             full = f"{name}.{path}"
@@ -210,6 +220,12 @@ class RankInputs:
                 )
             base = local_part(parameter.detach()).clone()
             self.leaves[full] = Leaf(full, chosen, base, parameter)
+
+
+def averaged_parameters(module: nn.Module) -> set[int]:
+    """The ids of the parameters whose gradients DistributedDataParallel makes the same on every rank."""
+    wrappers = [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
+    return {id(parameter) for wrapper in wrappers for parameter in wrapper.parameters()}
 
 
 def _default(parameter: Tensor) -> Type:

@@ -61,8 +61,8 @@ def same_as_single(
         parallel: makes a rank's module of a copy of it; called on every rank. None: the copy itself. A parameter has
             the name that it has in the copy, or behind `module.`, and is given its part of the value there.
         parameters: how parameters lie on the ranks, by name or pattern: `Shard(dim=1)`, `gm.R` (each rank's gradient is
-            a share, and is summed here, before the optimizer), or `gm.I` (each rank's is whole). By default R. A
-            DTensor says itself how it lies.
+            a share, and is summed here, before the optimizer), or `gm.I` (each rank's is whole). By default R, or I
+            inside of DistributedDataParallel. A DTensor says itself how it lies.
         outputs: how the other values lie: `Shard(dim=0)`, else the same on every rank.
         objective: how the ranks' losses make that of the single process: "sum", "mean" or "replicated".
         steps: how many steps.

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from gradmesh.errors import ArgumentError, GradmeshError, ShapeError, message
 from gradmesh.order import ordered
 from gradmesh.types import Type
-from gradmesh.verify.gradients.inputs import Input
+from gradmesh.verify.gradients.inputs import Input, averaged_parameters
 from gradmesh.verify.gradients.placements import Placement, Shard, chosen, part_of
 from gradmesh.verify.gradients.refusals import unusable
 
@@ -80,7 +80,13 @@ def train(plan: Plan, single: bool) -> Trained:
         problem = error
     if _agreed(result, problem):
         return result
-    result.whole = {name for name, parameter in named.items() if isinstance(parameter, DTensor)}
+    averaged = set() if module is None else averaged_parameters(module)
+    result.whole = {
+        name
+        for name, parameter in named.items()
+        if isinstance(parameter, DTensor)
+        or (id(parameter) in averaged and chosen(plan.parameters, name, None) is None)
+    }
     optimizer = plan.optimizer(list(named.values())) if named else None
     for number in range(plan.steps):
         args, leaves = placed(plan.inputs(number), place)
@@ -105,7 +111,7 @@ def train(plan: Plan, single: bool) -> Trained:
         step.input_gradients = {
             name: None if x.grad is None else x.grad.clone() for name, x in leaves.items()
         }
-        _sum_shares(plan, named, single)
+        _sum_shares(plan, {name: p for name, p in named.items() if name not in result.whole}, single)
         step.gradients = {name: None if p.grad is None else _whole(p.grad) for name, p in named.items()}
         if optimizer is not None:
             optimizer.step()
@@ -193,7 +199,7 @@ def _sum_shares(plan: Plan, named: Mapping[str, nn.Parameter], single: bool) -> 
     if single:
         return
     for name, parameter in named.items():
-        if chosen(plan.parameters, name, Type.R) is Type.R and not isinstance(parameter, DTensor):
+        if chosen(plan.parameters, name, Type.R) is Type.R:
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
             told = torch.tensor(parameter.grad is not None, dtype=torch.int64)
             dist.all_reduce(grad)
