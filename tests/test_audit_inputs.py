@@ -203,3 +203,14 @@ def test_equal_infinities_are_no_distance() -> None:
     found = audit(lambda: ((lambda x: gm.all_gather(x).masked_fill(mask, -inf)), torch.randn(3)), kinds=FEW)
     assert found.ok, found
     assert found.arrows
+
+
+def test_a_layer_that_has_to_finish_each_backward_is_left_out_where_it_cannot_be_asked() -> None:
+    def build() -> Any:
+        layer = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2).double())
+        return (lambda x: layer(x)), torch.randn(3, 2)
+
+    found = audit(build, kinds=["global-convention", "second-order-raises", "not-adjoint"], timeout=5)
+    assert found.ok, found
+    assert found.arrows
+    assert "global-convention" in found.left_out

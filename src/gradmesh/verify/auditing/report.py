@@ -133,7 +133,7 @@ class Audit:
         lines = [f"{head} ({self.world_size} ranks, {self.backend}, {self.seconds:.1f} s)"]
         if self.arrows:
             lines.append(f"  backward is the adjoint as {'; '.join(self.arrows)}")
-        if not self.linear:
+        if not self.linear and "not-adjoint" not in self.left_out:
             lines.append("  not linear: its derivative was audited, by finite differences")
         lines += [textwrap.indent(str(finding), "  ") for finding in self.findings]
         for kind, reason in self.left_out.items():

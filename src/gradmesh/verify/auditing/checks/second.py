@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradmesh.types import Type
-from gradmesh.verify.auditing.case import Case, RefusedError
+from gradmesh.verify.auditing.case import Case, RefusedError, worst_trouble
 from gradmesh.verify.auditing.pool import LostError
 from gradmesh.verify.auditing.probes import Answer, Probe, attempt, cotangents, leaves_of, mapped
 from gradmesh.verify.auditing.readings import Reading, agree, distance
@@ -47,6 +47,10 @@ def second_order(case: Case) -> Iterator[Finding]:
         try:
             ranks = case.answered(second, [case.probe(41 + n, arrow.pattern) for n in range(2)])
         except (RefusedError, LostError) as error:
+            first = worst_trouble(error.troubles) if isinstance(error, RefusedError) else None
+            if first is not None and first.stage == "forward" and not first.waited:
+                case.left_out |= dict.fromkeys(KINDS_OF, f"as forward raises there: {first.first}")
+                return
             worst = worst or case.refused("second-order-raises", error, "under create_graph=True")
             continue
         found = _judged(case, arrow, [[a for a in row if isinstance(a, _Second)] for row in ranks])

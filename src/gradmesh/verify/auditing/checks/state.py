@@ -32,7 +32,8 @@ def global_convention(case: Case) -> Iterator[Finding]:
         RefusedError,
         LostError,
     ) as error:  # backward apart from forward: DDP waits for the next forward there
-        case.left_out["global-convention"] = f"as it cannot be asked: {str(error).splitlines()[0]}"
+        why = error.text if isinstance(error, LostError) else str(error)
+        case.left_out["global-convention"] = f"as it cannot be asked: {why}"
         return
     for place in places:
         try:
