@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,12 @@ Worlds = Callable[..., World]
 def _one_thread() -> None:
     """Small tensors on two cores: torch's own threads would only get in the way of the ranks."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _a_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that a test puts into sys.path is not searched by the next test's processes."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
 
 
 @pytest.fixture(scope="session")

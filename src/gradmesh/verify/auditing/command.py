@@ -45,6 +45,22 @@ def audit_command(
     Returns:
         0 where nothing was found, `FOUND`, or `NOT_RUN`.
     """
+    before = list(sys.path)
+    try:
+        return _audit_each(targets, world_size, backend, timeout, kinds, isolate, as_json)
+    finally:
+        sys.path[:] = before
+
+
+def _audit_each(
+    targets: Sequence[str],
+    world_size: int,
+    backend: str,
+    timeout: float,
+    kinds: Sequence[str],
+    isolate: bool,
+    as_json: bool,
+) -> int:
     status = 0
     for target in targets:
         try:
@@ -115,8 +131,9 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def _look_in(folder: str) -> None:
+    """Find a file's neighbours, last: ranks that are processes look in the same folders, for torch's modules too."""
     if folder not in sys.path:
-        sys.path.insert(0, folder)
+        sys.path.append(folder)
 
 
 def _no_such(target: str, got: str) -> ArgumentError:
