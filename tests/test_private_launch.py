@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import datetime
+import gc
 import json
 import os
 import secrets
@@ -205,6 +206,7 @@ def test_a_store_that_names_anything_but_the_groups_memory_is_refused(
     make, word = LIES[lie]
     fd = make(tmp_path)
     try:
+        gc.collect()
         before = os.listdir("/proc/self/fd")
         content = os.pread(fd, SIZE, 0) if lie not in ("a pipe", "a device") else b""
         with pytest.raises(AbortedError, match="rank 0 is not so, and its memory is not mapped") as caught:
@@ -214,7 +216,8 @@ def test_a_store_that_names_anything_but_the_groups_memory_is_refused(
         assert caught.value.rank == 0
         if content:
             assert os.pread(fd, SIZE + 1, 0) == content
-        assert len(os.listdir("/proc/self/fd")) == len(before)
+        # Fewer, where the collector has freed what other tests left.
+        assert len(os.listdir("/proc/self/fd")) <= len(before)
         maps = Path("/proc/self/maps").read_text()
         assert "precious" not in maps
         assert "/memfd:other" not in maps
