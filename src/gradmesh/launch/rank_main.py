@@ -62,7 +62,11 @@ class _Parent:
                 if kind == "where":
                     self.tell("where", main_thread.stack(__file__).encode())
                 elif kind == "waits":
-                    waits = main_thread.waits(), main_thread.stack(__file__)
+                    try:
+                        waits = main_thread.waits(), main_thread.stack(__file__)
+                    except Exception:
+                        # Python 3.11 may hand out frames of a thread that are over meanwhile: then it does not wait.
+                        waits = 0.0, ""
                     self.tell("waits", pickle.dumps(waits))
                 elif kind == "origin":
                     self.origin = pickle.loads(payload)
