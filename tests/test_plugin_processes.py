@@ -13,7 +13,7 @@ from gradmesh_pytest.running import Session
 from tests.test_plugin import HEAD, OPTIONS, section
 
 pytest_plugins = ["pytester"]
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]  # some forty seconds
 
 Inner = Callable[..., pytest.RunResult]
 
