@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import multiprocessing
+import os
 import pickle
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import gradmesh as gm
 from gradmesh.backends.shm.runs import Run
 from gradmesh.launch import stuck
 from gradmesh.launch.outcomes import Failure, Outcome
+from gradmesh.launch.rank_main import _Parent
 from gradmesh.launch.stuck import MainThread, Probe, waits_in
 
 BACKENDS = [
@@ -231,6 +234,7 @@ def test_the_main_thread_of_a_test_is_not_taken_for_waiting() -> None:
 
 AT_WORK = """
 import subprocess, threading
+from gradmesh.launch.rank_main import _Parent
 from gradmesh.launch.stuck import others_at_work
 print(others_at_work())
 child = subprocess.Popen(["sleep", "60"])
@@ -253,6 +257,26 @@ def test_a_process_with_a_thread_of_the_program_or_a_child_may_be_at_work() -> N
     """In a process of its own, since pytest's has the threads of other tests' ranks."""
     said = subprocess.check_output([sys.executable, "-c", AT_WORK], text=True).split()
     assert said == ["False", "True", "False", "True", "False"]
+
+
+def test_a_look_at_the_main_thread_that_fails_is_answered_and_leaves_the_rank_in_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python 3.11 may hand out a frame that is over, whose caller is no frame."""
+
+    def spoilt(_: MainThread) -> float:
+        raise AttributeError("'str' object has no attribute 'f_code'")
+
+    monkeypatch.setattr(MainThread, "waits", spoilt)
+    ours, theirs = multiprocessing.Pipe()
+    parent = _Parent(os.dup(theirs.fileno()))
+    for _ in range(2):
+        ours.send(("waits", b""))
+        assert ours.poll(10)
+        kind, payload = ours.recv()
+        assert (kind, pickle.loads(payload)) == ("waits", (0.0, ""))
+    ours.send(("call", b"a call"))
+    assert parent.calls.get(timeout=10) == b"a call"
 
 
 def test_where_others_may_be_at_work_the_main_thread_is_not_said_to_wait(

@@ -131,9 +131,8 @@ class Session:
             self._replay(outcome, fn, getattr(theirs, "test", None))
             self._end(self.judged(outcome, fn))
 
-    def method_on_ranks(self, item: pytest.Function, case: Any) -> Callable[[], None]:
+    def method_on_ranks(self, item: pytest.Function, case: unittest.TestCase) -> Callable[[], None]:
         """The method of a test case, to be called in the place of its own."""
-        assert isinstance(case, unittest.TestCase)
         method = getattr(type(case), item.name)
 
         @functools.wraps(method)

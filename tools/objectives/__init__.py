@@ -71,8 +71,8 @@ def _tokens(step: int, rank: int) -> Tensor:
     return torch.randn(TOKENS, WIDTH, dtype=torch.float64, generator=generator)
 
 
-def dense(mask: Tensor, steps: int, context: int) -> dict[str, Tensor]:
-    """The gradients of one process that has all tokens."""
+def dense(mask: Tensor, steps: int, context: int) -> tuple[float, dict[str, Tensor]]:
+    """The loss and the gradients of one process that has all tokens."""
     net = Net()
     losses = []
     for step in range(steps):
@@ -80,8 +80,9 @@ def dense(mask: Tensor, steps: int, context: int) -> dict[str, Tensor]:
             ranks = range(first, first + context)
             x = torch.cat([_tokens(step, rank) for rank in ranks])
             losses.append(net(x, lambda own: own)[torch.cat([mask[step, rank] for rank in ranks])])
-    torch.cat(losses).mean().backward()
-    return _gradients(net)
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    return loss.item(), _gradients(net)
 
 
 def _gradients(net: nn.Module) -> dict[str, Tensor]:
@@ -96,7 +97,7 @@ def deviation(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def on_rank(wrapper: str, mesh: tuple[int, int], mask: Tensor, steps: int) -> tuple[float, float]:
-    """How far this rank's gradients are from those of one process, and the loss's value from its."""
+    """How far this rank's gradients and the loss's value are from those of one process."""
     world, (_, context) = gm.axis(torch.distributed.group.WORLD), mesh
     rank = world.rank
     net = Net()
@@ -117,8 +118,8 @@ def on_rank(wrapper: str, mesh: tuple[int, int], mask: Tensor, steps: int) -> tu
                 )
                 loss.backward()
                 value += loss.item()
-        expected = dense(mask, steps, context)
-        return deviation(_collected(net, around, wrapper), expected), value
+        expected, gradients = dense(mask, steps, context)
+        return deviation(_collected(net, around, wrapper), gradients), abs(value / expected - 1)
 
 
 @functools.cache
@@ -217,14 +218,3 @@ def tensor_parallel(mask: Tensor) -> float:
 def tensor_parallel_masks() -> dict[str, Tensor]:
     """Those of `MASKS` that leave the first two ranks a token."""
     return {name: mask for name, mask in MASKS.items() if mask[0, :2].any()}
-
-
-def value_of_one_process(mask: Tensor, steps: int, context: int) -> float:
-    """The loss that is meant."""
-    net, losses = Net(), []
-    for step in range(steps):
-        for first in range(0, RANKS, context):
-            ranks = range(first, first + context)
-            x = torch.cat([_tokens(step, rank) for rank in ranks])
-            losses.append(net(x, lambda own: own)[torch.cat([mask[step, rank] for rank in ranks])])
-    return torch.cat(losses).mean().item()

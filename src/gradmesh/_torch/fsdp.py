@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -38,13 +39,10 @@ def _divisor(group: Any) -> float:
     told: float | None = group.gradient_divide_factor
     if told is not None:
         return told
-    names = [name for name in ("shard_mesh_size", "replicate_mesh_size") if hasattr(group.mesh_info, name)]
-    if not names:
+    sizes = [getattr(group.mesh_info, name, 0) for name in ("shard_mesh_size", "replicate_mesh_size")]
+    if not any(sizes):
         raise AttributeError("mesh_info without a size")
-    size = 1
-    for name in names:
-        size *= getattr(group.mesh_info, name)
-    return float(size)
+    return float(math.prod(size for size in sizes if size))
 
 
 def ignored_by_fsdp(module: nn.Module) -> set[int]:

@@ -19,6 +19,8 @@ from gradmesh.wire import carrier
 
 __all__ = [
     "adjoint_matrix_error",
+    "as_real",
+    "gathered",
     "inner_product_error",
     "law_error",
     "matrix",
@@ -43,13 +45,17 @@ def sample(kind: Type, shape: Sequence[int], dtype: torch.dtype, axis: Axis, *, 
     return torch.randn(tuple(shape), dtype=dtype, generator=generator)
 
 
+def as_real(x: Tensor) -> Tensor:
+    """The numbers of a tensor in double precision, complex ones as pairs of real ones."""
+    return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).double()
+
+
 def pairing(kind: Type, x: Tensor, y: Tensor, axis: Axis) -> Tensor:
     """<x, y>: the sum of the elements' products over the ranks, or once for an invariant operand.
 
     Complex numbers are read as pairs of real ones, which is what torch's gradient convention does.
     """
-    x, y = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (x, y))
-    local = (x.double() * y.double()).sum()
+    local = (as_real(x) * as_real(y)).sum()
     return local if kind is Type.I else carrier(axis).sum(local)
 
 
@@ -118,18 +124,24 @@ def matrix_of(
 ) -> Tensor | None:
     """The matrix of any linear map, as `matrix` has it; None where no rank's operand has an element."""
     size = torch.Size(shape).numel()
-    ones = [1] * axis.size
-    sizes = carrier(axis).gather(torch.tensor([size]), ones).tolist()
     columns = []
-    for owner, total in enumerate(sizes):
+    for owner, total in enumerate(_sizes(size, axis)):
         for element in range(total):
             x = torch.zeros(size, dtype=dtype)
             if owner == axis.rank:
                 x[element] = 1
-            y = forward(x.view(torch.Size(shape))).reshape(-1)
-            outs = carrier(axis).gather(torch.tensor([y.numel()]), ones).tolist()
-            columns.append(carrier(axis).gather(y, outs))
+            columns.append(gathered(forward(x.view(torch.Size(shape))), axis))
     return torch.stack(columns, 1) if columns else None
+
+
+def gathered(x: Tensor, axis: Axis) -> Tensor:
+    """The elements of every rank's tensor, of any sizes, in rank order."""
+    return carrier(axis).gather(x.reshape(-1), _sizes(x.numel(), axis))
+
+
+def _sizes(own: int, axis: Axis) -> list[int]:
+    sizes: list[int] = carrier(axis).gather(torch.tensor([own]), [1] * axis.size).tolist()
+    return sizes
 
 
 def adjoint_matrix_error(op: LinearOp, shape: Sequence[int], *, adjoint: LinearOp | None = None) -> float:

@@ -14,8 +14,7 @@ from gradmesh.errors import ArgumentError, message
 from gradmesh.launch import launch
 from gradmesh.ops.base import LinearOp
 from gradmesh.types import Type
-from gradmesh.verify.laws import inner_product_error, law_error, matrix, matrix_of, sample
-from gradmesh.wire import carrier
+from gradmesh.verify.laws import gathered, inner_product_error, law_error, matrix, matrix_of, sample
 
 __all__ = ["adjoint_error", "as_matrix"]
 
@@ -165,10 +164,10 @@ def _of_tensors(fn: Map) -> Map:
 
 def _refuse_nonlinear(found: Tensor, fn: Map, axis: Axis, shape: Sequence[int], dtype: torch.dtype) -> None:
     """Refuse a function that the matrix found at unit vectors does not describe elsewhere."""
-    origin = fn(torch.zeros(tuple(shape), dtype=dtype)).detach().reshape(-1)
+    origin = fn(torch.zeros(tuple(shape), dtype=dtype)).detach()
     x = 8 * sample(Type.V, shape, dtype, axis)  # far from the unit vectors
-    y = fn(x.clone()).detach().reshape(-1)
-    everyones = [_gathered(each, axis) for each in (origin, x.reshape(-1), y)]
+    y = fn(x.clone()).detach()
+    everyones = [gathered(each, axis) for each in (origin, x, y)]
     zero, x, y = (each.to(found.dtype) for each in everyones)
     allowed = 1e-3 if dtype in (torch.float32, torch.complex64) else 1e-9
     if dtype in (torch.float16, torch.bfloat16):
@@ -191,12 +190,6 @@ def _refuse_nonlinear(found: Tensor, fn: Map, axis: Axis, shape: Sequence[int], 
                     remedy="give a function that is linear in its tensor; take the derivative of any other",
                 )
             )
-
-
-def _gathered(x: Tensor, axis: Axis) -> Tensor:
-    """The values of all ranks, in rank order."""
-    sizes = carrier(axis).gather(torch.tensor([x.numel()]), [1] * axis.size).tolist()
-    return carrier(axis).gather(x, sizes)
 
 
 def _detached(fn: Map) -> Map:

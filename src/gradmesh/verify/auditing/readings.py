@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gradmesh.types import Type
+from gradmesh.verify.laws import as_real
 
 if TYPE_CHECKING:
     from gradmesh.verify.auditing.probes import Answer
@@ -136,7 +137,7 @@ def distance(a: Tensor, b: Tensor) -> float:
         return 0.0
     if a.is_complex() or b.is_complex():
         a, b = a.to(torch.complex128), b.to(torch.complex128)
-    a, b = _real(a), _real(b)
+    a, b = as_real(a), as_real(b)
     off = torch.where((a == b) | (a.isnan() & b.isnan()), torch.zeros_like(a), (a - b).abs())
     sizes = torch.nan_to_num(torch.maximum(a.abs(), b.abs()), 0, 0, 0)
     found = float(off.max()) / max(1e-300, float(sizes.max()))
@@ -202,7 +203,7 @@ _Pair = tuple[float, float]
 
 
 def _pair(x: Tensor, y: Tensor) -> _Pair:
-    products = _real(x) * _real(y)
+    products = as_real(x) * as_real(y)
     return float(products.sum()), float(products.abs().sum())
 
 
@@ -214,7 +215,3 @@ def _counted(kinds: Sequence[Type], rows: Sequence[Sequence[_Pair]]) -> _Pair:
         if kind is not I or not rank
     ]
     return sum(total for total, _ in counted), sum(size for _, size in counted)
-
-
-def _real(x: Tensor) -> Tensor:
-    return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).double()

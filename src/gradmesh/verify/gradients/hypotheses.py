@@ -138,7 +138,8 @@ def _means(of: Cases) -> Fit | None:
     for weights in ([1 / s for s in share], share):
         by_holder = all(case.is_(weights[case.rank] * case.want, weights[case.rank]) for case in of.all)
         by_loss = all(
-            case.terms is not None and case.is_(_weighted(case, weights), max(weights)) for case in of.all
+            case.terms is not None and case.is_(_weighted(case.terms, weights), max(weights))
+            for case in of.all
         )
         if by_holder or by_loss:
             shown = ", ".join(f"{weight:.4g}" for weight in weights)
@@ -150,9 +151,8 @@ def _means(of: Cases) -> Fit | None:
     return None
 
 
-def _weighted(case: Case, weights: Sequence[float]) -> Tensor:
-    assert case.terms is not None
-    return (torch.tensor(weights, dtype=torch.float64).unsqueeze(1) * case.terms).sum(0)
+def _weighted(terms: Tensor, weights: Sequence[float]) -> Tensor:
+    return (torch.tensor(weights, dtype=torch.float64).unsqueeze(1) * terms).sum(0)
 
 
 def _conjugate(of: Cases) -> Fit | None:

@@ -16,6 +16,7 @@ from gradmesh.verify.gradients.findings import NONE_FITS, Diagnosis, Suspect
 from gradmesh.verify.gradients.judge import Slopes, slopes, tolerance
 from gradmesh.verify.gradients.measure import Measured, Options
 from gradmesh.verify.gradients.trials import Found, Trials
+from gradmesh.verify.laws import as_real
 
 __all__ = ["suspects"]
 
@@ -240,7 +241,7 @@ def _locally(mending: _Mending, trials: list[Trials]) -> list[Fit]:
 
 
 def _flat(x: Tensor) -> Tensor:
-    return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1).double()
+    return as_real(x).reshape(-1)
 
 
 def _likely(hypothesis: str, places: list[Found]) -> list[Suspect]:
