@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from torch._functorch import eager_transforms, predispatch
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gradmesh as gm
 from gradmesh import _torch
+from gradmesh._torch import fsdp
 from gradmesh._torch import rendezvous as own_rendezvous
 from gradmesh.ops.registry import REGISTRY
 
@@ -406,3 +410,45 @@ def test_fresh_memory_is_filled_with_nan_while_that_is_asked_for() -> None:
     finally:
         assert _torch.fill_fresh_memory(False) is True
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def _fsdp_tells() -> dict[str, Any]:
+    """What `gm.objective(ddp=)` asks of torch's wrappers, on the one rank of a group."""
+    found: dict[str, Any] = {}
+    linear = torch.nn.Linear(2, 1, bias=False)
+    old = importlib.import_module("torch.distributed._composable.replicate").replicate(linear)
+    found["in the registry"] = fsdp.is_replicated(old)
+    found["not in the registry"] = fsdp.is_replicated(torch.nn.Linear(2, 1))
+
+    sharded = torch.nn.Linear(2, 1, bias=False)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    parameters = fsdp.fully_sharded(sharded)
+    found["sharded"] = parameters is not None and list(parameters.values())
+    found["its own"] = parameters is not None and list(parameters) == [id(sharded.weight)]
+    sharded.set_gradient_divide_factor(3.0)  # type: ignore[attr-defined]
+    parameters = fsdp.fully_sharded(sharded)
+    found["told"] = parameters is not None and list(parameters.values())
+
+    kept = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 1, bias=False))
+    wrapped = FullyShardedDataParallel(
+        kept, ignored_modules=[kept[0]], use_orig_params=True, device_id=torch.device("cpu")
+    )
+    found["ignored"] = fsdp.ignored_by_fsdp(wrapped) == {id(kept[0].weight)}
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore")
+def test_the_wrappers_that_average_tell_of_which_parameters_and_by_what(
+    processes: Callable[[int], Callable[..., list[Any]]],
+) -> None:
+    assert processes(1)(_fsdp_tells) == [
+        {
+            "in the registry": True,
+            "not in the registry": False,
+            "sharded": [1.0],
+            "its own": True,
+            "told": [3.0],
+            "ignored": True,
+        }
+    ]
