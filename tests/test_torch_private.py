@@ -421,11 +421,11 @@ def _fsdp_tells() -> dict[str, Any]:
     found["not in the registry"] = fsdp.is_replicated(torch.nn.Linear(2, 1))
 
     sharded = torch.nn.Linear(2, 1, bias=False)
-    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    wrapper: Any = fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
     parameters = fsdp.fully_sharded(sharded)
     found["sharded"] = parameters is not None and list(parameters.values())
     found["its own"] = parameters is not None and list(parameters) == [id(sharded.weight)]
-    sharded.set_gradient_divide_factor(3.0)  # type: ignore[attr-defined]
+    wrapper.set_gradient_divide_factor(3.0)
     parameters = fsdp.fully_sharded(sharded)
     found["told"] = parameters is not None and list(parameters.values())
 
