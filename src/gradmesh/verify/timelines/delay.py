@@ -25,15 +25,13 @@ class _Delayed(Through):
 
     def through(self, motion: Motion, move: Callable[[], T]) -> T:
         """Make the motion, and sleep for what is left of its time."""
+        op, payload, sent = motion
+        seconds = self._model.seconds(op, self.axis.name, self.axis.size, payload, sent)
         begun = time.perf_counter()
         result = move()
-        if motion.op != "send":
-            seconds = self._model.seconds(
-                motion.op, self.axis.name, self.axis.size, motion.payload, motion.sent
-            )
-            left = begun + seconds - time.perf_counter()
-            if left > 0:
-                time.sleep(left)
+        left = begun + seconds - time.perf_counter()
+        if left > 0 and op != "send":
+            time.sleep(left)
         return result
 
 
