@@ -142,10 +142,7 @@ def test_what_is_overlapped_is_hidden_forward_and_backward(
 def seen_on_rank(overlapped: bool) -> Timeline:
     x, first, shares = layers(gm.rank(), gm.world_size())
     with gm.verify.delayed(Link(3000, 1)), timeline() as line:
-        if overlapped:
-            y = chain(x, first, shares)
-        else:
-            y = gm.all_gather(x)
+        y = chain(x, first, shares) if overlapped else gm.all_gather(x)
         ((1 + gm.rank()) * y.square().sum()).backward()
     return line
 
