@@ -21,6 +21,7 @@ FLOORS = (
     ("wire",),
     ("ops", "withdrawal"),
     ("autograd",),
+    ("overlap",),
     ("arguments", "order", "reordering"),
     ("reductions", "together"),
     ("collectives",),

@@ -64,6 +64,7 @@ from gradmesh.errors import (
 from gradmesh.launch import Ranks, launch
 from gradmesh.objective import objective
 from gradmesh.order import Order, backward, grad, join, ordered
+from gradmesh.overlap.pending import Pending
 from gradmesh.reordering import reorderable
 from gradmesh.types import I, P, R, Type, V
 from gradmesh.world import init, mesh, use_mesh
@@ -93,6 +94,7 @@ __all__ = [
     "Order",
     "OrderError",
     "P",
+    "Pending",
     "R",
     "RankError",
     "Ranks",

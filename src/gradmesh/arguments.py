@@ -17,11 +17,15 @@ from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError
 from gradmesh.ops.all_gather import AllGather
 from gradmesh.ops.all_to_all import AllToAll
 from gradmesh.ops.base import Op, Precision
+from gradmesh.ops.pair import Receive
 from gradmesh.ops.sizes import EQUAL, Sizes
+from gradmesh.overlap.expected import receive
+from gradmesh.overlap.pending import begin
 from gradmesh.state import rank_state
 from gradmesh.structure import Packed
 from gradmesh.wire import compiling, kept_by
-from gradmesh.withdrawal import withdraw
+from gradmesh.wire.courier import aside
+from gradmesh.withdrawal import on_cpu, withdraw
 
 __all__ = ["Call", "SizesLike", "explained", "integer"]
 
@@ -87,12 +91,15 @@ class Call:
         comm_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
         *,
+        async_op: object = False,
         peer: object = None,
     ) -> None:
         self.verb = verb
-        self._peer = peer
+        self._peer, self._async = peer, async_op is True
         made_of: str | None = None
         self.axis: Axis = resolve(axis, verb)
+        if async_op is not False:
+            self._begun(x, async_op)
         self.x: Tensor = x  # type: ignore[assignment]  # for what is refused here
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested or x.is_quantized:
             if not isinstance(x, Packed):
@@ -109,6 +116,36 @@ class Call:
             for name, dtype in (("comm_dtype", comm_dtype), ("backward_dtype", backward_dtype)):
                 if dtype is not None:
                     self._precision(name, dtype)
+
+    def run(self, op: Op, x: Tensor | None = None, then: Callable[[Tensor], Any] | None = None) -> Any:
+        """Run the op, or begin it.
+
+        Args:
+            op: the op.
+            x: what on; None: the operand.
+            then: makes what the verb returns of the op's result.
+        """
+        if x is None:
+            x = self.x
+        if self._async:
+            return begin(op, x, then)
+        y = apply(op, x)
+        return y if then is None else then(y)
+
+    def run_in_steps(self, op: Op, x: Tensor, then: Callable[[Tensor], Any]) -> Any:
+        """Run the op, or begin it, where `then` calls others."""
+        return begin(op, x, then, steps=True) if self._async else then(apply(op, x))
+
+    def received(self, op: Receive, x: Tensor) -> Any:
+        """Receive a message, now or when it is waited for: those of one rank in the order of the calls."""
+        return receive(op, x, later=self._async)
+
+    def _begun(self, x: object, async_op: object) -> None:
+        """Take the way of calls that are begun, where there is one."""
+        # A message concerns two ranks alone, who could not make a group of all.
+        if self._peer is None and self.axis.size > 1 and not compiling() and on_cpu(x, self.axis):
+            self.axis = aside(self.axis)
+        self.flag(async_op, "async_op")  # type: ignore[arg-type]
 
     def op(self, kind: Callable[..., OpT], *fields: Hashable) -> OpT:
         """The op of these fields on this axis: one that was made before, where the group keeps it."""

@@ -33,6 +33,7 @@ from gradmesh.call_sites import Site, call_site, show_site
 from gradmesh.errors import OrderError, message
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.ops.convert import PartialFromVarying
+from gradmesh.overlap.begun import Begun, begun, begun_linked, ended, ended_linked
 from gradmesh.state import rank_state
 from gradmesh.wire import compiling, messages
 
@@ -57,6 +58,7 @@ class Order:
         self._count = 0
         self._first: tuple[str, Site] = ("", None)
         self._joined = False
+        self._begun: list[Begun] = []
         self._opened_in = -1 if compiling() else backward_pass()
 
     @property
@@ -70,6 +72,32 @@ class Order:
             return self._compiled_link(op, x)
         if not self.here:
             return self._recompute(op, x)
+        y, self._token = linked(op, x, self._next(op))
+        return y
+
+    def begin(self, op: LinearOp, x: Tensor) -> Begun:
+        """Begin a collective as the next link."""
+        if not self.here:
+            self.refuse_reentrant(op)
+            return begun_linked(op, x, _SPARE)[0] if saves_for_a_checkpoint() else begun(op, x)
+        made, self._token = begun_linked(op, x, self._next(op))
+        self._begun.append(made)
+        return made
+
+    def end(self, made: Begun) -> Tensor:
+        """Wait for a collective that was begun, as the next link."""
+        if not made.call.linked:
+            return ended(made)
+        if not self.here:
+            return ended_linked(made, None, _SPARE)[0]
+        if made not in self._begun:
+            self._refuse_after_join(made.op)
+        self._begun.remove(made)
+        y, self._token = ended_linked(made, None, self._next(made.op))
+        return y
+
+    def _next(self, op: Op) -> Tensor:
+        """The thread for the next link."""
         if functorch_active() and not only_vmap_active():
             raise OrderError(
                 message(
@@ -88,8 +116,7 @@ class Order:
         if self._count == 0:
             self._first = (op.verb, call_site())
         self._count += 1
-        y, self._token = linked(op, x, self._token)
-        return y
+        return self._token
 
     def _compiled_link(self, op: LinearOp, x: Tensor) -> Tensor:
         """Run a collective as the next link, in a program that is being compiled."""
@@ -139,7 +166,7 @@ class Order:
                 self._root = self._token = torch.zeros(1, device="cpu", requires_grad=True)
             _, self._token = linked(tie, nothing, self._token)
 
-    def _refuse_after_join(self, op: LinearOp) -> NoReturn:
+    def _refuse_after_join(self, op: Op) -> NoReturn:
         raise OrderError(
             message(
                 "a collective after the chain was joined",
@@ -172,6 +199,8 @@ class Order:
                     remedy="pass None on a rank that has no loss",
                 )
             )
+        if self._begun:
+            self._refuse_begun()
         joined = loss
         if joined is None:
             joined = _NO_LOSS if compiling() else torch.zeros((), device="cpu", requires_grad=True)
@@ -181,6 +210,20 @@ class Order:
             joined, _ = link(PartialFromVarying(_NOWHERE), joined, self._token)
             self._joined = True
         return joined
+
+    def _refuse_begun(self) -> NoReturn:
+        never = [f"{made.op.verb} {show_site(made.call.site)}" for made in self._begun]
+        self._begun.clear()
+        rank_state().begun.forgive()
+        raise OrderError(
+            message(
+                "join, and a call that was begun is not waited for",
+                op="join",
+                expected="wait() for each call with async_op=True, before join",
+                got="\n".join(never),
+                remedy="call wait() where the result is needed, or at the latest before the loss is joined",
+            )
+        )
 
     def backward(
         self,
@@ -257,6 +300,7 @@ class Order:
             yield
         except BaseException:
             self._root = self._token = None
+            self._begun.clear()
             raise
         else:
             # The pass is over on this rank, so that what it sent can only wait for passes of others.
@@ -268,6 +312,8 @@ class Order:
 
     def close(self) -> None:
         """Refuse to end with collectives that no loss was tied to."""
+        if self._begun:
+            self._refuse_begun()
         if self._count and not self._joined:
             verb, site = self._first
             raise OrderError(

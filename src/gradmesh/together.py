@@ -14,6 +14,7 @@ from torch import Tensor
 from gradmesh.arguments import Call
 from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.errors import ArgumentError, DTypeError
+from gradmesh.overlap.pending import Pending, together
 from gradmesh.structure import Packed, leaves, rebuilt
 from gradmesh.withdrawal import withdraw
 
@@ -21,17 +22,17 @@ __all__ = ["gathered", "one_by_one", "packed"]
 
 T = TypeVar("T")
 X = TypeVar("X")
-Run = Callable[[Any], Tensor]
-"""The verb with all its arguments but the operand."""
+Run = Callable[[Any], Tensor | Pending[Tensor]]
+"""The verb with all its arguments but the operand; where the call is to be begun, it gives what is pending."""
 
 
-def one_by_one(verb: str, x: X, axis: AxisLike, run: Run) -> X:
+def one_by_one(verb: str, x: X, axis: AxisLike, run: Run) -> Any:
     """Call the verb for each tensor."""
     done = [_named(name, run, leaf) for name, leaf in _leaves(x, verb, resolve(axis, verb))]
-    return cast("X", rebuilt(x, iter(done)))
+    return _finished(done, lambda results: cast("X", rebuilt(x, iter(results))))
 
 
-def packed(verb: str, x: X, axis: AxisLike, run: Run) -> X:
+def packed(verb: str, x: X, axis: AxisLike, run: Run) -> Any:
     """Call a verb whose result has the operand's shape, and each element of which comes from its like, for all at once.
 
     Args:
@@ -44,10 +45,10 @@ def packed(verb: str, x: X, axis: AxisLike, run: Run) -> X:
     found = _leaves(x, verb, here)
     for name, leaf in found:
         _named(name, Call, verb, leaf, here)
-    return cast("X", rebuilt(x, iter(_in_groups(found, run, _cut))))
+    return _in_groups(x, found, run, _cut)
 
 
-def gathered(x: X, axis: AxisLike, dim: int, run: Run) -> X:
+def gathered(x: X, axis: AxisLike, dim: int, run: Run) -> Any:
     """Call `all_gather` along `dim` for all at once, where all ranks have the same sizes.
 
     Args:
@@ -71,28 +72,43 @@ def gathered(x: X, axis: AxisLike, dim: int, run: Run) -> X:
             yield parts.reshape(*shape[:at], ranks * shape[at], *shape[at + 1 :]).clone()
             begin += leaf.numel()
 
-    return cast("X", rebuilt(x, iter(_in_groups(found, run, cut))))
+    return _in_groups(x, found, run, cut)
 
 
 def _in_groups(
+    x: X,
     found: list[tuple[str, Tensor]],
     run: Run,
     cut: Callable[[Tensor, list[tuple[str, Tensor]]], Iterator[Tensor]],
-) -> list[Tensor]:
-    """Run once for each dtype, and cut the results; in the order of the tensors again."""
+) -> Any:
+    """Run once for each dtype, and cut the results; in the structure of the tensors again."""
     groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
     for name, leaf in found:
         groups.setdefault((leaf.dtype, leaf.device), []).append((name, leaf))
-    done: dict[str, Tensor] = {}
+    wholes: list[Tensor | Pending[Tensor]] = []
     for group in groups.values():
         flat = torch.cat([leaf.reshape(-1) for _, leaf in group])
         made_of = ", ".join(f"{name}{list(leaf.shape)}" for name, leaf in group)
         if len(groups) > 1:  # so that ranks whose structures differ in another group part here already
             made_of += f" (one of {len(groups)} dtypes: {', '.join(str(dtype) for dtype, _ in groups)})"
-        whole = _named(", ".join(name for name, _ in group), run, Packed(flat, made_of))
-        for (name, _), part in zip(group, cut(whole, group), strict=True):
-            done[name] = part
-    return [done[name] for name, _ in found]
+        wholes.append(_named(", ".join(name for name, _ in group), run, Packed(flat, made_of)))
+
+    def finish(results: list[Tensor]) -> X:
+        done: dict[str, Tensor] = {}
+        for whole, group in zip(results, groups.values(), strict=True):
+            for (name, _), part in zip(group, cut(whole, group), strict=True):
+                done[name] = part
+        return cast("X", rebuilt(x, iter([done[name] for name, _ in found])))
+
+    return _finished(wholes, finish)
+
+
+def _finished(done: list[Tensor | Pending[Tensor]], finish: Callable[[list[Tensor]], X]) -> Any:
+    """What is made of the results; where these are pending, that is too."""
+    pending = [one for one in done if isinstance(one, Pending)]
+    if pending:
+        return together(pending, finish)
+    return finish(cast("list[Tensor]", done))
 
 
 def _leaves(x: object, verb: str, here: Axis) -> list[tuple[str, Tensor]]:

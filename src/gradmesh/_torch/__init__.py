@@ -35,6 +35,7 @@ from gradmesh._torch.modes import (
 from gradmesh._torch.names import RELIED_ON, warn_of_what_is_gone
 from gradmesh._torch.passes import (
     backward_pass,
+    checkpoint_region,
     in_backward,
     in_reentrant_checkpoint,
     named_range,
@@ -42,13 +43,15 @@ from gradmesh._torch.passes import (
     saves_for_a_checkpoint,
 )
 from gradmesh._torch.rendezvous import join_through
-from gradmesh._torch.threads import _RankWorld, adopt_thread, thread_isolation
+from gradmesh._torch.threads import _RankWorld, adopt_thread, stand_in, thread_isolation
+from gradmesh._torch.twins import twin
 
 __all__ = [
     "RELIED_ON",
     "_RankWorld",
     "adopt_thread",
     "backward_pass",
+    "checkpoint_region",
     "compiling",
     "constant_to_compilers",
     "default_group",
@@ -77,9 +80,11 @@ __all__ = [
     "profiler_on",
     "resolve_group",
     "saves_for_a_checkpoint",
+    "stand_in",
     "thread_isolation",
     "tracing",
     "transforms_active",
+    "twin",
     "without_autograd",
 ]
 
