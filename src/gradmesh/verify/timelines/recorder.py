@@ -18,6 +18,7 @@ from gradmesh.verify.timelines.through import Motion, Through
 from gradmesh.verify.timelines.work import Span
 from gradmesh.wire import Carrier
 from gradmesh.wire.claims import TANGENT, Recorded
+from gradmesh.wire.courier import Job, job_here
 
 __all__ = ["Noted", "Passes", "Recorder"]
 
@@ -43,13 +44,13 @@ class Recorder:
         self._lock = threading.Lock()
         self._marked = False
         self._made_by: dict[int, tuple[Recorded, Event]] = {}
+        self._made_beside: dict[int, Event] = {}
 
     def note(self, carrier: Noted, motion: Motion, begin: float, end: float) -> None:
         """Note a motion that has been made."""
-        recorded = carrier.recorded
-        here = threading.get_ident() == self._thread
-        in_pass = in_backward()
-        phase: Phase = "backward" if in_pass else "forward"
+        recorded, job = carrier.recorded, job_here()
+        here = job is None and threading.get_ident() == self._thread
+        phase: Phase = "backward" if in_backward() else "forward"
         origin = None if recorded is None else recorded.origin
         if recorded is not None and recorded.role:
             phase = "tangent" if recorded.role == TANGENT else "backward"
@@ -66,7 +67,7 @@ class Recorder:
             line=show(call_site()),
             origin=None,
             of="" if origin is None else show(origin.site),
-            called=begin,
+            called=begin if job is None else job.begun,
             start=begin,
             end=end,
         )
@@ -77,10 +78,24 @@ class Recorder:
                 event.origin = made[1].number
             if recorded is not None:
                 self._made_by.setdefault(id(recorded), (recorded, event))
+            if job is not None:
+                self._made_beside[id(job)] = event
         if here:
+            self._stand(event, begin, end)
+
+    def waited(self, job: Job[Any], begin: float, end: float) -> None:
+        """Note a wait for what was begun, if it is this thread that waited."""
+        if threading.get_ident() != self._thread:
+            return
+        with self._lock:
+            event = self._made_beside.pop(id(job), None)
+        self._stand(event, begin, end)
+
+    def _stand(self, event: Event | None, begin: float, end: float) -> None:
+        if event is not None:
             event.stood, event.waited = begin, end - begin
-            self.waits.append((begin, end))
-            self._mark(in_pass, begin, end)
+        self.waits.append((begin, end))
+        self._mark(in_backward(), begin, end)
 
     def _mark(self, in_pass: bool, begin: float, end: float) -> None:
         """A pass that nobody saw begin is as long as its calls."""

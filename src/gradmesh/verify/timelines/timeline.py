@@ -17,6 +17,7 @@ from gradmesh.verify.simulator.trace import Work, trace_of
 from gradmesh.verify.timelines.recorder import Noted, Passes, Recorder
 from gradmesh.verify.timelines.work import worked
 from gradmesh.wire import surrounded
+from gradmesh.wire.around import waits_seen
 
 __all__ = ["Timeline", "timeline"]
 
@@ -145,7 +146,11 @@ def timeline() -> Iterator[Timeline]:
     """
     found = Timeline()
     recorder = Recorder(dist.get_rank() if dist.is_initialized() else 0)
-    with surrounded(lambda carrier: Noted(carrier, recorder)), Passes(recorder):
+    with (
+        surrounded(lambda carrier: Noted(carrier, recorder)),
+        waits_seen(recorder.waited),
+        Passes(recorder),
+    ):
         yield found
     end, begun = time.perf_counter(), recorder.begun
     found.begun = begun
