@@ -76,7 +76,7 @@ class Chain(Program):
 
     name = "chain of eight layers"
 
-    def __init__(self, samples: int = 2048, width: int = 512, layers: int = 8) -> None:
+    def __init__(self, samples: int = 5120, width: int = 384, layers: int = 8) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1 + gm.rank())
         size = gm.world_size()
@@ -118,7 +118,7 @@ class Ring(Program):
 
     name = "ring attention"
 
-    def __init__(self, heads: int = 4, part: int = 1536, features: int = 64, blocks: int = 8) -> None:
+    def __init__(self, heads: int = 3, part: int = 2048, features: int = 64, blocks: int = 12) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1 + gm.rank())
         self.blocks = blocks
