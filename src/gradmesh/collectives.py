@@ -70,7 +70,8 @@ from gradmesh.ops.scan import Exscan, Scan
 from gradmesh.ops.shard import AllGatherInvariant, Shard, ShardReplicated
 from gradmesh.ops.sizes import Sizes
 from gradmesh.overlap.pending import Pending, begin
-from gradmesh.structure import begins, is_structure, takes_structures
+from gradmesh.overlap.signatures import begins, takes_structures
+from gradmesh.structure import is_structure
 from gradmesh.types import Convention, I, P, R, Reduction, Type, V
 
 __all__ = [
