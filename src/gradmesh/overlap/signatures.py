@@ -22,19 +22,18 @@ class Verb(Protocol[P]):
 
     __name__: str
 
-    # P has async_op too; who passes True means these.
-    @overload
-    def __call__(  # type: ignore[overload-overlap]
-        self, x: Tensor, *args: Any, async_op: Literal[True], **kwargs: Any
-    ) -> Pending[Tensor]: ...
-    @overload
-    def __call__(  # type: ignore[overload-overlap]
-        self, x: StructureT, *args: Any, async_op: Literal[True], **kwargs: Any
-    ) -> Pending[StructureT]: ...
     @overload
     def __call__(self, x: Tensor, *args: P.args, **kwargs: P.kwargs) -> Tensor: ...
     @overload
     def __call__(self, x: StructureT, *args: P.args, **kwargs: P.kwargs) -> StructureT: ...
+    @overload
+    def __call__(self, x: Tensor, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[Tensor]: ...
+    @overload
+    def __call__(
+        self, x: StructureT, *args: Any, async_op: Literal[True], **kwargs: Any
+    ) -> Pending[StructureT]: ...
+    @overload
+    def __call__(self, x: Tensor, *args: Any, async_op: bool, **kwargs: Any) -> Tensor | Pending[Tensor]: ...
 
 
 def takes_structures(verb: Callable[Concatenate[Tensor, P], Tensor]) -> Verb[P]:
@@ -48,9 +47,11 @@ class Begins(Protocol[P, Result]):
     __name__: str
 
     @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result: ...
+    @overload
     def __call__(self, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[Result]: ...
     @overload
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result: ...
+    def __call__(self, *args: Any, async_op: bool, **kwargs: Any) -> Result | Pending[Result]: ...
 
 
 def begins(verb: Callable[P, Result]) -> Begins[P, Result]:
