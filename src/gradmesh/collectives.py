@@ -70,7 +70,8 @@ from gradmesh.ops.scan import Exscan, Scan
 from gradmesh.ops.shard import AllGatherInvariant, Shard, ShardReplicated
 from gradmesh.ops.sizes import Sizes
 from gradmesh.overlap.pending import Pending, begin
-from gradmesh.structure import begins, is_structure, takes_structures
+from gradmesh.overlap.signatures import begins, takes_structures
+from gradmesh.structure import is_structure
 from gradmesh.types import Convention, I, P, R, Reduction, Type, V
 
 __all__ = [
@@ -119,7 +120,7 @@ def all_reduce(
     dst: Convention,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    async_op: bool = False,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     r"""Combine the ranks' tensors elementwise; every rank gets the result.
 
@@ -187,7 +188,7 @@ def all_gather(
     sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    async_op: bool = False,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Concatenate the ranks' tensors along `dim`; every rank gets the whole. Scalars are stacked.
 
@@ -250,7 +251,7 @@ def reduce_scatter(
     sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    async_op: bool = False,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Sum the ranks' tensors and keep the own slice along `dim`: the adjoint of `all_gather`.
 
@@ -294,7 +295,7 @@ def all_to_all(
     concat_sizes: Sequence[int] | None = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    async_op: bool = False,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Split along `split_dim`, send part r to rank r, concatenate what comes along `concat_dim`.
 
@@ -342,7 +343,7 @@ def broadcast(
     dst: Convention = R,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    async_op: bool = False,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Give every rank the root's tensor.
 
@@ -400,7 +401,7 @@ def reduce(
     root: int = 0,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    async_op: bool = False,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Sum the ranks' tensors at the root; zeros elsewhere.
 
@@ -441,7 +442,7 @@ def gather(
     sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    async_op: bool = False,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Concatenate the ranks' tensors along `dim` at the root; the others get a tensor empty along `dim`.
 
@@ -486,7 +487,7 @@ def scatter(
     sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    async_op: bool = False,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Cut the root's tensor along `dim` and give each rank its part.
 
@@ -534,7 +535,7 @@ def replicate(
     *,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    async_op: bool = False,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Say that from here on each rank uses this value differently, so that its gradient has to be summed.
 
@@ -580,7 +581,7 @@ def shard(
     sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    async_op: bool = False,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Keep the own slice along `dim` of a value that every rank holds.
 
@@ -728,7 +729,7 @@ def shift(
     sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    async_op: bool = False,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Pass the tensor on by `offset` ranks; every rank gets that of the rank `offset` before it.
 
@@ -795,7 +796,7 @@ def permute(
     sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    async_op: bool = False,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Send tensors between pairs of ranks; zeros where nothing arrives.
 
@@ -853,7 +854,7 @@ def send(
     to: int,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    async_op: bool = False,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Send a tensor to one rank, which calls `recv`; the other ranks have no part in it.
 
@@ -912,7 +913,7 @@ def recv(
     source: int,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    async_op: bool = False,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Receive a tensor from one rank, which calls `send`; see there.
 
@@ -949,7 +950,7 @@ def exchange(
     *,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    async_op: bool = False,
+    async_op: Literal[False] = False,
 ) -> list[Tensor]:
     """Send each rank a tensor of any shape, and receive one from each.
 
@@ -1014,7 +1015,7 @@ def halo_exchange(
     sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    async_op: bool = False,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Attach the neighbours' edge rows to the own shard, as a stencil over a sharded dimension needs them.
 
@@ -1063,7 +1064,7 @@ def neighbor_all_to_all(
     receive_counts: CountsByRank,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    async_op: bool = False,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Send rows of `x`, picked by an index, to a few ranks, and receive theirs: what a graph or a mesh in parts needs.
 
@@ -1113,7 +1114,7 @@ def scan(
     reverse: bool = False,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    async_op: bool = False,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Sum over the ranks up to and including this one.
 
@@ -1146,7 +1147,7 @@ def exscan(
     reverse: bool = False,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-    async_op: bool = False,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Sum over the ranks before this one; zeros on the first.
 

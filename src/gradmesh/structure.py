@@ -2,76 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, cast
 
 from torch import Tensor
 
 from gradmesh.errors import ArgumentError, message
 
-if TYPE_CHECKING:
-    from gradmesh.overlap.pending import Pending
-
-__all__ = [
-    "Begins",
-    "Packed",
-    "Tree",
-    "Verb",
-    "begins",
-    "is_structure",
-    "leaves",
-    "rebuilt",
-    "takes_structures",
-]
+__all__ = ["Packed", "Tree", "is_structure", "leaves", "rebuilt"]
 
 Tree = Tensor | Sequence["Tree"] | Mapping[Any, "Tree"]
 """A tensor, or a structure of them."""
-
-StructureT = TypeVar("StructureT", bound=Sequence[Tree] | Mapping[Any, Tree])
-P = ParamSpec("P")
-Result = TypeVar("Result")
-
-
-class Verb(Protocol[P]):
-    """A verb that takes a tensor and gives one, or takes a structure of tensors and gives one like it."""
-
-    __name__: str
-
-    # P has async_op too; who passes True means these.
-    @overload
-    def __call__(  # type: ignore[overload-overlap]
-        self, x: Tensor, *args: Any, async_op: Literal[True], **kwargs: Any
-    ) -> Pending[Tensor]: ...
-    @overload
-    def __call__(  # type: ignore[overload-overlap]
-        self, x: StructureT, *args: Any, async_op: Literal[True], **kwargs: Any
-    ) -> Pending[StructureT]: ...
-    @overload
-    def __call__(self, x: Tensor, *args: P.args, **kwargs: P.kwargs) -> Tensor: ...
-    @overload
-    def __call__(self, x: StructureT, *args: P.args, **kwargs: P.kwargs) -> StructureT: ...
-
-
-def takes_structures(verb: Callable[Concatenate[Tensor, P], Tensor]) -> Verb[P]:
-    """Tell type checkers that a verb takes structures too; when the program runs, this is the verb itself."""
-    return cast("Verb[P]", verb)
-
-
-class Begins(Protocol[P, Result]):
-    """A verb that gives something, or a `Pending` of it."""
-
-    __name__: str
-
-    @overload
-    def __call__(self, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[Result]: ...
-    @overload
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result: ...
-
-
-def begins(verb: Callable[P, Result]) -> Begins[P, Result]:
-    """Tell type checkers what a verb gives with `async_op=True`; when the program runs, this is the verb itself."""
-    return cast("Begins[P, Result]", verb)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import functorch_active, is_fake, only_vmap_active, transforms_active
+from gradmesh.arguments.plain import integer, kind_of
 from gradmesh.autograd import apply
 from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.dtypes import NEVER_COPIED
@@ -27,7 +27,7 @@ from gradmesh.wire import compiling, kept_by
 from gradmesh.wire.courier import aside
 from gradmesh.withdrawal import on_cpu, withdraw
 
-__all__ = ["Call", "SizesLike", "explained", "integer"]
+__all__ = ["Call", "SizesLike"]
 
 _HEADER = 16
 """Numbers that tell a shape: how many dimensions, and their sizes."""
@@ -37,40 +37,6 @@ _AS_IT_IS = Precision(comm_dtype=None, backward_dtype=None, made_of=None)
 T = TypeVar("T")
 OpT = TypeVar("OpT", bound=Op)
 SizesLike = Sequence[int] | Literal["auto"] | None
-
-
-def integer(value: object) -> int | None:
-    """An int, or what Python takes for one (a NumPy integer, a tensor of one); None for anything else."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int):
-        return value
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-
-
-def _kind(x: object) -> str:
-    if not isinstance(x, Tensor):
-        return type(x).__name__
-    return f"a {'nested' if x.is_nested else 'quantized' if x.is_quantized else x.layout} tensor"
-
-
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-
-
-def explained(*names: str) -> Callable[[FunctionT], FunctionT]:
-    """Let a call without these keyword arguments reach the function, which explains them better than Python does.
-
-    They get the default None, of which type checkers know nothing: to them the arguments are owed.
-    """
-
-    def with_defaults(function: FunctionT) -> FunctionT:
-        function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), **dict.fromkeys(names)}
-        return function
-
-    return with_defaults
 
 
 class Call:
@@ -165,7 +131,7 @@ class Call:
         self.fail(
             "the operand is not a dense tensor",
             expected="a strided torch.Tensor",
-            got=_kind(x),
+            got=kind_of(x),
             remedy="pass a tensor; use torch.as_tensor, to_dense() or dequantize() first",
         )
 
