@@ -14,7 +14,7 @@ from torch import Tensor
 
 import gradmesh as gm
 
-__all__ = ["Begun", "Done", "begin_gather", "chain"]
+__all__ = ["Begun", "Done", "begin_gather", "chain", "layer"]
 
 
 class Begun(Protocol):
@@ -52,10 +52,15 @@ def chain(
         begin: begins to gather a weight.
     """
     coming = begin(shares[0])
-    x = (x @ first).tanh()
+    x = layer(x, first)
     for following in [*shares[1:], None]:
         weight = coming.wait()
         if following is not None:
             coming = begin(following)
-        x = (x @ weight).tanh()
+        x = layer(x, weight)
     return x
+
+
+def layer(x: Tensor, weight: Tensor) -> Tensor:
+    """What a layer computes."""
+    return (x @ weight).tanh()

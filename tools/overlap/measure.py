@@ -14,7 +14,7 @@ import torch
 
 import gradmesh as gm
 from gradmesh.verify import Link, Timeline, delayed, timeline
-from tools.overlap.ways import PROGRAMS, WAYS, Program
+from tools.overlap.ways import WAYS, Program
 
 __all__ = ["HALVES", "Figures", "link_for", "measured", "seen", "work_alone"]
 
@@ -23,23 +23,22 @@ HALVES = ("forward", "backward", "step")
 Run = Callable[..., list[Any]]
 """Runs a function on every rank, and returns their results."""
 
+Make = Callable[[], Program]
+"""Makes a program on a rank."""
+
 Times = dict[str, dict[str, float]]
 """Seconds by way and half."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """The medians of a program on a backend, over the slowest rank of each step.
+    """The medians of a program, over the slowest rank of each step.
 
     Attributes:
-        program: its name.
-        backend: the backend.
         link: the delay; None: the wire as it is.
         times: seconds by way and half.
     """
 
-    program: str
-    backend: str
     link: Link | None
     times: Times
 
@@ -66,10 +65,10 @@ def _step(program: Program, way: str) -> tuple[float, float]:
 
 
 def _on_rank(
-    name: str, link: Link | None, ways: tuple[str, ...], repeats: int
+    make: Make, link: Link | None, ways: tuple[str, ...], repeats: int
 ) -> dict[str, list[tuple[float, float]]]:
     torch.set_num_threads(1)
-    program = PROGRAMS[name]()
+    program = make()
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     gc.collect()
     gc.disable()
@@ -100,39 +99,38 @@ def _medians(ranks: list[dict[str, list[tuple[float, float]]]]) -> Times:
     return found
 
 
-def work_alone(run: Run, name: str, repeats: int = 5) -> dict[str, float]:
+def work_alone(run: Run, make: Make, repeats: int = 5) -> dict[str, float]:
     """The seconds of a program's own work, by half."""
-    return _medians(run(_on_rank, name, None, ("work",), repeats))["work"]
+    return _medians(run(_on_rank, make, None, ("work",), repeats))["work"]
 
 
-def _sizes(name: str) -> tuple[int, int]:
-    program = PROGRAMS[name]()
+def _sizes(make: Make) -> tuple[int, int]:
+    program = make()
     return program.sent, program.calls
 
 
-def link_for(run: Run, name: str, seconds: float, latency_us: float = 200.0) -> Link:
+def link_for(run: Run, make: Make, seconds: float, latency_us: float = 200.0) -> Link:
     """A link on which the calls of a half of a step take so long, to two digits."""
-    sent, calls = run(_sizes, name)[0]
+    sent, calls = run(_sizes, make)[0]
     left = seconds - calls * latency_us * 1e-6
     return Link(latency_us, float(f"{sent / left / 1e9:.2g}"))
 
 
-def measured(run: Run, name: str, backend: str, link: Link | None, repeats: int = 7) -> Figures:
+def measured(run: Run, make: Make, link: Link | None, repeats: int = 7) -> Figures:
     """Measure every way.
 
     Args:
         run: runs a function on the ranks.
-        name: of the program, in `PROGRAMS`.
-        backend: of the ranks, for the figures.
+        make: makes the program on a rank.
         link: the delay; None: the wire as it is.
         repeats: how many steps of each way; one more comes before and does not count.
     """
-    return Figures(name, backend, link, _medians(run(_on_rank, name, link, WAYS, repeats)))
+    return Figures(link, _medians(run(_on_rank, make, link, WAYS, repeats)))
 
 
-def _seen_on_rank(name: str, link: Link | None, way: str) -> Timeline:
+def _seen_on_rank(make: Make, link: Link | None, way: str) -> Timeline:
     torch.set_num_threads(1)
-    program = PROGRAMS[name]()
+    program = make()
     with delayed(link) if link is not None else contextlib.nullcontext():
         _step(program, way)
         gm.barrier()
@@ -141,6 +139,6 @@ def _seen_on_rank(name: str, link: Link | None, way: str) -> Timeline:
     return line
 
 
-def seen(run: Run, name: str, link: Link | None, way: str) -> Timeline:
+def seen(run: Run, make: Make, link: Link | None, way: str) -> Timeline:
     """The timeline of one step."""
-    return Timeline.joined(run(_seen_on_rank, name, link, way))
+    return Timeline.joined(run(_seen_on_rank, make, link, way))

@@ -20,7 +20,7 @@ from torch import Tensor
 import gradmesh as gm
 from tools.overlap.chain import Begun, Done
 
-__all__ = ["begin_shift", "ring_attention"]
+__all__ = ["attend", "begin_shift", "ring_attention"]
 
 
 def begin_shift(block: Tensor) -> Begun:
@@ -64,14 +64,15 @@ def ring_attention(
             block = arriving.wait()
             if hop < around - 1:
                 following.append(begin(block))
-            seen = _attend(q, block[0], block[1], seen)
+            seen = attend(q, block[0], block[1], seen)
         coming = following
     if seen is None:
         return torch.zeros_like(q)
     return seen.out / seen.weight
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, seen: _Seen | None) -> _Seen:
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: _Seen | None) -> _Seen:
+    """Attend to one more block."""
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     # The result does not depend on it, and so has no gradient by it.
     top = scores.detach().amax(-1, keepdim=True)

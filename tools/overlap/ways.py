@@ -23,12 +23,10 @@ class Program(abc.ABC):
     """A program on one rank, which computes losses that differ from rank to rank.
 
     Attributes:
-        name: what it is called.
         sent: bytes that a rank sends in forward, and as many in backward.
         calls: the number of calls that do.
     """
 
-    name: str
     sent: int
     calls: int
 
@@ -74,8 +72,6 @@ class Chain(Program):
         layers: how many have their weights over the ranks.
     """
 
-    name = "chain of eight layers"
-
     def __init__(self, samples: int = 5120, width: int = 384, layers: int = 8) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1 + gm.rank())
@@ -115,8 +111,6 @@ class Ring(Program):
         features: of each head.
         blocks: into how many blocks a rank's keys and values are cut.
     """
-
-    name = "ring attention"
 
     def __init__(self, heads: int = 3, part: int = 2048, features: int = 64, blocks: int = 12) -> None:
         super().__init__()
