@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,13 +26,16 @@ Run = Callable[..., list[Any]]
 Make = Callable[[], Program]
 """Makes a program on a rank."""
 
+Pick = Callable[[Iterable[float]], float]
+"""Picks one time of several."""
+
 Times = dict[str, dict[str, float]]
 """Seconds by way and half."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """The medians of a program, over the slowest rank of each step.
+    """The times of a program, those of the slowest rank of each step.
 
     Attributes:
         link: the delay; None: the wire as it is.
@@ -84,7 +87,8 @@ def _on_rank(
     return found
 
 
-def _medians(ranks: list[dict[str, list[tuple[float, float]]]]) -> Times:
+def _one(ranks: list[dict[str, list[tuple[float, float]]]], of: Pick) -> Times:
+    """One number of the steps, of each of which the slowest rank counts."""
     found: Times = {}
     for way in ranks[0]:
         steps = [
@@ -92,16 +96,16 @@ def _medians(ranks: list[dict[str, list[tuple[float, float]]]]) -> Times:
             for of_ranks in zip(*(rank[way] for rank in ranks), strict=True)
         ]
         found[way] = {
-            "forward": statistics.median(forward for forward, _ in steps),
-            "backward": statistics.median(backward for _, backward in steps),
-            "step": statistics.median(map(sum, steps)),
+            "forward": of(forward for forward, _ in steps),
+            "backward": of(backward for _, backward in steps),
+            "step": of(map(sum, steps)),
         }
     return found
 
 
 def work_alone(run: Run, make: Make, repeats: int = 5) -> dict[str, float]:
     """The seconds of a program's own work, by half."""
-    return _medians(run(_on_rank, make, None, ("work",), repeats))["work"]
+    return _one(run(_on_rank, make, None, ("work",), repeats), statistics.median)["work"]
 
 
 def _sizes(make: Make) -> tuple[int, int]:
@@ -116,7 +120,9 @@ def link_for(run: Run, make: Make, seconds: float, latency_us: float = 200.0) ->
     return Link(latency_us, float(f"{sent / left / 1e9:.2g}"))
 
 
-def measured(run: Run, make: Make, link: Link | None, repeats: int = 7) -> Figures:
+def measured(
+    run: Run, make: Make, link: Link | None, repeats: int = 7, of: Pick = statistics.median
+) -> Figures:
     """Measure every way.
 
     Args:
@@ -124,8 +130,9 @@ def measured(run: Run, make: Make, link: Link | None, repeats: int = 7) -> Figur
         make: makes the program on a rank.
         link: the delay; None: the wire as it is.
         repeats: how many steps of each way; one more comes before and does not count.
+        of: which time of several counts; `min` where others use the machine too.
     """
-    return Figures(link, _medians(run(_on_rank, make, link, WAYS, repeats)))
+    return Figures(link, _one(run(_on_rank, make, link, WAYS, repeats), of))
 
 
 def _seen_on_rank(make: Make, link: Link | None, way: str) -> Timeline:
