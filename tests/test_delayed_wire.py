@@ -15,8 +15,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import gradmesh as gm
-from gradmesh.verify import CostModel, Link, delayed
+from gradmesh.verify import CostModel, Link, Timeline, delayed, timeline
+from gradmesh.verify.timelines.recorder import Noted
+from gradmesh.verify.timelines.through import Motion
 from gradmesh.wire.around import AROUND
+from tools.attack import draw as programs
+from tools.attack.programs import source
+from tools.attack.run import Failure, on_rank
+from tools.simulator.attack import alike
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
 
@@ -184,3 +190,58 @@ def test_it_ends_with_its_block_and_is_the_ranks_own(threads: Ranks) -> None:
     first, second = threads(2)(on_each_rank)
     assert first < 0.03 <= second
     assert AROUND.wraps == ()
+
+
+def watched(program: str) -> tuple[Any, Timeline]:
+    with delayed(Link(50, 1)), timeline() as line:
+        outcome = on_rank(program)
+    return outcome, line
+
+
+def hold_to_the_plain_run(index: int, threads: Ranks) -> tuple[int, int]:
+    """Run a random program plainly and watched on a slow wire; returns how many calls and links were seen."""
+    program = programs.drawn(41, index)
+    plain = threads(program.ranks)(on_rank, source(program))
+    found = threads(program.ranks)(watched, source(program))
+    exact = not any(isinstance(outcome, Failure) for outcome in plain)
+    assert alike([outcome for outcome, _ in found], plain, exact=exact), source(program)
+    line = Timeline.joined(line for _, line in found)
+    for event in line.events:
+        if event.origin is not None:
+            origin = line.events[event.origin]
+            assert (origin.rank, origin.axis) == (event.rank, event.axis)
+            assert origin.start is not None
+            assert event.start is not None
+            assert origin.start <= event.start
+    return len(line.events), sum(event.origin is not None for event in line.events)
+
+
+def test_random_programs_are_the_same_on_a_slow_wire_and_watched(threads: Ranks) -> None:
+    seen = [hold_to_the_plain_run(index, threads) for index in range(12)]
+    assert sum(calls for calls, _ in seen) > 100
+    assert sum(links for _, links in seen) > 20
+
+
+@pytest.mark.slow
+def test_many_random_programs_are_the_same_on_a_slow_wire_and_watched(threads: Ranks) -> None:
+    for index in range(12, 300):
+        hold_to_the_plain_run(index, threads)
+
+
+def test_a_result_that_watching_changes_is_found(threads: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    through = Noted.through
+
+    def spoilt(self: Noted, motion: Motion, move: Callable[[], Any]) -> Any:
+        result = through(self, motion, move)
+        if isinstance(result, Tensor) and result.is_floating_point():
+            result.add_(1)
+        return result
+
+    monkeypatch.setattr(Noted, "through", spoilt)
+
+    def some() -> None:
+        for index in range(4):
+            hold_to_the_plain_run(index, threads)
+
+    with pytest.raises(AssertionError):
+        some()

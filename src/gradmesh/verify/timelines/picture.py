@@ -47,7 +47,8 @@ def draw(
     for event in calls:
         if event.origin in by_number:
             _arrow(axes, rows, by_number[event.origin], event)
-    axes.set_yticks(list(rows.values()), [f"rank {rank} {axis or 'work'}" for rank, axis in rows])
+    names = [f"rank {rank}, {f'on {axis}' if axis else 'work'}" for rank, axis in rows]
+    axes.set_yticks(list(rows.values()), names)
     axes.set_xlabel("ms")
     axes.set_title(title, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
@@ -91,7 +92,7 @@ def _arrow(axes: Axes, rows: dict[Row, int], forward: Event, backward: Event) ->
         FancyArrowPatch(
             (1e3 * forward.end, row),
             (1e3 * backward.start, rows[backward.rank, backward.axis]),
-            connectionstyle="arc3,rad=0.12",
+            connectionstyle="arc3,rad=0.05",
             arrowstyle="-|>",
             mutation_scale=7,
             linewidth=0.6,
