@@ -64,6 +64,7 @@ from gradmesh.errors import (
 from gradmesh.launch import Ranks, launch
 from gradmesh.objective import objective
 from gradmesh.order import Order, backward, grad, join, ordered
+from gradmesh.overlap.coalesce import coalesce
 from gradmesh.overlap.pending import Pending
 from gradmesh.reordering import reorderable
 from gradmesh.types import I, P, R, Type, V
@@ -111,6 +112,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "check",
+    "coalesce",
     "convert",
     "exchange",
     "exscan",

@@ -94,6 +94,7 @@ class _OfThread(threading.local):
     def __init__(self) -> None:
         # No attribute of the class: Dynamo of torch 2.11 would read that one, and not the thread's.
         self.chain: Chain | None = None
+        self.coalescing: Any = None
 
 
 @dataclass(slots=True)
@@ -120,6 +121,15 @@ class RankState:
     begun: Unwaited = field(default_factory=Unwaited)
     kept: dict[type, Any] = field(default_factory=dict)
     _of_thread: _OfThread = field(default_factory=_OfThread)
+
+    @property
+    def coalescing(self) -> Any:
+        """The block of `coalesce()` that is open in this thread."""
+        return self._of_thread.coalescing
+
+    @coalescing.setter
+    def coalescing(self, block: Any) -> None:
+        self._of_thread.coalescing = block
 
     @property
     def chain(self) -> Chain | None:

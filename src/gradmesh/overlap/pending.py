@@ -209,8 +209,12 @@ def begin(
     if not apart or transforms_active() or is_legacy_batched(x):
         y = finish(apply(op, x))
         return Pending(op.verb, axis, lambda: y, future=lambda: _known(y))
-    if rank_state().begun.lost:
+    state = rank_state()
+    if state.begun.lost:
         refuse_lost(op, x)
+    if state.coalescing is not None and not steps and state.coalescing.takes(op):
+        added: Pending[Any] = state.coalescing.add(op, x, finish)
+        return added
     made, result = _begun(op, x)
     job: Job[Tensor] = made.job  # type: ignore[assignment]  # it is on its way
     return Pending(
