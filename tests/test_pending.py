@@ -89,6 +89,9 @@ VERBS: dict[str, Callable[..., Any]] = {
     "all_reduce": lambda x, **how: gm.all_reduce(x, dst=gm.R, **how),
     "all_reduce I": lambda x, **how: gm.all_reduce(x, dst=gm.I, **how),
     "all_reduce mean": lambda x, **how: gm.all_reduce(x, op="mean", dst=gm.R, **how),
+    "all_reduce in two precisions": lambda x, **how: gm.all_reduce(
+        x, dst=gm.R, comm_dtype=torch.float32, backward_dtype=torch.bfloat16, **how
+    ),
     "all_reduce max": lambda x, **how: gm.all_reduce(x, op="max", dst=gm.R, **how),
     "all_reduce min of integers": lambda x, **how: gm.all_reduce(x.long(), op="min", dst=gm.R, **how),
     "all_reduce prod": lambda x, **how: gm.all_reduce(x, op="prod", dst=gm.R, **how),
@@ -490,21 +493,32 @@ def test_both_halves_in_a_checkpoint_are_right(ordered: bool, threads: Ranks) ->
     assert threads(2)(checkpointed, True, ordered) == threads(2)(checkpointed, False, ordered)
 
 
-@pytest.mark.parametrize("outside", ["the beginning", "the wait"])
-def test_one_half_in_a_checkpoint_is_refused(outside: str) -> None:
+def test_a_wait_alone_in_a_checkpoint_is_refused(threads: Ranks) -> None:
     def on_rank() -> None:
         x = random(3).requires_grad_()
-        if outside == "the beginning":
-            pending = gm.all_gather(x.exp(), async_op=True)
-            checkpoint(lambda t: pending.wait() * t.sum(), x, use_reentrant=False).sum().backward()
-        else:
-            kept: list[gm.Pending[Tensor]] = []
-            checkpoint(
-                lambda t: kept.append(gm.all_gather(t.exp(), async_op=True)) or t.exp(),  # type: ignore[func-returns-value]
-                x,
-                use_reentrant=False,
-            )
-            kept[0].wait().sum().backward()
+        pending = gm.all_gather(x.exp(), async_op=True)
+
+        def region(t: Tensor) -> Tensor:
+            with pytest.raises(gm.OrderError, match="another region of a checkpoint"):
+                pending.wait()
+            return t.exp()
+
+        loss = checkpoint(region, x, use_reentrant=False).sum()
+        (loss * pending.wait().sum()).backward()
+
+    threads(2)(on_rank)
+
+
+def test_a_beginning_alone_in_a_checkpoint_is_refused() -> None:
+    def on_rank() -> None:
+        x, kept = random(3).requires_grad_(), []
+
+        def region(t: Tensor) -> Tensor:
+            kept.append(gm.all_gather(t.exp(), async_op=True))
+            return t.exp()
+
+        checkpoint(region, x, use_reentrant=False)
+        kept[0].wait().sum().backward()
 
     assert "another region of a checkpoint" in failed(on_rank)
 
