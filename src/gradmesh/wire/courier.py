@@ -13,6 +13,7 @@ import atexit
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,8 +28,9 @@ from gradmesh.backends import threads
 from gradmesh.backends.threads.group import ThreadsGroup
 from gradmesh.backends.threads.waiting import Errand
 from gradmesh.call_sites import Site, call_site, seen_from
+from gradmesh.wire.around import AROUND
 
-__all__ = ["Aside", "Courier", "Job", "aside", "in_turn"]
+__all__ = ["Aside", "Courier", "Job", "aside", "in_turn", "job_here"]
 
 T = TypeVar("T")
 
@@ -40,20 +42,32 @@ class Job(Generic[T]):
         work: makes it, and returns its result.
 
     Attributes:
+        begun: when it was begun, by `time.perf_counter`.
         over: whether it has been made, well or badly.
     """
 
-    __slots__ = ("_after", "_errand", "_error", "_gate", "_result", "_site", "_until", "_work", "over")
+    __slots__ = (
+        "_after",
+        "_errand",
+        "_error",
+        "_gate",
+        "_result",
+        "_site",
+        "_until",
+        "_work",
+        "begun",
+        "over",
+    )
 
     def __init__(self, work: Callable[[], T]) -> None:
+        self.begun = time.perf_counter()
         self._work: Callable[[], T] | None = work
         self._site: Site = call_site()
         self._result: T
         self._error: BaseException | None = None
         self._errand: Errand | None = None
-        self._gate = (
-            threading.Lock()
-        )  # a launcher that looks for ranks which wait sees this file, and no Event's
+        # Not an Event: a launcher that looks for ranks which wait has to see this file, and not that of threading.
+        self._gate = threading.Lock()
         self._gate.acquire()
         self.over = False
         self._until: Callable[[], None] | None = None
@@ -76,14 +90,27 @@ class Job(Generic[T]):
         work, self._work = self._work, None
         if work is None:
             return
+        _made.job = self
         try:
             with seen_from(self._site):
                 self._result = work()
         except BaseException as error:
             self._error = error
+        finally:
+            _made.job = None
 
     def wait(self) -> T:
         """The result, when it is there; what went wrong with the call is raised here."""
+        if not AROUND.told:
+            return self._wait()
+        begun = time.perf_counter()
+        try:
+            return self._wait()
+        finally:
+            for waited in AROUND.told:
+                waited(self, begun, time.perf_counter())
+
+    def _wait(self) -> T:
         if self._until is not None:
             self._until()
         elif self._errand is not None:
@@ -104,6 +131,12 @@ class Job(Generic[T]):
 
 
 _after_lock = threading.Lock()
+_made = threading.local()  # .job: that which the thread is making
+
+
+def job_here() -> Job[Any] | None:
+    """The job that the calling thread is making."""
+    return getattr(_made, "job", None)
 
 
 class Courier:

@@ -13,7 +13,7 @@ from gradmesh.verify.simulator.counting import op_of, payload_of, sent_by
 from gradmesh.verify.simulator.events import Event, Phase
 from gradmesh.wire.claims import TANGENT, CallClaim, Recorded
 
-__all__ = ["Notes"]
+__all__ = ["Notes", "show"]
 
 
 class Notes:
