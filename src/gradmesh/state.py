@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradmesh.backends import threads
 
-__all__ = ["Chain", "RankState", "rank_state"]
+__all__ = ["Chain", "Owes", "RankState", "rank_state"]
 
 
 T = TypeVar("T")
@@ -36,12 +37,20 @@ class Chain(Protocol):
         """Have a collective that is no link, in a region of a checkpoint, run again on every rank."""
 
 
+class Owes(Protocol):
+    """What backward owes to leaves, put off by `no_sync`."""
+
+    def recorded(self, op: Any, x: Tensor, call: Any, run: Callable[[], T]) -> T:
+        """Make a call that becomes a node of the graph."""
+
+
 class _OfThread(threading.local):
     """What each thread of a rank has for itself: a program may train in two threads, in groups of their own."""
 
     def __init__(self) -> None:
         # No attribute of the class: Dynamo of torch 2.11 would read that one, and not the thread's.
         self.chain: Chain | None = None
+        self.owed: Owes | None = None
 
 
 @dataclass(slots=True)
@@ -75,6 +84,15 @@ class RankState:
     @chain.setter
     def chain(self, chain: Chain | None) -> None:
         self._of_thread.chain = chain
+
+    @property
+    def owed(self) -> Owes | None:
+        """What this thread has put off; None: it never did."""
+        return self._of_thread.owed
+
+    @owed.setter
+    def owed(self, owed: Owes | None) -> None:
+        self._of_thread.owed = owed
 
     def keep(self, value: object) -> None:
         """Keep an object, in the place of one of the same class."""
