@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradmesh._torch.names import find, there
+from gradmesh._torch.names import find
 
 __all__ = ["accumulates", "after_pass", "can_accumulate_later", "leaf_behind"]
 
@@ -19,9 +19,9 @@ _SUMMED_AT_ONCE = (
 
 _executes = find("torch._C._will_engine_execute_node", without=_SUMMED_AT_ONCE)
 _after = find("torch.autograd.Variable._execution_engine.queue_callback", without=_SUMMED_AT_ONCE)
-_hooks_are_seen = there("torch.Tensor._backward_hooks", without=_SUMMED_AT_ONCE) & there(
-    "torch.Tensor._post_accumulate_grad_hooks", without=_SUMMED_AT_ONCE
-)
+_hooks = find("torch._C.TensorBase._backward_hooks", without=_SUMMED_AT_ONCE)
+_hooks_behind = find("torch._C.TensorBase._post_accumulate_grad_hooks", without=_SUMMED_AT_ONCE)
+_there = None not in (_executes, _after, _hooks, _hooks_behind)
 
 
 def can_accumulate_later(x: Tensor) -> bool:
@@ -30,11 +30,9 @@ def can_accumulate_later(x: Tensor) -> bool:
     Not so for a leaf with hooks, which torch calls in each pass, with None where there is nothing yet; nor inside of
     DDP, which takes what is in `.grad` as soon as its own hook is called.
     """
-    if _executes is None or _after is None or not _hooks_are_seen:
+    if not (_there and x.is_leaf and x.requires_grad):
         return False
-    leaf: Any = x
-    hooked = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
-    return x.is_leaf and x.requires_grad and not hooked and not _inside_ddp()
+    return not (_hooks.__get__(x) or _hooks_behind.__get__(x) or _inside_ddp())
 
 
 def _inside_ddp() -> bool:

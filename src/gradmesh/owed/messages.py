@@ -74,7 +74,8 @@ def _kind(each: Owed, place: int) -> Hashable:
     if isinstance(inner, _ELEMENTWISE):
         return inner, mean, each.leaf.dtype, each.leaf.device
     if isinstance(inner, ReduceScatter):
-        return replace(inner, dim=0, sizes=EQUAL), mean, each.leaf.dtype, each.leaf.device
+        even = inner.sizes.equal  # by themselves, as backends are faster with equal parts
+        return replace(inner, dim=0, sizes=EQUAL), even, mean, each.leaf.dtype, each.leaf.device
     return place
 
 
@@ -104,17 +105,16 @@ def _scattered(backs: list[LinearOp], grads: list[Tensor]) -> list[Tensor]:
     op, mean = _unscaled(backs[0])
     parts: list[Sequence[Tensor]] = []
     shapes: list[Sequence[int]] = []
-    even = True
     for back, grad in zip(backs, grads, strict=True):
         one = cast("ReduceScatter", _unscaled(back)[0])
         sizes, lengths, shape = one.layout(grad.shape)
         parts.append(pack(grad, one.dim, sizes).split(list(lengths)))
         shapes.append(shape)
-        even = even and one.sizes.equal
     ranks = range(op.axis.size)
     counts = [sum(each[rank].numel() for each in parts) for rank in ranks]
     row = torch.cat([each[rank] for rank in ranks for each in parts])
-    joined: LinearOp = replace(op, dim=0, sizes=EQUAL if even else Sizes(tuple(counts)))  # type: ignore[call-arg]
+    first = cast("ReduceScatter", op)
+    joined = replace(first, dim=0, sizes=EQUAL if first.sizes.equal else Sizes(tuple(counts)))
     return _cut((Mean(joined) if mean else joined).apply(row), shapes)
 
 
