@@ -1,8 +1,8 @@
 """Random programs of several micro-batches inside and outside of `no_sync`, and the same on one dense process.
 
-A program has leaves on every rank, which verbs are applied to, and a loss of each rank and micro-batch that uses some of
-the results. The dense run has every rank's leaves in one process, and a formula for each verb; autograd's gradient of
-the sum of the losses is what each rank's leaves have to have in the end.
+A program has leaves on every rank, which verbs are applied to, and a loss of each rank and micro-batch that uses some
+of the results. The dense run has every rank's leaves in one process, and a formula for each verb. Autograd's gradient
+of the sum of the losses is what each rank's leaves have to have in the end.
 """
 
 from __future__ import annotations

@@ -120,7 +120,6 @@ class Ledger:
             or isinstance(op, Traced)
             or op.axis.size == 1
             or not op.back.sends
-            or forward_level_open()
         ):
             return run()
         # What a checkpoint runs again is not what the backward pass goes through.
@@ -200,6 +199,7 @@ class Ledger:
         self._drop(owed)
         wanted = [(leaf, total) for leaf, total in whole.values() if leaf.requires_grad]
         if wanted:
+            # They are held here meanwhile, and may be views: so torch copies, and .grad is memory of its own.
             torch.autograd.backward([leaf for leaf, _ in wanted], [total for _, total in wanted])
 
     def clear(self) -> None:

@@ -44,7 +44,7 @@ def totals(calls: Sequence[tuple[LinearOp, Tensor, Tensor | None]]) -> list[Tens
         calls: for each sum the op of the forward calls, the leaf, and this rank's gradient of the results.
 
     Returns:
-        Each leaf's gradient, in memory of its own; None where no rank has any.
+        Each leaf's gradient, which shares memory with no other element of any; None where no rank has one.
     """
     owed = [Owed(*call) for call in calls]
     some = _on_any_rank(owed)
@@ -119,6 +119,6 @@ def _scattered(backs: list[LinearOp], grads: list[Tensor]) -> list[Tensor]:
 
 
 def _cut(row: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Copies of what lies in a row, since each is to be memory of its own."""
+    """What lies in a row, as views."""
     parts = row.split([math.prod(shape) for shape in shapes])
-    return [part.view(tuple(shape)).clone() for part, shape in zip(parts, shapes, strict=True)]
+    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
