@@ -62,6 +62,7 @@ from gradmesh.errors import (
     TorchWarning,
 )
 from gradmesh.launch import Ranks, launch
+from gradmesh.no_sync import no_sync
 from gradmesh.objective import objective
 from gradmesh.order import Order, backward, grad, join, ordered
 from gradmesh.overlap.coalesce import coalesce
@@ -124,6 +125,7 @@ __all__ = [
     "launch",
     "mesh",
     "neighbor_all_to_all",
+    "no_sync",
     "objective",
     "ordered",
     "permute",
