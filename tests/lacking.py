@@ -136,6 +136,20 @@ def _ordered(gm: Any) -> bool:
     return all(abs(grad[0] - 3) < 1e-6 and said == "refused" for grad, said in got)
 
 
+def _no_sync(gm: Any) -> bool:
+    """Two micro-batches of a parameter that every rank has."""
+
+    def body() -> list[float]:
+        w = torch.ones(2, requires_grad=True)
+        with gm.no_sync():
+            (gm.replicate(w).sum() * (1 + gm.rank())).backward()
+        gm.replicate(w).sum().backward()
+        assert w.grad is not None
+        return w.grad.tolist()
+
+    return bool(gm.launch(body, 2, backend="threads") == [[5.0, 5.0]] * 2)
+
+
 def _ordered_vmap(gm: Any) -> bool:
     gm.init()
     x = torch.ones(2, 3, requires_grad=True)
@@ -188,6 +202,7 @@ FEATURES: dict[str, Callable[[Any], bool]] = {
     "batched gradients": _batched,
     "ordered": _ordered,
     "vmap in ordered": _ordered_vmap,
+    "no_sync": _no_sync,
     "profile": _profile,
     "tensors without values": _meta,
     "raw collectives": _plain_kernels,

@@ -19,6 +19,7 @@ from tests.lacking import FEATURES
 THREADS = {
     "threads",
     "forward mode on threads",
+    "no_sync",
     "ordered",
     "raw collectives",
 }  # all that run on the threads backend

@@ -7,7 +7,8 @@ import importlib
 import inspect
 import threading
 from collections.abc import Callable
-from typing import Any
+from datetime import timedelta
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -452,3 +453,115 @@ def test_the_wrappers_that_average_tell_of_which_parameters_and_by_what(
             "ignored": True,
         }
     ]
+
+
+def _twin_of_two() -> tuple[int, str, float] | None:
+    group = dist.new_group([1, 3], timeout=timedelta(seconds=45))
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    made = _torch.twin(group, "begun")
+    x = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(x, group=made)
+    assert dist.get_process_group_ranks(made) == [1, 3]
+    assert dist.get_group_rank(made, 3) == 1
+    told = getattr(made, "timeout", None) or made._get_backend(torch.device("cpu")).options._timeout
+    seconds = told.total_seconds() if isinstance(told, timedelta) else told
+    return int(x.item()), dist.get_backend(made), seconds
+
+
+@pytest.mark.processes
+def test_the_members_of_a_group_alone_make_another_one_of_its_backend_and_timeout(
+    processes: Callable[[int], Callable[..., list[Any]]],
+) -> None:
+    first, *found = processes(4)(_twin_of_two)
+    assert first is found[1] is None
+    assert found[0] == found[2]
+    assert (found[0][0], found[0][2]) == (4, 45.0)
+    assert found[0][1] in ("cpu:gloo", "cpu:shm")
+
+
+def test_a_region_of_a_checkpoint_is_told_by_its_hooks() -> None:
+    seen: list[object] = []
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.checkpoint_region())
+        return x.sin().exp()
+
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.save_on_cpu():
+        assert _torch.checkpoint_region() is None
+    checkpoint(region, x, use_reentrant=False).sum().backward()
+    checkpoint(region, x, use_reentrant=True).sum().backward()
+    assert _torch.checkpoint_region() is None
+    first, again, *reentrant = seen
+    assert first is not None
+    assert again is not None
+    assert first is not again
+    assert reentrant == [None, None]
+
+
+class Asks(torch.autograd.Function):
+    """A node that asks what becomes of its operand's gradient, and hands none on."""
+
+    found: ClassVar[list[Any]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        leaf, accumulate = _torch.leaf_behind(ctx)
+        Asks.found.append((leaf, None if leaf is None else _torch.accumulates(accumulate)))
+        return None, grad
+
+
+def test_a_node_is_told_its_leaf_and_what_becomes_of_its_gradient() -> None:
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    Asks.found.clear()
+    Asks.apply(x, y).sum().backward()
+    Asks.apply(x, y).sum().backward(inputs=[x, y])
+    Asks.apply(x, y).sum().backward(inputs=[y])
+    torch.autograd.grad(Asks.apply(x, y).sum(), [x, y], allow_unused=True)
+    torch.autograd.grad(Asks.apply(x, y).sum(), y)
+    Asks.apply(x.detach(), y).sum().backward()
+    Asks.apply(x * 1, y).sum().backward()
+    assert [leaf is x for leaf, _ in Asks.found] == [True] * 5 + [False] * 2
+    assert [told for _, told in Asks.found] == [True, True, False, False, False, None, None]
+
+
+def test_work_after_a_pass_may_go_backward_itself_and_is_left_out_if_the_pass_fails() -> None:
+    x, seen = torch.ones(2, requires_grad=True), list[int]()
+
+    def work() -> None:
+        seen.append(_torch.backward_pass())
+        torch.autograd.backward([x], [torch.full((2,), 3.0)])
+
+    def failing(grad: torch.Tensor) -> None:
+        raise ValueError("on the way")
+
+    y = x * 2
+    y.register_hook(lambda _: _torch.after_pass(work))
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [5.0, 5.0]
+    z = x * 2
+    z.register_hook(failing)
+    w = z * 2
+    w.register_hook(lambda _: _torch.after_pass(work))
+    with pytest.raises(ValueError, match="on the way"):
+        w.sum().backward()
+    x.sum().backward()
+    assert len(seen) == 1
+
+
+def test_hooks_of_a_leaf_are_seen() -> None:
+    x = torch.ones(2, requires_grad=True)
+    assert _torch.can_accumulate_later(x)
+    assert not _torch.can_accumulate_later(x * 2)
+    assert not _torch.can_accumulate_later(x.detach())
+    for register in (x.register_hook, x.register_post_accumulate_grad_hook):
+        handle = register(lambda _: None)
+        assert not _torch.can_accumulate_later(x)
+        handle.remove()
+    assert _torch.can_accumulate_later(x)

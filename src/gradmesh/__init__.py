@@ -62,8 +62,10 @@ from gradmesh.errors import (
     TorchWarning,
 )
 from gradmesh.launch import Ranks, launch
+from gradmesh.no_sync import no_sync
 from gradmesh.objective import objective
 from gradmesh.order import Order, backward, grad, join, ordered
+from gradmesh.overlap.coalesce import coalesce
 from gradmesh.overlap.pending import Pending
 from gradmesh.reordering import reorderable
 from gradmesh.types import I, P, R, Type, V
@@ -111,6 +113,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "check",
+    "coalesce",
     "convert",
     "exchange",
     "exscan",
@@ -122,6 +125,7 @@ __all__ = [
     "launch",
     "mesh",
     "neighbor_all_to_all",
+    "no_sync",
     "objective",
     "ordered",
     "permute",

@@ -10,6 +10,7 @@ a further backward pass runs the backward of both on every rank that ran the fir
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any, NoReturn
 
@@ -166,8 +167,10 @@ def join_late(op: Op, x: Tensor, y: Tensor, call: Recorded) -> Tensor:
 
 def _recorded(op: Op | _Done, x: Tensor, thread: Tensor, call: Recorded) -> tuple[Tensor, Tensor]:
     """Run an op as a node of the graph."""
-    rule = _Rule if functorch_active() else _Node
-    result: tuple[Tensor, Tensor] = rule.apply(op, x, thread, call)  # type: ignore[no-untyped-call]
+    transformed = functorch_active()
+    run = functools.partial((_Rule if transformed else _Node).apply, op, x, thread, call)
+    owed = None if transformed else rank_state().owed
+    result: tuple[Tensor, Tensor] = run() if owed is None else owed.recorded(op, x, call, run)
     return result
 
 
@@ -297,7 +300,10 @@ class _Rule(torch.autograd.Function):
             grad = torch.zeros(ctx.result, dtype=ctx.dtype, device=ctx.device)
         elif grad.layout is not torch.strided:
             grad = grad.to_dense()
+        kept = ctx.call.owed is not None and ctx.call.owed.keeps(ctx, None if nothing else grad)
         if not ctx.call.linked:
+            if kept:
+                return None, None, None, None
             call = Recorded(BACKWARD, ctx.call, NOTHING if nothing else 0)
             back = unlinked(op.back, grad, call, thread_of(ctx) if torch.is_grad_enabled() else None)
             alone = op.axis.size == 1 or not op.back.sends
@@ -310,6 +316,8 @@ class _Rule(torch.autograd.Function):
             # The end of the chain. The backward pass goes on with the thread itself, as a zero would come from
             # nowhere and lose the order of the passes to come.
             following = thread.clone()
+        if kept:
+            return None, None, following, None
         if torch.is_grad_enabled() or forward_level_open():
             back, following = linked(op.back, grad, following, BACKWARD, ctx.call)
             return None, back, following, None

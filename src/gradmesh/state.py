@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gradmesh.backends import threads
 from gradmesh.errors import OrderError, message
 
-__all__ = ["Chain", "RankState", "Unwaited", "finished", "rank_state"]
+__all__ = ["Chain", "Owes", "RankState", "Unwaited", "finished", "rank_state"]
 
 
 T = TypeVar("T")
@@ -88,12 +88,21 @@ class Unwaited:
         )
 
 
+class Owes(Protocol):
+    """What backward owes to leaves, put off by `no_sync`."""
+
+    def recorded(self, op: Any, x: Tensor, call: Any, run: Callable[[], T]) -> T:
+        """Make a call that becomes a node of the graph."""
+
+
 class _OfThread(threading.local):
     """What each thread of a rank has for itself: a program may train in two threads, in groups of their own."""
 
     def __init__(self) -> None:
         # No attribute of the class: Dynamo of torch 2.11 would read that one, and not the thread's.
         self.chain: Chain | None = None
+        self.coalescing: Any = None
+        self.owed: Owes | None = None
 
 
 @dataclass(slots=True)
@@ -122,6 +131,15 @@ class RankState:
     _of_thread: _OfThread = field(default_factory=_OfThread)
 
     @property
+    def coalescing(self) -> Any:
+        """The block of `coalesce()` that is open in this thread."""
+        return self._of_thread.coalescing
+
+    @coalescing.setter
+    def coalescing(self, block: Any) -> None:
+        self._of_thread.coalescing = block
+
+    @property
     def chain(self) -> Chain | None:
         """The collectives of the `ordered()` block that is open in this thread."""
         return self._of_thread.chain
@@ -129,6 +147,15 @@ class RankState:
     @chain.setter
     def chain(self, chain: Chain | None) -> None:
         self._of_thread.chain = chain
+
+    @property
+    def owed(self) -> Owes | None:
+        """What this thread has put off; None: it never did."""
+        return self._of_thread.owed
+
+    @owed.setter
+    def owed(self, owed: Owes | None) -> None:
+        self._of_thread.owed = owed
 
     def keep(self, value: object) -> None:
         """Keep an object, in the place of one of the same class."""

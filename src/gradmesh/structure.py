@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradmesh.errors import ArgumentError, message
 
-__all__ = ["Packed", "Tree", "is_structure", "leaves", "rebuilt"]
+__all__ = ["Packed", "Tree", "cut", "cut_by_rank", "is_structure", "leaves", "rebuilt"]
 
 Tree = Tensor | Sequence["Tree"] | Mapping[Any, "Tree"]
 """A tensor, or a structure of them."""
@@ -84,3 +84,20 @@ def rebuilt(x: object, tensors: Iterator[Tensor]) -> Any:
         values = [rebuilt(value, tensors) for value in x]
         return type(x)(*values) if hasattr(x, "_fields") else tuple(values)
     return next(tensors)
+
+
+def cut(whole: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Cut a flat tensor into tensors of these shapes; copies, which can be written and kept without the others."""
+    parts = whole.split([one.numel() for one in like])
+    return [part.view(one.shape).clone() for part, one in zip(parts, like, strict=True)]
+
+
+def cut_by_rank(whole: Tensor, like: Sequence[Tensor], dims: Sequence[int], ranks: int) -> list[Tensor]:
+    """Cut what was gathered of flat tensors: each one's parts from all ranks are concatenated along its dimension."""
+    rows = whole.view(ranks, -1).split([one.numel() for one in like], dim=1)
+    made = []
+    for row, one, dim in zip(rows, like, dims, strict=True):
+        shape = one.shape
+        parts = row.reshape(ranks, *shape).movedim(0, dim)
+        made.append(parts.reshape(*shape[:dim], ranks * shape[dim], *shape[dim + 1 :]).clone())
+    return made

@@ -5,7 +5,7 @@ The tensors are made one and cut again by torch's own functions, so that every d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -15,7 +15,7 @@ from gradmesh.arguments import Call
 from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.errors import ArgumentError, DTypeError
 from gradmesh.overlap.pending import Pending, together
-from gradmesh.structure import Packed, leaves, rebuilt
+from gradmesh.structure import Packed, cut, cut_by_rank, leaves, rebuilt
 from gradmesh.withdrawal import withdraw
 
 __all__ = ["gathered", "one_by_one", "packed"]
@@ -64,22 +64,17 @@ def gathered(x: X, axis: AxisLike, dim: int, run: Run) -> Any:
     dims = {name: _named(name, call.dim, dim) for (name, _), call in zip(found, calls, strict=True)}
     ranks = here.size
 
-    def cut(whole: Tensor, group: list[tuple[str, Tensor]]) -> Iterator[Tensor]:
-        rows, begin = whole.view(ranks, -1), 0
-        for name, leaf in group:
-            at, shape = dims[name], leaf.shape
-            parts = rows.narrow(1, begin, leaf.numel()).reshape(ranks, *shape).movedim(0, at)
-            yield parts.reshape(*shape[:at], ranks * shape[at], *shape[at + 1 :]).clone()
-            begin += leaf.numel()
+    def cut_them(whole: Tensor, group: list[tuple[str, Tensor]]) -> list[Tensor]:
+        return cut_by_rank(whole, [leaf for _, leaf in group], [dims[name] for name, _ in group], ranks)
 
-    return _in_groups(x, found, run, cut)
+    return _in_groups(x, found, run, cut_them)
 
 
 def _in_groups(
     x: X,
     found: list[tuple[str, Tensor]],
     run: Run,
-    cut: Callable[[Tensor, list[tuple[str, Tensor]]], Iterator[Tensor]],
+    divide: Callable[[Tensor, list[tuple[str, Tensor]]], list[Tensor]],
 ) -> Any:
     """Run once for each dtype, and cut the results; in the structure of the tensors again."""
     groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
@@ -96,7 +91,7 @@ def _in_groups(
     def finish(results: list[Tensor]) -> X:
         done: dict[str, Tensor] = {}
         for whole, group in zip(results, groups.values(), strict=True):
-            for (name, _), part in zip(group, cut(whole, group), strict=True):
+            for (name, _), part in zip(group, divide(whole, group), strict=True):
                 done[name] = part
         return cast("X", rebuilt(x, iter([done[name] for name, _ in found])))
 
@@ -120,12 +115,8 @@ def _leaves(x: object, verb: str, here: Axis) -> list[tuple[str, Tensor]]:
         raise
 
 
-def _cut(whole: Tensor, group: list[tuple[str, Tensor]]) -> Iterator[Tensor]:
-    begin = 0
-    for _, leaf in group:
-        # A copy: results are memory of their own, which can be written and kept without the others.
-        yield whole.narrow(0, begin, leaf.numel()).view(leaf.shape).clone()
-        begin += leaf.numel()
+def _cut(whole: Tensor, group: list[tuple[str, Tensor]]) -> list[Tensor]:
+    return cut(whole, [leaf for _, leaf in group])
 
 
 def _named(name: str, call: Callable[..., T], *args: Any) -> T:

@@ -5,6 +5,7 @@ gives one warning that names them. `tests/test_torch_private.py` states what is 
 torch release fails there, by name, and not somewhere in a training run.
 """
 
+from gradmesh._torch.accumulation import accumulates, after_pass, can_accumulate_later, leaf_behind
 from gradmesh._torch.compiled import (
     compiling,
     constant_to_compilers,
@@ -49,8 +50,11 @@ from gradmesh._torch.twins import twin
 __all__ = [
     "RELIED_ON",
     "_RankWorld",
+    "accumulates",
     "adopt_thread",
+    "after_pass",
     "backward_pass",
+    "can_accumulate_later",
     "checkpoint_region",
     "compiling",
     "constant_to_compilers",
@@ -72,6 +76,7 @@ __all__ = [
     "join_through",
     "keep_order_in_inductor",
     "keyword_fields_last",
+    "leaf_behind",
     "modes_active",
     "named_range",
     "on_legacy_batch",

@@ -17,7 +17,7 @@ from gradmesh._torch import (
     transforms_active,
 )
 from gradmesh.autograd import apply, differentiable, refuse_lost
-from gradmesh.call_sites import call_site, show_site
+from gradmesh.call_sites import Site, call_site, show_site
 from gradmesh.errors import OrderError, message
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.overlap.begun import Begun, begun, ended
@@ -75,21 +75,23 @@ class Pending(Generic[T]):
             over: whether it would wait no more.
             operand: what must not be written meanwhile.
         """
-        self._verb, self._axis, self._site = verb, axis, call_site()
+        self._verb, self._axis = verb, axis
         self._finish: Callable[[], T] | None = finish
         self._future, self._over = future, over
         self._result: T
         self._error: BaseException | None = None
         self._operand = operand
+        self._ledger: Unwaited | None = None
+        if compiling():  # what is looked after below is the compiler's affair
+            return
+        self._site: Site = call_site()
         self._version = _version(operand)
         self._recording = torch.is_grad_enabled() and operand is not None and operand.requires_grad
         self._region = checkpoint_region()
         self._number = next(_numbers)
-        self._ledger: Unwaited | None = None
-        if not compiling():
-            self._ledger = rank_state().begun
-            self._forgiven = self._ledger.forgiven
-            self._ledger.open[self._number] = self._told()
+        self._ledger = rank_state().begun
+        self._forgiven = self._ledger.forgiven
+        self._ledger.open[self._number] = self._told()
 
     def wait(self) -> T:
         """The result, as the verb without `async_op` returns it. A second call returns the same.
@@ -207,8 +209,12 @@ def begin(
     if not apart or transforms_active() or is_legacy_batched(x):
         y = finish(apply(op, x))
         return Pending(op.verb, axis, lambda: y, future=lambda: _known(y))
-    if rank_state().begun.lost:
+    state = rank_state()
+    if state.begun.lost:
         refuse_lost(op, x)
+    if state.coalescing is not None and not steps and state.coalescing.takes(op):
+        added: Pending[Any] = state.coalescing.add(op, x, finish)
+        return added
     made, result = _begun(op, x)
     job: Job[Tensor] = made.job  # type: ignore[assignment]  # it is on its way
     return Pending(
@@ -291,4 +297,4 @@ def _detached(value: Any) -> Any:
 
 def _version(x: Tensor | None) -> int:
     """How often a tensor was written; of one that does not count, always 0."""
-    return 0 if x is None or x.is_inference() or compiling() else x._version
+    return 0 if x is None or x.is_inference() else x._version

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -27,6 +28,7 @@ __all__ = [
     "CAN_JOIN",
     "JOINS",
     "NOTHING",
+    "OWED",
     "TANGENT",
     "CallClaim",
     "Calls",
@@ -43,6 +45,8 @@ CAN_JOIN = 2
 """A flag: it would, if others do."""
 NOTHING = 4
 """A flag: this rank has nothing to hand in, so that zeros stand for it."""
+OWED = 4
+"""A flag of a call that is no backward: this rank would put its backward's sum off, as `no_sync` says."""
 
 BACKWARD = "the backward of"
 TANGENT = "the tangent of"
@@ -78,6 +82,13 @@ class Said:
         return cls(verb, axis, text + own, int.from_bytes(digest, "little", signed=True))
 
 
+class Keeps(Protocol):
+    """Who may keep what a backward call would send."""
+
+    def keeps(self, node: Any, grad: Tensor | None) -> bool:
+        """Whether it does, of this gradient of a node's result."""
+
+
 @dataclass(slots=True, eq=False)
 class Recorded:
     """What autograd remembers of one call on this rank.
@@ -85,7 +96,7 @@ class Recorded:
     Attributes:
         role: what it is to the call that it comes from: `BACKWARD` or `TANGENT`; "" for a call of its own.
         origin: that call.
-        flags: `JOINS`, `CAN_JOIN` and `NOTHING`.
+        flags: `JOINS`, `CAN_JOIN`, and `NOTHING` or `OWED`.
         linked: whether it is a link of the chain of `ordered()`.
         number: its place among the calls of the group that are compared; 0: nothing is compared.
         local: its place among the calls since then that send nothing; 0: it sends.
@@ -93,6 +104,7 @@ class Recorded:
         site: where it was made.
         heard: the flags of every rank, if they differ.
         traced: in a program that is being traced, its place, a value that comes when the program runs.
+        owed: who is asked in backward before anything is sent, where something may be put off.
     """
 
     role: str = ""
@@ -105,6 +117,13 @@ class Recorded:
     site: Site = None
     heard: Sequence[int] | None = None
     traced: Tensor | None = None
+    owed: Keeps | None = None
+
+    @property
+    def deferred(self) -> bool:
+        """Whether every rank would put the sum of its backward off, as far as that was compared."""
+        flags = [self.flags] if self.heard is None else self.heard
+        return all(f & OWED for f in flags)
 
     @property
     def others_join(self) -> bool:

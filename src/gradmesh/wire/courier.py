@@ -43,9 +43,21 @@ class Job(Generic[T]):
 
     Attributes:
         begun: when it was begun, by `time.perf_counter`.
+        over: whether it has been made, well or badly.
     """
 
-    __slots__ = ("_after", "_error", "_gate", "_result", "_site", "_until", "_work", "begun")
+    __slots__ = (
+        "_after",
+        "_errand",
+        "_error",
+        "_gate",
+        "_result",
+        "_site",
+        "_until",
+        "_work",
+        "begun",
+        "over",
+    )
 
     def __init__(self, work: Callable[[], T]) -> None:
         self.begun = time.perf_counter()
@@ -53,19 +65,23 @@ class Job(Generic[T]):
         self._site: Site = call_site()
         self._result: T
         self._error: BaseException | None = None
-        self._gate: threading.Event | Errand = threading.Event()
+        self._errand: Errand | None = None
+        # Not an Event: a launcher that looks for ranks which wait has to see this file, and not that of threading.
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self.over = False
         self._until: Callable[[], None] | None = None
         self._after: list[Callable[[Job[T]], None]] = []
 
     def run(self) -> None:
         """Make the call, on the courier's thread."""
-        gate = self._gate
-        if isinstance(gate, Errand):
-            gate.run(self._make)
-        else:
+        if self._errand is None:
             self._make()
-            gate.set()
+        else:
+            self._errand.run(self._make)
         with _after_lock:
+            self.over = True
+            self._gate.release()
             after, self._after = self._after, []
         for then in after:
             then(self)
@@ -83,11 +99,6 @@ class Job(Generic[T]):
         finally:
             _made.job = None
 
-    @property
-    def over(self) -> bool:
-        """Whether it has been made, well or badly."""
-        return self._gate.done if isinstance(self._gate, Errand) else self._gate.is_set()
-
     def wait(self) -> T:
         """The result, when it is there; what went wrong with the call is raised here."""
         if not AROUND.told:
@@ -102,10 +113,10 @@ class Job(Generic[T]):
     def _wait(self) -> T:
         if self._until is not None:
             self._until()
-        elif isinstance(self._gate, Errand):
-            self._gate.wait(float("inf"))
-        else:
-            self._gate.wait()
+        elif self._errand is not None:
+            self._errand.wait(float("inf"))
+        with self._gate:
+            pass
         if self._error is not None:
             raise self._error
         return self._result
@@ -149,7 +160,7 @@ class Courier:
             if observer is not None and observer.takes_turns:
                 job._until = observer.aside(shared, job.run)
                 return
-            job._gate = Errand(shared.world)
+            job._errand = Errand(shared.world)
         if self._process != os.getpid():  # no thread comes along into a forked process
             job.run()
             return

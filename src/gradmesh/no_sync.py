@@ -1,0 +1,108 @@
+"""Gradient accumulation without a sum over the ranks in every micro-batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from gradmesh.errors import OrderError, message
+from gradmesh.owed.ledger import Ledger
+from gradmesh.owed.steps import watch
+from gradmesh.state import rank_state
+from gradmesh.wire import compiling
+
+__all__ = ["Owed", "no_sync"]
+
+
+class Owed:
+    """What `no_sync` has put off in this thread of a rank.
+
+    Example:
+        >>> def on_each_rank():
+        ...     w = torch.ones(2, requires_grad=True)
+        ...     with gm.no_sync() as owed:
+        ...         gm.replicate(w).sum().backward()
+        ...     before, grad = len(owed), w.grad
+        ...     owed.sync()
+        ...     return before, grad, len(owed), w.grad.tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [(1, None, 0, [2.0, 2.0]), (1, None, 0, [2.0, 2.0])]
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def __len__(self) -> int:
+        """For how many pairs of a leaf and an op a sum is put off."""
+        return len(self._ledger)
+
+    def sync(self) -> None:
+        """Take the sums now, on every rank, and add them to `.grad`: for a last micro-batch that shows too late.
+
+        Raises:
+            MismatchError: the ranks have put off different sums.
+        """
+        self._ledger.take()
+
+    def clear(self) -> None:
+        """Drop what was put off, on every rank, as for a step that is left out. `zero_grad` leaves it as it is."""
+        self._ledger.clear()
+
+
+@contextlib.contextmanager
+def no_sync() -> Iterator[Owed]:
+    """Put off the sums over ranks that backward owes to leaves, until the last micro-batch; DDP's word.
+
+    ::
+
+        for micro-batches 1 to k - 1, inside:   w.grad stays as it is; this rank's gradients are added up
+        for micro-batch k, outside:             w.grad += the sum over the ranks of what k micro-batches gave
+
+    What counts is where the forward ran. Inside of the block a verb that is applied to a leaf (`replicate`,
+    `broadcast`, `all_gather` of a parameter's shard, any linear verb whose backward sends) sends nothing in backward.
+    The first backward pass through such a call on the same leaf that was made outside takes the sums at its end: all
+    that the axis owes, of one kind in one message. Gradients are those without the block to rounding, and the bytes
+    for them 1/k. What is no leaf, as `w * 2` or a list of parameters in one call, is summed at once as ever; so is what
+    `torch.autograd.grad` asks for, under `create_graph=True`, in torch.func transforms and compiled programs, of leaves
+    with hooks, and inside of DDP.
+
+    Every rank enters the block alike. Until the sums are taken, each leaf has a gradient of the result of its call in
+    memory: for an `all_gather` that is as large as what was gathered. An optimizer step on a parameter that is owed
+    something is refused. `zero_grad` clears `.grad` alone.
+
+    Yields:
+        What is put off, with `sync()` to take the sums at another time and `clear()` to drop them.
+
+    Raises:
+        OrderError: an optimizer steps, or the block is entered in a program that is being compiled.
+
+    Example:
+        >>> def on_each_rank():
+        ...     w = torch.ones(1, requires_grad=True)
+        ...     for step in range(3):
+        ...         with gm.no_sync() if step < 2 else contextlib.nullcontext():
+        ...             loss = (gm.replicate(w) * (step + gm.rank())).sum()
+        ...         loss.backward()
+        ...     return w.grad.item()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [9.0, 9.0]
+    """
+    if compiling():
+        raise OrderError(
+            message(
+                "the block is entered in a program that is being compiled",
+                op="no_sync",
+                expected="a block around the call of the compiled function",
+                got="a block inside of it",
+                remedy="enter it outside; what is compiled takes its sums at once, which is right",
+            )
+        )
+    state = rank_state()
+    ledger = state.owed if isinstance(state.owed, Ledger) else Ledger()
+    state.owed = ledger
+    watch(ledger)
+    ledger.open += 1
+    try:
+        yield Owed(ledger)
+    finally:
+        ledger.open -= 1

@@ -1,0 +1,124 @@
+"""Several owed sums of one axis in as few messages as their ops allow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from gradmesh.ops.all_gather import ReduceScatter
+from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant
+from gradmesh.ops.base import LinearOp
+from gradmesh.ops.broadcast import Broadcast, BroadcastInvariant, Reduce
+from gradmesh.ops.mean import Mean
+from gradmesh.ops.scan import Scan
+from gradmesh.ops.sizes import EQUAL, Sizes
+from gradmesh.wire.packing import pack
+
+__all__ = ["totals"]
+
+_ELEMENTWISE = (AllReduce, AllReduceInvariant, Broadcast, BroadcastInvariant, Reduce, Scan)
+"""Ops that do the same with every element, so that several operands may lie in a row."""
+
+
+class Owed(NamedTuple):
+    """One sum: the op of the forward calls, its leaf, and this rank's gradient of the results, if there is any."""
+
+    op: LinearOp
+    leaf: Tensor
+    grad: Tensor | None
+
+
+def totals(calls: Sequence[tuple[LinearOp, Tensor, Tensor | None]]) -> list[Tensor | None]:
+    """Take the sums that are owed on one axis.
+
+    The ranks first compare for which calls, and tell which of them have gradients; this is a message of a number for
+    each. Then go all gradients of one kind, dtype and device in one message: sums, means, and reduce-scatters with
+    even or uneven sizes, along any dim. The adjoints of other ops have a message each.
+
+    Args:
+        calls: for each sum the op of the forward calls, the leaf, and this rank's gradient of the results.
+
+    Returns:
+        Each leaf's gradient, which shares memory with no other element of any; None where no rank has one.
+    """
+    owed = [Owed(*call) for call in calls]
+    some = _on_any_rank(owed)
+    kinds: dict[Hashable, list[int]] = {}
+    for place, each in enumerate(owed):
+        kinds.setdefault(_kind(each, place), []).append(place)
+    found: list[Tensor | None] = [None] * len(owed)
+    for places in kinds.values():
+        for place, total in zip(places, _together([owed[place] for place in places]), strict=True):
+            found[place] = total if some[place] else None
+    return found
+
+
+def _on_any_rank(owed: list[Owed]) -> list[bool]:
+    """For each sum whether any rank has a gradient; the ranks compare what the sums are of."""
+    axis, mine = owed[0].op.axis, [each.grad is not None for each in owed]
+    made_of = "; ".join(each.op.words(each.leaf) for each in owed)
+    count = AllReduceInvariant(axis, made_of=f"what no_sync() has put off: {made_of}")
+    told = count.apply(torch.tensor(mine, dtype=torch.int32, device=owed[0].leaf.device))
+    # Who has a gradient for each need not wait for a device to be told so.
+    return mine if all(mine) else [n > 0 for n in told.tolist()]
+
+
+def _kind(each: Owed, place: int) -> Hashable:
+    """What sums that go together have alike."""
+    inner, mean = _unscaled(each.op.back)
+    if isinstance(inner, _ELEMENTWISE):
+        return inner, mean, each.leaf.dtype, each.leaf.device
+    if isinstance(inner, ReduceScatter):
+        even = inner.sizes.equal  # by themselves, as backends are faster with equal parts
+        return replace(inner, dim=0, sizes=EQUAL), even, mean, each.leaf.dtype, each.leaf.device
+    return place
+
+
+def _unscaled(op: LinearOp) -> tuple[LinearOp, bool]:
+    return (op.op, True) if isinstance(op, Mean) else (op, False)
+
+
+def _together(owed: list[Owed]) -> list[Tensor]:
+    """The sums of one kind."""
+    grads = [_grad(each) for each in owed]
+    if len(owed) == 1:
+        return [owed[0].op.back.apply(grads[0])]
+    if isinstance(_unscaled(owed[0].op.back)[0], ReduceScatter):
+        return _scattered([each.op.back for each in owed], grads)
+    whole = owed[0].op.back.apply(torch.cat([grad.reshape(-1) for grad in grads]))
+    return _cut(whole, [grad.shape for grad in grads])
+
+
+def _grad(each: Owed) -> Tensor:
+    if each.grad is not None:
+        return each.grad
+    return torch.zeros(each.op.out_shape(each.leaf.shape), dtype=each.leaf.dtype, device=each.leaf.device)
+
+
+def _scattered(backs: list[LinearOp], grads: list[Tensor]) -> list[Tensor]:
+    """Several reduce-scatters as one: each rank's parts of all of them side by side."""
+    op, mean = _unscaled(backs[0])
+    parts: list[Sequence[Tensor]] = []
+    shapes: list[Sequence[int]] = []
+    for back, grad in zip(backs, grads, strict=True):
+        one = cast("ReduceScatter", _unscaled(back)[0])
+        sizes, lengths, shape = one.layout(grad.shape)
+        parts.append(pack(grad, one.dim, sizes).split(list(lengths)))
+        shapes.append(shape)
+    ranks = range(op.axis.size)
+    counts = [sum(each[rank].numel() for each in parts) for rank in ranks]
+    row = torch.cat([each[rank] for rank in ranks for each in parts])
+    first = cast("ReduceScatter", op)
+    joined = replace(first, dim=0, sizes=EQUAL if first.sizes.equal else Sizes(tuple(counts)))
+    return _cut((Mean(joined) if mean else joined).apply(row), shapes)
+
+
+def _cut(row: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """What lies in a row, as views."""
+    parts = row.split([math.prod(shape) for shape in shapes])
+    return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]

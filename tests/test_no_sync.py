@@ -1,0 +1,821 @@
+"""Sums that backward owes to leaves are put off inside `no_sync`: gradients as without it, bytes of one micro-batch."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import gradmesh as gm
+from gradmesh.verify import simulate
+from tests.conftest import Run
+from tests.no_sync_programs import dense, draw, run
+
+Ranks = Callable[[int], Run]
+T = torch.float64
+
+
+def held(seed: int, *, wild: bool = False) -> bool:
+    """Hold a random program against one process; whether it ran, and was not refused on every rank."""
+    program = draw(seed, wild=wild)
+    wanted, (found, _) = dense(program), run(program)
+    refused = [each for each in found if isinstance(each, str)]
+    if refused:
+        assert wild, f"{program}: {refused[0]}"
+        assert len(refused) == len(found), f"{program}: some ranks alone refuse: {refused[0]}"
+        return False
+    for rank, (want, got) in enumerate(zip(wanted, found, strict=True)):
+        for leaf, (w, g) in enumerate(zip(want, got, strict=True)):
+            has = torch.zeros_like(w) if g is None else torch.as_tensor(g)
+            near = (has - w).abs().max() <= 1e-12 * max(1.0, float(w.abs().max()))
+            assert near, f"{program}: leaf {leaf} of rank {rank}"
+    return True
+
+
+@pytest.mark.parametrize("first", range(0, 80, 10))
+def test_gradients_are_those_of_one_process(first: int) -> None:
+    assert all(map(held, range(first, first + 10)))
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_ranks_that_do_different_things_are_right_or_refused_on_every_rank(first: int) -> None:
+    assert 5 < sum(held(seed, wild=True) for seed in range(first, first + 20)) < 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 5000, 500))
+def test_many_programs_are_those_of_one_process(first: int) -> None:
+    assert all(map(held, range(first, first + 500)))
+    assert 100 < sum(held(seed, wild=True) for seed in range(first, first + 500)) < 500
+
+
+# ---- a model by hand: who has what, and what goes over the wire --------------------------------------------------
+
+
+def block(off: bool) -> contextlib.AbstractContextManager[Any]:
+    return gm.no_sync() if off else contextlib.nullcontext()
+
+
+def made(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=T, generator=torch.Generator().manual_seed(seed))
+
+
+class Layers(nn.Module):
+    """Parameters that every rank has, that are cut over the ranks, and that one rank has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rank = gm.rank()
+        self.whole = nn.Parameter(made(4, 3))
+        self.bias = nn.Parameter(made(3, seed=1))
+        self.even = nn.Parameter(made(4, 3, seed=2 + rank))
+        self.columns = nn.Parameter(made(3, 2, seed=10 + rank))
+        self.uneven = nn.Parameter(made(1 + rank, 3, seed=20 + rank))
+        self.root = nn.Parameter(made(3, seed=30))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ranks = gm.axis().size
+        y = x @ gm.replicate(self.whole) + gm.replicate(self.bias)
+        y = y @ gm.all_gather(self.even).view(-1, 3)[:3].sin()
+        y = y @ gm.all_gather(self.columns, dim=1).tanh()[:, :3]
+        y = y * gm.all_gather(self.uneven, sizes=[1 + r for r in range(ranks)]).sum(0)
+        return y + gm.broadcast(self.root)
+
+
+def train(k: int, off: bool) -> list[list[float]]:
+    model = Layers()
+    for step in range(k):
+        with block(off and step < k - 1):
+            loss = model(made(2, 4, seed=100 * step + gm.rank())).square().mean()
+        loss.backward()
+    return [p.grad.flatten().tolist() for p in model.parameters() if p.grad is not None]
+
+
+MESSAGES = {
+    "count": 6 * 4,  # which of the six sums this rank has something of
+    "sum": (12 + 3) * 8,
+    "even": (2 * 12 + 3 * 4) * 8,
+    "uneven": 9 * 8,
+    "to the root": 3 * 8,
+}
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_bytes_are_those_of_one_micro_batch(k: int) -> None:
+    with_it, without = (simulate(train, 2, args=(k, off)) for off in (True, False))
+    ours, theirs = (
+        [event.payload for event in done.events.select(rank=0, phase="backward")]
+        for done in (with_it, without)
+    )
+    for one, other in zip(with_it.results, without.results, strict=True):
+        assert len(one) == 6
+        for mine, same in zip(one, other, strict=True):
+            assert mine == pytest.approx(same, rel=1e-12, abs=1e-12)
+    if k == 1:
+        assert ours == theirs
+    else:
+        assert ours == list(MESSAGES.values())
+        assert sum(ours) - MESSAGES["count"] == sum(theirs) / k
+
+
+@pytest.mark.processes
+def test_gradients_on_processes_are_those_without(processes: Ranks) -> None:
+    ranks = processes(2)
+    for one, other in zip(ranks(train, 3, True), ranks(train, 3, False), strict=True):
+        assert len(one) == 6
+        for mine, same in zip(one, other, strict=True):
+            assert mine == pytest.approx(same, rel=1e-12, abs=1e-12)
+
+
+# ---- steps, clearing, taking -------------------------------------------------------------------------------------
+
+
+def a_step_too_early() -> tuple[str, list[float], str]:
+    w = torch.ones(3, 2, requires_grad=True)
+    other = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=1.0)
+    with gm.no_sync() as owed:
+        gm.replicate(w).sum().backward()
+    other.sum().backward()
+    torch.optim.SGD([other], lr=1.0).step()  # another optimizer's affair
+    with pytest.raises(gm.OrderError) as caught:
+        optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(gm.OrderError) as again:
+        optimizer.step()
+    owed.clear()
+    optimizer.step()
+    return str(caught.value), w.flatten().tolist(), str(again.value)
+
+
+def test_a_step_on_what_is_owed_is_refused_until_that_is_dropped(threads: Ranks) -> None:
+    for text, weights, again in threads(2)(a_step_too_early):
+        assert "gradmesh.no_sync: an optimizer steps while sums over the ranks are owed" in text
+        assert "shape [3, 2]: replicate on axis 'world'" in text
+        assert "test_no_sync.py" in text
+        assert "in a_step_too_early" in text
+        assert "owed.clear()" in text
+        assert again == text
+        assert weights == [1.0] * 6
+
+
+def steps_after_the_sum() -> list[float]:
+    w = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=1.0)
+    seen = []
+    for step in range(6):
+        with block(step % 3 < 2) as owed:
+            loss = (gm.replicate(w) * (step + gm.rank())).sum()
+        loss.backward()
+        if step == 4:  # this one turns out to be the last
+            owed.sync()
+            assert len(owed) == 0
+        if step in (2, 4, 5):
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(w.item())
+    return seen
+
+
+def test_every_step_has_the_sum_of_its_micro_batches(threads: Ranks) -> None:
+    # Each micro-batch gives step from rank 0 and step + 1 from rank 1.
+    assert threads(2)(steps_after_the_sum) == [[-9.0, -25.0, -36.0]] * 2
+
+
+def a_forward_alone() -> float:
+    w = torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=1.0)
+    with gm.no_sync():
+        gm.replicate(w)  # looked at, and left
+    optimizer.step()
+    gm.replicate(w).sum().backward()
+    optimizer.step()
+    return w.item()
+
+
+def test_a_forward_without_backward_owes_nothing(threads: Ranks) -> None:
+    assert threads(2)(a_forward_alone) == [-2.0, -2.0]
+
+
+def all_forwards_first() -> tuple[bool, float]:
+    """As in a pipeline: the last micro-batch goes backward first."""
+    w = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=0.0)
+    losses = []
+    with gm.no_sync() as owed:
+        for step in range(2):
+            losses.append((gm.replicate(w) * (1 + gm.rank() + step)).sum())
+    losses.append((gm.replicate(w) * (3 + gm.rank())).sum())
+    for loss in reversed(losses):
+        loss.backward()
+    with pytest.raises(gm.OrderError):
+        optimizer.step()
+    owed.sync()
+    optimizer.step()
+    assert w.grad is not None
+    return len(owed) == 0, w.grad.item()
+
+
+def test_what_goes_backward_after_the_sum_is_owed_again(threads: Ranks) -> None:
+    assert threads(2)(all_forwards_first) == [(True, 15.0), (True, 15.0)]
+
+
+def all_forwards_first_in_any_order() -> list[Any]:
+    """What is owed again comes in another order on each rank."""
+    w, v = (torch.ones(n, requires_grad=True) for n in (2, 3))
+    with gm.no_sync() as owed:
+        losses = [(gm.replicate(x) * (i + 1)).sum() for i, x in enumerate((w, v))]
+    (gm.replicate(w).sum() + gm.replicate(v).sum()).backward()
+    for loss in losses if gm.rank() else losses[::-1]:
+        loss.backward()
+    owed.sync()
+    return [x.grad.tolist() for x in (w, v) if x.grad is not None]
+
+
+def test_the_order_of_what_is_owed_again_is_that_of_the_forward(threads: Ranks) -> None:
+    assert threads(2)(all_forwards_first_in_any_order) == [[[4.0] * 2, [6.0] * 3]] * 2
+
+
+def one_axis_of_two() -> list[Any]:
+    a, b = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([a, b], lr=0.0)
+    with gm.use_mesh(gm.mesh(dp=2, tp=2)):
+        with gm.no_sync() as owed:
+            (gm.replicate(a, "dp") + gm.replicate(b, "tp")).sum().backward()
+        gm.replicate(a, "dp").sum().backward()
+    before = b.grad, len(owed)
+    with pytest.raises(gm.OrderError, match=r"replicate on axis 'tp'") as caught:
+        optimizer.step()
+    owed.sync()
+    optimizer.step()
+    assert a.grad is not None
+    assert b.grad is not None
+    return [*before, "'dp'" in str(caught.value), a.grad.item(), b.grad.item()]
+
+
+def test_the_sums_of_an_axis_are_taken_when_a_pass_comes_to_that_axis(threads: Ranks) -> None:
+    assert threads(4)(one_axis_of_two) == [[None, 1, False, 4.0, 2.0]] * 4
+
+
+# ---- which rank has what -----------------------------------------------------------------------------------------
+
+
+def some_ranks_alone(ordered: bool) -> list[Any]:
+    a, b, c = (torch.ones(2, requires_grad=True) for _ in range(3))
+    for step in range(2):
+        with block(step < 1), gm.ordered() if ordered else contextlib.nullcontext():
+            xs = [gm.replicate(x) for x in (a, b, c)]
+            # The first is used by rank 0 alone, the second by rank 1, the third by nobody.
+            loss = xs[gm.rank()].sum() * (step + 1)
+            gm.backward(loss) if ordered else loss.backward()
+    return [x.grad if x.grad is None else x.grad.tolist() for x in (a, b, c)]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_leaf_that_no_rank_uses_has_no_gradient(ordered: bool, threads: Ranks) -> None:
+    assert threads(2)(some_ranks_alone, ordered) == [[[3.0, 3.0], [3.0, 3.0], None]] * 2
+
+
+def ranks_that_part() -> str:
+    w, v = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    with gm.no_sync() as owed:
+        x = gm.all_gather(w)
+        if gm.rank():
+            gm.replicate(v)
+        x.sum().backward()
+    try:
+        owed.sync()
+    except gm.MismatchError as error:
+        return str(error)
+    finally:
+        owed.clear()
+    return "nothing"
+
+
+def test_ranks_that_owe_different_sums_are_refused(threads: Ranks) -> None:
+    for text in threads(2)(ranks_that_part):
+        assert "what no_sync() has put off: all_gather(dim=0, dst=gm.R, sizes=equal) of float32[2]" in text
+        assert "replicate() of float32[3]" in text
+
+
+def one_rank_outside() -> str:
+    w = torch.ones(2, requires_grad=True)
+    try:
+        with gm.no_sync() if gm.rank() else contextlib.nullcontext():
+            gm.replicate(w).sum().backward()
+        gm.replicate(w).sum().backward()
+        gm.all_gather(w.detach())
+    except gm.GradmeshError as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def test_a_rank_outside_of_the_block_is_refused() -> None:
+    assert simulate(one_rank_outside, 2, seed=0).results == ["MismatchError"] * 2
+
+
+def leaves_on_some_ranks(verb: str) -> list[Any]:
+    """The operand is a leaf on rank 0 alone: nobody puts the sum off."""
+    w = torch.ones(2, requires_grad=True)
+    for step in range(2):
+        with block(step < 1):
+            operand = w if gm.rank() == 0 else torch.zeros(2)
+            y = gm.broadcast(operand) if verb == "broadcast" else gm.all_gather(operand)
+        y.sum().backward()
+        if gm.rank() == 0:
+            assert w.grad is not None
+            assert w.grad.tolist() == [2.0 * (step + 1)] * 2
+    return [w.grad if w.grad is None else w.grad.tolist()]
+
+
+@pytest.mark.parametrize("verb", ["broadcast", "all_gather"])
+def test_a_leaf_of_one_rank_alone_is_summed_at_once(verb: str, threads: Ranks) -> None:
+    assert threads(2)(leaves_on_some_ranks, verb) == [[[4.0, 4.0]], [None]]
+
+
+# ---- passes and graphs of all kinds ------------------------------------------------------------------------------
+
+
+def asked_for(ordered: bool) -> list[Any]:
+    """A gradient that is handed out is whole at once, also one with a graph."""
+    w, found = torch.full((1,), 2.0, dtype=T, requires_grad=True), []
+    with gm.no_sync() as owed, gm.ordered() if ordered else contextlib.nullcontext():
+        loss = (gm.replicate(w) ** 3 * (1 + gm.rank())).sum()
+        take: Any = gm.grad if ordered else torch.autograd.grad
+        (g,) = take(loss, w, create_graph=True)
+        (h,) = take(g.sum(), w)
+        found += [g.item(), h.item(), w.grad, len(owed)]
+    owed.clear()
+    return found
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_gradient_that_is_asked_for_is_whole(ordered: bool, threads: Ranks) -> None:
+    # The gradient is the same on both ranks and counts once: its own is the sum of 6 w and 12 w at w = 2.
+    assert threads(2)(asked_for, ordered) == [[36.0, 36.0, None, 1]] * 2
+
+
+def asked_for_outside() -> list[Any]:
+    w = torch.ones(1, requires_grad=True)
+    with gm.no_sync() as owed:
+        gm.replicate(w).sum().backward()
+    (g,) = torch.autograd.grad((gm.replicate(w) * 3).sum(), w)
+    before = g.item(), w.grad
+    gm.replicate(w).sum().backward()
+    assert w.grad is not None
+    return [*before, w.grad.item(), len(owed)]
+
+
+def test_a_gradient_that_is_asked_for_leaves_what_is_owed(threads: Ranks) -> None:
+    assert threads(2)(asked_for_outside) == [[6.0, None, 4.0, 0]] * 2
+
+
+def a_gradient_that_is_a_leaf() -> list[Any]:
+    """The backward of a call is no call of the block's, though its operand is a leaf."""
+    x, v = torch.ones(2, requires_grad=True), torch.ones(4, requires_grad=True)
+    with gm.no_sync() as owed:
+        y = gm.all_gather(x)
+        (g,) = torch.autograd.grad(y, x, v, create_graph=True)
+        before = g.tolist(), len(owed)
+        (g * (1 + gm.rank())).sum().backward()
+    owed.clear()
+    assert v.grad is not None
+    return [*before, v.grad.tolist()]
+
+
+def test_the_backward_of_a_call_is_put_off_by_its_forward_alone(threads: Ranks) -> None:
+    assert threads(2)(a_gradient_that_is_a_leaf) == [[[2.0, 2.0], 1, [1.0, 1.0, 2.0, 2.0]]] * 2
+
+
+def in_forward_mode() -> list[Any]:
+    w = torch.full((1,), 3.0, requires_grad=True)
+    with gm.no_sync() as owed, forward_ad.dual_level():
+        dual = forward_ad.make_dual(w, torch.ones(1))
+        y = gm.replicate(dual) ** 2
+        tangent = forward_ad.unpack_dual(y).tangent
+        y.sum().backward()
+    owed.sync()
+    assert tangent is not None
+    assert w.grad is not None
+    return [tangent.item(), forward_ad.unpack_dual(w.grad).primal.item(), len(owed)]
+
+
+def test_forward_mode_goes_along(threads: Ranks) -> None:
+    assert threads(2)(in_forward_mode) == [[6.0, 12.0, 0]] * 2
+
+
+def with_a_graph() -> list[Any]:
+    w = torch.full((1,), 2.0, dtype=T, requires_grad=True)
+    with gm.no_sync() as owed:
+        (gm.replicate(w) ** 2 * (1 + gm.rank())).sum().backward(create_graph=True)
+    grad = w.grad
+    assert grad is not None
+    w.grad = None
+    owed.clear()
+    return [grad.item(), grad.requires_grad]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_a_backward_with_a_graph_sums_at_once(threads: Ranks) -> None:
+    assert threads(2)(with_a_graph) == [[12.0, True]] * 2
+
+
+def other_inputs() -> list[Any]:
+    """A pass that leaves the leaf out adds nothing to what is owed."""
+    w, x = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    with gm.no_sync() as owed, gm.ordered():
+        y = gm.replicate(w) * x
+        (force,) = gm.grad(y.sum(), x, retain_graph=True)
+        gm.backward(y.sum(), inputs=[x])
+    owed.sync()
+    return [force.tolist(), w.grad]
+
+
+def test_a_pass_that_leaves_a_leaf_out_owes_it_nothing(threads: Ranks) -> None:
+    assert threads(2)(other_inputs) == [[[1.0, 1.0], None]] * 2
+
+
+def checkpointed(reentrant: bool, inside: bool, ordered: bool) -> list[Any]:
+    w = torch.full((2,), 0.5, dtype=T, requires_grad=True)
+
+    def layer(x: Tensor) -> Tensor:
+        return (gm.replicate(w) * x).sin()
+
+    for step in range(3):
+        x = torch.full((2,), 1.0 + step + gm.rank(), dtype=T, requires_grad=True)
+        with gm.ordered() if ordered else contextlib.nullcontext():
+            with block(step < 2) as owed:
+                loss = checkpoint(layer, x, use_reentrant=reentrant).sum()
+                if inside:
+                    gm.backward(loss) if ordered else loss.backward()
+            if not inside:
+                gm.backward(loss) if ordered else loss.backward()
+        if step < 2 and (inside or not reentrant):
+            assert w.grad is None
+            assert len(owed) == 1
+    assert w.grad is not None
+    return w.grad.tolist()
+
+
+@pytest.mark.parametrize(
+    ("reentrant", "inside", "ordered"),
+    [
+        (False, True, False),
+        (False, False, False),
+        (False, False, True),
+        (True, True, False),
+        (True, False, False),
+    ],
+)
+def test_a_checkpoint_owes_what_its_first_pass_did(
+    reentrant: bool, inside: bool, ordered: bool, threads: Ranks
+) -> None:
+    w = torch.full((2,), 0.5, dtype=T, requires_grad=True)
+    sum((w * (1.0 + step + rank)).sin().sum() for step in range(3) for rank in range(2)).backward()  # type: ignore[union-attr]
+    assert w.grad is not None
+    for found in threads(2)(checkpointed, reentrant, inside, ordered):
+        assert found == pytest.approx(w.grad.tolist(), rel=1e-12)
+
+
+def run_again_inside() -> list[Any]:
+    """The forward ran outside, and what a checkpoint runs again in the block is not put off."""
+    w = torch.ones(1, requires_grad=True)
+    x = torch.ones(1, requires_grad=True)
+    loss = checkpoint(lambda x: (gm.replicate(w) * x).sin(), x, use_reentrant=False).sum()
+    with gm.no_sync() as owed:
+        loss.backward()
+    assert w.grad is not None
+    return [w.grad.item() == pytest.approx(2 * torch.ones(1).cos().item()), len(owed)]
+
+
+def test_what_a_checkpoint_runs_again_owes_nothing(threads: Ranks) -> None:
+    assert threads(2)(run_again_inside) == [[True, 0]] * 2
+
+
+def failing_on_the_way() -> list[Any]:
+    w, v = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    with gm.no_sync() as owed:
+        gm.replicate(w).sum().backward()
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("on the way")
+
+    x = v * 1
+    x.register_hook(fail)
+    with pytest.raises(ValueError, match="on the way"):
+        # The node of w has run, and asked for the sums at the end of a pass that never comes there.
+        (gm.replicate(w).sum() + (x * gm.replicate(w).detach()).sum()).backward()
+    assert len(owed) == 1
+    gm.replicate(w).sum().backward()
+    assert w.grad is not None
+    return [w.grad.tolist()[0] in (4.0, 6.0), len(owed)]
+
+
+def test_a_pass_that_fails_leaves_nothing_stuck(threads: Ranks) -> None:
+    assert threads(2)(failing_on_the_way) == [[True, 0]] * 2
+
+
+def hooked() -> list[Any]:
+    w, seen, after = torch.ones(1, requires_grad=True), list[float](), list[float]()
+    w.register_hook(lambda g: seen.append(g.item()))
+    w.register_post_accumulate_grad_hook(lambda p: after.append(p.grad.item()))
+    for step in range(2):
+        with block(step < 1):
+            gm.replicate(w).sum().backward()
+    return [seen, after]
+
+
+def test_a_leaf_with_hooks_is_summed_at_once(threads: Ranks) -> None:
+    assert threads(2)(hooked) == [[[2.0, 2.0], [2.0, 4.0]]] * 2
+
+
+def hooked_later() -> list[Any]:
+    w, seen, after = torch.ones(1, requires_grad=True), list[float](), list[float]()
+    with gm.no_sync():
+        gm.replicate(w).sum().backward()
+    w.register_hook(lambda g: seen.append(g.item()))
+    w.register_post_accumulate_grad_hook(lambda p: after.append(p.grad.item()))
+    (gm.replicate(w) * 3).sum().backward()
+    return [seen, after]
+
+
+def test_hooks_that_come_later_see_the_sum_and_what_was_owed(threads: Ranks) -> None:
+    assert threads(2)(hooked_later) == [[[6.0, 2.0], [6.0, 8.0]]] * 2
+
+
+def hooked_between() -> list[Any]:
+    w, seen = torch.ones(1, requires_grad=True), list[float]()
+    with gm.no_sync() as owed:
+        loss = gm.replicate(w).sum()
+        w.register_hook(lambda g: seen.append(g.item()))
+        loss.backward()
+    owed.clear()
+    assert w.grad is not None
+    return [seen, w.grad.item()]
+
+
+def test_a_hook_that_comes_between_forward_and_backward_sees_the_sum(threads: Ranks) -> None:
+    assert threads(2)(hooked_between) == [[[2.0], 2.0]] * 2
+
+
+def memory_of_their_own() -> list[bool]:
+    xs = [torch.ones(2, requires_grad=True) for _ in range(3)]
+    for step in range(2):
+        with block(step < 1):
+            loss = sum((gm.replicate(x) * 2).sum() for x in xs)
+        assert isinstance(loss, Tensor)
+        loss.backward()
+    grads = [x.grad for x in xs if x.grad is not None]
+    places = {g.untyped_storage().data_ptr() for g in grads}
+    return [len(places) == 3, all(g.untyped_storage().nbytes() == 8 for g in grads)]
+
+
+def test_every_gradient_is_memory_of_its_own(threads: Ranks) -> None:
+    assert threads(2)(memory_of_their_own) == [[True, True]] * 2
+
+
+def the_callers_gradient() -> float:
+    w, given = torch.ones(2, requires_grad=True), torch.ones(2)
+    with gm.no_sync() as owed:
+        gm.replicate(w).backward(given)
+    given.zero_()  # what was handed in is the caller's again
+    owed.sync()
+    assert w.grad is not None
+    return w.grad.sum().item()
+
+
+def test_what_is_kept_is_a_copy(threads: Ranks) -> None:
+    assert threads(2)(the_callers_gradient) == [4.0, 4.0]
+
+
+# ---- dtypes ------------------------------------------------------------------------------------------------------
+
+
+def of_dtype(dtype: torch.dtype, wire: torch.dtype | None) -> list[Any]:
+    xs = [torch.ones(3, dtype=dtype, requires_grad=True) for _ in range(2)]
+    for step in range(3):
+        with block(step < 2):
+            ys = [gm.replicate(xs[0], backward_dtype=wire), gm.all_gather(xs[1], backward_dtype=wire)]
+            factor = torch.tensor(1j if dtype.is_complex else 1.0, dtype=dtype) * (1 + gm.rank())
+            loss = (ys[0] * factor).sum() + (ys[1] * factor).sum()
+        loss.backward(torch.ones_like(loss))
+    return [[x.grad.dtype, x.grad.tolist()] for x in xs if x.grad is not None]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire"),
+    [
+        (torch.float16, None),
+        (torch.bfloat16, None),
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.float32),
+        (torch.complex64, None),
+        (torch.complex128, torch.complex64),
+    ],
+)
+def test_any_dtype_is_put_off(dtype: torch.dtype, wire: torch.dtype | None, threads: Ranks) -> None:
+    value = -9j if dtype.is_complex else 9.0
+    assert threads(2)(of_dtype, dtype, wire) == [[[dtype, [value] * 3]] * 2] * 2
+
+
+# ---- blocks, threads, wrappers, compilers ------------------------------------------------------------------------
+
+
+def nested() -> list[Any]:
+    w = torch.ones(1, requires_grad=True)
+    with gm.no_sync() as outer:
+        with gm.no_sync() as inner:
+            gm.replicate(w).sum().backward()
+        gm.replicate(w).sum().backward()
+        between = w.grad, len(inner), len(outer)
+    gm.replicate(w).sum().backward()
+    assert w.grad is not None
+    return [*between, w.grad.item()]
+
+
+def test_a_block_in_a_block_is_the_same_one(threads: Ranks) -> None:
+    assert threads(2)(nested) == [[None, 1, 1, 6.0]] * 2
+
+
+def two_threads() -> list[Any]:
+    """Each thread of a rank trains in a group of its own; one of them in the block."""
+    groups = [dist.new_group(), dist.new_group()]
+    ws = [torch.ones(2, requires_grad=True) for _ in groups]
+    errors: list[str] = []
+    turn = threading.Barrier(2)
+
+    def train(number: int) -> None:
+        try:
+            w, group = ws[number], groups[number]
+            for step in range(3):
+                turn.wait(60)
+                with block(number == 0 and step < 2):
+                    (gm.replicate(w, group) * (1 + number)).sum().backward()
+                turn.wait(60)
+                assert (w.grad is None) == (number == 0 and step < 2)
+        except BaseException:
+            errors.append(traceback.format_exc())
+
+    others = [threading.Thread(target=train, args=(number,)) for number in range(2)]
+    for thread in others:
+        thread.start()
+    for thread in others:
+        thread.join()
+    return [errors, *(w.grad.tolist() for w in ws if w.grad is not None)]
+
+
+@pytest.mark.processes
+def test_a_block_is_its_threads_own(processes: Ranks) -> None:
+    assert processes(2)(two_threads) == [[[], [6.0, 6.0], [12.0, 12.0]]] * 2
+
+
+def in_ddp() -> list[Any]:
+    class Summing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(2, dtype=T))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (gm.replicate(self.w) * x).sum()
+
+    found = []
+    for off in (False, True):
+        model = DistributedDataParallel(Summing())
+        for step in range(2):
+            with block(off and step < 1), model.no_sync() if step < 1 else contextlib.nullcontext():
+                model(torch.full((2,), 1.0 + step + gm.rank(), dtype=T)).backward()
+        found.append(model.module.w.grad.tolist())
+    return found
+
+
+@pytest.mark.processes
+def test_inside_ddp_sums_are_taken_at_once(processes: Ranks) -> None:
+    for without, with_it in processes(2)(in_ddp):
+        assert with_it == without == [8.0, 8.0]
+
+
+class Gathered(nn.Module):
+    """A parameter that fully_shard manages, and a verb on what it gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self) -> Tensor:
+        return gm.replicate(self.w).sum()
+
+
+def in_fsdp() -> str:
+    model = Gathered()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    try:
+        with gm.no_sync() as owed:
+            model().backward()
+        model().backward()
+    except gm.OrderError as error:
+        return str(error)
+    finally:
+        owed.clear()
+    return "nothing"
+
+
+@pytest.mark.processes
+@pytest.mark.filterwarnings("ignore")
+def test_a_parameter_that_a_wrapper_frees_is_refused(processes: Ranks) -> None:
+    for text in processes(2)(in_fsdp):
+        assert "the sum that is owed to a parameter comes too late" in text
+        assert "shape [4]" in text
+
+
+def compiled() -> list[Any]:
+    torch._dynamo.reset()
+    w = torch.full((2,), 0.5, requires_grad=True)
+    program = torch.compile(
+        lambda w, x: (gm.replicate(w) * x).sin().sum(), fullgraph=True, backend="aot_eager"
+    )
+    for step in range(2):
+        with block(step < 1):
+            program(w, torch.ones(2) + gm.rank()).backward()
+    torch.optim.SGD([w], lr=1.0).step()
+    x = torch.zeros(2, requires_grad=True)
+
+    def entering(x: Tensor) -> Tensor:
+        with gm.no_sync():
+            return x * 2
+
+    with pytest.raises(Exception, match=r"no_sync") as caught:
+        torch.compile(entering, fullgraph=True, backend="aot_eager")(x)
+    return [w.tolist(), type(caught.value).__name__]
+
+
+@pytest.mark.processes
+def test_a_compiled_program_sums_at_once_and_cannot_enter(processes: Ranks) -> None:
+    w = torch.full((2,), 0.5, requires_grad=True)
+    (2 * (w.sin() + (2 * w).sin())).sum().backward()
+    assert w.grad is not None
+    for weights, _ in processes(2)(compiled):
+        assert weights == pytest.approx((0.5 - w.grad).tolist())
+
+
+def transformed() -> list[Any]:
+    w = torch.full((2,), 3.0)
+    with gm.no_sync() as owed:
+        grad = torch.func.grad(lambda w: (gm.replicate(w) ** 2).sum())(w)
+    return [grad.tolist(), len(owed)]
+
+
+def test_a_transform_sums_at_once(threads: Ranks) -> None:
+    assert threads(2)(transformed) == [[[12.0, 12.0], 0]] * 2
+
+
+def frozen_meanwhile() -> list[Any]:
+    w, v = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    with gm.no_sync() as owed:
+        (gm.replicate(w) + gm.replicate(v)).sum().backward()
+    w.requires_grad_(False)
+    owed.sync()
+    assert v.grad is not None
+    return [w.grad, v.grad.item()]
+
+
+def test_a_leaf_that_was_frozen_meanwhile_gets_nothing(threads: Ranks) -> None:
+    assert threads(2)(frozen_meanwhile) == [[None, 2.0]] * 2
+
+
+def checked() -> list[float]:
+    w = torch.ones(2, requires_grad=True)
+    with gm.check("full"):
+        for step in range(2):
+            with block(step < 1):
+                loss = (gm.replicate(w) * (1.0 + gm.rank())).sum() + (gm.broadcast(w) * gm.rank()).sum()
+            loss.backward()
+    assert w.grad is not None
+    return w.grad.tolist()
+
+
+def test_the_full_check_goes_along(threads: Ranks) -> None:
+    assert threads(2)(checked) == [[8.0, 8.0], [6.0, 6.0]]
+
+
+def alone() -> list[Any]:
+    w = torch.ones(2, requires_grad=True)
+    with gm.no_sync() as owed:
+        gm.replicate(w).sum().backward()
+    assert w.grad is not None
+    return [w.grad.tolist(), len(owed)]
+
+
+def test_on_one_rank_nothing_is_put_off(threads: Ranks) -> None:
+    assert threads(1)(alone) == [[[1.0, 1.0], 0]]
