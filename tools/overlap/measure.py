@@ -103,9 +103,9 @@ def _one(ranks: list[dict[str, list[tuple[float, float]]]], of: Pick) -> Times:
     return found
 
 
-def work_alone(run: Run, make: Make, repeats: int = 5) -> dict[str, float]:
+def work_alone(run: Run, make: Make, repeats: int = 5, of: Pick = statistics.median) -> dict[str, float]:
     """The seconds of a program's own work, by half."""
-    return _one(run(_on_rank, make, None, ("work",), repeats), statistics.median)["work"]
+    return _one(run(_on_rank, make, None, ("work",), repeats), of)["work"]
 
 
 def _sizes(make: Make) -> tuple[int, int]:
