@@ -22,6 +22,7 @@ import gradmesh as gm
 from gradmesh.verify import simulate
 from tests.conftest import Run
 from tests.no_sync_programs import dense, draw, run
+from tools.no_sync import MODELS, counted, deviation
 
 Ranks = Callable[[int], Run]
 T = torch.float64
@@ -128,6 +129,14 @@ def test_bytes_are_those_of_one_micro_batch(k: int) -> None:
     else:
         assert ours == list(MESSAGES.values())
         assert sum(ours) - MESSAGES["count"] == sum(theirs) / k
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_pages_bytes_go_down_with_the_number_of_micro_batches(model: str) -> None:
+    (_, much, plain), (few, little, ours) = counted(model, 3, False), counted(model, 3, True)
+    assert few <= 6
+    assert little - 4 * len(ours[0]) == much / 3
+    assert deviation(ours, plain) < (1e-6 if model == "of all kinds" else 1e-15)
 
 
 @pytest.mark.processes
