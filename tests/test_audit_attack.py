@@ -58,7 +58,7 @@ def step(name: str, kind: gm.Type, rows: int, seed: int) -> Step:
         "all_reduce I": lambda x: gm.all_reduce(x, dst=gm.I),
         "reduce_scatter": gm.reduce_scatter,
         "replicate": gm.replicate,
-        "shard": lambda x: gm.shard(x, src=kind),  # type: ignore[arg-type]
+        "shard": lambda x: gm.shard(x, src=kind),  # type: ignore[call-overload]
     }
     if name == "own":
         return mixed(1 + gm.axis().rank, rows, seed)

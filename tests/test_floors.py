@@ -21,6 +21,7 @@ FLOORS = (
     ("wire",),
     ("ops", "withdrawal"),
     ("autograd",),
+    ("overlap",),
     ("arguments", "order", "owed", "reordering"),
     ("no_sync", "reductions", "together"),
     ("collectives",),

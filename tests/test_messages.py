@@ -239,7 +239,7 @@ def a_receive_that_is_refused() -> object:
         gm.send(torch.arange(3.0), to=1)
         return None
     with pytest.raises(gm.ArgumentError) as caught:
-        gm.recv([1.0, 1.0], source=0)  # type: ignore[arg-type]
+        gm.recv([1.0, 1.0], source=0)  # type: ignore[call-overload]
     return str(caught.value), gm.recv(torch.ones(3), source=0).tolist()
 
 
@@ -247,11 +247,11 @@ def both_ends_refuse() -> object:
     """The receiver's refusal takes the sender's with it."""
     if gm.rank() == 0:
         with pytest.raises(gm.ArgumentError):
-            gm.send(None, to=1)  # type: ignore[arg-type]
+            gm.send(None, to=1)  # type: ignore[call-overload]
         gm.send(torch.arange(3.0), to=1)
         return None
     with pytest.raises(gm.ArgumentError) as caught:
-        gm.recv(None, source=0)  # type: ignore[arg-type]
+        gm.recv(None, source=0)  # type: ignore[call-overload]
     return str(caught.value), gm.recv(torch.ones(3), source=0).tolist()
 
 

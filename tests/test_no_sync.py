@@ -790,6 +790,28 @@ def test_a_transform_sums_at_once(threads: Ranks) -> None:
     assert threads(2)(transformed) == [[[12.0, 12.0], 0]] * 2
 
 
+def begun_and_coalesced() -> list[Any]:
+    """What is begun is summed in each pass, and what is called on the same leaf is put off beside it."""
+    w, v = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    seen = []
+    for step in range(3):
+        with block(step < 2):
+            with gm.coalesce():
+                begun = [gm.replicate(x, async_op=True) for x in (w, v)]
+            gathered = gm.all_gather(w, async_op=True)
+            now = gm.replicate(w) * 10
+            loss = (begun[0].wait() + begun[1].wait() + now).sum() + gathered.wait().sum()
+        loss.backward()
+        assert w.grad is not None
+        assert v.grad is not None
+        seen.append([w.grad[0].item(), v.grad[0].item()])
+    return seen
+
+
+def test_calls_that_are_begun_are_summed_in_each_pass(threads: Ranks) -> None:
+    assert threads(2)(begun_and_coalesced) == [[[4.0, 2.0], [8.0, 4.0], [72.0, 6.0]]] * 2
+
+
 def frozen_meanwhile() -> list[Any]:
     w, v = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     with gm.no_sync() as owed:

@@ -50,7 +50,7 @@ def ranks_are_told_as_tensors_of_one() -> object:
 
 def sizes_are_told_as_an_array() -> object:
     x = torch.arange(4.0) if gm.rank() == 0 else torch.empty(0)
-    return gm.scatter(x, sizes=np.array([2, 2])).tolist()  # type: ignore[arg-type]
+    return gm.scatter(x, sizes=np.array([2, 2])).tolist()  # type: ignore[call-overload]
 
 
 def results_of_a_structure_are_memory_of_their_own() -> object:

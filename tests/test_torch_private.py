@@ -7,6 +7,7 @@ import importlib
 import inspect
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import pytest
@@ -452,6 +453,51 @@ def test_the_wrappers_that_average_tell_of_which_parameters_and_by_what(
             "ignored": True,
         }
     ]
+
+
+def _twin_of_two() -> tuple[int, str, float] | None:
+    group = dist.new_group([1, 3], timeout=timedelta(seconds=45))
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    made = _torch.twin(group, "begun")
+    x = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(x, group=made)
+    assert dist.get_process_group_ranks(made) == [1, 3]
+    assert dist.get_group_rank(made, 3) == 1
+    told = getattr(made, "timeout", None) or made._get_backend(torch.device("cpu")).options._timeout
+    seconds = told.total_seconds() if isinstance(told, timedelta) else told
+    return int(x.item()), dist.get_backend(made), seconds
+
+
+@pytest.mark.processes
+def test_the_members_of_a_group_alone_make_another_one_of_its_backend_and_timeout(
+    processes: Callable[[int], Callable[..., list[Any]]],
+) -> None:
+    first, *found = processes(4)(_twin_of_two)
+    assert first is found[1] is None
+    assert found[0] == found[2]
+    assert (found[0][0], found[0][2]) == (4, 45.0)
+    assert found[0][1] in ("cpu:gloo", "cpu:shm")
+
+
+def test_a_region_of_a_checkpoint_is_told_by_its_hooks() -> None:
+    seen: list[object] = []
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.checkpoint_region())
+        return x.sin().exp()
+
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.save_on_cpu():
+        assert _torch.checkpoint_region() is None
+    checkpoint(region, x, use_reentrant=False).sum().backward()
+    checkpoint(region, x, use_reentrant=True).sum().backward()
+    assert _torch.checkpoint_region() is None
+    first, again, *reentrant = seen
+    assert first is not None
+    assert again is not None
+    assert first is not again
+    assert reentrant == [None, None]
 
 
 class Asks(torch.autograd.Function):

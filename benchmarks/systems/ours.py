@@ -38,7 +38,7 @@ def _rooted(verb: Callable[..., Tensor], **options: Any) -> Make:
 
 def _all_to_all(at: Setting) -> Op:
     splits = {} if at.even else {"split_sizes": at.sends, "concat_sizes": at.receives}
-    return lambda x: gm.all_to_all(x, at.group, **splits)  # type: ignore[arg-type]
+    return lambda x: gm.all_to_all(x, at.group, **splits)  # type: ignore[call-overload]
 
 
 def _all_to_all_dims(at: Setting) -> Op:

@@ -65,6 +65,8 @@ from gradmesh.launch import Ranks, launch
 from gradmesh.no_sync import no_sync
 from gradmesh.objective import objective
 from gradmesh.order import Order, backward, grad, join, ordered
+from gradmesh.overlap.coalesce import coalesce
+from gradmesh.overlap.pending import Pending
 from gradmesh.reordering import reorderable
 from gradmesh.types import I, P, R, Type, V
 from gradmesh.world import init, mesh, use_mesh
@@ -94,6 +96,7 @@ __all__ = [
     "Order",
     "OrderError",
     "P",
+    "Pending",
     "R",
     "RankError",
     "Ranks",
@@ -110,6 +113,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "check",
+    "coalesce",
     "convert",
     "exchange",
     "exscan",

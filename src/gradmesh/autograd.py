@@ -38,10 +38,21 @@ from gradmesh.state import rank_state
 from gradmesh.wire import compiling
 from gradmesh.wire.claims import BACKWARD, CAN_JOIN, JOINS, NOTHING, TANGENT, Recorded
 
-__all__ = ["apply", "compiled_link", "linked", "unlinked"]
+__all__ = [
+    "LOOSE",
+    "apply",
+    "compiled_link",
+    "differentiable",
+    "join_late",
+    "leaf",
+    "linked",
+    "refuse_lost",
+    "thread_of",
+    "unlinked",
+]
 
 
-_LOOSE = torch.zeros(1, device="cpu")
+LOOSE = torch.zeros(1, device="cpu")
 """The thread of a call that is tied to none before it. Only the edges of threads count."""
 
 
@@ -49,13 +60,16 @@ def apply(op: Op, x: Tensor) -> Tensor:
     """Run an op on this rank's tensor, differentiably; inside `ordered()`, as the next link of the chain."""
     if compiling():
         return _compiled(op, x)
-    chain, linear = rank_state().chain, isinstance(op, LinearOp)
+    state = rank_state()
+    if state.begun.lost:
+        refuse_lost(op, x)
+    chain, linear = state.chain, isinstance(op, LinearOp)
     if tracing():
         op = Traced(op)
     if chain is None:
         return unlinked(op, x)
     try:
-        if torch.is_grad_enabled() and linear and _differentiable(x):
+        if torch.is_grad_enabled() and linear and differentiable(x):
             return chain.link(op, x)
         chain.refuse_reentrant(op)
     except OrderError as error:  # of the chain: nothing was sent
@@ -65,6 +79,15 @@ def apply(op: Op, x: Tensor) -> Tensor:
     if saves_for_a_checkpoint():
         chain.keep_place()
     return y
+
+
+def refuse_lost(op: Op, x: Tensor) -> None:
+    """Raise the error of calls that were begun and never waited for."""
+    try:
+        rank_state().begun.check()
+    except OrderError as error:
+        op.withdraw(x, error)
+        raise
 
 
 def linked(
@@ -113,9 +136,9 @@ def unlinked(op: Op, x: Tensor, call: Recorded | None = None, thread: Tensor | N
     if is_legacy_batched(x):
         return on_legacy_batch(x, lambda whole: unlinked(op.batched(), whole, call, thread))
     recording, transforms = torch.is_grad_enabled(), transforms_active()
-    if recording and op.rooted and not x.requires_grad and thread is None and _differentiable(x):
+    if recording and op.rooted and not x.requires_grad and thread is None and differentiable(x):
         # Only the root's operand counts, and a rank whose own does not require grad would miss the backward.
-        thread = None if functorch_active() else _leaf()
+        thread = None if functorch_active() else leaf()
     joins = recording and (x.requires_grad or (thread is not None and thread.requires_grad))
     if not recording and call is None and not transforms:
         return op.apply(x)
@@ -126,19 +149,19 @@ def unlinked(op: Op, x: Tensor, call: Recorded | None = None, thread: Tensor | N
         call.flags |= CAN_JOIN
     if joins or transforms:
         if thread is None:  # a tracer takes no tensor that is not its own
-            thread = torch.zeros(1, device="cpu") if isinstance(op, Traced) or is_fake(x) else _LOOSE
+            thread = torch.zeros(1, device="cpu") if isinstance(op, Traced) or is_fake(x) else LOOSE
         y = _recorded(op, x, thread, call)[0]
     else:
         y = op.apply(x, call)
-    return _join(op, x, y, call) if call.others_join else y
+    return join_late(op, x, y, call) if call.others_join else y
 
 
-def _join(op: Op, x: Tensor, y: Tensor, call: Recorded) -> Tensor:
+def join_late(op: Op, x: Tensor, y: Tensor, call: Recorded) -> Tensor:
     """The result of a call that has been made, tied to a node of its own, to take part in a backward of others."""
     if not forward_level_open():
-        return _recorded(_Done(op, y), x, _leaf(), call)[0]
+        return _recorded(_Done(op, y), x, leaf(), call)[0]
     (x, _), (y, moved) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(y)
-    joined = _recorded(_Done(op, y), x, _leaf(), call)[0]
+    joined = _recorded(_Done(op, y), x, leaf(), call)[0]
     return joined if moved is None else forward_ad.make_dual(joined, moved)
 
 
@@ -151,7 +174,7 @@ def _recorded(op: Op | _Done, x: Tensor, thread: Tensor, call: Recorded) -> tupl
     return result
 
 
-def _thread_of(ctx: Any) -> Tensor | None:
+def thread_of(ctx: Any) -> Tensor | None:
     """The thread of a node.
 
     It is asked for only where the backward is recorded: a graph that saves nothing else can be run through again, also
@@ -164,12 +187,12 @@ def _thread_of(ctx: Any) -> Tensor | None:
     return thread
 
 
-def _leaf() -> Tensor:
+def leaf() -> Tensor:
     """A thread that requires grad, so that what takes it takes part in backward, whatever its operand."""
     return torch.zeros(1, device="cpu", requires_grad=True)
 
 
-_KNOWN_LEAF = _leaf()
+_KNOWN_LEAF = leaf()
 """A leaf for compiled programs: what does not come from outside of one requires no gradient in it."""
 
 
@@ -191,15 +214,10 @@ def _compiled(op: Op, x: Tensor) -> Tensor:
             op, "a compiled program has no forward mode", "call the function uncompiled inside forward mode"
         )
     state = rank_state()
-    if (
-        state.chain is not None
-        and torch.is_grad_enabled()
-        and isinstance(op, LinearOp)
-        and _differentiable(x)
-    ):
+    if state.chain is not None and torch.is_grad_enabled() and isinstance(op, LinearOp) and differentiable(x):
         return state.chain.link(op, x)
     tell_dynamo()
-    joins = op.rooted and torch.is_grad_enabled() and not x.requires_grad and _differentiable(x)
+    joins = op.rooted and torch.is_grad_enabled() and not x.requires_grad and differentiable(x)
     return _in_graph(x, _KNOWN_LEAF if joins else None, *encode(op), state.reorderable)
 
 
@@ -249,7 +267,8 @@ def _refuse(op: Op, problem: str, remedy: str) -> NoReturn:
     )
 
 
-def _differentiable(x: Tensor) -> bool:
+def differentiable(x: Tensor) -> bool:
+    """Whether a dtype has derivatives."""
     return x.is_floating_point() or x.is_complex()
 
 
@@ -286,7 +305,7 @@ class _Rule(torch.autograd.Function):
             if kept:
                 return None, None, None, None
             call = Recorded(BACKWARD, ctx.call, NOTHING if nothing else 0)
-            back = unlinked(op.back, grad, call, _thread_of(ctx) if torch.is_grad_enabled() else None)
+            back = unlinked(op.back, grad, call, thread_of(ctx) if torch.is_grad_enabled() else None)
             alone = op.axis.size == 1 or not op.back.sends
             # No gradient on any rank gives none, and not zeros, which are NaN behind an infinite derivative.
             return None, None if nothing and (alone or call.all_nothing) else back, None, None

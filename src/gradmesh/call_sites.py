@@ -32,11 +32,12 @@ _seen = threading.local()  # .site: what `call_site` answers in this thread inst
 @contextlib.contextmanager
 def seen_from(site: Site) -> Iterator[None]:
     """Let `call_site` answer with the place of another thread's call, while its words are put together here."""
+    before: Site = getattr(_seen, "site", None)
     _seen.site = site
     try:
         yield
     finally:
-        del _seen.site
+        _seen.site = before
 
 
 def call_site() -> Site:

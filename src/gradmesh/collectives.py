@@ -1,3 +1,5 @@
+# mypy: disable-error-code="no-any-return"
+# What a verb is declared to return it returns without async_op; `begins` and `takes_structures` tell the rest.
 """The verbs: each resolves its axis, builds the op and applies it.
 
 What the ops do, their types and their adjoints stand in the registry (`gradmesh.ops`). Below, W is the number
@@ -10,6 +12,9 @@ Every verb takes:
   mesh's only axis, else the world).
 * `comm_dtype`, `backward_dtype`: the dtypes that travel forward and backward, the same on every rank; the results keep
   the operand's. Where nothing travels, the value is rounded alike.
+
+* `async_op`: begin the call and go on: the verb returns a `gradmesh.Pending`, whose `wait()` gives what it returns
+  otherwise, and whose place is where backward begins.
 
 Several verbs take `sizes`, each rank's size along `dim`: a sequence of W ints; None: the same on every rank (for an
 operand that is whole on every rank, equal slices); or "auto": found by one small exchange.
@@ -64,7 +69,9 @@ from gradmesh.ops.permute import Permute, Shift
 from gradmesh.ops.scan import Exscan, Scan
 from gradmesh.ops.shard import AllGatherInvariant, Shard, ShardReplicated
 from gradmesh.ops.sizes import Sizes
-from gradmesh.structure import is_structure, takes_structures
+from gradmesh.overlap.pending import Pending, begin
+from gradmesh.overlap.signatures import begins, takes_structures
+from gradmesh.structure import is_structure
 from gradmesh.types import Convention, I, P, R, Reduction, Type, V
 
 __all__ = [
@@ -113,6 +120,7 @@ def all_reduce(
     dst: Convention,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     r"""Combine the ranks' tensors elementwise; every rank gets the result.
 
@@ -131,7 +139,7 @@ def all_reduce(
             overflow. max and min carry a NaN of any rank. prod gathers all ranks' factors (W times the memory).
         dst: `gm.R` if each rank uses the result differently, `gm.I` if every rank repeats the same work on it. There
             is no default, because the wrong one is off by a factor that need not even be constant.
-        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
+        axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
         ArgumentError: no dst, or one that is neither R nor I; an unknown op.
@@ -153,15 +161,21 @@ def all_reduce(
             x,
             axis,
             lambda one: all_reduce(
-                one, axis, op=op, dst=dst, comm_dtype=comm_dtype, backward_dtype=backward_dtype
+                one,
+                axis,
+                op=op,
+                dst=dst,
+                comm_dtype=comm_dtype,
+                backward_dtype=backward_dtype,
+                async_op=async_op,
             ),
         )
-    call = Call("all_reduce", x, axis, comm_dtype, backward_dtype)
+    call = Call("all_reduce", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     kind = call.choose("dst", dst, _ALL_REDUCES, _WHICH_DST)
     reduction = call.choose("op", op, _REDUCTIONS)
     if reduction in reductions.RULES:
         return reductions.RULES[reduction](call, kind.dst)
-    return apply(_scaled(call.op(kind), reduction), call.x)
+    return call.run(_scaled(call.op(kind), reduction), call.x)
 
 
 @takes_structures
@@ -174,6 +188,7 @@ def all_gather(
     sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Concatenate the ranks' tensors along `dim`; every rank gets the whole. Scalars are stacked.
 
@@ -190,7 +205,7 @@ def all_gather(
         dst: `gm.R` (each rank uses the result differently, the only convention that is right without a promise) or
             `gm.I` (every rank repeats the same work on it).
         sizes: each rank's size along `dim`.
-        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
+        axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Example:
         >>> def on_each_rank():
@@ -206,19 +221,27 @@ def all_gather(
 
         def gather_one(one: Tensor, along: int = 0) -> Tensor:
             return all_gather(
-                one, axis, along, dst=dst, sizes=sizes, comm_dtype=comm_dtype, backward_dtype=backward_dtype
+                one,
+                axis,
+                along,
+                dst=dst,
+                sizes=sizes,
+                comm_dtype=comm_dtype,
+                backward_dtype=backward_dtype,
+                async_op=async_op,
             )
 
         if sizes is None:
             return together.gathered(x, axis, dim, gather_one)
         return together.one_by_one("all_gather", x, axis, lambda one: gather_one(one, dim))
     x = _stackable(x)
-    call = Call("all_gather", x, axis, comm_dtype, backward_dtype)
+    call = Call("all_gather", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     dim = call.dim(dim)
     kind = call.choose("dst", dst, _ALL_GATHERS, _WHICH_DST)
-    return apply(call.op(kind, dim, call.sizes(sizes, dim)), call.x)
+    return call.run(call.op(kind, dim, call.sizes(sizes, dim)), call.x)
 
 
+@begins
 def reduce_scatter(
     x: Tensor,
     axis: AxisLike = None,
@@ -228,6 +251,7 @@ def reduce_scatter(
     sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Sum the ranks' tensors and keep the own slice along `dim`: the adjoint of `all_gather`.
 
@@ -242,7 +266,7 @@ def reduce_scatter(
         op: "sum" or "mean".
         sizes: the size of each rank's slice; None: equal slices. "auto" is not defined here, as every rank holds
             the whole.
-        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
+        axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
         ShapeError: W does not divide the size along `dim` and no sizes are given.
@@ -253,13 +277,14 @@ def reduce_scatter(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [[0.0, 2.0], [4.0, 6.0]]
     """
-    call = Call("reduce_scatter", x, axis, comm_dtype, backward_dtype)
+    call = Call("reduce_scatter", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     dim = call.dim(dim)
     reduction = call.choose("op", op, {"sum": "sum", "mean": "mean"})
     given = call.sizes(call.not_auto(sizes), dim)
-    return apply(_scaled(call.op(ReduceScatter, dim, given), reduction), x)
+    return call.run(_scaled(call.op(ReduceScatter, dim, given), reduction), x)
 
 
+@begins
 def all_to_all(
     x: Tensor,
     axis: AxisLike = None,
@@ -270,6 +295,7 @@ def all_to_all(
     concat_sizes: Sequence[int] | None = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Split along `split_dim`, send part r to rank r, concatenate what comes along `concat_dim`.
 
@@ -290,7 +316,7 @@ def all_to_all(
         concat_dim: the tensor dimension to join along.
         split_sizes: the size of the part for each rank; None: equal parts.
         concat_sizes: the size of the part from each rank along `concat_dim`; None: equal parts.
-        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
+        axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
         ShapeError: W does not divide the size along `split_dim` and no sizes are given.
@@ -301,11 +327,11 @@ def all_to_all(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [[0, 10], [1, 11]]
     """
-    call = Call("all_to_all", x, axis, comm_dtype, backward_dtype)
+    call = Call("all_to_all", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     cut, join = call.dim(split_dim, "split_dim"), call.dim(concat_dim, "concat_dim")
     send = call.sizes(call.not_auto(split_sizes, "split_sizes"), cut, "split_sizes")
     receive = call.sizes(call.not_auto(concat_sizes, "concat_sizes"), join, "concat_sizes")
-    return apply(call.op(AllToAll, cut, join, send, receive), x)
+    return call.run(call.op(AllToAll, cut, join, send, receive), x)
 
 
 @takes_structures
@@ -317,6 +343,7 @@ def broadcast(
     dst: Convention = R,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Give every rank the root's tensor.
 
@@ -335,7 +362,7 @@ def broadcast(
             not count. Or a tuple, list or dict of such.
         root: the rank of the axis that gives it.
         dst: `gm.R` if each rank uses the result differently, `gm.I` if every rank repeats the same work on it.
-        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
+        axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
         ArgumentError: root is not a rank of the axis.
@@ -352,14 +379,21 @@ def broadcast(
             x,
             axis,
             lambda one: broadcast(
-                one, axis, root=root, dst=dst, comm_dtype=comm_dtype, backward_dtype=backward_dtype
+                one,
+                axis,
+                root=root,
+                dst=dst,
+                comm_dtype=comm_dtype,
+                backward_dtype=backward_dtype,
+                async_op=async_op,
             ),
         )
-    call = Call("broadcast", x, axis, comm_dtype, backward_dtype)
+    call = Call("broadcast", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     kind = call.choose("dst", dst, {R: Broadcast, I: BroadcastInvariant}, _WHICH_DST)
-    return apply(call.op(kind, call.rank(root)), call.x)
+    return call.run(call.op(kind, call.rank(root)), call.x)
 
 
+@begins
 def reduce(
     x: Tensor,
     axis: AxisLike = None,
@@ -367,6 +401,7 @@ def reduce(
     root: int = 0,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Sum the ranks' tensors at the root; zeros elsewhere.
 
@@ -381,7 +416,7 @@ def reduce(
     Args:
         x: this rank's term.
         root: the rank of the axis that gets the sum.
-        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
+        axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
         ArgumentError: root is not a rank of the axis.
@@ -392,11 +427,12 @@ def reduce(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [0.0, 3.0]
     """
-    call = Call("reduce", x, axis, comm_dtype, backward_dtype)
+    call = Call("reduce", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     call.refuse_unordered("all_reduce")
-    return apply(call.op(Reduce, call.rank(root)), x)
+    return call.run(call.op(Reduce, call.rank(root)), x)
 
 
+@begins
 def gather(
     x: Tensor,
     axis: AxisLike = None,
@@ -406,6 +442,7 @@ def gather(
     sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Concatenate the ranks' tensors along `dim` at the root; the others get a tensor empty along `dim`.
 
@@ -424,7 +461,7 @@ def gather(
         dim: the tensor dimension to concatenate along.
         root: the rank of the axis that gets the whole.
         sizes: each rank's size along `dim`.
-        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
+        axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Example:
         >>> def on_each_rank():
@@ -433,13 +470,14 @@ def gather(
         [[0, 1], []]
     """
     x = _stackable(x)
-    call = Call("gather", x, axis, comm_dtype, backward_dtype)
+    call = Call("gather", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     call.refuse_unordered("all_gather")
     dim = call.dim(dim)
     given = call.told(sizes, dim)
-    return apply(call.op(Gather, dim, call.rank(root), given), x)
+    return call.run(call.op(Gather, dim, call.rank(root), given), x)
 
 
+@begins
 def scatter(
     x: Tensor,
     axis: AxisLike = None,
@@ -449,6 +487,7 @@ def scatter(
     sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Cut the root's tensor along `dim` and give each rank its part.
 
@@ -468,7 +507,7 @@ def scatter(
         root: the rank of the axis that has the whole.
         sizes: the size of each rank's part; None or "auto": the balanced split of the root's size, which one small
             exchange makes known (the first n % W ranks get one more).
-        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
+        axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
         ShapeError: the sizes do not add up, or a rank that is not the root hands in more than nothing.
@@ -480,13 +519,13 @@ def scatter(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [[0, 1], [2, 3]]
     """
-    call = Call("scatter", x, axis, comm_dtype, backward_dtype)
+    call = Call("scatter", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     dim, root = call.dim(dim), call.rank(root)
     if sizes is None or (isinstance(sizes, str) and sizes == "auto"):
         given = Sizes.balanced(call.found_sizes(x.shape[dim])[root], call.axis.size)
     else:
         given = call.sizes(sizes, dim)
-    return apply(call.op(Scatter, dim, root, given), x)
+    return call.run(call.op(Scatter, dim, root, given), x)
 
 
 @takes_structures
@@ -496,6 +535,7 @@ def replicate(
     *,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Say that from here on each rank uses this value differently, so that its gradient has to be summed.
 
@@ -508,7 +548,7 @@ def replicate(
 
     Args:
         x: a value that is the same on every rank; or a tuple, list or dict of such.
-        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
+        axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Example:
         >>> def on_each_rank():
@@ -523,12 +563,15 @@ def replicate(
             "replicate",
             x,
             axis,
-            lambda one: replicate(one, axis, comm_dtype=comm_dtype, backward_dtype=backward_dtype),
+            lambda one: replicate(
+                one, axis, comm_dtype=comm_dtype, backward_dtype=backward_dtype, async_op=async_op
+            ),
         )
-    call = Call("replicate", x, axis, comm_dtype, backward_dtype)
-    return apply(call.op(Replicate), call.x)
+    call = Call("replicate", x, axis, comm_dtype, backward_dtype, async_op=async_op)
+    return call.run(call.op(Replicate), call.x)
 
 
+@begins
 def shard(
     x: Tensor,
     axis: AxisLike = None,
@@ -538,6 +581,7 @@ def shard(
     sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Keep the own slice along `dim` of a value that every rank holds.
 
@@ -555,7 +599,7 @@ def shard(
             is then a pending sum).
         sizes: the size of each rank's slice; None: the balanced split (the first n % W ranks one more). "auto" is
             not defined here, as every rank holds the whole.
-        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
+        axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
         ShapeError: the sizes do not add up to the size along `dim`.
@@ -566,13 +610,13 @@ def shard(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [[0, 1, 2], [3, 4]]
     """
-    call = Call("shard", x, axis, comm_dtype, backward_dtype)
+    call = Call("shard", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     dim = call.dim(dim)
     kind = call.choose("src", src, {I: Shard, R: ShardReplicated})
     given = call.sizes(call.not_auto(sizes), dim)
     if given.equal and x.shape[dim] % call.axis.size:
         given = Sizes.balanced(x.shape[dim], call.axis.size)
-    return apply(call.op(kind, dim, given), x)
+    return call.run(call.op(kind, dim, given), x)
 
 
 _CONVERSIONS: dict[tuple[Type, Type], type[LinearOp]] = {
@@ -611,6 +655,7 @@ def convert(
 ) -> Tensor: ...
 
 
+@overload
 def convert(
     x: Tensor,
     axis: AxisLike = None,
@@ -619,7 +664,20 @@ def convert(
     dst: Type,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
-) -> Tensor:
+    async_op: Literal[True],
+) -> Pending[Tensor]: ...
+
+
+def convert(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    src: Type,
+    dst: Type,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+) -> Tensor | Pending[Tensor]:
     """Change what a value is over the ranks, without communication in either direction.
 
     ::
@@ -636,7 +694,7 @@ def convert(
         x: the value.
         src: what it is.
         dst: what it becomes.
-        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
+        axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
         ArgumentError: any other pair of types; those need communication, and the text names the verb.
@@ -656,7 +714,8 @@ def convert(
         ways.get((src, dst), "a value of this type needs no conversion") if known else "pass gm.V, R, I or P"
     )
     kind = call.choose("(src, dst)", (src, dst) if known else f"({src!r}, {dst!r})", _CONVERSIONS, way)
-    return apply(call.op(kind), x)
+    op = call.op(kind)
+    return begin(op, x) if call.flag(async_op, "async_op") else apply(op, x)
 
 
 @takes_structures
@@ -670,6 +729,7 @@ def shift(
     sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Pass the tensor on by `offset` ranks; every rank gets that of the rank `offset` before it.
 
@@ -687,7 +747,7 @@ def shift(
         dim: the tensor dimension along which sizes differ.
         sizes: each rank's size along `dim`; None: one shape on all ranks; "auto": found by one small exchange. Where
             sizes are given and nothing arrives, the result is empty along `dim`.
-        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
+        axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Example:
         >>> def on_each_rank():
@@ -707,12 +767,13 @@ def shift(
                 sizes=sizes,
                 comm_dtype=comm_dtype,
                 backward_dtype=backward_dtype,
+                async_op=async_op,
             )
 
         if sizes is None:
             return together.packed("shift", x, axis, shift_one)
         return together.one_by_one("shift", x, axis, shift_one)
-    call = Call("shift", x, axis, comm_dtype, backward_dtype)
+    call = Call("shift", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     ranks = integer(offset)
     if ranks is None:
         call.fail(
@@ -722,7 +783,7 @@ def shift(
             remedy="pass an int, negative to shift back",
         )
     op = call.op(Shift, None, ranks, call.flag(wrap, "wrap"))
-    return apply(op if sizes is None else op.along(call.dim(dim), call.told(sizes, dim)), call.x)
+    return call.run(op if sizes is None else op.along(call.dim(dim), call.told(sizes, dim)), call.x)
 
 
 @takes_structures
@@ -735,6 +796,7 @@ def permute(
     sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Send tensors between pairs of ranks; zeros where nothing arrives.
 
@@ -751,7 +813,7 @@ def permute(
         dim: the tensor dimension along which sizes differ.
         sizes: each rank's size along `dim`; None: one shape on all ranks; "auto": found by one small exchange. Where
             sizes are given and nothing arrives, the result is empty along `dim`.
-        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
+        axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
         ArgumentError: a source or target twice, or one that is not a rank of the axis.
@@ -773,16 +835,18 @@ def permute(
                 sizes=sizes,
                 comm_dtype=comm_dtype,
                 backward_dtype=backward_dtype,
+                async_op=async_op,
             )
 
         if sizes is None:
             return together.packed("permute", x, axis, permute_one)
         return together.one_by_one("permute", x, axis, permute_one)
-    call = Call("permute", x, axis, comm_dtype, backward_dtype)
+    call = Call("permute", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     op = call.op(Permute, None, call.pairs(pairs))
-    return apply(op if sizes is None else op.along(call.dim(dim), call.told(sizes, dim)), call.x)
+    return call.run(op if sizes is None else op.along(call.dim(dim), call.told(sizes, dim)), call.x)
 
 
+@begins
 def send(
     x: Tensor,
     axis: AxisLike = None,
@@ -790,6 +854,7 @@ def send(
     to: int,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Send a tensor to one rank, which calls `recv`; the other ranks have no part in it.
 
@@ -809,7 +874,7 @@ def send(
     Args:
         x: the message.
         to: the rank that receives it.
-        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
+        axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Returns:
         An empty tensor, which can be ignored.
@@ -832,14 +897,15 @@ def send(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [tensor(60.), None]
     """
-    call = Call("send", x, axis, comm_dtype, backward_dtype, peer=to)
+    call = Call("send", x, axis, comm_dtype, backward_dtype, peer=to, async_op=async_op)
     peer = call.other(to, "to")
     call.refuse_compiled("messages between two ranks are not compiled", "gradmesh.permute")
     call.refuse_forward_mode("permute")
     call.refuse_unordered("permute")
-    return apply(call.op(Send, peer, tuple(x.shape)), x)
+    return call.run(call.op(Send, peer, tuple(x.shape)), x)
 
 
+@begins
 def recv(
     like: Tensor,
     axis: AxisLike = None,
@@ -847,13 +913,14 @@ def recv(
     source: int,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Receive a tensor from one rank, which calls `send`; see there.
 
     Args:
         like: a tensor of the shape, dtype and device that comes; its values do not count.
         source: the rank that sends.
-        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
+        axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
         ArgumentError: `source` is this rank, or no rank of the axis.
@@ -868,20 +935,22 @@ def recv(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [None, [0, 1, 2]]
     """
-    call = Call("recv", like, axis, comm_dtype, backward_dtype, peer=source)
+    call = Call("recv", like, axis, comm_dtype, backward_dtype, peer=source, async_op=async_op)
     peer = call.other(source, "source")
     call.refuse_compiled("messages between two ranks are not compiled", "gradmesh.permute")
     call.refuse_forward_mode("permute")
     call.refuse_unordered("permute")
-    return apply(call.op(Receive, peer, tuple(like.shape)), like.new_empty(0))
+    return call.received(call.op(Receive, peer, tuple(like.shape)), like.new_empty(0))
 
 
+@begins
 def exchange(
     parts: Sequence[Tensor],
     axis: AxisLike = None,
     *,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
 ) -> list[Tensor]:
     """Send each rank a tensor of any shape, and receive one from each.
 
@@ -897,7 +966,7 @@ def exchange(
 
     Args:
         parts: a tensor for each rank, in rank order, all of one dtype and with at most 15 dimensions.
-        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
+        axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Returns:
         The tensor from each rank, in rank order.
@@ -914,7 +983,9 @@ def exchange(
         [[[0], [1]], [[0, 0], [1, 1, 1]]]
     """
     given = list(parts) if isinstance(parts, Iterable) else []
-    call = Call("exchange", given[0] if given else torch.empty(0), axis, comm_dtype, backward_dtype)
+    call = Call(
+        "exchange", given[0] if given else torch.empty(0), axis, comm_dtype, backward_dtype, async_op=async_op
+    )
     call.refuse_compiled("a compiler cannot wait for shapes", "gradmesh.all_to_all with its sizes")
     parts = call.one_for_each(given)
     shapes = [torch.Size(shape) for shape in call.exchange_shapes(parts)]
@@ -924,10 +995,16 @@ def exchange(
     flat = torch.cat([part.reshape(-1, 1) for part in parts]).view(-1)
     op = call.op(AllToAll, 0, 0, Sizes(tuple(sent)), Sizes(tuple(taken)))
     ends = list(accumulate(taken, initial=0))
-    got = apply(op, flat)
-    return [got.narrow(0, at, n).view(shape) for at, n, shape in zip(ends, taken, shapes, strict=False)]
+    return call.run(
+        op,
+        flat,
+        lambda got: [
+            got.narrow(0, at, n).view(shape) for at, n, shape in zip(ends, taken, shapes, strict=False)
+        ],
+    )
 
 
+@begins
 def halo_exchange(
     x: Tensor,
     axis: AxisLike = None,
@@ -938,6 +1015,7 @@ def halo_exchange(
     sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Attach the neighbours' edge rows to the own shard, as a stencil over a sharded dimension needs them.
 
@@ -957,7 +1035,7 @@ def halo_exchange(
         halo: rows from each side, or (left, right).
         wrap: whether the shards lie on a ring; else the first and the last have an open end.
         sizes: each rank's size along `dim`.
-        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
+        axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
         ArgumentError: a negative halo.
@@ -969,14 +1047,15 @@ def halo_exchange(
         >>> gm.launch(on_each_rank, 3, backend="threads")
         [[0, 1, 2], [1, 2, 3, 4], [3, 4, 5]]
     """
-    call = Call("halo_exchange", x, axis, comm_dtype, backward_dtype)
+    call = Call("halo_exchange", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     dim = call.dim(dim)
     left, right = call.halo(halo)
     given = call.told(sizes, dim)
     wrap = call.flag(wrap, "wrap")
-    return apply(call.op(HaloExchange, dim, left, right, wrap, given), x)
+    return call.run(call.op(HaloExchange, dim, left, right, wrap, given), x)
 
 
+@begins
 def neighbor_all_to_all(
     x: Tensor,
     axis: AxisLike = None,
@@ -985,6 +1064,7 @@ def neighbor_all_to_all(
     receive_counts: CountsByRank,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Send rows of `x`, picked by an index, to a few ranks, and receive theirs: what a graph or a mesh in parts needs.
 
@@ -1002,7 +1082,7 @@ def neighbor_all_to_all(
         send_rows: for each rank that gets rows, which: a 1-d tensor of indices into dim 0, on the device of `x`. A row
             may be picked for several ranks, and more than once. Ranks that are not named get none.
         receive_counts: for each rank that sends rows to this one, how many. Ranks that are not named send none.
-        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
+        axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Returns:
         The rows that came, those of rank 0 first.
@@ -1020,12 +1100,13 @@ def neighbor_all_to_all(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [[11], [2, 0]]
     """
-    call = Call("neighbor_all_to_all", x, axis, comm_dtype, backward_dtype)
+    call = Call("neighbor_all_to_all", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     dim = call.dim(0)
     op = neighbors(x, call.axis, dim, send_rows, receive_counts, call.fail, **call.precision)
-    return apply(op, x)
+    return call.run(op, x)
 
 
+@begins
 def scan(
     x: Tensor,
     axis: AxisLike = None,
@@ -1033,6 +1114,7 @@ def scan(
     reverse: bool = False,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Sum over the ranks up to and including this one.
 
@@ -1045,7 +1127,7 @@ def scan(
     Args:
         x: this rank's term, of one shape and dtype on all ranks.
         reverse: sum from this rank to the last instead.
-        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
+        axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Example:
         >>> def on_each_rank():
@@ -1053,10 +1135,11 @@ def scan(
         >>> gm.launch(on_each_rank, 3, backend="threads")
         [1, 3, 6]
     """
-    call = Call("scan", x, axis, comm_dtype, backward_dtype)
-    return apply(call.op(Scan, call.flag(reverse, "reverse")), x)
+    call = Call("scan", x, axis, comm_dtype, backward_dtype, async_op=async_op)
+    return call.run(call.op(Scan, call.flag(reverse, "reverse")), x)
 
 
+@begins
 def exscan(
     x: Tensor,
     axis: AxisLike = None,
@@ -1064,6 +1147,7 @@ def exscan(
     reverse: bool = False,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
 ) -> Tensor:
     """Sum over the ranks before this one; zeros on the first.
 
@@ -1074,7 +1158,7 @@ def exscan(
     Args:
         x: this rank's term, of one shape and dtype on all ranks.
         reverse: sum over the ranks after this one instead; zeros on the last.
-        axis, comm_dtype, backward_dtype: as in every verb, see `gradmesh.collectives`.
+        axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Example:
         >>> def on_each_rank():
@@ -1082,8 +1166,8 @@ def exscan(
         >>> gm.launch(on_each_rank, 3, backend="threads")
         [0, 1, 3]
     """
-    call = Call("exscan", x, axis, comm_dtype, backward_dtype)
-    return apply(call.op(Exscan, call.flag(reverse, "reverse")), x)
+    call = Call("exscan", x, axis, comm_dtype, backward_dtype, async_op=async_op)
+    return call.run(call.op(Exscan, call.flag(reverse, "reverse")), x)
 
 
 def sizes(x: Tensor, axis: AxisLike = None, dim: int = 0) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ autodiff mode comes from those. `gradmesh.all_reduce` takes them by name.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,25 +26,31 @@ from gradmesh.types import R, Type
 __all__ = ["RULES"]
 
 
-def _max(call: Call, dst: Type) -> Tensor:
+def _max(call: Call, dst: Type) -> Any:
     """The largest value; ranks that tie share the gradient equally."""
     return _extremum(call, dst, largest=True)
 
 
-def _min(call: Call, dst: Type) -> Tensor:
+def _min(call: Call, dst: Type) -> Any:
     """The smallest value; ranks that tie share the gradient equally."""
     return _extremum(call, dst, largest=False)
 
 
-def _extremum(call: Call, dst: Type, *, largest: bool) -> Tensor:
+def _extremum(call: Call, dst: Type, *, largest: bool) -> Any:
     x = call.x
     if x.is_complex():
         _refuse(call, "complex numbers have no order", "a real dtype")
     refuse_unless_added(x.dtype, call.fail)
-    best = apply(call.op(Extremum, largest), x.detach())
+    op = call.op(Extremum, largest)
     if not x.is_floating_point():
-        return best
-    # The derivative is that of the mean over the ranks that hold the extremum. Its terms are taken with value zero,
+        return call.run(op, x.detach())
+    return call.run_in_steps(op, x.detach(), lambda best: _share(call, dst, best))
+
+
+def _share(call: Call, dst: Type, best: Tensor) -> Tensor:
+    """The extremum, with the derivative of the mean over the ranks that hold it."""
+    x = call.x
+    # The terms of the mean are taken with value zero,
     # since a mean of the values could overflow or be off in the last bit, and the exact value is added.
     tied = _as_sent(call) == best
     with torch.no_grad():
@@ -59,23 +66,31 @@ def _as_sent(call: Call) -> Tensor:
     return x if sent is None else x.to(sent).to(x.dtype)
 
 
-def _prod(call: Call, dst: Type) -> Tensor:
+def _prod(call: Call, dst: Type) -> Any:
     """The product; torch's own rule for it is right with zeros, at every order."""
     if call.x.dtype is torch.bool:
         _refuse(call, "bool tensors have no product", "a numeric dtype")
     refuse_unless_added(call.x.dtype, call.fail)
     gather = AllGather if dst is R else AllGatherInvariant
-    factors = apply(call.op(gather, 0, EQUAL), call.x.unsqueeze(0))
-    return factors.prod(0, dtype=call.x.dtype)
+    dtype = call.x.dtype
+    return call.run(
+        call.op(gather, 0, EQUAL), call.x.unsqueeze(0), lambda factors: factors.prod(0, dtype=dtype)
+    )
 
 
-def _logsumexp(call: Call, dst: Type) -> Tensor:
+def _logsumexp(call: Call, dst: Type) -> Any:
     """The logarithm of the sum of exponentials, shifted by the largest so that no term overflows."""
     x = call.x
     refuse_unless_added(x.dtype, call.fail)
     if not x.is_floating_point():
         _refuse(call, "logsumexp is defined for real floating-point numbers", "a floating-point dtype")
-    best = apply(Extremum(call.axis, largest=True), x.detach())
+    largest = Extremum(call.axis, largest=True)
+    return call.run_in_steps(largest, x.detach(), lambda best: _shifted(call, dst, best))
+
+
+def _shifted(call: Call, dst: Type, best: Tensor) -> Tensor:
+    """The logarithm of the sum, of terms that are divided by the largest one."""
+    x = call.x
     shift = torch.where(best.isfinite(), best, 0)
     total = _sum(call, (x - shift).exp(), dst)
     # Where every term is exp(-inf), the logarithm's own derivative would be NaN.
@@ -94,10 +109,10 @@ def _refuse(call: Call, problem: str, expected: str) -> None:
     )
 
 
-RULES: dict[str, Callable[[Call, Type], Tensor]] = {
+RULES: dict[str, Callable[[Call, Type], Any]] = {
     "max": _max,
     "min": _min,
     "prod": _prod,
     "logsumexp": _logsumexp,
 }
-"""The reductions by name."""
+"""The reductions by name; each gives the result, or a `Pending` where the call is one to begin."""

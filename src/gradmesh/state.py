@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradmesh.backends import threads
+from gradmesh.errors import OrderError, message
 
-__all__ = ["Chain", "Owes", "RankState", "rank_state"]
+__all__ = ["Chain", "Owes", "RankState", "Unwaited", "finished", "rank_state"]
 
 
 T = TypeVar("T")
@@ -30,11 +31,61 @@ class Chain(Protocol):
     def link(self, op: Any, x: Tensor) -> Tensor:
         """Run an op as the next link."""
 
+    def begin(self, op: Any, x: Tensor) -> Any:
+        """Begin an op as the next link."""
+
+    def end(self, begun: Any) -> Tensor:
+        """Wait for an op that was begun, as the next link."""
+
     def refuse_reentrant(self, op: Any) -> None:
         """Refuse a collective that a reentrant checkpoint hides from the chain."""
 
     def keep_place(self) -> None:
         """Have a collective that is no link, in a region of a checkpoint, run again on every rank."""
+
+
+class Unwaited:
+    """The calls that this rank has begun and not waited for.
+
+    Attributes:
+        open: what was called, and where, for each that can still be waited for.
+        lost: the same, of those that nobody holds any more.
+        forgiven: how many times a call that was begun has failed; who began others before that may leave them.
+    """
+
+    def __init__(self) -> None:
+        self.open: dict[int, str] = {}
+        self.lost: list[str] = []
+        self.forgiven = 0
+
+    def forgive(self) -> None:
+        """A call has failed: the others may be left."""
+        self.forgiven += 1
+        self.open.clear()
+        self.lost.clear()
+
+    def check(self, *, at_the_end: bool = False) -> None:
+        """Refuse to go on past calls that nobody will wait for.
+
+        Args:
+            at_the_end: nothing is waited for any more.
+
+        Raises:
+            OrderError: there are some.
+        """
+        never = [*self.lost, *(self.open.values() if at_the_end else ())]
+        if not never:
+            return
+        self.forgive()
+        raise OrderError(
+            message(
+                "a call that was begun was never waited for",
+                op="async_op",
+                expected="wait() for each call with async_op=True",
+                got="\n".join(never),
+                remedy="call wait() where the result is needed; its place is also where backward begins",
+            )
+        )
 
 
 class Owes(Protocol):
@@ -50,6 +101,7 @@ class _OfThread(threading.local):
     def __init__(self) -> None:
         # No attribute of the class: Dynamo of torch 2.11 would read that one, and not the thread's.
         self.chain: Chain | None = None
+        self.coalescing: Any = None
         self.owed: Owes | None = None
 
 
@@ -64,6 +116,7 @@ class RankState:
         reorderable: whether a compiler may move the collectives of the programs that it makes now.
         posted: messages that were sent and may not have gone yet, each with the memory that it is sent from.
         waits_at_exit: whether the process waits for them when it ends.
+        begun: the calls that were begun and not waited for.
         kept: what parts of the library that the data path does not know of keep for the rank, by its class.
     """
 
@@ -73,8 +126,18 @@ class RankState:
     reorderable: bool = False
     posted: deque[tuple[Tensor, dist.Work]] = field(default_factory=deque)
     waits_at_exit: bool = False
+    begun: Unwaited = field(default_factory=Unwaited)
     kept: dict[type, Any] = field(default_factory=dict)
     _of_thread: _OfThread = field(default_factory=_OfThread)
+
+    @property
+    def coalescing(self) -> Any:
+        """The block of `coalesce()` that is open in this thread."""
+        return self._of_thread.coalescing
+
+    @coalescing.setter
+    def coalescing(self, block: Any) -> None:
+        self._of_thread.coalescing = block
 
     @property
     def chain(self) -> Chain | None:
@@ -115,3 +178,18 @@ def rank_state() -> RankState:
     """The state of the calling rank: of its thread under the `threads` backend, else of the process."""
     found = threads.rank_locals()
     return found if isinstance(found, RankState) else _process_state
+
+
+def finished(run: Callable[[], T]) -> T:
+    """Run the function of a rank to its end, and see that it has waited for what it has begun.
+
+    Raises:
+        OrderError: it has not.
+    """
+    begun = rank_state().begun
+    try:
+        result = run()
+        begun.check(at_the_end=True)
+    finally:
+        begun.forgive()
+    return result

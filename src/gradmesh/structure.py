@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, cast
 
 from torch import Tensor
 
 from gradmesh.errors import ArgumentError, message
 
-__all__ = ["Packed", "Tree", "Verb", "is_structure", "leaves", "rebuilt", "takes_structures"]
+__all__ = ["Packed", "Tree", "cut", "cut_by_rank", "is_structure", "leaves", "rebuilt"]
 
 Tree = Tensor | Sequence["Tree"] | Mapping[Any, "Tree"]
 """A tensor, or a structure of them."""
-
-StructureT = TypeVar("StructureT", bound=Sequence[Tree] | Mapping[Any, Tree])
-P = ParamSpec("P")
-
-
-class Verb(Protocol[P]):
-    """A verb that takes a tensor and gives one, or takes a structure of tensors and gives one like it."""
-
-    __name__: str
-
-    @overload
-    def __call__(self, x: Tensor, *args: P.args, **kwargs: P.kwargs) -> Tensor: ...
-    @overload
-    def __call__(self, x: StructureT, *args: P.args, **kwargs: P.kwargs) -> StructureT: ...
-
-
-def takes_structures(verb: Callable[Concatenate[Tensor, P], Tensor]) -> Verb[P]:
-    """Tell type checkers that a verb takes structures too; when the program runs, this is the verb itself."""
-    return cast("Verb[P]", verb)
 
 
 @dataclass(frozen=True)
@@ -103,3 +84,20 @@ def rebuilt(x: object, tensors: Iterator[Tensor]) -> Any:
         values = [rebuilt(value, tensors) for value in x]
         return type(x)(*values) if hasattr(x, "_fields") else tuple(values)
     return next(tensors)
+
+
+def cut(whole: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Cut a flat tensor into tensors of these shapes; copies, which can be written and kept without the others."""
+    parts = whole.split([one.numel() for one in like])
+    return [part.view(one.shape).clone() for part, one in zip(parts, like, strict=True)]
+
+
+def cut_by_rank(whole: Tensor, like: Sequence[Tensor], dims: Sequence[int], ranks: int) -> list[Tensor]:
+    """Cut what was gathered of flat tensors: each one's parts from all ranks are concatenated along its dimension."""
+    rows = whole.view(ranks, -1).split([one.numel() for one in like], dim=1)
+    made = []
+    for row, one, dim in zip(rows, like, dims, strict=True):
+        shape = one.shape
+        parts = row.reshape(ranks, *shape).movedim(0, dim)
+        made.append(parts.reshape(*shape[:dim], ranks * shape[dim], *shape[dim + 1 :]).clone())
+    return made

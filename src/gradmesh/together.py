@@ -5,7 +5,7 @@ The tensors are made one and cut again by torch's own functions, so that every d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,24 +14,25 @@ from torch import Tensor
 from gradmesh.arguments import Call
 from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.errors import ArgumentError, DTypeError
-from gradmesh.structure import Packed, leaves, rebuilt
+from gradmesh.overlap.pending import Pending, together
+from gradmesh.structure import Packed, cut, cut_by_rank, leaves, rebuilt
 from gradmesh.withdrawal import withdraw
 
 __all__ = ["gathered", "one_by_one", "packed"]
 
 T = TypeVar("T")
 X = TypeVar("X")
-Run = Callable[[Any], Tensor]
-"""The verb with all its arguments but the operand."""
+Run = Callable[[Any], Tensor | Pending[Tensor]]
+"""The verb with all its arguments but the operand; where the call is to be begun, it gives what is pending."""
 
 
-def one_by_one(verb: str, x: X, axis: AxisLike, run: Run) -> X:
+def one_by_one(verb: str, x: X, axis: AxisLike, run: Run) -> Any:
     """Call the verb for each tensor."""
     done = [_named(name, run, leaf) for name, leaf in _leaves(x, verb, resolve(axis, verb))]
-    return cast("X", rebuilt(x, iter(done)))
+    return _finished(done, lambda results: cast("X", rebuilt(x, iter(results))))
 
 
-def packed(verb: str, x: X, axis: AxisLike, run: Run) -> X:
+def packed(verb: str, x: X, axis: AxisLike, run: Run) -> Any:
     """Call a verb whose result has the operand's shape, and each element of which comes from its like, for all at once.
 
     Args:
@@ -44,10 +45,10 @@ def packed(verb: str, x: X, axis: AxisLike, run: Run) -> X:
     found = _leaves(x, verb, here)
     for name, leaf in found:
         _named(name, Call, verb, leaf, here)
-    return cast("X", rebuilt(x, iter(_in_groups(found, run, _cut))))
+    return _in_groups(x, found, run, _cut)
 
 
-def gathered(x: X, axis: AxisLike, dim: int, run: Run) -> X:
+def gathered(x: X, axis: AxisLike, dim: int, run: Run) -> Any:
     """Call `all_gather` along `dim` for all at once, where all ranks have the same sizes.
 
     Args:
@@ -63,36 +64,46 @@ def gathered(x: X, axis: AxisLike, dim: int, run: Run) -> X:
     dims = {name: _named(name, call.dim, dim) for (name, _), call in zip(found, calls, strict=True)}
     ranks = here.size
 
-    def cut(whole: Tensor, group: list[tuple[str, Tensor]]) -> Iterator[Tensor]:
-        rows, begin = whole.view(ranks, -1), 0
-        for name, leaf in group:
-            at, shape = dims[name], leaf.shape
-            parts = rows.narrow(1, begin, leaf.numel()).reshape(ranks, *shape).movedim(0, at)
-            yield parts.reshape(*shape[:at], ranks * shape[at], *shape[at + 1 :]).clone()
-            begin += leaf.numel()
+    def cut_them(whole: Tensor, group: list[tuple[str, Tensor]]) -> list[Tensor]:
+        return cut_by_rank(whole, [leaf for _, leaf in group], [dims[name] for name, _ in group], ranks)
 
-    return cast("X", rebuilt(x, iter(_in_groups(found, run, cut))))
+    return _in_groups(x, found, run, cut_them)
 
 
 def _in_groups(
+    x: X,
     found: list[tuple[str, Tensor]],
     run: Run,
-    cut: Callable[[Tensor, list[tuple[str, Tensor]]], Iterator[Tensor]],
-) -> list[Tensor]:
-    """Run once for each dtype, and cut the results; in the order of the tensors again."""
+    divide: Callable[[Tensor, list[tuple[str, Tensor]]], list[Tensor]],
+) -> Any:
+    """Run once for each dtype, and cut the results; in the structure of the tensors again."""
     groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
     for name, leaf in found:
         groups.setdefault((leaf.dtype, leaf.device), []).append((name, leaf))
-    done: dict[str, Tensor] = {}
+    wholes: list[Tensor | Pending[Tensor]] = []
     for group in groups.values():
         flat = torch.cat([leaf.reshape(-1) for _, leaf in group])
         made_of = ", ".join(f"{name}{list(leaf.shape)}" for name, leaf in group)
         if len(groups) > 1:  # so that ranks whose structures differ in another group part here already
             made_of += f" (one of {len(groups)} dtypes: {', '.join(str(dtype) for dtype, _ in groups)})"
-        whole = _named(", ".join(name for name, _ in group), run, Packed(flat, made_of))
-        for (name, _), part in zip(group, cut(whole, group), strict=True):
-            done[name] = part
-    return [done[name] for name, _ in found]
+        wholes.append(_named(", ".join(name for name, _ in group), run, Packed(flat, made_of)))
+
+    def finish(results: list[Tensor]) -> X:
+        done: dict[str, Tensor] = {}
+        for whole, group in zip(results, groups.values(), strict=True):
+            for (name, _), part in zip(group, divide(whole, group), strict=True):
+                done[name] = part
+        return cast("X", rebuilt(x, iter([done[name] for name, _ in found])))
+
+    return _finished(wholes, finish)
+
+
+def _finished(done: list[Tensor | Pending[Tensor]], finish: Callable[[list[Tensor]], X]) -> Any:
+    """What is made of the results; where these are pending, that is too."""
+    pending = [one for one in done if isinstance(one, Pending)]
+    if pending:
+        return together(pending, finish)
+    return finish(cast("list[Tensor]", done))
 
 
 def _leaves(x: object, verb: str, here: Axis) -> list[tuple[str, Tensor]]:
@@ -104,12 +115,8 @@ def _leaves(x: object, verb: str, here: Axis) -> list[tuple[str, Tensor]]:
         raise
 
 
-def _cut(whole: Tensor, group: list[tuple[str, Tensor]]) -> Iterator[Tensor]:
-    begin = 0
-    for _, leaf in group:
-        # A copy: results are memory of their own, which can be written and kept without the others.
-        yield whole.narrow(0, begin, leaf.numel()).view(leaf.shape).clone()
-        begin += leaf.numel()
+def _cut(whole: Tensor, group: list[tuple[str, Tensor]]) -> list[Tensor]:
+    return cut(whole, [leaf for _, leaf in group])
 
 
 def _named(name: str, call: Callable[..., T], *args: Any) -> T:

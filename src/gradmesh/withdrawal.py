@@ -11,8 +11,9 @@ from gradmesh.checking import check_level
 from gradmesh.structure import Packed
 from gradmesh.wire import carrier, compiling, kept_by
 from gradmesh.wire.claims import claim
+from gradmesh.wire.courier import in_turn
 
-__all__ = ["withdraw"]
+__all__ = ["on_cpu", "withdraw"]
 
 _SILENT = frozenset({"convert", "recv", "replicate", "send", "shard"})
 """The verbs of which the other ranks of the axis do not hear."""
@@ -31,7 +32,7 @@ def withdraw(verb: str, axis: Axis, x: object, error: Exception, peer: int | Non
         error: why the call is refused.
         peer: the other end of a message, if it was given as a number.
     """
-    if compiling() or axis.size == 1 or not _on_cpu(x, axis):
+    if compiling() or axis.size == 1 or not on_cpu(x, axis):
         return
     if peer is not None:
         if peer not in range(axis.size) or peer == axis.rank:
@@ -43,10 +44,11 @@ def withdraw(verb: str, axis: Axis, x: object, error: Exception, peer: int | Non
         else:
             carrier(axis).pass_over(peer)
     elif check_level() and verb not in _SILENT:
-        carrier(axis, claim(verb, str(axis), f"{verb}, refused")).withdraw(error)
+        words = f"{verb}, refused"
+        in_turn(axis, lambda: carrier(axis, claim(verb, str(axis), words)).withdraw(error))
 
 
-def _on_cpu(x: object, axis: Axis) -> bool:
+def on_cpu(x: object, axis: Axis) -> bool:
     """Whether the ranks compare a call with this operand; one that is no tensor may be meant to be anywhere."""
     given = x.flat if isinstance(x, Packed) else x
     if isinstance(given, Tensor):

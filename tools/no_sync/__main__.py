@@ -60,6 +60,7 @@ Everything else is summed in each micro-batch as ever, which is right and sends 
 
 * operands that are no leaves: `gm.replicate(w * 2)`, or one call for a list of parameters, whose operand is their
   concatenation;
+* calls with `async_op=True`, whose backward is overlapped instead, and those in `gm.coalesce`;
 * gradients that are handed out, by `torch.autograd.grad` and `gm.grad`, and backward with `create_graph=True`;
 * `torch.func` transforms and compiled programs (enter the block around the compiled function; inside it is refused);
 * leaves with hooks: each pass calls them, and they see the sum of that pass;

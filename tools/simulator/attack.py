@@ -18,7 +18,7 @@ from tools.attack.programs import source
 from tools.attack.run import Failure, on_rank
 from tools.simulator.raw import run_raw
 
-__all__ = ["Report", "attack"]
+__all__ = ["Report", "alike", "attack"]
 
 _SLOW = CostModel(Link(latency_us=50, gbytes_per_s=1))
 
@@ -102,9 +102,9 @@ def _one(
         orders.add(_order(first))
         if _order(first) != _order(again) or first.seconds != again.seconds:
             report.findings.append(f"{where}: another order when the seed came back")
-        if not _alike(first.results, again.results, exact=True):
+        if not alike(first.results, again.results, exact=True):
             report.findings.append(f"{where}: another result when the seed came back")
-        if not _alike(first.results, plain, exact=not refused):
+        if not alike(first.results, plain, exact=not refused):
             report.findings.append(f"{where}: another result than without a schedule")
     report.orders += len(orders)
 
@@ -113,7 +113,7 @@ def _order(run: Simulation[Any]) -> tuple[object, ...]:
     return tuple(event.what for event in run.events)
 
 
-def _alike(ones: Sequence[Any], others: Sequence[Any], *, exact: bool) -> bool:
+def alike(ones: Sequence[Any], others: Sequence[Any], *, exact: bool) -> bool:
     """Whether all ranks' outcomes are alike; if not exact, only in whether a rank failed at all."""
     if not exact:
         return any(isinstance(x, Failure) for x in ones) == any(isinstance(x, Failure) for x in others)

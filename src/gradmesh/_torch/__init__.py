@@ -36,6 +36,7 @@ from gradmesh._torch.modes import (
 from gradmesh._torch.names import RELIED_ON, warn_of_what_is_gone
 from gradmesh._torch.passes import (
     backward_pass,
+    checkpoint_region,
     in_backward,
     in_reentrant_checkpoint,
     named_range,
@@ -43,7 +44,8 @@ from gradmesh._torch.passes import (
     saves_for_a_checkpoint,
 )
 from gradmesh._torch.rendezvous import join_through
-from gradmesh._torch.threads import _RankWorld, adopt_thread, thread_isolation
+from gradmesh._torch.threads import _RankWorld, adopt_thread, stand_in, thread_isolation
+from gradmesh._torch.twins import twin
 
 __all__ = [
     "RELIED_ON",
@@ -53,6 +55,7 @@ __all__ = [
     "after_pass",
     "backward_pass",
     "can_accumulate_later",
+    "checkpoint_region",
     "compiling",
     "constant_to_compilers",
     "default_group",
@@ -82,9 +85,11 @@ __all__ = [
     "profiler_on",
     "resolve_group",
     "saves_for_a_checkpoint",
+    "stand_in",
     "thread_isolation",
     "tracing",
     "transforms_active",
+    "twin",
     "without_autograd",
 ]
 

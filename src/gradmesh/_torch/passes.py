@@ -24,6 +24,7 @@ if there(
 
 __all__ = [
     "backward_pass",
+    "checkpoint_region",
     "in_backward",
     "in_reentrant_checkpoint",
     "named_range",
@@ -94,6 +95,21 @@ else:
         }
         running = set(_calling_code())
         return running.isdisjoint(reentrant) and any(map(_of_checkpoint, running))
+
+
+def checkpoint_region() -> object:
+    """What stands for the region of a non-reentrant checkpoint that the caller is in, and the pass; None outside.
+
+    Without the private name, all regions are one.
+    """
+    if _saving_hooks is None:
+        return saves_for_a_checkpoint() or None
+    hooks = _saving_hooks(True)
+    code = None if hooks is None else getattr(inspect.unwrap(hooks[0]), "__code__", None)
+    if code is None or not _of_checkpoint(code):
+        return None
+    region: object = hooks[0]
+    return region
 
 
 def in_reentrant_checkpoint() -> bool:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from gradmesh._torch.levels import of_thread, shared_level
 from gradmesh._torch.names import find, gone, refuse, there
 
-__all__ = ["adopt_thread", "thread_isolation"]
+__all__ = ["adopt_thread", "stand_in", "thread_isolation"]
 
 _REFUSED = "the threads backend is refused"
 _C10D = "torch.distributed.distributed_c10d"
@@ -99,6 +99,16 @@ class _Isolation:
 def adopt_thread() -> None:
     """Give the calling thread a torch.distributed world of its own, seen while `thread_isolation` is open."""
     of_thread.world = _RankWorld()
+
+
+def stand_in() -> Callable[[], None]:
+    """What gives another thread the torch.distributed world of the calling one, when it is called there."""
+    world = of_thread.world
+
+    def adopt() -> None:
+        of_thread.world = world
+
+    return adopt
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from gradmesh.launch.outcomes import Failure, group_timeout
 from gradmesh.launch.pickling import dumps_result
 from gradmesh.launch.private_store import join, join_only
 from gradmesh.launch.stuck import MainThread
+from gradmesh.state import finished
 
 __all__ = ["main"]
 
@@ -136,7 +137,7 @@ def _serve(rank: int, call: bytes, origin: Origin | None) -> tuple[str, bytes]:
         origin.adopt_lines()
     try:
         fn, args, kwargs = pickle.loads(call)
-        result = fn(*args, **kwargs)
+        result = finished(lambda: fn(*args, **kwargs))
     except BaseException as error:
         shm.run.end(failed=True)
         return "failed", _dumps(_with_lost_global(Failure.of(rank, error), error, origin))

@@ -22,7 +22,7 @@ from gradmesh.errors import AbortedError, message
 from gradmesh.launch.outcomes import FAILURE_GRACE, POLL, Failure, Outcome, group_timeout
 from gradmesh.launch.output_lines import prefixes
 from gradmesh.launch.output_streams import finish_lines, mark_thread, ranks_write_lines, thread_mark
-from gradmesh.state import RankState
+from gradmesh.state import RankState, finished
 
 __all__ = ["ThreadRanks"]
 
@@ -173,7 +173,7 @@ class ThreadRanks:
     def _do(self, rank: int, job: Callable[[], object]) -> tuple[int, object, Failure | None]:
         try:
             try:
-                result = job()
+                result = finished(job)
             finally:
                 finish_lines()
         except BaseException as error:

@@ -30,6 +30,7 @@ from gradmesh.memo import Memo
 from gradmesh.types import I, R, Type
 from gradmesh.wire import Carrier, carrier, compiling
 from gradmesh.wire.claims import JOINS, CallClaim, Recorded, Said, calls_of
+from gradmesh.wire.courier import Aside, in_turn
 from gradmesh.wire.values import ValueClaim
 
 T = TypeVar("T")
@@ -156,6 +157,8 @@ class Op(abc.ABC):
         if is_fake(x):
             self.accepts(x.dtype)
             return x.new_empty(self.out_shape(x.shape))
+        if type(self.axis) is Aside and not self.axis.courier.here:
+            return self.axis.courier.make(lambda: self.apply(x, recorded))  # behind what was begun
         claim = self.claimed(x, recorded)
         wire = carrier(self.axis, claim)
         try:
@@ -183,7 +186,7 @@ class Op(abc.ABC):
     def withdraw(self, x: Tensor, error: Exception) -> None:
         """Tell the other ranks that this one cannot make the call, so that they do not wait for it."""
         if not is_fake(x):
-            carrier(self.axis, self.claimed(x)).withdraw(error)
+            in_turn(self.axis, lambda: carrier(self.axis, self.claimed(x)).withdraw(error))
 
     @cached_property
     def memo(self) -> Memo:

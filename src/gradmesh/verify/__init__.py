@@ -5,6 +5,8 @@
 * `same_as_single`: a program of several ranks against the same on one process; `Shard` cuts tensors for it.
 * `simulate`: many ranks in one process, in an order that a seed brings back, with a log of every collective, and at
   the speed of a `CostModel` of `Link`s.
+* `timeline`: what each rank of a real run worked, began, sent and waited for, as a trace file and a picture.
+* `delayed`: a wire that is as slow as a test says, on any backend.
 * `adjoint_error`, `as_matrix`: the law and the matrix of anyone's map, whatever it is made of.
 
 For ops of one's own, made as the library's are, and for ops of the library on a machine or backend that its tests have
@@ -40,6 +42,7 @@ from gradmesh.verify.gradients import (
 from gradmesh.verify.laws import adjoint_matrix_error, inner_product_error, matrix, pairing, sample
 from gradmesh.verify.maps import adjoint_error, as_matrix
 from gradmesh.verify.simulator import CostModel, Link, Simulation, simulate
+from gradmesh.verify.timelines import Timeline, delayed, timeline
 
 __all__ = [
     "Audit",
@@ -51,10 +54,12 @@ __all__ = [
     "Shard",
     "Simulation",
     "SingleReport",
+    "Timeline",
     "adjoint_error",
     "adjoint_matrix_error",
     "as_matrix",
     "audit",
+    "delayed",
     "gradcheck",
     "inner_product_error",
     "matrix",
@@ -62,4 +67,5 @@ __all__ = [
     "same_as_single",
     "sample",
     "simulate",
+    "timeline",
 ]

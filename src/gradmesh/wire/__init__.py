@@ -9,7 +9,8 @@ An op says what moves (`gradmesh.ops`), autograd says in which direction (`gradm
 * `Functional`: functional collectives, which a compiler can see and move.
 
 `carrier` chooses among them, here and nowhere else. A new transport is a subclass of `Carrier` in a file of its own,
-and a line in `CARRIERS` with the class of process group that it serves.
+and a line in `CARRIERS` with the class of process group that it serves. What is to stand around every carrier for a
+while, such as a slower wire, is put there by `surrounded` (around.py).
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from gradmesh.backends.process_group import kept_by
 from gradmesh.backends.shm.group import ShmGroup
 from gradmesh.backends.threads.group import ThreadsGroup
 from gradmesh.wire.alone import Alone, TracedAlone
+from gradmesh.wire.around import AROUND, surrounded
 from gradmesh.wire.carrier import Carrier
 from gradmesh.wire.claims import CallClaim
 from gradmesh.wire.functional import Functional
 from gradmesh.wire.own_group import OwnGroupCarrier
 from gradmesh.wire.torch_group import TorchGroup
 
-__all__ = ["CARRIERS", "Carrier", "carrier", "compiling", "kept_by", "traced_carrier"]
+__all__ = ["CARRIERS", "Carrier", "carrier", "compiling", "kept_by", "surrounded", "traced_carrier"]
 
 CARRIERS: dict[type[dist.ProcessGroup], type[Carrier]] = {
     ShmGroup: OwnGroupCarrier,
@@ -46,7 +48,10 @@ def carrier(axis: Axis, claim: CallClaim | None = None) -> Carrier:
     """
     if axis.size == 1:
         return Alone(axis)
-    return CARRIERS.get(type(axis.group), TorchGroup)(axis, claim)
+    found = CARRIERS.get(type(axis.group), TorchGroup)(axis, claim)
+    for wrap in AROUND.wraps:
+        found = wrap(found)
+    return found
 
 
 def traced_carrier(axis: Axis) -> Carrier:

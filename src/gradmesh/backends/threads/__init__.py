@@ -31,7 +31,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ from gradmesh.backends.threads.waiting import World
 from gradmesh.backends.timeouts import timeout_of_group
 from gradmesh.errors import ArgumentError, message
 
-__all__ = ["rank_locals", "register", "seated"]
+__all__ = ["rank_locals", "register", "seated", "stand_in"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -82,6 +82,20 @@ def seated(world: World, rank: int, kept: object) -> Iterator[None]:
             yield
     finally:
         del world.rank_of_thread[threading.get_ident()]
+
+
+def stand_in() -> Callable[[], None]:
+    """What lets another thread act for the rank of the calling one, when it is called there.
+
+    That thread is no rank: while it waits, its rank does not.
+    """
+    seat, kept, adopt = _here.seat, _here.kept, _torch.stand_in()
+
+    def take_place() -> None:
+        _here.seat, _here.kept = seat, kept
+        adopt()
+
+    return take_place
 
 
 _register_lock = threading.Lock()

@@ -24,6 +24,23 @@ class Observer:
         """Whether results are held back in real time, so that a future must not be waited for when it is made."""
         return False
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether only the ranks' own threads may call, one at a time, so that nothing can be done beside them."""
+        return False
+
+    def aside(self, group: Group, run: Callable[[], None]) -> Callable[[], None]:
+        """Run what a rank has begun, where ranks take turns, as if it were done beside what the rank does.
+
+        Args:
+            group: the group on which it calls.
+            run: does it.
+
+        Returns:
+            What the rank calls to wait for it.
+        """
+        raise NotImplementedError
+
     def meet(self, group: Group, place: int, part: Part, kernel: Callable[[list[Part]], None]) -> Meeting:
         """A rank brings its part to the next call of a group.
 

@@ -18,7 +18,7 @@ from gradmesh.backends.threads.observing import Observer
 from gradmesh.backends.words import RETURNED_REMEDY, SAME_CALLS, nothing_came
 from gradmesh.errors import AbortedError, DeadlockError, GradmeshError, message
 
-__all__ = ["Waitable", "World"]
+__all__ = ["Errand", "Waitable", "World"]
 
 GRACE = 0.25
 """Seconds between two looks at the world; what is stuck at two looks in a row, with no event between, is stuck."""
@@ -39,6 +39,7 @@ class World:
         self.events = 0
         self.shared: dict[object, Any] = {}  # what the ranks made together, such as their groups
         self.rank_of_thread: dict[int, int] = {}
+        self.errand_of_thread: dict[int, Errand] = {}
         self.observer: Observer | None = None
 
     def begin(self) -> None:
@@ -79,7 +80,7 @@ class World:
         if rank in self.gone:
             return False
         waits_for = self.waiting.get(rank)
-        return waits_for is None or waits_for.done
+        return waits_for is None or waits_for.done or waits_for.moves
 
     def hopeless(self, waits_for: Waitable) -> bool:
         """Whether it cannot come any more: somebody it needs has gone, or nobody runs."""
@@ -179,6 +180,11 @@ class Waitable:
         if self.error is not None:
             raise _fresh(self.error)
 
+    @property
+    def moves(self) -> bool:
+        """Whether a thread that is no rank is about to complete it."""
+        return False
+
     def over(self) -> bool:
         """Whether it is complete, as far as the rank that asks is to know."""
         observer = self.world.observer
@@ -191,7 +197,9 @@ class Waitable:
             GradmeshError: the world has been stopped.
         """
         world = self.world
-        rank = world.rank_of_thread.get(threading.get_ident())  # None in a thread that a rank started
+        thread = threading.get_ident()
+        rank = world.rank_of_thread.get(thread)  # None in a thread that a rank started
+        errand = world.errand_of_thread.get(thread)
         deadline = time.monotonic() + seconds
         gate = threading.Lock()
         gate.acquire()
@@ -203,6 +211,9 @@ class Waitable:
             world.gates.add(gate)
             if rank is not None:
                 world.waiting[rank] = self
+                world.events += 1
+            if errand is not None:
+                errand.waits_for = self
                 world.events += 1
         hopeless_since = -1  # the count of events at the last look, if it was hopeless then
         try:
@@ -224,8 +235,50 @@ class Waitable:
                 world.gates.discard(gate)
                 if rank is not None:
                     world.waiting.pop(rank, None)
+                if errand is not None:
+                    errand.waits_for = None
         if not self.done:
             world.check()
+
+
+class Errand(Waitable):
+    """What a thread does for a rank, which may wait for its end; a deadlock is seen through it.
+
+    Attributes:
+        waits_for: what that thread waits for.
+    """
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.waits_for: Waitable | None = None
+
+    @property
+    def moves(self) -> bool:
+        """Whether the thread works."""
+        return self.waits_for is None or self.waits_for.done
+
+    def needs(self) -> Iterable[int]:
+        """The ranks that the thread waits for."""
+        return [] if self.waits_for is None else self.waits_for.needs()
+
+    def show(self, rank: int) -> str:
+        """What the thread called, on which group, and where."""
+        return "a call that was begun" if self.waits_for is None else self.waits_for.show(rank)
+
+    def withdraw(self) -> bool:
+        """Never: the call itself has a time limit."""
+        return False
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Do it, in the thread that does."""
+        thread = threading.get_ident()
+        self.world.errand_of_thread[thread] = self
+        try:
+            work()
+        finally:
+            del self.world.errand_of_thread[thread]
+            with self.world.lock:
+                self._complete()
 
 
 def _fresh(error: BaseException) -> BaseException:

@@ -23,6 +23,15 @@ class Clock(abc.ABC):
     def until(self, rank: int | None, end: float, check: Callable[[], None]) -> None:
         """Wait for a time; `check` raises where the world has been stopped."""
 
+    @property
+    def of_ranks(self) -> bool:
+        """Whether each rank has a clock of its own."""
+        return False
+
+    def put(self, rank: int, time: float) -> None:
+        """Set a rank's own clock."""
+        raise NotImplementedError
+
     def pause(self, rank: int) -> None:  # noqa: B027 - the machine's time goes on
         """From here on the rank does not work: it is the simulator that does, or another rank."""
 
@@ -82,6 +91,15 @@ class OwnClocks(Clock):
     def go_on(self, rank: int) -> None:
         """Begin to count."""
         self._since[rank] = time.perf_counter()
+
+    @property
+    def of_ranks(self) -> bool:
+        """They have."""
+        return True
+
+    def put(self, rank: int, time: float) -> None:
+        """Set it, forward or back."""
+        self._times[rank] = time
 
     def poll(self, rank: int | None) -> None:
         """Asking takes time, so that a loop which asks ends."""

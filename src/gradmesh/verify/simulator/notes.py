@@ -13,7 +13,7 @@ from gradmesh.verify.simulator.counting import op_of, payload_of, sent_by
 from gradmesh.verify.simulator.events import Event, Phase
 from gradmesh.wire.claims import TANGENT, CallClaim, Recorded
 
-__all__ = ["Notes"]
+__all__ = ["Notes", "show"]
 
 
 class Notes:
@@ -43,8 +43,8 @@ class Notes:
         origin: Recorded | None = None
         if recorded is not None:
             origin = recorded.origin
-            if recorded.role == TANGENT:
-                phase = "tangent"
+            if recorded.role:
+                phase = "tangent" if recorded.role == TANGENT else "backward"
         made_by = None if origin is None else self._made_by.get(id(origin))
         event = Event(
             number=len(self.events),

@@ -59,11 +59,37 @@ class Watching(Observer):
         self._calls: dict[tuple[Group, int], _Call] = {}
         self._of: WeakKeyDictionary[Waitable, _Call] = WeakKeyDictionary()
         self._messages: dict[int, tuple[Part, float]] = {}
+        self._free: dict[tuple[Group, int], float] = {}
 
     @property
     def lives(self) -> bool:
         """Whether a cost model is lived in the machine's time."""
         return self.wire.model is not None and isinstance(self.clock, WallClock)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether each rank has its own clock."""
+        return self.clock.of_ranks
+
+    def aside(self, group: Group, run: Callable[[], None]) -> Callable[[], None]:
+        """Run it now, and set the rank's clock back; what was begun before on the group comes first."""
+        with self._off_the_clock() as rank:
+            if rank is None:
+                run()
+                return lambda: None
+            key, begun = (group, rank), self.clock.now(rank)
+            self.clock.put(rank, max(begun, self._free.get(key, 0.0)))
+            self.clock.go_on(rank)
+            run()
+            self.clock.pause(rank)
+            end = self._free[key] = self.clock.now(rank)
+            self.clock.put(rank, begun)
+
+        def wait() -> None:
+            with self._off_the_clock():
+                self.clock.until(rank, end, self._world.check)
+
+        return wait
 
     # -- a rank's function
 

@@ -1,15 +1,4 @@
-"""The same collectives in the same order on every rank, backward too.
-
-Autograd runs only the backward nodes that a rank's loss reaches. Where a rank does not use the output of a
-collective, it does not join the backward collective, and the others wait, or pair it with another one. Inside
-`ordered()`, each collective also passes on a small token: it takes the token of the one before and gives its own to
-the next, and `join` ties the last one to the loss. So the backward of every collective runs on every rank, each
-after that of the one that followed it, in exactly the reverse of the forward order, with a gradient of zeros where an
-output was not used.
-
-An output that nobody used now meets zeros where there was no gradient at all: behind a function whose derivative
-is infinite, such as sqrt at 0, that is NaN.
-"""
+"""The chain of the collectives of one `ordered()` block."""
 
 from __future__ import annotations
 
@@ -33,10 +22,11 @@ from gradmesh.call_sites import Site, call_site, show_site
 from gradmesh.errors import OrderError, message
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.ops.convert import PartialFromVarying
+from gradmesh.overlap.begun import Begun, begun, begun_linked, ended, ended_linked
 from gradmesh.state import rank_state
 from gradmesh.wire import compiling, messages
 
-__all__ = ["Order", "backward", "grad", "join", "ordered"]
+__all__ = ["Order"]
 
 _SPARE = torch.zeros(1, device="cpu", requires_grad=True)
 """The first thread of a compiled program, which cannot make a leaf, and that of a recomputed collective: a selective
@@ -57,6 +47,7 @@ class Order:
         self._count = 0
         self._first: tuple[str, Site] = ("", None)
         self._joined = False
+        self._begun: list[Begun] = []
         self._opened_in = -1 if compiling() else backward_pass()
 
     @property
@@ -70,6 +61,32 @@ class Order:
             return self._compiled_link(op, x)
         if not self.here:
             return self._recompute(op, x)
+        y, self._token = linked(op, x, self._next(op))
+        return y
+
+    def begin(self, op: LinearOp, x: Tensor) -> Begun:
+        """Begin a collective as the next link."""
+        if not self.here:
+            self.refuse_reentrant(op)
+            return begun_linked(op, x, _SPARE)[0] if saves_for_a_checkpoint() else begun(op, x)
+        made, self._token = begun_linked(op, x, self._next(op))
+        self._begun.append(made)
+        return made
+
+    def end(self, made: Begun) -> Tensor:
+        """Wait for a collective that was begun, as the next link."""
+        if not made.call.linked:
+            return ended(made)
+        if not self.here:
+            return ended_linked(made, None, _SPARE)[0]
+        if made not in self._begun:
+            self._refuse_after_join(made.op)
+        self._begun.remove(made)
+        y, self._token = ended_linked(made, None, self._next(made.op))
+        return y
+
+    def _next(self, op: Op) -> Tensor:
+        """The thread for the next link."""
         if functorch_active() and not only_vmap_active():
             raise OrderError(
                 message(
@@ -88,8 +105,7 @@ class Order:
         if self._count == 0:
             self._first = (op.verb, call_site())
         self._count += 1
-        y, self._token = linked(op, x, self._token)
-        return y
+        return self._token
 
     def _compiled_link(self, op: LinearOp, x: Tensor) -> Tensor:
         """Run a collective as the next link, in a program that is being compiled."""
@@ -139,7 +155,7 @@ class Order:
                 self._root = self._token = torch.zeros(1, device="cpu", requires_grad=True)
             _, self._token = linked(tie, nothing, self._token)
 
-    def _refuse_after_join(self, op: LinearOp) -> NoReturn:
+    def _refuse_after_join(self, op: Op) -> NoReturn:
         raise OrderError(
             message(
                 "a collective after the chain was joined",
@@ -172,6 +188,8 @@ class Order:
                     remedy="pass None on a rank that has no loss",
                 )
             )
+        if self._begun:
+            self._refuse_begun()
         joined = loss
         if joined is None:
             joined = _NO_LOSS if compiling() else torch.zeros((), device="cpu", requires_grad=True)
@@ -181,6 +199,20 @@ class Order:
             joined, _ = link(PartialFromVarying(_NOWHERE), joined, self._token)
             self._joined = True
         return joined
+
+    def _refuse_begun(self) -> NoReturn:
+        never = [f"{made.op.verb} {show_site(made.call.site)}" for made in self._begun]
+        self._begun.clear()
+        rank_state().begun.forgive()
+        raise OrderError(
+            message(
+                "join, and a call that was begun is not waited for",
+                op="join",
+                expected="wait() for each call with async_op=True, before join",
+                got="\n".join(never),
+                remedy="call wait() where the result is needed, or at the latest before the loss is joined",
+            )
+        )
 
     def backward(
         self,
@@ -257,6 +289,7 @@ class Order:
             yield
         except BaseException:
             self._root = self._token = None
+            self._begun.clear()
             raise
         else:
             # The pass is over on this rank, so that what it sent can only wait for passes of others.
@@ -268,6 +301,8 @@ class Order:
 
     def close(self) -> None:
         """Refuse to end with collectives that no loss was tied to."""
+        if self._begun:
+            self._refuse_begun()
         if self._count and not self._joined:
             verb, site = self._first
             raise OrderError(
@@ -283,116 +318,3 @@ class Order:
 
 def _listed(tensors: Tensor | Sequence[Tensor] | None) -> tuple[Tensor, ...]:
     return () if tensors is None else (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-
-
-@contextlib.contextmanager
-def ordered() -> Iterator[Order]:
-    """Run the backward of all collectives in the block on every rank, in the reverse of their order.
-
-    On every rank, the same collectives have to run forward in the same order. Then the backward ones do too,
-    on all axes together: also when a rank's loss does not use an output, when an operand does not require grad on
-    one rank, when a rank has no loss at all. A block inside another one belongs to its chain; one that is opened in a
-    running backward pass, by a hook or a Function that trains something, has a chain of its own. Collectives under
-    `torch.no_grad()`, and those of integers and bools, have no backward and stay outside. After a pass with
-    create_graph, a loss that is made from its gradients needs join again. Inside a forward-mode level the collective
-    of a tangent is a link too, with zeros where a rank has no tangent.
-
-    Yields:
-        The chain, with `join(loss)`; `gm.join`, `gm.backward` and `gm.grad` find it too.
-
-    Raises:
-        OrderError: the block ends with collectives that were not joined to a loss; a collective runs after join, in
-            a torch.func derivative, or in a reentrant checkpoint.
-
-    Example:
-        >>> def on_each_rank():
-        ...     x = torch.tensor([1.0 + gm.axis().rank], requires_grad=True)
-        ...     with gm.ordered():
-        ...         y = gm.all_gather(x)
-        ...         loss = y.sum() if gm.axis().rank == 0 else None  # rank 1 has no use for y
-        ...         gm.backward(loss)
-        ...     return x.grad.tolist()
-        >>> gm.launch(on_each_rank, 2, backend="threads")
-        [[1.0], [1.0]]
-    """
-    state = rank_state()
-    around = state.chain
-    if isinstance(around, Order) and (around.here or saves_for_a_checkpoint()):
-        yield around
-        return
-    state.chain = order = Order()
-    try:
-        yield order
-        order.close()
-    finally:
-        state.chain = around
-
-
-def join(loss: Tensor | None) -> Tensor:
-    """Tie the chain of the `ordered()` block to this rank's loss; see `Order.join`.
-
-    Example:
-        >>> def on_each_rank():
-        ...     x = torch.tensor(2.0, requires_grad=True)
-        ...     with gm.ordered():
-        ...         y = gm.all_reduce(x, dst=gm.R)
-        ...         loss = gm.join(y if gm.axis().rank == 0 else None)
-        ...     loss.backward()
-        ...     return x.grad.item()
-        >>> gm.launch(on_each_rank, 2, backend="threads")
-        [1.0, 1.0]
-    """
-    return _current("join").join(loss)
-
-
-def backward(loss: Tensor | None, gradient: Tensor | None = None, **options: Any) -> None:
-    """Join this rank's loss and run its backward inside an `ordered()` block; see `Order.backward`.
-
-    Example:
-        >>> def on_each_rank():
-        ...     x = torch.tensor(3.0, requires_grad=True)
-        ...     with gm.ordered():
-        ...         y = gm.scan(x)
-        ...         gm.backward(y if gm.axis().rank == 1 else None)
-        ...     return x.grad.item()
-        >>> gm.launch(on_each_rank, 2, backend="threads")
-        [1.0, 1.0]
-    """
-    _current("backward").backward(loss, gradient, **options)
-
-
-def grad(
-    outputs: Tensor | Sequence[Tensor] | None,
-    inputs: Tensor | Sequence[Tensor],
-    grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
-    **options: Any,
-) -> tuple[Tensor, ...]:
-    """`torch.autograd.grad` inside an `ordered()` block; see `Order.grad`.
-
-    Example:
-        >>> def on_each_rank():
-        ...     x = torch.tensor(3.0, requires_grad=True)
-        ...     with gm.ordered():
-        ...         energy = gm.all_reduce(x**2, dst=gm.R) * (1 + gm.axis().rank)
-        ...         (force,) = gm.grad(energy, x, create_graph=True)
-        ...         gm.backward(force if gm.axis().rank == 0 else None)
-        ...     return force.item(), x.grad.item()
-        >>> gm.launch(on_each_rank, 2, backend="threads")
-        [(18.0, 6.0), (18.0, 0.0)]
-    """
-    return _current("grad").grad(outputs, inputs, grad_outputs, **options)
-
-
-def _current(op: str) -> Order:
-    chain = rank_state().chain
-    if not isinstance(chain, Order):
-        raise OrderError(
-            message(
-                "there is no chain",
-                op=op,
-                expected="a call inside `with gradmesh.ordered():`",
-                got="a call outside of it",
-                remedy="open the block before the first collective",
-            )
-        )
-    return chain

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import functorch_active, is_fake, only_vmap_active, transforms_active
+from gradmesh.arguments.plain import integer, kind_of
 from gradmesh.autograd import apply
 from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.dtypes import NEVER_COPIED
@@ -17,13 +17,17 @@ from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError
 from gradmesh.ops.all_gather import AllGather
 from gradmesh.ops.all_to_all import AllToAll
 from gradmesh.ops.base import Op, Precision
+from gradmesh.ops.pair import Receive
 from gradmesh.ops.sizes import EQUAL, Sizes
+from gradmesh.overlap.expected import receive
+from gradmesh.overlap.pending import begin
 from gradmesh.state import rank_state
 from gradmesh.structure import Packed
 from gradmesh.wire import compiling, kept_by
-from gradmesh.withdrawal import withdraw
+from gradmesh.wire.courier import aside
+from gradmesh.withdrawal import on_cpu, withdraw
 
-__all__ = ["Call", "SizesLike", "explained", "integer"]
+__all__ = ["Call", "SizesLike"]
 
 _HEADER = 16
 """Numbers that tell a shape: how many dimensions, and their sizes."""
@@ -33,40 +37,6 @@ _AS_IT_IS = Precision(comm_dtype=None, backward_dtype=None, made_of=None)
 T = TypeVar("T")
 OpT = TypeVar("OpT", bound=Op)
 SizesLike = Sequence[int] | Literal["auto"] | None
-
-
-def integer(value: object) -> int | None:
-    """An int, or what Python takes for one (a NumPy integer, a tensor of one); None for anything else."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int):
-        return value
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-
-
-def _kind(x: object) -> str:
-    if not isinstance(x, Tensor):
-        return type(x).__name__
-    return f"a {'nested' if x.is_nested else 'quantized' if x.is_quantized else x.layout} tensor"
-
-
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-
-
-def explained(*names: str) -> Callable[[FunctionT], FunctionT]:
-    """Let a call without these keyword arguments reach the function, which explains them better than Python does.
-
-    They get the default None, of which type checkers know nothing: to them the arguments are owed.
-    """
-
-    def with_defaults(function: FunctionT) -> FunctionT:
-        function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), **dict.fromkeys(names)}
-        return function
-
-    return with_defaults
 
 
 class Call:
@@ -87,12 +57,15 @@ class Call:
         comm_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
         *,
+        async_op: object = False,
         peer: object = None,
     ) -> None:
         self.verb = verb
-        self._peer = peer
+        self._peer, self._async = peer, async_op is True
         made_of: str | None = None
         self.axis: Axis = resolve(axis, verb)
+        if async_op is not False:
+            self._begun(x, async_op)
         self.x: Tensor = x  # type: ignore[assignment]  # for what is refused here
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested or x.is_quantized:
             if not isinstance(x, Packed):
@@ -109,6 +82,36 @@ class Call:
             for name, dtype in (("comm_dtype", comm_dtype), ("backward_dtype", backward_dtype)):
                 if dtype is not None:
                     self._precision(name, dtype)
+
+    def run(self, op: Op, x: Tensor | None = None, then: Callable[[Tensor], Any] | None = None) -> Any:
+        """Run the op, or begin it.
+
+        Args:
+            op: the op.
+            x: what on; None: the operand.
+            then: makes what the verb returns of the op's result.
+        """
+        if x is None:
+            x = self.x
+        if self._async:
+            return begin(op, x, then)
+        y = apply(op, x)
+        return y if then is None else then(y)
+
+    def run_in_steps(self, op: Op, x: Tensor, then: Callable[[Tensor], Any]) -> Any:
+        """Run the op, or begin it, where `then` calls others."""
+        return begin(op, x, then, steps=True) if self._async else then(apply(op, x))
+
+    def received(self, op: Receive, x: Tensor) -> Any:
+        """Receive a message, now or when it is waited for: those of one rank in the order of the calls."""
+        return receive(op, x, later=self._async)
+
+    def _begun(self, x: object, async_op: object) -> None:
+        """Take the way of calls that are begun, where there is one."""
+        # A message concerns two ranks alone, who could not make a group of all.
+        if self._peer is None and self.axis.size > 1 and not compiling() and on_cpu(x, self.axis):
+            self.axis = aside(self.axis)
+        self.flag(async_op, "async_op")  # type: ignore[arg-type]
 
     def op(self, kind: Callable[..., OpT], *fields: Hashable) -> OpT:
         """The op of these fields on this axis: one that was made before, where the group keeps it."""
@@ -128,7 +131,7 @@ class Call:
         self.fail(
             "the operand is not a dense tensor",
             expected="a strided torch.Tensor",
-            got=_kind(x),
+            got=kind_of(x),
             remedy="pass a tensor; use torch.as_tensor, to_dense() or dequantize() first",
         )
 

@@ -1,0 +1,1 @@
+"""Calls that are begun and waited for later, forward and backward."""

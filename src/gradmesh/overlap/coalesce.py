@@ -1,0 +1,189 @@
+"""Many small calls as one message: `coalesce`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradmesh.axis import Axis, AxisLike, resolve
+from gradmesh.call_sites import Site, call_site, show_site
+from gradmesh.errors import OrderError, message
+from gradmesh.ops.all_gather import AllGather
+from gradmesh.ops.base import Op, SameShape
+from gradmesh.ops.mean import Mean
+from gradmesh.ops.permute import Route
+from gradmesh.ops.shard import AllGatherInvariant
+from gradmesh.ops.sizes import EQUAL
+from gradmesh.overlap.pending import Pending, begin
+from gradmesh.state import rank_state
+from gradmesh.structure import cut, cut_by_rank
+
+__all__ = ["coalesce"]
+
+_Gathers = AllGather | AllGatherInvariant
+
+
+@dataclass(eq=False)
+class _Member:
+    """One of the calls.
+
+    Attributes:
+        op: its op.
+        x: its operand; none in which it is no tensor of its own.
+        version: how often that was written when the call was made.
+        site: where.
+        result: what is to be waited for, once it was sent.
+        refused: why it is not, if it is not.
+    """
+
+    op: Op
+    x: Tensor
+    version: int
+    site: Site
+    result: Callable[[], Tensor] | None = None
+    refused: str = "a wait inside the block, at whose end the message is sent"
+
+    def wait(self) -> Tensor:
+        if self.result is None:
+            raise OrderError(
+                message(
+                    "a coalesced call was not sent",
+                    op=self.op.verb,
+                    axis=str(self.op.axis),
+                    expected="wait() after the block of gradmesh.coalesce",
+                    got=f"{self.refused}; called {show_site(self.site)}",
+                    remedy="move the wait behind the block",
+                )
+            )
+        return self.result()
+
+
+@dataclass
+class Coalescing:
+    """The calls of one block on this rank."""
+
+    axis: Axis
+    members: list[_Member] = field(default_factory=list)
+
+    def takes(self, op: Op) -> bool:
+        """Whether a call goes with others of its kind: where each element of a result comes from its like."""
+        plain = op.op if isinstance(op, Mean) else op
+        whole = (
+            isinstance(plain, SameShape)
+            or (isinstance(plain, Route) and plain.extents is None)
+            or (isinstance(plain, _Gathers) and plain.sizes.equal)
+        )
+        return whole and (op.sends or op.sends_back) and op.axis.global_ranks == self.axis.global_ranks
+
+    def add(self, op: Op, x: Tensor, then: Callable[[Tensor], Any]) -> Pending[Any]:
+        """Take a call into the message."""
+        member = _Member(op, x, x._version, call_site())
+        self.members.append(member)
+        return Pending(op.verb, str(op.axis), lambda: then(member.wait()), over=lambda: False)
+
+    def send(self) -> None:
+        """Begin one call for each kind and dtype."""
+        groups: dict[Any, list[_Member]] = {}
+        for member in self.members:
+            if member.x._version != member.version:
+                raise OrderError(
+                    message(
+                        "the operand of a coalesced call was written before the end of the block",
+                        op=member.op.verb,
+                        axis=str(member.op.axis),
+                        got=f"called {show_site(member.site)}",
+                        remedy="hand in a copy, or write behind the block",
+                    )
+                )
+            kind = _of_many(member.op, None)
+            groups.setdefault((type(kind), kind, member.x.dtype, member.x.device), []).append(member)
+        for (*_, kind, _, _), members in groups.items():
+            self._send(kind, members)
+
+    def _send(self, kind: Op, members: list[_Member]) -> None:
+        tensors = [member.x for member in members]
+        words = ", ".join(
+            f"{member.op.made_of or ''}{list(member.x.shape)}{_dim(member.op)}" for member in members
+        )
+        flat = torch.cat([x.reshape(-1) for x in tensors])
+        pending = begin(_of_many(kind, words), flat)
+        parts: list[list[Tensor]] = []
+
+        def part(number: int) -> Tensor:
+            if not parts:
+                whole = pending.wait()
+                dims = [
+                    _plain(member.op).dim for member in members if isinstance(_plain(member.op), _Gathers)
+                ]
+                parts.append(
+                    cut_by_rank(whole, tensors, dims, kind.axis.size) if dims else cut(whole, tensors)
+                )
+            return parts[0][number]
+
+        pending._waited()  # as the calls have to be that it is made of
+        for number, member in enumerate(members):
+            member.result = lambda number=number: part(number)
+
+
+def _plain(op: Op) -> Any:
+    return op.op if isinstance(op, Mean) else op
+
+
+def _dim(op: Op) -> str:
+    plain = _plain(op)
+    return f" along {plain.dim}" if isinstance(plain, _Gathers) else ""
+
+
+def _of_many(op: Op, made_of: str | None) -> Op:
+    """The op for several operands as one."""
+    if isinstance(op, Mean):
+        return Mean(_of_many(op.op, made_of))  # type: ignore[arg-type]  # linear, as it is
+    if isinstance(op, _Gathers):
+        return replace(op, dim=0, sizes=EQUAL, made_of=made_of)
+    return replace(op, made_of=made_of)
+
+
+@contextlib.contextmanager
+def coalesce(axis: AxisLike = None) -> Iterator[None]:
+    """Send the calls that are begun in the block as one message for each kind and dtype, backward too.
+
+    It takes the calls with `async_op=True` on the axis in which each element of a result comes from its like, or from
+    its like on every rank: `all_reduce`, `all_gather` of equal sizes, `broadcast`, `replicate`, `reduce`, `shift`,
+    `permute`, `scan` and `exscan`. Others are begun by themselves. The message is sent at the end of the block; the
+    results are waited for behind it.
+
+    Args:
+        axis: the ranks, as in every verb.
+
+    Raises:
+        OrderError: a wait inside the block; an operand that is written there after its call.
+        MismatchError: at the wait: the ranks' calls in the block do not fit together.
+
+    Example:
+        >>> def on_each_rank():
+        ...     x, y = torch.ones(2, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)
+        ...     with gm.coalesce():
+        ...         a = gm.all_reduce(x, dst=gm.R, async_op=True)
+        ...         b = gm.all_reduce(y, dst=gm.R, async_op=True)
+        ...     (a.wait().sum() * b.wait().sum()).backward()
+        ...     return x.grad.tolist(), y.grad.tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [([24.0, 24.0], [8.0, 8.0, 8.0]), ([24.0, 24.0], [8.0, 8.0, 8.0])]
+    """
+    state = rank_state()
+    around = state.coalescing
+    state.coalescing = block = Coalescing(resolve(axis, "coalesce"))
+    try:
+        yield
+    except BaseException:
+        for member in block.members:
+            member.refused = "a block that was left by an error"
+        raise
+    finally:
+        state.coalescing = around
+    block.send()

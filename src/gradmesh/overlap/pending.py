@@ -1,0 +1,300 @@
+"""`Pending`: a collective that is under way, and what it takes to get its result."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradmesh._torch import (
+    checkpoint_region,
+    is_legacy_batched,
+    saves_for_a_checkpoint,
+    tracing,
+    transforms_active,
+)
+from gradmesh.autograd import apply, differentiable, refuse_lost
+from gradmesh.call_sites import Site, call_site, show_site
+from gradmesh.errors import OrderError, message
+from gradmesh.ops.base import LinearOp, Op
+from gradmesh.overlap.begun import Begun, begun, ended
+from gradmesh.state import Unwaited, rank_state
+from gradmesh.structure import leaves, rebuilt
+from gradmesh.wire import compiling
+from gradmesh.wire.courier import Aside, Job
+
+__all__ = ["Pending", "begin", "together"]
+
+T = TypeVar("T")
+
+_numbers = itertools.count()
+
+
+class Pending(Generic[T]):
+    """What a verb returns with `async_op=True`: a call that is under way.
+
+    Between the verb and `wait()` this rank can do something else. In backward it is the other way round: the place of
+    `wait()` begins the adjoint, and the place of the verb waits for it, so that what is done between the two in
+    forward is overlapped in backward too, at every order. In `ordered()` both places are links of the chain. Calls
+    begun on an axis travel on a process group of their own, in the order in which they were begun; that order has to be
+    the same on every rank, and so has the order of the waits of what is differentiated.
+
+    Until it was waited for, the operand must not be written: it may not have been read yet.
+
+    Example:
+        >>> def on_each_rank():
+        ...     x = torch.tensor([1.0 + gm.rank()], requires_grad=True)
+        ...     pending = gm.all_gather(x, async_op=True)
+        ...     y = x.exp()  # meanwhile
+        ...     (pending.wait() * (1 + gm.rank())).sum().backward()
+        ...     return pending.wait().tolist(), x.grad.tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [([1.0, 2.0], [3.0]), ([1.0, 2.0], [3.0])]
+    """
+
+    def __init__(
+        self,
+        verb: str,
+        axis: str,
+        finish: Callable[[], T],
+        *,
+        future: Callable[[], torch.futures.Future[T]] | None = None,
+        over: Callable[[], bool] = lambda: True,
+        operand: Tensor | None = None,
+    ) -> None:
+        """Made by verbs.
+
+        Args:
+            verb: the verb.
+            axis: the axis, for error texts.
+            finish: waits, and gives the result.
+            future: makes a future; None: there is none.
+            over: whether it would wait no more.
+            operand: what must not be written meanwhile.
+        """
+        self._verb, self._axis = verb, axis
+        self._finish: Callable[[], T] | None = finish
+        self._future, self._over = future, over
+        self._result: T
+        self._error: BaseException | None = None
+        self._operand = operand
+        self._ledger: Unwaited | None = None
+        if compiling():  # what is looked after below is the compiler's affair
+            return
+        self._site: Site = call_site()
+        self._version = _version(operand)
+        self._recording = torch.is_grad_enabled() and operand is not None and operand.requires_grad
+        self._region = checkpoint_region()
+        self._number = next(_numbers)
+        self._ledger = rank_state().begun
+        self._forgiven = self._ledger.forgiven
+        self._ledger.open[self._number] = self._told()
+
+    def wait(self) -> T:
+        """The result, as the verb without `async_op` returns it. A second call returns the same.
+
+        Raises:
+            OrderError: the call was begun in another region of a checkpoint, with another grad mode, or in an
+                `ordered()` block that was joined since; or its operand was written meanwhile.
+            MismatchError: what the ranks called does not fit together; and whatever else the verb raises.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._finish is None:
+            return self._result
+        self._refuse_elsewhere()
+        finish, self._finish = self._finish, None
+        self._waited()
+        try:
+            self._result = finish()
+        except BaseException as error:
+            self._error = error
+            if self._ledger is not None:
+                self._ledger.forgive()
+            raise
+        finally:
+            self._operand = None
+        return self._result
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._finish is None or self._over()
+
+    def future(self) -> torch.futures.Future[T]:
+        """A future of the value alone, for `then`, `torch.futures.collect_all` and `wait_all`.
+
+        It is completed on a thread of the library, so its value is detached, and what `then` runs must not call
+        collectives. A call whose operand requires grad has to be waited for all the same.
+
+        Raises:
+            OrderError: the call has several steps (`all_reduce` with "max", "min" or "logsumexp", `recv`), which only
+                `wait` takes.
+        """
+        if self._future is None:
+            raise self._refusal(
+                "a call of several steps has no future",
+                "wait()",
+                "future()",
+                "call wait() where the result is needed",
+            )
+        if not self._recording:
+            self._waited()
+        return self._future()
+
+    def _told(self) -> str:
+        return f"{self._verb} {show_site(self._site)}"
+
+    def _waited(self) -> None:
+        if self._ledger is not None:
+            self._ledger.open.pop(self._number, None)
+
+    def _refuse_elsewhere(self) -> None:
+        """Refuse a wait whose backward could not meet that of the beginning."""
+        operand = self._operand
+        if compiling() or operand is None:
+            return
+        if operand.requires_grad and torch.is_grad_enabled() != self._recording:
+            modes = {True: "gradients recorded", False: "torch.no_grad()"}
+            raise self._refusal(
+                "a call was begun with another grad mode than it is waited for with",
+                f"{modes[self._recording]}, as at the beginning",
+                modes[not self._recording],
+                "begin and wait inside the same torch.no_grad() block, or both outside of it",
+            )
+        if checkpoint_region() is not self._region:
+            raise self._refusal(
+                "a call was begun in another region of a checkpoint, or in another run of it",
+                "the beginning and wait() in one region",
+                "one of them alone, which would be recomputed without the other",
+                "move both into the checkpointed function, or both out of it",
+            )
+        if _version(operand) != self._version:
+            raise self._refusal(
+                "the operand was written before the call was waited for",
+                "an operand that is only read until then",
+                "one that was changed in place, maybe before it was sent",
+                "hand in a copy, or write after wait()",
+            )
+
+    def _refusal(self, problem: str, expected: str, got: str, remedy: str) -> OrderError:
+        got += f"; begun {show_site(self._site)}"
+        return OrderError(
+            message(problem, op=self._verb, axis=self._axis, expected=expected, got=got, remedy=remedy)
+        )
+
+    def __del__(self) -> None:
+        ledger: Unwaited | None = getattr(self, "_ledger", None)
+        if ledger is None or ledger.open.pop(self._number, None) is None:
+            return
+        if self._forgiven == ledger.forgiven:
+            ledger.lost.append(self._told())
+
+
+def begin(
+    op: Op, x: Tensor, then: Callable[[Tensor], Any] | None = None, *, steps: bool = False
+) -> Pending[Any]:
+    """Begin an op on this rank's tensor, differentiably; inside `ordered()`, as the next link of the chain.
+
+    Args:
+        op: the op; on an `Aside`, or it is made at once.
+        x: the operand.
+        then: makes what `wait` returns of the op's result; by default that is it.
+        steps: whether that needs further calls, which nobody else can make.
+    """
+    axis, finish = str(op.axis), then or _same
+    apart = type(op.axis) is Aside and not compiling() and not tracing()
+    if not apart or transforms_active() or is_legacy_batched(x):
+        y = finish(apply(op, x))
+        return Pending(op.verb, axis, lambda: y, future=lambda: _known(y))
+    state = rank_state()
+    if state.begun.lost:
+        refuse_lost(op, x)
+    if state.coalescing is not None and not steps and state.coalescing.takes(op):
+        added: Pending[Any] = state.coalescing.add(op, x, finish)
+        return added
+    made, result = _begun(op, x)
+    job: Job[Tensor] = made.job  # type: ignore[assignment]  # it is on its way
+    return Pending(
+        op.verb,
+        axis,
+        lambda: finish(result(made)),
+        future=None if steps else lambda: _promised(job, finish),
+        over=lambda: job.over,
+        operand=x,
+    )
+
+
+def _begun(op: Op, x: Tensor) -> tuple[Begun, Callable[[Begun], Tensor]]:
+    """A call that was begun, and what ends it."""
+    chain = rank_state().chain
+    if chain is None:
+        return begun(op, x), ended
+    try:
+        if torch.is_grad_enabled() and isinstance(op, LinearOp) and differentiable(x):
+            return chain.begin(op, x), chain.end
+        chain.refuse_reentrant(op)
+    except OrderError as error:  # of the chain: nothing was sent
+        op.withdraw(x, error)
+        raise
+    made = begun(op, x)
+    if saves_for_a_checkpoint():
+        chain.keep_place()
+    return made, ended
+
+
+def together(parts: Sequence[Pending[Any]], finish: Callable[[list[Any]], T]) -> Pending[T]:
+    """Several calls as one.
+
+    Args:
+        parts: the calls; at least one.
+        finish: makes what `wait` returns of their results.
+    """
+    first = parts[0]
+    for part in parts:
+        part._waited()  # as this one has to be, whose parts they are
+    return Pending(
+        first._verb,
+        first._axis,
+        lambda: finish([part.wait() for part in parts]),
+        future=lambda: torch.futures.collect_all([part.future() for part in parts]).then(
+            lambda done: finish([future.value() for future in done.value()])
+        ),
+        over=lambda: all(part.done() for part in parts),
+    )
+
+
+def _same(y: Tensor) -> Tensor:
+    return y
+
+
+def _known(value: T) -> torch.futures.Future[T]:
+    future: torch.futures.Future[T] = torch.futures.Future()
+    future.set_result(_detached(value))
+    return future
+
+
+def _promised(job: Job[Tensor], finish: Callable[[Tensor], T]) -> torch.futures.Future[T]:
+    """A future of what is made of a call's result."""
+    future: torch.futures.Future[T] = torch.futures.Future()
+
+    def complete(over: Job[Tensor]) -> None:
+        try:
+            future.set_result(finish(over.wait().detach()))
+        except Exception as error:
+            future.set_exception(error)  # type: ignore[arg-type]  # torch's stub asks for a result
+
+    job.then(complete)
+    return future
+
+
+def _detached(value: Any) -> Any:
+    found = [leaf.detach() for _, leaf in leaves(value, "future", "")]
+    return rebuilt(value, iter(found))
+
+
+def _version(x: Tensor | None) -> int:
+    """How often a tensor was written; of one that does not count, always 0."""
+    return 0 if x is None or x.is_inference() else x._version

@@ -1,0 +1,78 @@
+"""Measure what overlap hides, and write the page with its picture.
+
+python -m tools.overlap                              # the tables
+python -m tools.overlap --backend shm --program ring  # some of them
+python -m tools.overlap --trace overlap.json          # a step of the chain, for ui.perfetto.dev
+python -m tools.overlap --write docs/overlap.md       # the page, and docs/overlap.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+import gradmesh as gm
+from tools.overlap.measure import HALVES, Figures, link_for, measured, seen, work_alone
+from tools.overlap.page import Row, figures_text, machine, with_figures
+from tools.overlap.ways import PROGRAMS, Chain
+
+RANKS = 2
+BACKENDS = ("threads", "shm", "gloo")
+
+
+def _lines(name: str, backend: str, figures: Figures) -> str:
+    wire = "the wire as it is" if figures.link is None else str(figures.link)
+    lines = [f"{name} on {backend}, {wire}"]
+    for half in HALVES:
+        times = "  ".join(f"{way} {1e3 * figures.times[way][half]:6.1f}" for way in figures.times)
+        lines.append(f"  {half:<9}{times}  ratio {figures.ratio('overlapped', half):.2f}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure; 1 where a half of a step on the slow wire takes more than 1.1 times the longer of work and calls."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.overlap",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--backend", choices=BACKENDS, action="append", help="of the ranks; all by default")
+    parser.add_argument("--program", choices=list(PROGRAMS), action="append", help="both by default")
+    parser.add_argument("--repeats", type=int, default=9, help="steps of each way")
+    parser.add_argument(
+        "--trace", type=Path, help="write the timeline of a step of the chain, and measure nothing"
+    )
+    parser.add_argument("--write", type=Path, help="the page to write the tables and the picture into")
+    told = parser.parse_args()
+    torch.set_num_threads(1)
+    if told.trace is not None:
+        with gm.Ranks(RANKS, backend="shm") as ranks:
+            link = link_for(ranks.run, Chain, work_alone(ranks.run, Chain)["forward"])
+            seen(ranks.run, Chain, link, "overlapped").save_trace(told.trace)
+        return 0
+    found: list[Row] = []
+    for backend in told.backend or BACKENDS:
+        with gm.Ranks(RANKS, backend=backend) as ranks:
+            for name in told.program or PROGRAMS:
+                make = PROGRAMS[name]
+                link = link_for(ranks.run, make, work_alone(ranks.run, make)["forward"])
+                for wire in (link, None):
+                    found.append((name, backend, measured(ranks.run, make, wire, told.repeats)))
+                    print(_lines(*found[-1]), flush=True)
+                if told.write is not None and (backend, name) == ("shm", "chain"):
+                    title = (
+                        f"A step of the chain of eight layers on a slow wire, overlapped; {machine(RANKS)}"
+                    )
+                    line = seen(ranks.run, make, link, "overlapped")
+                    line.save_picture(told.write.with_suffix(".png"), title)
+    if told.write is not None:
+        told.write.write_text(with_figures(told.write, figures_text(found, RANKS, told.repeats)))
+    slow = [figures for _, _, figures in found if figures.link is not None]
+    return int(max(figures.ratio("overlapped", half) for figures in slow for half in HALVES) > 1.1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
