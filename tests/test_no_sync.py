@@ -354,6 +354,15 @@ def test_a_leaf_of_one_rank_alone_is_summed_at_once(verb: str, threads: Ranks) -
     assert threads(2)(leaves_on_some_ranks, verb) == [[[4.0, 4.0]], [None]]
 
 
+def a_leaf_at_the_root_unchecked() -> list[Any]:
+    with gm.check(0):
+        return leaves_on_some_ranks("broadcast")
+
+
+def test_a_leaf_at_the_root_alone_is_summed_at_once_where_nothing_is_compared(threads: Ranks) -> None:
+    assert threads(2)(a_leaf_at_the_root_unchecked) == [[[4.0, 4.0]], [None]]
+
+
 # ---- passes and graphs of all kinds ------------------------------------------------------------------------------
 
 

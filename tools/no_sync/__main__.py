@@ -65,7 +65,8 @@ Everything else is summed in each micro-batch as ever, which is right and sends 
 * `torch.func` transforms and compiled programs (enter the block around the compiled function; inside it is refused);
 * leaves with hooks: each pass calls them, and they see the sum of that pass;
 * calls inside the forward of DDP, which takes `.grad` as soon as its own hooks are called;
-* a call whose operand is a leaf on some ranks alone, where calls are compared (CPU).
+* a call whose operand is a leaf on some ranks alone, where calls are compared (on CPU); elsewhere `broadcast` and
+  `scatter`, of which the other ranks may have no leaf.
 
 A reentrant checkpoint runs its collectives in backward, and they count as run there. One that is not reentrant keeps to
 its first pass. Parameters that `fully_shard` gathers and frees are refused: for these there is its own

@@ -125,7 +125,9 @@ class Ledger:
         if self.open and can_accumulate_later(x) and not (in_backward() and saves_for_a_checkpoint()):
             call.flags |= OWED
         made = run()
-        call.owed = self._enter(x, op, call.site) if call.deferred else self
+        # A root's operand may be the only leaf, which shows where the ranks compare their calls.
+        known = call.number > 0 or not op.rooted
+        call.owed = self._enter(x, op, call.site) if known and call.deferred else self
         return made
 
     def _enter(self, leaf: Tensor, op: LinearOp, site: Site) -> Entry:
