@@ -149,7 +149,9 @@ def begun(verb: Verb, operand: str, pending: str) -> tuple[str, str]:
     """
     structure = verb.way or verb.verb == "exchange"
     done = f"{pending}.wait()"
-    return _bare(verb, verb.way.format(operand) if verb.way else operand), f"column({done})" if structure else done
+    return _bare(
+        verb, verb.way.format(operand) if verb.way else operand
+    ), f"column({done})" if structure else done
 
 
 def _plain(verb: Verb, operand: str) -> str:

@@ -1,4 +1,4 @@
-"""Calls that are begun, among the statements of a program: where each is waited for, and which travel as one message."""
+"""Calls that are begun, among the statements of a program: where each is waited for, and which go as one message."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tools.attack.calls import DERIVATIVES, VMAPS, Verb, begun
-from tools.attack.statements import Region, Statement, arguments_of, names_of
+from tools.attack.statements import Region, Statement, arguments_of
 
 __all__ = ["blocks", "with_begun"]
 
@@ -44,8 +44,8 @@ def blocks(
     axis: str | None = None  # of the block of coalesced calls
     inside: set[str] = set()  # what was begun in it
 
-    def wait(which: Callable[[_Open], bool]) -> None:
-        for one in [one for one in opened if which(one)]:
+    def wait(names: set[str]) -> None:
+        for one in [one for one in opened if one.verb.name in names]:
             opened.remove(one)
             add(one.verb, [f"{one.verb.name} = {one.done}"])
 
@@ -62,12 +62,14 @@ def blocks(
             inner = not isinstance(statement, Region) and not used & inside
             if not inner or (coalesced and statement.axis != axis):  # type: ignore[union-attr]  # it is a verb
                 axis, inside = None, set()
-        wait(lambda one, used=used: one.verb.name in used)  # type: ignore[misc]
+        wait(used)
         if coalesced and axis is None:
             axis = statement.axis  # type: ignore[union-attr]
             lines.append(f"with gm.coalesce({axis!r}):" if axis else "with gm.coalesce():")
         if not apart:
-            lines.extend(at_once(statement) if axis is None else [f"    {line}" for line in at_once(statement)])
+            lines.extend(
+                at_once(statement) if axis is None else [f"    {line}" for line in at_once(statement)]
+            )
         else:
             assert isinstance(statement, Verb)
             pending = f"{statement.name}_begun"
@@ -78,9 +80,9 @@ def blocks(
                 inside.add(statement.name)
         for one in opened:
             one.left -= 1
-        wait(lambda one: one.left < 0 and one.verb.name not in inside)
+        wait({one.verb.name for one in opened if one.left < 0} - inside)
     axis = None
-    wait(lambda _: True)
+    wait({one.verb.name for one in opened})
     return lines
 
 

@@ -140,7 +140,9 @@ def _is_one_of(ranks: tuple[int, ...]) -> str:
 
 
 def _block(program: Program) -> list[str]:
-    return blocks(program.statements, lambda statement: _at_once(statement, program), lambda name: _dual(name, program))
+    return blocks(
+        program.statements, lambda statement: _at_once(statement, program), lambda name: _dual(name, program)
+    )
 
 
 def _at_once(statement: Statement, program: Program) -> list[str]:
