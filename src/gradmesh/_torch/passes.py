@@ -105,7 +105,12 @@ def checkpoint_region() -> object:
     if _saving_hooks is None:
         return saves_for_a_checkpoint() or None
     hooks = _saving_hooks(True)
-    if hooks is None or getattr(hooks[0], "__code__", None) is None or not _of_checkpoint(hooks[0].__code__):
+    if hooks is None:
+        return None
+    code = getattr(
+        inspect.unwrap(hooks[0]), "__code__", None
+    )  # that of the second pass is wrapped for Dynamo
+    if code is None or not _of_checkpoint(code):
         return None
     region: object = hooks[0]
     return region
