@@ -4,7 +4,7 @@ The calls that are begun on an axis travel on a process group of their own, with
 with on other ranks depends on nothing but the order in which they were begun, and not on what the rank calls meanwhile
 (DDP's buckets, say). A thread, the courier, makes them one after another. It sleeps in a queue where nothing is begun.
 
-What is called on an `Aside` goes by the courier, also where its caller waits for it at once.
+What is called on an `Aside` and not begun waits until the courier is through with what was.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from gradmesh import _torch
 from gradmesh.axis import Axis
 from gradmesh.backends import threads
 from gradmesh.backends.threads.group import ThreadsGroup
-from gradmesh.backends.threads.waiting import Errand
+from gradmesh.backends.threads.waiting import Errand, Runner
 from gradmesh.call_sites import Site, call_site, seen_from
+from gradmesh.errors import OrderError, message
 
 __all__ = ["Aside", "Courier", "Job", "aside", "in_turn"]
 
@@ -43,7 +44,7 @@ class Job(Generic[T]):
         over: whether it has been made, well or badly.
     """
 
-    __slots__ = ("_after", "_errand", "_error", "_gate", "_result", "_site", "_until", "_work", "over")
+    __slots__ = ("_after", "_by", "_errand", "_error", "_gate", "_result", "_site", "_until", "_work", "over")
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work: Callable[[], T] | None = work
@@ -51,6 +52,7 @@ class Job(Generic[T]):
         self._result: T
         self._error: BaseException | None = None
         self._errand: Errand | None = None
+        self._by: threading.Thread | None = None
         self._gate = (
             threading.Lock()
         )  # a launcher that looks for ranks which wait sees this file, and no Event's
@@ -84,6 +86,16 @@ class Job(Generic[T]):
 
     def wait(self) -> T:
         """The result, when it is there; what went wrong with the call is raised here."""
+        if self._by is threading.current_thread() and not self.over:
+            raise OrderError(
+                message(
+                    "a call is waited for on the thread that is to make it",
+                    op="async_op",
+                    expected="wait() on a thread of the program",
+                    got="wait() in what future().then(...) runs",
+                    remedy="wait for the calls first, or use torch.futures.collect_all",
+                )
+            )
         if self._until is not None:
             self._until()
         elif self._errand is not None:
@@ -118,6 +130,7 @@ class Courier:
         self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
+        self._runner = Runner()
 
     def begin(self, job: Job[Any]) -> None:
         """Have a call made when those before it have been."""
@@ -127,12 +140,13 @@ class Courier:
             if observer is not None and observer.takes_turns:
                 job._until = observer.aside(shared, job.run)
                 return
-            job._errand = Errand(shared.world)
+            job._errand = Errand(shared.world, self._runner)
         if self._process != os.getpid():  # no thread comes along into a forked process
             job.run()
             return
         if self._thread is None:
             self._thread = self._started()
+        job._by = self._thread
         self._jobs.put(job)
 
     @property
@@ -140,11 +154,11 @@ class Courier:
         """Whether the calling thread is the courier's."""
         return self._thread is None or threading.get_ident() == self._thread.ident
 
-    def make(self, work: Callable[[], T]) -> T:
-        """Make a call after those that were begun, and wait for it."""
-        job = Job(work)
-        self.begin(job)
-        return job.wait()
+    def finish(self) -> None:
+        """Wait until what was begun has been made. Its caller makes the call behind it, in whose modes it belongs."""
+        before: Job[None] = Job(lambda: None)
+        self.begin(before)
+        before.wait()
 
     def _started(self) -> threading.Thread:
         take_place = threads.stand_in() if self._shared is not None else None
@@ -187,7 +201,7 @@ class Aside(Axis):
 def in_turn(axis: Axis, work: Callable[[], T]) -> T:
     """Do what calls on an axis: on an `Aside` behind what was begun there, else at once."""
     if type(axis) is Aside and not axis.courier.here:
-        return axis.courier.make(work)
+        axis.courier.finish()
     return work()
 
 
