@@ -150,6 +150,24 @@ def _no_sync(gm: Any) -> bool:
     return bool(gm.launch(body, 2, backend="threads") == [[5.0, 5.0]] * 2)
 
 
+def _begun(gm: Any) -> bool:
+    """A gather that is waited for later, in a checkpointed region and outside of one."""
+
+    def body() -> list[float]:
+        x = torch.tensor([1.0 + gm.rank()], requires_grad=True)
+
+        def gathered(x: torch.Tensor) -> torch.Tensor:
+            coming = gm.all_gather(x, async_op=True)
+            y: torch.Tensor = coming.wait()
+            return y.exp().log() * (1 + gm.rank())
+
+        (gathered(x) + checkpoint(gathered, x, use_reentrant=False)).sum().backward()
+        assert x.grad is not None
+        return x.grad.round(decimals=4).tolist()
+
+    return bool(gm.launch(body, 2, backend="threads", timeout=60) == [[6.0], [6.0]])
+
+
 def _ordered_vmap(gm: Any) -> bool:
     gm.init()
     x = torch.ones(2, 3, requires_grad=True)
@@ -202,6 +220,7 @@ FEATURES: dict[str, Callable[[Any], bool]] = {
     "batched gradients": _batched,
     "ordered": _ordered,
     "vmap in ordered": _ordered_vmap,
+    "begun calls": _begun,
     "no_sync": _no_sync,
     "profile": _profile,
     "tensors without values": _meta,

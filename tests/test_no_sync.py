@@ -22,6 +22,7 @@ import gradmesh as gm
 from gradmesh.verify import simulate
 from tests.conftest import Run
 from tests.no_sync_programs import dense, draw, run
+from tools.no_sync import MODELS, counted, deviation
 
 Ranks = Callable[[int], Run]
 T = torch.float64
@@ -128,6 +129,14 @@ def test_bytes_are_those_of_one_micro_batch(k: int) -> None:
     else:
         assert ours == list(MESSAGES.values())
         assert sum(ours) - MESSAGES["count"] == sum(theirs) / k
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_pages_bytes_go_down_with_the_number_of_micro_batches(model: str) -> None:
+    (_, much, plain), (few, little, ours) = counted(model, 3, False), counted(model, 3, True)
+    assert few <= 6
+    assert little - 4 * len(ours[0]) == much / 3
+    assert deviation(ours, plain) < (1e-6 if model == "of all kinds" else 1e-15)
 
 
 @pytest.mark.processes
@@ -345,6 +354,15 @@ def test_a_leaf_of_one_rank_alone_is_summed_at_once(verb: str, threads: Ranks) -
     assert threads(2)(leaves_on_some_ranks, verb) == [[[4.0, 4.0]], [None]]
 
 
+def a_leaf_at_the_root_unchecked() -> list[Any]:
+    with gm.check(0):
+        return leaves_on_some_ranks("broadcast")
+
+
+def test_a_leaf_at_the_root_alone_is_summed_at_once_where_nothing_is_compared(threads: Ranks) -> None:
+    assert threads(2)(a_leaf_at_the_root_unchecked) == [[[4.0, 4.0]], [None]]
+
+
 # ---- passes and graphs of all kinds ------------------------------------------------------------------------------
 
 
@@ -402,18 +420,17 @@ def test_the_backward_of_a_call_is_put_off_by_its_forward_alone(threads: Ranks) 
 def in_forward_mode() -> list[Any]:
     w = torch.full((1,), 3.0, requires_grad=True)
     with gm.no_sync() as owed, forward_ad.dual_level():
-        dual = forward_ad.make_dual(w, torch.ones(1))
-        y = gm.replicate(dual) ** 2
-        tangent = forward_ad.unpack_dual(y).tangent
+        y = gm.replicate(w) * forward_ad.make_dual(torch.full((1,), 2.0), torch.ones(1))
         y.sum().backward()
+        tangent = forward_ad.unpack_dual(y).tangent
     owed.sync()
     assert tangent is not None
     assert w.grad is not None
-    return [tangent.item(), forward_ad.unpack_dual(w.grad).primal.item(), len(owed)]
+    return [tangent.item(), w.grad.item(), len(owed)]
 
 
 def test_forward_mode_goes_along(threads: Ranks) -> None:
-    assert threads(2)(in_forward_mode) == [[6.0, 12.0, 0]] * 2
+    assert threads(2)(in_forward_mode) == [[3.0, 4.0, 0]] * 2
 
 
 def with_a_graph() -> list[Any]:
@@ -500,8 +517,10 @@ def run_again_inside() -> list[Any]:
     return [w.grad.item() == pytest.approx(2 * torch.ones(1).cos().item()), len(owed)]
 
 
-def test_what_a_checkpoint_runs_again_owes_nothing(threads: Ranks) -> None:
-    assert threads(2)(run_again_inside) == [[True, 0]] * 2
+def test_what_a_checkpoint_runs_again_owes_nothing() -> None:
+    assert (
+        gm.launch(run_again_inside, 2, backend="threads") == [[True, 0]] * 2
+    )  # on ranks that have no ledger yet
 
 
 def failing_on_the_way() -> list[Any]:
@@ -778,6 +797,28 @@ def transformed() -> list[Any]:
 
 def test_a_transform_sums_at_once(threads: Ranks) -> None:
     assert threads(2)(transformed) == [[[12.0, 12.0], 0]] * 2
+
+
+def begun_and_coalesced() -> list[Any]:
+    """What is begun is summed in each pass, and what is called on the same leaf is put off beside it."""
+    w, v = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    seen = []
+    for step in range(3):
+        with block(step < 2):
+            with gm.coalesce():
+                begun = [gm.replicate(x, async_op=True) for x in (w, v)]
+            gathered = gm.all_gather(w, async_op=True)
+            now = gm.replicate(w) * 10
+            loss = (begun[0].wait() + begun[1].wait() + now).sum() + gathered.wait().sum()
+        loss.backward()
+        assert w.grad is not None
+        assert v.grad is not None
+        seen.append([w.grad[0].item(), v.grad[0].item()])
+    return seen
+
+
+def test_calls_that_are_begun_are_summed_in_each_pass(threads: Ranks) -> None:
+    assert threads(2)(begun_and_coalesced) == [[[4.0, 2.0], [8.0, 4.0], [72.0, 6.0]]] * 2
 
 
 def frozen_meanwhile() -> list[Any]:

@@ -267,6 +267,8 @@ def test_a_look_at_the_main_thread_that_fails_is_answered_and_leaves_the_rank_in
     def spoilt(_: MainThread) -> float:
         raise AttributeError("'str' object has no attribute 'f_code'")
 
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)  # what the thread does when its parent has gone
     monkeypatch.setattr(MainThread, "waits", spoilt)
     ours, theirs = multiprocessing.Pipe()
     parent = _Parent(os.dup(theirs.fileno()))
@@ -277,6 +279,11 @@ def test_a_look_at_the_main_thread_that_fails_is_answered_and_leaves_the_rank_in
         assert (kind, pickle.loads(payload)) == ("waits", (0.0, ""))
     ours.send(("call", b"a call"))
     assert parent.calls.get(timeout=10) == b"a call"
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "gradmesh parent")
+    ours.close()
+    theirs.close()
+    thread.join(10)
+    assert ended == [1]
 
 
 def test_where_others_may_be_at_work_the_main_thread_is_not_said_to_wait(

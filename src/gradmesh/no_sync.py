@@ -62,9 +62,9 @@ def no_sync() -> Iterator[Owed]:
     `broadcast`, `all_gather` of a parameter's shard, any linear verb whose backward sends) sends nothing in backward.
     The first backward pass through such a call on the same leaf that was made outside takes the sums at its end: all
     that the axis owes, of one kind in one message. Gradients are those without the block to rounding, and the bytes
-    for them 1/k. What is no leaf, as `w * 2` or a list of parameters in one call, is summed at once as ever; so is what
-    `torch.autograd.grad` asks for, under `create_graph=True`, in torch.func transforms and compiled programs, of leaves
-    with hooks, and inside of DDP.
+    for them 1/k. Summed at once as ever is what is no leaf, as `w * 2` or a list of parameters in one call; calls with
+    `async_op=True`; what `torch.autograd.grad` asks for; what is differentiated under `create_graph=True`, in
+    torch.func transforms and in compiled programs; leaves with hooks; and all inside of DDP.
 
     Every rank enters the block alike. Until the sums are taken, each leaf has a gradient of the result of its call in
     memory: for an `all_gather` that is as large as what was gathered. An optimizer step on a parameter that is owed

@@ -11,7 +11,6 @@ test that runs on ranks.
 from __future__ import annotations
 
 import inspect
-import unittest
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
@@ -69,11 +68,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Run the method of a marked `unittest.TestCase` on every rank: pytest does not call those itself."""
     __tracebackhide__ = True
     case = getattr(item, "instance", None)
-    if (
-        isinstance(item, pytest.Function)
-        and isinstance(case, unittest.TestCase)
-        and settings.mark_of(item) is not None
-    ):
+    # What every test case has, as importing unittest for those who have none takes a while.
+    is_case = hasattr(case, "assertEqual") and hasattr(case, "subTest")
+    if isinstance(item, pytest.Function) and is_case and settings.mark_of(item) is not None:
         item.obj = _session(item.config).method_on_ranks(item, case)
     return (yield)
 

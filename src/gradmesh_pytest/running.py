@@ -7,7 +7,6 @@ import functools
 import logging
 import random
 import sys
-import unittest
 import warnings
 import zlib
 from bdb import BdbQuit
@@ -131,7 +130,7 @@ class Session:
             self._replay(outcome, fn, getattr(theirs, "test", None))
             self._end(self.judged(outcome, fn))
 
-    def method_on_ranks(self, item: pytest.Function, case: unittest.TestCase) -> Callable[[], None]:
+    def method_on_ranks(self, item: pytest.Function, case: Any) -> Callable[[], None]:
         """The method of a test case, to be called in the place of its own."""
         method = getattr(type(case), item.name)
 

@@ -16,6 +16,7 @@ __all__ = [
     "VMAPS",
     "PerRank",
     "Verb",
+    "begun",
     "call",
     "literal",
     "pick",
@@ -89,6 +90,8 @@ class Verb:
         params: what else it is called with.
         recorded: whether gradients are.
         way: "", or one of `STRUCTURES`, `VMAPS`, `DERIVATIVES`.
+        later: after how many further statements a call that is begun is waited for, at the latest; None: none is begun.
+        coalesced: whether, if it is, in a block of `gradmesh.coalesce` with those beside it.
     """
 
     name: str
@@ -98,6 +101,8 @@ class Verb:
     params: tuple[tuple[str, Any], ...] = ()
     recorded: bool = True
     way: str = ""
+    later: int | None = None
+    coalesced: bool = False
 
 
 def literal(key: str, value: Any) -> str:
@@ -134,14 +139,37 @@ def call(verb: Verb, operand: str) -> str:
     return _plain(verb, operand)
 
 
+def begun(verb: Verb, operand: str, pending: str) -> tuple[str, str]:
+    """The expression that begins the call, and the one that has its result.
+
+    Args:
+        verb: one that can be begun, in a way that leaves something to do until the wait.
+        operand: the operand.
+        pending: the variable that the first one goes to.
+    """
+    structure = verb.way or verb.verb == "exchange"
+    done = f"{pending}.wait()"
+    return _bare(
+        verb, verb.way.format(operand) if verb.way else operand
+    ), f"column({done})" if structure else done
+
+
 def _plain(verb: Verb, operand: str) -> str:
-    words, params = [repr(verb.axis)] if verb.axis else [], dict(verb.params)
+    words = [repr(verb.axis)] if verb.axis else []
     if verb.verb == "messages":
-        both = [literal("", params[key]) for key in ("sends", "receives")]
+        both = [literal("", dict(verb.params)[key]) for key in ("sends", "receives")]
         return f"messages({', '.join([operand, *(words or ['None']), *both])})"
+    text = _bare(verb, operand)
+    text = text if verb.later is None else f"{text}.wait()"
+    return f"column({text})" if verb.verb == "exchange" else text
+
+
+def _bare(verb: Verb, operand: str) -> str:
+    """The call alone."""
+    words, params = [repr(verb.axis)] if verb.axis else [], dict(verb.params)
     if verb.verb == "exchange":
         parts, dim = (literal("", params.pop(key)) for key in ("parts", "dim"))
         operand = f"{operand}.split({parts}, {dim})"
     words += [f"{key}={literal(key, value)}" for key, value in params.items()]
-    text = f"gm.{verb.verb}({', '.join([operand, *words])})"
-    return f"column({text})" if verb.verb == "exchange" else text
+    words += [] if verb.later is None else ["async_op=True"]
+    return f"gm.{verb.verb}({', '.join([operand, *words])})"

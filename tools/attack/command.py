@@ -116,6 +116,7 @@ def attack(
     tell: Callable[[str], None] = print,
     shrink: bool = True,
     seconds: float = float("inf"),
+    begun: float = 0.0,
 ) -> Summary:
     """Run random programs until there are enough, or enough findings.
 
@@ -129,13 +130,14 @@ def attack(
         tell: is given each finding, as a file.
         shrink: whether findings are made small.
         seconds: when to stop, however many there have been.
+        begun: the share of the calls that are begun and waited for later.
     """
     summary, begin, index = Summary(), time.monotonic(), start
     known: collections.Counter[tuple[str, str, str]] = collections.Counter()
     while summary.programs < programs and len(summary.findings) < most_findings:
         if time.monotonic() - begin > seconds:
             break
-        program, number, index = drawn(seed, index, ranks), index, index + 1
+        program, number, index = drawn(seed, index, ranks, begun=begun), index, index + 1
         try:
             verdict = judged(program, pools, expected(program))
         except Invalid:
@@ -190,6 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="stop after so long, to go on later"
     )
+    parser.add_argument("--begun", type=float, default=0.0, help="the share of the calls with async_op=True")
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--write", type=Path, help="a folder for the findings, each as a file")
     given = parser.parse_args(arguments)
@@ -213,6 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
             tell=tell,
             shrink=not given.no_shrink,
             seconds=given.seconds,
+            begun=given.begun,
         )
     print(summary)
     return 1 if summary.findings else 0

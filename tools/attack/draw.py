@@ -10,6 +10,7 @@ from typing import Any
 from tools.attack.arguments import Arguments, Shapes
 from tools.attack.calls import DERIVATIVES, STRUCTURES, TAKES_STRUCTURES, VMAPS, Verb
 from tools.attack.dense import CONSTANT, LINEAR, Dense, Invalid
+from tools.attack.later import with_begun
 from tools.attack.meanings import MEANINGS, need
 from tools.attack.programs import MODES, Leaf, Local, Program, Region, Statement, Term
 
@@ -213,13 +214,14 @@ class _Draw(Arguments):
         return (self.terms(made[::-1], 0.8, grads=False), *later)[:orders]
 
 
-def drawn(seed: int, index: int, ranks: tuple[int, int] = (2, 4)) -> Program:
+def drawn(seed: int, index: int, ranks: tuple[int, int] = (2, 4), *, begun: float = 0.0) -> Program:
     """A random program.
 
     Args:
         seed: of the run.
         index: the program's number in the run; each is drawn by itself.
         ranks: the least and the largest number of ranks.
+        begun: the share of the calls that are begun and waited for later; the program is else the same.
     """
     rng = random.Random(f"{seed}/{index}")
     size = rng.randint(*ranks)
@@ -249,7 +251,10 @@ def drawn(seed: int, index: int, ranks: tuple[int, int] = (2, 4)) -> Program:
         statements += body
     made = [name for name in draw.dense.values if name not in draw.dense.leaves]
     after = _after(draw, rng)
-    return replace(program, statements=tuple(statements), losses=draw.losses(made), after=after)
+    losses = draw.losses(made)
+    if begun:
+        statements = list(with_begun(statements, rng, begun))
+    return replace(program, statements=tuple(statements), losses=losses, after=after)
 
 
 def _after(draw: _Draw, rng: random.Random) -> tuple[Verb, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tools.attack.calls import HELPERS, PerRank, Verb, call, literal
+from tools.attack.later import blocks
+from tools.attack.statements import Leaf, Local, Region, Statement, arguments_of, names_of
 
 __all__ = [
     "HEADER",
@@ -35,45 +37,6 @@ def leaf(seed, shape, dtype=torch.float64, grad=True):
 def lay_out():
     gm.mesh(rows=2, cols=2)
 """
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """A tensor that a program begins with.
-
-    Attributes:
-        name: the variable.
-        seed: of its values; those of type V add the rank.
-        shapes: each rank's shape.
-        kind: V; R or I, the same values on all ranks.
-        requires: whether it requires grad, on each rank.
-    """
-
-    name: str
-    seed: int
-    shapes: tuple[tuple[int, ...], ...]
-    kind: str
-    requires: tuple[bool, ...]
-
-
-@dataclass(frozen=True)
-class Local:
-    """Work without communication: an expression over variables, each rank's own."""
-
-    name: str
-    texts: tuple[str, ...]
-    args: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Region:
-    """Statements that run under `torch.utils.checkpoint`."""
-
-    body: tuple[Local | Verb, ...]
-    reentrant: bool
-
-
-Statement = Leaf | Local | Verb | Region
 
 
 @dataclass(frozen=True)
@@ -136,22 +99,6 @@ class Program:
         return tuple(s for s in self.statements if isinstance(s, Leaf))
 
 
-def names_of(statement: Statement) -> tuple[str, ...]:
-    """The variables that a statement defines."""
-    if isinstance(statement, Region):
-        return tuple(inner.name for inner in statement.body)
-    return (statement.name,)
-
-
-def _arguments(statement: Statement) -> tuple[str, ...]:
-    if isinstance(statement, Leaf):
-        return ()
-    if isinstance(statement, Region):
-        used = dict.fromkeys(arg for inner in statement.body for arg in _arguments(inner))
-        return tuple(arg for arg in used if arg not in names_of(statement))
-    return statement.args if isinstance(statement, Local) else (statement.arg,)
-
-
 def _line(statement: Leaf | Local | Verb, program: Program, *, dual: bool = True) -> list[str]:
     if isinstance(statement, Leaf):
         seed = f"{statement.seed} + rank" if statement.kind == "V" else str(statement.seed)
@@ -166,14 +113,17 @@ def _line(statement: Leaf | Local | Verb, program: Program, *, dual: bool = True
             tangent = f"leaf({', '.join([*words[: 2 + (program.dtype != 'float64')], 'grad=False'])})"
             lines.append(f"{statement.name}_ = forward_ad.make_dual({statement.name}, {tangent})")
         return lines
-    names = (
-        {leaf.name: f"{leaf.name}_" for leaf in program.leaves} if dual and "forward" in program.mode else {}
-    )
     if isinstance(statement, Local):
-        texts = [text.format(*(names.get(arg, arg) for arg in statement.args)) for text in statement.texts]
+        texts = [text.format(*(_dual(arg, program) for arg in statement.args)) for text in statement.texts]
         return [f"{statement.name} = {_by_rank(texts)}"]
-    line = f"{statement.name} = {call(statement, names.get(statement.arg, statement.arg))}"
+    line = f"{statement.name} = {call(statement, _dual(statement.arg, program) if dual else statement.arg)}"
     return [line] if statement.recorded else ["with torch.no_grad():", f"    {line}"]
+
+
+def _dual(name: str, program: Program) -> str:
+    """The variable that statements use for one."""
+    is_leaf = any(leaf.name == name for leaf in program.leaves)
+    return f"{name}_" if is_leaf and "forward" in program.mode else name
 
 
 def _by_rank(texts: list[str]) -> str:
@@ -190,17 +140,22 @@ def _is_one_of(ranks: tuple[int, ...]) -> str:
 
 
 def _block(program: Program) -> list[str]:
-    lines: list[str] = []
-    for statement in program.statements:
-        if not isinstance(statement, Region):
-            lines += _line(statement, program)
-            continue
-        given, made = ", ".join(_arguments(statement)), ", ".join(names_of(statement))
-        lines.append(f"def region({given}):")
-        lines += [f"    {line}" for inner in statement.body for line in _line(inner, program)]
-        lines += [f"    return {made},"]
-        lines.append(f"{made}, = checkpoint(region, {given}, use_reentrant={statement.reentrant})")
-    return lines
+    return blocks(
+        program.statements, lambda statement: _at_once(statement, program), lambda name: _dual(name, program)
+    )
+
+
+def _at_once(statement: Statement, program: Program) -> list[str]:
+    if not isinstance(statement, Region):
+        return _line(statement, program)
+    given, made = ", ".join(arguments_of(statement)), ", ".join(names_of(statement))
+    body = blocks(statement.body, lambda one: _at_once(one, program), lambda name: _dual(name, program))
+    return [
+        f"def region({given}):",
+        *(f"    {line}" for line in body),
+        f"    return {made},",
+        f"{made}, = checkpoint(region, {given}, use_reentrant={statement.reentrant})",
+    ]
 
 
 def _terms(program: Program, terms: tuple[Term, ...], tangents: bool) -> list[str]:

@@ -91,6 +91,7 @@ def on_rank(text: str) -> Outcome:
         out = names["on_each_rank"]()
         return {name: None if x is None else plain(x) for name, x in out.items()}
     except Exception as error:
+        state.begun.forgive()  # the program ends here
         return Failure(type(error).__name__, isinstance(error, gm.GradmeshError), str(error))
     finally:
         state.mesh = state.mesh_world = state.chain = None
@@ -178,11 +179,16 @@ def compared(
 
 def tolerance(program: Program) -> float:
     """How far a value of the program may be off; that of float32 where this is what travels."""
-    flat = [
+    rounded = any(
+        key.endswith("_dtype") for one in _flat(program) if isinstance(one, Verb) for key, _ in one.params
+    )
+    return ALLOWED["float32" if rounded else program.dtype]
+
+
+def _flat(program: Program) -> list[Any]:
+    return [
         inner for one in program.statements for inner in (one.body if isinstance(one, Region) else (one,))
     ]
-    rounded = any(key.endswith("_dtype") for one in flat if isinstance(one, Verb) for key, _ in one.params)
-    return ALLOWED["float32" if rounded else program.dtype]
 
 
 _OVER = ("AbortedError", "DeadlockError")
@@ -216,7 +222,10 @@ def judged(program: Program, pools: Pools, dense: Expected | None = None) -> Ver
         ended = "DeadlockError" in str(error)
         return Verdict("refused after a return" if ended else "hang", _first_line(str(error)), str(error))
     failures = {rank: out for rank, out in enumerate(outcomes) if isinstance(out, Failure)}
-    if failures and (len(failures) < program.ranks or any(f.kind in _OVER for f in failures.values())):
+    left = any(isinstance(one, Verb) and one.later is not None for one in _flat(program))
+    if failures and (
+        left or len(failures) < program.ranks or any(f.kind in _OVER for f in failures.values())
+    ):
         pools.end(program.ranks)  # these are no longer at the same place
     if not failures:
         return compared(outcomes, dense, program.dtype, tolerance(program))

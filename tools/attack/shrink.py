@@ -84,6 +84,10 @@ def _simpler_statements(program: Program) -> Iterator[Program]:
                 yield put(at, replace(statement, recorded=True))
             if statement.way:
                 yield put(at, replace(statement, way=""))
+            if statement.later is not None:
+                yield put(at, replace(statement, later=None, coalesced=False))
+            if statement.coalesced:
+                yield put(at, replace(statement, coalesced=False))
             whole = tuple(pair for pair in statement.params if not pair[0].endswith("_dtype"))
             if whole != statement.params:
                 yield put(at, replace(statement, params=whole))

@@ -46,7 +46,7 @@ print(gm.launch(on_each_rank, 2, backend="threads")[0])
 * `ddp` is the module in its wrapper (DDP, FSDP1 or `fully_shard`), which tells by what it divides; or True, or a
   number.
 * With gradient accumulation say `steps=k`; with weights `total=`, what they add up to over all ranks and
-  micro-batches.
+  micro-batches. [`gm.no_sync()`](no_sync.md) takes the sums over the ranks once for all of them.
 * On a mesh with several axes, each axis has its turn: with tensor parallelism beside data parallelism
   `gm.objective(gm.objective(loss, "tp", loss_type=gm.I), "dp", ddp=model)`. With context parallelism the axis is
   the one over which the wrapper averages, which has both data and context ranks: whichever of them holds a token,

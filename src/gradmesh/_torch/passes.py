@@ -105,6 +105,7 @@ def checkpoint_region() -> object:
     if _saving_hooks is None:
         return saves_for_a_checkpoint() or None
     hooks = _saving_hooks(True)
+    # The hook of the second pass is wrapped for Dynamo.
     code = None if hooks is None else getattr(inspect.unwrap(hooks[0]), "__code__", None)
     if code is None or not _of_checkpoint(code):
         return None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradmesh._torch.names import find, gone, refuse, there
+from gradmesh._torch.names import find, gone, refuse
 
 __all__ = ["twin"]
 
@@ -21,8 +21,7 @@ _REFUSED = "async_op=True is refused"
 _C10D = "torch.distributed.distributed_c10d"
 _new = find(f"{_C10D}._new_process_group_helper", without=_REFUSED)
 _store = find(f"{_C10D}._get_default_store", without=_REFUSED)
-_NEEDED = f"{_C10D}._new_process_group_helper", f"{_C10D}._get_default_store", f"{_C10D}._world"
-there(_NEEDED[2], without=_REFUSED)
+_NEEDED = f"{_C10D}._new_process_group_helper", f"{_C10D}._get_default_store"
 
 
 def twin(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
@@ -46,7 +45,7 @@ def twin(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
         timeout=_timeout(group),
         group_desc=purpose,
     )
-    world: Any = dist.distributed_c10d._world
+    world: Any = dist.distributed_c10d._world  # without which there are no groups either
     world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made
 

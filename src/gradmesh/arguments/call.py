@@ -118,7 +118,7 @@ class Call:
         kept = kept_by(self.axis.group)
         if kept is None:
             return kind(self.axis, *fields, **self.precision)
-        key = (kind, self.axis.name, fields, *self.precision.values())
+        key = (kind, self.axis.name, self._async, fields, *self.precision.values())
         try:
             found: OpT | None = kept.get(key)
         except TypeError:  # sizes that a tracer has no number for

@@ -30,7 +30,7 @@ from gradmesh.memo import Memo
 from gradmesh.types import I, R, Type
 from gradmesh.wire import Carrier, carrier, compiling
 from gradmesh.wire.claims import JOINS, CallClaim, Recorded, Said, calls_of
-from gradmesh.wire.courier import Aside, in_turn
+from gradmesh.wire.courier import Aside, carried, in_turn
 from gradmesh.wire.values import ValueClaim
 
 T = TypeVar("T")
@@ -158,7 +158,7 @@ class Op(abc.ABC):
             self.accepts(x.dtype)
             return x.new_empty(self.out_shape(x.shape))
         if type(self.axis) is Aside and not self.axis.courier.here:
-            return self.axis.courier.make(lambda: self.apply(x, recorded))  # behind what was begun
+            self.axis.courier.finish()  # behind what was begun
         claim = self.claimed(x, recorded)
         wire = carrier(self.axis, claim)
         try:
@@ -218,7 +218,7 @@ class Op(abc.ABC):
             said = self._said(x, recorded)
             return ValueClaim(said, recorded, x, src) if level == FULL else CallClaim(said, recorded)
         if recorded is not None and recorded.flags & JOINS and self.sends_back:
-            calls_of(self.axis.group).note(self._said(x, recorded), recorded)
+            calls_of(carried(self.axis).group).note(self._said(x, recorded), recorded)
         return None
 
     def _said(self, x: Tensor, recorded: Recorded | None) -> Said:

@@ -11,13 +11,13 @@ The rest is as in `gradmesh.autograd`: both nodes have a thread for a second out
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradmesh._torch import is_legacy_batched, transforms_active
+from gradmesh._torch import backward_pass, is_legacy_batched, transforms_active
 from gradmesh.autograd import LOOSE, differentiable, join_late, leaf, linked, thread_of, unlinked
 from gradmesh.call_sites import call_site
 from gradmesh.errors import OrderError, message
@@ -36,19 +36,19 @@ class Begun:
         op: the op, on an `Aside`.
         x: the operand, where this rank has no node for the call.
         call: what autograd remembers of it.
-        ticket: what the end is tied to the beginning with; None: this rank has no node for the call.
+        ticket: what the end is tied to the beginning with, until then; None: this rank has no node for the call.
         job: the call on its way.
         held: its result, where it was made at once.
-        back: in a backward pass, its adjoint, which was begun and is to be ended.
+        backs: by the number of each backward pass, its adjoint, which was begun there and is to be ended.
     """
 
     op: Op
-    x: Tensor
+    x: Tensor | None
     call: Recorded
     ticket: Tensor | None = None
     job: Job[Tensor] | None = None
     held: Tensor | None = None
-    back: Begun | None = None
+    backs: dict[int, Begun] = field(default_factory=dict)
 
     def start(self, x: Tensor) -> None:
         """Hand the call to the courier."""
@@ -77,7 +77,7 @@ def begun(op: Op, x: Tensor, call: Recorded | None = None, thread: Tensor | None
     joins = recording and (x.requires_grad or (thread is not None and thread.requires_grad))
     call = Recorded() if call is None else call
     call.flags |= (JOINS if joins else 0) | (CAN_JOIN if recording else 0)
-    made = Begun(op, x, call)
+    made = Begun(op, None if joins else x, call)
     if joins:
         made.ticket, _ = _begin(made, x, LOOSE if thread is None else thread)
     else:
@@ -92,18 +92,18 @@ def ended(made: Begun, ticket: Tensor | None = None) -> Tensor:
         made: the call.
         ticket: what its end is tied to; None: the ticket of its beginning.
     """
-    if made.ticket is None:
-        y = made.result()
-    else:
+    if made.ticket is not None:
         y, _ = _end(made, made.ticket if ticket is None else ticket, LOOSE)
-    return join_late(made.op, made.x, y, made.call) if made.call.others_join else y
+        return y
+    y = made.result()
+    return join_late(made.op, made.x, y, made.call) if made.call.others_join and made.x is not None else y
 
 
 def begun_linked(
     op: LinearOp, x: Tensor, thread: Tensor, role: str = "", origin: Recorded | None = None
 ) -> tuple[Begun, Tensor]:
     """Begin a call as a link of the chain; as `gradmesh.autograd.linked`."""
-    made = Begun(op, x, Recorded(role, origin, JOINS | CAN_JOIN, linked=True))
+    made = Begun(op, None, Recorded(role, origin, JOINS | CAN_JOIN, linked=True))
     made.ticket, thread = _begin(made, x, thread)
     return made, thread
 
@@ -139,7 +139,7 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, ticket: Tensor | None, following: Tensor | None) -> tuple[Tensor | None, ...]:
         made: Begun = ctx.made
-        back, made.back = made.back, None
+        back = made.backs.pop(backward_pass(), None)
         if back is None:
             raise OrderError(
                 message(
@@ -153,8 +153,8 @@ class _Begin(torch.autograd.Function):
             )
         if not made.call.linked:
             gradient = ended(back, ticket)
-            nothing = back.call.flags & NOTHING and back.call.all_nothing
-            return None, None if nothing and back.op.axis.size > 1 else gradient, None
+            nothing = back.call.flags & NOTHING and (back.call.all_nothing or not back.op.sends)
+            return None, None if nothing else gradient, None
         (thread,) = ctx.saved_tensors
         if following is None:
             following = thread.clone()
@@ -175,6 +175,7 @@ class _End(torch.autograd.Function):
         ctx.save_for_backward(thread if made.call.linked else following)
         ctx.set_materialize_grads(False)
         made.job = None  # and with it the result, which is its receiver's
+        made.ticket = None  # which would hold the graph that holds this
         return y, following
 
     @staticmethod
@@ -192,20 +193,22 @@ class _End(torch.autograd.Function):
             call = Recorded(BACKWARD, made.call, NOTHING if nothing else 0)
             thread = thread_of(ctx) if recording else None
             if at_once:
-                made.back = Begun(op.back, grad, call, held=unlinked(op.back, grad, call, thread))
+                back = Begun(op.back, None, call, held=unlinked(op.back, grad, call, thread))
             else:
-                made.back = begun(op.back, grad, call, thread)
-            return None, ticket if made.back.ticket is None else made.back.ticket, None
+                back = begun(op.back, grad, call, thread)
+            made.backs[backward_pass()] = back
+            return None, ticket if back.ticket is None else back.ticket, None
         (thread,) = ctx.saved_tensors
         if following is None:
             following = thread.clone()
         if at_once:
             held, following = linked(op.back, grad, following, BACKWARD, made.call)
-            made.back = Begun(op.back, grad, Recorded(linked=True), held=held)
+            back = Begun(op.back, None, Recorded(linked=True), held=held)
         elif recording:
-            made.back, following = begun_linked(op.back, grad, following, BACKWARD, made.call)
-            return None, made.back.ticket, following
+            back, following = begun_linked(op.back, grad, following, BACKWARD, made.call)
+            ticket = back.ticket  # type: ignore[assignment]  # a link has one
         else:
-            made.back = Begun(op.back, grad, Recorded(BACKWARD, made.call))
-            made.back.start(grad)
+            back = Begun(op.back, None, Recorded(BACKWARD, made.call))
+            back.start(grad)
+        made.backs[backward_pass()] = back
         return None, ticket, following

@@ -19,13 +19,36 @@ from gradmesh.ops.mean import Mean
 from gradmesh.ops.permute import Route
 from gradmesh.ops.shard import AllGatherInvariant
 from gradmesh.ops.sizes import EQUAL
-from gradmesh.overlap.pending import Pending, begin
+from gradmesh.overlap.pending import Pending, begin, version
 from gradmesh.state import rank_state
 from gradmesh.structure import cut, cut_by_rank
 
 __all__ = ["coalesce"]
 
 _Gathers = AllGather | AllGatherInvariant
+
+
+class _Message:
+    """What was sent for several calls.
+
+    Args:
+        pending: the one call.
+        cut: makes their results of its result.
+    """
+
+    def __init__(self, pending: Pending[Tensor], cut: Callable[[Tensor], list[Tensor]]) -> None:
+        self.pending = pending
+        self._cut, self._parts = cut, list[Tensor]()
+
+    def part(self, number: int) -> Tensor:
+        """The result of one of them."""
+        if not self._parts:
+            self._parts = self._cut(self.pending.wait())
+        return self._parts[number]
+
+    def future(self, number: int, then: Callable[[Tensor], Any]) -> torch.futures.Future[Any]:
+        """A future of what is made of its value."""
+        return self.pending.future().then(lambda done: then(self._cut(done.value())[number]))
 
 
 @dataclass(eq=False)
@@ -36,8 +59,9 @@ class _Member:
         op: its op.
         x: its operand; none in which it is no tensor of its own.
         version: how often that was written when the call was made.
+        recorded: whether gradients were recorded then.
         site: where.
-        result: what is to be waited for, once it was sent.
+        sent: the message, once it was sent, and the place in it.
         refused: why it is not, if it is not.
     """
 
@@ -45,11 +69,25 @@ class _Member:
     x: Tensor
     version: int
     site: Site
-    result: Callable[[], Tensor] | None = None
+    recorded: bool
+    sent: tuple[_Message, int] | None = None
     refused: str = "a wait inside the block, at whose end the message is sent"
 
     def wait(self) -> Tensor:
-        if self.result is None:
+        sent, number = self._message()
+        return sent.part(number)
+
+    def future(self, then: Callable[[Tensor], Any]) -> torch.futures.Future[Any]:
+        """A future of the result's value."""
+        sent, number = self._message()
+        return sent.future(number, then)
+
+    def over(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self.sent is None or self.sent[0].pending.done()
+
+    def _message(self) -> tuple[_Message, int]:
+        if self.sent is None:
             raise OrderError(
                 message(
                     "a coalesced call was not sent",
@@ -60,7 +98,7 @@ class _Member:
                     remedy="move the wait behind the block",
                 )
             )
-        return self.result()
+        return self.sent
 
 
 @dataclass
@@ -82,15 +120,22 @@ class Coalescing:
 
     def add(self, op: Op, x: Tensor, then: Callable[[Tensor], Any]) -> Pending[Any]:
         """Take a call into the message."""
-        member = _Member(op, x, x._version, call_site())
+        member = _Member(op, x, version(x), call_site(), torch.is_grad_enabled())
         self.members.append(member)
-        return Pending(op.verb, str(op.axis), lambda: then(member.wait()), over=lambda: False)
+        return Pending(
+            op.verb,
+            str(op.axis),
+            lambda: then(member.wait()),
+            future=lambda: member.future(then),
+            over=member.over,
+            recording=member.recorded and x.requires_grad,
+        )
 
     def send(self) -> None:
         """Begin one call for each kind and dtype."""
         groups: dict[Any, list[_Member]] = {}
         for member in self.members:
-            if member.x._version != member.version:
+            if version(member.x) != member.version:
                 raise OrderError(
                     message(
                         "the operand of a coalesced call was written before the end of the block",
@@ -101,9 +146,11 @@ class Coalescing:
                     )
                 )
             kind = _of_many(member.op, None)
-            groups.setdefault((type(kind), kind, member.x.dtype, member.x.device), []).append(member)
-        for (*_, kind, _, _), members in groups.items():
-            self._send(kind, members)
+            key = type(kind), kind, member.x.dtype, member.x.device, member.recorded
+            groups.setdefault(key, []).append(member)
+        for (_, kind, _, _, recorded), members in groups.items():
+            with torch.set_grad_enabled(recorded):
+                self._send(kind, members)
 
     def _send(self, kind: Op, members: list[_Member]) -> None:
         tensors = [member.x for member in members]
@@ -112,22 +159,15 @@ class Coalescing:
         )
         flat = torch.cat([x.reshape(-1) for x in tensors])
         pending = begin(_of_many(kind, words), flat)
-        parts: list[list[Tensor]] = []
-
-        def part(number: int) -> Tensor:
-            if not parts:
-                whole = pending.wait()
-                dims = [
-                    _plain(member.op).dim for member in members if isinstance(_plain(member.op), _Gathers)
-                ]
-                parts.append(
-                    cut_by_rank(whole, tensors, dims, kind.axis.size) if dims else cut(whole, tensors)
-                )
-            return parts[0][number]
-
+        dims = [_plain(member.op).dim for member in members if isinstance(_plain(member.op), _Gathers)]
+        like = [x.detach() for x in tensors]  # for the shapes
+        sent = _Message(
+            pending,
+            lambda whole: cut_by_rank(whole, like, dims, kind.axis.size) if dims else cut(whole, like),
+        )
         pending._waited()  # as the calls have to be that it is made of
         for number, member in enumerate(members):
-            member.result = lambda number=number: part(number)
+            member.sent = sent, number
 
 
 def _plain(op: Op) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from gradmesh._torch import (
     checkpoint_region,
+    in_backward,
     is_legacy_batched,
     saves_for_a_checkpoint,
     tracing,
@@ -26,7 +28,7 @@ from gradmesh.structure import leaves, rebuilt
 from gradmesh.wire import compiling
 from gradmesh.wire.courier import Aside, Job
 
-__all__ = ["Pending", "begin", "together"]
+__all__ = ["Pending", "begin", "together", "version"]
 
 T = TypeVar("T")
 
@@ -64,6 +66,8 @@ class Pending(Generic[T]):
         future: Callable[[], torch.futures.Future[T]] | None = None,
         over: Callable[[], bool] = lambda: True,
         operand: Tensor | None = None,
+        tied: bool = False,
+        recording: bool = False,
     ) -> None:
         """Made by verbs.
 
@@ -74,6 +78,8 @@ class Pending(Generic[T]):
             future: makes a future; None: there is none.
             over: whether it would wait no more.
             operand: what must not be written meanwhile.
+            tied: whether the call has a backward on this rank, even where the operand requires no grad.
+            recording: whether it has, in which case a future does not stand for `wait`; else the operand tells.
         """
         self._verb, self._axis = verb, axis
         self._finish: Callable[[], T] | None = finish
@@ -82,16 +88,23 @@ class Pending(Generic[T]):
         self._error: BaseException | None = None
         self._operand = operand
         self._ledger: Unwaited | None = None
+        self._lock: threading.Lock | None = None
         if compiling():  # what is looked after below is the compiler's affair
             return
         self._site: Site = call_site()
-        self._version = _version(operand)
-        self._recording = torch.is_grad_enabled() and operand is not None and operand.requires_grad
+        self._lock = threading.Lock()
+        self._version = version(operand)
+        self._mode = torch.is_grad_enabled()
+        requires = operand is not None and operand.requires_grad
+        self._recording = recording or (self._mode and requires)
+        self._tied = tied or requires
         self._region = checkpoint_region()
         self._number = next(_numbers)
         self._ledger = rank_state().begun
         self._forgiven = self._ledger.forgiven
-        self._ledger.open[self._number] = self._told()
+        # What is run again for a checkpoint may end as soon as it has saved what backward needs.
+        if self._region is None or not in_backward():
+            self._ledger.open[self._number] = self._told()
 
     def wait(self) -> T:
         """The result, as the verb without `async_op` returns it. A second call returns the same.
@@ -101,6 +114,12 @@ class Pending(Generic[T]):
                 `ordered()` block that was joined since; or its operand was written meanwhile.
             MismatchError: what the ranks called does not fit together; and whatever else the verb raises.
         """
+        if self._lock is None:
+            return self._taken()
+        with self._lock:
+            return self._taken()
+
+    def _taken(self) -> T:
         if self._error is not None:
             raise self._error
         if self._finish is None:
@@ -117,7 +136,11 @@ class Pending(Generic[T]):
             raise
         finally:
             self._operand = None
-        return self._result
+        # A call that is kept keeps its result, and nothing else.
+        self._over, result = _always, self._result
+        if self._future is not None:
+            self._future = lambda: _known(result)
+        return result
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
@@ -156,12 +179,12 @@ class Pending(Generic[T]):
         operand = self._operand
         if compiling() or operand is None:
             return
-        if operand.requires_grad and torch.is_grad_enabled() != self._recording:
+        if self._tied and torch.is_grad_enabled() != self._mode:
             modes = {True: "gradients recorded", False: "torch.no_grad()"}
             raise self._refusal(
                 "a call was begun with another grad mode than it is waited for with",
-                f"{modes[self._recording]}, as at the beginning",
-                modes[not self._recording],
+                f"{modes[self._mode]}, as at the beginning",
+                modes[not self._mode],
                 "begin and wait inside the same torch.no_grad() block, or both outside of it",
             )
         if checkpoint_region() is not self._region:
@@ -171,7 +194,7 @@ class Pending(Generic[T]):
                 "one of them alone, which would be recomputed without the other",
                 "move both into the checkpointed function, or both out of it",
             )
-        if _version(operand) != self._version:
+        if version(operand) != self._version:
             raise self._refusal(
                 "the operand was written before the call was waited for",
                 "an operand that is only read until then",
@@ -224,6 +247,7 @@ def begin(
         future=None if steps else lambda: _promised(job, finish),
         over=lambda: job.over,
         operand=x,
+        tied=made.ticket is not None,
     )
 
 
@@ -263,7 +287,12 @@ def together(parts: Sequence[Pending[Any]], finish: Callable[[list[Any]], T]) ->
             lambda done: finish([future.value() for future in done.value()])
         ),
         over=lambda: all(part.done() for part in parts),
+        recording=any(part._recording for part in parts),
     )
+
+
+def _always() -> bool:
+    return True
 
 
 def _same(y: Tensor) -> Tensor:
@@ -295,6 +324,6 @@ def _detached(value: Any) -> Any:
     return rebuilt(value, iter(found))
 
 
-def _version(x: Tensor | None) -> int:
+def version(x: Tensor | None) -> int:
     """How often a tensor was written; of one that does not count, always 0."""
     return 0 if x is None or x.is_inference() else x._version

@@ -21,7 +21,6 @@ from gradmesh._torch import (
     after_pass,
     backward_pass,
     can_accumulate_later,
-    forward_level_open,
     in_backward,
     leaf_behind,
     saves_for_a_checkpoint,
@@ -66,7 +65,7 @@ class Entry:
     def keeps(self, node: Any, grad: Tensor | None) -> bool:
         """Put off the sum that the backward of a call inside of the block owes, if it can wait; see `Ledger.keeps`."""
         _, accumulate = leaf_behind(node)
-        if not _plain_pass() or not accumulates(accumulate) or not can_accumulate_later(self.leaf):
+        if torch.is_grad_enabled() or not accumulates(accumulate) or not can_accumulate_later(self.leaf):
             return False
         self.ledger.put(self, grad)
         return True
@@ -126,7 +125,9 @@ class Ledger:
         if self.open and can_accumulate_later(x) and not (in_backward() and saves_for_a_checkpoint()):
             call.flags |= OWED
         made = run()
-        call.owed = self._enter(x, op, call.site) if call.deferred else self
+        # A root's operand may be the only leaf, which shows where the ranks compare their calls.
+        known = call.number > 0 or not op.rooted
+        call.owed = self._enter(x, op, call.site) if known and call.deferred else self
         return made
 
     def _enter(self, leaf: Tensor, op: LinearOp, site: Site) -> Entry:
@@ -165,7 +166,7 @@ class Ledger:
             due = self._due[backward_pass()] = _Due()
             after_pass(functools.partial(self._take_due, due))
         due.axes.add(entry.op.axis)
-        if not _plain_pass() or not can_accumulate_later(entry.leaf):
+        if torch.is_grad_enabled() or not can_accumulate_later(entry.leaf):
             return False
         entry.add(grad)
         return True
@@ -215,11 +216,6 @@ class Ledger:
         """The entries of those axes that a backward pass has put something off for, on this rank or on others."""
         axes = {entry.op.axis for entry in self._entries.values() if entry.met}
         return (entry for entry in list(self._entries.values()) if entry.op.axis in axes)
-
-
-def _plain_pass() -> bool:
-    """Whether gradients are numbers alone, with no graph and no tangent."""
-    return not torch.is_grad_enabled() and not forward_level_open()
 
 
 def _refuse_freed(owed: list[Entry]) -> None:

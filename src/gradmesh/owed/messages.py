@@ -70,17 +70,13 @@ def _on_any_rank(owed: list[Owed]) -> list[bool]:
 
 def _kind(each: Owed, place: int) -> Hashable:
     """What sums that go together have alike."""
-    inner, mean = _unscaled(each.op.back)
-    if isinstance(inner, _ELEMENTWISE):
-        return inner, mean, each.leaf.dtype, each.leaf.device
-    if isinstance(inner, ReduceScatter):
-        even = inner.sizes.equal  # by themselves, as backends are faster with equal parts
-        return replace(inner, dim=0, sizes=EQUAL), even, mean, each.leaf.dtype, each.leaf.device
+    back = each.op.back
+    if isinstance(back.op if isinstance(back, Mean) else back, _ELEMENTWISE):
+        return back, each.leaf.dtype, each.leaf.device
+    if isinstance(back, ReduceScatter):
+        even = back.sizes.equal  # by themselves, as backends are faster with equal parts
+        return replace(back, dim=0, sizes=EQUAL), even, each.leaf.dtype, each.leaf.device
     return place
-
-
-def _unscaled(op: LinearOp) -> tuple[LinearOp, bool]:
-    return (op.op, True) if isinstance(op, Mean) else (op, False)
 
 
 def _together(owed: list[Owed]) -> list[Tensor]:
@@ -88,8 +84,8 @@ def _together(owed: list[Owed]) -> list[Tensor]:
     grads = [_grad(each) for each in owed]
     if len(owed) == 1:
         return [owed[0].op.back.apply(grads[0])]
-    if isinstance(_unscaled(owed[0].op.back)[0], ReduceScatter):
-        return _scattered([each.op.back for each in owed], grads)
+    if isinstance(owed[0].op.back, ReduceScatter):
+        return _scattered([cast("ReduceScatter", each.op.back) for each in owed], grads)
     whole = owed[0].op.back.apply(torch.cat([grad.reshape(-1) for grad in grads]))
     return _cut(whole, [grad.shape for grad in grads])
 
@@ -100,22 +96,19 @@ def _grad(each: Owed) -> Tensor:
     return torch.zeros(each.op.out_shape(each.leaf.shape), dtype=each.leaf.dtype, device=each.leaf.device)
 
 
-def _scattered(backs: list[LinearOp], grads: list[Tensor]) -> list[Tensor]:
+def _scattered(ops: list[ReduceScatter], grads: list[Tensor]) -> list[Tensor]:
     """Several reduce-scatters as one: each rank's parts of all of them side by side."""
-    op, mean = _unscaled(backs[0])
     parts: list[Sequence[Tensor]] = []
     shapes: list[Sequence[int]] = []
-    for back, grad in zip(backs, grads, strict=True):
-        one = cast("ReduceScatter", _unscaled(back)[0])
-        sizes, lengths, shape = one.layout(grad.shape)
-        parts.append(pack(grad, one.dim, sizes).split(list(lengths)))
+    for op, grad in zip(ops, grads, strict=True):
+        sizes, lengths, shape = op.layout(grad.shape)
+        parts.append(pack(grad, op.dim, sizes).split(list(lengths)))
         shapes.append(shape)
-    ranks = range(op.axis.size)
-    counts = [sum(each[rank].numel() for each in parts) for rank in ranks]
+    ranks = range(ops[0].axis.size)
     row = torch.cat([each[rank] for rank in ranks for each in parts])
-    first = cast("ReduceScatter", op)
-    joined = replace(first, dim=0, sizes=EQUAL if first.sizes.equal else Sizes(tuple(counts)))
-    return _cut((Mean(joined) if mean else joined).apply(row), shapes)
+    counts = tuple(sum(each[rank].numel() for each in parts) for rank in ranks)
+    joined = replace(ops[0], dim=0, sizes=EQUAL if ops[0].sizes.equal else Sizes(counts))
+    return _cut(joined.apply(row), shapes)
 
 
 def _cut(row: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -26,6 +26,7 @@ from gradmesh.wire.alone import Alone, TracedAlone
 from gradmesh.wire.around import AROUND, surrounded
 from gradmesh.wire.carrier import Carrier
 from gradmesh.wire.claims import CallClaim
+from gradmesh.wire.courier import carried
 from gradmesh.wire.functional import Functional
 from gradmesh.wire.own_group import OwnGroupCarrier
 from gradmesh.wire.torch_group import TorchGroup
@@ -48,6 +49,7 @@ def carrier(axis: Axis, claim: CallClaim | None = None) -> Carrier:
     """
     if axis.size == 1:
         return Alone(axis)
+    axis = carried(axis)
     found = CARRIERS.get(type(axis.group), TorchGroup)(axis, claim)
     for wrap in AROUND.wraps:
         found = wrap(found)

@@ -4,7 +4,7 @@ The calls that are begun on an axis travel on a process group of their own, with
 with on other ranks depends on nothing but the order in which they were begun, and not on what the rank calls meanwhile
 (DDP's buckets, say). A thread, the courier, makes them one after another. It sleeps in a queue where nothing is begun.
 
-What is called on an `Aside` goes by the courier, also where its caller waits for it at once.
+What is called on an `Aside` and not begun waits until the courier is through with what was.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from gradmesh import _torch
 from gradmesh.axis import Axis
 from gradmesh.backends import threads
 from gradmesh.backends.threads.group import ThreadsGroup
-from gradmesh.backends.threads.waiting import Errand
+from gradmesh.backends.threads.rendezvous import Group
+from gradmesh.backends.threads.waiting import Errand, Runner
 from gradmesh.call_sites import Site, call_site, seen_from
+from gradmesh.errors import NotInitializedError, OrderError, message
 from gradmesh.wire.around import AROUND
 
-__all__ = ["Aside", "Courier", "Job", "aside", "in_turn", "job_here"]
+__all__ = ["Aside", "Courier", "Job", "aside", "carried", "in_turn", "job_here"]
 
 T = TypeVar("T")
 
@@ -48,6 +50,7 @@ class Job(Generic[T]):
 
     __slots__ = (
         "_after",
+        "_by",
         "_errand",
         "_error",
         "_gate",
@@ -66,6 +69,7 @@ class Job(Generic[T]):
         self._result: T
         self._error: BaseException | None = None
         self._errand: Errand | None = None
+        self._by: threading.Thread | None = None
         # Not an Event: a launcher that looks for ranks which wait has to see this file, and not that of threading.
         self._gate = threading.Lock()
         self._gate.acquire()
@@ -101,6 +105,16 @@ class Job(Generic[T]):
 
     def wait(self) -> T:
         """The result, when it is there; what went wrong with the call is raised here."""
+        if self._by is threading.current_thread() and not self.over:
+            raise OrderError(
+                message(
+                    "a call is waited for on the thread that is to make it",
+                    op="async_op",
+                    expected="wait() on a thread of the program",
+                    got="wait() in what future().then(...) runs",
+                    remedy="wait for the calls first, or use torch.futures.collect_all",
+                )
+            )
         if not AROUND.told:
             return self._wait()
         begun = time.perf_counter()
@@ -140,17 +154,40 @@ def job_here() -> Job[Any] | None:
 
 
 class Courier:
-    """Makes the calls of a group, in the order in which they were begun, on a thread of its own.
+    """Makes the calls of an axis, in the order in which they were begun, on a thread of its own.
 
     Args:
-        group: the group, for CPU tensors.
+        axis: the axis.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._shared = group.shared if isinstance(group, ThreadsGroup) else None
+    def __init__(self, axis: Axis) -> None:
+        self._name, self._rank, self._size = axis.name, axis.rank, axis.size
+        self._of = weakref.ref(axis.group)  # which keeps this courier
+        self._own: Axis | None = None
+        self._shared: Group | None = None
+        if isinstance(axis.group, ThreadsGroup):
+            # Made without waiting for the others, by the rank itself, as whose it is entered.
+            self._shared = self.axis.group.shared  # type: ignore[attr-defined]
         self._jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
+        self._runner = Runner()
+
+    @property
+    def axis(self) -> Axis:
+        """The axis with the group of its own, for whoever's turn it is to call. At first all its ranks make the group."""
+        if self._own is None:
+            group = self._of()
+            if group is None:
+                raise NotInitializedError(
+                    message(
+                        "the group is over, and a call that was begun on it is not made",
+                        op="async_op",
+                        remedy="wait for what was begun, and keep the group until then",
+                    )
+                )
+            self._own = Axis(self._name, self._rank, self._size, _torch.twin(group, "begun"))
+        return self._own
 
     def begin(self, job: Job[Any]) -> None:
         """Have a call made when those before it have been."""
@@ -160,12 +197,13 @@ class Courier:
             if observer is not None and observer.takes_turns:
                 job._until = observer.aside(shared, job.run)
                 return
-            job._errand = Errand(shared.world)
+            job._errand = Errand(shared.world, self._runner)
         if self._process != os.getpid():  # no thread comes along into a forked process
             job.run()
             return
         if self._thread is None:
             self._thread = self._started()
+        job._by = self._thread
         self._jobs.put(job)
 
     @property
@@ -173,11 +211,11 @@ class Courier:
         """Whether the calling thread is the courier's."""
         return self._thread is None or threading.get_ident() == self._thread.ident
 
-    def make(self, work: Callable[[], T]) -> T:
-        """Make a call after those that were begun, and wait for it."""
-        job = Job(work)
-        self.begin(job)
-        return job.wait()
+    def finish(self) -> None:
+        """Wait until what was begun has been made. Its caller makes the call behind it, in whose modes it belongs."""
+        before: Job[None] = Job(lambda: None)
+        self.begin(before)
+        before.wait()
 
     def _started(self) -> threading.Thread:
         take_place = threads.stand_in() if self._shared is not None else None
@@ -212,33 +250,39 @@ def _end(courier: weakref.ref[Courier], thread: threading.Thread) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Aside(Axis):
-    """An axis as the calls see it that were begun on it: with a group and a courier of its own."""
+    """An axis for calls that are begun.
+
+    Attributes:
+        courier: makes them, on a group of its own.
+    """
 
     courier: Courier
+
+
+def carried(axis: Axis) -> Axis:
+    """The axis whose group carries what is called on another."""
+    return axis.courier.axis if type(axis) is Aside else axis
 
 
 def in_turn(axis: Axis, work: Callable[[], T]) -> T:
     """Do what calls on an axis: on an `Aside` behind what was begun there, else at once."""
     if type(axis) is Aside and not axis.courier.here:
-        return axis.courier.make(work)
+        axis.courier.finish()
     return work()
 
 
-_asides: weakref.WeakKeyDictionary[dist.ProcessGroup, Aside] = weakref.WeakKeyDictionary()
+_couriers: weakref.WeakKeyDictionary[dist.ProcessGroup, Courier] = weakref.WeakKeyDictionary()
 
 
 def aside(axis: Axis) -> Aside:
-    """The same axis for calls that are begun. At the first call all its ranks make a group.
+    """The same axis for calls that are begun.
 
     Args:
         axis: an axis of several ranks.
     """
     if isinstance(axis, Aside):
         return axis
-    found = _asides.get(axis.group)
+    found = _couriers.get(axis.group)
     if found is None:
-        group = _torch.twin(axis.group, "begun")
-        found = _asides[axis.group] = Aside(axis.name, axis.rank, axis.size, group, Courier(group))
-    if found.name != axis.name:
-        return Aside(axis.name, found.rank, found.size, found.group, found.courier)
-    return found
+        found = _couriers[axis.group] = Courier(axis)
+    return Aside(axis.name, axis.rank, axis.size, axis.group, found)

@@ -18,7 +18,7 @@ from gradmesh.backends.threads.observing import Observer
 from gradmesh.backends.words import RETURNED_REMEDY, SAME_CALLS, nothing_came
 from gradmesh.errors import AbortedError, DeadlockError, GradmeshError, message
 
-__all__ = ["Errand", "Waitable", "World"]
+__all__ = ["Errand", "Runner", "Waitable", "World"]
 
 GRACE = 0.25
 """Seconds between two looks at the world; what is stuck at two looks in a row, with no event between, is stuck."""
@@ -213,7 +213,7 @@ class Waitable:
                 world.waiting[rank] = self
                 world.events += 1
             if errand is not None:
-                errand.waits_for = self
+                errand.runner.waits_for = self
                 world.events += 1
         hopeless_since = -1  # the count of events at the last look, if it was hopeless then
         try:
@@ -236,34 +236,49 @@ class Waitable:
                 if rank is not None:
                     world.waiting.pop(rank, None)
                 if errand is not None:
-                    errand.waits_for = None
+                    errand.runner.waits_for = None
         if not self.done:
             world.check()
+
+
+class Runner:
+    """A thread that runs errands for a rank, one after another.
+
+    Attributes:
+        waits_for: what it waits for, in whichever of them.
+    """
+
+    def __init__(self) -> None:
+        self.waits_for: Waitable | None = None
 
 
 class Errand(Waitable):
     """What a thread does for a rank, which may wait for its end; a deadlock is seen through it.
 
-    Attributes:
-        waits_for: what that thread waits for.
+    Args:
+        world: the ranks.
+        runner: the thread; what an earlier errand waits for holds up this one.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, runner: Runner) -> None:
         super().__init__(world)
-        self.waits_for: Waitable | None = None
+        self.runner = runner
 
     @property
     def moves(self) -> bool:
         """Whether the thread works."""
-        return self.waits_for is None or self.waits_for.done
+        waits_for = self.runner.waits_for
+        return waits_for is None or waits_for.done
 
     def needs(self) -> Iterable[int]:
         """The ranks that the thread waits for."""
-        return [] if self.waits_for is None else self.waits_for.needs()
+        waits_for = self.runner.waits_for
+        return [] if waits_for is None else waits_for.needs()
 
     def show(self, rank: int) -> str:
         """What the thread called, on which group, and where."""
-        return "a call that was begun" if self.waits_for is None else self.waits_for.show(rank)
+        waits_for = self.runner.waits_for
+        return "a call that was begun" if waits_for is None else waits_for.show(rank)
 
     def withdraw(self) -> bool:
         """Never: the call itself has a time limit."""
