@@ -47,10 +47,21 @@ def figures_text(found: Sequence[Row], ranks: int, which: str) -> str:
             _table(slow),
             f"Overlapped, a half of a step takes {min(aimed):.2f} to {max(aimed):.2f} times the longer of its work and "
             "its calls; 1.00 is all that can be had.",
-            "The same on the wire as it is, without a delay:",
+            _beside_no_delay(slow, plain),
+            "On the wire as it is, without a delay:",
             _table(plain),
         ]
     )
+
+
+def _beside_no_delay(slow: Sequence[Row], plain: Sequence[Row]) -> str:
+    """What the delay adds to an overlapped step, whose transfers are made in either case."""
+    without = {row[:2]: row[2].times["overlapped"]["step"] for row in plain}
+    parts = [
+        f"{figures.times['overlapped']['step'] / without[program, backend]:.2f} for the {_NAMES[program]} on {backend}"
+        for program, backend, figures in slow
+    ]
+    return f"An overlapped step with the delay takes, of the time of one without, {', '.join(parts)}."
 
 
 def _table(found: Sequence[Row]) -> str:
