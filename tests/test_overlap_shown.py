@@ -117,7 +117,7 @@ def test_ring_attention_is_that_of_one_process(size: int, blocks: int, threads: 
 # ---- what is hidden
 
 
-WORK = 4e-3
+WORK = 3e-3
 """Seconds that a piece of work takes in forward; in backward twice that."""
 
 
@@ -148,7 +148,7 @@ def balanced(worlds: Any) -> dict[str, Figures]:
     try:
         for name, make in SMALL.items():
             link = link_for(run, make, PIECES[name] * WORK)
-            found[name] = measured(run, make, link, 4, min)
+            found[name] = measured(run, make, link, 3, min)
     finally:
         chain_room.layer, ring_room.attend = plain
     return found

@@ -16,7 +16,7 @@ import gradmesh as gm
 from gradmesh.verify import Link, Timeline, delayed, timeline
 from tools.overlap.ways import WAYS, Program
 
-__all__ = ["HALVES", "Figures", "link_for", "measured", "seen", "work_alone"]
+__all__ = ["HALVES", "Figures", "Pick", "link_for", "measured", "seen", "work_alone"]
 
 HALVES = ("forward", "backward", "step")
 
@@ -103,9 +103,9 @@ def _one(ranks: list[dict[str, list[tuple[float, float]]]], of: Pick) -> Times:
     return found
 
 
-def work_alone(run: Run, make: Make, repeats: int = 5) -> dict[str, float]:
+def work_alone(run: Run, make: Make, repeats: int = 5, of: Pick = statistics.median) -> dict[str, float]:
     """The seconds of a program's own work, by half."""
-    return _one(run(_on_rank, make, None, ("work",), repeats), statistics.median)["work"]
+    return _one(run(_on_rank, make, None, ("work",), repeats), of)["work"]
 
 
 def _sizes(make: Make) -> tuple[int, int]:

@@ -30,14 +30,20 @@ def machine(ranks: int) -> str:
     )
 
 
-def figures_text(found: Sequence[Row], ranks: int, repeats: int) -> str:
-    """The tables, in Markdown."""
+def figures_text(found: Sequence[Row], ranks: int, which: str) -> str:
+    """The tables, in Markdown.
+
+    Args:
+        found: the figures.
+        ranks: the number of ranks.
+        which: which times of several they are.
+    """
     slow = [row for row in found if row[2].link is not None]
     plain = [row for row in found if row[2].link is None]
     aimed = [figures.ratio("overlapped", half) for *_, figures in slow for half in HALVES]
     return "\n\n".join(
         [
-            f"{machine(ranks)}; medians of {repeats} steps of the slowest rank, all ways in turn. Milliseconds:",
+            f"{machine(ranks)}; {which} of the slowest rank, all ways in turn. Milliseconds:",
             _table(slow),
             f"Overlapped, a half of a step takes {min(aimed):.2f} to {max(aimed):.2f} times the longer of its work and "
             "its calls; 1.00 is all that can be had.",
