@@ -9,7 +9,7 @@ demo: .venv/ready
 	$(BIN)/gradmesh demo
 
 test: .venv/ready
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
 # The tests on another torch: `make torch VERSION=2.11.0`, in an environment of its own (several GB with CUDA's parts).
 torch: .venv-$(VERSION)/ready

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -565,3 +567,62 @@ def test_a_compiled_function_takes_async_op(threads: Ranks) -> None:
 
     for eager, compiled in threads(1)(on_rank):
         torch.testing.assert_close(eager, compiled)
+
+
+def test_after_an_error_of_the_library_what_was_begun_may_be_left(threads: Ranks) -> None:
+    def on_rank() -> float:
+        kept = gm.all_gather(random(2), async_op=True)
+        with pytest.raises(gm.MismatchError):
+            gm.all_gather(random(2 + gm.rank()))
+        del kept
+        return gm.all_reduce(torch.tensor(1.0), dst=gm.R).item()
+
+    assert threads(2)(on_rank) == [2.0, 2.0]
+
+
+def test_a_call_that_is_dropped_is_made_and_not_missed(threads: Ranks) -> None:
+    def on_rank() -> list[float]:
+        try:
+            pending = gm.all_gather(random(2), async_op=True)
+            raise ValueError("of the program's own")
+        except ValueError:
+            pending.drop()
+        del pending
+        return gm.all_gather(torch.tensor([1.0 + gm.rank()]), async_op=True).wait().tolist()
+
+    assert threads(2)(on_rank) == [[1.0, 2.0]] * 2
+
+
+def test_of_a_message_that_is_expected_nobody_knows(threads: Ranks) -> None:
+    def on_rank() -> float:
+        if gm.rank() == 0:
+            gm.send(torch.ones(2), to=1)
+            return 1.0
+        pending = gm.recv(torch.empty(2), source=0, async_op=True)
+        with pytest.raises(gm.OrderError, match="before it is taken"):
+            pending.done()
+        return float(pending.wait()[0])
+
+    assert threads(2)(on_rank) == [1.0, 1.0]
+
+
+def groups_that_are_destroyed() -> int:
+    for _ in range(4):
+        group = dist.new_group([0, 1])
+        assert gm.all_gather(torch.ones(1), group, async_op=True).wait().tolist() == [1, 1]
+        dist.destroy_process_group(group)
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+@pytest.mark.processes
+def test_groups_of_begun_calls_go_with_the_groups_that_they_were_made_for(processes: Ranks) -> None:
+    before = max(processes(2)(groups_that_are_destroyed))
+    assert max(processes(2)(groups_that_are_destroyed)) == before
+
+
+def test_a_lone_program_is_told_at_its_end_what_it_never_waited_for() -> None:
+    code = "import torch, gradmesh as gm; gm.init(); p = gm.all_gather(torch.ones(2), async_op=True)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert "never waited for" in done.stderr
+    assert "all_gather at <string>:1" in done.stderr

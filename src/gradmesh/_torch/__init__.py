@@ -45,7 +45,7 @@ from gradmesh._torch.passes import (
 )
 from gradmesh._torch.rendezvous import join_through
 from gradmesh._torch.threads import _RankWorld, adopt_thread, stand_in, thread_isolation
-from gradmesh._torch.twins import twin
+from gradmesh._torch.twins import is_known, twin
 
 __all__ = [
     "RELIED_ON",
@@ -71,6 +71,7 @@ __all__ = [
     "in_plain_mode",
     "in_reentrant_checkpoint",
     "is_fake",
+    "is_known",
     "is_legacy_batched",
     "is_replicated",
     "join_through",

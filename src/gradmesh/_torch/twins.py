@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from gradmesh._torch.names import find, gone, refuse
 
-__all__ = ["twin"]
+__all__ = ["is_known", "twin"]
 
 _REFUSED = "async_op=True is refused"
 _C10D = "torch.distributed.distributed_c10d"
@@ -48,6 +48,11 @@ def twin(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
     world: Any = dist.distributed_c10d._world  # without which there are no groups either
     world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made
+
+
+def is_known(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group was made and not destroyed."""
+    return group is not None and group in dist.distributed_c10d._world.pg_map
 
 
 def _backend(group: dist.ProcessGroup) -> str:

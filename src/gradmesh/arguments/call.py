@@ -160,6 +160,7 @@ class Call:
         """Raise an error that names the verb and the axis; the other ranks hear of it."""
         axis = str(self.axis)
         error = kind(message(problem, op=self.verb, axis=axis, expected=expected, got=got, remedy=remedy))
+        rank_state().begun.forgive()
         withdraw(self.verb, self.axis, self.x, error, integer(self._peer))
         raise error
 

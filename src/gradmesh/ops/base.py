@@ -27,6 +27,7 @@ from gradmesh.checking import FULL, check_level
 from gradmesh.dtypes import BITS, NEVER_COPIED
 from gradmesh.errors import DTypeError, GradmeshError, ShapeError, message
 from gradmesh.memo import Memo
+from gradmesh.state import rank_state
 from gradmesh.types import I, R, Type
 from gradmesh.wire import Carrier, carrier, compiling
 from gradmesh.wire.claims import JOINS, CallClaim, Recorded, Said, calls_of
@@ -171,6 +172,7 @@ class Op(abc.ABC):
             else:
                 y = self._run(x, wire)
         except Exception as error:
+            rank_state().begun.forgive()
             wire.withdraw(error)
             raise
         if claim is not None:

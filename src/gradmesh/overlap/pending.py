@@ -64,7 +64,7 @@ class Pending(Generic[T]):
         finish: Callable[[], T],
         *,
         future: Callable[[], torch.futures.Future[T]] | None = None,
-        over: Callable[[], bool] = lambda: True,
+        over: Callable[[], bool] | None = lambda: True,
         operand: Tensor | None = None,
         tied: bool = False,
         recording: bool = False,
@@ -76,7 +76,7 @@ class Pending(Generic[T]):
             axis: the axis, for error texts.
             finish: waits, and gives the result.
             future: makes a future; None: there is none.
-            over: whether it would wait no more.
+            over: whether it would wait no more; None: nobody knows.
             operand: what must not be written meanwhile.
             tied: whether the call has a backward on this rank, even where the operand requires no grad.
             recording: whether it has, in which case a future does not stand for `wait`; else the operand tells.
@@ -129,13 +129,15 @@ class Pending(Generic[T]):
         self._waited()
         try:
             self._result = finish()
-        except BaseException as error:
-            self._error = error
+        except Exception as error:
+            self._error, self._operand = error, None
             if self._ledger is not None:
                 self._ledger.forgive()
             raise
-        finally:
-            self._operand = None
+        except BaseException:  # Ctrl-C, say: the call is still under way
+            self._finish = finish
+            raise
+        self._operand = None
         # A call that is kept keeps its result, and nothing else.
         self._over, result = _always, self._result
         if self._future is not None:
@@ -143,8 +145,28 @@ class Pending(Generic[T]):
         return result
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-        return self._finish is None or self._over()
+        """Whether `wait` would return, or raise, at once.
+
+        Raises:
+            OrderError: the call is `recv`, whose message is taken at the wait.
+        """
+        if self._finish is None:
+            return True
+        if self._over is None:
+            raise self._refusal(
+                "nobody knows of a message before it is taken",
+                "wait()",
+                "done()",
+                "call wait(), which takes it",
+            )
+        return self._over()
+
+    def drop(self) -> None:
+        """Say that nobody will wait, where a program goes on after an error of its own.
+
+        The call is made all the same: the other ranks wait for it.
+        """
+        self._waited()
 
     def future(self) -> torch.futures.Future[T]:
         """A future of the value alone, for `then`, `torch.futures.collect_all` and `wait_all`.

@@ -12,11 +12,12 @@ from __future__ import annotations
 import atexit
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -30,6 +31,7 @@ from gradmesh.backends.threads.rendezvous import Group
 from gradmesh.backends.threads.waiting import Errand, Runner
 from gradmesh.call_sites import Site, call_site, seen_from
 from gradmesh.errors import NotInitializedError, OrderError, message
+from gradmesh.state import rank_state
 from gradmesh.wire.around import AROUND
 
 __all__ = ["Aside", "Courier", "Job", "aside", "carried", "in_turn", "job_here"]
@@ -175,7 +177,7 @@ class Courier:
 
     @property
     def axis(self) -> Axis:
-        """The axis with the group of its own, for whoever's turn it is to call. At first all its ranks make the group."""
+        """The axis with the group of its own, for whoever's turn it is to call; at first its ranks make that."""
         if self._own is None:
             group = self._of()
             if group is None:
@@ -187,6 +189,7 @@ class Courier:
                     )
                 )
             self._own = Axis(self._name, self._rank, self._size, _torch.twin(group, "begun"))
+            _Twins.of_rank().add(group, self._own.group)
         return self._own
 
     def begin(self, job: Job[Any]) -> None:
@@ -225,7 +228,7 @@ class Courier:
         # A thread that calls into torch while the interpreter goes down would take the process with it.
         ending = weakref.finalize(self, self._jobs.put, None)
         ending.atexit = False
-        atexit.register(_end, weakref.ref(self), thread)
+        _alive.add(self)
         return thread
 
 
@@ -241,11 +244,51 @@ def _serve(
         del job
 
 
-def _end(courier: weakref.ref[Courier], thread: threading.Thread) -> None:
-    alive = courier()
-    if alive is not None:
-        alive._jobs.put(None)
-    thread.join(1)
+_alive: weakref.WeakSet[Courier] = weakref.WeakSet()
+
+
+@atexit.register
+def _end() -> None:
+    """Stop the couriers, and say what the program has begun and never waited for: nobody else does where none asks."""
+    couriers = list(_alive)
+    for courier in couriers:
+        courier._jobs.put(None)
+    for courier in couriers:
+        if courier._thread is not None:
+            courier._thread.join(1)
+    try:
+        rank_state().begun.check(at_the_end=True)
+    except OrderError as error:
+        print(error, file=sys.stderr)
+
+
+@dataclass
+class _Twins:
+    """The groups that were made for begun calls on a rank, each with the group that it was made for.
+
+    torch keeps every group that was not destroyed, so those of groups that are over are looked for when one is made.
+    """
+
+    made: list[tuple[weakref.ref[dist.ProcessGroup], dist.ProcessGroup]] = field(default_factory=list)
+
+    @classmethod
+    def of_rank(cls) -> _Twins:
+        """Those of the calling rank."""
+        state = rank_state()
+        found = state.find(cls)
+        if found is None:
+            found = cls()
+            state.keep(found)
+        return found
+
+    def add(self, group: dist.ProcessGroup, twin: dist.ProcessGroup) -> None:
+        """Enter one, and destroy those whose group is over."""
+        over = [pair for pair in self.made if not _torch.is_known(pair[0]())]
+        self.made = [pair for pair in self.made if pair not in over]
+        self.made.append((weakref.ref(group), twin))
+        for _, left in over:
+            if _torch.is_known(left):
+                dist.destroy_process_group(left)
 
 
 @dataclass(frozen=True, slots=True)
