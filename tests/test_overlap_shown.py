@@ -117,7 +117,7 @@ def test_ring_attention_is_that_of_one_process(size: int, blocks: int, threads: 
 # ---- what is hidden
 
 
-WORK = 3e-3
+WORK = 2.5e-3
 """Seconds that a piece of work takes in forward; in backward twice that."""
 
 
@@ -148,7 +148,7 @@ def balanced(worlds: Any) -> dict[str, Figures]:
     try:
         for name, make in SMALL.items():
             link = link_for(run, make, PIECES[name] * WORK)
-            found[name] = measured(run, make, link, 3, min)
+            found[name] = measured(run, make, link, 4, min)
     finally:
         chain_room.layer, ring_room.attend = plain
     return found
@@ -159,11 +159,12 @@ def balanced(worlds: Any) -> dict[str, Figures]:
 def test_what_is_overlapped_is_hidden_forward_and_backward(
     name: str, half: str, balanced: dict[str, Figures]
 ) -> None:
-    """Loosely, as other tests run beside it; docs/overlap.md has the figures of real work."""
+    """At least half of what can be hidden, as other tests run beside it; docs/overlap.md has real figures."""
     figures = balanced[name]
     assert figures.times["work"][half] >= PIECES[name] * WORK
-    assert figures.ratio("in turn", half) > 1.4
-    assert figures.ratio("overlapped", half) < 1.3
+    in_turn, best = figures.times["in turn"][half], figures.best(half)
+    assert in_turn > 1.2 * best
+    assert in_turn - figures.times["overlapped"][half] > 0.5 * (in_turn - best)
 
 
 # ---- what is seen
