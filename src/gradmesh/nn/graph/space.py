@@ -100,7 +100,7 @@ def _places(positions: Tensor, cell: Tensor | None) -> Tensor:
             f"{cell!r}",
             "give every dimension a vector; a long one where nothing repeats",
         )
-    inside = torch.linalg.solve(vectors.T, places.T).T
+    inside: Tensor = torch.linalg.solve(vectors.T, places.T).T
     lengths: Tensor = (vectors**2).sum(1).sqrt()
     return (inside - inside.floor()) * lengths
 
