@@ -244,10 +244,10 @@ def in_parts(program: Program, again: Any = None) -> list[Tensor]:
     weights = [weight.clone().requires_grad_() for weight in graph.weights]
 
     def forward() -> tuple[Tensor, Tensor]:
-        shared = list(gm.replicate(tuple(weights)))  # type: ignore[type-var]
+        shared = list(gm.replicate(tuple(weights)))
         energies = energy(program, plan, graph, at, shared)
         grad = gm.grad if program.ordered else torch.autograd.grad
-        (slope,) = grad(energies.sum(), at, create_graph=True)  # type: ignore[operator]
+        (slope,) = grad(energies.sum(), at, create_graph=True)
         return energies, -slope
 
     if not program.ordered:

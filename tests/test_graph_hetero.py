@@ -57,9 +57,11 @@ def dense(seed: int) -> list[Tensor]:
             moved = (x[relation[0]][source] @ weights[relation]).tanh() * x[relation[2]][target]
             sums[relation[2]] = sums[relation[2]].index_add(0, target, moved)
         x = {kind: each + sums[kind] for kind, each in x.items()}
-    energy = sum((each**2).sum() for each in x.values())
+    energy = torch.stack([(each**2).sum() for each in x.values()]).sum()
     first = torch.autograd.grad(energy, [leaves["atom"], leaves["bond"]], create_graph=True)
-    second = torch.autograd.grad(sum((g**2).sum() for g in first), [leaves["atom"], leaves["bond"]])
+    second = torch.autograd.grad(
+        torch.stack([(g**2).sum() for g in first]).sum(), [leaves["atom"], leaves["bond"]]
+    )
     return [energy, *first, *second]
 
 
@@ -82,9 +84,10 @@ def in_parts(seed: int, async_op: bool, rebuilt: bool) -> list[Tensor]:
                 messages[relation] = moved * x[relation[2]][target]
             sums = plan.scatter_add(messages)
             x = {kind: each + sums[kind] if kind in sums else each for kind, each in x.items()}
-        energy = sum(plan.pool({kind: (each**2).sum(1) for kind, each in x.items()}).values()).sum()
+        energies = plan.pool({kind: (each**2).sum(1) for kind, each in x.items()})
+        energy = torch.cat(list(energies.values())).sum()
         first = gm.grad(energy, [leaves["atom"], leaves["bond"]], create_graph=True)
-        second = gm.grad(sum((g**2).sum() for g in first), [leaves["atom"], leaves["bond"]])
+        second = gm.grad(torch.stack([(g**2).sum() for g in first]).sum(), [leaves["atom"], leaves["bond"]])
     whole = plan.gather(plan.take(rows))
     assert all(torch.equal(whole[kind], rows[kind]) for kind in NODES)
     return [energy, *first, *second]

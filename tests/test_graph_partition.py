@@ -90,7 +90,7 @@ def test_the_curve_visits_each_place_of_a_grid_after_a_neighbour() -> None:
 def test_equal_places_are_told_apart_by_number() -> None:
     same = torch.zeros(6, 3)
     for method in ("bisection", "curve"):
-        assert by_space(same, 3, method=method).tolist() == [0, 0, 1, 1, 2, 2]  # type: ignore[arg-type]
+        assert by_space(same, 3, method=method).tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_positions_are_only_read_and_no_gradient_flows() -> None:

@@ -456,7 +456,7 @@ def plan() -> GraphPlan:
 
 
 def own_part() -> tuple[Tensor, Tensor]:
-    return EDGES[:, OWNER[EDGES[1]] == gm.rank()], (gm.rank() == OWNER).nonzero().squeeze(1)
+    return EDGES[:, OWNER[EDGES[1]].eq(gm.rank())], OWNER.eq(gm.rank()).nonzero().squeeze(1)
 
 
 def changed(on_rank: int, right: Any, wrong: Any) -> Any:

@@ -144,6 +144,10 @@ class HeteroPlan:
     def exchange(
         self, x: Mapping[str, Tensor], *, async_op: Literal[True], **precision: Any
     ) -> Pending[dict[str, Tensor]]: ...
+    @overload
+    def exchange(
+        self, x: Mapping[str, Tensor], *, async_op: bool, **precision: Any
+    ) -> dict[str, Tensor] | Pending[dict[str, Tensor]]: ...
 
     def exchange(
         self, x: Mapping[str, Tensor], *, async_op: bool = False, **precision: Any
