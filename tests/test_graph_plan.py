@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
 import gradmesh as gm
@@ -584,3 +585,30 @@ def mixed_states() -> str:
 
 def test_states_of_different_plans_are_refused(threads: Ranks) -> None:
     assert all("rank 1 sends rank 0 0 rows of 1" in said for said in threads(2)(mixed_states))
+
+
+def copied() -> list[bool]:
+    made, x = plan_for_modes()
+    source = made.edge_index[0]
+    before = made.scatter_add(made.exchange(x, async_op=True).wait()[source])
+    again = copy.deepcopy(made)
+    return [again.digest == made.digest, torch.equal(again.scatter_add(again.exchange(x)[source]), before)]
+
+
+def test_a_plan_that_was_used_can_be_copied(threads: Ranks) -> None:
+    assert threads(3)(copied) == [[True, True]] * 3
+
+
+def shapes_alone() -> list[tuple[int, ...]]:
+    made, x = plan_for_modes()
+    at = made.own % 2
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake, fake_at = mode.from_tensor(x), mode.from_tensor(at)
+        return [
+            tuple(y.shape) for y in (made.exchange(fake), made.gather(fake), made.pool(fake, fake_at, 2))
+        ] + [(len(made.own) + len(made.remote), 3)]
+
+
+def test_fake_rows_get_their_shapes_without_communication(threads: Ranks) -> None:
+    for exchanged, gathered, pooled, rows in threads(3)(shapes_alone):
+        assert (exchanged, gathered, pooled) == (rows, (10, 3), (2, 3))

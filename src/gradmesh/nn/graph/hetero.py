@@ -76,6 +76,8 @@ class HeteroPlan:
         nodes = {kind: checked_owner(owner[kind], call.axis.size, fail) for kind in sorted(owner)}
         self.axis = call.axis
         pairs = self._checked(edges, {kind: len(each) for kind, each in nodes.items()}, call)
+        device = next((each.device for each in pairs.values()), None)
+        nodes = {kind: each.to(device) for kind, each in nodes.items()}
         words = repr((list(nodes), list(pairs))).encode()
         agree(self.axis, self.verb, "types", [len(words), int.from_bytes(words, "big") % (2**61 - 1)])
         agree(self.axis, self.verb, "edges and owner", [], *nodes.values(), *pairs.values())

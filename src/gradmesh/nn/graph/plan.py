@@ -116,6 +116,7 @@ class GraphPlan(Rows):
         if self._kind == "whole":
             nodes = checked_owner(owner, here.size, fail)
             pairs = checked_edges(edges, len(nodes), fail)
+            nodes = nodes.to(pairs.device)
             agree(here, self.verb, "edges, owner, root and hops", told, pairs, nodes)
             given = part_of_whole(pairs)
         elif self._kind == "root":
@@ -133,6 +134,7 @@ class GraphPlan(Rows):
         if call.axis.rank == self._root:
             owner = checked_owner(owner, call.axis.size, fail)
             edges = checked_edges(edges, len(owner), fail)
+            owner = owner.to(edges.device)
         elif edges is not None or owner is not None:
             fail(
                 "a graph is given on a rank that is not the root",
