@@ -103,6 +103,47 @@ def test_the_comparison_finds_wrong_plans(threads: Ranks) -> None:
     assert threads(3)(forgetful) == [[True, True]] * 3
 
 
+class PooledToR(GraphPlan):
+    """A pool whose gradient is summed once more."""
+
+    def pool(self, x: Tensor, structure: Tensor | None = None, structures: int = 1) -> Tensor:
+        assert structure is not None
+        return gm.all_reduce(x.new_zeros(structures).index_add(0, structure, x), dst=gm.R)
+
+
+class TakenOfR(GraphPlan):
+    """Own rows whose gradients stay on their rank."""
+
+    def take(self, x: Tensor) -> Tensor:
+        return x[self.own]
+
+
+class NothingSentBack(GraphPlan):
+    """An exchange whose backward forgets the rows that were sent."""
+
+    def exchange(self, x: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
+        return torch.cat((x, super().exchange(x)[len(x) :].detach()))
+
+
+def with_wrong_gradients() -> list[list[bool]]:
+    found = []
+    for kind in (PooledToR, TakenOfR, NothingSentBack):
+
+        def wrong(plan: GraphPlan, kind: type[GraphPlan] = kind) -> GraphPlan:
+            plan.__class__ = kind
+            return plan
+
+        said = differences(Program(5, nodes=12, edges=60), again=wrong)
+        found.append(
+            [any(one.startswith(name) for one in said) for name in ("energies", "forces", "gradient")]
+        )
+    return found
+
+
+def test_the_comparison_finds_wrong_gradients_behind_right_values(threads: Ranks) -> None:
+    assert threads(3)(with_wrong_gradients) == [[[False, True, True]] * 3] * 3
+
+
 # -- what a plan knows
 
 
