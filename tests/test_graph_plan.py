@@ -653,3 +653,21 @@ def shapes_alone() -> list[tuple[int, ...]]:
 def test_fake_rows_get_their_shapes_without_communication(threads: Ranks) -> None:
     for exchanged, gathered, pooled, rows in threads(3)(shapes_alone):
         assert (exchanged, gathered, pooled) == (rows, (10, 3), (2, 3))
+
+
+def exchanged_both_ways() -> tuple[int, int]:
+    """One exchange of rows of three float64, and its backward in bfloat16."""
+    made, x = plan_for_modes()
+    x.requires_grad_()
+    made.exchange(x, backward_dtype=torch.bfloat16).sum().backward()
+    return made.rows_sent, len(made.remote)
+
+
+def test_what_travels_is_the_boundary_rows_and_no_more() -> None:
+    ran = gm.verify.simulate(exchanged_both_ways, 3)
+    for rank, (sent, remote) in enumerate(ran.results):
+        events = [one for one in ran.events if one.rank == rank and one.verb == "neighbor_all_to_all"]
+        assert [(one.phase, one.sent) for one in events] == [
+            ("forward", sent * 3 * 8),
+            ("backward", remote * 3 * 2),
+        ]
