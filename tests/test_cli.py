@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from gradmesh import cli
 from gradmesh.backends import shm
-from gradmesh.demo.extras import EXTRAS
+from gradmesh.extras import EXTRAS
 from gradmesh.ops.registry import table
 
 

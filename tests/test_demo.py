@@ -13,8 +13,9 @@ from click.testing import CliRunner
 from torch import Tensor
 
 import gradmesh as gm
+from gradmesh import extras
 from gradmesh.cli import commands
-from gradmesh.demo import extras, job
+from gradmesh.demo import job
 from gradmesh.demo.contrast import GATHERS, Learner, Towers, Views, dense_loss, rank_loss
 
 CHANCE = 1 / job.HELD_OUT

@@ -12,7 +12,7 @@ import gradmesh
 PACKAGE = Path(gradmesh.__file__).parent
 
 FLOORS = (
-    ("errors", "types", "dtypes", "_torch", "call_sites", "environment", "memo", "structure"),
+    ("errors", "types", "dtypes", "_torch", "call_sites", "environment", "extras", "memo", "structure"),
     ("backends",),
     ("state",),
     ("checking", "world"),
@@ -27,6 +27,7 @@ FLOORS = (
     ("collectives",),
     ("averaging",),
     ("objective",),
+    ("nn",),
     ("compat", "verify"),
     ("bench", "demo", "installation"),
     ("cli",),

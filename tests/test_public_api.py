@@ -82,16 +82,17 @@ def test_dir_shows_the_public_names_alone() -> None:
     run(
         "import gradmesh as gm\n"
         "import gradmesh.order, gradmesh.compat.towhee  # still there to be imported\n"
-        "assert dir(gm) == sorted([*gm.__all__, '__version__', 'compat', 'verify']), dir(gm)\n"
+        "assert dir(gm) == sorted([*gm.__all__, '__version__', 'compat', 'nn', 'verify']), dir(gm)\n"
     )
 
 
 def test_drop_ins_and_checks_are_there_when_asked_for_and_not_before() -> None:
     run(
         "import sys, gradmesh as gm\n"
-        "assert not {'gradmesh.compat', 'gradmesh.verify'} & set(sys.modules)\n"
+        "assert not {'gradmesh.compat', 'gradmesh.nn', 'gradmesh.verify'} & set(sys.modules)\n"
+        "assert callable(gm.nn.graph.by_count)\n"
         "assert callable(gm.verify.adjoint_matrix_error) and callable(gm.compat.towhee.AllGather.apply)\n"
-        "assert {'gradmesh.compat', 'gradmesh.verify'} <= set(sys.modules)\n"
+        "assert {'gradmesh.compat', 'gradmesh.nn', 'gradmesh.verify'} <= set(sys.modules)\n"
     )
 
 

@@ -9,8 +9,8 @@
 >>> gm.launch(on_each_rank, 2, backend="threads")
 [[6.0], [12.0]]
 
-Two packages come with it that are loaded when they are first asked for: `gm.compat`, drop-ins for code that exists,
-and `gm.verify`, tools that prove gradients over ranks.
+Three packages come with it that are loaded when they are first asked for: `gm.compat`, drop-ins for code that exists,
+`gm.nn`, networks on graphs that are cut over the ranks, and `gm.verify`, tools that prove gradients over ranks.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ from gradmesh.world import init, mesh, use_mesh
 
 if TYPE_CHECKING:
     from gradmesh import compat as compat
+    from gradmesh import nn as nn
     from gradmesh import verify as verify
 
 __version__ = "0.1.0"
@@ -145,7 +146,7 @@ __all__ = [
     "world_size",
 ]
 
-_LOADED_WHEN_ASKED_FOR = ("compat", "verify")
+_LOADED_WHEN_ASKED_FOR = ("compat", "nn", "verify")
 
 
 def __dir__() -> list[str]:

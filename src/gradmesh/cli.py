@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from gradmesh import installation
 from gradmesh.backends import shm
 from gradmesh.bench.command import bench
-from gradmesh.demo.extras import EXTRAS, missing, require
 from gradmesh.demo.job import Settings, run
 from gradmesh.errors import GradmeshError, MissingExtraError
+from gradmesh.extras import EXTRAS, missing, require
 from gradmesh.ops.registry import table as ops_table
 from gradmesh.verify.auditing.command import NOT_RUN, audit_command
 from gradmesh.verify.auditing.kinds import KINDS

@@ -22,7 +22,7 @@ from gradmesh.demo.contrast import (
     rank_epoch,
     rank_gradient,
 )
-from gradmesh.demo.extras import require
+from gradmesh.extras import require
 
 __all__ = [
     "BATCH",

@@ -11,6 +11,7 @@ __all__ = ["EXTRAS", "missing", "require"]
 EXTRAS = {
     "cli": ("click", "rich"),
     "demo": ("click", "rich", "matplotlib", "numpy", "sklearn"),
+    "metis": ("pymetis",),
     "notebook": ("cloudpickle",),
 }
 """The modules that each extra brings, by the names they are imported with."""

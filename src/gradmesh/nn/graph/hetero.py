@@ -1,0 +1,232 @@
+"""`HeteroPlan`: a graph with nodes and edges of several types, cut over the ranks of an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NoReturn, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from gradmesh.arguments import Call
+from gradmesh.axis import AxisLike
+from gradmesh.errors import ArgumentError, ShapeError, message
+from gradmesh.nn.graph.edges import Edges, added, checked_edges, local_edges
+from gradmesh.nn.graph.given import agree, checked_owner, failing
+from gradmesh.nn.graph.rows import Rows
+from gradmesh.overlap.pending import Pending, together
+from gradmesh.types import Convention, R
+
+__all__ = ["HeteroPlan", "Relation"]
+
+T = TypeVar("T")
+
+Relation = tuple[str, str, str]
+"""What edges go from, what they are, and what they go to: ("author", "writes", "paper")."""
+
+
+class HeteroPlan:
+    """A graph with several types of nodes and edges in parts, one on each rank; made by all ranks together.
+
+    It is a partition for each type of node, and shares the rows of a type among all relations that begin there: one
+    exchange brings what all of them need. The methods are those of `GraphPlan`, on dicts by type or by relation. Every
+    rank has the whole graph, and calls with the same types.
+
+    Args:
+        edges: for each relation, sources and targets, counted over all nodes of their types; shape (2, edges).
+        owner: for each type of node the rank of each node.
+        axis: the ranks, as in every verb.
+
+    Attributes:
+        axis: the ranks.
+        rows: for each type of node its `Rows`: `plan.rows["paper"].own`, and whatever else moves rows of one type.
+        edges: for each relation its edges on this rank: `edge_index`, `edges`, `interior` and `boundary`, as a
+            `GraphPlan` has them.
+
+    Raises:
+        ArgumentError, MismatchError: what is given is no graph, no partition, or not the same on every rank.
+
+    Example:
+        >>> from gradmesh.nn.graph import HeteroPlan, by_count
+        >>> writes = ("author", "writes", "paper")
+        >>> def on_each_rank():
+        ...     owner = {"author": by_count(2, 2), "paper": by_count(3, 2)}
+        ...     plan = HeteroPlan({writes: torch.tensor([[0, 0, 1], [0, 2, 2]])}, owner)
+        ...     authors = plan.exchange({"author": 1.0 + plan.rows["author"].own})["author"]
+        ...     source, target = plan.edges[writes].edge_index
+        ...     return plan.scatter_add({writes: authors[source]})["paper"].tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [[1.0, 0.0], [3.0]]
+    """
+
+    verb = "nn.graph.HeteroPlan"
+
+    def __init__(
+        self, edges: Mapping[Relation, Tensor], owner: Mapping[str, Tensor], axis: AxisLike = None
+    ) -> None:
+        call = Call(self.verb, torch.empty(0), axis)
+        fail = failing(call)
+        if not isinstance(owner, Mapping) or not isinstance(edges, Mapping):
+            fail(
+                "the types are not told",
+                "edges={(source type, relation, target type): edges}, owner={type: ranks}",
+                f"edges={type(edges).__name__}, owner={type(owner).__name__}",
+                "use GraphPlan for a graph of one type",
+            )
+        nodes = {kind: checked_owner(owner[kind], call.axis.size, fail) for kind in sorted(owner)}
+        self.axis = call.axis
+        pairs = self._checked(edges, {kind: len(each) for kind, each in nodes.items()}, call)
+        device = next((each.device for each in pairs.values()), None)
+        nodes = {kind: each.to(device) for kind, each in nodes.items()}
+        words = repr((list(nodes), list(pairs))).encode()
+        agree(self.axis, self.verb, "types", [len(words), int.from_bytes(words, "big") % (2**61 - 1)])
+        agree(self.axis, self.verb, "edges and owner", [], *nodes.values(), *pairs.values())
+        self.rows = {kind: Rows(self.axis, each) for kind, each in nodes.items()}
+        self._build(pairs)
+
+    def _checked(
+        self, edges: Mapping[Relation, Tensor], nodes: Mapping[str, int], call: Call
+    ) -> dict[Relation, Tensor]:
+        fail = failing(call)
+        for relation in edges:
+            if (
+                not isinstance(relation, tuple)
+                or len(relation) != 3
+                or not {relation[0], relation[2]} <= set(nodes)
+            ):
+                fail(
+                    "a relation is not between types of nodes that there are",
+                    f"(source type, relation, target type), of {', '.join(map(repr, nodes))}",
+                    repr(relation),
+                    "give owner an entry for each type of node",
+                )
+        return {
+            relation: checked_edges(edges[relation], (nodes[relation[0]], nodes[relation[2]]), fail)
+            for relation in sorted(edges)
+        }
+
+    def _build(self, pairs: Mapping[Relation, Tensor]) -> None:
+        """Find the edges of each relation and the remote rows of each type, and ask for these."""
+        rank = self.axis.rank
+        numbers = {
+            relation: (self.rows[relation[2]].owner[found[1]] == rank).nonzero().squeeze(1)
+            for relation, found in pairs.items()
+        }
+        here = {relation: found[:, numbers[relation]] for relation, found in pairs.items()}
+        place: dict[str, Tensor] = {}
+        for kind, rows in self.rows.items():
+            needed = torch.cat(
+                [rows.own[:0], *(found[0] for (source, _, _), found in here.items() if source == kind)]
+            )
+            needed = needed.unique()
+            rows.ask(needed[rows.owner[needed] != rank])
+            place[kind] = torch.empty_like(rows.owner)
+            held = torch.cat((rows.own, rows.remote))
+            place[kind][held] = torch.arange(len(held), device=held.device)
+        self.edges: dict[Relation, Edges] = {}
+        for relation, found in here.items():
+            source, _, target = relation
+            local = torch.stack((place[source][found[0]], place[target][found[1]]))
+            own = len(self.rows[source].own), len(self.rows[target].own)
+            self.edges[relation] = local_edges(local, numbers[relation], own)
+
+    def rebuilt(self, edges: Mapping[Relation, Tensor]) -> HeteroPlan:
+        """A plan of other edges between the same nodes, in the same partition.
+
+        Args:
+            edges: those of each relation.
+        """
+        return HeteroPlan(edges, {kind: rows.owner for kind, rows in self.rows.items()}, self.axis)
+
+    @overload
+    def exchange(
+        self, x: Mapping[str, Tensor], *, async_op: Literal[False] = False, **precision: Any
+    ) -> dict[str, Tensor]: ...
+    @overload
+    def exchange(
+        self, x: Mapping[str, Tensor], *, async_op: Literal[True], **precision: Any
+    ) -> Pending[dict[str, Tensor]]: ...
+    @overload
+    def exchange(
+        self, x: Mapping[str, Tensor], *, async_op: bool, **precision: Any
+    ) -> dict[str, Tensor] | Pending[dict[str, Tensor]]: ...
+
+    def exchange(
+        self, x: Mapping[str, Tensor], *, async_op: bool = False, **precision: Any
+    ) -> dict[str, Tensor] | Pending[dict[str, Tensor]]:
+        """The own rows of some types, each followed by its remote ones; as `GraphPlan.exchange`.
+
+        Args:
+            x: for each type this rank's own rows.
+            async_op: begin all of them, and return one `gradmesh.Pending`.
+            precision: `comm_dtype` and `backward_dtype`.
+        """
+        kinds = self._kinds(x)
+        if not async_op or not kinds:
+            return {kind: self.rows[kind].exchange(x[kind], **precision) for kind in kinds}
+        begun = [self.rows[kind].exchange(x[kind], async_op=True, **precision) for kind in kinds]
+        return together(begun, lambda rows: dict(zip(kinds, rows, strict=True)))
+
+    def take(self, x: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The own rows of tensors that are the same on every rank, by type; as `GraphPlan.take`."""
+        return self._each(x, lambda rows, each: rows.take(each))
+
+    def gather(self, x: Mapping[str, Tensor], *, dst: Convention = R) -> dict[str, Tensor]:
+        """The rows of all nodes, by type; as `GraphPlan.gather`."""
+        return self._each(x, lambda rows, each: rows.gather(each, dst=dst))
+
+    def pool(
+        self, x: Mapping[str, Tensor], structure: Mapping[str, Tensor] | None = None, structures: int = 1
+    ) -> dict[str, Tensor]:
+        """The sum of all nodes' rows for each structure of a batch, by type; as `GraphPlan.pool`."""
+        return {
+            kind: self.rows[kind].pool(x[kind], None if structure is None else structure[kind], structures)
+            for kind in self._kinds(x)
+        }
+
+    def scatter_add(self, messages: Mapping[Relation, Tensor]) -> dict[str, Tensor]:
+        """The sum of the messages at each target, over all relations that are given. Nothing is sent.
+
+        Args:
+            messages: for some relations a row for each edge of `plan.edges[relation]`.
+
+        Returns:
+            For each type that these relations lead to a row for each own node.
+
+        Raises:
+            ArgumentError: a relation that there is not.
+            ShapeError: not one row for each edge.
+        """
+        sums: dict[str, Tensor] = {}
+        for relation in sorted(messages):
+            if relation not in self.edges:
+                self._refuse("there is no such relation", f"one of {list(self.edges)}", repr(relation))
+            target, given = self.edges[relation].edge_index[1], messages[relation]
+            if given.dim() == 0 or given.shape[0] != target.shape[0]:
+                text = f"{target.shape[0]} rows for {relation}"
+                self._refuse(
+                    "there is not one row for each edge", text, f"shape {tuple(given.shape)}", ShapeError
+                )
+            one = added(given, target, self.rows[relation[2]].own.shape[0])
+            sums[relation[2]] = sums[relation[2]] + one if relation[2] in sums else one
+        return sums
+
+    def _each(self, x: Mapping[str, Tensor], run: Callable[[Rows, Tensor], T]) -> dict[str, T]:
+        return {kind: run(self.rows[kind], x[kind]) for kind in self._kinds(x)}
+
+    def _kinds(self, x: Mapping[str, Tensor]) -> list[str]:
+        """The types, in an order that is the same on every rank."""
+        unknown = [kind for kind in x if kind not in self.rows]
+        if unknown:
+            self._refuse(
+                "there is no such type of node", f"one of {', '.join(map(repr, self.rows))}", repr(unknown[0])
+            )
+        return sorted(x)
+
+    def _refuse(
+        self, problem: str, expected: str, got: str, kind: type[ArgumentError] = ArgumentError
+    ) -> NoReturn:
+        remedy = "use the types and relations that the plan was made of"
+        raise kind(
+            message(problem, op=self.verb, axis=str(self.axis), expected=expected, got=got, remedy=remedy)
+        )

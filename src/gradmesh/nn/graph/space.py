@@ -1,0 +1,167 @@
+"""Nodes to ranks by where they are: parts that are compact, so that few edges cross."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gradmesh.axis import balanced
+from gradmesh.nn.graph.partition import fail, ranks_of
+
+__all__ = ["by_space"]
+
+_BITS = 16
+"""The places along each dimension that the curve tells apart are 2 to this power."""
+
+
+def by_space(
+    positions: Tensor,
+    ranks: int,
+    *,
+    cell: Tensor | None = None,
+    method: Literal["bisection", "curve"] = "bisection",
+) -> Tensor:
+    """Give each rank the nodes of a region; the parts differ by one node at most.
+
+    "bisection" halves the ranks and cuts the nodes in the same proportion across their longest extent, and so on in
+    both halves. "curve" walks all nodes along a Hilbert curve and cuts that: regions that are less compact, but a node
+    that moves a little changes its owner more seldom.
+
+    Args:
+        positions: where the nodes are, shape (nodes, dims); no gradient flows.
+        ranks: the number of ranks.
+        cell: the vectors of a periodic cell as rows, shape (dims, dims); the nodes are then taken to where they are in
+            it. None: not periodic.
+        method: "bisection" or "curve".
+
+    Returns:
+        The rank of each node, shape (nodes,), on the device of the positions.
+
+    Raises:
+        ArgumentError: positions that are no matrix of finite numbers, a cell that does not fit them or has no volume,
+            a method or a number of ranks that is none.
+
+    Example:
+        >>> corners = torch.tensor([[0.0, 0.0], [9.0, 0.0], [0.0, 1.0], [9.0, 1.0]])
+        >>> by_space(corners, 2)
+        tensor([0, 1, 0, 1])
+    """
+    ranks = ranks_of(ranks, "by_space")
+    if method not in ("bisection", "curve"):
+        fail(
+            "by_space",
+            "there is no such method",
+            'method="bisection" or "curve"',
+            f"method={method!r}",
+            "choose one",
+        )
+    places = _places(positions, cell)
+    order = _bisected(places, ranks) if method == "bisection" else _along_curve(places)
+    sizes = torch.tensor(balanced(len(order), ranks))
+    owner = torch.empty_like(order)
+    owner[order] = torch.arange(ranks).repeat_interleave(sizes)
+    return owner.to(positions.device)
+
+
+def _places(positions: Tensor, cell: Tensor | None) -> Tensor:
+    """Where the nodes are in numbers that are lengths, inside of the cell."""
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] == 0:
+        shown = f"shape {tuple(positions.shape)}" if isinstance(positions, Tensor) else repr(positions)
+        fail(
+            "by_space",
+            "positions is no matrix",
+            "shape (nodes, dims)",
+            shown,
+            "give each node a row of numbers",
+        )
+    places = positions.detach().to("cpu", torch.float64)
+    if not torch.isfinite(places).all():
+        fail(
+            "by_space",
+            "a position is not finite",
+            "finite numbers",
+            f"{int((~torch.isfinite(places)).any(1).sum())} nodes with NaN or infinity",
+            "look for what made them",
+        )
+    if cell is None:
+        return places
+    dims = places.shape[1]
+    plain = isinstance(cell, Tensor) and tuple(cell.shape) == (dims, dims)
+    vectors = (
+        cell.detach().to("cpu", torch.float64) if plain else torch.zeros(dims, dims, dtype=torch.float64)
+    )
+    if not plain or not abs(float(torch.linalg.det(vectors))) > 0:
+        fail(
+            "by_space",
+            "cell is no periodic cell of these positions",
+            f"{dims} independent vectors as rows, shape ({dims}, {dims})",
+            f"{cell!r}",
+            "give every dimension a vector; a long one where nothing repeats",
+        )
+    inside: Tensor = torch.linalg.solve(vectors.T, places.T).T
+    lengths: Tensor = (vectors**2).sum(1).sqrt()
+    return (inside - inside.floor()) * lengths
+
+
+def _bisected(places: Tensor, ranks: int) -> Tensor:
+    """The nodes in an order that is cut among the ranks."""
+    sizes = balanced(len(places), ranks)
+
+    def ordered(nodes: Tensor, first: int, last: int) -> Tensor:
+        if last - first == 1 or not len(nodes):
+            return nodes.sort().values
+        middle = (first + last) // 2
+        part = places[nodes]
+        longest = int((part.amax(0) - part.amin(0)).argmax())
+        nodes = nodes[part[:, longest].argsort(stable=True)]
+        left = sum(sizes[first:middle])
+        # Numbers in order again, by which ties are broken.
+        halves = nodes[:left].sort().values, nodes[left:].sort().values
+        return torch.cat((ordered(halves[0], first, middle), ordered(halves[1], middle, last)))
+
+    return ordered(torch.arange(len(places)), 0, ranks)
+
+
+def _along_curve(places: Tensor) -> Tensor:
+    """The nodes in the order of a Hilbert curve."""
+    if not len(places):
+        return torch.arange(0)
+    lowest = places.amin(0)
+    extent = float((places.amax(0) - lowest).max())
+    bits = min(_BITS, 62 // places.shape[1])
+    if bits < 1:
+        fail(
+            "by_space",
+            "too many dimensions for a curve",
+            "62 at most",
+            f"{places.shape[1]}",
+            'use method="bisection"',
+        )
+    steps = ((places - lowest) * (((1 << bits) - 1) / extent if extent else 0.0)).long()
+    return _hilbert(list(steps.unbind(1)), bits).argsort(stable=True)
+
+
+def _hilbert(axes: list[Tensor], bits: int) -> Tensor:
+    """Each node's number along the curve (Skilling, Programming the Hilbert curve, 2004)."""
+    zero = torch.zeros_like(axes[0])
+    for level in range(bits - 1, 0, -1):
+        bit = 1 << level
+        for dim in range(len(axes)):
+            inverted = (axes[dim] & bit) != 0
+            swapped = torch.where(inverted, zero, (axes[0] ^ axes[dim]) & (bit - 1))
+            axes[0] = torch.where(inverted, axes[0] ^ (bit - 1), axes[0] ^ swapped)
+            if dim:
+                axes[dim] = axes[dim] ^ swapped
+    for dim in range(1, len(axes)):
+        axes[dim] = axes[dim] ^ axes[dim - 1]
+    turned = zero
+    for level in range(bits - 1, 0, -1):
+        bit = 1 << level
+        turned = torch.where((axes[-1] & bit) != 0, turned ^ (bit - 1), turned)
+    number = zero
+    for level in range(bits - 1, -1, -1):
+        for each in axes:
+            number = (number << 1) | (((each ^ turned) >> level) & 1)
+    return number

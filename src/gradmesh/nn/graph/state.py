@@ -1,0 +1,129 @@
+"""A plan as tensors and ints, and back."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradmesh.arguments import Call
+from gradmesh.collectives import all_gather
+from gradmesh.errors import MismatchError, message
+from gradmesh.ops.neighbor import Picked
+from gradmesh.ops.sizes import Sizes
+
+__all__ = ["digest", "put", "take"]
+
+_TENSORS = (
+    "owner",
+    "own",
+    "remote",
+    "_by_rank",
+    "_places",
+    "hop",
+    "edge_index",
+    "edges",
+    "interior",
+    "boundary",
+)
+_KINDS = ("whole", "root", "parts")
+_VERSION = 1
+
+
+def put(fields: Mapping[str, Any]) -> dict[str, Tensor | int]:
+    """The state of a plan's fields, whose tensors it shares."""
+    picked: Picked = fields["_picked"]
+    counted = {"counts": fields["counts"], "sent": picked.sent.told, "received": picked.received.told}
+    return {
+        "version": _VERSION,
+        "rank": fields["axis"].rank,
+        "ranks": fields["axis"].size,
+        "kind": _KINDS.index(fields["_kind"]),
+        "root": fields["_root"],
+        "hops": fields["hops"],
+        **{name.lstrip("_"): fields[name] for name in _TENSORS},
+        "send": picked.index,
+        **{name: torch.tensor(numbers) for name, numbers in counted.items()},
+    }
+
+
+def digest(state: Mapping[str, Tensor | int]) -> str:
+    """A number made of all of a state."""
+    made = hashlib.sha256()
+    for name in sorted(state):
+        value = state[name]
+        numbers = value.reshape(-1).tolist() if isinstance(value, Tensor) else [value]
+        made.update(f"{name}:{len(numbers)};".encode())
+        made.update(array("q", numbers).tobytes())
+    return made.hexdigest()
+
+
+def take(state: Mapping[str, Tensor | int], call: Call) -> dict[str, Any]:
+    """The fields of a plan, of its state on this rank; every rank sees that they fit together."""
+    axis = call.axis
+    needed = {name.lstrip("_") for name in _TENSORS} | {"send", "counts", "sent", "received"}
+    numbers = {"version", "rank", "ranks", "kind", "root", "hops"}
+    plain = isinstance(state, Mapping) and set(state) == needed | numbers
+    if (
+        not plain
+        or state["version"] != _VERSION
+        or not all(isinstance(state[name], Tensor) for name in needed)
+        or not all(type(state[name]) is int for name in numbers)
+    ):
+        call.fail(
+            "this is no state of a plan",
+            expected="what plan.state() returned",
+            got=f"{type(state).__name__} of {', '.join(map(str, state)) if isinstance(state, Mapping) else state!r}",
+            remedy="save and load it as it is",
+        )
+    if (state["rank"], state["ranks"]) != (axis.rank, axis.size):
+        call.fail(
+            "this is the state of another rank",
+            expected=f"that of rank {axis.rank} of {axis.size}",
+            got=f"that of rank {state['rank']} of {state['ranks']}",
+            remedy="hand in what this rank saved; for another number of ranks, make the plan anew",
+        )
+    tensors: dict[str, Tensor] = {name: state[name] for name in needed}  # type: ignore[misc]  # seen above
+    counts, sent, received = (tensors[name].tolist() for name in ("counts", "sent", "received"))
+    _see_that_they_fit(call, counts, sent, received, tensors["send"].device)
+    picked = Picked(tensors["send"], Sizes(tuple(sent)), Sizes(tuple(received)), len(tensors["own"]))
+    return {
+        "axis": axis,
+        **{name: tensors[name.lstrip("_")] for name in _TENSORS},
+        "counts": tuple(counts),
+        "hops": state["hops"],
+        "_kind": _KINDS[state["kind"]],
+        "_root": state["root"],
+        "_picked": picked,
+        "_in_order": bool((tensors["owner"][1:] >= tensors["owner"][:-1]).all()),
+    }
+
+
+def _see_that_they_fit(
+    call: Call, counts: list[int], sent: list[int], received: list[int], device: torch.device
+) -> None:
+    """Compare what each rank sends with what the others receive."""
+    ranks = call.axis.size
+    table = all_gather(torch.tensor([[*counts, *sent, *received]], device=device), call.axis).tolist()
+    sends, takes = [row[ranks : 2 * ranks] for row in table], [row[2 * ranks :] for row in table]
+    differing = [
+        f"rank {a} sends rank {b} {sends[a][b]} rows of {takes[b][a]}"
+        for a in range(ranks)
+        for b in range(ranks)
+        if sends[a][b] != takes[b][a]
+    ]
+    if differing or any(row[:ranks] != table[0][:ranks] for row in table):
+        raise MismatchError(
+            message(
+                "the ranks' states are not those of one plan",
+                op=call.verb,
+                axis=str(call.axis),
+                expected="states that were saved together",
+                got="; ".join(differing[:3]) or "other numbers of nodes on the ranks",
+                remedy="load the states of one checkpoint",
+            )
+        )

@@ -1,0 +1,176 @@
+"""`HeteroPlan`: a graph of several types in parts gives what one process gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradmesh as gm
+from gradmesh.nn.graph import HeteroPlan, by_count
+from tests.conftest import Run
+
+Ranks = Callable[[int], Run]
+
+NODES = {"atom": 9, "bond": 14, "ghost": 0}
+RELATIONS = {
+    ("atom", "in", "bond"): 30,
+    ("bond", "of", "atom"): 25,
+    ("atom", "near", "atom"): 40,
+    ("bond", "x", "bond"): 0,
+}
+
+
+def graph(seed: int) -> tuple[dict[Any, Tensor], dict[str, Tensor], dict[Any, Tensor]]:
+    """Edges, rows, and a weight for each relation."""
+    draw = torch.Generator().manual_seed(seed)
+    edges = {
+        (source, name, target): torch.stack(
+            [torch.randint(0, NODES[kind], (count,), generator=draw) for kind in (source, target)]
+        )
+        for (source, name, target), count in RELATIONS.items()
+    }
+    rows = {kind: torch.randn(n, 3, dtype=torch.float64, generator=draw) for kind, n in NODES.items()}
+    weights = {each: torch.randn(3, 3, dtype=torch.float64, generator=draw) for each in RELATIONS}
+    return edges, rows, weights
+
+
+def assignment(seed: int, ranks: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed + 100)
+    if seed % 2:  # rank 0 has no atom
+        return {
+            kind: torch.randint(min(1, ranks - 1), ranks, (n,), generator=draw) for kind, n in NODES.items()
+        }
+    return {kind: by_count(n, ranks) for kind, n in NODES.items()}
+
+
+def dense(seed: int) -> list[Tensor]:
+    edges, rows, weights = graph(seed)
+    leaves = {kind: x.requires_grad_() for kind, x in rows.items()}
+    x = dict(leaves)
+    for _ in range(2):
+        sums = {kind: torch.zeros_like(each) for kind, each in x.items()}
+        for relation, (source, target) in edges.items():
+            moved = (x[relation[0]][source] @ weights[relation]).tanh() * x[relation[2]][target]
+            sums[relation[2]] = sums[relation[2]].index_add(0, target, moved)
+        x = {kind: each + sums[kind] for kind, each in x.items()}
+    energy = torch.stack([(each**2).sum() for each in x.values()]).sum()
+    first = torch.autograd.grad(energy, [leaves["atom"], leaves["bond"]], create_graph=True)
+    second = torch.autograd.grad(
+        torch.stack([(g**2).sum() for g in first]).sum(), [leaves["atom"], leaves["bond"]]
+    )
+    return [energy, *first, *second]
+
+
+def in_parts(seed: int, async_op: bool, rebuilt: bool) -> list[Tensor]:
+    edges, rows, weights = graph(seed)
+    owner = assignment(seed, gm.world_size())
+    plan = HeteroPlan(graph(seed + 1)[0] if rebuilt else edges, owner)
+    if rebuilt:
+        plan = plan.rebuilt(edges)
+    leaves = {kind: x.requires_grad_() for kind, x in rows.items()}
+    x = plan.take(leaves)
+    with gm.ordered():
+        for _ in range(2):
+            begun = plan.exchange(x, async_op=async_op)
+            held = begun.wait() if isinstance(begun, gm.Pending) else begun
+            messages = {}
+            for relation, found in plan.edges.items():
+                source, target = found.edge_index
+                moved = (held[relation[0]][source] @ weights[relation]).tanh()
+                messages[relation] = moved * x[relation[2]][target]
+            sums = plan.scatter_add(messages)
+            x = {kind: each + sums[kind] if kind in sums else each for kind, each in x.items()}
+        energies = plan.pool({kind: (each**2).sum(1) for kind, each in x.items()})
+        energy = torch.cat(list(energies.values())).sum()
+        first = gm.grad(energy, [leaves["atom"], leaves["bond"]], create_graph=True)
+        second = gm.grad(torch.stack([(g**2).sum() for g in first]).sum(), [leaves["atom"], leaves["bond"]])
+    whole = plan.gather(plan.take(rows))
+    assert all(torch.equal(whole[kind], rows[kind]) for kind in NODES)
+    return [energy, *first, *second]
+
+
+def differences(async_op: bool, rebuilt: bool) -> list[float]:
+    return [
+        float((got - right).detach().abs().max() / right.detach().abs().max())
+        for seed in range(4)
+        for got, right in zip(in_parts(seed, async_op, rebuilt), dense(seed), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("async_op", "rebuilt"), [(False, False), (True, True)])
+def test_a_graph_of_several_types_gives_what_one_process_gives(
+    ranks: int, async_op: bool, rebuilt: bool, threads: Ranks
+) -> None:
+    for found in threads(ranks)(differences, async_op, rebuilt):
+        assert max(found) < 1e-10
+
+
+def bits() -> list[bool]:
+    edges, _, _ = graph(0)
+    plan = HeteroPlan(edges, assignment(0, gm.world_size()))
+    right = []
+    for relation, found in plan.edges.items():
+        source, target = (plan.rows[relation[at]] for at in (0, 2))
+        ends = torch.cat((source.own, source.remote))[found.edge_index[0]], target.own[found.edge_index[1]]
+        right += [
+            torch.equal(torch.stack(ends), edges[relation][:, found.edges]),
+            bool((target.owner[edges[relation][1]] == gm.rank()).sum() == len(found.edges)),
+            len(found.interior) + len(found.boundary) == len(found.edges),
+            bool((found.edge_index[0][found.interior] < len(source.own)).all()),
+        ]
+    return right
+
+
+def test_a_rank_has_the_edges_that_end_at_its_nodes(threads: Ranks) -> None:
+    assert all(all(right) for right in threads(3)(bits))
+
+
+def refused(name: str) -> str:
+    edges, rows, _ = graph(0)
+    owner = assignment(0, gm.world_size())
+    plan = HeteroPlan(edges, owner)
+    near = ("atom", "near", "atom")
+    makes: dict[str, Callable[[], Any]] = {
+        "a type that is none": lambda: plan.take({"cell": rows["atom"]}),
+        "a relation that is none": lambda: plan.scatter_add({("atom", "y", "atom"): rows["atom"]}),
+        "messages too few": lambda: plan.scatter_add({near: rows["atom"][:1]}),
+        "no owner of a type": lambda: HeteroPlan(edges, {"atom": owner["atom"]}),
+        "no types": lambda: HeteroPlan(edges[near], owner["atom"]),  # type: ignore[arg-type]
+        "edges that leave a type": lambda: HeteroPlan({near: edges[near] + 5}, owner),
+        "other relations on a rank": lambda: HeteroPlan(edges if gm.rank() else {near: edges[near]}, owner),
+        "other edges on a rank": lambda: HeteroPlan({near: edges[near].flip(gm.rank())}, owner),
+        "a bad owner on a rank": lambda: HeteroPlan(edges, {**owner, "bond": owner["bond"] + gm.rank()}),
+        "rows too few on a rank": lambda: plan.exchange({"atom": rows["atom"][: 6 * gm.rank()]}),
+    }
+    try:
+        makes[name]()
+    except gm.GradmeshError as error:
+        plan.gather(plan.take(rows))  # the next call is right
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a type that is none", "one of 'atom', 'bond', 'ghost'"),
+        ("a relation that is none", "there is no such relation"),
+        ("messages too few", "one row for each edge"),
+        ("no owner of a type", "not between types of nodes that there are"),
+        ("no types", "use GraphPlan for a graph of one type"),
+        ("edges that leave a type", "0 <= source < 9"),
+        ("other relations on a rank", "others on rank 1"),
+        ("other edges on a rank", "others on rank 1"),
+        ("a bad owner on a rank", "0 <= rank < 2"),
+        ("rows too few on a rank", "5 rows"),
+    ],
+)
+def test_what_is_wrong_is_refused_on_every_rank(name: str, text: str, threads: Ranks) -> None:
+    said = threads(2)(refused, name)
+    assert any(text in one for one in said)
+    assert not any("nothing was refused" in one for one in said)
