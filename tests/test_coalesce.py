@@ -116,6 +116,8 @@ def test_ranks_whose_calls_in_the_block_differ_are_refused(threads: Ranks) -> No
     for text in threads(2)(on_rank):
         assert "made of [2], [3]" in text
         assert "made of [3], [2]" in text
+        assert text.count("test_coalesce.py") == 2  # the lines are the caller's
+        assert "contextlib" not in text
 
 
 def test_a_wait_or_a_write_inside_the_block_is_refused(threads: Ranks) -> None:
