@@ -822,17 +822,84 @@ def test_calls_that_are_begun_are_summed_in_each_pass(threads: Ranks) -> None:
 
 
 def frozen_meanwhile() -> list[Any]:
-    w, v = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    w, v, u = (torch.ones(1, requires_grad=True) for _ in range(3))
     with gm.no_sync() as owed:
-        (gm.replicate(w) + gm.replicate(v)).sum().backward()
-    w.requires_grad_(False)
+        (gm.replicate(w) + gm.replicate(v) + gm.replicate(u)).sum().backward()
+    for x in (w, u):
+        x.requires_grad_(False)
+    u.grad = torch.ones(1)
     owed.sync()
-    assert v.grad is not None
-    return [w.grad, v.grad.item()]
+    return [x.grad.item() for x in (w, v, u) if x.grad is not None]
 
 
-def test_a_leaf_that_was_frozen_meanwhile_gets_nothing(threads: Ranks) -> None:
-    assert threads(2)(frozen_meanwhile) == [[None, 2.0]] * 2
+def test_a_leaf_that_was_frozen_meanwhile_has_what_came_before(threads: Ranks) -> None:
+    assert threads(2)(frozen_meanwhile) == [[2.0, 2.0, 3.0]] * 2
+
+
+def one_frozen_for_the_other(off: bool) -> list[Any]:
+    """As of two models in turn: the sums are taken while one of them is frozen."""
+    one, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    for step in range(3):
+        with block(off and step < 2):
+            other.requires_grad_(False)
+            (gm.replicate(one) * gm.replicate(other) * (1 + step + gm.rank())).sum().backward()
+            other.requires_grad_(True)
+            (gm.replicate(other) * (10 + step)).sum().backward()
+    return [x.grad.item() for x in (one, other) if x.grad is not None]
+
+
+@pytest.mark.parametrize("off", [True, False])
+def test_sums_that_are_taken_while_a_leaf_is_frozen_reach_it(off: bool, threads: Ranks) -> None:
+    assert threads(2)(one_frozen_for_the_other, off) == [[15.0, 66.0]] * 2
+
+
+def in_a_closure() -> list[str]:
+    w, found = torch.ones(1, requires_grad=True), []
+    optimizer = torch.optim.SGD([w], lr=1.0)
+
+    def closure() -> float:
+        with gm.no_sync():
+            loss = gm.replicate(w).sum()
+        loss.backward()
+        return loss.item()
+
+    with gm.no_sync() as owed:
+        pass
+    for _ in range(2):
+        with pytest.raises(gm.OrderError, match="an optimizer steps while sums") as caught:
+            optimizer.step(closure)
+        found.append(type(caught.value).__name__)
+        owed.clear()
+    return found
+
+
+def test_a_closure_that_leaves_sums_owed_is_refused(threads: Ranks) -> None:
+    assert threads(2)(in_a_closure) == [["OrderError"] * 2] * 2
+
+
+def a_closure_of_micro_batches(off: bool) -> list[float]:
+    w = torch.ones(3, dtype=T, requires_grad=True)
+    optimizer = torch.optim.LBFGS([w], lr=0.1, max_iter=4)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        total = 0.0
+        for step in range(3):
+            with block(off and step < 2):
+                loss = ((gm.replicate(w) - made(3, seed=step + 10 * gm.rank())) ** 2).sum()
+            loss.backward()
+            total += gm.all_reduce(loss.detach(), dst=gm.I).item()
+        return total
+
+    optimizer.step(closure)
+    return w.tolist()
+
+
+def test_a_closure_of_micro_batches_steps_as_without_the_block(threads: Ranks) -> None:
+    plain = threads(2)(a_closure_of_micro_batches, False)
+    assert plain[0] != [1.0] * 3
+    for one, other in zip(threads(2)(a_closure_of_micro_batches, True), plain, strict=True):
+        assert one == pytest.approx(other, rel=1e-12)
 
 
 def checked() -> list[float]:

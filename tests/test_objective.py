@@ -351,6 +351,33 @@ def test_ranks_that_declare_different_objectives_are_refused(threads: Ranks) -> 
         assert "divided by 2" in text
 
 
+def totals_of_their_own(which: str) -> str:
+    own = {"differ": 4 + gm.rank(), "on one": 4 if gm.rank() else None}[which]
+    with pytest.raises(gm.MismatchError) as caught:
+        gm.objective(torch.ones(()), weights=2, total=own)
+    return str(caught.value)
+
+
+def test_totals_that_are_each_ranks_own_are_refused(threads: Ranks) -> None:
+    for text in threads(2)(totals_of_their_own, "differ"):
+        assert "the ranks divide by different totals" in text
+        assert "rank 0: total=4" in text
+        assert "rank 1: total=5" in text
+    for text in threads(2)(totals_of_their_own, "on one"):
+        assert "with total" in text
+
+
+def weights_on_one_rank() -> str:
+    with pytest.raises(gm.MismatchError) as caught:
+        gm.objective(torch.ones(()), weights=2 if gm.rank() else None)
+    return str(caught.value)
+
+
+def test_weights_on_some_ranks_alone_are_refused(threads: Ranks) -> None:
+    for text in threads(2)(weights_on_one_rank):
+        assert "with weights" in text
+
+
 def compiled() -> list[object]:
     found: list[object] = []
     torch._dynamo.reset()

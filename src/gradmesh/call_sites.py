@@ -18,6 +18,7 @@ _INTERNAL = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
     _PACKAGE,
     threading.__file__,
+    contextlib.__file__,  # which ends the blocks that send
     "<frozen",
 )
 

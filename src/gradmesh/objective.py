@@ -18,7 +18,7 @@ from gradmesh._torch import transforms_active
 from gradmesh.averaging import divided_by
 from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.collectives import all_gather
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError, MismatchError, message
 from gradmesh.structure import Packed
 from gradmesh.types import I, R, Type, V
 from gradmesh.wire import compiling
@@ -84,7 +84,7 @@ def objective(
             loss that is the same on every rank; `gm.I` together with `ddp`, since behind a collective with `dst=gm.I`
             parameters have whole gradients and before it shares, and an average is right for one of both; a module
             whose gradients are averaged over different numbers of ranks, or in which that cannot be seen.
-        MismatchError: the ranks declare different objectives, or one of them was refused.
+        MismatchError: the ranks declare different objectives, among them different totals, or one of them was refused.
 
     In forward mode the tangent is that of this rank's term, as the gradient is.
 
@@ -126,9 +126,14 @@ def objective(
     weight = count if local == "mean" else torch.ones_like(count)
     term = kept.detach().to(count.dtype) * weight
     said = f"objective(reduction={reduction!r}, local={local!r}, divided by {divided:g}, steps={steps})"
+    said += ", with total" * (over is not None) + ", with weights" * (weights is not None)
+    mine = [count, term] if over is None else [count, term, over]
     with torch.no_grad():  # a value alone: no link of a chain, nothing to go back through
-        told = all_gather(Packed(torch.stack([count, term]), said), where)  # type: ignore[call-overload]
-    counts, value = told.view(-1, 2).sum(0).unbind()
+        told = all_gather(Packed(torch.stack(mine), said), where)  # type: ignore[call-overload]
+    rows = told.view(-1, len(mine))
+    if over is not None:
+        _check_total(rows[:, 2], where)
+    counts, value = rows[:, :2].sum(0).unbind()
     if reduction == "sum":
         return _valued(kept * (weight * divided).to(own.dtype), value.to(own.dtype))
     whole = counts * steps if over is None else over
@@ -142,6 +147,21 @@ def objective(
         )
     # One factor, in double precision: counts are more than a narrow dtype of the loss can tell.
     return _valued(kept * (weight * divided / whole).to(own.dtype), (value / whole).to(own.dtype))
+
+
+def _check_total(totals: Tensor, axis: Axis) -> None:
+    """Refuse totals that are each rank's own."""
+    if _readable(totals) and bool((totals != totals[0]).any()):
+        raise MismatchError(
+            message(
+                "the ranks divide by different totals",
+                op="objective",
+                axis=str(axis),
+                expected="one total, that of all ranks and micro-batches",
+                got="\n".join(f"rank {rank}: total={total:g}" for rank, total in enumerate(totals.tolist())),
+                remedy="sum the ranks' own: gm.all_reduce(total, dst=gm.I)",
+            )
+        )
 
 
 def _valued(term: Tensor, value: Tensor) -> Tensor:

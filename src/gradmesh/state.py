@@ -55,8 +55,13 @@ class Unwaited:
 
     def __init__(self) -> None:
         self.open: dict[int, str] = {}
-        self.lost: list[str] = []
+        self.lost: dict[int, str] = {}
         self.forgiven = 0
+
+    def drop(self, number: int) -> None:
+        """One of them was never sent: nobody has to wait for it."""
+        self.open.pop(number, None)
+        self.lost.pop(number, None)
 
     def forgive(self) -> None:
         """A call has failed: the others may be left."""
@@ -73,7 +78,7 @@ class Unwaited:
         Raises:
             OrderError: there are some.
         """
-        never = [*self.lost, *(self.open.values() if at_the_end else ())]
+        never = [*self.lost.values(), *(self.open.values() if at_the_end else ())]
         if not never:
             return
         self.forgive()

@@ -62,6 +62,7 @@ class _Member:
         recorded: whether gradients were recorded then.
         site: where.
         sent: the message, once it was sent, and the place in it.
+        number: that of the `Pending`, whoever holds it.
         refused: why it is not, if it is not.
     """
 
@@ -71,6 +72,7 @@ class _Member:
     site: Site
     recorded: bool
     sent: tuple[_Message, int] | None = None
+    number: int = -1
     refused: str = "a wait inside the block, at whose end the message is sent"
 
     def wait(self) -> Tensor:
@@ -122,7 +124,7 @@ class Coalescing:
         """Take a call into the message."""
         member = _Member(op, x, version(x), call_site(), torch.is_grad_enabled())
         self.members.append(member)
-        return Pending(
+        pending: Pending[Any] = Pending(
             op.verb,
             str(op.axis),
             lambda: then(member.wait()),
@@ -130,6 +132,16 @@ class Coalescing:
             over=member.over,
             recording=member.recorded and x.requires_grad,
         )
+        member.number = pending._number
+        return pending
+
+    def refuse(self) -> None:
+        """Leave the calls that were not sent, after an error: nobody has to wait for them."""
+        for member in self.members:
+            if member.sent is not None:
+                continue
+            member.refused = "a block that was left by an error"
+            rank_state().begun.drop(member.number)
 
     def send(self) -> None:
         """Begin one call for each kind and dtype."""
@@ -219,11 +231,11 @@ def coalesce(axis: AxisLike = None) -> Iterator[None]:
     around = state.coalescing
     state.coalescing = block = Coalescing(resolve(axis, "coalesce"))
     try:
-        yield
+        try:
+            yield
+        finally:
+            state.coalescing = around
+        block.send()
     except BaseException:
-        for member in block.members:
-            member.refused = "a block that was left by an error"
+        block.refuse()
         raise
-    finally:
-        state.coalescing = around
-    block.send()

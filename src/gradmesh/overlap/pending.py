@@ -235,7 +235,7 @@ class Pending(Generic[T]):
         if ledger is None or ledger.open.pop(self._number, None) is None:
             return
         if self._forgiven == ledger.forgiven:
-            ledger.lost.append(self._told())
+            ledger.lost[self._number] = self._told()
 
 
 def begin(

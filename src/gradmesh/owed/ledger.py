@@ -198,7 +198,12 @@ class Ledger:
                             total if before is None else before.add_(total),
                         )
         self._drop(owed)
-        wanted = [(leaf, total) for leaf, total in whole.values() if leaf.requires_grad]
+        wanted = []
+        for leaf, total in whole.values():
+            if leaf.requires_grad:
+                wanted.append((leaf, total))
+            else:
+                _add_to_frozen(leaf, total)
         if wanted:
             # They are held here meanwhile, and may be views: so torch copies, and .grad is memory of its own.
             torch.autograd.backward([leaf for leaf, _ in wanted], [total for _, total in wanted])
@@ -216,6 +221,15 @@ class Ledger:
         """The entries of those axes that a backward pass has put something off for, on this rank or on others."""
         axes = {entry.op.axis for entry in self._entries.values() if entry.met}
         return (entry for entry in list(self._entries.values()) if entry.op.axis in axes)
+
+
+def _add_to_frozen(leaf: Tensor, total: Tensor) -> None:
+    """Add to `.grad` of a leaf that was frozen since, which has what came before, as autograd would pass it by."""
+    with torch.no_grad():
+        if leaf.grad is None:
+            leaf.grad = total.clone(memory_format=torch.contiguous_format)
+        else:
+            leaf.grad.add_(total)
 
 
 def _refuse_freed(owed: list[Entry]) -> None:

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gradmesh.call_sites import show_site
 from gradmesh.errors import OrderError, message
@@ -31,6 +31,8 @@ def watch(ledger: Ledger) -> None:
     with _lock:
         if not _hooked:
             _hooked.append(register_optimizer_step_pre_hook(_refuse_if_owed))
+            # A closure's sums are put off within the step.
+            _hooked.append(register_optimizer_step_post_hook(_refuse_if_owed))
     state = rank_state()
     ledgers = state.find(_Ledgers) or _Ledgers()
     # Those of threads that have ended stay as long as there is something in them.
