@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import is_fake
-from gradmesh.arguments import Call
+from gradmesh.arguments import Call, integer
 from gradmesh.axis import Axis
 from gradmesh.collectives import all_gather, all_reduce, exchange, shard
 from gradmesh.errors import ArgumentError, ShapeError, message
@@ -262,6 +262,11 @@ class Rows:
             part = x.sum(0, keepdim=True)
         else:
             self._check(structure, x.shape[0], "row", call)
+            if structure.dim() != 1 or structure.dtype not in (torch.int64, torch.int32):
+                self._fail_structures(call, f"{structure.dtype}{list(structure.shape)}", structures)
+            number = structures if compiling() else integer(structures)
+            if number is None or number < 0:
+                self._fail_structures(call, "a tensor", structures)
             if not compiling() and structure.is_cpu and not is_fake(structure) and structure.numel():
                 first, last = int(structure.min()), int(structure.max())
                 if first < 0 or last >= structures:
@@ -295,7 +300,7 @@ class Rows:
     def _fail_structures(self, call: Call, got: str, structures: object) -> NoReturn:
         call.fail(
             "the rows' structures are not those that there are",
-            expected=f"structure, with 0 <= number < {structures}",
+            expected=f"structure as a 1-d tensor of int64, with 0 <= number < {structures}",
             got=f"structure={got}, structures={structures!r}",
             remedy="pass batch[plan.own] and the number of structures in all of the batch",
             kind=ArgumentError,
