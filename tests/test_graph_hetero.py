@@ -145,6 +145,19 @@ def refused(name: str) -> str:
         "other relations on a rank": lambda: HeteroPlan(edges if gm.rank() else {near: edges[near]}, owner),
         "other edges on a rank": lambda: HeteroPlan({near: edges[near].flip(gm.rank())}, owner),
         "a bad owner on a rank": lambda: HeteroPlan(edges, {**owner, "bond": owner["bond"] + gm.rank()}),
+        "a type that is none on a rank": lambda: plan.exchange(
+            {("atom", "cell")[gm.rank()]: plan.take(rows)["atom"]}
+        ),
+        "no types on a rank": lambda: plan.gather((plan.take(rows), rows["atom"])[gm.rank()]),  # type: ignore[arg-type]
+        "structures of some types on a rank": lambda: plan.pool(
+            plan.take(rows), {kind: 0 * plan.rows[kind].own for kind in list(NODES)[gm.rank() :]}
+        ),
+        "a number for a type on a rank": lambda: HeteroPlan(
+            edges, {**owner, ("x", 3)[gm.rank()]: owner["atom"]}
+        ),  # type: ignore[dict-item]
+        "a number for a relation on a rank": lambda: HeteroPlan(
+            {**edges, ("atom", ("x", 3)[gm.rank()], "atom"): edges[near]}, owner
+        ),
         "rows too few on a rank": lambda: plan.exchange({"atom": rows["atom"][: 6 * gm.rank()]}),
     }
     try:
@@ -167,6 +180,11 @@ def refused(name: str) -> str:
         ("other relations on a rank", "others on rank 1"),
         ("other edges on a rank", "others on rank 1"),
         ("a bad owner on a rank", "0 <= rank < 2"),
+        ("a type that is none on a rank", "there is no such type of node"),
+        ("no types on a rank", "the rows' types are not told"),
+        ("structures of some types on a rank", "an entry for 'atom'"),
+        ("a number for a type on a rank", "a type of node is no name"),
+        ("a number for a relation on a rank", "a relation is not between types of nodes"),
         ("rows too few on a rank", "5 rows"),
     ],
 )

@@ -609,6 +609,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: GraphPlan.of_state({**plan().state(), "kind": changed(1, 0, 7)}),
         "no state of a plan",
     ),
+    "one rank with a state that lacks rows": (
+        lambda: GraphPlan.of_state({**plan().state(), "remote": plan().remote[: changed(1, 1, 0)]}),
+        "no state of a plan",
+    ),
+    "one rank with a state of floats": (
+        lambda: GraphPlan.of_state({**plan().state(), "owner": changed(1, OWNER, OWNER.float())}),
+        "no state of a plan",
+    ),
     "one rank with a state that is none": (
         lambda: GraphPlan.of_state(changed(1, plan().state(), {})),
         "no state of a plan",

@@ -76,6 +76,7 @@ def take(state: Mapping[str, Tensor | int], call: Call) -> dict[str, Any]:
         or not all(isinstance(state[name], Tensor) for name in needed)
         or not all(type(state[name]) is int for name in numbers)
         or state["kind"] not in range(len(_KINDS))
+        or not _is_whole(state)
     ):
         call.fail(
             "this is no state of a plan",
@@ -111,6 +112,19 @@ def take(state: Mapping[str, Tensor | int], call: Call) -> dict[str, Any]:
         "_picked": picked,
         "_in_order": bool((tensors["owner"][1:] >= tensors["owner"][:-1]).all()),
     }
+
+
+def _is_whole(state: Mapping[str, Tensor | int]) -> bool:
+    """Whether the tensors are numbers, as many as they say."""
+    tensors = {name: each for name, each in state.items() if isinstance(each, Tensor)}
+    if any(each.dtype != torch.int64 for each in tensors.values()):
+        return False
+    amounts = [tensors[name] for name in ("counts", "sent", "received")]
+    return (
+        all(tuple(each.shape) == (state["ranks"],) for each in amounts)
+        and int(tensors["sent"].sum()) == len(tensors["send"])
+        and int(tensors["received"].sum()) == len(tensors["remote"])
+    )
 
 
 def _told(tensors: Mapping[str, Tensor], name: str) -> list[tuple[int, int]]:
