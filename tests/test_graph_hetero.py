@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -134,7 +134,7 @@ def refused(name: str) -> str:
     edges, rows, _ = graph(0)
     owner = assignment(0, gm.world_size())
     plan = HeteroPlan(edges, owner)
-    near = ("atom", "near", "atom")
+    near, odd = ("atom", "near", "atom"), cast("str", ("x", 3)[gm.rank()])
     makes: dict[str, Callable[[], Any]] = {
         "a type that is none": lambda: plan.take({"cell": rows["atom"]}),
         "a relation that is none": lambda: plan.scatter_add({("atom", "y", "atom"): rows["atom"]}),
@@ -152,11 +152,9 @@ def refused(name: str) -> str:
         "structures of some types on a rank": lambda: plan.pool(
             plan.take(rows), {kind: 0 * plan.rows[kind].own for kind in list(NODES)[gm.rank() :]}
         ),
-        "a number for a type on a rank": lambda: HeteroPlan(
-            edges, {**owner, ("x", 3)[gm.rank()]: owner["atom"]}
-        ),  # type: ignore[dict-item]
+        "a number for a type on a rank": lambda: HeteroPlan(edges, {**owner, odd: owner["atom"]}),
         "a number for a relation on a rank": lambda: HeteroPlan(
-            {**edges, ("atom", ("x", 3)[gm.rank()], "atom"): edges[near]}, owner
+            {**edges, ("atom", odd, "atom"): edges[near]}, owner
         ),
         "rows too few on a rank": lambda: plan.exchange({"atom": rows["atom"][: 6 * gm.rank()]}),
     }

@@ -438,13 +438,13 @@ def test_the_gradient_of_what_is_taken_is_whole_on_every_rank(threads: Ranks) ->
 # -- compiled
 
 
-def compiled(backend: str, as_module: bool) -> list[str]:
+def compiled(backend: str, as_module: bool, layers: int) -> list[str]:
     wrong = []
 
     def loss(plan: GraphPlan, at: Tensor, structure: Tensor, weight: Tensor) -> Tensor:
         source, target = plan.edge_index
         x = plan.take(at)
-        for _ in range(2):
+        for _ in range(layers):
             pending = plan.exchange(x @ weight, async_op=True)
             inside, outside = plan.interior, plan.boundary
             near = (x @ weight)[source[inside]] - x[target[inside]]
@@ -480,12 +480,17 @@ def compiled(backend: str, as_module: bool) -> list[str]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("backend", "as_module"), [("aot_eager", False), pytest.param("inductor", True, marks=pytest.mark.slow)]
+    ("backend", "as_module", "layers"),
+    [
+        ("aot_eager", False, 1),
+        pytest.param("aot_eager", False, 2, marks=pytest.mark.slow),
+        pytest.param("inductor", True, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_is_compiled_whole_and_not_again_from_the_third_graph_on(
-    backend: str, as_module: bool, worlds: Worlds
+    backend: str, as_module: bool, layers: int, worlds: Worlds
 ) -> None:
-    assert worlds(2, "gloo", 240).run(compiled, backend, as_module) == [[], []]
+    assert worlds(2, "gloo", 240).run(compiled, backend, as_module, layers) == [[], []]
 
 
 # -- what is refused
