@@ -135,6 +135,7 @@ def refused(name: str) -> str:
     owner = assignment(0, gm.world_size())
     plan = HeteroPlan(edges, owner)
     near, odd = ("atom", "near", "atom"), cast("str", ("x", 3)[gm.rank()])
+    alike, near_bonds = {**owner, "bond": owner["atom"]}, ("bond", "near", "bond")
     makes: dict[str, Callable[[], Any]] = {
         "a type that is none": lambda: plan.take({"cell": rows["atom"]}),
         "a relation that is none": lambda: plan.scatter_add({("atom", "y", "atom"): rows["atom"]}),
@@ -148,6 +149,9 @@ def refused(name: str) -> str:
         "a type that is none on a rank": lambda: plan.exchange(
             {("atom", "cell")[gm.rank()]: plan.take(rows)["atom"]}
         ),
+        "another type on a rank": lambda: HeteroPlan(
+            {near: edges[near], near_bonds: edges[near]}, alike
+        ).exchange({("atom", "bond")[gm.rank()]: torch.ones(len(plan.rows["atom"].own))}),
         "no types on a rank": lambda: plan.gather((plan.take(rows), rows["atom"])[gm.rank()]),  # type: ignore[arg-type]
         "structures of some types on a rank": lambda: plan.pool(
             plan.take(rows), {kind: 0 * plan.rows[kind].own for kind in list(NODES)[gm.rank() :]}
@@ -179,6 +183,7 @@ def refused(name: str) -> str:
         ("other edges on a rank", "others on rank 1"),
         ("a bad owner on a rank", "0 <= rank < 2"),
         ("a type that is none on a rank", "there is no such type of node"),
+        ("another type on a rank", "made of rows of type 'bond'"),
         ("no types on a rank", "the rows' types are not told"),
         ("structures of some types on a rank", "an entry for 'atom'"),
         ("a number for a type on a rank", "a type of node is no name"),

@@ -82,7 +82,7 @@ class HeteroPlan:
         words = repr((list(nodes), list(pairs))).encode()
         agree(self.axis, self.verb, "types", [len(words), int.from_bytes(words, "big") % (2**61 - 1)])
         agree(self.axis, self.verb, "edges and owner", [], *nodes.values(), *pairs.values())
-        self.rows = {kind: Rows(self.axis, each) for kind, each in nodes.items()}
+        self.rows = {kind: Rows(self.axis, each, kind) for kind, each in nodes.items()}
         self._build(pairs)
 
     def _checked(

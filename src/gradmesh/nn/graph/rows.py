@@ -35,13 +35,15 @@ class Rows:
         own: the nodes whose rows this rank has, by number.
         remote: the nodes whose rows it gets, by owner and then by number.
         counts: how many nodes each rank owns.
+        kind: the type of the nodes, in a graph of several; ranks that exchange rows of different types are told.
     """
 
     verb = "nn.graph.Rows"
+    kind: str | None = None
 
-    def __init__(self, axis: Axis, owner: Tensor) -> None:
+    def __init__(self, axis: Axis, owner: Tensor, kind: str | None = None) -> None:
         """Made by a plan: the rows of a partition, with no remote ones yet."""
-        self.axis, self.owner = axis, owner
+        self.axis, self.owner, self.kind = axis, owner, kind
         self.own = (owner == axis.rank).nonzero().squeeze(1)
         counts = torch.bincount(owner, minlength=axis.size).tolist()
         self.counts: tuple[int, ...] = tuple(counts)
@@ -276,12 +278,15 @@ class Rows:
 
     def _op(self, call: Call) -> NeighborAllToAll:
         """The exchange, made once for each of the ways in which it can be asked for."""
+        precision = call.precision
+        if self.kind is not None:
+            precision = precision | {"made_of": f"rows of type {self.kind!r}"}
         if compiling():
-            return NeighborAllToAll(call.axis, 0, self._picked, **call.precision)
-        key = (call.axis, *call.precision.values())
+            return NeighborAllToAll(call.axis, 0, self._picked, **precision)
+        key = (call.axis, *precision.values())
         op = self._ops.get(key)
         if op is None:
-            op = self._ops[key] = NeighborAllToAll(call.axis, 0, self._picked, **call.precision)
+            op = self._ops[key] = NeighborAllToAll(call.axis, 0, self._picked, **precision)
         return op
 
     def _check(self, x: Tensor, rows: int, of: str, call: Call | None = None) -> None:
