@@ -11,7 +11,7 @@ from torch import Tensor
 
 import gradmesh as gm
 from gradmesh.nn.graph import HeteroPlan, by_count
-from tests.conftest import Run
+from tests.conftest import Run, Worlds
 
 Ranks = Callable[[int], Run]
 
@@ -108,6 +108,26 @@ def test_a_graph_of_several_types_gives_what_one_process_gives(
 ) -> None:
     for found in threads(ranks)(differences, async_op, rebuilt):
         assert max(found) < 1e-10
+
+
+def compiled() -> list[bool]:
+    edges, rows, _ = graph(0)
+    plan = HeteroPlan(edges, assignment(0, gm.world_size()))
+    x = [rows[kind][plan.rows[kind].own].requires_grad_() for kind in ("atom", "bond")]
+
+    def loss(plan: HeteroPlan, atom: Tensor, bond: Tensor) -> Tensor:
+        held = plan.exchange({"atom": atom, "bond": bond}, async_op=True).wait()
+        found = {each: held[each[0]][plan.edges[each].edge_index[0]] for each in RELATIONS}
+        return torch.cat([(part**3).reshape(-1) for part in plan.scatter_add(found).values()]).sum()
+
+    torch._dynamo.reset()
+    got = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="eager")(plan, *x), x)
+    return [torch.allclose(a, b) for a, b in zip(got, torch.autograd.grad(loss(plan, *x), x), strict=True)]
+
+
+@pytest.mark.processes
+def test_an_exchange_of_several_types_that_is_begun_is_compiled_whole(worlds: Worlds) -> None:
+    assert worlds(2, "gloo", 240).run(compiled) == [[True, True]] * 2
 
 
 def bits() -> list[bool]:

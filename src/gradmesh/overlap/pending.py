@@ -309,7 +309,7 @@ def together(parts: Sequence[Pending[Any]], finish: Callable[[list[Any]], T]) ->
             lambda done: finish([future.value() for future in done.value()])
         ),
         over=lambda: all(part.done() for part in parts),
-        recording=any(part._recording for part in parts),
+        recording=not compiling() and any(part._recording for part in parts),
     )
 
 
