@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import gradmesh as gm
 from gradmesh.nn.graph import HeteroPlan, by_count
-from tests.conftest import Run
+from tests.conftest import Run, Worlds
 
 Ranks = Callable[[int], Run]
 
@@ -110,6 +110,26 @@ def test_a_graph_of_several_types_gives_what_one_process_gives(
         assert max(found) < 1e-10
 
 
+def compiled() -> list[bool]:
+    edges, rows, _ = graph(0)
+    plan = HeteroPlan(edges, assignment(0, gm.world_size()))
+    x = [rows[kind][plan.rows[kind].own].requires_grad_() for kind in ("atom", "bond")]
+
+    def loss(plan: HeteroPlan, atom: Tensor, bond: Tensor) -> Tensor:
+        held = plan.exchange({"atom": atom, "bond": bond}, async_op=True).wait()
+        found = {each: held[each[0]][plan.edges[each].edge_index[0]] for each in RELATIONS}
+        return torch.cat([(part**3).reshape(-1) for part in plan.scatter_add(found).values()]).sum()
+
+    torch._dynamo.reset()
+    got = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="eager")(plan, *x), x)
+    return [torch.allclose(a, b) for a, b in zip(got, torch.autograd.grad(loss(plan, *x), x), strict=True)]
+
+
+@pytest.mark.processes
+def test_an_exchange_of_several_types_that_is_begun_is_compiled_whole(worlds: Worlds) -> None:
+    assert worlds(2, "gloo", 240).run(compiled) == [[True, True]] * 2
+
+
 def bits() -> list[bool]:
     edges, _, _ = graph(0)
     plan = HeteroPlan(edges, assignment(0, gm.world_size()))
@@ -134,7 +154,8 @@ def refused(name: str) -> str:
     edges, rows, _ = graph(0)
     owner = assignment(0, gm.world_size())
     plan = HeteroPlan(edges, owner)
-    near = ("atom", "near", "atom")
+    near, odd = ("atom", "near", "atom"), cast("str", ("x", 3)[gm.rank()])
+    alike, near_bonds = {**owner, "bond": owner["atom"]}, ("bond", "near", "bond")
     makes: dict[str, Callable[[], Any]] = {
         "a type that is none": lambda: plan.take({"cell": rows["atom"]}),
         "a relation that is none": lambda: plan.scatter_add({("atom", "y", "atom"): rows["atom"]}),
@@ -145,6 +166,20 @@ def refused(name: str) -> str:
         "other relations on a rank": lambda: HeteroPlan(edges if gm.rank() else {near: edges[near]}, owner),
         "other edges on a rank": lambda: HeteroPlan({near: edges[near].flip(gm.rank())}, owner),
         "a bad owner on a rank": lambda: HeteroPlan(edges, {**owner, "bond": owner["bond"] + gm.rank()}),
+        "a type that is none on a rank": lambda: plan.exchange(
+            {("atom", "cell")[gm.rank()]: plan.take(rows)["atom"]}
+        ),
+        "another type on a rank": lambda: HeteroPlan(
+            {near: edges[near], near_bonds: edges[near]}, alike
+        ).exchange({("atom", "bond")[gm.rank()]: torch.ones(len(plan.rows["atom"].own))}),
+        "no types on a rank": lambda: plan.gather((plan.take(rows), rows["atom"])[gm.rank()]),  # type: ignore[arg-type]
+        "structures of some types on a rank": lambda: plan.pool(
+            plan.take(rows), {kind: 0 * plan.rows[kind].own for kind in list(NODES)[gm.rank() :]}
+        ),
+        "a number for a type on a rank": lambda: HeteroPlan(edges, {**owner, odd: owner["atom"]}),
+        "a number for a relation on a rank": lambda: HeteroPlan(
+            {**edges, ("atom", odd, "atom"): edges[near]}, owner
+        ),
         "rows too few on a rank": lambda: plan.exchange({"atom": rows["atom"][: 6 * gm.rank()]}),
     }
     try:
@@ -167,6 +202,12 @@ def refused(name: str) -> str:
         ("other relations on a rank", "others on rank 1"),
         ("other edges on a rank", "others on rank 1"),
         ("a bad owner on a rank", "0 <= rank < 2"),
+        ("a type that is none on a rank", "there is no such type of node"),
+        ("another type on a rank", "made of rows of type 'bond'"),
+        ("no types on a rank", "the rows' types are not told"),
+        ("structures of some types on a rank", "an entry for 'atom'"),
+        ("a number for a type on a rank", "a type of node is no name"),
+        ("a number for a relation on a rank", "a relation is not between types of nodes"),
         ("rows too few on a rank", "5 rows"),
     ],
 )

@@ -438,13 +438,13 @@ def test_the_gradient_of_what_is_taken_is_whole_on_every_rank(threads: Ranks) ->
 # -- compiled
 
 
-def compiled(backend: str, as_module: bool) -> list[str]:
+def compiled(backend: str, as_module: bool, layers: int) -> list[str]:
     wrong = []
 
     def loss(plan: GraphPlan, at: Tensor, structure: Tensor, weight: Tensor) -> Tensor:
         source, target = plan.edge_index
         x = plan.take(at)
-        for _ in range(2):
+        for _ in range(layers):
             pending = plan.exchange(x @ weight, async_op=True)
             inside, outside = plan.interior, plan.boundary
             near = (x @ weight)[source[inside]] - x[target[inside]]
@@ -480,12 +480,17 @@ def compiled(backend: str, as_module: bool) -> list[str]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("backend", "as_module"), [("aot_eager", False), pytest.param("inductor", True, marks=pytest.mark.slow)]
+    ("backend", "as_module", "layers"),
+    [
+        ("aot_eager", False, 1),
+        pytest.param("aot_eager", False, 2, marks=pytest.mark.slow),
+        pytest.param("inductor", True, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_is_compiled_whole_and_not_again_from_the_third_graph_on(
-    backend: str, as_module: bool, worlds: Worlds
+    backend: str, as_module: bool, layers: int, worlds: Worlds
 ) -> None:
-    assert worlds(2, "gloo", 240).run(compiled, backend, as_module) == [[], []]
+    assert worlds(2, "gloo", 240).run(compiled, backend, as_module, layers) == [[], []]
 
 
 # -- what is refused
@@ -542,6 +547,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: GraphPlan(EDGES, changed(0, OWNER, 1 - OWNER)),
         "others on rank 1",
     ),
+    "owners whose sums and moments are equal": (
+        lambda: GraphPlan(EDGES, torch.tensor(changed(1, [0, 1, 1, 0], [1, 0, 0, 1]))),
+        "others on rank 1",
+    ),
+    "edges whose sums and moments are equal": (
+        lambda: GraphPlan(torch.tensor([changed(1, [0, 1, 1, 0], [1, 0, 0, 1]), [2, 2, 2, 2]]), OWNER),
+        "others on rank 1",
+    ),
     "one rank with more hops": (lambda: GraphPlan(EDGES, OWNER, hops=1 + gm.rank()), "others on rank 1"),
     "one rank with a bad owner": (lambda: GraphPlan(EDGES, changed(1, OWNER, -OWNER)), "owner names ranks"),
     "one rank with bad edges of its own": (
@@ -571,6 +584,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: plan().pool(torch.ones(2), torch.tensor([0, 2]), 2),
         "0 <= number < 2(.|\n)*from 0 to 2",
     ),
+    "structures in floats on one rank": (
+        lambda: plan().pool(torch.ones(2), changed(1, OWNER, OWNER.float())[:2], 2),
+        r"1-d tensor of int64(.|\n)*torch.float32\[2\]",
+    ),
+    "structures in a column on one rank": (
+        lambda: plan().pool(torch.ones(2), changed(1, OWNER[:2], OWNER[:2, None]), 2),
+        r"torch.int64\[2, 1\]",
+    ),
+    "two and a half structures on one rank": (
+        lambda: plan().pool(torch.ones(2), OWNER[:2], changed(1, 2, 2.5)),
+        "structures=2.5",
+    ),
+    "less than no structures": (lambda: plan().pool(torch.ones(2), OWNER[:2], -1), "structures=-1"),
     "structures without numbers": (lambda: plan().pool(torch.ones(2), None, 2), "structures=2"),
     "structures of other rows": (lambda: plan().pool(torch.ones(2), OWNER, 2), r"shape \(4,\)"),
     "rows of some nodes": (lambda: plan().take(torch.ones(2)), r"4 rows(.|\n)*shape \(2,\)"),
@@ -583,6 +609,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "another rank's state": (
         lambda: GraphPlan.of_state({**plan().state(), "rank": 1 - gm.rank()}),
         "the state of another rank",
+    ),
+    "one rank with a state of no kind": (
+        lambda: GraphPlan.of_state({**plan().state(), "kind": changed(1, 0, 7)}),
+        "no state of a plan",
+    ),
+    "one rank with a state that lacks rows": (
+        lambda: GraphPlan.of_state({**plan().state(), "remote": plan().remote[: changed(1, 1, 0)]}),
+        "no state of a plan",
+    ),
+    "one rank with a state of floats": (
+        lambda: GraphPlan.of_state({**plan().state(), "owner": changed(1, OWNER, OWNER.float())}),
+        "no state of a plan",
     ),
     "one rank with a state that is none": (
         lambda: GraphPlan.of_state(changed(1, plan().state(), {})),
@@ -615,17 +653,42 @@ def test_what_is_wrong_is_refused_on_every_rank(name: str, threads: Ranks) -> No
         assert "gradmesh" in said[0]
 
 
-def mixed_states() -> str:
-    one, other = plan(), plan().rebuilt(EDGES[:, :0])
-    try:
-        GraphPlan.of_state((other if gm.rank() else one).state())
-    except gm.MismatchError as error:
-        return str(error)
-    return ""
+def mixed_states() -> list[str]:
+    """States of two plans that differ in how much is sent, in which rows, in the partition, and in the hops."""
+    none, said = EDGES[:, :0], list[str]()
+    for first, other in (
+        (plan(), plan().rebuilt(none)),
+        (plan(), plan().rebuilt(torch.tensor([[0, 1, 3, 2], [1, 2, 3, 0]]))),
+        (plan(), plan()),
+        (plan().rebuilt(none), GraphPlan(none, 1 - OWNER)),
+        (plan().rebuilt(none), GraphPlan(none, OWNER, hops=2)),
+    ):
+        try:
+            GraphPlan.of_state((other if gm.rank() else first).state())
+            said.append("")
+        except gm.MismatchError as error:
+            said.append(str(error))
+    return said
 
 
 def test_states_of_different_plans_are_refused(threads: Ranks) -> None:
-    assert all("rank 1 sends rank 0 0 rows of 1" in said for said in threads(2)(mixed_states))
+    for amount, rows, same, partition, hops in threads(2)(mixed_states):
+        assert "rank 1 sends rank 0 0 rows of 1" in amount
+        assert "rank 1 sends rank 0 1 rows of 1, but others" in rows
+        assert same == ""
+        assert "another partition" in partition
+        assert "other numbers of hops" in hops
+
+
+def owner_written_over() -> bool:
+    owner = OWNER.clone()
+    made = GraphPlan(EDGES, owner)
+    owner.zero_()
+    return made.rebuilt(EDGES).digest == plan().digest
+
+
+def test_a_plan_keeps_its_partition_when_the_tensor_is_written_over(threads: Ranks) -> None:
+    assert threads(2)(owner_written_over) == [True, True]
 
 
 def copied() -> list[bool]:

@@ -249,7 +249,7 @@ def begin(
         then: makes what `wait` returns of the op's result; by default that is it.
         steps: whether that needs further calls, which nobody else can make.
     """
-    axis, finish = str(op.axis), then or _same
+    axis, finish = str(op.axis), then if then is not None else _same
     apart = type(op.axis) is Aside and not compiling() and not tracing()
     if not apart or transforms_active() or is_legacy_batched(x):
         y = finish(apply(op, x))
@@ -309,7 +309,7 @@ def together(parts: Sequence[Pending[Any]], finish: Callable[[list[Any]], T]) ->
             lambda done: finish([future.value() for future in done.value()])
         ),
         over=lambda: all(part.done() for part in parts),
-        recording=any(part._recording for part in parts),
+        recording=not compiling() and any(part._recording for part in parts),
     )
 
 

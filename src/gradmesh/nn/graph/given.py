@@ -20,6 +20,7 @@ __all__ = [
     "Kind",
     "agree",
     "checked_owner",
+    "checksum",
     "edges_of_parts",
     "failing",
     "owner_of_parts",
@@ -29,8 +30,8 @@ __all__ = [
 
 Kind = Literal["whole", "root", "parts"]
 
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
-"""2**64 over the golden ratio, as an int64 (Knuth's multiplicative hash)."""
+_STEP, *_MIX = (number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+"""The numbers of splitmix64 as int64 (Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +95,7 @@ def checked_owner(owner: object, ranks: int, fail: Fail) -> Tensor:
             f"ranks from {int(owner.min())} to {int(owner.max())}",
             "cut the graph for the ranks of this axis, gm.world_size(axis)",
         )
-    return owner.long()
+    return owner.to(torch.int64, copy=True)  # a plan's own: what was given may be written over
 
 
 def agree(axis: Axis, verb: str, words: str, numbers: list[int], *tensors: Tensor) -> None:
@@ -110,8 +111,7 @@ def agree(axis: Axis, verb: str, words: str, numbers: list[int], *tensors: Tenso
     told = list(numbers)
     device = tensors[0].device if tensors else torch.device("cpu")
     for x in tensors:
-        flat = x.reshape(-1)
-        told += [*x.shape, int(((flat + 1) * (torch.arange(len(flat), device=device) * _ODD + 1)).sum())]
+        told += [*x.shape, checksum(x)]
     if axis.size == 1:
         return
     rows = all_gather(torch.tensor([told], device=device), axis).tolist()
@@ -127,6 +127,15 @@ def agree(axis: Axis, verb: str, words: str, numbers: list[int], *tensors: Tenso
                 remedy="make them on one rank and broadcast them, or make them alike on all",
             )
         )
+
+
+def checksum(numbers: Tensor) -> int:
+    """A number made of all numbers of an int64 tensor and of their places."""
+    mixed = numbers.reshape(-1) + torch.arange(numbers.numel(), device=numbers.device) * _STEP
+    # A sum of products alone is the same for 0, 1, 1, 0 and 1, 0, 0, 1.
+    for shift, factor in zip((30, 27), _MIX, strict=True):
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    return int((mixed ^ (mixed >> 31)).sum())
 
 
 def part_of_whole(edges: Tensor) -> Given:

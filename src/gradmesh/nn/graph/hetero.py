@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NoReturn, TypeVar, overload
+from collections.abc import Mapping
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -18,8 +18,6 @@ from gradmesh.overlap.pending import Pending, together
 from gradmesh.types import Convention, R
 
 __all__ = ["HeteroPlan", "Relation"]
-
-T = TypeVar("T")
 
 Relation = tuple[str, str, str]
 """What edges go from, what they are, and what they go to: ("author", "writes", "paper")."""
@@ -73,6 +71,9 @@ class HeteroPlan:
                 f"edges={type(edges).__name__}, owner={type(owner).__name__}",
                 "use GraphPlan for a graph of one type",
             )
+        for kind in owner:
+            if not isinstance(kind, str):
+                fail("a type of node is no name", "owner={str: ranks}", repr(kind), "name the types")
         nodes = {kind: checked_owner(owner[kind], call.axis.size, fail) for kind in sorted(owner)}
         self.axis = call.axis
         pairs = self._checked(edges, {kind: len(each) for kind, each in nodes.items()}, call)
@@ -81,7 +82,7 @@ class HeteroPlan:
         words = repr((list(nodes), list(pairs))).encode()
         agree(self.axis, self.verb, "types", [len(words), int.from_bytes(words, "big") % (2**61 - 1)])
         agree(self.axis, self.verb, "edges and owner", [], *nodes.values(), *pairs.values())
-        self.rows = {kind: Rows(self.axis, each) for kind, each in nodes.items()}
+        self.rows = {kind: Rows(self.axis, each, kind) for kind, each in nodes.items()}
         self._build(pairs)
 
     def _checked(
@@ -92,6 +93,7 @@ class HeteroPlan:
             if (
                 not isinstance(relation, tuple)
                 or len(relation) != 3
+                or not all(isinstance(name, str) for name in relation)
                 or not {relation[0], relation[2]} <= set(nodes)
             ):
                 fail(
@@ -161,7 +163,7 @@ class HeteroPlan:
             async_op: begin all of them, and return one `gradmesh.Pending`.
             precision: `comm_dtype` and `backward_dtype`.
         """
-        kinds = self._kinds(x)
+        kinds = self._kinds(x, "exchange")
         if not async_op or not kinds:
             return {kind: self.rows[kind].exchange(x[kind], **precision) for kind in kinds}
         begun = [self.rows[kind].exchange(x[kind], async_op=True, **precision) for kind in kinds]
@@ -169,19 +171,25 @@ class HeteroPlan:
 
     def take(self, x: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The own rows of tensors that are the same on every rank, by type; as `GraphPlan.take`."""
-        return self._each(x, lambda rows, each: rows.take(each))
+        return {kind: self.rows[kind].take(x[kind]) for kind in self._kinds(x)}
 
     def gather(self, x: Mapping[str, Tensor], *, dst: Convention = R) -> dict[str, Tensor]:
         """The rows of all nodes, by type; as `GraphPlan.gather`."""
-        return self._each(x, lambda rows, each: rows.gather(each, dst=dst))
+        return {kind: self.rows[kind].gather(x[kind], dst=dst) for kind in self._kinds(x, "gather")}
 
     def pool(
         self, x: Mapping[str, Tensor], structure: Mapping[str, Tensor] | None = None, structures: int = 1
     ) -> dict[str, Tensor]:
         """The sum of all nodes' rows for each structure of a batch, by type; as `GraphPlan.pool`."""
+        kinds = self._kinds(x, "pool")
+        for kind in kinds:
+            if structure is not None and kind not in structure:
+                problem = "the structures of a type are not told"
+                self._refuse(problem, f"an entry for {kind!r}", repr(list(structure)), communicates="pool")
+        told = [None if structure is None else structure[kind] for kind in kinds]
         return {
-            kind: self.rows[kind].pool(x[kind], None if structure is None else structure[kind], structures)
-            for kind in self._kinds(x)
+            kind: self.rows[kind].pool(x[kind], each, structures)
+            for kind, each in zip(kinds, told, strict=True)
         }
 
     def scatter_add(self, messages: Mapping[Relation, Tensor]) -> dict[str, Tensor]:
@@ -211,22 +219,31 @@ class HeteroPlan:
             sums[relation[2]] = sums[relation[2]] + one if relation[2] in sums else one
         return sums
 
-    def _each(self, x: Mapping[str, Tensor], run: Callable[[Rows, Tensor], T]) -> dict[str, T]:
-        return {kind: run(self.rows[kind], x[kind]) for kind in self._kinds(x)}
-
-    def _kinds(self, x: Mapping[str, Tensor]) -> list[str]:
+    def _kinds(self, x: Mapping[str, Tensor], communicates: str = "") -> list[str]:
         """The types, in an order that is the same on every rank."""
+        if not isinstance(x, Mapping):
+            self._refuse(
+                "the rows' types are not told", "{type: rows}", type(x).__name__, communicates=communicates
+            )
         unknown = [kind for kind in x if kind not in self.rows]
         if unknown:
-            self._refuse(
-                "there is no such type of node", f"one of {', '.join(map(repr, self.rows))}", repr(unknown[0])
-            )
+            kinds = f"one of {', '.join(map(repr, self.rows))}"
+            self._refuse("there is no such type of node", kinds, repr(unknown[0]), communicates=communicates)
         return sorted(x)
 
     def _refuse(
-        self, problem: str, expected: str, got: str, kind: type[ArgumentError] = ArgumentError
+        self,
+        problem: str,
+        expected: str,
+        got: str,
+        kind: type[ArgumentError] = ArgumentError,
+        communicates: str = "",
     ) -> NoReturn:
+        """Raise an error; where a call follows, named by `communicates`, its other ranks hear of it."""
         remedy = "use the types and relations that the plan was made of"
+        if communicates:
+            call = Call(f"{self.verb}.{communicates}", torch.empty(0), self.axis)
+            call.fail(problem, expected=expected, got=got, remedy=remedy, kind=kind)
         raise kind(
             message(problem, op=self.verb, axis=str(self.axis), expected=expected, got=got, remedy=remedy)
         )

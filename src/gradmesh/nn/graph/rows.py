@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import is_fake
-from gradmesh.arguments import Call
+from gradmesh.arguments import Call, integer
 from gradmesh.axis import Axis
 from gradmesh.collectives import all_gather, all_reduce, exchange, shard
 from gradmesh.errors import ArgumentError, ShapeError, message
@@ -35,13 +35,15 @@ class Rows:
         own: the nodes whose rows this rank has, by number.
         remote: the nodes whose rows it gets, by owner and then by number.
         counts: how many nodes each rank owns.
+        kind: the type of the nodes, in a graph of several; ranks that exchange rows of different types are told.
     """
 
     verb = "nn.graph.Rows"
+    kind: str | None = None
 
-    def __init__(self, axis: Axis, owner: Tensor) -> None:
+    def __init__(self, axis: Axis, owner: Tensor, kind: str | None = None) -> None:
         """Made by a plan: the rows of a partition, with no remote ones yet."""
-        self.axis, self.owner = axis, owner
+        self.axis, self.owner, self.kind = axis, owner, kind
         self.own = (owner == axis.rank).nonzero().squeeze(1)
         counts = torch.bincount(owner, minlength=axis.size).tolist()
         self.counts: tuple[int, ...] = tuple(counts)
@@ -262,6 +264,11 @@ class Rows:
             part = x.sum(0, keepdim=True)
         else:
             self._check(structure, x.shape[0], "row", call)
+            if structure.dim() != 1 or structure.dtype not in (torch.int64, torch.int32):
+                self._fail_structures(call, f"{structure.dtype}{list(structure.shape)}", structures)
+            number = structures if compiling() else integer(structures)
+            if number is None or number < 0:
+                self._fail_structures(call, "a tensor", structures)
             if not compiling() and structure.is_cpu and not is_fake(structure) and structure.numel():
                 first, last = int(structure.min()), int(structure.max())
                 if first < 0 or last >= structures:
@@ -271,12 +278,15 @@ class Rows:
 
     def _op(self, call: Call) -> NeighborAllToAll:
         """The exchange, made once for each of the ways in which it can be asked for."""
+        precision = call.precision
+        if self.kind is not None:
+            precision = precision | {"made_of": f"rows of type {self.kind!r}"}
         if compiling():
-            return NeighborAllToAll(call.axis, 0, self._picked, **call.precision)
-        key = (call.axis, *call.precision.values())
+            return NeighborAllToAll(call.axis, 0, self._picked, **precision)
+        key = (call.axis, *precision.values())
         op = self._ops.get(key)
         if op is None:
-            op = self._ops[key] = NeighborAllToAll(call.axis, 0, self._picked, **call.precision)
+            op = self._ops[key] = NeighborAllToAll(call.axis, 0, self._picked, **precision)
         return op
 
     def _check(self, x: Tensor, rows: int, of: str, call: Call | None = None) -> None:
@@ -295,7 +305,7 @@ class Rows:
     def _fail_structures(self, call: Call, got: str, structures: object) -> NoReturn:
         call.fail(
             "the rows' structures are not those that there are",
-            expected=f"structure, with 0 <= number < {structures}",
+            expected=f"structure as a 1-d tensor of int64, with 0 <= number < {structures}",
             got=f"structure={got}, structures={structures!r}",
             remedy="pass batch[plan.own] and the number of structures in all of the batch",
             kind=ArgumentError,

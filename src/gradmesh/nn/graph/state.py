@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from gradmesh.arguments import Call
 from gradmesh.collectives import all_gather
 from gradmesh.errors import MismatchError, message
+from gradmesh.nn.graph.given import checksum
 from gradmesh.ops.neighbor import Picked
 from gradmesh.ops.sizes import Sizes
 
@@ -73,6 +75,8 @@ def take(state: Mapping[str, Tensor | int], call: Call) -> dict[str, Any]:
         or state["version"] != _VERSION
         or not all(isinstance(state[name], Tensor) for name in needed)
         or not all(type(state[name]) is int for name in numbers)
+        or state["kind"] not in range(len(_KINDS))
+        or not _is_whole(state)
     ):
         call.fail(
             "this is no state of a plan",
@@ -89,7 +93,14 @@ def take(state: Mapping[str, Tensor | int], call: Call) -> dict[str, Any]:
         )
     tensors: dict[str, Tensor] = {name: state[name] for name in needed}  # type: ignore[misc]  # seen above
     counts, sent, received = (tensors[name].tolist() for name in ("counts", "sent", "received"))
-    _see_that_they_fit(call, counts, sent, received, tensors["send"].device)
+    told = [state[name] for name in ("kind", "root", "hops")]
+    _see_that_they_fit(
+        call,
+        [*told, checksum(tensors["owner"])],
+        _told(tensors, "sent"),
+        _told(tensors, "received"),
+        tensors["send"].device,
+    )
     picked = Picked(tensors["send"], Sizes(tuple(sent)), Sizes(tuple(received)), len(tensors["own"]))
     return {
         "axis": axis,
@@ -103,27 +114,58 @@ def take(state: Mapping[str, Tensor | int], call: Call) -> dict[str, Any]:
     }
 
 
+def _is_whole(state: Mapping[str, Tensor | int]) -> bool:
+    """Whether the tensors are numbers, as many as they say."""
+    tensors = {name: each for name, each in state.items() if isinstance(each, Tensor)}
+    if any(each.dtype != torch.int64 for each in tensors.values()):
+        return False
+    amounts = [tensors[name] for name in ("counts", "sent", "received")]
+    return (
+        all(tuple(each.shape) == (state["ranks"],) for each in amounts)
+        and int(tensors["sent"].sum()) == len(tensors["send"])
+        and int(tensors["received"].sum()) == len(tensors["remote"])
+    )
+
+
+def _told(tensors: Mapping[str, Tensor], name: str) -> list[tuple[int, int]]:
+    """How many rows go to each rank, or come from it, and a checksum of which."""
+    nodes = tensors["own"][tensors["send"]] if name == "sent" else tensors["remote"]
+    return [(len(part), checksum(part)) for part in nodes.split(tensors[name].tolist())]
+
+
 def _see_that_they_fit(
-    call: Call, counts: list[int], sent: list[int], received: list[int], device: torch.device
+    call: Call,
+    told: Sequence[Tensor | int],
+    sent: Sequence[tuple[int, int]],
+    received: Sequence[tuple[int, int]],
+    device: torch.device,
 ) -> None:
-    """Compare what each rank sends with what the others receive."""
+    """Compare what each rank sends with what the others receive, and what is the same on all of them."""
     ranks = call.axis.size
-    table = all_gather(torch.tensor([[*counts, *sent, *received]], device=device), call.axis).tolist()
-    sends, takes = [row[ranks : 2 * ranks] for row in table], [row[2 * ranks :] for row in table]
+    row = torch.tensor([[*told, *chain(*sent), *chain(*received)]], device=device)
+    table = all_gather(row, call.axis).tolist()
+    sends, takes = (
+        [_pairs(row[begin:][: 2 * ranks]) for row in table] for begin in (len(told), len(told) + 2 * ranks)
+    )
     differing = [
-        f"rank {a} sends rank {b} {sends[a][b]} rows of {takes[b][a]}"
+        f"rank {a} sends rank {b} {sends[a][b][0]} rows of {takes[b][a][0]}"
+        + (", but others" if sends[a][b][0] == takes[b][a][0] else "")
         for a in range(ranks)
         for b in range(ranks)
         if sends[a][b] != takes[b][a]
     ]
-    if differing or any(row[:ranks] != table[0][:ranks] for row in table):
+    if differing or any(row[: len(told)] != table[0][: len(told)] for row in table):
         raise MismatchError(
             message(
                 "the ranks' states are not those of one plan",
                 op=call.verb,
                 axis=str(call.axis),
                 expected="states that were saved together",
-                got="; ".join(differing[:3]) or "other numbers of nodes on the ranks",
+                got="; ".join(differing[:3]) or "another partition, or other numbers of hops, on the ranks",
                 remedy="load the states of one checkpoint",
             )
         )
+
+
+def _pairs(numbers: list[int]) -> list[tuple[int, int]]:
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
