@@ -182,7 +182,7 @@ class Ledger:
         Args:
             axes: of these axes alone.
         """
-        owed = [entry for entry in self._entries.values() if axes is None or entry.op.axis in axes]
+        owed = [entry for entry in list(self._entries.values()) if axes is None or entry.op.axis in axes]
         owed.sort(key=lambda entry: entry.serial)
         _refuse_freed(owed)
         whole: dict[int, tuple[Tensor, Tensor]] = {}
@@ -219,7 +219,7 @@ class Ledger:
 
     def pending(self) -> Iterator[Entry]:
         """The entries of those axes that a backward pass has put something off for, on this rank or on others."""
-        axes = {entry.op.axis for entry in self._entries.values() if entry.met}
+        axes = {entry.op.axis for entry in list(self._entries.values()) if entry.met}
         return (entry for entry in list(self._entries.values()) if entry.op.axis in axes)
 
 
