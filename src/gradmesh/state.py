@@ -171,6 +171,13 @@ class RankState:
         found: T | None = self.kept.get(kind)
         return found
 
+    def own(self, kind: type[T]) -> T:
+        """The object of that class that is kept; made without arguments and kept where there is none."""
+        found: T | None = self.kept.get(kind)
+        if found is None:
+            found = self.kept[kind] = kind()
+        return found
+
     def drop(self, kind: type) -> None:
         """Keep the object of that class no longer."""
         self.kept.pop(kind, None)

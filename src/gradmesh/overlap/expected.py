@@ -37,15 +37,6 @@ class _Inbox:
 
     expected: dict[tuple[dist.ProcessGroup, int], deque[_Expected]] = field(default_factory=dict)
 
-    @classmethod
-    def of_rank(cls) -> _Inbox:
-        state = rank_state()
-        found = state.find(cls)
-        if found is None:
-            found = cls()
-            state.keep(found)
-        return found
-
     def take(self, key: tuple[dist.ProcessGroup, int], until: _Expected | None = None) -> None:
         """Receive what is expected of a rank, to the last, or to one of them."""
         while queue := self.expected.get(key):
@@ -68,7 +59,7 @@ def receive(op: Receive, x: Tensor, *, later: bool) -> Any:
         x: its operand.
         later: whether to return a `Pending`.
     """
-    inbox, key = _Inbox.of_rank(), (op.axis.group, op.peer)
+    inbox, key = rank_state().own(_Inbox), (op.axis.group, op.peer)
     if not later:
         inbox.take(key)
         return apply(op, x)

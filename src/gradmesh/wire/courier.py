@@ -189,7 +189,7 @@ class Courier:
                     )
                 )
             self._own = Axis(self._name, self._rank, self._size, _torch.twin(group, "begun"))
-            _Twins.of_rank().add(group, self._own.group)
+            rank_state().own(_Twins).add(group, self._own.group)
         return self._own
 
     def begin(self, job: Job[Any]) -> None:
@@ -204,8 +204,9 @@ class Courier:
         if self._process != os.getpid():  # no thread comes along into a forked process
             job.run()
             return
-        if self._thread is None:
-            self._thread = self._started()
+        with _starting:  # a program may begin calls in several threads
+            if self._thread is None:
+                self._thread = self._started()
         job._by = self._thread
         self._jobs.put(job)
 
@@ -244,6 +245,7 @@ def _serve(
         del job
 
 
+_starting = threading.Lock()
 _alive: weakref.WeakSet[Courier] = weakref.WeakSet()
 
 
@@ -270,16 +272,6 @@ class _Twins:
     """
 
     made: list[tuple[weakref.ref[dist.ProcessGroup], dist.ProcessGroup]] = field(default_factory=list)
-
-    @classmethod
-    def of_rank(cls) -> _Twins:
-        """Those of the calling rank."""
-        state = rank_state()
-        found = state.find(cls)
-        if found is None:
-            found = cls()
-            state.keep(found)
-        return found
 
     def add(self, group: dist.ProcessGroup, twin: dist.ProcessGroup) -> None:
         """Enter one, and destroy those whose group is over."""
@@ -327,5 +319,5 @@ def aside(axis: Axis) -> Aside:
         return axis
     found = _couriers.get(axis.group)
     if found is None:
-        found = _couriers[axis.group] = Courier(axis)
+        found = _couriers.setdefault(axis.group, Courier(axis))
     return Aside(axis.name, axis.rank, axis.size, axis.group, found)

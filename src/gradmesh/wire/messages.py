@@ -55,14 +55,6 @@ class _Outbox:
     withdrawn: list[tuple[Tensor, dist.Work]] = field(default_factory=list)
     watched: bool = False
 
-    @classmethod
-    def of(cls, state: RankState) -> _Outbox:
-        found = state.find(cls)
-        if found is None:
-            found = cls()
-            state.keep(found)
-        return found
-
 
 def post(message: Tensor, axis: Axis, peer: int, greeting: str) -> None:
     """Send a dense tensor to one rank and go on; it is kept until it has gone, and must not be written any more."""
@@ -88,7 +80,7 @@ def receive(out: Tensor, axis: Axis, peer: int, greeting: str) -> str | None:
     if out.device.type != "cpu":
         _take(flat_memory(out), axis, peer)
         return None
-    passed_over, key = _Outbox.of(rank_state()).passed_over, (axis.group, peer)
+    passed_over, key = rank_state().own(_Outbox).passed_over, (axis.group, peer)
     while passed_over[key]:
         length, _ = _hear(axis, peer)
         _drop(length, axis, peer)
@@ -106,12 +98,12 @@ def withdraw(axis: Axis, peer: int, said: str) -> None:
     header = _header(_NOTHING, said)
     work = _send(header, axis, peer)
     if work is not None:
-        _Outbox.of(rank_state()).withdrawn.append((header, work))
+        rank_state().own(_Outbox).withdrawn.append((header, work))
 
 
 def pass_over(axis: Axis, peer: int) -> None:
     """Leave out the next message of a rank, when it comes, as this rank cannot receive it."""
-    _Outbox.of(rank_state()).passed_over[axis.group, peer] += 1
+    rank_state().own(_Outbox).passed_over[axis.group, peer] += 1
 
 
 def settle(outstanding: int = 0) -> None:
@@ -135,7 +127,7 @@ def _forget_gone(state: RankState) -> None:
         posted.popleft()
     if len(posted) <= _OUTSTANDING or isinstance(posted[0][1], OwnWork):
         return
-    outbox = _Outbox.of(state)
+    outbox = state.own(_Outbox)
     if not outbox.watched:
         outbox.watched = True
         threading.Thread(target=_watch, args=(outbox, posted), name="gradmesh messages", daemon=True).start()

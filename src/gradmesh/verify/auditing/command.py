@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,17 @@ FOUND, NOT_RUN = 1, 2
 """Exit status: something was found; something could not be audited."""
 
 
+@contextlib.contextmanager
+def _searched_as_before() -> Iterator[None]:
+    """Search for modules afterwards where they were searched for before."""
+    before = list(sys.path)
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+@_searched_as_before()
 def audit_command(
     targets: Sequence[str],
     world_size: int,
@@ -45,22 +57,6 @@ def audit_command(
     Returns:
         0 where nothing was found, `FOUND`, or `NOT_RUN`.
     """
-    before = list(sys.path)
-    try:
-        return _audit_each(targets, world_size, backend, timeout, kinds, isolate, as_json)
-    finally:
-        sys.path[:] = before
-
-
-def _audit_each(
-    targets: Sequence[str],
-    world_size: int,
-    backend: str,
-    timeout: float,
-    kinds: Sequence[str],
-    isolate: bool,
-    as_json: bool,
-) -> int:
     status = 0
     for target in targets:
         try:
