@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import gradmesh as gm
-from gradmesh.verify import CostModel, Link, Timeline, delayed, timeline
+from gradmesh.verify import CostModel, Link, Timeline, delayed, simulate, timeline
 from gradmesh.verify.timelines.recorder import Noted
 from gradmesh.verify.timelines.through import Motion
 from gradmesh.wire.around import AROUND
@@ -245,3 +245,20 @@ def test_a_result_that_watching_changes_is_found(threads: Ranks, monkeypatch: py
 
     with pytest.raises(AssertionError):
         some()
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "send and recv"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_bytes_of_a_timeline_are_those_of_the_simulator(name: str, size: int) -> None:
+    def on_each_rank() -> Timeline:
+        with timeline() as line:
+            CALLS[name][0](drawn(6 * size))
+        return line
+
+    run = simulate(on_each_rank, size)
+    seen = Timeline.joined(run.results).events
+    for rank in range(size):
+        # A fold is one motion of the carrier, and several calls on the wire.
+        mine, theirs = (sum(e.sent for e in events.select(rank=rank)) for events in (seen, run.events))
+        assert mine == theirs
+    assert sum(e.sent for e in seen) > 0

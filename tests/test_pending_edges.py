@@ -25,6 +25,10 @@ def own(requires: bool = True) -> Tensor:
     return (torch.arange(3.0) + dist.get_rank()).requires_grad_(requires)
 
 
+class Mark:
+    """Something that a node of a graph can hold."""
+
+
 def what_lives(apart: bool, ordered: bool) -> list[bool]:
     """Whether an operand and a result live on behind the call, without the collector of cycles."""
     gc.collect()
@@ -32,11 +36,14 @@ def what_lives(apart: bool, ordered: bool) -> list[bool]:
     try:
         x = own()
 
-        def step() -> tuple[Tensor, list[weakref.ref[Tensor]]]:
-            operand = x.exp() * 2
+        def step() -> tuple[Tensor, list[weakref.ref[Any]]]:
+            operand, mark = x.exp() * 2, Mark()
+            assert operand.grad_fn is not None
+            kept: Any = operand.grad_fn.metadata
+            kept["mark"] = mark  # which lives as long as the graph before the call
             made = gm.all_gather(operand, async_op=apart)
             y = made.wait() if isinstance(made, gm.Pending) else made
-            return y.sin().sum(), [weakref.ref(operand), weakref.ref(y)]
+            return y.sin().sum(), [weakref.ref(operand), weakref.ref(y), weakref.ref(mark)]
 
         if ordered:
             with gm.ordered():
