@@ -315,7 +315,10 @@ class LinearOp(Op):
 
 
 class SameShape(LinearOp):
-    """An op whose result has the operand's shape, whatever it is."""
+    """An op whose result has the operand's shape, whatever it is, and each element of which comes from its like.
+
+    So several operands may lie in a row as one.
+    """
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The operand's shape."""

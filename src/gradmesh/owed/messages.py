@@ -11,18 +11,13 @@ import torch
 from torch import Tensor
 
 from gradmesh.ops.all_gather import ReduceScatter
-from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant
-from gradmesh.ops.base import LinearOp
-from gradmesh.ops.broadcast import Broadcast, BroadcastInvariant, Reduce
+from gradmesh.ops.all_reduce import AllReduceInvariant
+from gradmesh.ops.base import LinearOp, SameShape
 from gradmesh.ops.mean import Mean
-from gradmesh.ops.scan import Scan
 from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.wire.packing import pack
 
 __all__ = ["totals"]
-
-_ELEMENTWISE = (AllReduce, AllReduceInvariant, Broadcast, BroadcastInvariant, Reduce, Scan)
-"""Ops that do the same with every element, so that several operands may lie in a row."""
 
 
 class Owed(NamedTuple):
@@ -71,7 +66,7 @@ def _on_any_rank(owed: list[Owed]) -> list[bool]:
 def _kind(each: Owed, place: int) -> Hashable:
     """What sums that go together have alike."""
     back = each.op.back
-    if isinstance(back.op if isinstance(back, Mean) else back, _ELEMENTWISE):
+    if isinstance(back.op if isinstance(back, Mean) else back, SameShape):
         return back, each.leaf.dtype, each.leaf.device
     if isinstance(back, ReduceScatter):
         even = back.sizes.equal  # by themselves, as backends are faster with equal parts
