@@ -1,5 +1,31 @@
-"""What people build with the verbs: `gm.nn.graph`, networks on a graph that is cut over the ranks of an axis."""
+"""What people build with the verbs: layers and losses whose gradients over the ranks are exact.
 
-from gradmesh.nn import graph
+`gm.nn.graph` has networks on a graph that is cut over the ranks; `gm.nn.tensor` tensor parallel layers.
+"""
 
-__all__ = ["graph"]
+from gradmesh.nn import graph, tensor
+from gradmesh.nn.tensor import (
+    ColumnParallelLinear,
+    Replicated,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    dense_state_dict,
+    linear_cross_entropy,
+    load_dense_state_dict,
+    tensor_parallel,
+    vocab_parallel_cross_entropy,
+)
+
+__all__ = [
+    "ColumnParallelLinear",
+    "Replicated",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "dense_state_dict",
+    "graph",
+    "linear_cross_entropy",
+    "load_dense_state_dict",
+    "tensor",
+    "tensor_parallel",
+    "vocab_parallel_cross_entropy",
+]

@@ -1,0 +1,226 @@
+"""Layers whose parameters are cut over the ranks of an axis, and their state as that of the dense layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from gradmesh.arguments import Call
+from gradmesh.axis import Axis, AxisLike, balanced, resolve
+from gradmesh.collectives import all_gather, replicate
+from gradmesh.errors import ArgumentError, message
+
+__all__ = ["Cut", "Parallel", "Replicated", "dense_state_dict", "load_dense_state_dict"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a dense parameter is cut: each rank has `sizes[rank]` of it along `dim`."""
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    def part(self, dense: Tensor, rank: int) -> Tensor:
+        """A rank's part of a dense parameter, in memory of its own."""
+        begin = sum(self.sizes[:rank])
+        return dense.detach().narrow(self.dim, begin, self.sizes[rank]).clone()
+
+
+class Parallel(nn.Module):
+    """A layer that has a part of its dense counterpart's parameters on each rank of an axis.
+
+    Attributes:
+        over: the axis, as it was given: a name is looked up when the layer is called.
+        cuts: how each parameter that is cut is cut; the others are whole on every rank.
+    """
+
+    def __init__(self, axis: AxisLike) -> None:
+        super().__init__()
+        self.over = axis
+        self.cuts: dict[str, Cut] = {}
+
+    @property
+    def axis(self) -> Axis:
+        """The axis."""
+        return resolve(self.over, f"nn.{type(self).__name__}")
+
+    def cut(self, dim: int, total: int, sizes: Sequence[int] | None) -> Cut:
+        """How `total` is cut: as told, or evenly, where the first ranks get one more of what does not divide."""
+        axis = self.axis
+        told = balanced(total, axis.size) if sizes is None else tuple(sizes)
+        if len(told) != axis.size or sum(told) != total or min(told) < 0:
+            raise ArgumentError(
+                message(
+                    "the sizes are no cut of what the layer has",
+                    op=f"nn.{type(self).__name__}",
+                    axis=str(axis),
+                    expected=f"{axis.size} sizes with the sum {total}",
+                    got=f"sizes={sizes!r}",
+                    remedy="leave them out for an even cut",
+                )
+            )
+        return Cut(dim, told)
+
+    def put(self, name: str, dense: Tensor | None, cut: Cut | None) -> None:
+        """Make a parameter of this rank's part of a dense one."""
+        if dense is None:
+            self.register_parameter(name, None)
+            return
+        grads = not isinstance(dense, nn.Parameter) or dense.requires_grad
+        part = dense.detach().clone() if cut is None else cut.part(dense, self.axis.rank)
+        setattr(self, name, nn.Parameter(part, requires_grad=grads))
+        if cut is not None:
+            self.cuts[name] = cut
+
+    def refuse(self, x: Tensor, expected: str, remedy: str) -> NoReturn:
+        """Raise an error of this rank's input; the others hear of it in the call that follows."""
+        call = Call(f"nn.{type(self).__name__}", x, self.over)
+        call.fail(
+            "the input does not fit this rank's part",
+            expected=expected,
+            got=f"shape {list(x.shape)}",
+            remedy=remedy,
+        )
+
+
+class Replicated(nn.Module):
+    """A module that every rank has whole, and that works on other rows on each: gradients are summed.
+
+    ::
+
+        I -> R    each parameter, by `gm.replicate`; backward sums what the ranks send back
+
+    The norms between the linear layers of a sequence parallel region are such modules, and everything else that has
+    parameters and gets own rows. The sum is taken in backward, once for all its parameters, on the axis alone.
+
+    Args:
+        module: the module; equal on all ranks.
+        axis: the ranks.
+
+    Example:
+        >>> def on_each_rank():
+        ...     scale = torch.nn.Linear(1, 1, bias=False)
+        ...     layer = gm.nn.Replicated(scale)
+        ...     layer(torch.full((1, 1), 1.0 + gm.rank())).sum().backward()
+        ...     return scale.weight.grad.item()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [3.0, 3.0]
+    """
+
+    def __init__(self, module: nn.Module, axis: AxisLike = None) -> None:
+        super().__init__()
+        self.module = module
+        self.over = axis
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module makes of its arguments."""
+        names, values = zip(*self.module.named_parameters(), strict=True) if _any(self.module) else ((), ())
+        if values:
+            values = replicate(tuple(values), self.over)
+        return functional_call(self.module, dict(zip(names, values, strict=True)), args, kwargs)
+
+
+def _any(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _entries(module: nn.Module) -> Iterator[tuple[str, str, Parallel | None, str]]:
+    """Each name of the state dict, that of the dense module, and whose it is under which name."""
+    wrapped = [name for name, each in module.named_modules() if isinstance(each, Replicated)]
+    parts = dict(module.named_modules(remove_duplicate=False))
+    for name in module.state_dict():
+        room, _, last = name.rpartition(".")
+        owner = parts.get(room)
+        dense = name
+        for prefix in sorted(wrapped, key=len, reverse=True):
+            inside = f"{prefix}.module." if prefix else "module."
+            if dense.startswith(inside):
+                dense = f"{prefix}." * bool(prefix) + dense[len(inside) :]
+        yield name, dense, owner if isinstance(owner, Parallel) else None, last
+
+
+def dense_state_dict(module: nn.Module) -> dict[str, Any]:
+    """The state dict of the dense module that this one was made of, whole on every rank.
+
+    ::
+
+        V -> I    each parameter that is cut is concatenated along the dim that it was cut along; the others stay
+
+    Args:
+        module: a module that holds `ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding` or
+            `Replicated` ones, at any depth. Every rank calls it.
+
+    Returns:
+        Names and tensors that `load_state_dict` of the dense module takes. Nothing requires grad.
+
+    Example:
+        >>> def on_each_rank():
+        ...     dense = torch.nn.Linear(2, 4)
+        ...     with torch.no_grad():
+        ...         dense.weight.copy_(torch.arange(8.0).view(4, 2))
+        ...     layer = gm.nn.ColumnParallelLinear.of(dense)
+        ...     return gm.nn.dense_state_dict(layer)["weight"].tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")[1]
+        [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
+    """
+    state, whole = module.state_dict(), {}
+    with torch.no_grad():
+        for name, dense, owner, last in _entries(module):
+            value = state[name]
+            if owner is not None and last in owner.cuts:
+                cut = owner.cuts[last]
+                value = all_gather(value.contiguous(), owner.over, cut.dim, sizes=cut.sizes)
+            whole[dense] = value
+    return whole
+
+
+def load_dense_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+    """Load a dense module's state dict: each rank takes its parts. Nothing is sent.
+
+    Args:
+        module: as for `dense_state_dict`.
+        state: what the dense module's `state_dict` returned.
+        strict: as in `torch.nn.Module.load_state_dict`.
+
+    Returns:
+        The missing and the unexpected names, as those of `load_state_dict`.
+
+    Raises:
+        ArgumentError: a tensor is not of the dense shape.
+
+    Example:
+        >>> def on_each_rank():
+        ...     layer = gm.nn.RowParallelLinear(4, 1, bias=False)
+        ...     gm.nn.load_dense_state_dict(layer, {"weight": torch.arange(4.0).view(1, 4)})
+        ...     return layer.weight.tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [[[0.0, 1.0]], [[2.0, 3.0]]]
+    """
+    left, own = dict(state), {}
+    for name, dense, owner, last in _entries(module):
+        if dense not in state:
+            continue
+        left.pop(dense, None)
+        value = state[dense]
+        if owner is not None and last in owner.cuts:
+            cut = owner.cuts[last]
+            if value.dim() <= cut.dim or value.shape[cut.dim] != sum(cut.sizes):
+                raise ArgumentError(
+                    message(
+                        f"{dense!r} is not of the dense layer's size",
+                        op="nn.load_dense_state_dict",
+                        axis=str(owner.axis),
+                        expected=f"{sum(cut.sizes)} along dim {cut.dim}",
+                        got=f"shape {list(value.shape)}",
+                        remedy="pass the state dict of the dense module; this rank's own one goes to "
+                        "module.load_state_dict",
+                    )
+                )
+            value = cut.part(value, owner.axis.rank)
+        own[name] = value
+    return module.load_state_dict({**own, **left}, strict=strict)

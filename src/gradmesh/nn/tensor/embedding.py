@@ -1,0 +1,130 @@
+"""An embedding table that is cut over the ranks of an axis by its rows, the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+
+from gradmesh.axis import AxisLike, balanced
+from gradmesh.collectives import all_reduce, reduce_scatter
+from gradmesh.errors import ArgumentError, message
+from gradmesh.nn.tensor.cuts import Parallel
+from gradmesh.nn.tensor.linear import Rows
+from gradmesh.nn.tensor.words import out_of_range, place
+from gradmesh.types import I
+
+__all__ = ["VocabParallelEmbedding"]
+
+
+class VocabParallelEmbedding(Parallel):
+    """An embedding of which each rank has some of the rows: own ones are looked up, and the ranks' results are added.
+
+    ::
+
+        I -> I    ids (...) -> vectors (..., dim)                     backward: identity
+        I -> V    with `sequence_dim`: own rows of the vectors        backward gathers the rows
+
+    Args:
+        num_embeddings, embedding_dim, padding_idx, device, dtype: as in `torch.nn.Embedding`, for the whole table.
+        axis: the ranks.
+        sequence_dim: the dim of the vectors that is to be cut over the ranks.
+        rows: with `sequence_dim`, how many rows along it each rank gets; as in `ColumnParallelLinear`.
+        sizes: how many words each rank has; None: an even cut, of which the first ranks get one more. The vocabulary
+            needs no padding.
+
+    Raises:
+        ArgumentError: the sizes are no cut; where it is called, an id (on a CPU) is not in the vocabulary.
+
+    Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3.
+
+    Example:
+        >>> def on_each_rank():
+        ...     layer = gm.nn.VocabParallelEmbedding(3, 1)
+        ...     gm.nn.load_dense_state_dict(layer, {"weight": torch.tensor([[5.0], [6.0], [7.0]])})
+        ...     return layer(torch.tensor([2, 0, 1])).flatten().tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [[7.0, 5.0, 6.0], [7.0, 5.0, 6.0]]
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        axis: AxisLike = None,
+        *,
+        sequence_dim: int | None = None,
+        rows: Rows = None,
+        sizes: Sequence[int] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(axis)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.sequence_dim, self.rows = sequence_dim, rows
+        dense = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self._take(dense, sizes)
+
+    @classmethod
+    def of(
+        cls,
+        dense: nn.Embedding,
+        axis: AxisLike = None,
+        *,
+        sequence_dim: int | None = None,
+        rows: Rows = None,
+        sizes: Sequence[int] | None = None,
+    ) -> VocabParallelEmbedding:
+        """The layer of a dense one's values.
+
+        Raises:
+            ArgumentError: the dense one has `max_norm`, `scale_grad_by_freq` or `sparse`, which this one lacks.
+        """
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(dense, option):
+                raise ArgumentError(
+                    message(
+                        f"{option} is not there for a table that is cut",
+                        op=f"nn.{cls.__name__}.of",
+                        expected="an embedding without it",
+                        got=f"{option}={getattr(dense, option)!r}",
+                        remedy="leave this table whole",
+                    )
+                )
+        numbers = (dense.num_embeddings, dense.embedding_dim, dense.padding_idx)
+        made = cls(*numbers, axis, sequence_dim=sequence_dim, rows=rows, device="meta")
+        made._take(dense, sizes)
+        return made
+
+    def _take(self, dense: nn.Embedding, sizes: Sequence[int] | None) -> None:
+        self.padding_idx = dense.padding_idx
+        self.put("weight", dense.weight, self.cut(0, self.num_embeddings, sizes))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The vectors; see the class."""
+        sizes, rank = self.cuts["weight"].sizes, self.axis.rank
+        if out_of_range(ids, self.num_embeddings):
+            self.refuse(ids, f"ids from 0 to {self.num_embeddings - 1}", "pass ids of the vocabulary")
+        words, own = place(ids, sizes, rank)
+        padding = None if self.padding_idx is None else self.padding_idx - sum(sizes[:rank])
+        if padding is not None and not 0 <= padding < sizes[rank]:
+            padding = None
+        if sizes[rank]:
+            found = embedding(words, self.weight, padding).masked_fill(~own.unsqueeze(-1), 0)
+        else:  # no row to look up, and one to be part of the graph
+            found = self.weight.sum() * self.weight.new_zeros(*ids.shape, self.embedding_dim)
+        if self.sequence_dim is None:
+            return all_reduce(found, self.over, dst=I)
+        rows = self.rows
+        if rows == "balanced":
+            rows = balanced(found.shape[self.sequence_dim], len(sizes))
+        return reduce_scatter(found, self.over, self.sequence_dim, sizes=rows)
+
+    def extra_repr(self) -> str:
+        """The dense layer's numbers, and this rank's."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, own words {self.weight.shape[0]}"
