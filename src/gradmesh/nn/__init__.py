@@ -4,6 +4,8 @@
 """
 
 from gradmesh.nn import graph, tensor
+from gradmesh.nn.experts import ExpertDispatch, ExpertParallel, balance_loss
+from gradmesh.nn.norms import SyncBatchNorm, SyncGroupNorm
 from gradmesh.nn.tensor import (
     ColumnParallelLinear,
     Replicated,
@@ -18,9 +20,14 @@ from gradmesh.nn.tensor import (
 
 __all__ = [
     "ColumnParallelLinear",
+    "ExpertDispatch",
+    "ExpertParallel",
     "Replicated",
     "RowParallelLinear",
+    "SyncBatchNorm",
+    "SyncGroupNorm",
     "VocabParallelEmbedding",
+    "balance_loss",
     "dense_state_dict",
     "graph",
     "linear_cross_entropy",

@@ -1,0 +1,276 @@
+"""Mixtures of experts over the ranks of an axis: tokens travel to their experts and back, none is dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from gradmesh.arguments import Call, integer
+from gradmesh.axis import Axis, AxisLike, balanced
+from gradmesh.collectives import all_reduce, all_to_all
+from gradmesh.types import I
+
+__all__ = ["ExpertDispatch", "ExpertParallel", "balance_loss"]
+
+
+class ExpertDispatch:
+    """Where each token goes, from the experts that a router chose for it; made by all ranks together.
+
+    ::
+
+        V -> V    send:     tokens (n, ...) -> a row for each (token, expert) that came here, expert by expert
+        V -> V    combine:  those rows -> tokens (n, ...), each the weighted sum over its experts
+
+    The experts are dealt to the ranks in order. Numbers of tokens differ from rank to rank and from expert to expert
+    and may be 0. What an expert gets lies in the order of the ranks and of their tokens, so that results are the same
+    every time.
+
+    Args:
+        chosen: the experts of each token, shape (n, k), int64.
+        experts: how many there are on all ranks; or how many each rank has, one number for each.
+        axis: the ranks.
+
+    Attributes:
+        axis: the ranks.
+        sizes: how many experts each rank has.
+        counts: how many rows each of this rank's experts gets.
+
+    Raises:
+        ArgumentError: `chosen` names no experts.
+
+    Source: Lepikhin et al., GShard (arXiv:2006.16668), section 2; without a capacity: Gale et al., MegaBlocks
+    (arXiv:2211.15841), section 3.
+
+    Example:
+        >>> def on_each_rank():
+        ...     x = torch.tensor([[1.0], [2.0]])
+        ...     chosen = torch.tensor([[0], [1]])  # rank 0 has expert 0, rank 1 expert 1
+        ...     plan = gm.nn.ExpertDispatch(chosen, 2)
+        ...     rows = plan.send(x)
+        ...     return rows.flatten().tolist(), plan.combine(10 * rows, torch.ones(2, 1)).flatten().tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [([1.0, 1.0], [10.0, 20.0]), ([2.0, 2.0], [10.0, 20.0])]
+    """
+
+    def __init__(self, chosen: Tensor, experts: int | Sequence[int], axis: AxisLike = None) -> None:
+        call = Call("nn.ExpertDispatch", chosen, axis)
+        here: Axis = call.axis
+        total = integer(experts)
+        sizes = balanced(total, here.size) if total is not None else tuple(experts)  # type: ignore[arg-type]
+        if len(sizes) != here.size or min(sizes) < 0 or not sum(sizes):
+            call.fail(
+                "experts are not dealt to the ranks",
+                expected=f"a number of 1 or more, or {here.size} numbers",
+                got=f"experts={experts!r}",
+                remedy="pass how many there are on all ranks",
+            )
+        if chosen.dim() != 2 or chosen.dtype not in (torch.int64, torch.int32):
+            call.fail(
+                "chosen does not name k experts for each token",
+                expected="a tensor of int64 of shape (tokens, k)",
+                got=f"{chosen.dtype} of shape {list(chosen.shape)}",
+                remedy="pass scores.topk(k).indices",
+            )
+        if chosen.numel() and (int(chosen.min()) < 0 or int(chosen.max()) >= sum(sizes)):
+            call.fail(
+                "chosen names experts that there are not",
+                expected=f"0 <= expert < {sum(sizes)}",
+                got=f"experts from {int(chosen.min())} to {int(chosen.max())}",
+                remedy="say how many experts all ranks have together",
+            )
+        self.axis, self.sizes = here, sizes
+        self.tokens, self.chosen = chosen.shape
+        flat = chosen.reshape(-1)
+        self._order = flat.argsort(stable=True)
+        """The (token, expert) pairs, expert by expert."""
+        wanted = torch.bincount(flat, minlength=sum(sizes))
+        own = sizes[here.rank]
+        came = all_to_all(wanted, here, split_sizes=sizes, concat_sizes=(own,) * here.size)
+        self._sent: list[int] = [int(part.sum()) for part in wanted.split(sizes)]
+        by_rank = came.view(here.size, own)
+        self._taken: list[int] = by_rank.sum(1).tolist()
+        self.counts: list[int] = by_rank.sum(0).tolist()
+        # Rows come rank by rank, and expert by expert within: each row's expert tells its place.
+        expert = torch.arange(own, device=chosen.device).repeat(here.size)
+        self._by_expert = expert.repeat_interleave(came).argsort(stable=True)
+
+    def send(self, x: Tensor) -> Tensor:
+        """The rows of tokens that this rank's experts are to work on, `counts` of each, one expert after another.
+
+        Args:
+            x: this rank's tokens, shape (n, ...).
+
+        Raises:
+            ArgumentError: not one row for each token.
+        """
+        if x.shape[:1] != (self.tokens,):
+            self._refuse("send", x, "there is not one row for each token", f"({self.tokens}, ...)")
+        rows = x.index_select(0, self._order // self.chosen if self.chosen else self._order)
+        return self._travel(rows, self._sent, self._taken).index_select(0, self._by_expert)
+
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """The tokens' results: what their experts made of them, each times its weight, added in the order of choice.
+
+        Args:
+            rows: a row for each one that `send` returned, in its order.
+            weights: of each token's experts, shape (n, k).
+
+        Raises:
+            ArgumentError: not one row for each one that was sent, or not one weight for each choice.
+        """
+        if rows.shape[:1] != (sum(self._taken),):
+            self._refuse(
+                "combine", rows, "there is not one row for each one sent", f"({sum(self._taken)}, ...)"
+            )
+        if tuple(weights.shape) != (self.tokens, self.chosen):
+            fits = f"({self.tokens}, {self.chosen})"
+            self._refuse("combine", weights, "there is not one weight for each choice", fits)
+        back = self._travel(rows.index_select(0, _turned(self._by_expert)), self._taken, self._sent)
+        back = back.index_select(0, _turned(self._order))
+        back = back.view(self.tokens, self.chosen, *rows.shape[1:])
+        return (back * weights.view(*weights.shape, *[1] * (rows.dim() - 1))).sum(1)
+
+    def _travel(self, rows: Tensor, sent: list[int], taken: list[int]) -> Tensor:
+        return all_to_all(rows, self.axis, split_sizes=sent, concat_sizes=taken)
+
+    def _refuse(self, method: str, x: Tensor, problem: str, expected: str) -> NoReturn:
+        call = Call(f"nn.ExpertDispatch.{method}", x, self.axis)
+        call.fail(
+            problem,
+            expected=expected,
+            got=f"shape {list(x.shape)}",
+            remedy="make a plan for each set of choices",
+        )
+
+
+def _turned(order: Tensor) -> Tensor:
+    """The order that undoes one."""
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    return back
+
+
+class ExpertParallel(nn.Module):
+    """A layer of experts of which each rank has some: each token goes to the k with the highest scores, and none drops.
+
+    ::
+
+        V -> V    tokens (n, ...) -> (n, ...)    backward: gradients go the same ways back; each expert's parameters get
+                                                 the sum over all ranks' tokens, and are on one rank alone
+
+    The router is on every rank, each of which routes its own tokens: its parameters' gradients are to be summed over
+    the axis (`gm.nn.Replicated(router)`), and what a data parallel wrapper averages over it are all but the experts'.
+
+    Args:
+        router: makes a score for each expert, shape (n, experts), of the tokens.
+        expert: makes the module of an expert, by its number over all ranks; called for this rank's alone.
+        experts: how many there are on all ranks, or how many each rank has.
+        k: how many experts work on each token.
+        axis: the ranks.
+        normalize: whether the weights of a token's experts, of the softmax over all, are scaled to a sum of 1.
+
+    Attributes:
+        experts: this rank's experts, by their numbers over all ranks.
+
+    Example:
+        >>> def on_each_rank():
+        ...     torch.manual_seed(0)
+        ...     router = gm.nn.Replicated(torch.nn.Linear(3, 4))
+        ...     layer = gm.nn.ExpertParallel(router, lambda number: torch.nn.Linear(3, 3), 4, k=2)
+        ...     y = layer(torch.ones(2 + gm.rank(), 3))
+        ...     return tuple(y.shape), sorted(layer.experts)
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [((2, 3), ['0', '1']), ((3, 3), ['2', '3'])]
+    """
+
+    def __init__(
+        self,
+        router: nn.Module,
+        expert: Callable[[int], nn.Module],
+        experts: int | Sequence[int],
+        k: int,
+        axis: AxisLike = None,
+        *,
+        normalize: bool = True,
+    ) -> None:
+        super().__init__()
+        nothing = torch.empty(0, 1, dtype=torch.int64)
+        call = Call("nn.ExpertParallel", nothing, axis)
+        total = integer(experts)
+        sizes = balanced(total, call.axis.size) if total is not None else tuple(experts)  # type: ignore[arg-type]
+        if integer(k) is None or not 1 <= k <= sum(sizes):
+            call.fail(
+                "k is no number of experts",
+                expected=f"1 <= k <= {sum(sizes)}",
+                got=f"k={k!r}",
+                remedy="pass 1 or 2",
+            )
+        first = sum(sizes[: call.axis.rank])
+        self.router, self.sizes, self.k, self.over, self.normalize = router, sizes, k, axis, normalize
+        numbers = range(first, first + sizes[call.axis.rank])
+        self.experts = nn.ModuleDict({str(number): expert(number) for number in numbers})
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the experts make of the tokens."""
+        return self.routed(x, self.router(x))
+
+    def routed(self, x: Tensor, scores: Tensor) -> Tensor:
+        """The same, of scores that are there already, for one who needs them for `balance_loss` too."""
+        weights, chosen = scores.softmax(-1).topk(self.k, dim=-1)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        plan = ExpertDispatch(chosen, self.sizes, self.over)
+        parts = plan.send(x).split(plan.counts)
+        done = [each(part) for each, part in zip(self.experts.values(), parts, strict=True)]
+        return plan.combine(torch.cat(done) if done else x[:0], weights.to(x.dtype))
+
+
+def balance_loss(scores: Tensor, chosen: Tensor, axis: AxisLike = None) -> Tensor:
+    r"""The loss that is 1 where all experts get as many tokens, over the tokens of all ranks.
+
+    ::
+
+        V -> I    scores (n, E), chosen (n, k) -> ()     E sum_e f_e p_e
+                  f_e: the share of all ranks' choices that fell on e, a constant
+                  p_e: the mean over all ranks' tokens of the softmax of the scores
+
+    A mean of each rank's own loss is another number, since it has the product of the rank's shares. Every rank gets
+    the same value, which counts once; its gradient on each rank is that by the own scores.
+
+    Args:
+        scores: the router's, of this rank's tokens; the softmax is taken here, in float32 at least.
+        chosen: the experts of each token.
+        axis: the ranks over whose tokens it is to be balanced.
+
+    Raises:
+        ArgumentError: the shapes do not fit.
+
+    Source: Fedus et al., Switch Transformers (arXiv:2101.03961), equation 4, without its weight; for k > 1 the
+    shares are those of all choices.
+
+    Example:
+        >>> def on_each_rank():
+        ...     scores = torch.zeros(2, 2)
+        ...     return gm.nn.balance_loss(scores, torch.tensor([[0], [1]])).item()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [1.0, 1.0]
+    """
+    call = Call("nn.balance_loss", scores, axis)
+    if scores.dim() != 2 or chosen.dim() != 2 or len(chosen) != len(scores):
+        call.fail(
+            "scores and chosen are not of the same tokens",
+            expected="scores (tokens, experts), chosen (tokens, k)",
+            got=f"scores {list(scores.shape)}, chosen {list(chosen.shape)}",
+            remedy="flatten the tokens' dims",
+        )
+    if scores.dtype in (torch.float16, torch.bfloat16):
+        scores = scores.float()
+    experts, k = scores.shape[1], chosen.shape[1]
+    fallen = torch.bincount(chosen.reshape(-1), minlength=experts).to(scores.dtype)
+    counts = torch.cat((fallen, scores.new_tensor([len(scores)])))
+    counts = all_reduce(counts, call.axis, dst=I)
+    means = all_reduce(scores.softmax(-1).sum(0), call.axis, dst=I) / counts[-1]
+    return experts * (counts[:-1] / (k * counts[-1]) * means).sum()
