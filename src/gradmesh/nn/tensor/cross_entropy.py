@@ -94,8 +94,9 @@ def vocab_parallel_cross_entropy(
     told = _told(call, sizes, logits.shape[-1], logits)
     _check_words(call, target, sum(told), ignore_index)
     flat = target.reshape(-1)
-    parts = _parts(logits.reshape(len(flat), logits.shape[-1]), *place(flat, told, call.axis.rank))
-    return _reduced(form, _losses(form, parts, sum(told), call), target)
+    words, own = place(flat, told, call.axis.rank)
+    parts = _parts(logits.reshape(len(flat), logits.shape[-1]), words, own)
+    return _reduced(form, _losses(form, parts, own, told, call), target)
 
 
 def linear_cross_entropy(
@@ -180,7 +181,7 @@ def linear_cross_entropy(
     ]
     largest, sums = zip(*made, strict=True)
     parts = torch.cat(largest), torch.cat(sums, dim=1)
-    return _reduced(form, _losses(form, parts, sum(told), call), target)
+    return _reduced(form, _losses(form, parts, own, told, call), target)
 
 
 def _of_tile(
@@ -190,7 +191,7 @@ def _of_tile(
 
 
 def _parts(logits: Tensor, words: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each token's logits here the largest; the sum of exponentials above it, the target's, and their sum."""
+    """A shift near each token's logits here; the sum of exponentials, the target and the sum of the logits above it."""
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     if not logits.shape[-1]:
@@ -198,27 +199,34 @@ def _parts(logits: Tensor, words: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
         return torch.full_like(nothing, -torch.inf).detach(), torch.stack((nothing, nothing, nothing))
     # The shift cancels, so that it has no derivative.
     largest = logits.detach().amax(-1)
-    shift = torch.where(largest.isfinite(), largest, 0)
-    total = (logits - shift.unsqueeze(-1)).exp().sum(-1)
-    there = logits.gather(-1, words.unsqueeze(-1)).squeeze(-1)
-    return largest, torch.stack((total, torch.where(own, there, 0), logits.sum(-1)))
+    above = logits - _finite(largest).unsqueeze(-1)
+    there = above.gather(-1, words.unsqueeze(-1)).squeeze(-1)
+    return largest, torch.stack((above.exp().sum(-1), torch.where(own, there, 0), above.sum(-1)))
 
 
-def _losses(form: _Form, parts: tuple[Tensor, Tensor], words: int, call: Call) -> Tensor:
+def _finite(shift: Tensor) -> Tensor:
+    return torch.where(shift.isfinite(), shift, 0)
+
+
+def _losses(
+    form: _Form, parts: tuple[Tensor, Tensor], own: Tensor, told: Sequence[int], call: Call
+) -> Tensor:
     """Each token's loss."""
-    largest, own = parts
-    best = all_reduce(largest, call.axis, op="max", dst=I)
-    shift = torch.where(best.isfinite(), best, 0)
-    scale = torch.where(largest.isfinite(), (largest - shift).exp(), torch.where(best.isfinite(), 0, 1))
-    smooth = form.label_smoothing != 0
-    total, there, *sums = all_reduce(
-        torch.stack((own[0] * scale, own[1], *([own[2]] if smooth else []))), call.axis, dst=I
-    )
-    z: Tensor = total.log() + shift
+    largest, (total, there, everything) = parts
+    shift = _finite(all_reduce(largest, call.axis, op="max", dst=I))
+    # From here on all ranks' numbers are above one shift: differences of large logits lose no digits.
+    moved = _finite(largest) - shift
+    scale = torch.where(total.detach() > 0, moved, 0).exp()
+    there = torch.where(own, there + moved, 0)
+    sums = [total * scale, there]
+    if form.label_smoothing:
+        sums.append(everything + moved * told[call.axis.rank])
+    total, there, *rest = all_reduce(torch.stack(sums), call.axis, dst=I)
+    z: Tensor = total.log()
     loss: Tensor = z - there
-    if smooth:
-        loss = (1 - form.label_smoothing) * loss + form.label_smoothing * (z - sums[0] / words)
-    return loss if form.z_loss == 0 else loss + form.z_loss * z**2
+    if rest:
+        loss = (1 - form.label_smoothing) * loss + form.label_smoothing * (z - rest[0] / sum(told))
+    return loss if form.z_loss == 0 else loss + form.z_loss * (z + shift) ** 2
 
 
 def _reduced(form: _Form, losses: Tensor, target: Tensor) -> Tensor:
