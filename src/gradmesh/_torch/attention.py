@@ -18,11 +18,12 @@ _DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16
 
 
 def flash_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the fused kernels can be used: on a CPU, with nothing empty, which ends the process, and one head size."""
-    if _forward is None or _backward is None or not q.is_cpu or q.dtype not in _DTYPES:
-        return False
-    strides = q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    return strides and k.shape[-1] == v.shape[-1] and min(q.numel(), k.numel()) > 0
+    """Whether the fused kernels can be used: on a CPU, with one size of features, and with nothing empty.
+
+    An empty operand ends the process.
+    """
+    there = _forward is not None and _backward is not None and q.is_cpu and q.dtype in _DTYPES
+    return there and k.shape[-1] == v.shape[-1] and min(q.numel(), k.numel()) > 0
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, diagonal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -39,7 +40,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, diagonal: bool, scale: float)
     >>> flash_forward(x, x, x, False, 1.0)[1].exp()
     tensor([[[4., 4., 4., 4.]]])
     """
-    out, lse = _forward(q, k, v, 0.0, diagonal, scale=scale)
+    out, lse = _forward(*map(_in_rows, (q, k, v)), 0.0, diagonal, scale=scale)
     return out, lse
 
 
@@ -47,5 +48,11 @@ def flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, diagonal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients by q, k and v; `out` and `lse` may be those over more keys than are here."""
-    dq, dk, dv = _backward(grad, q, k, v, out, lse, 0.0, diagonal, scale=scale)
+    operands = map(_in_rows, (grad, q, k, v, out))
+    dq, dk, dv = _backward(*operands, lse, 0.0, diagonal, scale=scale)
     return dq, dk, dv
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """The tensor with each row's numbers side by side, and the rows apart; the kernels take other strides for these."""
+    return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()

@@ -167,4 +167,4 @@ def _known(order: object, verb: str, axis: str) -> Order:
                 remedy='leave it out, or say "zigzag" for causal attention',
             )
         )
-    return order  # type: ignore[return-value]  # which was just seen
+    return order

@@ -1,5 +1,8 @@
-"""Attention by heads: each rank gets some heads of the whole sequence (S. A. Jacobs and others, "DeepSpeed Ulysses",
-2023)."""
+"""Attention by heads: each rank gets some heads of the whole sequence.
+
+S. A. Jacobs and others, "DeepSpeed Ulysses: system optimizations for enabling training of extreme long sequence
+transformer models", 2023.
+"""
 
 from __future__ import annotations
 

@@ -42,18 +42,16 @@ def attention(ring: Ring, q: Tensor, k: Tensor, v: Tensor, run: Run) -> Tensor:
         keys, values = block.to(rows.dtype).split(ring.features, -1)
         scores = (rows @ keys.mT).masked_fill(~_mask(ring, hop, q, keys), -torch.inf)
         # What is taken off before exp has no part in the result, and so no gradient.
-        before, top = top, scores.detach()
+        before = top
         if keys.shape[2]:
-            top = torch.maximum(before, top.amax(-1, keepdim=True))
-        else:
-            top = before
+            top = torch.maximum(before, scores.detach().amax(-1, keepdim=True))
         finite = top.masked_fill(top == -torch.inf, 0)
         less, weights = (before - finite).exp(), (scores - finite).exp()
         weight = weights.sum(-1, keepdim=True) + less * weight
         out = weights @ values + less * out
         if hop < ring.axis.size - 1:
             block = run(ring.op(hop), block)
-    return (out / (weight + (weight == 0))).to(q.dtype)  # type: ignore[union-attr, operator]  # there is a hop
+    return (out / (weight + (weight == 0))).to(q.dtype)  # type: ignore[union-attr]  # there is a hop
 
 
 def gradients(

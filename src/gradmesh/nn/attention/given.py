@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-import torch
 from torch import Tensor
 
 from gradmesh.arguments import Call, SizesLike, integer

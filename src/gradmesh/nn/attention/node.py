@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import is_fake, is_legacy_batched, saves_for_a_checkpoint, tracing, transforms_active
-from gradmesh.autograd import LOOSE, apply, leaf, linked, refuse_lost, thread_of, unlinked
+from gradmesh.autograd import LOOSE, apply, leaf, linked, refuse_lost, unlinked
 from gradmesh.errors import OrderError
 from gradmesh.nn.attention import composed
 from gradmesh.nn.attention.ring import Ring, backward, forward
@@ -23,8 +23,8 @@ __all__ = ["attend"]
 
 def attend(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """What this rank's rows see, differentiably; inside `ordered()`, as the next link of the chain."""
-    batched = any(is_legacy_batched(x) for x in (q, k, v))
-    if compiling() or tracing() or batched or transforms_active() or is_fake(q):
+    traced = compiling() or tracing() or is_fake(q)
+    if traced or transforms_active() or any(is_legacy_batched(x) for x in (q, k, v)):
         return composed.attention(ring, q, k, v, apply)
     recording = torch.is_grad_enabled()
     requires = recording and (q.requires_grad or k.requires_grad or v.requires_grad)

@@ -15,6 +15,7 @@ from gradmesh.nn.attention.tiles import Layout, Tile, tiles
 from gradmesh.ops.permute import Shift
 from gradmesh.ops.sizes import Sizes
 from gradmesh.overlap.begun import Begun, begun
+from gradmesh.wire import compiling
 from gradmesh.wire.claims import Recorded
 from gradmesh.wire.courier import Aside
 
@@ -43,15 +44,18 @@ class Ring:
 
     def op(self, hop: int) -> Shift:
         """What hands a block on that has made some hops."""
-        return self._ops[hop % len(self._ops)]
+        return self._op(hop) if compiling() else self._ops[hop % len(self.sizes)]
+
+    def _op(self, hop: int) -> Shift:
+        plain, sizes = Shift(self.axis, made_of=self.words), self.sizes
+        if all(size == sizes[0] for size in sizes):
+            return plain
+        hop %= len(sizes)
+        return plain.along(2, Sizes(sizes[len(sizes) - hop :] + sizes[: len(sizes) - hop]))
 
     @cached_property
     def _ops(self) -> tuple[Shift, ...]:
-        plain, sizes = Shift(self.axis, made_of=self.words), self.sizes
-        if len(set(sizes)) == 1:
-            return (plain,)
-        after = (Sizes(sizes[-hop:] + sizes[:-hop]) for hop in range(len(sizes)))
-        return tuple(plain.along(2, each) for each in after)
+        return tuple(self._op(hop) for hop in range(len(self.sizes)))
 
     def source(self, hop: int) -> int:
         """Whose block this rank has after some hops."""

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradmesh.wire import compiling
+
 __all__ = ["Layout", "Piece", "Tile", "mask", "tiles"]
 
 
@@ -73,7 +75,6 @@ class _Part(NamedTuple):
         return self.first, self.first + self.stop - self.start
 
 
-@lru_cache(maxsize=256)
 def tiles(layout: Layout, rank: int, source: int) -> tuple[Tile, ...]:
     """The rectangles of this rank's rows with the keys of another one.
 
@@ -81,6 +82,10 @@ def tiles(layout: Layout, rank: int, source: int) -> tuple[Tile, ...]:
     >>> tiles(Layout(halves, halves, True, None), 0, 1)  # the second half sees everything
     (Tile(batch=None, rows=(2, 4), keys=(0, 4), diagonal=False),)
     """
+    return (_tiles if compiling() else _known)(layout, rank, source)
+
+
+def _tiles(layout: Layout, rank: int, source: int) -> tuple[Tile, ...]:
     mine, theirs = layout.rows[rank], layout.keys[source]
     if not layout.causal and layout.lengths is None:
         rows, keys = (sum(stop - start for start, stop in held) for held in (mine, theirs))
@@ -97,10 +102,12 @@ def tiles(layout: Layout, rank: int, source: int) -> tuple[Tile, ...]:
     return tuple(found)
 
 
+_known = lru_cache(maxsize=256)(_tiles)
+
+
 def _parts(pieces: Sequence[Piece], lengths: Sequence[int] | None) -> list[_Part]:
     """The pieces, cut where documents end. What lies behind the last document is padding, and left out."""
-    total = max((piece.stop for piece in pieces), default=0)
-    ends = [0, *accumulate((total,) if lengths is None else lengths)]
+    ends = [0, *accumulate((pieces[-1].stop,) if lengths is None else lengths)]
     found: list[_Part] = []
     first = 0
     for start, stop in pieces:
