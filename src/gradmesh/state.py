@@ -31,6 +31,9 @@ class Chain(Protocol):
     def link(self, op: Any, x: Tensor) -> Tensor:
         """Run an op as the next link."""
 
+    def node(self, op: Any, run: Any) -> Any:
+        """Run what makes several collectives in its backward as one link."""
+
     def begin(self, op: Any, x: Tensor) -> Any:
         """Begin an op as the next link."""
 

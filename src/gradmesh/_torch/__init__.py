@@ -6,6 +6,7 @@ torch release fails there, by name, and not somewhere in a training run.
 """
 
 from gradmesh._torch.accumulation import accumulates, after_pass, can_accumulate_later, leaf_behind
+from gradmesh._torch.attention import flash_backward, flash_forward, flash_takes
 from gradmesh._torch.compiled import (
     compiling,
     constant_to_compilers,
@@ -61,6 +62,9 @@ __all__ = [
     "default_group",
     "enters_graphs",
     "fill_fresh_memory",
+    "flash_backward",
+    "flash_forward",
+    "flash_takes",
     "forward_level_open",
     "fully_sharded",
     "functional",

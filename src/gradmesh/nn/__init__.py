@@ -1,9 +1,16 @@
 """What people build with the verbs: layers and losses whose gradients over the ranks are exact.
 
-`gm.nn.graph` has networks on a graph that is cut over the ranks; `gm.nn.tensor` tensor parallel layers.
+* `gm.nn.graph`: networks on a graph that is cut over the ranks.
+* `gm.nn.ring_attention`, `gm.nn.ulysses_attention`: attention over a sequence that is cut over the ranks, and
+  `gm.nn.sequence`, which cuts it.
+* `gm.nn.ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding` and the cross entropies: layers that are cut
+  over the ranks; `gm.nn.tensor_parallel` makes them of a dense module's.
+* `gm.nn.ExpertParallel`: tokens travel to their experts and back.
+* `gm.nn.SyncBatchNorm`, `SyncGroupNorm`: statistics of all ranks.
 """
 
-from gradmesh.nn import graph, tensor
+from gradmesh.nn import graph, sequence, tensor
+from gradmesh.nn.attention import ring_attention, ulysses_attention
 from gradmesh.nn.experts import ExpertDispatch, ExpertParallel, balance_loss
 from gradmesh.nn.norms import SyncBatchNorm, SyncGroupNorm
 from gradmesh.nn.tensor import (
@@ -32,7 +39,10 @@ __all__ = [
     "graph",
     "linear_cross_entropy",
     "load_dense_state_dict",
+    "ring_attention",
+    "sequence",
     "tensor",
     "tensor_parallel",
+    "ulysses_attention",
     "vocab_parallel_cross_entropy",
 ]

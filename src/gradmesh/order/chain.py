@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from gradmesh.state import rank_state
 from gradmesh.wire import compiling, messages
 
 __all__ = ["Order"]
+
+T = TypeVar("T")
 
 _SPARE = torch.zeros(1, device="cpu", requires_grad=True)
 """The first thread of a compiled program, which cannot make a leaf, and that of a recomputed collective: a selective
@@ -63,6 +65,19 @@ class Order:
             return self._recompute(op, x)
         y, self._token = linked(op, x, self._next(op))
         return y
+
+    def node(self, op: LinearOp, run: Callable[[Tensor | None], tuple[T, Tensor]]) -> T:
+        """Run what makes several collectives in its backward as one link.
+
+        Args:
+            op: one of them, for errors.
+            run: makes the node: it takes a thread and passes one on. With None it is no link.
+        """
+        if self.here:
+            y, self._token = run(self._next(op))
+            return y
+        self.refuse_reentrant(op)
+        return run(_SPARE if saves_for_a_checkpoint() else None)[0]
 
     def begin(self, op: LinearOp, x: Tensor) -> Begun:
         """Begin a collective as the next link."""

@@ -1,0 +1,58 @@
+"""torch's fused attention with the logsumexp of each row, which its public function does not give."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradmesh._torch.names import find
+
+__all__ = ["flash_backward", "flash_forward", "flash_takes"]
+
+_WITHOUT = "gradmesh.nn.ring_attention and ulysses_attention work in tiles of torch's public functions, which is slower"
+_forward = find("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default", without=_WITHOUT)
+_backward = find(
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default", without=_WITHOUT
+)
+_DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+
+
+def flash_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the fused kernels can be used: on a CPU, with one size of features, and with nothing empty.
+
+    An empty operand ends the process.
+    """
+    there = _forward is not None and _backward is not None and q.is_cpu and q.dtype in _DTYPES
+    return there and k.shape[-1] == v.shape[-1] and min(q.numel(), k.numel()) > 0
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, diagonal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention and the logsumexp of each row's scores.
+
+    Args:
+        q: (batch, heads, rows, features).
+        k: (batch, heads, keys, features).
+        v: the same.
+        diagonal: whether row i sees the keys up to i alone.
+        scale: of the scores.
+
+    >>> x = torch.zeros(1, 1, 4, 2)
+    >>> flash_forward(x, x, x, False, 1.0)[1].exp()
+    tensor([[[4., 4., 4., 4.]]])
+    """
+    out, lse = _forward(*map(_in_rows, (q, k, v)), 0.0, diagonal, scale=scale)
+    return out, lse
+
+
+def flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, diagonal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients by q, k and v; `out` and `lse` may be those over more keys than are here."""
+    operands = map(_in_rows, (grad, q, k, v, out))
+    dq, dk, dv = _backward(*operands, lse, 0.0, diagonal, scale=scale)
+    return dq, dk, dv
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """The tensor with each row's numbers side by side, and the rows apart; the kernels take other strides for these."""
+    return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()

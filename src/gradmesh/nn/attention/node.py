@@ -1,0 +1,126 @@
+"""Ring attention as one node of the graph, which keeps this rank's part alone: backward has the blocks come again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradmesh._torch import is_fake, is_legacy_batched, saves_for_a_checkpoint, tracing, transforms_active
+from gradmesh.autograd import LOOSE, apply, leaf, linked, refuse_lost, unlinked
+from gradmesh.errors import OrderError
+from gradmesh.nn.attention import composed
+from gradmesh.nn.attention.ring import Ring, backward, forward
+from gradmesh.ops.permute import Shift
+from gradmesh.state import rank_state
+from gradmesh.wire import compiling
+from gradmesh.wire.claims import BACKWARD, CAN_JOIN, JOINS, NOTHING, Recorded
+
+__all__ = ["attend"]
+
+
+def attend(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What this rank's rows see, differentiably; inside `ordered()`, as the next link of the chain."""
+    traced = compiling() or tracing() or is_fake(q)
+    if traced or transforms_active() or any(is_legacy_batched(x) for x in (q, k, v)):
+        return composed.attention(ring, q, k, v, apply)
+    recording = torch.is_grad_enabled()
+    requires = recording and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+    def run(thread: Tensor | None) -> tuple[Tensor, Tensor]:
+        joins = requires or thread is not None
+        call = Recorded(flags=JOINS * joins | CAN_JOIN * recording, linked=thread is not None)
+        with torch.no_grad():
+            out, lse = forward(ring, q, k, v, call)
+        if thread is None:
+            if not requires and not call.others_join:
+                return out, LOOSE
+            thread = LOOSE if requires else leaf()
+        y, _, thread = _Node.apply(_Made(ring, call, out, lse), q, k, v, thread)  # type: ignore[no-untyped-call]
+        return y, thread
+
+    state, op = rank_state(), ring.op(0)
+    if ring.axis.size == 1:
+        return run(None)[0]
+    if state.begun.lost:
+        refuse_lost(op, k)
+    chain = state.chain
+    if chain is None:
+        return run(None)[0]
+    try:
+        if recording:
+            y: Tensor = chain.node(op, run)
+            return y
+        chain.refuse_reentrant(op)
+    except OrderError as error:  # of the chain: nothing was sent
+        op.withdraw(k, error)
+        raise
+    y = run(None)[0]
+    if saves_for_a_checkpoint():
+        chain.keep_place()
+    return y
+
+
+@dataclass(slots=True)
+class _Made:
+    """What was computed before its node is made, as it was not known whether there would be one."""
+
+    ring: Ring
+    call: Recorded
+    out: Tensor
+    lse: Tensor
+
+
+class _Node(torch.autograd.Function):
+    """Its outputs are what was seen, the logsumexp, which the gradient's own gradient needs, and a thread."""
+
+    @staticmethod
+    def forward(ctx: Any, made: _Made, q: Tensor, k: Tensor, v: Tensor, thread: Tensor) -> tuple[Tensor, ...]:
+        ctx.ring, ctx.call, following = made.ring, made.call, torch.zeros_like(thread)
+        ctx.save_for_backward(thread if made.call.linked else following, q, k, v, made.out, made.lse)
+        ctx.set_materialize_grads(False)
+        return made.out, made.lse, following
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, following: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        ring: Ring = ctx.ring
+        thread, *saved = ctx.saved_tensors
+        nothing = grad is None and grad_lse is None
+        if grad is None:
+            grad = torch.zeros_like(saved[3])
+        if following is None and ctx.call.linked:
+            following = thread.clone()
+        call = Recorded(BACKWARD, ctx.call, NOTHING * nothing)
+        if torch.is_grad_enabled() or is_legacy_batched(grad) or transforms_active():
+            links = _Links(call, following if ctx.call.linked else thread)
+            slopes = composed.gradients(ring, saved, grad, grad_lse, links.run)
+            return None, *slopes, links.thread if ctx.call.linked else None
+        slopes = backward(ring, saved, grad, grad_lse, call)
+        # No gradient on any rank gives none, and not zeros, which are NaN behind an infinite derivative.
+        if nothing and not ctx.call.linked and (ring.axis.size == 1 or call.all_nothing):
+            return None, None, None, None, None
+        return None, *slopes, following
+
+
+class _Links:
+    """The calls of a backward that is recorded itself: links of the chain, or the first is tied to the forward call."""
+
+    def __init__(self, call: Recorded, thread: Tensor | None) -> None:
+        self._call: Recorded | None = call
+        self._linked = call.origin is not None and call.origin.linked
+        self.thread = thread
+
+    def run(self, op: Shift, x: Tensor) -> Tensor:
+        """Make the next call."""
+        call, self._call = self._call, None
+        if self._linked:
+            role, origin = (call.role, call.origin) if call is not None else ("", None)
+            y, self.thread = linked(op, x, self.thread, role, origin)  # type: ignore[arg-type]  # a link has one
+            return y
+        if call is None:
+            return unlinked(op, x)
+        return unlinked(op, x, call, self.thread if torch.is_grad_enabled() else None)
