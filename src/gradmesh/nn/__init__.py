@@ -3,8 +3,8 @@
 * `gm.nn.graph`: networks on a graph that is cut over the ranks.
 * `gm.nn.ring_attention`, `gm.nn.ulysses_attention`: attention over a sequence that is cut over the ranks, and
   `gm.nn.sequence`, which cuts it.
-* `gm.nn.ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding` and the cross entropies: layers that are cut
-  over the ranks; `gm.nn.tensor_parallel` makes them of a dense module's.
+* `gm.nn.ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding` and the cross entropies: layers that are
+  cut over the ranks; `gm.nn.tensor_parallel` makes them of a dense module's.
 * `gm.nn.ExpertParallel`: tokens travel to their experts and back.
 * `gm.nn.SyncBatchNorm`, `SyncGroupNorm`: statistics of all ranks.
 """

@@ -1,0 +1,162 @@
+"""A small language model of characters: a dense one of plain torch, and the same over ranks in three ways at once.
+
+The text is Python's own reference, as the standard library ships it for `help()`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+
+import gradmesh as gm
+
+__all__ = ["CharModel", "Settings", "batch_of", "dense_model", "in_parts", "train", "words_of"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The sizes of the model and of its training; everything is in float64, so that roundings stay small.
+
+    Attributes:
+        width: of the vectors.
+        heads: of the attention.
+        blocks: how many.
+        context: characters of a sequence.
+        batch: sequences of a step, over all ranks.
+        steps: how many.
+        lr: of AdamW.
+        seed: of the values and of the batches.
+    """
+
+    width: int = 32
+    heads: int = 4
+    blocks: int = 2
+    context: int = 64
+    batch: int = 16
+    steps: int = 30
+    lr: float = 3e-3
+    seed: int = 0
+
+
+class Block(nn.Module):
+    """Attention and two linear layers, each behind a norm."""
+
+    def __init__(self, width: int, features: int) -> None:
+        super().__init__()
+        self.features = features
+        self.attend: Callable[..., Tensor] = partial(scaled_dot_product_attention, is_causal=True)
+        self.norm, self.again = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The vectors behind the block, (batch, places, width)."""
+        y = self.norm(x)
+        # As many heads as this rank has: all of them in a dense model.
+        heads = [
+            each(y).unflatten(-1, (-1, self.features)).transpose(1, 2) for each in (self.q, self.k, self.v)
+        ]
+        x = x + self.out(self.attend(*heads).transpose(1, 2).flatten(2))
+        z: Tensor = self.down(gelu(self.up(self.again(x))))
+        return x + z
+
+
+class CharModel(nn.Module):
+    """A decoder whose head is its table."""
+
+    def __init__(self, words: int, settings: Settings) -> None:
+        super().__init__()
+        width = settings.width
+        self.table, self.places = nn.Embedding(words, width), nn.Embedding(settings.context, width)
+        self.blocks = nn.ModuleList(Block(width, width // settings.heads) for _ in range(settings.blocks))
+        self.norm = nn.LayerNorm(width)
+        self.loss: Callable[..., Tensor] = dense_loss
+
+    def forward(self, ids: Tensor, target: Tensor, places: Tensor) -> Tensor:
+        """The mean loss of the characters that come next, (batch, places)."""
+        x = self.table(ids) + self.places(places)
+        for block in self.blocks:
+            x = block(x)
+        loss: Tensor = self.loss(self.norm(x), self.table.weight, target)
+        return loss
+
+
+def dense_model(words: int, settings: Settings) -> CharModel:
+    """The model before training, the same on every rank: ranks that are threads share torch's own generator."""
+    model, draw = CharModel(words, settings).double(), torch.Generator().manual_seed(settings.seed)
+    for name, value in model.named_parameters():
+        if value.dim() > 1:
+            nn.init.normal_(value, std=value.shape[-1] ** -0.5, generator=draw)
+        elif name.endswith("bias"):
+            nn.init.zeros_(value)
+    return model
+
+
+def dense_loss(x: Tensor, table: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy of all logits."""
+    return cross_entropy((x @ table.T).flatten(0, 1), target.flatten())
+
+
+def in_parts(dense: CharModel) -> nn.Module:
+    """The model of this rank of a mesh with the axes dp, sp and tp; its loss is that of the own tokens."""
+    model: Any = copy.deepcopy(dense)
+    styles: dict[str, Any] = {
+        "table": "vocab",
+        "*.[qkv]": "column",
+        "*.out": "row",
+        "*.up": "column",
+        "*.down": "row",
+    }
+    gm.nn.tensor_parallel(model, styles, "tp")
+    for block in model.blocks:
+        block.attend = partial(gm.nn.ring_attention, axis="sp", causal=True, order="zigzag")
+    model.loss = partial(gm.nn.linear_cross_entropy, axis="tp", sizes=model.table.cuts["weight"].sizes)
+    # Every parameter works on other tokens along these two: its gradient is the sum.
+    return gm.nn.Replicated(gm.nn.Replicated(model, "sp"), "dp")
+
+
+def words_of() -> tuple[str, Tensor]:
+    """The characters that there are, and the text in their numbers."""
+    text = "".join(topics[name] for name in sorted(topics))
+    words = "".join(sorted(set(text)))
+    number = {word: at for at, word in enumerate(words)}
+    return words, torch.tensor([number[word] for word in text])
+
+
+def batch_of(text: Tensor, settings: Settings, step: int) -> tuple[Tensor, Tensor]:
+    """The whole batch of a step: characters, and those that come next."""
+    draw = torch.Generator().manual_seed(settings.seed + 1000 + step)
+    begins = torch.randint(len(text) - settings.context, (settings.batch, 1), generator=draw)
+    rows = begins + torch.arange(settings.context + 1)
+    return text[rows[:, :-1]], text[rows[:, 1:]]
+
+
+def train(
+    dense: CharModel, text: Tensor, settings: Settings, *, parts: bool
+) -> Iterator[tuple[float, nn.Module]]:
+    """Train a copy of a model, dense or in parts on the current mesh; after each step its loss, and the model."""
+    model = in_parts(dense) if parts else copy.deepcopy(dense)
+    optimizer = torch.optim.AdamW(model.parameters(), settings.lr)
+    places = torch.arange(settings.context)
+    if parts:
+        places = gm.nn.sequence.positions(settings.context, "sp", order="zigzag")
+    for step in range(settings.steps):
+        ids, target = batch_of(text, settings, step)
+        if parts:  # own sequences, and of these own places
+            ids, target = (gm.shard(each, "dp")[:, places] for each in (ids, target))
+        loss = model(ids, target, places)
+        if parts:  # the mean over all tokens
+            loss = gm.objective(gm.objective(loss, "sp"), "dp")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss.item(), model
