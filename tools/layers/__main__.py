@@ -2,6 +2,7 @@
 
 python -m tools.layers                          # all of it: some minutes
 python -m tools.layers --layer linear_cross_entropy
+python -m tools.layers --beside                 # time and memory beside torch's own layers
 python -m tools.layers --write docs/layers.md   # the table of the page
 """
 
@@ -9,50 +10,86 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
 import gradmesh as gm
-from tools.layers.table import CASES, HEAD, Row, row_of
+from tools.layers.beside import MODELS, RANKS, Result, measured
+from tools.layers.table import CASES, HEAD, row_of
 from tools.overlap.page import machine
 
-BEGIN, END = "<!-- table: begin (python -m tools.layers --write docs/layers.md) -->", "<!-- table: end -->"
+
+def _marks(what: str, options: str) -> tuple[str, str]:
+    begin = f"<!-- {what}: begin (python -m tools.layers {options}--write docs/layers.md) -->"
+    return begin, f"<!-- {what}: end -->"
 
 
-def _text(rows: list[Row]) -> str:
-    lines = [" | ".join(HEAD), " | ".join("---" for _ in HEAD)]
-    lines += [" | ".join(row.cells()) for row in rows]
+MARKS = {"table": _marks("table", ""), "beside": _marks("beside", "--beside ")}
+
+
+def _text(head: Sequence[str], rows: list[list[str]]) -> str:
+    lines = [" | ".join(head), " | ".join("---" for _ in head), *(" | ".join(row) for row in rows)]
     return "\n".join(f"| {line} |" for line in lines)
 
 
-def with_table(page: str, rows: list[Row], where: str) -> str:
+def with_text(page: str, what: str, text: str, ranks: int) -> str:
     """The page with another table."""
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n{_text(rows)}\n\n{where}\n{END}{rest.split(END, 1)[1]}"
+    begin, end = MARKS[what]
+    before, rest = page.split(begin)
+    return f"{before}{begin}\n{text}\n\n{machine(ranks)}\n{end}{rest.split(end, 1)[1]}"
+
+
+def _table(names: list[str]) -> tuple[str, bool]:
+    rows = []
+    with ExitStack() as stack:
+        processes = {n: stack.enter_context(gm.Ranks(n, backend="shm", timeout=300)).run for n in (1, 2, 4)}
+        for name in names:
+            rows.append(row_of(CASES[name], processes))
+            print("  ".join(rows[-1].cells()), flush=True)
+    return _text(HEAD, [row.cells() for row in rows]), all(row.right for row in rows)
+
+
+def _beside(repeats: int) -> tuple[str, bool]:
+    rows, same = [], True
+    for backend in ("shm", "gloo"):
+        with gm.Ranks(RANKS, backend=backend, timeout=300) as ranks:
+            for model in MODELS:
+                found: list[dict[str, Result]] = ranks.run(measured, model, repeats)
+                ours = max(each["gradmesh"].median for each in found) if "gradmesh" in found[0] else 0.0
+                ours = ours or max(each["gradmesh, own logits"].median for each in found)
+                for way in found[0]:
+                    slow = max(each[way].median for each in found)
+                    weight = max(each[way].megabytes for each in found)
+                    rows.append(
+                        [backend, model, way, f"{1e3 * slow:.1f}", f"{slow / ours:.2f}", f"{weight:.0f}"]
+                    )
+                    print("  ".join(rows[-1]), flush=True)
+                losses = [result.loss for each in found for result in each.values()]
+                same &= max(losses) - min(losses) < 1e-5 * max(losses)
+    return _text(("backend", "model", "way", "ms", "of gradmesh's", "MB"), rows), same
 
 
 def main() -> int:
-    """Measure; 1 where a layer is further off than it may be, or an audit finds something."""
+    """Measure; 1 where a layer is further off than it may be, or an audit finds something, or losses differ."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.layers",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--layer", choices=list(CASES), action="append", help="all by default")
+    parser.add_argument("--beside", action="store_true", help="time and memory beside torch's own layers")
+    parser.add_argument("--repeats", type=int, default=15, help="steps of each way")
     parser.add_argument("--write", type=Path, help="the page to write the table into")
     told = parser.parse_args()
     torch.set_num_threads(1)
-    rows: list[Row] = []
-    with ExitStack() as stack:
-        processes = {n: stack.enter_context(gm.Ranks(n, backend="shm", timeout=300)).run for n in (1, 2, 4)}
-        for name in told.layer or CASES:
-            rows.append(row_of(CASES[name], processes))
-            print("  ".join(rows[-1].cells()), flush=True)
+    text, right = _beside(told.repeats) if told.beside else _table(told.layer or list(CASES))
     if told.write is not None:
-        told.write.write_text(with_table(told.write.read_text(), rows, machine(4)))
-    return int(not all(row.right for row in rows))
+        page, what = told.write.read_text(), "beside" if told.beside else "table"
+        told.write.write_text(with_text(page, what, text, RANKS if told.beside else 4))
+    return int(not right)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +46,7 @@ class Row:
         even: how far value, slopes and second slopes are off where all ranks have as much.
         uneven: the largest of them where they have not.
         empty: the same where ranks have nothing.
-        compiled: how far the gradients of the compiled layer are from its own, or None where it does not compile whole.
+        compiled: how far the gradients of the compiled layer are from its own, or None where that is not measured.
         megabytes: of a rank, by the number of ranks.
         findings: the audit's.
     """
@@ -69,7 +68,8 @@ class Row:
     def cells(self) -> list[str]:
         """The row as text."""
         far = [*self.even, self.uneven, self.empty]
-        small = "eager only" if self.compiled is None else f"{self.compiled:.0e}"
+        small = "" if self.compiled is None else f"{self.compiled:.0e}"
+        small = small if self.case.compiles else "eager only"
         weights = [f"{self.megabytes[n]:.0f}" if n in self.megabytes else "" for n in (1, 2, 4)]
         found = ", ".join(self.findings) or "none"
         return [
@@ -111,9 +111,7 @@ def row_of(case: Case, processes: dict[int, Run], *, weigh: bool = True) -> Row:
         ]
         return [max(values) for values in zip(*found, strict=True)]
 
-    compiles = None
-    if case.compiles:
-        compiles = max(processes[2](_compiled, case.name, (2, 2))) if 2 in processes else math.nan
+    compiles = max(processes[2](_compiled, case.name, (2, 2))) if case.compiles and 2 in processes else None
     weights = {n: max(run(_megabytes, case.name)) for n, run in processes.items()} if weigh else {}
     return Row(
         case,
