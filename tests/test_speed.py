@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.peak import peak_is_told
 from benchmarks.speed import mpi, run
 from benchmarks.speed.calls import Calls, Place, in_turn
 from benchmarks.speed.contenders import CONTENDERS, Contender, absent
@@ -17,7 +18,7 @@ from benchmarks.speed.floor import FLOOR
 from benchmarks.speed.pools import MpiPool, Pool, on_rank, set_up
 from benchmarks.speed.results import Cell
 from benchmarks.speed.tasks import ELEMENT, VERBS, WAYS, Task, cotangent, operand
-from benchmarks.speed.worker import Worker, memory_is_told
+from benchmarks.speed.worker import Worker
 from gradmesh.wire.memory import empty as recycled
 from gradmesh.wire.memory import idle_bytes
 from tests.conftest import Run
@@ -237,7 +238,7 @@ def test_a_worker_tells_results_and_errors_and_times_what_it_is_told() -> None:
     assert taken["wrong"] > 0
 
 
-@pytest.mark.skipif(not memory_is_told(), reason="the system does not tell")
+@pytest.mark.skipif(not peak_is_told(), reason="the system does not tell")
 def test_memory_is_the_growth_over_a_forward_and_a_backward() -> None:
     worker = lone_worker(heavy=_heavy, light=_off_by_one)
     worker.prepare(Task("shift", 1, 8), ["heavy", "light"])
@@ -245,7 +246,7 @@ def test_memory_is_the_growth_over_a_forward_and_a_backward() -> None:
     assert worker.memory("light") < 8 * 2**20
 
 
-@pytest.mark.skipif(not memory_is_told(), reason="the system does not tell")
+@pytest.mark.skipif(not peak_is_told(), reason="the system does not tell")
 def test_memory_that_an_earlier_call_left_idle_counts_all_the_same() -> None:
     def recycles(at: Place) -> Calls:
         return in_turn(lambda: recycled((16 * 2**20,), torch.float32, at.x.device).fill_(1), lambda: at.x)

@@ -28,10 +28,11 @@ from typing import Any, Self
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.peak import peak_is_told
 from benchmarks.speed import mpi
 from benchmarks.speed.contenders import CONTENDERS, Contender
 from benchmarks.speed.tasks import Task
-from benchmarks.speed.worker import Worker, memory_is_told
+from benchmarks.speed.worker import Worker
 from gradmesh import Ranks
 from gradmesh.errors import GradmeshError, message
 
@@ -97,7 +98,7 @@ class RanksPool(Pool):
     def __init__(self, size: int, backend: str, contenders: Sequence[Contender]) -> None:
         self._ranks = Ranks(size, backend, timeout=_LIMIT)
         self._threads = backend == "threads"
-        self.weighs = not self._threads and memory_is_told()
+        self.weighs = not self._threads and peak_is_told()
         try:
             reasons = self._ranks.run(set_up, [c.name for c in contenders], quiet=not self._threads)[0]
         except BaseException:
@@ -167,7 +168,7 @@ class MpiPool(Pool):
     """
 
     def __init__(self, size: int, contenders: Sequence[Contender]) -> None:
-        self.weighs, self.left_out = memory_is_told(), {}
+        self.weighs, self.left_out = peak_is_told(), {}
         self.names = [contender.name for contender in contenders]
         self._connections: list[Connection[Any, Any]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="gradmesh-bench-")

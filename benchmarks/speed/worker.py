@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
+from benchmarks.peak import peak
 from benchmarks.speed.calls import Calls, Place
 from benchmarks.speed.contenders import Contender
 from benchmarks.speed.tasks import WAYS, Task, cotangent, operand
-from gradmesh.wire import memory
 
-__all__ = ["Worker", "memory_is_told"]
-
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-
-def memory_is_told() -> bool:
-    """Whether the system tells a process its largest size, and forgets it when asked to."""
-    return _STATUS.exists() and _RESET.exists()
+__all__ = ["Worker"]
 
 
 class Worker:
@@ -90,21 +79,9 @@ class Worker:
         """The bytes by which the process grows at most over one forward and backward, its results included."""
         place = self._places[name]
         self._calls.pop(name)
-        gc.collect()
-        # What the allocators keep from earlier calls would be used again unseen.
-        memory.release()
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
-        self._barrier()
-        _RESET.write_text("5")
-        before = _status("VmRSS")
-        self._calls[name] = self._contenders[name].makers[place.task.verb](place)
-        results = self._calls[name].both()
-        grown = _status("VmHWM") - before
-        del results
-        return max(0, grown)
 
+        def both() -> object:
+            self._calls[name] = self._contenders[name].makers[place.task.verb](place)
+            return self._calls[name].both()
 
-def _status(field: str) -> int:
-    lines = _STATUS.read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
+        return peak(both, self._barrier)
