@@ -3,7 +3,7 @@
     python examples/lm_chars.py                                  # 8 ranks as threads: 2 x 2 x 2
     torchrun --nproc-per-node 4 examples/lm_chars.py --sp 2      # 4 processes: 1 x 2 x 2
 
-The model is plain torch (`gradmesh.demo.lm.CharModel`); what makes it parallel is `in_parts` beside it, twelve lines.
+The model is plain torch (`CharModel`); the twelve lines that make it parallel are `in_parts`, beside it.
 """
 
 from __future__ import annotations
@@ -14,31 +14,20 @@ import os
 import torch
 
 import gradmesh as gm
-from gradmesh.demo.lm import Settings, dense_model, train, words_of
+from gradmesh.demo.lm.job import follow
+from gradmesh.demo.lm.model import Settings, dense_model, train, words_of
 
 
-def follow(settings: Settings, sp: int, tp: int) -> tuple[list[float], list[float], float]:
-    """On rank 0: the losses in parts and of one process, and how far the parameters are apart in the end."""
-    first, dp = gm.rank() == 0, gm.world_size() // (sp * tp)
+def compare(settings: Settings, ranks: str, losses: list[float], whole: dict[str, torch.Tensor]) -> None:
+    """Train on this process alone, and print how far the ranks were from that."""
     words, text = words_of()
-    dense = dense_model(len(words), settings)
-    gm.mesh(dp=dp, sp=sp, tp=tp)
-    own = list(train(dense, text, settings, parts=True))
-    whole = gm.nn.dense_state_dict(own[-1][1])
-    if not first:
-        return [], [], 0.0
-    alone = list(train(dense, text, settings, parts=False))
-    right = alone[-1][1].state_dict()
-    apart = max(float((whole[name] - right[name]).abs().max()) for name in right)
-    return [loss for loss, _ in own], [loss for loss, _ in alone], apart
-
-
-def report(settings: Settings, ranks: str, losses: list[float], right: list[float], apart: float) -> None:
-    """Print some losses, and how far apart they are at most."""
+    alone = list(train(dense_model(len(words), settings), text, settings, parts=False))
+    right, state = [loss for loss, _ in alone], alone[-1][1].state_dict()
     print(f"{ranks}, {settings.batch} x {settings.context} characters a step")
     for step in sorted({0, len(losses) // 2, len(losses) - 1}):
         print(f"step {step:>3}  loss {losses[step]:.6f}  one process {right[step]:.6f}")
     far = max(abs(a - b) for a, b in zip(losses, right, strict=True))
+    apart = max(float((whole[name] - state[name]).abs().max()) for name in state)
     print(f"losses are at most {far:.1e} apart, parameters {apart:.1e}")
 
 
@@ -53,15 +42,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     args = parser.parse_args()
     settings = Settings(steps=args.steps)
+    torch.set_num_threads(1)
     if "RANK" in os.environ:
         gm.init()
-        found = follow(settings, args.sp, args.tp)
-        if found[0]:
-            report(settings, f"{os.environ['WORLD_SIZE']} processes", *found)
+        ranks, first = gm.world_size(), gm.rank() == 0
+        losses, whole, _ = follow(settings, ranks // (args.sp * args.tp), args.sp, args.tp)
+        if first:
+            compare(settings, f"{ranks} processes", losses, whole)
         return
-    torch.set_num_threads(1)
-    found = gm.launch(follow, args.threads, backend="threads", args=(settings, args.sp, args.tp))[0]
-    report(settings, f"{args.threads} ranks as threads", *found)
+    form = (settings, args.threads // (args.sp * args.tp), args.sp, args.tp)
+    losses, whole, _ = gm.launch(follow, args.threads, backend="threads", args=form)[0]
+    compare(settings, f"{args.threads} ranks as threads", losses, whole)
 
 
 if __name__ == "__main__":

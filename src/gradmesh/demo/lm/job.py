@@ -1,0 +1,129 @@
+"""The whole job: the model in parts and on one process, step by step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import gradmesh as gm
+from gradmesh.demo.job import one_thread
+from gradmesh.demo.lm.model import Settings, dense_model, train, words_of
+
+__all__ = ["Job", "Result", "follow", "run"]
+
+Tell = Callable[[str, int], None]
+"""Is told what has done how many steps."""
+
+IN_PARTS, ALONE = "in parts", "one process"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the command line can choose.
+
+    Attributes:
+        dp: ranks that have other sequences.
+        sp: ranks of a sequence.
+        tp: ranks of a layer.
+        backend: what they run on.
+        steps: of training.
+        seed: of the values and of the batches.
+    """
+
+    dp: int = 2
+    sp: int = 2
+    tp: int = 2
+    backend: str = "threads"
+    steps: int = 60
+    seed: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self.dp * self.sp * self.tp
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the job finds.
+
+    Attributes:
+        job: what was asked.
+        losses: of each step, in parts.
+        right: of each step, on one process.
+        apart: how far parameters are apart in the end, the largest element.
+        words: how many characters there are.
+        numbers: how many parameters, and the most that a rank has of them.
+        seconds: of each half.
+    """
+
+    job: Job
+    losses: list[float]
+    right: list[float]
+    apart: float
+    words: int
+    numbers: tuple[int, int]
+    seconds: dict[str, float]
+
+    @property
+    def far(self) -> list[float]:
+        """How far the losses are apart, step by step."""
+        return [abs(a - b) for a, b in zip(self.losses, self.right, strict=True)]
+
+    def as_json(self) -> dict[str, Any]:
+        """The result as plain numbers."""
+        return {**asdict(self), "far": max(self.far)}
+
+
+def follow(
+    settings: Settings, dp: int, sp: int, tp: int, tell: Tell | None = None
+) -> tuple[list[float], dict[str, Any], int]:
+    """On each rank: the losses in parts, the dense state in the end, and how many parameters the rank has."""
+    first, losses, model = gm.rank() == 0, list[float](), None
+    words, text = words_of()
+    dense = dense_model(len(words), settings)
+    gm.mesh(dp=dp, sp=sp, tp=tp)
+    for loss, model in train(dense, text, settings, parts=True):
+        losses.append(loss)
+        if first and tell is not None:
+            tell(IN_PARTS, 1)
+    own = model or dense
+    return losses, gm.nn.dense_state_dict(own), sum(each.numel() for each in own.parameters())
+
+
+def run(job: Job, tell: Tell) -> Result:
+    """Do the job.
+
+    Args:
+        job: what is asked.
+        tell: is told of each step; of those of ranks that are processes when all are done.
+    """
+    settings = Settings(steps=job.steps, seed=job.seed)
+    words, text = words_of()
+    dense = dense_model(len(words), settings)
+    with one_thread():
+        begun = time.perf_counter()
+        near = tell if job.backend == "threads" else None
+        found = gm.launch(
+            follow, job.ranks, backend=job.backend, args=(settings, job.dp, job.sp, job.tp, near)
+        )
+        if near is None:
+            tell(IN_PARTS, job.steps)
+        between, right, model = time.perf_counter(), list[float](), None
+        for loss, model in train(dense, text, settings, parts=False):
+            right.append(loss)
+            tell(ALONE, 1)
+        over = time.perf_counter()
+    losses, whole, _ = found[0]
+    state = (model or dense).state_dict()
+    return Result(
+        job,
+        losses,
+        right,
+        max(float((whole[name] - state[name]).abs().max()) for name in state),
+        len(words),
+        (sum(each.numel() for each in dense.parameters()), max(own for _, _, own in found)),
+        {IN_PARTS: between - begun, ALONE: over - between},
+    )

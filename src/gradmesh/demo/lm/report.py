@@ -1,0 +1,68 @@
+"""What the job shows: a progress bar, a table, and the picture of both runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from gradmesh.demo.lm.job import ALONE, IN_PARTS, Job, Result, Tell
+
+__all__ = ["draw", "print_table", "shown"]
+
+EXACT = 1e-10
+"""The largest deviation that counts as rounding in float64."""
+
+
+@contextmanager
+def shown(job: Job, console: Console) -> Iterator[Tell]:
+    """Introduce the job, and show on the console how far it is."""
+    console.print(
+        f"A language model of the characters of Python's reference, over {job.ranks} ranks on {job.backend}: "
+        f"{job.dp} of other sequences x {job.sp} of each sequence x {job.tp} of each layer.\n"
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        tasks = {name: progress.add_task(name, total=job.steps) for name in (IN_PARTS, ALONE)}
+        yield lambda name, steps: progress.update(tasks[name], advance=steps)
+
+
+def print_table(result: Result, console: Console) -> None:
+    """Print both runs, and how far they are apart."""
+    table = Table(box=SIMPLE_HEAD)
+    for name in ("step", IN_PARTS, ALONE, "apart"):
+        table.add_column(name, justify="right")
+    steps = len(result.losses)
+    for step in sorted({0, steps // 4, steps // 2, 3 * steps // 4, steps - 1}):
+        values = (result.losses[step], result.right[step])
+        table.add_row(str(step + 1), *(f"{value:.6f}" for value in values), f"{result.far[step]:.1e}")
+    console.print(table)
+    worst = max(*result.far, result.apart)
+    verdict = "[green]right to rounding[/]" if worst <= EXACT else "[red]wrong[/]"
+    console.print(
+        f"losses at most {max(result.far):.1e} apart, parameters in the end {result.apart:.1e}: {verdict}; "
+        f"{result.numbers[1]} of {result.numbers[0]} parameters on a rank."
+    )
+
+
+def draw(result: Result, path: Path) -> None:
+    """Write the picture, as PNG."""
+    figure = Figure(figsize=(10, 4), dpi=150, layout="constrained")
+    losses, far = figure.subplots(1, 2)
+    steps = range(1, len(result.losses) + 1)
+    losses.plot(steps, result.right, color="black", linewidth=3, alpha=0.3, label=ALONE)
+    losses.plot(steps, result.losses, color="#0072B2", label=f"{result.job.ranks} ranks")
+    losses.set(title="Loss by character", xlabel="step", ylabel="nats")
+    losses.legend(frameon=False)
+    far.semilogy(steps, [max(each, 1e-17) for each in result.far], ".-", color="#D55E00")
+    far.set(title="How far apart the losses are", xlabel="step", ylim=(1e-17, 1e-2))
+    for axes in (losses, far):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, format="png")
