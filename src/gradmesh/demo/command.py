@@ -102,6 +102,7 @@ def demo_group(told: Callable[[Callable[..., None]], Callable[..., None]]) -> cl
                 number("channels", 1, potential.channels, "Scalars, and vectors, of each atom."),
                 number("structures", 4, potential.structures, "Structures to train on."),
                 number("batch", 1, potential.batch, "Structures of a step."),
+                number("moving", 24, potential.moving, "Atoms of the slab that moves."),
                 number("atoms", 256, potential.atoms, "Atoms of the largest slab whose rows are counted."),
                 option(
                     ["--partition"],

@@ -20,7 +20,7 @@ from gradmesh.nn.graph import GraphPlan, by_space
 
 __all__ = ["Energies", "RankCalculator", "md_on_rank", "started"]
 
-SKIN = 0.6
+SKIN = 0.3
 """How much further than the cutoff neighbours are listed, in A: until an atom has moved half of that the list holds."""
 
 

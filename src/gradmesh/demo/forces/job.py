@@ -23,9 +23,6 @@ from gradmesh.nn.graph import GraphPlan, by_space
 
 __all__ = ["Held", "Result", "Rows", "run"]
 
-MOVING = 97
-"""About how many atoms the slab has that is run."""
-
 
 @dataclass(frozen=True)
 class Rows:
@@ -193,7 +190,7 @@ def _rows_on_rank(edges: Tensor, owner: Tensor) -> tuple[int, int]:
 
 def _moved(ranks: gm.Ranks, training: Training, settings: Settings, watcher: Watcher) -> tuple[Energies, int]:
     """Energies of the dynamics of a slab, which is handed to the ranks in parts."""
-    atoms = started(structures.relaxed(structures.slab(MOVING)), settings.seed)
+    atoms = started(structures.relaxed(structures.slab(settings.moving)), settings.seed)
     energies, size = Energies(), -(-settings.md // PARTS)
     watcher.begin("dynamics", settings.md)
     for begin in range(0, settings.md, max(size, 1)):

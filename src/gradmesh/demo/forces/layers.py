@@ -48,7 +48,7 @@ class Layer(nn.Module):
         self.product = o3.TensorProduct(
             features, harmonics, o3.Irreps(kept), paths, internal_weights=False, shared_weights=False
         )
-        self.pairs = nn.Embedding(len(ELEMENTS) ** 2, 2 * WAVES)
+        self.pairs = nn.Parameter(torch.randn(len(ELEMENTS) ** 2, 2 * WAVES))
         self.radial = nn.Sequential(nn.Linear(WAVES, 2 * WAVES, bias=False), nn.SiLU())
         self.weights = nn.Linear(2 * WAVES, self.product.weight_numel, bias=False)
         self.mixed = _linear(o3.Irreps(kept).simplify(), self.gate.irreps_in)
@@ -65,7 +65,7 @@ class Layer(nn.Module):
         """
         harmonics, waves, pair = edge
         # Every wave is zero at the cutoff, with its first derivatives, and so is then what is made without a bias.
-        weights = self.weights(self.radial(waves) * self.pairs(pair))
+        weights = self.weights(self.radial(waves) * self.pairs[pair])
         sent: Tensor = self.product(rows, harmonics, weights)
         return sent
 
@@ -109,7 +109,8 @@ class Parts(nn.Module):
         scalars = o3.Irreps(f"{channels}x0e")
         self.channels = channels
         self.harmonics = o3.SphericalHarmonics(harmonics, normalize=True, normalization="component")
-        self.embed = nn.Embedding(len(ELEMENTS), channels)
+        # No nn.Embedding: its second derivative is an error on a rank that has no rows.
+        self.embed = nn.Parameter(torch.randn(len(ELEMENTS), channels))
         first = Layer(scalars, channels, harmonics)
         self.layers = nn.ModuleList([first, Layer(first.gate.irreps_out, channels, harmonics)])
         self.readout = nn.Sequential(

@@ -25,7 +25,7 @@ class Potential(Parts):
         apart = positions[source] + batch.offsets[plan.edges] - positions[target]
         apart = apart + (strain[structure[target]] @ apart[:, :, None]).squeeze(2)
         edge = self.edge(apart, batch.kinds[batch.edges[:, plan.edges]])
-        x = self.embed(kinds)
+        x = self.embed[kinds]
         for layer in self.layers:
             messages = layer.messages(plan.exchange(x)[source], edge)
             sums = plan.scatter_add(messages)

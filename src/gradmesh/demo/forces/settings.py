@@ -22,6 +22,7 @@ class Settings:
         structures: how many are trained on; a third as many are held out.
         batch: how many a step is of.
         partition: "space": every structure is cut; "graphs": each is whole on one rank.
+        moving: about how many atoms the slab has that moves.
         atoms: about how many the largest slab has, of which the rows are counted.
         seed: decides the structures, the initial parameters and the velocities.
     """
@@ -34,6 +35,7 @@ class Settings:
     structures: int = 48
     batch: int = 8
     partition: str = "space"
+    moving: int = 97
     atoms: int = 8000
     seed: int = 0
 

@@ -21,7 +21,7 @@ class Potential(Parts):
         apart = positions[source] + batch.offsets - positions[target]
         apart = apart + (strain[structure[target]] @ apart[:, :, None]).squeeze(2)
         edge = self.edge(apart, batch.kinds[batch.edges])
-        x = self.embed(kinds)
+        x = self.embed[kinds]
         for layer in self.layers:
             messages = layer.messages(x[source], edge)
             sums = messages.new_zeros(len(x), messages.shape[1]).index_add(0, target, messages)

@@ -103,7 +103,7 @@ def made(number: int, seed: int) -> list[Atoms]:
         family = list(FAMILIES)[place % len(FAMILIES)]
         atoms = FAMILIES[family](draw)
         atoms.positions += draw.normal(scale=draw.uniform(0.03, 0.12), size=(len(atoms), 3))
-        atoms.info["family"] = family
+        atoms.info = {"family": family}
         structures.append(labelled(atoms))
     return structures
 
