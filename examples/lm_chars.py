@@ -21,8 +21,8 @@ from gradmesh.demo.lm.model import Settings, dense_model, train, words_of
 def compare(settings: Settings, ranks: str, losses: list[float], whole: dict[str, torch.Tensor]) -> None:
     """Train on this process alone, and print how far the ranks were from that."""
     words, text = words_of()
-    alone = list(train(dense_model(len(words), settings), text, settings, parts=False))
-    right, state = [loss for loss, _ in alone], alone[-1][1].state_dict()
+    dense = dense_model(len(words), settings)
+    right, state = list(train(dense, text, settings, parts=False)), dense.state_dict()
     print(f"{ranks}, {settings.batch} x {settings.context} characters a step")
     for step in sorted({0, len(losses) // 2, len(losses) - 1}):
         print(f"step {step:>3}  loss {losses[step]:.6f}  one process {right[step]:.6f}")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from gradmesh import cli
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "lm_chars.py"
 
@@ -46,3 +50,15 @@ def test_four_processes_of_torchrun_follow_one_process_step_by_step() -> None:
     assert run.returncode == 0, run.stderr
     assert max(_apart(run.stdout)) < 1e-12
     assert "4 processes" in run.stdout
+
+
+def test_the_demo_shows_both_runs_and_draws_them(tmp_path: Path) -> None:
+    picture = tmp_path / "lm.png"
+    told = CliRunner().invoke(
+        cli.commands(), ["demo", "lm", "--steps", "2", "--dp", "1", "--json", "--picture", str(picture)]
+    )
+    assert told.exit_code == 0, told.output
+    found = json.loads(told.stdout)
+    assert max(found["far"], found["apart"]) < 1e-12
+    assert len(found["losses"]) == 2
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from gradmesh.demo.forces import settings as forces_settings
 from gradmesh.demo.job import Settings, run
+from gradmesh.demo.lm import settings as lm_settings
 from gradmesh.extras import require
 
 if TYPE_CHECKING:
     import click
 
-__all__ = ["clip", "demo_group", "forces"]
+__all__ = ["clip", "demo_group", "forces", "lm"]
 
 _FIRST = "clip"
 
@@ -45,9 +46,13 @@ def demo_group(told: Callable[[Callable[..., None]], Callable[..., None]]) -> cl
     )
     default, potential = Settings(), forces_settings.Settings()
 
-    def common(ranks: int, backend: str, picture: str) -> list[click.Parameter]:
+    def number(name: str, least: int, default: int, text: str) -> click.Option:
+        return option([f"--{name}"], type=click.IntRange(min=least), default=default, help=text)
+
+    def common(ranks: int | None, backend: str, picture: str) -> list[click.Parameter]:
+        local = [] if ranks is None else [number("ranks", 1, ranks, "Number of local ranks.")]
         return [
-            option(["--ranks"], type=click.IntRange(min=1), default=ranks, help="Number of local ranks."),
+            *local,
             option(
                 ["--backend"], default=backend, help="shm, gloo: processes; threads: threads of one process."
             ),
@@ -69,9 +74,6 @@ def demo_group(told: Callable[[Callable[..., None]], Callable[..., None]]) -> cl
                 help="Print nothing but a line of JSON to stdout, all else to stderr.",
             ),
         ]
-
-    def number(name: str, least: int, default: int, text: str) -> click.Option:
-        return option([f"--{name}"], type=click.IntRange(min=least), default=default, help=text)
 
     group.add_command(
         click.Command(
@@ -118,6 +120,23 @@ def demo_group(told: Callable[[Callable[..., None]], Callable[..., None]]) -> cl
             ],
         )
     )
+    language = lm_settings.Job()
+    group.add_command(
+        click.Command(
+            "lm",
+            callback=told(lm),
+            short_help="A language model over data, sequence and tensor parallel ranks.",
+            help="Train a language model of the characters of Python's reference on ranks that have other sequences, "
+            "other places of a sequence and other parts of each layer, beside the same on one process, step by step.",
+            params=[
+                *common(None, language.backend, "gradmesh_lm.png"),
+                number("dp", 1, language.dp, "Ranks that have other sequences."),
+                number("sp", 1, language.sp, "Ranks of each sequence."),
+                number("tp", 1, language.tp, "Ranks of each layer."),
+                number("steps", 1, language.steps, "Steps of training."),
+            ],
+        )
+    )
     return group
 
 
@@ -158,6 +177,25 @@ def forces(picture: Path, as_json: bool, write: Path | None, **chosen: Any) -> N
         result = job.run(settings, watcher)
     report.draw(result, picture)
     report.print_tables(result, console)
+    console.print(f"The picture is in {picture}")
+    if as_json:
+        print(json.dumps({**result.as_json(), "picture": str(picture.resolve())}))
+
+
+def lm(picture: Path, as_json: bool, **chosen: Any) -> None:
+    """Run the job of a language model and show what it finds."""
+    require("demo", "demo lm")
+    from rich.console import Console
+
+    from gradmesh.demo.lm import job, report
+
+    console = Console(stderr=as_json, highlight=False)
+    settings = lm_settings.Job(**chosen)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    with report.shown(settings, console) as tell:
+        result = job.run(settings, tell)
+    report.draw(result, picture)
+    report.print_table(result, console)
     console.print(f"The picture is in {picture}")
     if as_json:
         print(json.dumps({**result.as_json(), "picture": str(picture.resolve())}))

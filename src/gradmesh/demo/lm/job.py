@@ -9,40 +9,15 @@ from typing import Any
 
 import gradmesh as gm
 from gradmesh.demo.job import one_thread
-from gradmesh.demo.lm.model import Settings, dense_model, train, words_of
+from gradmesh.demo.lm.model import Settings, dense_model, in_parts, train, words_of
+from gradmesh.demo.lm.settings import Job
 
-__all__ = ["Job", "Result", "follow", "run"]
+__all__ = ["Result", "follow", "run"]
 
 Tell = Callable[[str, int], None]
 """Is told what has done how many steps."""
 
 IN_PARTS, ALONE = "in parts", "one process"
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the command line can choose.
-
-    Attributes:
-        dp: ranks that have other sequences.
-        sp: ranks of a sequence.
-        tp: ranks of a layer.
-        backend: what they run on.
-        steps: of training.
-        seed: of the values and of the batches.
-    """
-
-    dp: int = 2
-    sp: int = 2
-    tp: int = 2
-    backend: str = "threads"
-    steps: int = 60
-    seed: int = 0
-
-    @property
-    def ranks(self) -> int:
-        """How many there are."""
-        return self.dp * self.sp * self.tp
 
 
 @dataclass(frozen=True)
@@ -81,16 +56,15 @@ def follow(
     settings: Settings, dp: int, sp: int, tp: int, tell: Tell | None = None
 ) -> tuple[list[float], dict[str, Any], int]:
     """On each rank: the losses in parts, the dense state in the end, and how many parameters the rank has."""
-    first, losses, model = gm.rank() == 0, list[float](), None
+    first, losses = gm.rank() == 0, list[float]()
     words, text = words_of()
-    dense = dense_model(len(words), settings)
     gm.mesh(dp=dp, sp=sp, tp=tp)
-    for loss, model in train(dense, text, settings, parts=True):
+    model = in_parts(dense_model(len(words), settings))
+    for loss in train(model, text, settings, parts=True):
         losses.append(loss)
         if first and tell is not None:
             tell(IN_PARTS, 1)
-    own = model or dense
-    return losses, gm.nn.dense_state_dict(own), sum(each.numel() for each in own.parameters())
+    return losses, gm.nn.dense_state_dict(model), sum(each.numel() for each in model.parameters())
 
 
 def run(job: Job, tell: Tell) -> Result:
@@ -111,13 +85,13 @@ def run(job: Job, tell: Tell) -> Result:
         )
         if near is None:
             tell(IN_PARTS, job.steps)
-        between, right, model = time.perf_counter(), list[float](), None
-        for loss, model in train(dense, text, settings, parts=False):
+        between, right = time.perf_counter(), list[float]()
+        for loss in train(dense, text, settings, parts=False):
             right.append(loss)
             tell(ALONE, 1)
         over = time.perf_counter()
     losses, whole, _ = found[0]
-    state = (model or dense).state_dict()
+    state = dense.state_dict()
     return Result(
         job,
         losses,

@@ -140,11 +140,15 @@ def batch_of(text: Tensor, settings: Settings, step: int) -> tuple[Tensor, Tenso
     return text[rows[:, :-1]], text[rows[:, 1:]]
 
 
-def train(
-    dense: CharModel, text: Tensor, settings: Settings, *, parts: bool
-) -> Iterator[tuple[float, nn.Module]]:
-    """Train a copy of a model, dense or in parts on the current mesh; after each step its loss, and the model."""
-    model = in_parts(dense) if parts else copy.deepcopy(dense)
+def train(model: nn.Module, text: Tensor, settings: Settings, *, parts: bool) -> Iterator[float]:
+    """Train a model; the loss of each step.
+
+    Args:
+        model: the dense one, or what `in_parts` made of it on the current mesh.
+        text: in numbers.
+        settings: the sizes.
+        parts: which of both.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), settings.lr)
     places = torch.arange(settings.context)
     if parts:
@@ -159,4 +163,4 @@ def train(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        yield loss.item(), model
+        yield loss.item()

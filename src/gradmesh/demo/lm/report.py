@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from gradmesh.demo.lm.job import ALONE, IN_PARTS, Job, Result, Tell
+from gradmesh.demo.lm.job import ALONE, IN_PARTS, Result, Tell
+from gradmesh.demo.lm.settings import Job
 
 __all__ = ["draw", "print_table", "shown"]
 
