@@ -144,15 +144,17 @@ def checked_own(own: object, fail: Fail) -> Tensor:
     return own.long()
 
 
-def see_that_own_fits(own: Tensor, owner: Tensor, rank: int, fail: Fail) -> None:
-    """Refuse own nodes that are not those that the owners of all nodes say."""
+def see_that_own_fits(
+    own: Tensor, owner: Tensor, rank: int, fail: Fail, names: tuple[str, str] = ("own", "owner")
+) -> None:
+    """Refuse own nodes that are not those that the owners of all nodes say; `names` are the arguments'."""
     mine = (owner == rank).nonzero().squeeze(1)
     if not torch.equal(own.to(owner.device).sort().values, mine):
         fail(
-            "own is not what owner says",
+            f"{names[0]} is not what {names[1]} says",
             f"the {len(mine)} nodes that rank {rank} owns, each once",
             f"{len(own)} nodes, not just those",
-            "pass (owner == rank).nonzero().squeeze(1), in any order",
+            f"pass ({names[1]} == rank).nonzero().squeeze(1), in any order",
         )
 
 

@@ -61,14 +61,14 @@ class Rows(Bound):
 
         Args:
             far: how far each node is from the own ones, 0 for these; -1 for those that are not needed.
-            ask: whether any rank may need any.
+            ask: whether any other rank may need any of this one's.
         """
         remote = (far > 0).nonzero().squeeze(1)
         remote = remote[(self.owner[remote] * len(self.owner) + remote).argsort()]
         owners = self.owner[remote]
         wanted: list[int] = torch.bincount(owners, minlength=self.axis.size).tolist()
         begins = torch.tensor(list(accumulate(self.counts, initial=0)), device=remote.device)
-        asked = [remote] * self.axis.size
+        asked = [remote[:0]] * self.axis.size
         if ask:
             asked = exchange(list((self._places[remote] - begins[owners]).split(wanted)), self.axis)
         self.remote, self.hop = remote, far[torch.cat((self.own, remote))]
