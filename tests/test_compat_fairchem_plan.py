@@ -1,4 +1,4 @@
-"""fairchem's exchange as a plan: partitions, contexts, and a model in today's form, by the gather and by the exchange."""
+"""fairchem's exchange as a plan: partitions, contexts, a model in today's form by the gather and by the exchange."""
 
 from __future__ import annotations
 
@@ -139,6 +139,7 @@ def test_too_many_rows_on_one_rank_are_told_to_every_rank(threads: Ranks) -> Non
 def model(at: Tensor, edges: Tensor, weights: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Energy and forces by derivative, and forces of the model's own, whichever way the configuration says."""
     rank, size, config = fc.get_gp_rank(), fc.get_gp_world_size(), fc.get_gp_config()
+    assert config is not None
     owner, own = fc.compute_a2a_partition(at, len(at), at.device, size, rank, config.partition)
     edges = edges[:, owner[edges[1]] == rank]
     x = torch.tanh(at[own] @ weights[0])
@@ -228,8 +229,8 @@ def compiled() -> list[bool]:
 
         torch._dynamo.reset()
         program = torch.compile(layer, fullgraph=True, backend="aot_eager")
-        pairs = [torch.autograd.grad(each(x, context), x)[0] for each in (program, layer)]
-        return [torch.allclose(*pairs, rtol=1e-12)]
+        got, right = (torch.autograd.grad(each(x, context), x)[0] for each in (program, layer))
+        return [torch.allclose(got, right, rtol=1e-12)]
 
 
 @pytest.mark.slow
