@@ -224,7 +224,7 @@ def _uneven_elements(lockstep: Lockstep, out: Tensor, given: Tensor, counts: Cou
 
 def _write_uneven(lockstep: Lockstep, out: Tensor, given: Tensor, counts: Counts) -> None:  # noqa: ARG001
     send, receive = counts
-    size, rank = lockstep.size, lockstep.rank
+    rank = lockstep.rank
     lockstep.say_amounts(lockstep.phase + 1, [*send, *receive])
     row = lockstep.chunks(given.dtype, _window(lockstep, given.dtype)).rows[rank]
     # The stream has the next rank's piece first, so it is what lies behind the own piece, and then what lies before it.
