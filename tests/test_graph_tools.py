@@ -198,3 +198,11 @@ def test_the_words_of_small_figures_say_what_was_counted() -> None:
     said = figures.exact(1500)
     assert "strain-weight" in said
     assert "stress" in said
+
+
+def test_the_command_writes_into_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    page.write_text((Path(__file__).parent.parent / "docs" / "graphs-scale.md").read_text())
+    monkeypatch.setitem(figures.PARTS, "exact", lambda: "other figures")
+    assert figures.main(["exact", "--write", str(page)]) == 0
+    assert "other figures" in page.read_text()
