@@ -194,8 +194,8 @@ def test_figures_go_where_the_page_has_their_command() -> None:
 
 
 def test_the_words_of_small_figures_say_what_was_counted() -> None:
-    assert "the bytes of an exchange are its rows" in figures.sent(2000, ("threads",))
-    said = figures.exact(1500)
+    assert "the bytes of an exchange are its rows" in figures.sent(1000, ("threads",))
+    said = figures.exact(700)
     assert "strain-weight" in said
     assert "stress" in said
 
