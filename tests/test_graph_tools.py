@@ -19,7 +19,7 @@ from tools.graphs.growth import draw, exponent, grown, rows_needed
 from tools.graphs.lone import LonePart, region
 from tools.graphs.measure import Job, measured
 from tools.graphs.network import Crystal, whole_energy
-from tools.graphs.prediction import NETWORK, at_scale, beside_measured
+from tools.graphs.prediction import NETWORK, at_scale, beside_measured, worked
 from tools.graphs.steps import KINDS, part_step, step_of
 from tools.graphs.traffic import counted
 
@@ -179,10 +179,15 @@ def test_a_rank_of_several_needs_less_memory_than_one_process() -> None:
 
 
 def test_a_step_is_predicted_by_its_work_and_its_calls() -> None:
-    one, many = (at_scale(nodes, 8, 4, ranks, "training", 1, 1) for nodes, ranks in ((500, 1), (8000, 16)))
-    assert one.direct == one.in_rounds == one.remote == 0 < one.work
+    one, many = (at_scale(nodes, 8, 4, ranks, "training", 1) for nodes, ranks in ((500, 1), (8000, 16)))
+    assert one.direct == one.in_rounds == one.remote == 0
     assert many.remote > 0 < many.direct < many.in_rounds
-    assert beside_measured(600, 8, 4, 2, "forces", NETWORK, repeats=1) > 0
+    assert at_scale(8000, 8, 4, 16, "training", 1) == many
+    work = worked("forces", 8, 4, (400, 4000), repeats=1)
+    assert 0 < work.of(400) < work.of(2000) < work.of(4000)
+    alone, apart = (beside_measured(600, 8, 4, ranks, "forces", NETWORK, work) for ranks in (1, 2))
+    assert alone == pytest.approx(work.of(600))
+    assert apart > work.of(300)
 
 
 def test_figures_go_where_the_page_has_their_command() -> None:

@@ -20,7 +20,15 @@ from tools.graphs.costs import Cost, costs
 from tools.graphs.geometry import crystal, slab
 from tools.graphs.growth import NODES, draw, exponent, grown
 from tools.graphs.measure import Job, measured
-from tools.graphs.prediction import NETWORK, Predicted, at_scale, beside_measured
+from tools.graphs.prediction import (
+    NETWORK,
+    SIZES,
+    Predicted,
+    Work,
+    at_scale,
+    beside_measured,
+    worked,
+)
 from tools.graphs.steps import KINDS
 from tools.graphs.traffic import counted
 from tools.simulator.shm import fit
@@ -158,23 +166,20 @@ def exchange(
     )
 
 
-def _predicted(kind: str, found: Sequence[Predicted], alone: float, *, weak: bool) -> list[list[object]]:
-    rows: list[list[object]] = []
-    for each in found:
-        cells: list[object] = [
-            kind,
-            "weak" if weak else "strong",
-            each.ranks,
-            f"{each.nodes:,}",
-            f"{each.remote:,}",
-        ]
-        cells += [f"{1e3 * seconds:.2f}" for seconds in (each.work, each.direct, each.in_rounds)]
-        for speed in (1, 100):
-            for calls in (each.direct, each.in_rounds):
-                whole, ideal = each.work / speed + calls, alone / speed / (1 if weak else each.ranks)
-                cells.append(f"{ideal / whole:.0%}")
-        rows.append(cells)
-    return rows
+def _predicted(kind: str, each: Predicted, work: Work, alone: int, *, weak: bool) -> list[object]:
+    here, parts = work.of(each.own), 1 if weak else each.ranks
+    cells: list[object] = [
+        kind,
+        "weak" if weak else "strong",
+        each.ranks,
+        f"{each.nodes:,}",
+        f"{each.remote:,}",
+    ]
+    cells += [f"{1e3 * seconds:.2f}" for seconds in (here, each.direct, each.in_rounds)]
+    for speed in (1, 100):
+        for calls in (each.direct, each.in_rounds):
+            cells.append(f"{work.of(alone) / speed / parts / (here / speed + calls):.0%}")
+    return cells
 
 
 def prediction(
@@ -183,19 +188,16 @@ def prediction(
     ranks: Sequence[int] = (64, 1024),
     here: Sequence[int] = (1, 2, 4),
     rounds: int = 9,
+    sizes: Sequence[int] = SIZES,
 ) -> str:
     """What the simulator says of more ranks, and how right it is here."""
-    torch.set_num_threads(1)
+    work = {kind: worked(kind, NEIGHBOURS, WIDTH, sizes) for kind in KINDS}
     rows = []
     for kind in KINDS:
-        strong = at_scale(nodes, NEIGHBOURS, WIDTH, 1, kind, played=1).work
-        weak = at_scale(per_rank, NEIGHBOURS, WIDTH, 1, kind, played=1).work
-        rows += _predicted(
-            kind, [at_scale(nodes, NEIGHBOURS, WIDTH, n, kind) for n in ranks], strong, weak=False
-        )
-        rows += _predicted(
-            kind, [at_scale(per_rank * n, NEIGHBOURS, WIDTH, n, kind) for n in ranks], weak, weak=True
-        )
+        for weak in (False, True):
+            for count in ranks:
+                found = at_scale(per_rank * count if weak else nodes, NEIGHBOURS, WIDTH, count, kind)
+                rows.append(_predicted(kind, found, work[kind], per_rank if weak else nodes, weak=weak))
     heads = ("step", "scaling", "ranks", "nodes", "rows got", "ms work", "ms calls, direct", "in rounds")
     efficient = [
         f"{name}: {how}"
@@ -203,22 +205,29 @@ def prediction(
         for how in ("direct", "in rounds")
     ]
     link, _ = fit(2)
-    measured_here = costs(nodes, NEIGHBOURS, WIDTH, [("shm", size) for size in here], rounds)
     compared = []
-    for cost in measured_here:
+    for cost in costs(nodes, NEIGHBOURS, WIDTH, [("shm", size) for size in here], rounds):
         for kind in KINDS:
-            seen = min(cost.seconds[kind])
-            said = beside_measured(nodes, NEIGHBOURS, WIDTH, cost.ranks, kind, link)
-            compared.append(
-                [kind, cost.ranks, f"{1e3 * seen:.0f}", f"{1e3 * said:.0f}", f"{said / seen:.2f}"]
-            )
+            seen, least = cost.median(kind), min(cost.seconds[kind])
+            said = beside_measured(nodes, NEIGHBOURS, WIDTH, cost.ranks, kind, link, work[kind])
+            cells = [f"{1e3 * seconds:.0f}" for seconds in (seen, least, said)]
+            compared.append([kind, cost.ranks, *cells, f"{said / seen:.2f}", f"{said / least:.2f}"])
+    measured_work = "; ".join(
+        f"{kind} " + ", ".join(f"{1e3 * seconds:.1f} of {size:,}" for size, seconds in each.measured.items())
+        for kind, each in work.items()
+    )
     return (
         f"A step on slabs of {nodes:,} nodes in all (strong scaling) and {per_rank:,} a rank (weak), with a network of "
-        f"{NETWORK.latency_us:g} us and {NETWORK.gbytes_per_s:g} GB/s between any two ranks:\n\n"
+        f"{NETWORK.latency_us:g} us and {NETWORK.gbytes_per_s:g} GB/s between any two ranks. Work, in ms of CPU time "
+        f"by nodes: {measured_work}.\n\n"
         + _table((*heads, *efficient), rows)
-        + f"\n\nHeld against this machine: {_machine()}. Fastest steps on shm, in ms, and what the simulator says with "
-        f"a link that was fitted to all_reduce on 2 ranks ({link.call_us:.0f} us a call, {link.gbytes_per_s:.2f} GB/s):"
-        "\n\n" + _table(("step", "ranks", "measured", "predicted", "predicted / measured"), compared)
+        + f"\n\nHeld against this machine: {_machine()}. Medians and fastest steps of {rounds} on shm, in ms, and what "
+        f"is predicted with a link that was fitted to all_reduce on 2 ranks ({link.call_us:.0f} us a call, "
+        f"{link.gbytes_per_s:.2f} GB/s):\n\n"
+        + _table(
+            ("step", "ranks", "median", "fastest", "predicted", "predicted / median", "predicted / fastest"),
+            compared,
+        )
     )
 
 
