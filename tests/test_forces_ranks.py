@@ -109,7 +109,7 @@ def test_the_audit_finds_nothing_in_the_exchange_and_something_without_a_second_
 def _model() -> parallel.Potential:
     model = parallel.Potential(2, seed=1)
     with torch.no_grad():
-        model.readout[-1].weight.mul_(3)
+        list(model.readout.parameters())[-1].mul_(3)
     return model
 
 
