@@ -114,14 +114,17 @@ def ulysses_attention(
         )
     given = replace(given, words=f"{given.words} of {given.rows} rows")
     heads = _Heads.of(q.shape[1], k.shape[1], given.axis)
+    if given.axis.size == 1:
+        return _local(given, heads, q, k, v, attention, scale)
     if (asked := heads.sent) is not None:
         k, v = k.index_select(1, asked.to(k.device)), v.index_select(1, asked.to(v.device))
     rows, keys = Sizes(given.rows), Sizes(given.keys)
     there = AllToAll(given.axis, 1, 2, Sizes(heads.queries), rows, made_of=given.words)
+    features = k.shape[3], v.shape[3]
     coming = begin(there, q)
     both = begin(replace(there, split_sizes=Sizes(heads.groups), concat_sizes=keys), torch.cat((k, v), -1))
     q = _sorted(coming.wait(), given, given.rows)
-    k, v = _sorted(both.wait(), given, given.keys).split((k.shape[3], v.shape[3]), -1)
+    k, v = _sorted(both.wait(), given, given.keys).split(features, -1)
     seen = _sorted(_local(given, heads, q, k, v, attention, scale), given, given.rows, back=True)
     back: Tensor = begin(there.adjoint, seen).wait()
     return back

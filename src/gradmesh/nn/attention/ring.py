@@ -123,13 +123,14 @@ def backward(
     q, k, v, out, lse = saved
     gradients = Gradients(q, out, lse, grad, grad_lse, ring.scale)
     way: Begun | None = None
-    block = k  # of which there is one at least: the own one
+    parts = k, v  # of which there are others at once: there is a hop
     for hop, (of, keys, values) in enumerate(ring.blocks(k, v, call)):
-        block = gradients.add(of, keys, values)
-        if way is not None:
-            block += way.result()
+        parts = gradients.add(of, keys, values)
         if ring.axis.size > 1:
+            block = torch.cat(parts, -1)
+            if way is not None:
+                block += way.result()
             way = ring.start(hop, block)
-    home = block if way is None else way.result()
-    dk, dv = home.split(ring.features, -1)
-    return gradients.dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
+            del block
+    dk, dv = parts if way is None else (x.clone() for x in way.result().split(ring.features, -1))
+    return gradients.dq(), dk.to(k.dtype), dv.to(v.dtype)
