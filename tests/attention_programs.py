@@ -223,7 +223,7 @@ def densely(program: Program) -> list[list[Tensor | None]]:
         results += torch.autograd.grad(sum(terms, nothing), leaves)
     parts: list[list[Tensor | None]] = []
     for rank in ranks:
-        mine = [None if x is None else program.part(x.detach(), rank) for x in results]
+        mine: list[Tensor | None] = [program.part(x.detach(), rank) for x in results]
         if rank == program.frozen:
             mine[1:] = [None] * (len(mine) - 1)
         parts.append(mine)

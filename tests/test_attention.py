@@ -184,7 +184,7 @@ def test_a_checkpoint_computes_it_again(by: str, ordered: bool, threads: Ranks) 
         whole = [x.requires_grad_() for x in program.whole]
         squares = attend_densely(program, *whole).sin().square()
         (squares[:, :, 3:] if ordered else squares).sum().backward()
-        return furthest([x.grad for x in leaves], program, [x.grad for x in whole])  # type: ignore[misc]
+        return furthest([x.grad for x in leaves], program, [x.grad for x in whole])
 
     assert max(threads(2)(on_each_rank)) < 1e-12
 

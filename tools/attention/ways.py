@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import gradmesh as gm
 from gradmesh.nn.sequence import Order
+from tools.attention.torch_ring import TorchRing
 
 __all__ = ["WAYS", "Case", "step"]
 
@@ -30,10 +31,6 @@ class Case:
     heads: int = 16
     features: int = 64
     causal: bool = False
-
-    def small(self) -> Case:
-        """The same, so short that it costs nothing."""
-        return replace(self, length=2 * gm.world_size())
 
     def inputs(self) -> list[Tensor]:
         """This rank's queries, keys and values, and the gradient of what it sees, all drawn."""
@@ -69,10 +66,16 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return scaled_dot_product_attention(q, k, v, attn_mask=rows[:, None] >= torch.arange(k.shape[2]))
 
 
+def _made(x: object) -> Tensor:
+    return x  # type: ignore[return-value]  # torch does not say what a Function returns
+
+
 WAYS: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = {
     "ring": _ring("plain"),
     "ring, zigzag": _ring("zigzag"),
     "ulysses": lambda q, k, v, causal: gm.nn.ulysses_attention(q, k, v, causal=causal),
     "gathered keys": _gathered,
+    "torch's ring": lambda q, k, v, causal: _made(TorchRing.apply(q, k, v, causal, False)),
+    "torch's ring, balanced": lambda q, k, v, causal: _made(TorchRing.apply(q, k, v, causal, causal)),
     "dense": lambda q, k, v, causal: scaled_dot_product_attention(q, k, v, is_causal=causal),
 }
