@@ -18,6 +18,7 @@ from tests.lacking import FEATURES
 
 THREADS = {
     "threads",
+    "attention",
     "begun calls",
     "forward mode on threads",
     "no_sync",
