@@ -491,6 +491,22 @@ def test_blocks_travel_while_others_are_attended_to(threads: Ranks, monkeypatch:
     assert ranks * work < backward < in_turn - hidden / 2
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_keys_go_round_once_forward_and_with_their_gradients_once_back(size: int) -> None:
+    def on_each_rank() -> None:
+        program = Program(sizes=(3,) * size, groups=1, dtype=torch.bfloat16)
+        VERBS["ring"](*(x.requires_grad_() for x in parts(program))).sum().backward()
+
+    block = 3 * (4 + 4) * 2  # keys and values of one head, 2 bytes each
+    events = gm.verify.simulate(on_each_rank, size).events
+    for rank in range(size):
+        forward, back = (events.select(rank=rank, phase=phase) for phase in ("forward", "backward"))
+        assert [event.sent for event in forward] == [block] * (size - 1)
+        # Gradients travel in float32, once more, since they come home.
+        assert sorted(event.sent for event in back) == [block] * (size - 1) + [2 * block] * size
+        assert {event.origin for event in back} == {forward[0].number}
+
+
 def test_what_a_mask_leaves_empty_is_not_computed(threads: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """In zigzag order each rank has the same work; in plain order the last one has the most."""
     scores: dict[int, int] = {}
