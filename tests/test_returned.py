@@ -332,10 +332,10 @@ def test_the_launcher_needs_all_that_are_missing_to_wait(monkeypatch: pytest.Mon
 
 def test_a_rank_that_is_alone_is_never_taken_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """On an overloaded machine it may get no processor time for seconds."""
-    now = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     probe = Probe(lambda _: None)
-    for now in (10.0, 20.0, 30.0):
+    for clock[0] in (10.0, 20.0, 30.0):
         probe.answer(0, pickle.dumps((9.0, "stack 0")))
         assert probe.waiting([0], returned=0) == {}
 
