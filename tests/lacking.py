@@ -213,6 +213,22 @@ def _compiled(gm: Any, verb: Callable[[torch.Tensor], torch.Tensor]) -> bool:
         return bool(compiled(torch.ones(2)).ndim == 0)
 
 
+def _attention(gm: Any) -> bool:
+    """Attention in parts, whose gradients are those of the whole."""
+
+    def on_each_rank() -> bool:
+        x = torch.arange(12.0, dtype=torch.float64).view(1, 1, 6, 2) / 12
+        part = gm.nn.sequence.shard(x).requires_grad_()
+        gm.nn.ring_attention(part, part, part, causal=True).square().sum().backward()
+        whole = x.clone().requires_grad_()
+        torch.nn.functional.scaled_dot_product_attention(
+            whole, whole, whole, is_causal=True
+        ).square().sum().backward()
+        return torch.allclose(part.grad, gm.nn.sequence.shard(whole.grad))
+
+    return all(gm.launch(on_each_rank, 2, backend="threads"))
+
+
 FEATURES: dict[str, Callable[[Any], bool]] = {
     "threads": _backward,
     "forward mode on threads": _forward_on_threads,
@@ -221,6 +237,7 @@ FEATURES: dict[str, Callable[[Any], bool]] = {
     "ordered": _ordered,
     "vmap in ordered": _ordered_vmap,
     "begun calls": _begun,
+    "attention": _attention,
     "no_sync": _no_sync,
     "profile": _profile,
     "tensors without values": _meta,

@@ -330,6 +330,16 @@ def test_the_launcher_needs_all_that_are_missing_to_wait(monkeypatch: pytest.Mon
     assert probe.waiting([1, 2], returned=2) == {}  # one more has returned meanwhile
 
 
+def test_a_rank_that_is_alone_is_never_taken_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an overloaded machine it may get no processor time for seconds."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    probe = Probe(lambda _: None)
+    for clock[0] in (10.0, 20.0, 30.0):
+        probe.answer(0, pickle.dumps((9.0, "stack 0")))
+        assert probe.waiting([0], returned=0) == {}
+
+
 def test_the_error_says_who_returned_and_who_waits_where() -> None:
     outcome = Outcome(3, results={0: None})
     stack = f'  File "{torch.__file__}", line 1, in x\n  File "/home/a/train.py", line 7, in step\n    y()\n'

@@ -18,6 +18,7 @@ from tests.lacking import FEATURES
 
 THREADS = {
     "threads",
+    "attention",
     "begun calls",
     "forward mode on threads",
     "no_sync",
@@ -58,8 +59,8 @@ REFUSED: dict[str, set[str]] = {
     "torch.distributed.distributed_c10d._world": THREADS,
     "torch.distributed.distributed_c10d._World": THREADS,
     "torch._C._distributed_c10d._set_thread_isolation_mode": THREADS,
-    "torch.distributed.distributed_c10d._new_process_group_helper": {"begun calls"},
-    "torch.distributed.distributed_c10d._get_default_store": {"begun calls"},
+    "torch.distributed.distributed_c10d._new_process_group_helper": {"attention", "begun calls"},
+    "torch.distributed.distributed_c10d._get_default_store": {"attention", "begun calls"},
 }
 
 

@@ -413,6 +413,30 @@ def test_fresh_memory_is_filled_with_nan_while_that_is_asked_for() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+def test_the_fused_attention_of_a_cpu_gives_the_logsumexp_and_takes_that_of_more_keys() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 3, 9, 4, generator=generator, dtype=torch.float64) for _ in range(4))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    scores = leaves[0] @ leaves[1].mT * 0.3
+    whole = scores.softmax(-1) @ leaves[2]
+    gradients = torch.autograd.grad(whole, leaves, grad)
+    lse = scores.detach().logsumexp(-1)
+    out, found = _torch.flash_forward(q, k, v, False, 0.3)
+    assert torch.allclose(out, whole, atol=1e-14)
+    assert torch.allclose(found, lse, atol=1e-14)
+    parts = [
+        _torch.flash_backward(grad, q, k[:, :, part], v[:, :, part], whole.detach(), lse, False, 0.3)
+        for part in (slice(0, 5), slice(5, 9))
+    ]
+    joined = parts[0][0] + parts[1][0], *(torch.cat([part[n] for part in parts], 2) for n in (1, 2))
+    assert all(torch.allclose(a, b, atol=1e-13) for a, b in zip(joined, gradients, strict=True))
+    below, _ = _torch.flash_forward(q, k, v, True, 0.3)
+    seen = torch.ones(9, 9, dtype=torch.bool).tril()
+    assert torch.allclose(below, scores.masked_fill(~seen, -torch.inf).softmax(-1) @ leaves[2], atol=1e-14)
+    assert not _torch.flash_takes(q, k[:, :, :0], v[:, :, :0])  # which would end the process
+    assert not _torch.flash_takes(q, k, v[..., :2])
+
+
 def _fsdp_tells() -> dict[str, Any]:
     """What `gm.objective(ddp=)` asks of torch's wrappers, on the one rank of a group."""
     found: dict[str, Any] = {}

@@ -10,10 +10,8 @@ from gradmesh._torch.names import find
 __all__ = ["flash_backward", "flash_forward", "flash_takes"]
 
 _WITHOUT = "gradmesh.nn.ring_attention and ulysses_attention work in tiles of torch's public functions, which is slower"
-_forward = find("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default", without=_WITHOUT)
-_backward = find(
-    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default", without=_WITHOUT
-)
+_forward = find("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu", without=_WITHOUT)
+_backward = find("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", without=_WITHOUT)
 _DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
 

@@ -101,7 +101,7 @@ def shard(
     dim, here = call.dim(dim), call.axis
     held = sizes_of(_known(order, "shard", str(here)), x.shape[dim], here.size)
     if order == "zigzag":
-        x = x.index_select(dim, torch.tensor(places(order, held), device=x.device))
+        x = x.index_select(dim, _order(held, x.device))
     return cut(x, here, dim, src=src, sizes=held)
 
 
@@ -152,7 +152,12 @@ def unshard(
     whole = all_gather(x, here, dim, dst=dst, sizes=found)
     if order == "plain":
         return whole
-    return whole.index_select(dim, torch.tensor(places(order, found), device=x.device).argsort())
+    return whole.index_select(dim, _order(found, x.device).argsort())
+
+
+def _order(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """The places of a sequence in zigzag order, one rank's after another's."""
+    return torch.tensor(places("zigzag", sizes), dtype=torch.int64, device=device)
 
 
 def _known(order: object, verb: str, axis: str) -> Order:

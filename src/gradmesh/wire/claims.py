@@ -136,6 +136,10 @@ class Recorded:
         flags = [self.flags] if self.heard is None else self.heard
         return self.number > 0 and all(f & NOTHING for f in flags)
 
+    def another(self) -> Recorded:
+        """One for a further call that is the same to the call that it comes from."""
+        return Recorded(self.role, self.origin)
+
     @property
     def place(self) -> str:
         """Its place among the calls of the group, in words."""

@@ -85,9 +85,6 @@ class Gradients:
         grad: the gradient of `out`.
         grad_lse: that of `lse`; None: there is none.
         scale: of the scores.
-
-    Attributes:
-        dq: the gradient by the rows, in a wide dtype.
     """
 
     def __init__(
@@ -96,21 +93,23 @@ class Gradients:
         self._q, self._out, self._grad, self._scale = q, out, grad.to(q.dtype), scale
         self._grad_lse = grad_lse
         self._lse = lse.masked_fill(lse == -torch.inf, 0)  # of rows that see nothing, and are in no tile
-        self.dq = torch.zeros_like(q, dtype=wide(q.dtype))
+        self._dq: Tensor | None = None
 
-    def add(self, of: Sequence[Tile], k: Tensor, v: Tensor) -> Tensor:
-        """The gradients by some keys and values, one behind the other along the features; added to `dq`."""
-        whole = k.new_zeros((*k.shape[:-1], k.shape[-1] + v.shape[-1]), dtype=wide(k.dtype))
-        dk, dv = whole.split((k.shape[-1], v.shape[-1]), -1)
+    def add(self, of: Sequence[Tile], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients by some keys and values, in a wide dtype; that by the rows is kept."""
+        dk: Tensor | None = None
+        dv: Tensor | None = None
         for tile in of:
             keys, values = _cut(k, tile, tile.keys), _cut(v, tile, tile.keys)
-            for by, part in zip(
-                (_cut(self.dq, tile, tile.rows), _cut(dk, tile, tile.keys), _cut(dv, tile, tile.keys)),
-                self._of(tile, keys, values),
-                strict=True,
-            ):
-                by.add_(part)
-        return whole
+            dq_, dk_, dv_ = self._of(tile, keys, values)
+            self._dq = _added(self._dq, dq_, self._q, tile, tile.rows)
+            del dq_
+            dk, dv = _added(dk, dk_, k, tile, tile.keys), _added(dv, dv_, v, tile, tile.keys)
+        return _zeros(k) if dk is None else dk, _zeros(v) if dv is None else dv
+
+    def dq(self) -> Tensor:
+        """The gradient by the rows."""
+        return (_zeros(self._q) if self._dq is None else self._dq).to(self._q.dtype)
 
     def _of(self, tile: Tile, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, out, grad, lse = (_cut(x, tile, tile.rows) for x in (self._q, self._out, self._grad, self._lse))
@@ -138,6 +137,20 @@ class Gradients:
             dq[:, :, cut] = ds @ k
             dk += (ds.mT @ rows).sum_to_size(dk.shape)
         return dq, dk, dv
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return torch.zeros_like(like, dtype=wide(like.dtype))
+
+
+def _added(whole: Tensor | None, part: Tensor, like: Tensor, tile: Tile, span: tuple[int, int]) -> Tensor:
+    """The sum with a tile's part; where that is the first and all there is, it is taken as it is."""
+    if whole is None and part.shape == like.shape:
+        return part.to(wide(like.dtype))
+    if whole is None:
+        whole = _zeros(like)
+    _cut(whole, tile, span).add_(part)
+    return whole
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, diagonal: bool, scale: float) -> tuple[Tensor, Tensor]:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from gradmesh.arguments import Call, SizesLike
+from gradmesh.autograd import apply
 from gradmesh.axis import Axis, AxisLike, balanced
 from gradmesh.nn.attention.by_ring import blockwise
 from gradmesh.nn.attention.given import Given, Lengths
 from gradmesh.nn.order import Order, places
 from gradmesh.ops.all_to_all import AllToAll
 from gradmesh.ops.sizes import Sizes
-from gradmesh.overlap.pending import begin
 
 __all__ = ["Attention", "ulysses_attention"]
 
@@ -114,17 +114,18 @@ def ulysses_attention(
         )
     given = replace(given, words=f"{given.words} of {given.rows} rows")
     heads = _Heads.of(q.shape[1], k.shape[1], given.axis)
+    if given.axis.size == 1:
+        return _local(given, heads, q, k, v, attention, scale)
     if (asked := heads.sent) is not None:
         k, v = k.index_select(1, asked.to(k.device)), v.index_select(1, asked.to(v.device))
     rows, keys = Sizes(given.rows), Sizes(given.keys)
     there = AllToAll(given.axis, 1, 2, Sizes(heads.queries), rows, made_of=given.words)
-    coming = begin(there, q)
-    both = begin(replace(there, split_sizes=Sizes(heads.groups), concat_sizes=keys), torch.cat((k, v), -1))
-    q = _sorted(coming.wait(), given, given.rows)
-    k, v = _sorted(both.wait(), given, given.keys).split((k.shape[3], v.shape[3]), -1)
+    features = k.shape[3], v.shape[3]
+    q = _sorted(apply(there, q), given, given.rows)
+    others = replace(there, split_sizes=Sizes(heads.groups), concat_sizes=keys)
+    k, v = _sorted(apply(others, torch.cat((k, v), -1)), given, given.keys).split(features, -1)
     seen = _sorted(_local(given, heads, q, k, v, attention, scale), given, given.rows, back=True)
-    back: Tensor = begin(there.adjoint, seen).wait()
-    return back
+    return apply(there.adjoint, seen)
 
 
 @dataclass(frozen=True)
@@ -157,8 +158,8 @@ class _Heads:
         return cls(
             queries,
             tuple(len(some) for some in needed),
-            None if sent == list(range(groups)) else torch.tensor(sent),
-            None if start % each == stop % each == 0 else torch.tensor(used),
+            None if sent == list(range(groups)) else torch.tensor(sent, dtype=torch.int64),
+            None if start % each == stop % each == 0 else torch.tensor(used, dtype=torch.int64),
         )
 
 
@@ -188,5 +189,5 @@ def _sorted(x: Tensor, given: Given, sizes: tuple[int, ...], *, back: bool = Fal
     """The whole sequence in its own order, or back in that of the ranks."""
     if given.order == "plain" or sizes != given.keys:
         return x
-    order = torch.tensor(places(given.order, sizes), device=x.device)
+    order = torch.tensor(places(given.order, sizes), dtype=torch.int64, device=x.device)
     return x.index_select(2, order if back else order.argsort())

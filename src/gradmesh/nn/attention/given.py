@@ -141,7 +141,7 @@ def _check_tensors(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
             kind=ShapeError,
         )
     fits = k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
-    if not fits or not k.shape[1] or q.shape[1] % k.shape[1]:
+    if not fits or not (k.shape[1] and k.shape[3]) or q.shape[1] % k.shape[1]:
         call.fail(
             "q, k and v do not fit together",
             expected="one batch; as many keys as values; features of q and k alike; heads of q that those of k divide",

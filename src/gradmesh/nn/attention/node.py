@@ -110,17 +110,14 @@ class _Links:
     """The calls of a backward that is recorded itself: links of the chain, or the first is tied to the forward call."""
 
     def __init__(self, call: Recorded, thread: Tensor | None) -> None:
-        self._call: Recorded | None = call
-        self._linked = call.origin is not None and call.origin.linked
+        self._call, self._linked = call, call.origin is not None and call.origin.linked
         self.thread = thread
 
     def run(self, op: Shift, x: Tensor) -> Tensor:
         """Make the next call."""
-        call, self._call = self._call, None
+        call, self._call = self._call, self._call.another()
         if self._linked:
-            role, origin = (call.role, call.origin) if call is not None else ("", None)
-            y, self.thread = linked(op, x, self.thread, role, origin)  # type: ignore[arg-type]  # a link has one
+            y, self.thread = linked(op, x, self.thread, call.role, call.origin)  # type: ignore[arg-type]  # a link has one
             return y
-        if call is None:
-            return unlinked(op, x)
-        return unlinked(op, x, call, self.thread if torch.is_grad_enabled() else None)
+        thread, self.thread = self.thread, None
+        return unlinked(op, x, call, thread if torch.is_grad_enabled() else None)

@@ -65,12 +65,12 @@ class Ring:
         """The scores that are to be taken then."""
         return tiles(self.layout, self.axis.rank, self.source(hop))
 
-    def start(self, hop: int, block: Tensor, call: Recorded | None = None) -> Begun:
+    def start(self, hop: int, block: Tensor, call: Recorded) -> Begun:
         """Begin to hand a block on; where there is no way to go on meanwhile, it is done at once."""
         op = self.op(hop)
         if type(op.axis) is Aside:
             return begun(op, block, call)
-        return Begun(op, None, call or Recorded(), held=op.apply(block, call))
+        return Begun(op, None, call, held=op.apply(block, call))
 
     def blocks(
         self, k: Tensor, v: Tensor, call: Recorded
@@ -81,7 +81,7 @@ class Ring:
         for hop in range(size):
             coming = None
             if block is not None and hop < size - 1:
-                coming = self.start(hop, block, None if hop else call)
+                coming = self.start(hop, block, call.another() if hop else call)
             yield self.tiles(hop), k, v
             if coming is not None:
                 block = coming.result()
@@ -123,13 +123,14 @@ def backward(
     q, k, v, out, lse = saved
     gradients = Gradients(q, out, lse, grad, grad_lse, ring.scale)
     way: Begun | None = None
-    block = k  # of which there is one at least: the own one
+    parts = k, v  # of which there are others at once: there is a hop
     for hop, (of, keys, values) in enumerate(ring.blocks(k, v, call)):
-        block = gradients.add(of, keys, values)
-        if way is not None:
-            block += way.result()
+        parts = gradients.add(of, keys, values)
         if ring.axis.size > 1:
-            way = ring.start(hop, block)
-    home = block if way is None else way.result()
-    dk, dv = home.split(ring.features, -1)
-    return gradients.dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
+            block = torch.cat(parts, -1)
+            if way is not None:
+                block += way.result()
+            way = ring.start(hop, block, call.another())
+            del block
+    dk, dv = parts if way is None else (x.clone() for x in way.result().split(ring.features, -1))
+    return gradients.dq(), dk.to(k.dtype), dv.to(v.dtype)

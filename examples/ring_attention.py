@@ -1,0 +1,138 @@
+"""A small causal language model on a sequence that is cut over the ranks, beside the same on one process.
+
+    python examples/ring_attention.py                                  # 4 ranks here
+    torchrun --nproc-per-node 4 examples/ring_attention.py             # ranks that torchrun starts
+    python examples/ring_attention.py --attention ulysses --ranks 3
+
+A sequence repeats its beginning again and again: who sees far enough back can predict it, and who does not guesses,
+with a loss of 2.77. Each rank has its part of each sequence, in zigzag order, so that all have the same work; the only
+line of the model that knows of it is the one with the attention. The losses of the steps are those of one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import gradmesh as gm
+
+ORDER = "zigzag"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and how long."""
+
+    attention: str = "ring"
+    length: int = 64
+    batch: int = 4
+    width: int = 32
+    steps: int = 150
+    seed: int = 0
+
+
+class Layer(nn.Module):
+    """Attention with two heads of keys for four of queries, and what works on each place by itself."""
+
+    def __init__(self, width: int, attention: str) -> None:
+        super().__init__()
+        self.attend = gm.nn.ring_attention if attention == "ring" else gm.nn.ulysses_attention
+        self.norm, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.kv, self.out = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+
+    def forward(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """This rank's part of the sequence, (batch, part, width)."""
+        seen = self.norm(x)
+        q = self.q(seen).unflatten(-1, (4, -1)).transpose(1, 2)
+        k, v = self.kv(seen).unflatten(-1, (2, 2, -1)).unbind(2)
+        y = self.attend(q, k.transpose(1, 2), v.transpose(1, 2), causal=True, order=ORDER, sizes=sizes)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.second(x))
+
+
+class Model(nn.Module):
+    """Characters and places in, the scores of the next character out."""
+
+    def __init__(self, job: Job, characters: int = 16) -> None:
+        super().__init__()
+        self.token, self.place = nn.Embedding(characters, job.width), nn.Embedding(job.length, job.width)
+        self.layers = nn.ModuleList(Layer(job.width, job.attention) for _ in range(2))
+        self.head = nn.Linear(job.width, characters)
+
+    def forward(self, tokens: Tensor, places: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """The scores at this rank's places."""
+        x = self.token(tokens) + self.place(places)
+        for layer in self.layers:
+            x = layer(x, sizes)
+        return self.head(x)
+
+
+def text(job: Job, step: int) -> Tensor:
+    """Sequences that repeat their first eighth, the same on every rank: (batch, length + 1)."""
+    generator = torch.Generator().manual_seed(1000 * job.seed + step)
+    drawn = torch.randint(0, 16, (job.batch, job.length // 8 + 1), generator=generator)
+    return drawn.repeat(1, 9)[:, : job.length + 1]
+
+
+def train(job: Job, made: Model) -> list[float]:
+    """Train a copy of a model on the ranks of the world, and return the loss of each step."""
+    gm.init()
+    model = copy.deepcopy(made)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    sizes = gm.nn.sequence.sizes(job.length, order=ORDER)
+    places = gm.nn.sequence.positions(job.length, order=ORDER)
+    losses = []
+    for step in range(job.steps):
+        tokens = text(job, step)
+        own, following = tokens[:, places], tokens[:, places + 1]
+        scores = model(own, places, sizes)
+        each = nn.functional.cross_entropy(scores.flatten(0, 1), following.flatten(), reduction="sum")
+        # A mean over the tokens of all ranks, whose gradients are summed below.
+        loss = gm.objective(each, weights=following.numel(), local="sum")
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = gm.all_reduce(parameter.grad, dst=gm.R)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def main() -> None:
+    """Train on several ranks and on one, and compare."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--attention", choices=["ring", "ulysses"], default="ring")
+    parser.add_argument("--ranks", type=int, default=4, help="where torchrun has not started them")
+    parser.add_argument("--length", type=int, default=Job.length)
+    parser.add_argument("--steps", type=int, default=Job.steps)
+    told = parser.parse_args()
+    torch.set_num_threads(1)
+    job = Job(told.attention, told.length, steps=told.steps)
+    torch.manual_seed(job.seed)
+    model = Model(job).double()
+    if "RANK" in os.environ:
+        several, chief = train(job, model), gm.rank() == 0
+        torch.distributed.destroy_process_group()
+    else:
+        several, chief = gm.launch(train, told.ranks, backend="threads", args=(job, model))[0], True
+    if not chief:
+        return
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        os.environ.pop(name, None)
+    (single,) = gm.launch(train, 1, backend="threads", args=(job, model))
+    for step in range(0, job.steps, max(1, job.steps // 6)):
+        print(f"step {step:3}  {several[step]:.6f} on the ranks  {single[step]:.6f} on one process")
+    far = max(abs(a - b) for a, b in zip(several, single, strict=True))
+    print(f"loss {several[0]:.3f} -> {several[-1]:.3f}; the furthest step differs by {far:.0e}")
+
+
+if __name__ == "__main__":
+    main()
