@@ -24,7 +24,7 @@ Gather = Literal["all", "ring"]
 Number = float | Tensor
 
 _ON_CPU, _ELSEWHERE = 1024, 4096
-"""Rows and columns of a tile by default: of those that were tried on a CPU the fastest, and enough work for a device."""
+"""Rows and columns of a tile by default: what a CPU's caches hold, and enough work for a device."""
 
 
 class Given:

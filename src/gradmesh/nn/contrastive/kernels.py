@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,14 +46,14 @@ class Counts(NamedTuple):
 class Logits(Protocol):
     """What is known of the logits of one tile."""
 
-    def logits(self, *operands: Tensor) -> tuple[Tensor, Tensors]:
+    def logits(self, *operands: Any, **_: Any) -> tuple[Tensor, Tensors]:
         """The logits, and what else is summed over each row."""
 
 
 class Kernel(Protocol):
     """What is computed of one tile."""
 
-    def __call__(self, *operands: Tensor) -> Tensors:
+    def __call__(self, *operands: Any, **_: Any) -> Tensors:
         """The outputs of a tile, those of the rows first, those of all tiles last."""
 
     @property
@@ -93,15 +93,16 @@ class ExpBoth:
         return similarity(a, b), ()
 
     def __call__(self, a: Tensor, x: Tensor, b: Tensor, y: Tensor) -> Tensors:
+        """Both sums."""
         s = similarity(a, b)
         return (s - x[:, None]).exp().sum(1), (s - y).exp().sum(0)
 
 
 @dataclass(frozen=True)
 class ExpOthers:
-    """exp(s - x_i) and the similarities to samples of the same label, summed over the row; a sample is not its own pair.
+    """exp(s - x_i), and the similarities to samples of the same label, summed over a row.
 
-    Samples have a number and a label, the same as those of the columns.
+    Samples have a number and a label, as rows and as columns; none is a pair with itself.
     """
 
     counts = Counts(4, 3, 0)
@@ -119,6 +120,7 @@ class ExpOthers:
     def __call__(
         self, a: Tensor, x: Tensor, number: Tensor, label: Tensor, b: Tensor, numbers: Tensor, labels: Tensor
     ) -> Tensors:
+        """Both sums."""
         s, own = similarity(a, b), number[:, None] == numbers
         alike = (label[:, None] == labels) & ~own
         others = (s - x[:, None]).masked_fill(own, -torch.inf)
@@ -134,6 +136,7 @@ class Sigmoid:
     differentiated = (True, True, True)
 
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor) -> Tensors:
+        """The sum."""
         return (softplus(similarity(a, b) + bias).sum(),)
 
 
@@ -165,10 +168,10 @@ class Adjoint:
         return _with(self.of.differentiated, self.of, True)
 
     def __call__(self, *operands: Tensor) -> Tensors:
+        """The gradients."""
         given, cotangents = _parted(operands, self.of.counts, self.counts)
         wanted = [x for x, is_wanted in zip(given, self.wanted, strict=True) if is_wanted]
-        _, pull = vjp(_of_wanted(self.of, given, self.wanted), *wanted)
-        found: Tensors = pull(cotangents)
+        found: Tensors = vjp(_of_wanted(self.of, given, self.wanted), *wanted)[1](cotangents)
         return found
 
 
@@ -205,6 +208,7 @@ class Tangent:
         return tuple(flag for own, moved in groups for flag in (*own, *[True] * sum(moved)))
 
     def __call__(self, *operands: Tensor) -> Tensors:
+        """The outputs' tangents."""
         given, tangents = _parted(operands, self.of.counts, self.counts)
         moving = [x for x, moves in zip(given, self.moved, strict=True) if moves]
         kernel = _of_wanted(self.of, given, self.moved)
@@ -246,6 +250,7 @@ class Batched:
         return self.of.differentiated
 
     def __call__(self, *operands: Tensor) -> Tensors:
+        """The outputs."""
         cut = self.counts.rows + self.counts.cols
         dims = tuple(int(i < cut) if batched else None for i, batched in enumerate(self.has))
         cut = self.outputs.rows + self.outputs.cols
@@ -254,9 +259,7 @@ class Batched:
         return found
 
 
-def _of_wanted(
-    kernel: Kernel, operands: Sequence[Tensor], wanted: Sequence[bool]
-) -> Callable[..., Tensors]:
+def _of_wanted(kernel: Kernel, operands: Sequence[Tensor], wanted: Sequence[bool]) -> Callable[..., Tensors]:
     """A kernel as a function of some of its operands."""
 
     def run(*changing: Tensor) -> Tensors:

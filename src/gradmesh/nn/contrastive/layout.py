@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from gradmesh.axis import Axis
@@ -24,23 +25,19 @@ class LogSums:
 
     Attributes:
         rows: those of this rank's rows.
-        columns: those of the columns, laid out as `Layout.spread` does; None: not asked for.
+        columns: those of the columns, laid out as `Layout.spread` does; empty where they were not asked for.
         known: the sums of exp(s - them), as far as this rank has part in them: those of the rows, and of the columns.
         more: what else the kernel sums over rows.
     """
 
     rows: Tensor
-    columns: Tensor | None
+    columns: Tensor
     known: Tensors
     more: Tensors
 
 
 class Layout(Protocol):
     """Where the table lies."""
-
-    axis: Axis
-    sizes: tuple[int, ...] | None
-    tile: int
 
     def spread(self, x: Tensor) -> Tensor:
         """This rank's part of what belongs to the columns, where it has to be for `total`."""
@@ -95,7 +92,7 @@ class Gathered:
         mine, part, more = log_sums(kernel, rows, cols, self.tile, columns=columns)
         ones = mine.isfinite().to(mine.dtype)
         if part is None:
-            return LogSums(mine, None, (ones,), more)
+            return LogSums(mine, mine[:0], (ones,), more)
         whole = all_reduce(part, self.axis, op="logsumexp", dst=R)
         return LogSums(mine, whole, (ones, (part - whole).exp()), more)
 
@@ -136,10 +133,10 @@ class Passed:
         """Those of the rows and, at home, of the columns."""
         mine, home, more = ring_log_sums(self.way, kernel, rows, cols, self.tile, columns=columns)
         known = (mine,) if home is None else (mine, home)
-        return LogSums(mine, home, tuple(y.isfinite().to(y.dtype) for y in known), more)
+        return LogSums(
+            mine, mine[:0] if home is None else home, tuple(y.isfinite().to(y.dtype) for y in known), more
+        )
 
     def total(self, kernel: Kernel, operands: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Tensors:
         """In one round; the sums of the columns come home."""
         return ring_sum(self.way, Job(kernel, self.tile), operands, known)
-
-

@@ -58,9 +58,7 @@ class Round:
 
     def derived(self) -> Round:
         """That of a derivative."""
-        return Round(
-            self.axis, self.sizes, self.comm_dtype, self.backward_dtype, self.number, self.order + 1
-        )
+        return Round(self.axis, self.sizes, self.comm_dtype, self.backward_dtype, self.number, self.order + 1)
 
     def travel(self, cols: Tensors, work: OfColumns, combine: Combined) -> list[Tensor]:
         """Pass the columns round.
@@ -115,9 +113,7 @@ def ring_log_sums(
     return found[0], home[0] if columns else None, tuple(found[1:])
 
 
-def ring_sum(
-    way: Round, job: Job, operands: Sequence[Tensor], known: Sequence[Tensor] = ()
-) -> Tensors:
+def ring_sum(way: Round, job: Job, operands: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Tensors:
     """As `tiles.table_sum`, of this rank's rows over all ranks' columns, and of this rank's columns over all rows.
 
     Every rank takes part in the backward, whether its operands require grad or not.
@@ -189,8 +185,14 @@ class _RingSum(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[int | None, ...], way: Round, job: Job, known: int, joins: Tensor, *tensors: Tensor
-    ) -> Any:  # fmt: skip
+        _: Any,
+        in_dims: tuple[int | None, ...],
+        way: Round,
+        job: Job,
+        known: int,
+        __: Tensor,
+        *tensors: Tensor,
+    ) -> Any:
         operands, dims = tensors[known:], in_dims[4 + known :]
         cut = job.kernel.counts.rows + job.kernel.counts.cols
         moved = [

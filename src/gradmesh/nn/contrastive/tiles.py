@@ -132,7 +132,7 @@ class _TableSum(torch.autograd.Function):
         return table_sum(Job(tangent, ctx.job.tile), laid)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], job: Job, known: int, *tensors: Tensor) -> Any:
+    def vmap(_: Any, in_dims: tuple[int | None, ...], job: Job, known: int, *tensors: Tensor) -> Any:
         operands, dims = tensors[known:], in_dims[2 + known :]
         cut = job.kernel.counts.rows + job.kernel.counts.cols
         moved = [
