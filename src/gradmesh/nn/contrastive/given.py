@@ -46,6 +46,8 @@ class Given:
         *,
         sizes: SizesLike,
         dst: Convention,
+        gather: Gather = "all",
+        tile: int | None = None,
         dims: tuple[int, ...] = (2,),
         said: str = "",
     ) -> None:
@@ -57,6 +59,8 @@ class Given:
             axis: the ranks.
             sizes: as verbs take them.
             dst: what the loss is on the ranks.
+            gather: whether the columns of a table of pairs are gathered or go round.
+            tile: the size of its tiles; None: what is known to be fast.
             dims: how many dimensions a tensor may have.
             said: what else every rank has to say alike.
         """
@@ -67,8 +71,10 @@ class Given:
         self._dst: Convention = call.choose("dst", dst, {R: R, I: I})
         for name, x in samples.items():
             self._check(name, x, first, dims)
+        self._gather = call.choose("gather", gather, {"all": "all", "ring": "ring"})
+        self._tile = self._size(tile)
         self.rows: int = first.shape[0]
-        self.sizes = self._counted(first, sizes, said)
+        self.sizes = self._counted(first, sizes, f"gather={gather!r}{said}")
         self.total: int = self.rows * self.axis.size if self.sizes is None else sum(self.sizes)
         if self.total == 0:  # which every rank sees
             raise ArgumentError(
@@ -120,26 +126,9 @@ class Given:
         found = all_gather(Packed(mine, words), self.axis)  # type: ignore[call-overload]
         return tuple(found.tolist())
 
-    def layout(
-        self,
-        gather: Gather,
-        tile: int | None,
-        comm_dtype: torch.dtype | None,
-        backward_dtype: torch.dtype | None,
-        views: int = 1,
-    ) -> Layout:
-        """The table of all pairs of samples.
-
-        Args:
-            gather: whether columns are gathered or go round.
-            tile: the size of tiles; None: what is known to be fast.
-            comm_dtype: what columns travel in.
-            backward_dtype: what their gradients travel in.
-            views: how many rows a sample has.
-        """
-        way = self._call.choose("gather", gather, {"all": "all", "ring": "ring"})
+    def _size(self, tile: int | None) -> int:
         if tile is None:
-            tile = _ON_CPU if self._call.x.is_cpu else _ELSEWHERE
+            return _ON_CPU if self._call.x.is_cpu else _ELSEWHERE
         whole = integer(tile)
         if whole is None or whole < 1:
             self._call.fail(
@@ -148,11 +137,24 @@ class Given:
                 got=f"tile={tile!r}",
                 remedy="leave it out, or pass how many rows and columns are in memory at once",
             )
+        return whole
+
+    def layout(
+        self, comm_dtype: torch.dtype | None, backward_dtype: torch.dtype | None, views: int = 1
+    ) -> Layout:
+        """The table of all pairs of samples.
+
+        Args:
+            comm_dtype: what columns travel in.
+            backward_dtype: what their gradients travel in.
+            views: how many rows a sample has.
+        """
         sizes = None if self.sizes is None else tuple(n * views for n in self.sizes)
-        if way == "all" or compiling():
-            return Gathered(self.axis, sizes, whole, comm_dtype, backward_dtype)
+        if self._gather == "all" or compiling():
+            return Gathered(self.axis, sizes, self._tile, comm_dtype, backward_dtype)
         each = sizes or (self.rows * views,) * self.axis.size
-        return Passed(self.axis, each, whole, Round(self.axis, each, comm_dtype, backward_dtype))
+        way = Round.begun(self.axis, each, comm_dtype, backward_dtype, self._call.x.device)
+        return Passed(self.axis, each, self._tile, way)
 
     def number(self, name: str, value: Number) -> Number:
         """One real number, such as a scale."""

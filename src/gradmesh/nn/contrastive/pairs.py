@@ -79,11 +79,13 @@ def clip_loss(
         axis,
         sizes=sizes,
         dst=dst,
-        said=f"gather={gather!r}",
+        gather=gather,
+        tile=tile,
     )
-    table = given.layout(gather, tile, comm_dtype, backward_dtype)
+    factor = given.number("scale", scale)
+    table = given.layout(comm_dtype, backward_dtype)
     # Scaled where there are n rows, and not in every tile.
-    a = widened(left) * given.number("scale", scale)
+    a = widened(left) * factor
     everyone = table.spread(right)
     with torch.no_grad():
         sums = table.log_sums(ExpBoth(), (a.detach(),), (everyone.detach(),), columns=True)
@@ -141,11 +143,13 @@ def siglip_loss(
         axis,
         sizes=sizes,
         dst=dst,
-        said=f"gather={gather!r}",
+        gather=gather,
+        tile=tile,
     )
-    table = given.layout(gather, tile, comm_dtype, backward_dtype)
-    a = widened(left) * given.number("scale", scale)
-    offset = torch.as_tensor(given.number("bias", bias), device=a.device).to(a.dtype)
+    factor, offset = given.number("scale", scale), given.number("bias", bias)
+    table = given.layout(comm_dtype, backward_dtype)
+    a = widened(left) * factor
+    offset = torch.as_tensor(offset, dtype=a.dtype, device=a.device)
     # softplus(-s) is softplus(s) - s.
     (total,) = table.total(Sigmoid(), (a, table.spread(right), offset))
     return given.mean(total - ((a * widened(right)).sum(1) + offset).sum())

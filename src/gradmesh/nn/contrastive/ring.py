@@ -7,9 +7,8 @@ with them. What goes on is begun before a rank computes, and waited for after.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,10 +29,9 @@ Combined = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Rounds:
-    """Numbers for the sums of a rank, the same on every rank."""
+    """How many losses of this rank had columns that went round."""
 
-    def __init__(self) -> None:
-        self.numbers = itertools.count(1)
+    number = 0
 
 
 @dataclass(frozen=True)
@@ -45,16 +43,31 @@ class Round:
         sizes: how many columns each has.
         comm_dtype: what columns travel in.
         backward_dtype: what sums over columns travel in, which are gradients in backward.
-        number: which sum of this rank it belongs to.
+        number: which loss it belongs to, the same number on every rank.
         order: how many derivatives were taken.
     """
 
     axis: Axis
     sizes: tuple[int, ...]
-    comm_dtype: torch.dtype | None = None
-    backward_dtype: torch.dtype | None = None
-    number: int = field(default_factory=lambda: next(rank_state().own(_Rounds).numbers))
+    comm_dtype: torch.dtype | None
+    backward_dtype: torch.dtype | None
+    number: int
     order: int = 0
+
+    @classmethod
+    def begun(
+        cls,
+        axis: Axis,
+        sizes: tuple[int, ...],
+        comm_dtype: torch.dtype | None,
+        backward_dtype: torch.dtype | None,
+        device: torch.device,
+    ) -> Round:
+        """The way for a loss, which takes a number: the next one of the rank that has had the most."""
+        own = rank_state().own(_Rounds)
+        numbers = all_gather(torch.tensor([own.number], device=device), axis)
+        own.number = max(numbers.tolist()) + 1
+        return cls(axis, sizes, comm_dtype, backward_dtype, own.number)
 
     def derived(self) -> Round:
         """That of a derivative."""
@@ -72,6 +85,8 @@ class Round:
             What all ranks have made of this rank's columns.
         """
         ranks, coming = self.axis.size, list[Pending[Tensor]]()
+        if ranks > 1:
+            self._agree(cols)
         for step in range(ranks):
             there = cols
             more = [self._pass_on(x, step, self.comm_dtype) for x in there] if step < ranks - 1 else []
@@ -89,10 +104,15 @@ class Round:
         dtype = dtype if x.is_floating_point() else None
         return shift(x, self.axis, -1, sizes=sizes, comm_dtype=dtype, async_op=True)
 
-    def agree(self) -> None:
-        """Have the ranks compare whose derivative they take, as their calls alone would not tell two sums apart."""
-        words = f"derivative {self.order} of a sum over pairs, number {self.number} of this rank"
-        all_gather(Packed(torch.zeros(1), words), self.axis)  # type: ignore[call-overload]
+    def _agree(self, cols: Tensors) -> None:
+        """Have the ranks compare what they are about to pass on.
+
+        A rank that refuses to is heard of here, as it would not be among calls that are begun. And the calls alone
+        would not tell the derivatives of two sums apart.
+        """
+        made_of = ", ".join(f"{str(x.dtype)[6:]}{list(x.shape[1:])}" for x in cols)
+        words = f"derivative {self.order} of loss {self.number}, of columns {made_of}"
+        all_gather(Packed(cols[0].new_zeros(1), words), self.axis)  # type: ignore[call-overload]
 
 
 def ring_log_sums(
@@ -145,8 +165,6 @@ class _RingSum(torch.autograd.Function):
     def forward(way: Round, job: Job, known: int, joins: Tensor, *tensors: Tensor) -> Tensors:  # noqa: ARG004
         if known:
             return tuple(y.clone() for y in tensors[:known])
-        if way.order:
-            way.agree()
         return _summed(way, job, tensors)
 
     @staticmethod

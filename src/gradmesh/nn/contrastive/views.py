@@ -63,10 +63,11 @@ def nt_xent_loss(
         axis,
         sizes=sizes,
         dst=dst,
-        said=f"gather={gather!r}",
+        gather=gather,
+        tile=tile,
     )
     views = torch.stack([left, right], 1)
-    return _loss(given, views, None, temperature, gather, tile, comm_dtype, backward_dtype)
+    return _loss(given, views, None, temperature, comm_dtype, backward_dtype)
 
 
 def sup_con_loss(
@@ -116,8 +117,10 @@ def sup_con_loss(
         axis,
         sizes=sizes,
         dst=dst,
+        gather=gather,
+        tile=tile,
         dims=(2, 3),
-        said=f"gather={gather!r}, {'without' if labels is None else 'with'} labels",
+        said=f", {'without' if labels is None else 'with'} labels",
     )
     if labels is not None and (
         not isinstance(labels, Tensor)
@@ -136,7 +139,7 @@ def sup_con_loss(
             remedy="pass a tensor of shape (samples,)",
         )
     views = x if x.dim() == 3 else x.unsqueeze(1)
-    return _loss(given, views, labels, temperature, gather, tile, comm_dtype, backward_dtype)
+    return _loss(given, views, labels, temperature, comm_dtype, backward_dtype)
 
 
 def _loss(
@@ -144,16 +147,15 @@ def _loss(
     views: Tensor,
     labels: Tensor | None,
     temperature: Number,
-    gather: Gather,
-    tile: int | None,
     comm_dtype: torch.dtype | None,
     backward_dtype: torch.dtype | None,
 ) -> Tensor:
     """The loss of views of shape (n, v, d)."""
     each = views.shape[1]
-    table = given.layout(gather, tile, comm_dtype, backward_dtype, each)
+    divisor = given.number("temperature", temperature)
+    table = given.layout(comm_dtype, backward_dtype, each)
     z = views.flatten(0, 1)
-    a = widened(z) / given.number("temperature", temperature)
+    a = widened(z) / divisor
     number, label = _numbers(given, each, labels, z)
     everyone, numbers, labels = table.spread(z), table.spread(number), table.spread(label)
     kernel = ExpOthers()
