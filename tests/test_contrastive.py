@@ -175,6 +175,23 @@ def test_what_travels_in_another_dtype_is_rounded_and_the_rest_is_not(
         assert 1e-12 < float((value - expected).abs()) < 1e-6
 
 
+@pytest.mark.parametrize("gather", ["all", "ring"])
+def test_a_dtype_for_the_wire_that_holds_the_embeddings_changes_nothing(
+    gather: Gather, threads: Threads
+) -> None:
+    x, y = normal(6, 4, seed=1).requires_grad_(), normal(6, 4, seed=2).bfloat16().double().requires_grad_()
+
+    def run() -> tuple[Tensor, ...]:
+        mine = gm.axis().slice(6)
+        a, b = (z.detach()[mine].clone().requires_grad_() for z in (x, y))
+        loss = gm.nn.clip_loss(a, b, 20.0, gather=gather, comm_dtype=torch.bfloat16)
+        return torch.autograd.grad(loss, (a, b))
+
+    expected = torch.autograd.grad(DENSE["clip"](x, y, 20.0, None, None), (x, y))
+    for parts, whole in zip(zip(*threads(2)(run), strict=True), expected, strict=True):
+        torch.testing.assert_close(torch.cat(parts), whole)
+
+
 @pytest.mark.parametrize(("loss", "gather"), GATHERS)
 def test_it_may_stand_in_a_checkpoint_inside_ordered(loss: str, gather: str, threads: Threads) -> None:
     sizes, x, y = (2, 3), normal(5, 3, seed=1), normal(5, 3, seed=2)

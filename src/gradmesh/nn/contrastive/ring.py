@@ -41,8 +41,8 @@ class Round:
     Attributes:
         axis: the ranks.
         sizes: how many columns each has.
-        comm_dtype: what columns travel in.
-        backward_dtype: what sums over columns travel in, which are gradients in backward.
+        comm_dtype: what embeddings travel in; logarithms of sums and the like are not rounded.
+        backward_dtype: what their gradients travel in.
         number: which loss it belongs to, the same number on every rank.
         order: how many derivatives were taken.
     """
@@ -85,23 +85,28 @@ class Round:
             What all ranks have made of this rank's columns.
         """
         ranks, coming = self.axis.size, list[Pending[Tensor]]()
-        if ranks > 1:
+        back, last = self.backward_dtype if self.order else None, ranks - 1
+        if last:
             self._agree(cols)
         for step in range(ranks):
             there = cols
-            more = [self._pass_on(x, step, self.comm_dtype) for x in there] if step < ranks - 1 else []
+            dtypes = [self.comm_dtype, *[None] * (len(there) - 1)]  # the embeddings come first
+            more = (
+                [self._pass_on(*each, step) for each in zip(there, dtypes, strict=True)]
+                if step < last
+                else []
+            )
             sums = list(work(there))
             if coming:
                 sums = [combine(x.wait(), y) for x, y in zip(coming, sums, strict=True)]
             del there
-            coming = [self._pass_on(x, step, self.backward_dtype) for x in sums] if ranks > 1 else []
+            coming = [self._pass_on(x, back, step) for x in sums] if last else []
             cols = tuple(x.wait() for x in more)
         return [x.wait() for x in coming] if coming else sums
 
-    def _pass_on(self, x: Tensor, step: int, dtype: torch.dtype | None) -> Pending[Tensor]:
+    def _pass_on(self, x: Tensor, dtype: torch.dtype | None, step: int) -> Pending[Tensor]:
         """Begin to send to the rank before this one what this one holds at that step."""
         sizes = (*self.sizes[step:], *self.sizes[:step])
-        dtype = dtype if x.is_floating_point() else None
         return shift(x, self.axis, -1, sizes=sizes, comm_dtype=dtype, async_op=True)
 
     def _agree(self, cols: Tensors) -> None:
