@@ -1,6 +1,8 @@
 """What people build with the verbs: layers and losses whose gradients over the ranks are exact.
 
 * `gm.nn.graph`: networks on a graph that is cut over the ranks.
+* Losses of the samples of all ranks, with tables that are never whole in memory: `clip_loss`, `siglip_loss`,
+  `nt_xent_loss`, `sup_con_loss`, `vic_reg_loss`, `barlow_twins_loss`, each as a module too; and `cached_gradients`.
 * `gm.nn.ring_attention`, `gm.nn.ulysses_attention`: attention over a sequence that is cut over the ranks, and
   `gm.nn.sequence`, which cuts it.
 * `gm.nn.ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding` and the cross entropies: layers that are
@@ -10,9 +12,34 @@
 """
 
 from gradmesh.nn import graph, sequence, tensor
-from gradmesh.nn.attention import ring_attention, ulysses_attention
-from gradmesh.nn.experts import ExpertDispatch, ExpertParallel, balance_loss
-from gradmesh.nn.norms import SyncBatchNorm, SyncGroupNorm
+from gradmesh.nn.attention import (
+    ring_attention,
+    ulysses_attention,
+)
+from gradmesh.nn.contrastive import (
+    BarlowTwinsLoss,
+    ClipLoss,
+    NTXentLoss,
+    SigLipLoss,
+    SupConLoss,
+    VicRegLoss,
+    barlow_twins_loss,
+    cached_gradients,
+    clip_loss,
+    nt_xent_loss,
+    siglip_loss,
+    sup_con_loss,
+    vic_reg_loss,
+)
+from gradmesh.nn.experts import (
+    ExpertDispatch,
+    ExpertParallel,
+    balance_loss,
+)
+from gradmesh.nn.norms import (
+    SyncBatchNorm,
+    SyncGroupNorm,
+)
 from gradmesh.nn.tensor import (
     ColumnParallelLinear,
     Replicated,
@@ -26,23 +53,36 @@ from gradmesh.nn.tensor import (
 )
 
 __all__ = [
+    "BarlowTwinsLoss",
+    "ClipLoss",
     "ColumnParallelLinear",
     "ExpertDispatch",
     "ExpertParallel",
+    "NTXentLoss",
     "Replicated",
     "RowParallelLinear",
+    "SigLipLoss",
+    "SupConLoss",
     "SyncBatchNorm",
     "SyncGroupNorm",
+    "VicRegLoss",
     "VocabParallelEmbedding",
     "balance_loss",
+    "barlow_twins_loss",
+    "cached_gradients",
+    "clip_loss",
     "dense_state_dict",
     "graph",
     "linear_cross_entropy",
     "load_dense_state_dict",
+    "nt_xent_loss",
     "ring_attention",
     "sequence",
+    "siglip_loss",
+    "sup_con_loss",
     "tensor",
     "tensor_parallel",
     "ulysses_attention",
+    "vic_reg_loss",
     "vocab_parallel_cross_entropy",
 ]

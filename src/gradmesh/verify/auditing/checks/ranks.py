@@ -24,6 +24,7 @@ def own_rank(case: Case) -> Iterator[Finding]:
     """The same questions in a group of other ranks, and on machines of one rank each; the answers have to stay."""
     kind = "own-rank-assumed"
     asked = False
+    case.pool.begin()  # what was held last may have had other sizes
     if case.pool.takes("group"):
         asked = True
         size = case.pool.size

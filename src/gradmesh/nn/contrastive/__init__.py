@@ -1,0 +1,33 @@
+"""Contrastive and other self-supervised losses of the samples of all ranks, of which no table is ever whole in memory.
+
+Every one of them returns the mean over the global batch, the same on every rank; see `clip_loss`.
+"""
+
+from gradmesh.nn.contrastive.cached import cached_gradients
+from gradmesh.nn.contrastive.modules import (
+    BarlowTwinsLoss,
+    ClipLoss,
+    NTXentLoss,
+    SigLipLoss,
+    SupConLoss,
+    VicRegLoss,
+)
+from gradmesh.nn.contrastive.moments import barlow_twins_loss, vic_reg_loss
+from gradmesh.nn.contrastive.pairs import clip_loss, siglip_loss
+from gradmesh.nn.contrastive.views import nt_xent_loss, sup_con_loss
+
+__all__ = [
+    "BarlowTwinsLoss",
+    "ClipLoss",
+    "NTXentLoss",
+    "SigLipLoss",
+    "SupConLoss",
+    "VicRegLoss",
+    "barlow_twins_loss",
+    "cached_gradients",
+    "clip_loss",
+    "nt_xent_loss",
+    "siglip_loss",
+    "sup_con_loss",
+    "vic_reg_loss",
+]

@@ -1,0 +1,166 @@
+"""Losses of the moments of a global batch: `vic_reg_loss` and `barlow_twins_loss`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import relu
+
+from gradmesh.arguments import SizesLike
+from gradmesh.axis import Axis, AxisLike, balanced
+from gradmesh.collectives import all_reduce, reduce_scatter
+from gradmesh.errors import ArgumentError, message
+from gradmesh.nn.contrastive.given import Given
+from gradmesh.nn.contrastive.tiles import widened
+from gradmesh.types import Convention, I, R
+
+__all__ = ["barlow_twins_loss", "vic_reg_loss"]
+
+
+def vic_reg_loss(
+    left: Tensor,
+    right: Tensor,
+    axis: AxisLike = None,
+    *,
+    invariance: float = 25.0,
+    variance: float = 25.0,
+    covariance: float = 1.0,
+    eps: float = 1e-4,
+    dst: Convention = I,
+    sizes: SizesLike = "auto",
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    r"""Two views close to each other, every feature with a spread of 1, and no two of them correlated.
+
+    ::
+
+        V -> I (or R)    shapes (n, d), (n, d) -> ()     x, y of all N samples, C(z) their covariance over N - 1
+
+            invariance * mean (x - y)^2
+            + variance * (1/2d) sum_k relu(1 - sqrt(C(z)_kk + eps)), for z = x, and for z = y
+            + covariance * (1/d) sum_{k != l} C(z)_kl^2, for z = x, and for z = y
+
+    Bardes et al., VICReg: Variance-Invariance-Covariance Regularization for Self-Supervised Learning, 2022, with the
+    factors of its authors' code, for which the weights are meant: the first term is a mean over features too, and the
+    second is halved. Value and gradients as those of `clip_loss`. Each rank squares its rows of the covariance.
+
+    Args:
+        left: this rank's embeddings x of one view.
+        right: those of the other view, y.
+        axis: the ranks, as in every verb.
+        invariance: the weight of the first term.
+        variance: that of the second.
+        covariance: that of the third.
+        eps: keeps the root's derivative finite.
+        dst, sizes: as in `clip_loss`.
+        comm_dtype, backward_dtype: the dtypes that covariances and their gradients travel in.
+
+    Raises:
+        ArgumentError: less than two samples; and as `clip_loss`.
+        ShapeError, MismatchError: as `clip_loss`.
+
+    Example:
+        >>> def on_each_rank():
+        ...     x = torch.eye(4)[2 * gm.rank() :][:2]
+        ...     return round(gm.nn.vic_reg_loss(x, x + 1).item(), 4)
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [37.5392, 37.5392]
+    """
+    given = Given("nn.vic_reg_loss", {"left": left, "right": right}, axis, sizes=sizes, dst=dst)
+    _refuse_one(given)
+    x, y = widened(left), widened(right)
+    features = x.shape[1]
+    centred = torch.stack([x, y]) - _mean(torch.stack([x, y]), given)
+    part = centred.mT @ centred / (given.total - 1)
+    own, mine = _own_rows(part, given.axis, comm_dtype, backward_dtype)
+    diagonal = own.diagonal(mine, 1, 2)
+    spread = relu(1 - (diagonal + eps).sqrt()).sum() / (2 * features)
+    correlated = (own.square().sum() - diagonal.square().sum()) / features
+    close = (x - y).square().sum() / (given.total * features)
+    return given.mean(invariance * close + variance * spread + covariance * correlated, 1)
+
+
+def barlow_twins_loss(
+    left: Tensor,
+    right: Tensor,
+    axis: AxisLike = None,
+    *,
+    off_diagonal: float = 0.0051,
+    eps: float = 1e-5,
+    dst: Convention = I,
+    sizes: SizesLike = "auto",
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Tensor:
+    r"""The correlation of the features of two views, held against the identity.
+
+    ::
+
+        V -> I (or R)    shapes (n, d), (n, d) -> ()     C = 1/N sum_i u_i v_i^T of all N samples
+
+            sum_k (1 - C_kk)^2 + off_diagonal * sum_{k != l} C_kl^2
+
+        u: (x - mean) / sqrt(var + eps) of each feature of `left`, over N; v: that of `right`
+
+    Zbontar et al., Barlow Twins: Self-Supervised Learning via Redundancy Reduction, 2021; features are normalized as by
+    the batch norm of its authors' code, over the global batch. Value and gradients as those of `clip_loss`. Each rank
+    squares its rows of the correlation.
+
+    Args:
+        left: this rank's embeddings of one view.
+        right: those of the other view.
+        axis: the ranks, as in every verb.
+        off_diagonal: the weight of the second term.
+        eps: keeps a feature that does not vary finite.
+        dst, sizes: as in `clip_loss`.
+        comm_dtype, backward_dtype: the dtypes that correlations and their gradients travel in.
+
+    Raises:
+        ArgumentError: less than two samples; and as `clip_loss`.
+        ShapeError, MismatchError: as `clip_loss`.
+
+    Example:
+        >>> def on_each_rank():
+        ...     x = torch.eye(4)[2 * gm.rank() :][:2]
+        ...     return round(gm.nn.barlow_twins_loss(x, x).item(), 4)
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [0.0068, 0.0068]
+    """
+    given = Given("nn.barlow_twins_loss", {"left": left, "right": right}, axis, sizes=sizes, dst=dst)
+    _refuse_one(given)
+    both = torch.stack([widened(left), widened(right)])
+    centred = both - _mean(both, given)
+    u, v = (centred / (_mean(centred.square(), given) + eps).sqrt()).unbind()
+    own, mine = _own_rows((u.mT @ v / given.total)[None], given.axis, comm_dtype, backward_dtype)
+    diagonal = own.diagonal(mine, 1, 2)
+    others = own.square().sum() - diagonal.square().sum()
+    return given.mean((1 - diagonal).square().sum() + off_diagonal * others, 1)
+
+
+def _mean(x: Tensor, given: Given) -> Tensor:
+    """The mean over the samples of all ranks, which each rank takes from its own."""
+    return all_reduce(x.sum(1, keepdim=True) / given.total, given.axis, dst=R)
+
+
+def _own_rows(
+    part: Tensor, axis: Axis, comm_dtype: torch.dtype | None, backward_dtype: torch.dtype | None
+) -> tuple[Tensor, int]:
+    """This rank's rows of a sum of matrices over the ranks, and which the first one is."""
+    sizes = balanced(part.shape[1], axis.size)
+    own = reduce_scatter(part, axis, 1, sizes=sizes, comm_dtype=comm_dtype, backward_dtype=backward_dtype)
+    return own, axis.offset(sizes)
+
+
+def _refuse_one(given: Given) -> None:
+    if given.total < 2:  # which every rank sees
+        raise ArgumentError(
+            message(
+                "one sample has no variance",
+                op=given.op,
+                axis=str(given.axis),
+                expected="two samples on all ranks together",
+                got="one",
+                remedy="leave the step out on every rank",
+            )
+        )
