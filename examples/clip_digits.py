@@ -68,13 +68,12 @@ def train(model: Model, batch: int, chunk: int, steps: int, backend: str) -> tup
     loss = torch.zeros(())
     for _ in range(steps):
         everyone = torch.randperm(len(left) - HELD_OUT, generator=draw)[:batch]
-        mine = everyone[
-            gm.axis().slice(batch)
-        ]  # the first ranks have one more, where the batch is not divisible
+        # The first ranks have one more, where the batch is not divisible.
+        mine = everyone[gm.axis().slice(batch)]
         optimizer.zero_grad()
         loss = gm.nn.cached_gradients(model, (left[mine], right[mine]), gm.nn.clip_loss, chunk)
         # Each rank has a share of the gradient. In DDP or fully_shard this is theirs, with gm.objective in the loss.
-        shares = [parameter.grad for parameter in model.parameters()]
+        shares = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         for parameter, grad in zip(model.parameters(), gm.all_reduce(shares, dst=gm.I), strict=True):
             parameter.grad = grad
         optimizer.step()

@@ -44,7 +44,9 @@ def shaken(atoms: Atoms, number: int) -> list[Atoms]:
     return made
 
 
-def step(model: Potential, learner: Learner, plan: GraphPlan, batch: Batch, right: Figures) -> float:
+def step(
+    model: Potential, learner: Learner[Potential], plan: GraphPlan, batch: Batch, right: Figures
+) -> float:
     """One step of training on energy, forces and stress: second derivatives across the ranks."""
     loss = loss_of(figures(model, plan, batch, second=True), right, batch)
     # Every rank gets the whole gradient, so all of them take the same step.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import gradmesh as gm
 
-ORDER = "zigzag"
+ORDER: gm.nn.sequence.Order = "zigzag"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class Layer(nn.Module):
         k, v = self.kv(seen).unflatten(-1, (2, 2, -1)).unbind(2)
         y = self.attend(q, k.transpose(1, 2), v.transpose(1, 2), causal=True, order=ORDER, sizes=sizes)
         x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.second(x))
+        made: Tensor = x + self.mlp(self.second(x))
+        return made
 
 
 class Model(nn.Module):
@@ -70,7 +71,8 @@ class Model(nn.Module):
         x = self.token(tokens) + self.place(places)
         for layer in self.layers:
             x = layer(x, sizes)
-        return self.head(x)
+        scores: Tensor = self.head(x)
+        return scores
 
 
 def text(job: Job, step: int) -> Tensor:
@@ -98,7 +100,8 @@ def train(job: Job, made: Model) -> list[float]:
         optimizer.zero_grad()
         loss.backward()
         for parameter in model.parameters():
-            parameter.grad = gm.all_reduce(parameter.grad, dst=gm.R)
+            if parameter.grad is not None:
+                parameter.grad = gm.all_reduce(parameter.grad, dst=gm.R)
         optimizer.step()
         losses.append(loss.item())
     return losses
