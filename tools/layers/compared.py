@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,45 +10,45 @@ from torch import Tensor
 
 import gradmesh as gm
 from gradmesh.types import Type
-from tools.layers.case import Case, Lie, layer_of, own_part, parts_of, whole_of
+from tools.layers.case import Case, layer_of, own_part, parts_of, whole_of
 
 __all__ = ["compiled", "deviations", "findings"]
 
 _OPTIONS: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
 
 
-def _slopes(loss: Tensor, leaves: Sequence[Tensor], lies: Sequence[Lie]) -> tuple[list[Tensor], list[Tensor]]:
+def _slopes(
+    grad: Callable[..., Sequence[Tensor]], loss: Tensor, leaves: Sequence[Tensor], shares: Sequence[bool]
+) -> tuple[list[Tensor], list[Tensor]]:
     """The first slopes, and those of their squares.
 
     A share of a slope is not squared by itself: the shares are added first, and that sum is the same on every rank.
     """
-    first = gm.grad(loss, leaves, create_graph=True, **_OPTIONS)
+    first = grad(loss, leaves, create_graph=True, **_OPTIONS)
     whole = [
-        gm.all_reduce(slope, dst=gm.I) if lie is gm.R else slope
-        for slope, lie in zip(first, lies, strict=True)
+        gm.all_reduce(slope, dst=gm.I) if share else slope for slope, share in zip(first, shares, strict=True)
     ]
     penalty = torch.stack([(slope**2).sum() for slope in whole]).sum()
-    return [slope.detach() for slope in whole], list(gm.grad(penalty, leaves, **_OPTIONS))
+    return [slope.detach() for slope in whole], list(grad(penalty, leaves, **_OPTIONS))
 
 
 def deviations(case: Case, sizes: tuple[int, ...]) -> list[float]:
     """On a rank: how far value, slopes and second slopes are off, relative to the largest of the dense ones."""
     whole = whole_of(case, sum(sizes))
     leaves = [each.clone().requires_grad_() for each in whole]
-    with gm.ordered():
-        y = case.dense(*leaves)
-        probe = torch.linspace(0.5, 2.0, y.numel(), dtype=y.dtype).view_as(y)
-        right = _slopes((probe * y**2).sum(), leaves, [gm.I] * len(leaves))
+    y = case.dense(*leaves)
+    probe = torch.linspace(0.5, 2.0, y.numel(), dtype=y.dtype).view_as(y)
+    right = _slopes(torch.autograd.grad, (probe * y**2).sum(), leaves, [False] * len(leaves))
     own = [each.requires_grad_() for each in parts_of(case, whole, sizes)]
+    shares = [lie is gm.R for lie in case.lies]
     with gm.ordered():
         z = layer_of(case, own, sizes)(*own)
         weights = own_part(probe, case.result, sizes)
         loss = (weights * z**2).sum()
-        first, second = _slopes(loss, own, case.lies)
-        second = [
-            gm.all_reduce(each, dst=gm.I) if lie is gm.R else each
-            for each, lie in zip(second, case.lies, strict=True)
-        ]
+        first, second = _slopes(gm.grad, loss, own, shares)
+    second = [
+        gm.all_reduce(each, dst=gm.I) if share else each for each, share in zip(second, shares, strict=True)
+    ]
     far = [_apart([z], [own_part(y, case.result, sizes)])]
     for got, expected in ((first, right[0]), (second, right[1])):
         parts = [own_part(each, lie, sizes) for each, lie in zip(expected, case.lies, strict=True)]
