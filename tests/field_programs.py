@@ -111,6 +111,8 @@ def _options(draw: random.Random, kind: str, shape: Sequence[int]) -> dict[str, 
             options["dilation"] = dilation
         else:
             options["count_include_pad"], reach = draw.random() < 0.5, kernel
+            if len(shape) == 3 and any(n < k for n, k in zip(shape, kernel, strict=True)):
+                return None  # which torch's own refuses, whatever the padding
         if any(n + 2 * p < r for n, p, r in zip(shape, padding, reach, strict=True)):
             return None
         return options

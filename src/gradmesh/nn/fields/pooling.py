@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -119,7 +120,13 @@ def avg_pool(
     if not min(counts):
         return nothing(x, (*x.shape[:2], *counts))
     pool: Any = _MEAN[len(taps) - 1]
-    y: Tensor = pool(padded(x, pads), [tap.kernel for tap in taps], [tap.stride for tap in taps])
+    numbers = ([tap.kernel for tap in taps], [tap.stride for tap in taps])
+    x = padded(x, pads)
+    y: Tensor
+    if x.is_complex():  # a mean as well, that torch's pools lack
+        y = torch.complex(pool(x.real, *numbers), pool(x.imag, *numbers))
+    else:
+        y = pool(x, *numbers)
     begins = {cut.dim: sum(taps[cut.dim - 2].shares(cut.sizes)[: cut.axis.rank]) for cut in cuts}
     for dim, tap in enumerate(taps, 2):
         first = begins.get(dim, 0)
