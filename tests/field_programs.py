@@ -184,11 +184,18 @@ def dense_spectral(x: Tensor, weight: Tensor, modes: Sequence[int]) -> Tensor:
     return torch.fft.irfftn(kept, x.shape[2:], dim=dims)
 
 
-def slopes(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+def slopes(
+    loss: Tensor, leaves: list[Tensor], grad: Callable[..., tuple[Tensor, ...]] = gm.grad
+) -> list[Tensor]:
     """The first slopes and those of their squares."""
-    first = gm.grad(loss, leaves, create_graph=True)
+    first = grad(loss, leaves, create_graph=True)
     penalty = torch.stack([(slope.abs() ** 2).sum() for slope in first]).sum()
-    return [*(slope.detach() for slope in first), *gm.grad(penalty, leaves)]
+    return [*(slope.detach() for slope in first), *grad(penalty, leaves)]
+
+
+def dense_slopes(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """The same, of what no rank has a part in."""
+    return slopes(loss, leaves, torch.autograd.grad)
 
 
 def far(got: Tensor, right: Tensor) -> float:
@@ -213,8 +220,7 @@ def deviation(program: Program) -> float:
     assert sum(rows) == y.shape[dim], (rows, y.shape)
     weights = torch.cat([torch.full((n,), (1.0 + r) * (r != program.idle)) for r, n in enumerate(rows)])
     weights = weights.double().view([-1 if d == dim else 1 for d in range(y.dim())])
-    with gm.ordered():
-        right = slopes((weights * y**3).sum(), [x, *right_leaves])
+    right = dense_slopes((weights * y**3).sum(), [x, *right_leaves])
     cut = (slice(None),) * dim
     mine = (*cut, gm.axis().slice(program.parts))
     half = 1 + len(own_leaves)

@@ -89,6 +89,7 @@ def spdiags(
     *,
     sizes: SizesLike = None,
     rows: Sequence[int] | None = None,
+    layout: torch.layout = torch.sparse_coo,
 ) -> Tensor:
     """Own rows of a sparse matrix of which the diagonals are cut over ranks: `torch.sparse.spdiags`.
 
@@ -106,9 +107,7 @@ def spdiags(
         axis: the ranks.
         sizes: how many columns of the diagonals each rank has; as in `gradmesh.all_gather`.
         rows: how many rows of the matrix each rank gets; None: an even cut.
-
-    Returns:
-        A sparse COO tensor, coalesced, that depends on the diagonals as far as torch's sparse products differentiate.
+        layout: `torch.sparse_coo`, coalesced, which torch differentiates once; `torch.strided` has every derivative.
 
     Raises:
         ArgumentError: offsets that are not those of the diagonals, or one twice; rows that are no cut of the matrix.
@@ -139,6 +138,7 @@ def spdiags(
             got=f"rows={rows!r}",
             remedy="leave it out for an even cut",
         )
+    call.choose("layout", layout, {torch.sparse_coo: 0, torch.strided: 0})
     cut = cuts_of(verb, diagonals, axis, 1, sizes)[0]
     most, ends, needs = min(cut.total, shape[1]), 0, []
     for part in parts:
@@ -155,6 +155,9 @@ def spdiags(
     taken = own.flatten().nonzero().squeeze(1)
     indices = torch.stack((row.flatten()[taken], column.flatten()[taken]))
     values = near.flatten().index_select(0, taken)
+    if layout == torch.strided:
+        flat = near.new_zeros(parts[rank] * shape[1])
+        return flat.index_put((indices[0] * shape[1] + indices[1],), values).view(parts[rank], shape[1])
     return torch.sparse_coo_tensor(
         indices, values, (parts[rank], shape[1]), check_invariants=False
     ).coalesce()

@@ -123,10 +123,7 @@ def avg_pool(
     numbers = ([tap.kernel for tap in taps], [tap.stride for tap in taps])
     x = padded(x, pads)
     y: Tensor
-    if x.is_complex():  # a mean as well, that torch's pools lack
-        y = torch.complex(pool(x.real, *numbers), pool(x.imag, *numbers))
-    else:
-        y = pool(x, *numbers)
+    y = torch.complex(pool(x.real, *numbers), pool(x.imag, *numbers)) if x.is_complex() else pool(x, *numbers)
     begins = {cut.dim: sum(taps[cut.dim - 2].shares(cut.sizes)[: cut.axis.rank]) for cut in cuts}
     for dim, tap in enumerate(taps, 2):
         first = begins.get(dim, 0)
