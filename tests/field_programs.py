@@ -179,8 +179,8 @@ def dense_spectral(x: Tensor, weight: Tensor, modes: Sequence[int]) -> Tensor:
     ]
     index.append(torch.arange(modes[-1]))
     grid = torch.meshgrid(*index, indexing="ij")
-    product = torch.einsum("ni...,io...->no...", y[(slice(None), slice(None), *grid)], weight)
-    kept[(slice(None), slice(None), *grid)] = product
+    where: Any = (slice(None), slice(None), *grid)
+    kept[where] = torch.einsum("ni...,io...->no...", y[where], weight)
     return torch.fft.irfftn(kept, x.shape[2:], dim=dims)
 
 
@@ -205,6 +205,11 @@ def far(got: Tensor, right: Tensor) -> float:
 
 
 def deviation(program: Program) -> float:
+    """On a rank: the largest of the three."""
+    return max(deviations(program))
+
+
+def deviations(program: Program) -> tuple[float, float, float]:
     """On a rank: how far value, first and second slopes are from the dense layer's."""
     dim, rank = program.place + 2, gm.rank()
     draw = torch.Generator().manual_seed(program.seed + 1)
@@ -225,5 +230,6 @@ def deviation(program: Program) -> float:
     mine = (*cut, gm.axis().slice(program.parts))
     half = 1 + len(own_leaves)
     right[0], right[half] = right[0][mine], right[half][mine]
-    pairs = [(z.detach(), y.detach()[(*cut, gm.axis().slice(rows))]), *zip(got, right, strict=True)]
-    return max(far(a, b) for a, b in pairs)
+    value = far(z.detach(), y.detach()[(*cut, gm.axis().slice(rows))])
+    each = [far(a, b) for a, b in zip(got, right, strict=True)]
+    return value, max(each[:half]), max(each[half:])

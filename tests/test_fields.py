@@ -54,6 +54,14 @@ def test_layers_on_processes_are_torchs_on_the_whole(
     assert max(processes(2)(deviation, program)) < CLOSE
 
 
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_nearest_rows_are_rounded_as_torch_rounds_them_in_so_many_dims(threads: Threads, dims: int) -> None:
+    """By 2.3 a field of two dims has other nearest rows than one of one or three."""
+    options = {"mode": "nearest", "align_corners": None, "scale_factor": [2.3] * dims}
+    program = Program("interpolate", 0, (3,) * dims, (1, 2), 0, options)
+    assert max(threads(2)(deviation, program)) < CLOSE
+
+
 def _made(kind: str) -> nn.Module:
     """A layer of each kind for rows (3, 1) of a field of two channels and one dim."""
     where: dict[str, Any] = {"sizes": (3, 1)}
@@ -180,22 +188,24 @@ def test_without_replication_a_rank_has_its_own_term_of_the_gradient(threads: Th
         assert float(one.abs().max()) > 0 < float((one - whole).abs().max())
 
 
-def _compiled(kind: str) -> float:
-    layer, x = _made(kind), _rows(gm.rank()).requires_grad_()
+def _compiled(kinds: tuple[str, ...]) -> float:
+    layers, x = [_made(kind) for kind in kinds], _rows(gm.rank()).requires_grad_()
 
     def loss(x: Tensor) -> Tensor:
-        return (layer(x) ** 3).sum()
+        return torch.stack([(layer(x) ** 3).sum() for layer in layers]).sum()
 
-    leaves = [x, *layer.parameters()]
+    leaves = [x, *(parameter for layer in layers for parameter in layer.parameters())]
     eager = torch.autograd.grad(loss(x), leaves)
     compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(x), leaves)
     return max(map(far, compiled, eager))
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", MADE)
-def test_layers_compile_whole(worlds: Callable[..., Any], kind: str) -> None:
-    assert max(worlds(2, "shm", 240).run(_compiled, kind)) < 1e-12
+@pytest.mark.parametrize(
+    "kinds", [("conv",), pytest.param(MADE, marks=pytest.mark.slow)], ids=["conv", "all"]
+)
+def test_layers_compile_whole(worlds: Callable[..., Any], kinds: tuple[str, ...]) -> None:
+    assert max(worlds(2, "shm", 240).run(_compiled, kinds)) < 1e-12
 
 
 X = torch.ones(1, 2, 3)

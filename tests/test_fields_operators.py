@@ -37,7 +37,8 @@ def _apart(got: Sequence[Tensor], right: Sequence[Tensor]) -> float:
 def bce(seed: int, parts: tuple[int, ...]) -> float:
     """The loss of rows, or of classes, over ranks."""
     draw = random.Random(seed)
-    dim, reduction = draw.choice([0, 1]), draw.choice(["mean", "sum"])
+    dim = draw.choice([0, 1])
+    reduction: Any = draw.choice(["mean", "sum"])
     shape = (sum(parts), 3) if dim == 0 else (3, sum(parts))
     x, target = _random(seed, *shape).requires_grad_(), (_random(seed + 1, *shape) > 0).double()
     weights = [torch.rand(3, 1).double() if dim else None, _random(seed + 2, shape[1]).abs()]
@@ -271,6 +272,7 @@ def _compiled(name: str) -> float:
     return far(compiled, eager)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_operators_compile_whole(worlds: Callable[..., Any]) -> None:
     for name in OPERATORS:

@@ -19,7 +19,7 @@ from gradmesh.demo.fno.settings import Job
 __all__ = ["ALONE", "IN_PARTS", "Result", "Step", "Tell", "data_of", "dense_operator", "run", "train"]
 
 IN_PARTS, ALONE = "ranks", "one process"
-RATE = 0.003
+RATE = 0.006
 
 Tell = Callable[[str, int], None]
 """Is told who has trained for how many more epochs."""
@@ -100,7 +100,7 @@ def dense_operator(job: Job) -> Operator:
 def train(job: Job, fields: Tensor, solutions: Tensor, start: dict[str, Any], parts: bool) -> Iterator[Step]:
     """Train, and give what each epoch left; in parts each rank calls it, with the whole fields.
 
-    The optimizer is Adam, of Kingma and Ba (arXiv:1412.6980), algorithm 1: importing `torch.optim` takes a rank seconds.
+    The optimizer is Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1): importing `torch.optim` takes a rank seconds.
     """
     sizes = balanced(job.points, gm.world_size()) if parts else None
     own = gm.axis().slice(sizes) if sizes else slice(None)
@@ -156,7 +156,7 @@ def run(job: Job, tell: Tell | None = None) -> Result:
         ArgumentError: the number of ranks or the backend cannot be.
         RankError: a rank failed.
     """
-    tell, begun, threads = tell or (lambda who, epochs: None), time.perf_counter(), torch.get_num_threads()
+    tell, begun, threads = tell or (lambda *_: None), time.perf_counter(), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         fields, solutions = data_of(job)

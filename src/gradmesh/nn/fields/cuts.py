@@ -111,10 +111,10 @@ def window(
     Returns:
         The rows that there are, and how many are missing on either side.
     """
-    both = [(span, need) for span, need in zip(cut.spans, needs, strict=True) if need[0] < need[1]]
-    left = max((span[0] - need[0] for span, need in both), default=0)
-    right = max((need[1] - span[1] for span, need in both), default=0)
-    left, right = max(left, 0), max(right, 0)
+    left = right = 0
+    for span, need in zip(cut.spans, needs, strict=True):
+        if need[0] < need[1]:
+            left, right = max(left, span[0] - need[0]), max(right, need[1] - span[1])
     low, high = cut.spans[cut.axis.rank]
     if left or right:
         x = halo_exchange(x, cut.axis, cut.dim, halo=(left, right), wrap=wrap, sizes=cut.sizes)

@@ -53,7 +53,11 @@ class _Layout:
                 remedy="x.unsqueeze(0) has one, of which the first rank gets all",
                 kind=ShapeError,
             )
-        self.move(dim, max(free, key=lambda other: (other in wanted, self.x.shape[other], -other)))
+        best = free[0]
+        for other in free[1:]:
+            if (other in wanted, self.x.shape[other]) > (best in wanted, self.x.shape[best]):
+                best = other
+        self.move(dim, best)
 
     def restore(self, wanted: dict[Axis, int]) -> None:
         """Cut each axis's dim, evenly; where two are to change places, through a third."""
@@ -108,7 +112,7 @@ def _transformed(
     last, others = places[-1], places[:-1]
     inner, outer = _STEPS[kind]
     # Whole dims come first, since they need no transpose; the real one is the first or the last of all.
-    order = sorted(others, key=lambda place: place in layout.cuts)
+    order = [d for d in others if d not in layout.cuts] + [d for d in others if d in layout.cuts]
     for place in [*order, last] if kind == "irfftn" else [last, *order]:
         layout.whole(place, outs)
         given = n if place == last else None

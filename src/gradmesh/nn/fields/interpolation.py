@@ -23,8 +23,9 @@ _LINEAR = ("linear", "bilinear", "trilinear")
 
 @dataclass(frozen=True)
 class _Grid:
-    """A dim with `rows` rows, on `outputs` points."""
+    """A dim with `rows` rows, on `outputs` points, of a field of `dims` such."""
 
+    dims: int
     rows: int
     outputs: int
     scale: float | None
@@ -45,10 +46,13 @@ class _Grid:
 
 @lru_cache(maxsize=256)
 def _places(grid: _Grid) -> tuple[float, ...]:
-    line = torch.arange(grid.rows, dtype=torch.float64).view(1, 1, -1)
-    scale = None if grid.scale is None else (grid.scale,)
+    # In as many dims as the field has: with one dim and with two torch rounds "nearest" differently.
+    ones = (1,) * (grid.dims - 1)
+    line = torch.arange(grid.rows, dtype=torch.float64).view(1, 1, grid.rows, *ones)
+    scale = None if grid.scale is None else (grid.scale, *map(float, ones))
+    mode = _LINEAR[grid.dims - 1] if grid.mode == "linear" else grid.mode
     found = functional.interpolate(
-        line, None if scale else (grid.outputs,), scale, grid.mode, grid.align_corners
+        line, None if scale else (grid.outputs, *ones), scale, mode, grid.align_corners
     )
     return tuple(found.flatten().tolist())
 
@@ -166,7 +170,6 @@ def _grids(
                 remedy="pass another size",
             )
         corners = bool(align_corners) if linear else None
-        grids.append(
-            _Grid(rows, points, scales[place] if scales else None, "linear" if linear else mode, corners)
-        )
+        kind, scale = "linear" if linear else mode, scales[place] if scales else None
+        grids.append(_Grid(dims, rows, points, scale, kind, corners))
     return grids

@@ -142,7 +142,7 @@ def spdiags(
     cut = cuts_of(verb, diagonals, axis, 1, sizes)[0]
     most, ends, needs = min(cut.total, shape[1]), 0, []
     for part in parts:
-        low, high = max(ends + min(places, default=0), 0), min(ends + part + max(places, default=0), most)
+        low, high = max(ends + min(places or [0]), 0), min(ends + part + max(places or [0]), most)
         needs.append((low, high) if part and low < high else (0, 0))
         ends += part
     rank = call.axis.rank

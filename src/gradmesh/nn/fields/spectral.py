@@ -157,8 +157,8 @@ class SpectralConv(nn.Module):
         own = reduce_scatter(terms.flatten(2), cut.axis, 2, sizes=parts)
         weight = self.weight.flatten(2).to(own.dtype)
         weight = shard(weight, cut.axis, 2, src=I if self.replicated else R, sizes=parts)
-        own = torch.einsum("nik,iok->nok", own, weight)
-        return all_gather(own, cut.axis, 2, sizes=parts).unflatten(2, shape)
+        whole: Tensor = all_gather(torch.einsum("nik,iok->nok", own, weight), cut.axis, 2, sizes=parts)
+        return whole.reshape(*whole.shape[:2], *shape)
 
     def extra_repr(self) -> str:
         """Channels and modes."""
