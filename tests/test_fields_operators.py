@@ -262,10 +262,17 @@ def test_finite_differences_agree_to_the_second_order(name: str) -> None:
 
 
 def _compiled(name: str) -> float:
-    x = _vector().requires_grad_()
+    x, layer = _vector().requires_grad_(), fields.spectral_norm(nn.Linear(4, 2).double()).eval()
+    compiled_too: dict[str, Callable[[Tensor], Tensor]] = {
+        "nearest": lambda x: fields.interpolate(x.view(1, 1, 4), 11),
+        "linear": lambda x: fields.interpolate(x.view(1, 1, 4), 11, mode="linear"),
+        "diagonals": lambda x: fields.spdiags(x.view(1, 4), [2], (8, 8), layout=torch.strided),
+        "norm": lambda x: layer(x),
+        **OPERATORS,
+    }
 
     def loss(x: Tensor) -> Tensor:
-        return (OPERATORS[name](x) ** 3).sum()
+        return (compiled_too[name](x) ** 3).sum()
 
     eager = torch.autograd.grad(loss(x), x)[0]
     compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(x), x)[0]
@@ -275,7 +282,7 @@ def _compiled(name: str) -> float:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_operators_compile_whole(worlds: Callable[..., Any]) -> None:
-    for name in OPERATORS:
+    for name in (*OPERATORS, "nearest", "linear", "diagonals", "norm"):
         assert max(worlds(2, "shm", 240).run(_compiled, name)) < 1e-12
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.compiler import assume_constant_result
 from torch.nn import functional
 
 from gradmesh.arguments import Call
@@ -34,7 +35,8 @@ class _Grid:
 
     def places(self) -> tuple[float, ...]:
         """Where the outputs are, counted in rows: torch's own answer, with its own roundings."""
-        return _places(self)
+        corners = self.align_corners
+        return _places(self.dims, self.rows, self.outputs, self.scale, self.mode, corners)
 
     def needs(self, first: int, last: int) -> tuple[int, int]:
         """The rows of the outputs `first` ... `last - 1`."""
@@ -44,15 +46,27 @@ class _Grid:
         return int(places[first]), min(int(places[last - 1]) + 2, self.rows)
 
 
+@assume_constant_result  # numbers, which a compiler is to have and not to trace
+def _places(
+    dims: int, rows: int, outputs: int, scale: float | None, mode: str, corners: bool | None
+) -> tuple[float, ...]:
+    return _found(dims, rows, outputs, scale, mode, corners)
+
+
 @lru_cache(maxsize=256)
-def _places(grid: _Grid) -> tuple[float, ...]:
+def _found(
+    dims: int, rows: int, outputs: int, scale: float | None, mode: str, corners: bool | None
+) -> tuple[float, ...]:
     # In as many dims as the field has: with one dim and with two torch rounds "nearest" differently.
-    ones = (1,) * (grid.dims - 1)
-    line = torch.arange(grid.rows, dtype=torch.float64).view(1, 1, grid.rows, *ones)
-    scale = None if grid.scale is None else (grid.scale, *map(float, ones))
-    mode = _LINEAR[grid.dims - 1] if grid.mode == "linear" else grid.mode
+    ones = (1,) * (dims - 1)
+    line = torch.arange(rows, dtype=torch.float64).view(1, 1, rows, *ones)
+    scales = None if scale is None else (scale, *map(float, ones))
     found = functional.interpolate(
-        line, None if scale else (grid.outputs, *ones), scale, mode, grid.align_corners
+        line,
+        None if scales else (outputs, *ones),
+        scales,
+        _LINEAR[dims - 1] if mode == "linear" else mode,
+        corners,
     )
     return tuple(found.flatten().tolist())
 

@@ -83,7 +83,7 @@ def inv_ex(
 
 def spdiags(
     diagonals: Tensor,
-    offsets: Tensor,
+    offsets: Tensor | Sequence[int],
     shape: tuple[int, int],
     axis: AxisLike = None,
     *,
@@ -102,7 +102,8 @@ def spdiags(
 
     Args:
         diagonals: own columns of each diagonal.
-        offsets: of the diagonals, int64 of shape (k,), the same on every rank; above the main one they are positive.
+        offsets: of the diagonals, the same on every rank; above the main one they are positive. A tensor of int64 of
+            shape (k,), or numbers, which a compiler needs.
         shape: of the whole matrix.
         axis: the ranks.
         sizes: how many columns of the diagonals each rank has; as in `gradmesh.all_gather`.
@@ -122,12 +123,12 @@ def spdiags(
     """
     verb = "nn.fields.spdiags"
     call = Call(verb, diagonals, axis)
-    places = offsets.reshape(-1).tolist()
+    places = offsets.reshape(-1).tolist() if isinstance(offsets, Tensor) else list(offsets)
     parts = balanced(shape[0], call.axis.size) if rows is None else tuple(rows)
-    if diagonals.dim() != 2 or len(places) != len(diagonals) or len(set(places)) != len(places):
+    if diagonals.dim() != 2 or not places or len(places) != len(diagonals) or len(set(places)) != len(places):
         call.fail(
             "there is not one offset for each diagonal",
-            expected="diagonals (k, columns), and k offsets, none of them twice",
+            expected="diagonals (k, columns), k of 1 or more, and as many offsets, none of them twice",
             got=f"diagonals {list(diagonals.shape)}, offsets {places}",
             remedy="pass as many offsets",
         )
@@ -142,22 +143,26 @@ def spdiags(
     cut = cuts_of(verb, diagonals, axis, 1, sizes)[0]
     most, ends, needs = min(cut.total, shape[1]), 0, []
     for part in parts:
-        low, high = max(ends + min(places or [0]), 0), min(ends + part + max(places or [0]), most)
+        low, high = max(ends + min(places), 0), min(ends + part + max(places), most)
         needs.append((low, high) if part and low < high else (0, 0))
         ends += part
     rank = call.axis.rank
     near, _ = window(diagonals, cut, needs)
-    first, begin, width = sum(parts[:rank]), needs[rank][0], near.shape[1]
-    column = torch.arange(begin, begin + width, device=near.device).expand(len(places), width)
-    row = column - torch.tensor(places, device=near.device).view(-1, 1) - first
-    own = (row >= 0) & (row < parts[rank])
-    # The elements by number: a boolean mask of a tensor that requires grad has no number of results to a compiler.
-    taken = own.flatten().nonzero().squeeze(1)
-    indices = torch.stack((row.flatten()[taken], column.flatten()[taken]))
-    values = near.flatten().index_select(0, taken)
+    first, begin, end = sum(parts[:rank]), needs[rank][0], needs[rank][0] + near.shape[1]
+    rows_of, columns_of, values_of = [], [], []
+    for number, place in enumerate(places):  # what stands in own rows is one run of each diagonal
+        low = min(max(begin, first + place), end)
+        high = max(min(end, first + parts[rank] + place), low)
+        columns_of.append(torch.arange(low, high, device=near.device))
+        rows_of.append(columns_of[-1] - (place + first))
+        # As columns: to an empty part of one dim cat hands a constant for a gradient.
+        values_of.append(near[number].narrow(0, low - begin, high - low).unsqueeze(1))
+    row, column = (torch.cat(each) for each in (rows_of, columns_of))
+    values = torch.cat(values_of).view(-1)
     if layout == torch.strided:
         flat = near.new_zeros(parts[rank] * shape[1])
-        return flat.index_put((indices[0] * shape[1] + indices[1],), values).view(parts[rank], shape[1])
+        return flat.index_put((row * shape[1] + column,), values).view(parts[rank], shape[1])
+    indices = torch.stack((row, column))
     return torch.sparse_coo_tensor(
         indices, values, (parts[rank], shape[1]), check_invariants=False
     ).coalesce()
