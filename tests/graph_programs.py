@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from gradmesh.nn.graph import GraphPlan, by_count, by_graph, by_space
 
 WIDTH = 4
 ATTRIBUTES = 2
+WITHOUT_GRAD = {"in inference mode": torch.inference_mode, "under no_grad": torch.no_grad}
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Program:
         ordered: whether it runs in `gm.ordered()`.
         readout: how the rows of all ranks come together in the end.
         idle: a rank that makes an exchange of whose result it uses nothing, while the others do; -1: there is none.
+        made: what became of the plan before it is used: read from its state, copied, made in inference mode.
+        masks: whether edges are told as masks, not as an index.
     """
 
     seed: int
@@ -47,6 +52,8 @@ class Program:
     ordered: bool = False
     readout: str = "pool"
     idle: int = -1
+    made: str = "once"
+    masks: bool = False
 
 
 def random_program(seed: int, ranks: int) -> Program:
@@ -64,12 +71,16 @@ def random_program(seed: int, ranks: int) -> Program:
         partition=draw.choice(
             ["count", "graph", "bisection", "curve", "random", "one rank empty", "one rank has all"]
         ),
-        given=draw.choice(["whole", "root", "parts"]),
+        given=draw.choice(["whole", "root", "parts", "parts and owner"]),
         # Ranks that leave out a result outside of ordered() wait for each other on two groups, if one has begun calls.
         overlapped=draw.random() < 0.4 and (ordered or idle < 0),
         ordered=ordered,
         readout=draw.choice(["pool", "pool", "gather to I", "gather to R"]),
         idle=idle,
+        made=draw.choice(
+            ["once", "once", "stored", "copied", "deeply copied", "rebuilt", "in inference mode"]
+        ),
+        masks=draw.random() < 0.3,
     )
 
 
@@ -120,6 +131,32 @@ def owner_of(program: Program, graph: Graph, ranks: int) -> Tensor:
 
 
 def plan_of(program: Program, graph: Graph, owner: Tensor) -> GraphPlan:
+    """The plan, after what becomes of it."""
+    if program.made in WITHOUT_GRAD:
+        with WITHOUT_GRAD[program.made]():
+            return _plan_of(program, replace(graph, edges=graph.edges.clone()), owner.clone())
+    if program.made == "rebuilt":
+        before = _plan_of(program, replace(graph, edges=graph.edges[:, :0]), owner)
+        return before.rebuilt(given_edges(program, graph, owner))
+    plan = _plan_of(program, graph, owner)
+    if program.made == "stored":
+        file = io.BytesIO()
+        torch.save(plan.state(), file)
+        file.seek(0)
+        return GraphPlan.of_state(torch.load(file, weights_only=True))
+    return {"copied": copy.copy, "deeply copied": copy.deepcopy}.get(program.made, lambda plan: plan)(plan)
+
+
+def given_edges(program: Program, graph: Graph, owner: Tensor) -> Tensor | None:
+    """The edges that this rank is given."""
+    if program.given == "whole":
+        return graph.edges
+    if program.given == "root":
+        return graph.edges if gm.rank() == gm.world_size() - 1 else None
+    return graph.edges[:, owner[graph.edges[1]] == gm.rank()]
+
+
+def _plan_of(program: Program, graph: Graph, owner: Tensor) -> GraphPlan:
     rank, hops = gm.rank(), program.hops
     if program.given == "whole":
         return GraphPlan(graph.edges, owner, hops=hops)
@@ -131,12 +168,13 @@ def plan_of(program: Program, graph: Graph, owner: Tensor) -> GraphPlan:
             else GraphPlan(root=root, hops=hops)
         )
     own = (owner == rank).nonzero().squeeze(1).flip(0)
-    return GraphPlan(graph.edges[:, owner[graph.edges[1]] == rank], own=own, hops=hops)
+    known = owner if program.given == "parts and owner" else None
+    return GraphPlan(given_edges(program, graph, owner), known, own=own, hops=hops)
 
 
 def numbers_of_edges(program: Program, plan: GraphPlan, graph: Graph) -> Tensor:
     """Which edges of the whole graph the plan's are."""
-    if program.given != "parts":
+    if not program.given.startswith("parts"):
         return plan.edges
     ends = plan.owner[graph.edges[1]]
     if program.hops == 1:
@@ -183,6 +221,9 @@ def energy(program: Program, plan: GraphPlan, graph: Graph, at: Tensor, weights:
     x = torch.tanh(here[:own] @ weights[0])
     source, target = plan.edge_index
     layers, inside, outside = weights[1:-1], plan.interior, plan.boundary
+    if program.masks:
+        inside = (plan.edge_index < own).all(0)
+        outside = ~inside
     for layer, weight in enumerate(layers):
         if plan.hops > 1:
             if layer % plan.hops == 0:

@@ -11,9 +11,10 @@ import pytest
 from gradmesh.verify import audit
 from gradmesh.verify.auditing.kinds import KINDS, table
 from tools.audit_cases import SYSTEMS, drop_ins
+from tools.audit_plans import plans
 
 PAGE = (Path(__file__).parent.parent / "docs" / "audits.md").read_text()
-OWN = {**SYSTEMS["gradmesh"], **drop_ins()}
+OWN = {**SYSTEMS["gradmesh"], **plans(), **drop_ins()}
 SOME = [
     "all_gather(dst=I)",
     "reduce",

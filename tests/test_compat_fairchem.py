@@ -24,6 +24,7 @@ NAMES = [
     "GatherFromModelParallelRegionGradPadded",
     "GatherFromModelParallelRegionSumGradPadded",
     "GraphParallelConfig",
+    "PartitionStrategy",
     "ReduceFromModelParallelRegion",
     "ScaleBackwardGrad",
     "ScatterToModelParallelRegion",
@@ -33,6 +34,7 @@ NAMES = [
     "all_to_all_collect",
     "build_gp_context",
     "cleanup_gp",
+    "compute_a2a_partition",
     "divide_and_check_no_remainder",
     "ensure_div",
     "gather_from_model_parallel_region",
@@ -46,6 +48,8 @@ NAMES = [
     "get_gp_world_size",
     "initialized",
     "pad_input",
+    "partition_atoms_index_split",
+    "partition_atoms_spatial",
     "reduce_from_model_parallel_region",
     "resolve_gp_config_for_workers",
     "scale_backward_grad",
@@ -272,10 +276,10 @@ WRONG: dict[str, tuple[str, Wrong]] = {
         lambda rank: (torch.tensor([[0], [1]]), torch.tensor([0, 1]), rank, 2),
     ),
     "no such atom": (
-        "0 <= number < 2",
+        "0 <= source < 2",
         lambda rank: (torch.tensor([[2], [0]]), torch.tensor([0, 1]), rank, 2),
     ),
-    "no such rank": ("0 <= number < 2", lambda rank: (GOOD[rank], torch.tensor([0, 2]), rank, 2)),
+    "no such rank": ("0 <= rank < 2", lambda rank: (GOOD[rank], torch.tensor([0, 2]), rank, 2)),
     "no list of edges": (
         "no list of edges",
         lambda rank: (torch.tensor([0, 0]), torch.tensor([0, 1]), rank, 2),
@@ -286,7 +290,7 @@ WRONG: dict[str, tuple[str, Wrong]] = {
     ),
     "another size": ("not those of the gp group", lambda rank: (GOOD[rank], torch.tensor([0, 1]), rank, 3)),
     "another partition": (
-        "node_partition",
+        "node_partition is not what rank_assignments says",
         lambda rank: (GOOD[rank], torch.tensor([0, 1]), rank, 2, torch.tensor([0, 1])),
     ),
 }
@@ -296,8 +300,10 @@ def _wrong_on_rank_0(name: str) -> str:
     _, wrong = WRONG[name]
     with graph_parallel(2) as rank:
         arguments = wrong(rank) if rank == 0 else (GOOD[rank], torch.tensor([0, 1]), rank, 2)
-        with pytest.raises(gm.ArgumentError, match="build_gp_context") as error:
+        kind = gm.ArgumentError if rank == 0 else gm.MismatchError
+        with pytest.raises(kind) as error:
             fc.build_gp_context(*arguments)
+        fc.build_gp_context(GOOD[rank], torch.tensor([0, 1]), rank, 2)  # the next call is right
         return str(error.value)
 
 
@@ -305,20 +311,20 @@ def _wrong_on_rank_0(name: str) -> str:
 def test_wrong_arguments_on_one_rank_are_an_error_on_every_rank(threads: Any, name: str) -> None:
     own, others = threads(2)(_wrong_on_rank_0, name)
     assert WRONG[name][0] in own
-    assert "wrong ones on ranks [0]" in others
+    assert WRONG[name][0] in others  # they hear of it
 
 
 @pytest.mark.processes
 def test_wrong_arguments_are_an_error_on_every_process(processes: Any) -> None:
     _, others = processes(2)(_wrong_on_rank_0, "another's target")
-    assert "wrong ones on ranks [0]" in others
+    assert "ends at a node of another rank" in others
 
 
 def test_assignments_that_differ_are_refused_on_every_rank(threads: Any) -> None:
     def refused() -> None:
         with graph_parallel(2) as rank:
             edges, owners = torch.tensor([[rank], [rank]]), torch.tensor([0, 1, rank])
-            with pytest.raises(gm.MismatchError, match="rank_assignments differ"):
+            with pytest.raises(gm.MismatchError, match="others on rank 1"):
                 fc.build_gp_context(edges, owners, rank, 2)
 
     threads(2)(refused)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,9 +14,11 @@ from torch import Tensor
 import gradmesh as gm
 from gradmesh.nn.graph import HeteroPlan, by_count
 from tests.conftest import Run, Worlds
+from tests.graph_programs import WITHOUT_GRAD
 
 Ranks = Callable[[int], Run]
 
+LAYERS = 3
 NODES = {"atom": 9, "bond": 14, "ghost": 0}
 RELATIONS = {
     ("atom", "in", "bond"): 30,
@@ -51,7 +55,7 @@ def dense(seed: int) -> list[Tensor]:
     edges, rows, weights = graph(seed)
     leaves = {kind: x.requires_grad_() for kind, x in rows.items()}
     x = dict(leaves)
-    for _ in range(2):
+    for _ in range(LAYERS):
         sums = {kind: torch.zeros_like(each) for kind, each in x.items()}
         for relation, (source, target) in edges.items():
             moved = (x[relation[0]][source] @ weights[relation]).tanh() * x[relation[2]][target]
@@ -65,18 +69,40 @@ def dense(seed: int) -> list[Tensor]:
     return [energy, *first, *second]
 
 
-def in_parts(seed: int, async_op: bool, rebuilt: bool) -> list[Tensor]:
+def plan_of(edges: dict[Any, Tensor], owner: dict[str, Tensor], made: str, hops: int) -> HeteroPlan:
+    """The plan, after what becomes of it."""
+    if made == "rebuilt":
+        return HeteroPlan(
+            {key: each[:, :5].flip(1) for key, each in edges.items()}, owner, hops=hops
+        ).rebuilt(edges)
+    if made in WITHOUT_GRAD:
+        with WITHOUT_GRAD[made]():
+            return HeteroPlan({key: each.clone() for key, each in edges.items()}, owner, hops=hops)
+    plan = HeteroPlan(edges, owner, hops=hops)
+    if made == "stored":
+        file = io.BytesIO()
+        torch.save(plan.state(), file)
+        file.seek(0)
+        return HeteroPlan.of_state(torch.load(file, weights_only=True))
+    return {"copied": copy.copy, "deeply copied": copy.deepcopy}.get(made, lambda plan: plan)(plan)
+
+
+def in_parts(seed: int, async_op: bool, made: str, hops: int = 1) -> list[Tensor]:
     edges, rows, weights = graph(seed)
     owner = assignment(seed, gm.world_size())
-    plan = HeteroPlan(graph(seed + 1)[0] if rebuilt else edges, owner)
-    if rebuilt:
-        plan = plan.rebuilt(edges)
+    plan = plan_of(edges, owner, made, hops)
     leaves = {kind: x.requires_grad_() for kind, x in rows.items()}
     x = plan.take(leaves)
     with gm.ordered():
-        for _ in range(2):
-            begun = plan.exchange(x, async_op=async_op)
-            held = begun.wait() if isinstance(begun, gm.Pending) else begun
+        for layer in range(LAYERS):
+            if layer % hops == 0:
+                begun = plan.exchange(
+                    {kind: own_rows(plan, each, kind) for kind, each in x.items()}, async_op=async_op
+                )
+                held = begun.wait() if isinstance(begun, gm.Pending) else begun
+                x = held if hops > 1 else x
+            else:
+                held = x
             messages = {}
             for relation, found in plan.edges.items():
                 source, target = found.edge_index
@@ -84,7 +110,7 @@ def in_parts(seed: int, async_op: bool, rebuilt: bool) -> list[Tensor]:
                 messages[relation] = moved * x[relation[2]][target]
             sums = plan.scatter_add(messages)
             x = {kind: each + sums[kind] if kind in sums else each for kind, each in x.items()}
-        energies = plan.pool({kind: (each**2).sum(1) for kind, each in x.items()})
+        energies = plan.pool({kind: (own_rows(plan, each, kind) ** 2).sum(1) for kind, each in x.items()})
         energy = torch.cat(list(energies.values())).sum()
         first = gm.grad(energy, [leaves["atom"], leaves["bond"]], create_graph=True)
         second = gm.grad(torch.stack([(g**2).sum() for g in first]).sum(), [leaves["atom"], leaves["bond"]])
@@ -93,21 +119,70 @@ def in_parts(seed: int, async_op: bool, rebuilt: bool) -> list[Tensor]:
     return [energy, *first, *second]
 
 
-def differences(async_op: bool, rebuilt: bool) -> list[float]:
+def own_rows(plan: HeteroPlan, x: Tensor, kind: str) -> Tensor:
+    return x[: len(plan.rows[kind].own)]
+
+
+def differences(async_op: bool, made: str, hops: int, seeds: list[int]) -> list[float]:
     return [
         float((got - right).detach().abs().max() / right.detach().abs().max())
-        for seed in range(4)
-        for got, right in zip(in_parts(seed, async_op, rebuilt), dense(seed), strict=True)
+        for seed in seeds
+        for got, right in zip(in_parts(seed, async_op, made, hops), dense(seed), strict=True)
     ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize(("async_op", "rebuilt"), [(False, False), (True, True)])
+@pytest.mark.parametrize(("async_op", "made"), [(False, "once"), (True, "rebuilt")])
+@pytest.mark.parametrize("hops", [1, 2, 3])
 def test_a_graph_of_several_types_gives_what_one_process_gives(
-    ranks: int, async_op: bool, rebuilt: bool, threads: Ranks
+    ranks: int, async_op: bool, made: str, hops: int, threads: Ranks
 ) -> None:
-    for found in threads(ranks)(differences, async_op, rebuilt):
+    for found in threads(ranks)(differences, async_op, made, hops, list(range(4))):
         assert max(found) < 1e-10
+
+
+@pytest.mark.parametrize("made", ["stored", "copied", "deeply copied", "in inference mode", "under no_grad"])
+def test_a_plan_of_several_types_is_the_same_plan_whatever_became_of_it(made: str, threads: Ranks) -> None:
+    for hops in (1, 2):
+        for found in threads(3)(differences, hops == 1, made, hops, [0, 1]):
+            assert max(found) < 1e-10
+
+
+def known(hops: int) -> list[bool]:
+    """A plan against its definition, on the calling rank."""
+    right = []
+    for seed in range(4):
+        edges, _, _ = graph(seed)
+        edges = {key: each[:, : 4 + seed] for key, each in edges.items()}  # few, so that hops differ
+        owner = assignment(seed, gm.world_size())
+        plan = HeteroPlan(edges, owner, hops=hops)
+        far = {
+            (kind, n): 0 for kind, each in owner.items() for n in range(NODES[kind]) if each[n] == gm.rank()
+        }
+        for hop in range(1, hops + 1):
+            near = {end for end, distance in far.items() if distance < hop}
+            for (source, _, target), pairs in edges.items():
+                for a, b in pairs.T.tolist():
+                    if (target, b) in near:
+                        far.setdefault((source, a), hop)
+        for kind, rows in plan.rows.items():
+            held = torch.cat((rows.own, rows.remote)).tolist()
+            right += [
+                {(kind, n): int(hop) for n, hop in zip(held, rows.hop, strict=True)}
+                == {end: hop for end, hop in far.items() if end[0] == kind}
+            ]
+        for (source, name, target), found in plan.edges.items():
+            pairs = edges[source, name, target]
+            inner = [i for i, b in enumerate(pairs[1].tolist()) if far.get((target, b), hops) < hops]
+            rows_of = [torch.cat((plan.rows[kind].own, plan.rows[kind].remote)) for kind in (source, target)]
+            ends = torch.stack([rows_of[at][found.edge_index[at]] for at in (0, 1)])
+            right += [found.edges.tolist() == inner, torch.equal(ends, pairs[:, inner])]
+    return right
+
+
+@pytest.mark.parametrize("hops", [1, 2, 3])
+def test_a_plan_of_several_types_is_what_its_definition_says(hops: int, threads: Ranks) -> None:
+    assert all(all(right) for right in threads(3)(known, hops))
 
 
 def compiled() -> list[bool]:
@@ -160,6 +235,10 @@ def refused(name: str) -> str:
         "a type that is none": lambda: plan.take({"cell": rows["atom"]}),
         "a relation that is none": lambda: plan.scatter_add({("atom", "y", "atom"): rows["atom"]}),
         "messages too few": lambda: plan.scatter_add({near: rows["atom"][:1]}),
+        "no hops": lambda: HeteroPlan(edges, owner, hops=0),
+        "other hops on a rank": lambda: HeteroPlan(edges, owner, hops=1 + gm.rank()),
+        "no relations": lambda: plan.scatter_add([rows["atom"]]),  # type: ignore[arg-type]
+        "messages in a list": lambda: plan.scatter_add({near: [1.0]}),  # type: ignore[dict-item]
         "no owner of a type": lambda: HeteroPlan(edges, {"atom": owner["atom"]}),
         "no types": lambda: HeteroPlan(edges[near], owner["atom"]),  # type: ignore[arg-type]
         "edges that leave a type": lambda: HeteroPlan({near: edges[near] + 5}, owner),
@@ -196,6 +275,10 @@ def refused(name: str) -> str:
         ("a type that is none", "one of 'atom', 'bond', 'ghost'"),
         ("a relation that is none", "there is no such relation"),
         ("messages too few", "one row for each edge"),
+        ("no hops", "hops=0"),
+        ("other hops on a rank", "others on rank 1"),
+        ("no relations", "the messages' relations are not told"),
+        ("messages in a list", "got       list"),
         ("no owner of a type", "not between types of nodes that there are"),
         ("no types", "use GraphPlan for a graph of one type"),
         ("edges that leave a type", "0 <= source < 9"),

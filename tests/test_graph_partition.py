@@ -161,7 +161,7 @@ def test_without_pymetis_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPa
         (lambda: by_graph(torch.tensor([0, -1]), 2), "from -1 on"),
         (lambda: by_graph(torch.zeros(2), 2), r"batch=torch.float32\[2\]"),
         (lambda: by_graph([0, 1], 2), "batch is no index"),  # type: ignore[arg-type]
-        (lambda: by_space(torch.zeros(3), 2), r"shape \(3,\)"),
+        (lambda: by_space(torch.zeros(3), 2), r"torch.float32\[3\]"),
         (lambda: by_space(torch.zeros(3, 0), 2), "positions is no matrix"),
         (lambda: by_space(torch.tensor([[math.nan, 0.0]]), 2), "1 nodes with NaN or infinity"),
         (lambda: by_space(points(0), 2, cell=torch.eye(2)), "3 independent vectors"),

@@ -169,9 +169,9 @@ def known(given: str, hops: int) -> list[str]:
             "remote": plan.remote.tolist() == remote,
             "hop": plan.hop.tolist() == [near[int(n)] for n in rows],
             "edges": torch.equal(rows[plan.edge_index], graph.edges[:, sorted(edges)])
-            if given != "parts" or hops == 1
+            if not given.startswith("parts") or hops == 1
             else sorted(rows[plan.edge_index].T.tolist()) == sorted(graph.edges[:, edges].T.tolist()),
-            "numbers": given == "parts" or plan.edges.tolist() == sorted(edges),
+            "numbers": given.startswith("parts") or plan.edges.tolist() == sorted(edges),
             "interior": bool((plan.edge_index[:, plan.interior] < len(plan.own)).all()),
             "boundary": bool((plan.edge_index[:, plan.boundary] >= len(plan.own)).any(0).all()),
             "all edges": sorted(torch.cat((plan.interior, plan.boundary)).tolist())
@@ -193,7 +193,7 @@ def known(given: str, hops: int) -> list[str]:
 
 
 @pytest.mark.parametrize("hops", [1, 2, 3])
-@pytest.mark.parametrize("given", ["whole", "root", "parts"])
+@pytest.mark.parametrize("given", ["whole", "root", "parts", "parts and owner"])
 def test_a_plan_is_what_its_definition_says(given: str, hops: int, threads: Ranks) -> None:
     assert threads(3)(known, given, hops) == [[]] * 3
 
@@ -524,7 +524,23 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "half a hop": (lambda: GraphPlan(EDGES, OWNER, hops=1.5), "hops=1.5"),  # type: ignore[arg-type]
     "a root that is none": (lambda: GraphPlan(EDGES, OWNER, root=2), "0 <= root < 2"),
     "a graph on others than the root": (lambda: GraphPlan(EDGES, OWNER, root=0), "rank that is not the root"),
-    "own beside owner": (lambda: GraphPlan(EDGES, OWNER, own=OWNER), "the graph is given in two ways"),
+    "own beside root": (lambda: GraphPlan(EDGES, own=OWNER, root=0), "the graph is given in two ways"),
+    "own nodes that are not the owner's": (
+        lambda: GraphPlan(own_part()[0], OWNER, own=changed(1, own_part()[1], OWNER)),
+        "own is not what owner says",
+    ),
+    "own nodes twice beside owner": (
+        lambda: GraphPlan(own_part()[0], OWNER, own=changed(1, own_part()[1], torch.tensor([2, 2]))),
+        "the 2 nodes that rank 1 owns, each once",
+    ),
+    "another owner beside own on one rank": (
+        lambda: GraphPlan(own_part()[0], changed(1, OWNER, torch.tensor([0, 0, 1, 1, 0])), own=own_part()[1]),
+        "others on rank 1",
+    ),
+    "owner beside own on one rank": (
+        lambda: GraphPlan(own_part()[0], changed(1, None, OWNER), own=own_part()[1]),
+        "calls do not fit together",
+    ),
     "own nodes of floats": (
         lambda: GraphPlan(EDGES, own=OWNER.float()),
         "own does not name this rank's nodes",

@@ -21,6 +21,7 @@ import gradmesh as gm
 from gradmesh.verify import Audit, audit
 from gradmesh.verify.auditing.kinds import table as kinds_table
 from tools.audit_cases import SYSTEMS, Build, drop_ins
+from tools.audit_plans import plans
 
 __all__ = ["audits", "page"]
 
@@ -87,7 +88,12 @@ collectives take no part; a group is one of ranks 1 and 2 of three.
 
 def audits(timeout: float = 20.0) -> dict[str, dict[str, Audit | str]]:
     """For each system, what is found of each of its calls, or why it could not be audited."""
-    systems = {"gradmesh": SYSTEMS["gradmesh"], "gradmesh.compat, the drop-ins": drop_ins(), **SYSTEMS}
+    systems = {
+        "gradmesh": SYSTEMS["gradmesh"],
+        "gradmesh.nn.graph, the plans": plans(),
+        "gradmesh.compat, the drop-ins": drop_ins(),
+        **SYSTEMS,
+    }
     found: dict[str, dict[str, Audit | str]] = {}
     for name, calls in systems.items():
         if name in found or (name == "spmd_types" and importlib.util.find_spec(name) is None):

@@ -43,6 +43,12 @@ from gradmesh.compat.fairchem.functions import (
     ScatterToModelParallelRegion,
     size_list_fn,
 )
+from gradmesh.compat.fairchem.partition import (
+    PartitionStrategy,
+    compute_a2a_partition,
+    partition_atoms_index_split,
+    partition_atoms_spatial,
+)
 from gradmesh.compat.fairchem.regions import (
     all_reduce_sum_with_grad,
     gather_from_model_parallel_region,
@@ -76,6 +82,7 @@ __all__ = [
     "GatherFromModelParallelRegionGradPadded",
     "GatherFromModelParallelRegionSumGradPadded",
     "GraphParallelConfig",
+    "PartitionStrategy",
     "ReduceFromModelParallelRegion",
     "ScaleBackwardGrad",
     "ScatterToModelParallelRegion",
@@ -83,6 +90,7 @@ __all__ = [
     "all_to_all_collect",
     "build_gp_context",
     "cleanup_gp",
+    "compute_a2a_partition",
     "divide_and_check_no_remainder",
     "ensure_div",
     "gather_from_model_parallel_region",
@@ -96,6 +104,8 @@ __all__ = [
     "get_gp_world_size",
     "initialized",
     "pad_input",
+    "partition_atoms_index_split",
+    "partition_atoms_spatial",
     "reduce_from_model_parallel_region",
     "resolve_gp_config_for_workers",
     "scale_backward_grad",

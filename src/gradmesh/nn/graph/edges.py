@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
 
-__all__ = ["Edges", "Fail", "added", "checked_edges", "local_edges"]
+from gradmesh._torch import is_fake, modes_active
+from gradmesh.arguments.plain import kind_of
+from gradmesh.errors import ArgumentError
+from gradmesh.wire import compiling
+
+__all__ = [
+    "INDEX",
+    "Edges",
+    "Fail",
+    "added",
+    "checked_edges",
+    "is_table",
+    "local_edges",
+    "picked_edges",
+    "shown",
+]
+
+INDEX = (torch.int64, torch.int32)
+"""The dtypes that torch picks rows by."""
 
 Fail = Callable[[str, str, str, str], NoReturn]
 """Raises an error: the problem, what was expected, what was got, and the remedy."""
@@ -52,13 +70,11 @@ def checked_edges(edges: object, nodes: int | tuple[int, int], fail: Fail) -> Te
         nodes: the number of nodes; or that of those that edges begin at, and of those that they end at.
         fail: raises the error for what is no edge.
     """
-    plain = isinstance(edges, Tensor) and edges.dim() == 2 and edges.shape[0] == 2
-    if not isinstance(edges, Tensor) or not plain or edges.dtype not in (torch.int64, torch.int32):
-        got = f"{edges.dtype}{list(edges.shape)}" if isinstance(edges, Tensor) else type(edges).__name__
+    if not is_table(edges, 2, INDEX) or edges.shape[0] != 2:
         fail(
             "the edges are no list of edges",
             "int64 numbers of nodes, shape (2, edges): sources and targets",
-            got,
+            shown(edges),
             "stack the sources and the targets: torch.stack((source, target))",
         )
     ends = (nodes, nodes) if isinstance(nodes, int) else nodes
@@ -71,6 +87,46 @@ def checked_edges(edges: object, nodes: int | tuple[int, int], fail: Fail) -> Te
                 "count nodes over the whole graph, from 0",
             )
     return edges.long()
+
+
+def picked_edges(edges: Tensor, count: int, refuse: Callable[..., NoReturn]) -> Tensor:
+    """Some of a rank's edges as an index into them.
+
+    Args:
+        edges: an index, whose values are looked at where that costs no wait for a device; or a mask.
+        count: how many edges there are.
+        refuse: raises the error for what is neither.
+    """
+    seen = compiling() or (isinstance(edges, Tensor) and is_fake(edges))
+    right = seen or is_table(edges, 1, INDEX)
+    if not seen and right and edges.is_cpu and edges.numel() and not modes_active():
+        right = int(edges.min()) >= 0 and int(edges.max()) < count
+    if not right and not (is_table(edges, 1, (torch.bool,)) and edges.shape[0] == count):
+        numbers = f" from {int(edges.min())} to {int(edges.max())}" if is_table(edges, 1, INDEX) else ""
+        refuse(
+            "edges picks something else than edges of this rank",
+            f"a 1-d tensor of int64 with 0 <= edge < {count}, or a mask of {count}",
+            shown(edges) + numbers,
+            "pass plan.interior, plan.boundary, or count in plan.edge_index",
+            ArgumentError,
+        )
+    return edges.nonzero().squeeze(1) if edges.dtype is torch.bool else edges
+
+
+def is_table(x: object, dims: int, dtypes: Container[torch.dtype]) -> TypeGuard[Tensor]:
+    """Whether something is a plain tensor of so many dimensions and one of these dtypes, whose values can be seen."""
+    dense = (
+        isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested and not hasattr(x, "to_local")
+    )
+    return isinstance(x, Tensor) and dense and x.dim() == dims and x.dtype in dtypes and not is_fake(x)
+
+
+def shown(x: object) -> str:
+    """What something is that is no such tensor, in words."""
+    if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
+        return kind_of(x)
+    kind = "" if type(x) is Tensor else f"{type(x).__name__} of "
+    return f"{kind}{x.dtype}{list(x.shape)}{', which has no values' if is_fake(x) else ''}"
 
 
 def added(values: Tensor, index: Tensor, rows: int) -> Tensor:

@@ -8,30 +8,30 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradmesh.arguments import Call
+from gradmesh.arguments import Call, integer
 from gradmesh.axis import Axis
 from gradmesh.collectives import all_gather, exchange
 from gradmesh.errors import MismatchError, message
-from gradmesh.nn.graph.edges import Fail, checked_edges
+from gradmesh.nn.graph.agree import device_of_root
+from gradmesh.nn.graph.edges import INDEX, Fail, checked_edges, is_table, shown
 from gradmesh.nn.graph.rows import Rows
 
 __all__ = [
     "Given",
     "Kind",
-    "agree",
+    "checked_own",
     "checked_owner",
-    "checksum",
     "edges_of_parts",
+    "edges_of_rank",
     "failing",
+    "hops_of",
     "owner_of_parts",
     "part_of_whole",
+    "see_that_own_fits",
     "sent_by_root",
 ]
 
 Kind = Literal["whole", "root", "parts"]
-
-_STEP, *_MIX = (number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-"""The numbers of splitmix64 as int64 (Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,13 +79,11 @@ def failing(call: Call) -> Fail:
 
 def checked_owner(owner: object, ranks: int, fail: Fail) -> Tensor:
     """The rank of each node as int64."""
-    plain = isinstance(owner, Tensor) and owner.dim() == 1
-    if not isinstance(owner, Tensor) or not plain or owner.dtype not in (torch.int64, torch.int32):
-        got = f"{owner.dtype}{list(owner.shape)}" if isinstance(owner, Tensor) else type(owner).__name__
+    if not is_table(owner, 1, INDEX):
         fail(
             "owner does not name a rank for each node",
             "a 1-d tensor of int64",
-            got,
+            shown(owner),
             "use gradmesh.nn.graph.by_count(nodes, ranks), by_space or an assignment of your own",
         )
     if owner.numel() and (int(owner.min()) < 0 or int(owner.max()) >= ranks):
@@ -98,58 +96,20 @@ def checked_owner(owner: object, ranks: int, fail: Fail) -> Tensor:
     return owner.to(torch.int64, copy=True)  # a plan's own: what was given may be written over
 
 
-def agree(axis: Axis, verb: str, words: str, numbers: list[int], *tensors: Tensor) -> None:
-    """See that the ranks were told the same.
-
-    Args:
-        axis: the ranks.
-        verb: who asks.
-        words: what is compared, for the error.
-        numbers: some numbers.
-        tensors: some tensors of int64; of these the shapes and a checksum are compared.
-    """
-    told = list(numbers)
-    device = tensors[0].device if tensors else torch.device("cpu")
-    for x in tensors:
-        told += [*x.shape, checksum(x)]
-    if axis.size == 1:
-        return
-    rows = all_gather(torch.tensor([told], device=device), axis).tolist()
-    differing = [rank for rank, row in enumerate(rows) if row != rows[0]]
-    if differing:
-        raise MismatchError(
-            message(
-                "the ranks were told different things",
-                op=verb,
-                axis=str(axis),
-                expected=f"the same {words} on every rank",
-                got=f"others on rank {', '.join(map(str, differing))} than on rank 0",
-                remedy="make them on one rank and broadcast them, or make them alike on all",
-            )
-        )
-
-
-def checksum(numbers: Tensor) -> int:
-    """A number made of all numbers of an int64 tensor and of their places."""
-    mixed = numbers.reshape(-1) + torch.arange(numbers.numel(), device=numbers.device) * _STEP
-    # A sum of products alone is the same for 0, 1, 1, 0 and 1, 0, 0, 1.
-    for shift, factor in zip((30, 27), _MIX, strict=True):
-        mixed = (mixed ^ (mixed >> shift)) * factor
-    return int((mixed ^ (mixed >> 31)).sum())
-
-
 def part_of_whole(edges: Tensor) -> Given:
     """Edges that every rank has."""
     return Given(edges, torch.arange(edges.shape[1], device=edges.device), whole=True)
 
 
 def sent_by_root(edges: Tensor | None, owner: Tensor | None, axis: Axis, root: int) -> tuple[Given, Tensor]:
-    """The own edges and the owners of all nodes, from the rank that has them."""
+    """The own edges and the owners of all nodes, from the rank that has them, on the kind of device that it has."""
+    place = device_of_root(axis, root, edges)
     if edges is None or owner is None:
-        nothing = torch.empty(0, dtype=torch.int64)
+        nothing = torch.empty(0, dtype=torch.int64, device=place)
         told = exchange([nothing] * axis.size, axis)[root]
         found = exchange([nothing] * axis.size, axis)[root]
     else:
+        edges, owner = (x if x.device.type == place.type else x.to(place) for x in (edges, owner))
         exchange([owner] * axis.size, axis)
         told, targets = owner, owner[edges[1]]
         order = targets.argsort(stable=True)
@@ -159,17 +119,48 @@ def sent_by_root(edges: Tensor | None, owner: Tensor | None, axis: Axis, root: i
     return Given(found[:2], found[2], whole=False), told
 
 
-def owner_of_parts(own: object, axis: Axis, call: Call) -> Tensor:
-    """The rank of each node, where each rank told its own."""
-    if not isinstance(own, Tensor) or own.dim() != 1 or own.dtype not in (torch.int64, torch.int32):
-        shown = f"{own.dtype}{list(own.shape)}" if isinstance(own, Tensor) else type(own).__name__
-        call.fail(
-            "own does not name this rank's nodes",
-            expected="a 1-d tensor of int64",
-            got=shown,
-            remedy="pass the numbers of this rank's nodes in the whole graph",
+def hops_of(hops: object, fail: Fail) -> int:
+    """A number of layers."""
+    depth = integer(hops)
+    if depth is None or depth < 1:
+        fail(
+            "hops is no number of layers",
+            "an int of 1 or more",
+            f"hops={hops!r}",
+            "leave it out for one layer",
         )
-    ids = all_gather(own.long(), axis, sizes="auto")
+    return depth
+
+
+def checked_own(own: object, fail: Fail) -> Tensor:
+    """The numbers of this rank's nodes as int64."""
+    if not is_table(own, 1, INDEX):
+        fail(
+            "own does not name this rank's nodes",
+            "a 1-d tensor of int64",
+            shown(own),
+            "pass the numbers of this rank's nodes in the whole graph",
+        )
+    return own.long()
+
+
+def see_that_own_fits(
+    own: Tensor, owner: Tensor, rank: int, fail: Fail, names: tuple[str, str] = ("own", "owner")
+) -> None:
+    """Refuse own nodes that are not those that the owners of all nodes say; `names` are the arguments'."""
+    mine = (owner == rank).nonzero().squeeze(1)
+    if not torch.equal(own.to(owner.device).sort().values, mine):
+        fail(
+            f"{names[0]} is not what {names[1]} says",
+            f"the {len(mine)} nodes that rank {rank} owns, each once",
+            f"{len(own)} nodes, not just those",
+            f"pass ({names[1]} == rank).nonzero().squeeze(1), in any order",
+        )
+
+
+def owner_of_parts(own: Tensor, axis: Axis, verb: str) -> Tensor:
+    """The rank of each node, where each rank told its own."""
+    ids = all_gather(own, axis, sizes="auto")
     counts = all_gather(torch.tensor([len(own)], device=own.device), axis)
     # From here on every rank sees the same, and raises the same.
     nodes = len(ids)
@@ -178,7 +169,7 @@ def owner_of_parts(own: object, axis: Axis, call: Call) -> Tensor:
         wrong = (held != 1).nonzero().squeeze(1)
         call_error = message(
             "the ranks' own nodes are not the nodes of a graph, each once",
-            op=call.verb,
+            op=verb,
             axis=str(axis),
             expected=f"the numbers 0 to {nodes - 1}, each on one rank",
             got=f"numbers from {int(ids.min())} to {int(ids.max())}; not there once: {wrong[:5].tolist()}",
@@ -190,18 +181,23 @@ def owner_of_parts(own: object, axis: Axis, call: Call) -> Tensor:
     return owner
 
 
-def edges_of_parts(edges: object, rows: Rows, hops: int, call: Call) -> Given:
-    """The edges that each rank told of its own nodes."""
-    fail = failing(call)
-    pairs = checked_edges(edges, rows.nodes, fail)
-    foreign = (rows.owner[pairs[1]] != rows.axis.rank).nonzero().squeeze(1)
+def edges_of_rank(edges: object, owner: Tensor, rank: int, fail: Fail) -> Tensor:
+    """Edges that all end at a rank's nodes, as int64, where the owners are."""
+    pairs = checked_edges(edges, len(owner), fail).to(owner.device)
+    foreign = (owner[pairs[1]] != rank).nonzero().squeeze(1)
     if len(foreign):
         fail(
             "an edge ends at a node of another rank",
-            f"targets that rank {rows.axis.rank} owns",
+            f"targets that rank {rank} owns",
             f"{len(foreign)} of {pairs.shape[1]} edges with others, the first {pairs[:, foreign[0]].tolist()}",
             "give each edge to the rank that owns its target",
         )
+    return pairs
+
+
+def edges_of_parts(edges: object, rows: Rows, hops: int, call: Call) -> Given:
+    """The edges that each rank told of its own nodes."""
+    pairs = edges_of_rank(edges, rows.owner, rows.axis.rank, failing(call))
     first = 0
     if hops > 1:
         each = all_gather(torch.tensor([pairs.shape[1]], device=pairs.device), rows.axis)

@@ -11,9 +11,13 @@ from torch import Tensor
 from gradmesh.arguments import Call
 from gradmesh.axis import AxisLike
 from gradmesh.errors import ArgumentError, ShapeError, message
+from gradmesh.nn.graph.agree import agree, words
+from gradmesh.nn.graph.bound import Bound
 from gradmesh.nn.graph.edges import Edges, added, checked_edges, local_edges
-from gradmesh.nn.graph.given import agree, checked_owner, failing
+from gradmesh.nn.graph.given import checked_owner, failing, hops_of
 from gradmesh.nn.graph.rows import Rows
+from gradmesh.nn.graph.state import put_types, take_types
+from gradmesh.nn.graph.stored import digest
 from gradmesh.overlap.pending import Pending, together
 from gradmesh.types import Convention, R
 
@@ -23,7 +27,7 @@ Relation = tuple[str, str, str]
 """What edges go from, what they are, and what they go to: ("author", "writes", "paper")."""
 
 
-class HeteroPlan:
+class HeteroPlan(Bound):
     """A graph with several types of nodes and edges in parts, one on each rank; made by all ranks together.
 
     It is a partition for each type of node, and shares the rows of a type among all relations that begin there: one
@@ -34,9 +38,11 @@ class HeteroPlan:
         edges: for each relation, sources and targets, counted over all nodes of their types; shape (2, edges).
         owner: for each type of node the rank of each node.
         axis: the ranks, as in every verb.
+        hops: how many layers an exchange is to serve, as for a `GraphPlan`; along edges of any relation.
 
     Attributes:
         axis: the ranks.
+        hops: how many layers an exchange serves.
         rows: for each type of node its `Rows`: `plan.rows["paper"].own`, and whatever else moves rows of one type.
         edges: for each relation its edges on this rank: `edge_index`, `edges`, `interior` and `boundary`, as a
             `GraphPlan` has them.
@@ -59,8 +65,14 @@ class HeteroPlan:
 
     verb = "nn.graph.HeteroPlan"
 
+    @torch.inference_mode(False)
     def __init__(
-        self, edges: Mapping[Relation, Tensor], owner: Mapping[str, Tensor], axis: AxisLike = None
+        self,
+        edges: Mapping[Relation, Tensor],
+        owner: Mapping[str, Tensor],
+        axis: AxisLike = None,
+        *,
+        hops: int = 1,
     ) -> None:
         call = Call(self.verb, torch.empty(0), axis)
         fail = failing(call)
@@ -75,12 +87,11 @@ class HeteroPlan:
             if not isinstance(kind, str):
                 fail("a type of node is no name", "owner={str: ranks}", repr(kind), "name the types")
         nodes = {kind: checked_owner(owner[kind], call.axis.size, fail) for kind in sorted(owner)}
-        self.axis = call.axis
+        self.axis, self.hops = call.axis, hops_of(hops, fail)
         pairs = self._checked(edges, {kind: len(each) for kind, each in nodes.items()}, call)
         device = next((each.device for each in pairs.values()), None)
         nodes = {kind: each.to(device) for kind, each in nodes.items()}
-        words = repr((list(nodes), list(pairs))).encode()
-        agree(self.axis, self.verb, "types", [len(words), int.from_bytes(words, "big") % (2**61 - 1)])
+        agree(self.axis, self.verb, "types, and hops", [self.hops, *words(list(nodes), list(pairs))])
         agree(self.axis, self.verb, "edges and owner", [], *nodes.values(), *pairs.values())
         self.rows = {kind: Rows(self.axis, each, kind) for kind, each in nodes.items()}
         self._build(pairs)
@@ -109,28 +120,27 @@ class HeteroPlan:
 
     def _build(self, pairs: Mapping[Relation, Tensor]) -> None:
         """Find the edges of each relation and the remote rows of each type, and ask for these."""
-        rank = self.axis.rank
-        numbers = {
-            relation: (self.rows[relation[2]].owner[found[1]] == rank).nonzero().squeeze(1)
-            for relation, found in pairs.items()
-        }
-        here = {relation: found[:, numbers[relation]] for relation, found in pairs.items()}
+        far = {kind: (rows.owner != self.axis.rank).long().neg() for kind, rows in self.rows.items()}
+        found: dict[Relation, list[Tensor]] = {relation: [] for relation in pairs}
+        for hop in range(self.hops):
+            for relation, (_, target) in pairs.items():
+                found[relation].append((far[relation[2]][target] == hop).nonzero().squeeze(1))
+            for relation, (source, _) in pairs.items():
+                new = source[found[relation][hop]]
+                far[relation[0]][new[far[relation[0]][new] < 0]] = hop + 1
         place: dict[str, Tensor] = {}
         for kind, rows in self.rows.items():
-            needed = torch.cat(
-                [rows.own[:0], *(found[0] for (source, _, _), found in here.items() if source == kind)]
-            )
-            needed = needed.unique()
-            rows.ask(needed[rows.owner[needed] != rank])
-            place[kind] = torch.empty_like(rows.owner)
+            rows.ask(far[kind])
             held = torch.cat((rows.own, rows.remote))
+            place[kind] = torch.empty_like(rows.owner)
             place[kind][held] = torch.arange(len(held), device=held.device)
         self.edges: dict[Relation, Edges] = {}
-        for relation, found in here.items():
-            source, _, target = relation
-            local = torch.stack((place[source][found[0]], place[target][found[1]]))
-            own = len(self.rows[source].own), len(self.rows[target].own)
-            self.edges[relation] = local_edges(local, numbers[relation], own)
+        for relation, (source, target) in pairs.items():
+            numbers = torch.cat(found[relation]).sort().values
+            ends = relation[0], relation[2]
+            local = torch.stack((place[ends[0]][source[numbers]], place[ends[1]][target[numbers]]))
+            own = len(self.rows[ends[0]].own), len(self.rows[ends[1]].own)
+            self.edges[relation] = local_edges(local, numbers, own)
 
     def rebuilt(self, edges: Mapping[Relation, Tensor]) -> HeteroPlan:
         """A plan of other edges between the same nodes, in the same partition.
@@ -138,7 +148,48 @@ class HeteroPlan:
         Args:
             edges: those of each relation.
         """
-        return HeteroPlan(edges, {kind: rows.owner for kind, rows in self.rows.items()}, self.axis)
+        owner = {kind: rows.owner for kind, rows in self.rows.items()}
+        return HeteroPlan(edges, owner, self.axis, hops=self.hops)
+
+    def state(self) -> dict[str, Any]:
+        """What this rank needs to have the plan again: dicts of tensors and ints, which `torch.save` takes.
+
+        Example:
+            >>> from gradmesh.nn.graph import HeteroPlan, by_count
+            >>> def on_each_rank():
+            ...     edges = {("node", "to", "node"): torch.tensor([[0], [3]])}
+            ...     plan = HeteroPlan(edges, {"node": by_count(4, 2)})
+            ...     return HeteroPlan.of_state(plan.state()).digest == plan.digest
+            >>> gm.launch(on_each_rank, 2, backend="threads")
+            [True, True]
+        """
+        return put_types(self.rows, self.edges, (self.axis.rank, self.axis.size, self.hops))
+
+    @property
+    def digest(self) -> str:
+        """A number of 256 bits, in hexadecimal, that is another one for another plan or another rank of it."""
+        return digest(self.state())
+
+    @classmethod
+    @torch.inference_mode(False)
+    def of_state(cls, stored: Mapping[str, Any], axis: AxisLike = None) -> HeteroPlan:
+        """The plan that `state` was asked of; every rank hands in its own.
+
+        Args:
+            stored: what `state` returned on this rank.
+            axis: ranks of the same number.
+
+        Raises:
+            ArgumentError: no state, that of another rank or of another number of ranks.
+            MismatchError: the ranks' states are not those of one plan; and where another rank refuses its own.
+        """
+        call = Call(f"{cls.verb}.of_state", torch.empty(0), axis)
+        made = object.__new__(cls)
+        made.hops, fields, made.edges = take_types(stored, call)
+        made.axis, made.rows = call.axis, {kind: object.__new__(Rows) for kind in fields}
+        for kind, rows in made.rows.items():
+            rows.__dict__.update(fields[kind])
+        return made
 
     @overload
     def exchange(
@@ -199,23 +250,28 @@ class HeteroPlan:
             messages: for some relations a row for each edge of `plan.edges[relation]`.
 
         Returns:
-            For each type that these relations lead to a row for each own node.
+            For each type that these relations lead to a row for each own node; with several hops for each row of an
+            exchange, of which the outermost lack edges.
 
         Raises:
             ArgumentError: a relation that there is not.
             ShapeError: not one row for each edge.
         """
+        if not isinstance(messages, Mapping):
+            self._refuse("the messages' relations are not told", "{relation: rows}", type(messages).__name__)
         sums: dict[str, Tensor] = {}
-        for relation in sorted(messages):
+        for relation in messages:
             if relation not in self.edges:
                 self._refuse("there is no such relation", f"one of {list(self.edges)}", repr(relation))
+        for relation in sorted(messages):
             target, given = self.edges[relation].edge_index[1], messages[relation]
-            if given.dim() == 0 or given.shape[0] != target.shape[0]:
+            if not isinstance(given, Tensor) or given.dim() == 0 or given.shape[0] != target.shape[0]:
                 text = f"{target.shape[0]} rows for {relation}"
-                self._refuse(
-                    "there is not one row for each edge", text, f"shape {tuple(given.shape)}", ShapeError
-                )
-            one = added(given, target, self.rows[relation[2]].own.shape[0])
+                got = f"shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+                self._refuse("there is not one row for each edge", text, got, ShapeError)
+            rows = self.rows[relation[2]]
+            count = rows.own.shape[0]
+            one = added(given, target, count if self.hops == 1 else count + rows.remote.shape[0])
             sums[relation[2]] = sums[relation[2]] + one if relation[2] in sums else one
         return sums
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradmesh.arguments import integer
 from gradmesh.axis import balanced
 from gradmesh.errors import ArgumentError, message
+from gradmesh.nn.graph.edges import is_table, shown
 
 __all__ = ["by_count", "by_graph", "fail", "index_of", "number_of", "ranks_of"]
 
@@ -100,15 +101,13 @@ def ranks_of(value: object, who: str) -> int:
 
 def index_of(values: object, name: str, who: str) -> Tensor:
     """A 1-d tensor of integers of 0 or more."""
-    plain = isinstance(values, Tensor) and values.dim() == 1 and values.dtype in _INTEGERS
-    if not isinstance(values, Tensor) or not plain or (values.numel() and int(values.min()) < 0):
-        shown = f"{values.dtype}{list(values.shape)}" if isinstance(values, Tensor) else repr(values)
-        least = f" from {int(values.min())} on" if isinstance(values, Tensor) and plain else ""
+    least = int(values.min()) if is_table(values, 1, _INTEGERS) and values.numel() else 0
+    if not is_table(values, 1, _INTEGERS) or least < 0:
         fail(
             who,
             f"{name} is no index",
             "a 1-d tensor of integers of 0 or more",
-            f"{name}={shown}{least}",
+            f"{name}={shown(values)}" + (f" from {least} on" if least < 0 else ""),
             f"give one number for each element of {name}",
         )
     return values.long()

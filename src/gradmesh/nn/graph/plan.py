@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from gradmesh.arguments import Call, integer
+from gradmesh.arguments import Call
 from gradmesh.axis import AxisLike
 from gradmesh.nn.graph import state
-from gradmesh.nn.graph.edges import Edges, added, checked_edges, local_edges
+from gradmesh.nn.graph.agree import agree
+from gradmesh.nn.graph.edges import INDEX, Edges, added, checked_edges, is_table, local_edges, picked_edges
 from gradmesh.nn.graph.given import (
     Given,
     Kind,
-    agree,
+    checked_own,
     checked_owner,
     edges_of_parts,
     failing,
+    hops_of,
     owner_of_parts,
     part_of_whole,
+    see_that_own_fits,
     sent_by_root,
 )
 from gradmesh.nn.graph.rows import Rows
+from gradmesh.nn.graph.stored import digest
 
 __all__ = ["GraphPlan"]
 
@@ -39,7 +44,8 @@ class GraphPlan(Rows):
 
     * whole on every rank: `GraphPlan(edges, owner)`;
     * whole on one rank: `GraphPlan(edges, owner, root=0)` there, `GraphPlan(root=0)` on the others;
-    * in parts: `GraphPlan(edges, own=own)`, with the numbers of the rank's nodes and the edges that end at them.
+    * in parts: `GraphPlan(edges, own=own)`, with the numbers of the rank's nodes and the edges that end at them. Where
+      every rank knows the owners of all nodes, `GraphPlan(edges, owner, own=own)` need not exchange them.
 
     Args:
         edges: sources and targets, shape (2, edges), counted over the whole graph.
@@ -47,7 +53,8 @@ class GraphPlan(Rows):
         axis: the ranks, as in every verb.
         own: the numbers of this rank's nodes, where each rank gives its part. Their rows are then those of `plan.own`,
             in rising order.
-        root: the rank that has the graph, where one has it.
+        root: the rank that has the graph, where one has it. The plan is then on the kind of device that the root's
+            edges are on; on each rank on the one that is current.
         hops: how many layers an exchange is to serve. With more than one the remote rows reach that many edges far,
             and the edges that end at rows within `hops - 1` are on this rank too.
 
@@ -82,6 +89,7 @@ class GraphPlan(Rows):
 
     verb = "nn.graph.GraphPlan"
 
+    @torch.inference_mode(False)  # a plan made in inference mode can be trained through
     def __init__(
         self,
         edges: Tensor | None = None,
@@ -94,20 +102,13 @@ class GraphPlan(Rows):
     ) -> None:
         call = Call(self.verb, _operand(edges), axis)
         fail = failing(call)
-        depth = integer(hops)
-        if depth is None or depth < 1:
-            fail(
-                "hops is no number of layers",
-                "an int of 1 or more",
-                f"hops={hops!r}",
-                "leave it out for one layer",
-            )
-        if own is not None and (root is not None or owner is not None):
+        depth = hops_of(hops, fail)
+        if own is not None and root is not None:
             fail(
                 "the graph is given in two ways",
-                "owner, or own for a graph in parts",
-                "own beside owner or root",
-                "leave out owner and root: each rank's own nodes tell them",
+                "own for a graph in parts, or root",
+                f"own beside root={root!r}",
+                "leave out root where every rank has its part",
             )
         self._kind: Kind = "parts" if own is not None else "whole" if root is None else "root"
         self._root = -1 if root is None else call.rank(root)
@@ -121,9 +122,14 @@ class GraphPlan(Rows):
             given = part_of_whole(pairs)
         elif self._kind == "root":
             given, nodes = self._from_root(edges, owner, call, told)
-        else:
+        elif owner is None:
+            mine = checked_own(own, fail)
             agree(here, self.verb, "way to give the graph, and hops", told)
-            nodes = owner_of_parts(own, here, call)
+            nodes = owner_of_parts(mine, here, self.verb)
+        else:
+            nodes = checked_owner(owner, here.size, fail)
+            see_that_own_fits(checked_own(own, fail), nodes, here.rank, fail)
+            agree(here, self.verb, "owner, way to give the graph, and hops", [*told, 1], nodes)
         super().__init__(here, nodes)
         self._build(given or edges_of_parts(edges, self, depth, call), depth)
 
@@ -159,8 +165,8 @@ class GraphPlan(Rows):
                 found = given.ending_at(new, self)
                 pairs.append(found.pairs)
                 numbers.append(found.numbers)
-        self.ask((far > 0).nonzero().squeeze(1))
-        self.hops, self.hop = hops, far[torch.cat((self.own, self.remote))]
+        self.ask(far)
+        self.hops = hops
         which = torch.cat(numbers)
         order = which.argsort(stable=True)
         row = torch.empty_like(self.owner)
@@ -172,6 +178,7 @@ class GraphPlan(Rows):
         self.edge_index, self.edges = local.edge_index, local.edges
         self.interior, self.boundary = local.interior, local.boundary
 
+    @torch.inference_mode(False)
     def rebuilt(self, edges: Tensor | None = None) -> GraphPlan:
         """A plan of other edges between the same nodes, in the same partition, given in the same way.
 
@@ -190,7 +197,7 @@ class GraphPlan(Rows):
             [([], [3]), ([0], [])]
         """
         call = Call(f"{self.verb}.rebuilt", _operand(edges), self.axis)
-        made = self._again()
+        made = copy.copy(self)
         told, given = [_KINDS.index(self._kind), self.hops, self._root], None
         if self._kind == "whole":
             pairs = checked_edges(edges, self.nodes, failing(call))
@@ -205,12 +212,6 @@ class GraphPlan(Rows):
         made._build(given, self.hops)
         return made
 
-    def _again(self) -> GraphPlan:
-        """A plan of the same partition that is to be built."""
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        return made
-
     # -- work at the edges
 
     def scatter_add(self, messages: Tensor, edges: Tensor | None = None) -> Tensor:
@@ -218,13 +219,15 @@ class GraphPlan(Rows):
 
         Args:
             messages: a row for each edge.
-            edges: which edges they are for, `plan.interior` for example; None: all, in the order of `edge_index`.
+            edges: which edges they are for, `plan.interior` for example, as an index or a mask; None: all, in the order
+                of `edge_index`.
 
         Returns:
             A row for each own node; with several hops for each row of an exchange, of which the outermost lack edges.
 
         Raises:
             ShapeError: not one row for each edge.
+            ArgumentError: `edges` is no index into this rank's edges and no mask of them.
 
         Example:
             >>> from gradmesh.nn.graph import GraphPlan, by_count
@@ -234,7 +237,12 @@ class GraphPlan(Rows):
             >>> gm.launch(on_each_rank, 2, backend="threads")
             [[1.0, 3.0], [0.0, 0.0]]
         """
-        target = self.edge_index[1] if edges is None else self.edge_index[1].index_select(0, edges)
+        target = self.edge_index[1]
+        if edges is not None:
+            known = edges is self.interior or edges is self.boundary
+            target = target.index_select(
+                0, edges if known else picked_edges(edges, len(target), self._refuse)
+            )
         self._check(messages, target.shape[0], "edge")
         rows = self.own.shape[0]
         return added(messages, target, rows if self.hops == 1 else rows + self.remote.shape[0])
@@ -252,14 +260,15 @@ class GraphPlan(Rows):
             >>> gm.launch(on_each_rank, 2, backend="threads")
             [True, True]
         """
-        return state.put(self.__dict__)
+        return state.put(self)
 
     @property
     def digest(self) -> str:
         """A number of 256 bits, in hexadecimal, that is another one for another plan or another rank of it."""
-        return state.digest(self.state())
+        return digest(self.state())
 
     @classmethod
+    @torch.inference_mode(False)
     def of_state(cls, stored: Mapping[str, Tensor | int], axis: AxisLike = None) -> GraphPlan:
         """The plan that `state` was asked of; every rank hands in its own.
 
@@ -274,10 +283,9 @@ class GraphPlan(Rows):
         call = Call(f"{cls.verb}.of_state", torch.empty(0), axis)
         made = object.__new__(cls)
         made.__dict__.update(state.take(stored, call))
-        made._ops = {}
         return made
 
 
 def _operand(edges: object) -> Tensor:
     """A tensor that is where the plan will be, for a call that is refused."""
-    return edges if isinstance(edges, Tensor) and edges.layout is torch.strided else torch.empty(0)
+    return edges if is_table(edges, 2, INDEX) else torch.empty(0)

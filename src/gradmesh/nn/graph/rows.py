@@ -13,6 +13,7 @@ from gradmesh.arguments import Call, integer
 from gradmesh.axis import Axis
 from gradmesh.collectives import all_gather, all_reduce, exchange, shard
 from gradmesh.errors import ArgumentError, ShapeError, message
+from gradmesh.nn.graph.bound import Bound
 from gradmesh.nn.graph.edges import added
 from gradmesh.ops.neighbor import NeighborAllToAll, Picked
 from gradmesh.ops.sizes import Sizes
@@ -23,7 +24,7 @@ from gradmesh.wire import compiling
 __all__ = ["Rows"]
 
 
-class Rows:
+class Rows(Bound):
     """The rows of the nodes of a graph, one part on each rank, and what moves them. A `GraphPlan` is one.
 
     This rank's rows lie in the order of `own`. Every method is differentiable in every mode and to every order, and
@@ -34,6 +35,7 @@ class Rows:
         owner: the rank of each node, shape (nodes,).
         own: the nodes whose rows this rank has, by number.
         remote: the nodes whose rows it gets, by owner and then by number.
+        hop: how far each row of an exchange is from the own ones, in edges; 0 for these.
         counts: how many nodes each rank owns.
         kind: the type of the nodes, in a graph of several; ranks that exchange rows of different types are told.
     """
@@ -52,23 +54,24 @@ class Rows:
         self._places = torch.empty_like(owner)
         self._places[self._by_rank] = torch.arange(len(owner), device=owner.device)
         self._in_order = bool((owner[1:] >= owner[:-1]).all())
-        self.ask(owner[:0], ask=False)
+        self.ask((owner != axis.rank).long().neg(), ask=False)
 
-    def ask(self, remote: Tensor, *, ask: bool = True) -> None:
+    def ask(self, far: Tensor, *, ask: bool = True) -> None:
         """Tell the other ranks which of their rows this one needs. Every rank calls it, once.
 
         Args:
-            remote: the nodes, none of them twice.
-            ask: whether any rank may need any.
+            far: how far each node is from the own ones, 0 for these; -1 for those that are not needed.
+            ask: whether any other rank may need any of this one's.
         """
+        remote = (far > 0).nonzero().squeeze(1)
         remote = remote[(self.owner[remote] * len(self.owner) + remote).argsort()]
         owners = self.owner[remote]
         wanted: list[int] = torch.bincount(owners, minlength=self.axis.size).tolist()
         begins = torch.tensor(list(accumulate(self.counts, initial=0)), device=remote.device)
-        asked = [remote] * self.axis.size
+        asked = [remote[:0]] * self.axis.size
         if ask:
             asked = exchange(list((self._places[remote] - begins[owners]).split(wanted)), self.axis)
-        self.remote = remote
+        self.remote, self.hop = remote, far[torch.cat((self.own, remote))]
         sent = Sizes(tuple(len(rows) for rows in asked))
         self._picked = Picked(torch.cat(asked), sent, Sizes(tuple(wanted)), len(self.own))
         self._ops: dict[Any, NeighborAllToAll] = {}
@@ -295,9 +298,10 @@ class Rows:
             return
         problem = f"there is not one row for each {of}"
         got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-        remedy = "take the rows of plan.own, by plan.take(x) of a tensor that every rank has"
-        if of == "node":
-            remedy = "pass the rows of all nodes, by number"
+        remedy = {
+            "node": "pass the rows of all nodes, by number",
+            "edge": "give one for each of plan.edge_index, or say for which with edges=",
+        }.get(of, "take the rows of plan.own, by plan.take(x) of a tensor that every rank has")
         if call is not None:
             call.fail(problem, expected=f"{rows} rows", got=got, remedy=remedy, kind=ShapeError)
         self._refuse(problem, f"{rows} rows", got, remedy)
@@ -311,8 +315,10 @@ class Rows:
             kind=ArgumentError,
         )
 
-    def _refuse(self, problem: str, expected: str, got: str, remedy: str) -> NoReturn:
+    def _refuse(
+        self, problem: str, expected: str, got: str, remedy: str, kind: type[ArgumentError] = ShapeError
+    ) -> NoReturn:
         """Raise an error of which no other rank has to hear, as none waits."""
-        raise ShapeError(
+        raise kind(
             message(problem, op=self.verb, axis=str(self.axis), expected=expected, got=got, remedy=remedy)
         )

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gradmesh.axis import balanced
+from gradmesh.nn.graph.edges import is_table, shown
 from gradmesh.nn.graph.partition import fail, ranks_of
 
 __all__ = ["by_space"]
+
+_REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)
+
+_ROUNDED = 16
+"""The volume that unit vectors in a plane may seem to have for rounding, in the dtype's own step at 1."""
 
 _BITS = 16
 """The places along each dimension that the curve tells apart are 2 to this power."""
@@ -67,13 +74,12 @@ def by_space(
 
 def _places(positions: Tensor, cell: Tensor | None) -> Tensor:
     """Where the nodes are in numbers that are lengths, inside of the cell."""
-    if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] == 0:
-        shown = f"shape {tuple(positions.shape)}" if isinstance(positions, Tensor) else repr(positions)
+    if not is_table(positions, 2, _REAL) or positions.shape[1] == 0:
         fail(
             "by_space",
             "positions is no matrix",
-            "shape (nodes, dims)",
-            shown,
+            "real numbers, shape (nodes, dims)",
+            shown(positions),
             "give each node a row of numbers",
         )
     places = positions.detach().to("cpu", torch.float64)
@@ -85,24 +91,33 @@ def _places(positions: Tensor, cell: Tensor | None) -> Tensor:
             f"{int((~torch.isfinite(places)).any(1).sum())} nodes with NaN or infinity",
             "look for what made them",
         )
-    if cell is None:
-        return places
-    dims = places.shape[1]
-    plain = isinstance(cell, Tensor) and tuple(cell.shape) == (dims, dims)
-    vectors = (
-        cell.detach().to("cpu", torch.float64) if plain else torch.zeros(dims, dims, dtype=torch.float64)
-    )
-    if not plain or not abs(float(torch.linalg.det(vectors))) > 0:
+    if cell is not None:
+        dims = places.shape[1]
+        plain = is_table(cell, 2, _REAL) and tuple(cell.shape) == (dims, dims)
+        vectors = cell.detach().to("cpu", torch.float64) if plain else torch.full((dims, dims), math.nan)
+        lengths = (vectors**2).sum(1).sqrt()
+        # Of vectors of length 1, so that it does not depend on the unit; NaN, of what is not finite, is refused too.
+        volume = abs(float(torch.linalg.det(vectors / lengths[:, None])))
+        eps = torch.finfo(cell.dtype if plain and cell.is_floating_point() else torch.float64).eps
+        if not volume > _ROUNDED * eps:
+            fail(
+                "by_space",
+                "cell is no periodic cell of these positions",
+                f"{dims} independent vectors of finite numbers as rows, shape ({dims}, {dims})",
+                f"{cell.tolist() if plain else shown(cell)}",
+                "give every dimension a vector; a long one where nothing repeats",
+            )
+        inside: Tensor = torch.linalg.solve(vectors.T, places.T).T
+        places = (inside - inside.floor()) * lengths
+    if len(places) and not torch.isfinite(places.amax(0) - places.amin(0)).all():
         fail(
             "by_space",
-            "cell is no periodic cell of these positions",
-            f"{dims} independent vectors as rows, shape ({dims}, {dims})",
-            f"{cell!r}",
-            "give every dimension a vector; a long one where nothing repeats",
+            "the nodes are further apart than float64 counts",
+            "an extent that is a finite number",
+            f"numbers from {float(positions.min())} to {float(positions.max())}",
+            "look for what made them",
         )
-    inside: Tensor = torch.linalg.solve(vectors.T, places.T).T
-    lengths: Tensor = (vectors**2).sum(1).sqrt()
-    return (inside - inside.floor()) * lengths
+    return places
 
 
 def _bisected(places: Tensor, ranks: int) -> Tensor:

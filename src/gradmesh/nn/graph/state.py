@@ -1,171 +1,134 @@
-"""A plan as tensors and ints, and back."""
+"""Plans as tensors and ints, and back."""
 
 from __future__ import annotations
 
-import hashlib
-from array import array
-from collections.abc import Mapping, Sequence
-from itertools import chain
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NoReturn, cast
 
-import torch
 from torch import Tensor
 
 from gradmesh.arguments import Call
-from gradmesh.collectives import all_gather
-from gradmesh.errors import MismatchError, message
-from gradmesh.nn.graph.given import checksum
-from gradmesh.ops.neighbor import Picked
-from gradmesh.ops.sizes import Sizes
+from gradmesh.nn.graph.agree import agree, words
+from gradmesh.nn.graph.edges import Edges
+from gradmesh.nn.graph.rows import Rows
+from gradmesh.nn.graph.stored import EDGES, ROWS, are_edges, are_rows, plain, put_edges, put_rows, take_rows
 
-__all__ = ["digest", "put", "take"]
+__all__ = ["put", "put_types", "take", "take_types"]
 
-_TENSORS = (
-    "owner",
-    "own",
-    "remote",
-    "_by_rank",
-    "_places",
-    "hop",
-    "edge_index",
-    "edges",
-    "interior",
-    "boundary",
-)
 _KINDS = ("whole", "root", "parts")
 _VERSION = 1
 
 
-def put(fields: Mapping[str, Any]) -> dict[str, Tensor | int]:
-    """The state of a plan's fields, whose tensors it shares."""
-    picked: Picked = fields["_picked"]
-    counted = {"counts": fields["counts"], "sent": picked.sent.told, "received": picked.received.told}
+def put(plan: Rows) -> dict[str, Tensor | int]:
+    """The state of a `GraphPlan`, whose tensors it shares."""
+    fields = vars(plan)
     return {
-        "version": _VERSION,
-        "rank": fields["axis"].rank,
-        "ranks": fields["axis"].size,
+        **_header(plan.axis.rank, plan.axis.size, fields["hops"]),
         "kind": _KINDS.index(fields["_kind"]),
         "root": fields["_root"],
-        "hops": fields["hops"],
-        **{name.lstrip("_"): fields[name] for name in _TENSORS},
-        "send": picked.index,
-        **{name: torch.tensor(numbers) for name, numbers in counted.items()},
+        **put_rows(plan),
+        **put_edges(plan),
     }
-
-
-def digest(state: Mapping[str, Tensor | int]) -> str:
-    """A number made of all of a state."""
-    made = hashlib.sha256()
-    for name in sorted(state):
-        value = state[name]
-        numbers = value.reshape(-1).tolist() if isinstance(value, Tensor) else [value]
-        made.update(f"{name}:{len(numbers)};".encode())
-        made.update(array("q", numbers).tobytes())
-    return made.hexdigest()
 
 
 def take(state: Mapping[str, Tensor | int], call: Call) -> dict[str, Any]:
-    """The fields of a plan, of its state on this rank; every rank sees that they fit together."""
-    axis = call.axis
-    needed = {name.lstrip("_") for name in _TENSORS} | {"send", "counts", "sent", "received"}
-    numbers = {"version", "rank", "ranks", "kind", "root", "hops"}
-    plain = isinstance(state, Mapping) and set(state) == needed | numbers
+    """The fields of a `GraphPlan`, of its state on this rank; every rank sees that they fit together."""
+    numbers = _numbers(state, ROWS.union(EDGES), ("kind", "root"), call)
+    rows, edges = ({name: cast("Tensor", state[name]) for name in names} for names in (ROWS, EDGES))
     if (
-        not plain
-        or state["version"] != _VERSION
-        or not all(isinstance(state[name], Tensor) for name in needed)
-        or not all(type(state[name]) is int for name in numbers)
-        or state["kind"] not in range(len(_KINDS))
-        or not _is_whole(state)
+        not are_rows(rows, numbers["ranks"])
+        or not are_edges(edges, (len(rows["hop"]),) * 2)
+        or numbers["kind"] not in range(len(_KINDS))
     ):
-        call.fail(
-            "this is no state of a plan",
-            expected="what plan.state() returned",
-            got=f"{type(state).__name__} of {', '.join(map(str, state)) if isinstance(state, Mapping) else state!r}",
-            remedy="save and load it as it is",
-        )
-    if (state["rank"], state["ranks"]) != (axis.rank, axis.size):
-        call.fail(
-            "this is the state of another rank",
-            expected=f"that of rank {axis.rank} of {axis.size}",
-            got=f"that of rank {state['rank']} of {state['ranks']}",
-            remedy="hand in what this rank saved; for another number of ranks, make the plan anew",
-        )
-    tensors: dict[str, Tensor] = {name: state[name] for name in needed}  # type: ignore[misc]  # seen above
-    counts, sent, received = (tensors[name].tolist() for name in ("counts", "sent", "received"))
-    told = [state[name] for name in ("kind", "root", "hops")]
-    _see_that_they_fit(
-        call,
-        [*told, checksum(tensors["owner"])],
-        _told(tensors, "sent"),
-        _told(tensors, "received"),
-        tensors["send"].device,
-    )
-    picked = Picked(tensors["send"], Sizes(tuple(sent)), Sizes(tuple(received)), len(tensors["own"]))
+        _refuse(state, call)
+    _see_rank(numbers, call)
     return {
-        "axis": axis,
-        **{name: tensors[name.lstrip("_")] for name in _TENSORS},
-        "counts": tuple(counts),
-        "hops": state["hops"],
-        "_kind": _KINDS[state["kind"]],
-        "_root": state["root"],
-        "_picked": picked,
-        "_in_order": bool((tensors["owner"][1:] >= tensors["owner"][:-1]).all()),
+        **take_rows(rows, call, [numbers[name] for name in ("kind", "root", "hops")]),
+        **{name: plain(each) for name, each in edges.items()},
+        "hops": numbers["hops"],
+        "_kind": _KINDS[numbers["kind"]],
+        "_root": numbers["root"],
     }
 
 
-def _is_whole(state: Mapping[str, Tensor | int]) -> bool:
-    """Whether the tensors are numbers, as many as they say."""
-    tensors = {name: each for name, each in state.items() if isinstance(each, Tensor)}
-    if any(each.dtype != torch.int64 for each in tensors.values()):
-        return False
-    amounts = [tensors[name] for name in ("counts", "sent", "received")]
-    return (
-        all(tuple(each.shape) == (state["ranks"],) for each in amounts)
-        and int(tensors["sent"].sum()) == len(tensors["send"])
-        and int(tensors["received"].sum()) == len(tensors["remote"])
-    )
+def put_types(
+    rows: Mapping[str, Rows], edges: Mapping[Any, Edges], header: tuple[int, int, int]
+) -> dict[str, Any]:
+    """The state of a `HeteroPlan`."""
+    return {
+        **_header(*header),
+        "rows": {kind: put_rows(each) for kind, each in rows.items()},
+        "relations": {relation: put_edges(each) for relation, each in edges.items()},
+    }
 
 
-def _told(tensors: Mapping[str, Tensor], name: str) -> list[tuple[int, int]]:
-    """How many rows go to each rank, or come from it, and a checksum of which."""
-    nodes = tensors["own"][tensors["send"]] if name == "sent" else tensors["remote"]
-    return [(len(part), checksum(part)) for part in nodes.split(tensors[name].tolist())]
-
-
-def _see_that_they_fit(
-    call: Call,
-    told: Sequence[Tensor | int],
-    sent: Sequence[tuple[int, int]],
-    received: Sequence[tuple[int, int]],
-    device: torch.device,
-) -> None:
-    """Compare what each rank sends with what the others receive, and what is the same on all of them."""
-    ranks = call.axis.size
-    row = torch.tensor([[*told, *chain(*sent), *chain(*received)]], device=device)
-    table = all_gather(row, call.axis).tolist()
-    sends, takes = (
-        [_pairs(row[begin:][: 2 * ranks]) for row in table] for begin in (len(told), len(told) + 2 * ranks)
-    )
-    differing = [
-        f"rank {a} sends rank {b} {sends[a][b][0]} rows of {takes[b][a][0]}"
-        + (", but others" if sends[a][b][0] == takes[b][a][0] else "")
-        for a in range(ranks)
-        for b in range(ranks)
-        if sends[a][b] != takes[b][a]
-    ]
-    if differing or any(row[: len(told)] != table[0][: len(told)] for row in table):
-        raise MismatchError(
-            message(
-                "the ranks' states are not those of one plan",
-                op=call.verb,
-                axis=str(call.axis),
-                expected="states that were saved together",
-                got="; ".join(differing[:3]) or "another partition, or other numbers of hops, on the ranks",
-                remedy="load the states of one checkpoint",
-            )
+def take_types(
+    state: Mapping[str, Any], call: Call
+) -> tuple[int, dict[str, dict[str, Any]], dict[Any, Edges]]:
+    """The hops, the fields of each type's rows, and each relation's edges."""
+    numbers = _numbers(state, {"rows", "relations"}, (), call)
+    rows, relations = state["rows"], state["relations"]
+    if (
+        not isinstance(rows, Mapping)
+        or not isinstance(relations, Mapping)
+        or not all(isinstance(kind, str) and are_rows(part, numbers["ranks"]) for kind, part in rows.items())
+        or not all(
+            isinstance(relation, tuple)
+            and len(relation) == 3
+            and {relation[0], relation[2]} <= set(rows)
+            and are_edges(part, (len(rows[relation[0]]["hop"]), len(rows[relation[2]]["hop"])))
+            for relation, part in relations.items()
         )
+    ):
+        _refuse(state, call)
+    _see_rank(numbers, call)
+    agree(call.axis, call.verb, "types and relations", words(list(rows), list(relations)))
+    told = [numbers["hops"]]
+    fields = {kind: take_rows(rows[kind], call, told, kind) for kind in sorted(rows)}
+    edges = {key: Edges(*(plain(relations[key][name]) for name in EDGES)) for key in sorted(relations)}
+    return numbers["hops"], fields, edges
 
 
-def _pairs(numbers: list[int]) -> list[tuple[int, int]]:
-    return list(zip(numbers[::2], numbers[1::2], strict=True))
+def _header(rank: int, ranks: int, hops: int) -> dict[str, int]:
+    return {"version": _VERSION, "rank": rank, "ranks": ranks, "hops": hops}
+
+
+def _numbers(
+    state: Mapping[str, Any], parts: set[str], further: tuple[str, ...], call: Call
+) -> dict[str, int]:
+    """The ints of a state that has these parts."""
+    names = {*_header(0, 0, 0), *further}
+    if (
+        not isinstance(state, Mapping)
+        or set(state) != names | parts
+        or not all(type(state[name]) is int for name in names)
+        or state["version"] != _VERSION
+        or state["hops"] < 1
+    ):
+        _refuse(state, call)
+    return {name: state[name] for name in names}
+
+
+def _refuse(state: object, call: Call) -> NoReturn:
+    listed = (
+        f"{type(state).__name__} of {', '.join(map(str, state))}"
+        if isinstance(state, Mapping)
+        else repr(state)
+    )
+    call.fail(
+        "this is no state of a plan",
+        expected="what plan.state() returned",
+        got=listed,
+        remedy="save and load it as it is",
+    )
+
+
+def _see_rank(numbers: Mapping[str, int], call: Call) -> None:
+    axis = call.axis
+    if (numbers["rank"], numbers["ranks"]) != (axis.rank, axis.size):
+        call.fail(
+            "this is the state of another rank",
+            expected=f"that of rank {axis.rank} of {axis.size}",
+            got=f"that of rank {numbers['rank']} of {numbers['ranks']}",
+            remedy="hand in what this rank saved; for another number of ranks, make the plan anew",
+        )
