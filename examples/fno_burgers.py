@@ -44,6 +44,7 @@ def report(job: Job, ranks: str, curve: Curve, right: Curve, apart: float) -> No
         (loss, held), (other, _) = curve[step], right[step]
         print(f"step {step:>3}  loss {loss:.6f}  one process {other:.6f}  held out {held:.1%}")
     far = max(abs(a[0] - b[0]) for a, b in zip(curve, right, strict=True))
+    print(f"loss {curve[-1][0]:.6f} in {len(curve)} steps")
     print(f"losses are at most {far:.1e} apart, parameters {apart:.1e}")
 
 
@@ -53,19 +54,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=4, help="ranks as threads, where torchrun started none")
+    parser.add_argument("--backend", help="shm, gloo, nccl; threads where torchrun started none")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--samples", type=int, default=96)
     parser.add_argument("--points", type=int, default=126, help="of a field; the ranks need not divide them")
     args = parser.parse_args()
     job = Job(ranks=args.ranks, epochs=args.epochs, samples=args.samples, points=args.points)
     if "RANK" in os.environ:
-        gm.init()
+        gm.init(args.backend)
         found = follow(job)
         if gm.rank() == 0:
             report(job, f"{gm.world_size()} processes", *found)
         return
-    found = gm.launch(follow, job.ranks, backend="threads", args=(job,))[0]
-    report(job, f"{job.ranks} ranks as threads", *found)
+    backend = args.backend or "threads"
+    report(
+        job, f"{job.ranks} ranks on {backend}", *gm.launch(follow, job.ranks, backend=backend, args=(job,))[0]
+    )
 
 
 if __name__ == "__main__":

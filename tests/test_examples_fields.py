@@ -6,7 +6,6 @@ import io
 import json
 import re
 import runpy
-import subprocess
 import sys
 from math import pi
 from pathlib import Path
@@ -28,10 +27,6 @@ def _far(said: str) -> list[float]:
     return [float(number) for number in found.groups()]
 
 
-def test_the_example_is_short() -> None:
-    assert len(EXAMPLE.read_text().splitlines()) < 150
-
-
 def test_four_threads_follow_one_process_step_by_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -39,18 +34,7 @@ def test_four_threads_follow_one_process_step_by_step(
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     said = capsys.readouterr().out
     assert max(_far(said)) < 1e-10
-    assert "4 ranks as threads" in said
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_four_processes_of_torchrun_follow_one_process_step_by_step() -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command = [sys.executable, *torchrun, str(EXAMPLE), *SMALL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr
-    assert max(_far(done.stdout)) < 1e-10
-    assert "4 processes" in done.stdout
+    assert "4 ranks on threads" in said
 
 
 def test_the_demo_finds_what_one_process_finds(tmp_path: Path) -> None:

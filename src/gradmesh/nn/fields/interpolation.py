@@ -36,7 +36,8 @@ class _Grid:
     def places(self) -> tuple[float, ...]:
         """Where the outputs are, counted in rows: torch's own answer, with its own roundings."""
         corners = self.align_corners
-        return _places(self.dims, self.rows, self.outputs, self.scale, self.mode, corners)
+        found: tuple[float, ...] = _places(self.dims, self.rows, self.outputs, self.scale, self.mode, corners)
+        return found
 
     def needs(self, first: int, last: int) -> tuple[int, int]:
         """The rows of the outputs `first` ... `last - 1`."""
@@ -46,7 +47,8 @@ class _Grid:
         return int(places[first]), min(int(places[last - 1]) + 2, self.rows)
 
 
-@assume_constant_result  # numbers, which a compiler is to have and not to trace
+# Numbers, which a compiler is to have and not to trace.
+@assume_constant_result  # type: ignore[untyped-decorator]
 def _places(
     dims: int, rows: int, outputs: int, scale: float | None, mode: str, corners: bool | None
 ) -> tuple[float, ...]:
