@@ -14,11 +14,15 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
 SMALL = {
+    "fno_burgers.py": ["--epochs", "1", "--samples", "16", "--points", "34"],
     "forces_slab.py": ["--side", "3", "--structures", "2", "--steps", "3", "--md", "2"],
 }
 """What makes each example small."""
 
-SAYS = {"forces_slab.py": r"loss [\d.]+ -> [\d.]+ in 3 steps"}
+SAYS = {
+    "fno_burgers.py": r"loss [\d.]+ in 1 steps",
+    "forces_slab.py": r"loss [\d.]+ -> [\d.]+ in 3 steps",
+}
 """What it prints of its end."""
 
 

@@ -9,9 +9,10 @@
   cut over the ranks; `gm.nn.tensor_parallel` makes them of a dense module's.
 * `gm.nn.ExpertParallel`: tokens travel to their experts and back.
 * `gm.nn.SyncBatchNorm`, `SyncGroupNorm`: statistics of all ranks.
+* `gm.nn.fields`: fields that are cut over ranks along their rows; `HaloConv1d` and its like, `SpectralConv`.
 """
 
-from gradmesh.nn import graph, sequence, tensor
+from gradmesh.nn import fields, graph, sequence, tensor
 from gradmesh.nn.attention import (
     ring_attention,
     ulysses_attention,
@@ -36,6 +37,17 @@ from gradmesh.nn.experts import (
     ExpertParallel,
     balance_loss,
 )
+from gradmesh.nn.fields import (
+    HaloAvgPool,
+    HaloConv1d,
+    HaloConv2d,
+    HaloConv3d,
+    HaloConvTranspose1d,
+    HaloConvTranspose2d,
+    HaloConvTranspose3d,
+    HaloMaxPool,
+    SpectralConv,
+)
 from gradmesh.nn.norms import (
     SyncBatchNorm,
     SyncGroupNorm,
@@ -58,10 +70,19 @@ __all__ = [
     "ColumnParallelLinear",
     "ExpertDispatch",
     "ExpertParallel",
+    "HaloAvgPool",
+    "HaloConv1d",
+    "HaloConv2d",
+    "HaloConv3d",
+    "HaloConvTranspose1d",
+    "HaloConvTranspose2d",
+    "HaloConvTranspose3d",
+    "HaloMaxPool",
     "NTXentLoss",
     "Replicated",
     "RowParallelLinear",
     "SigLipLoss",
+    "SpectralConv",
     "SupConLoss",
     "SyncBatchNorm",
     "SyncGroupNorm",
@@ -72,6 +93,7 @@ __all__ = [
     "cached_gradients",
     "clip_loss",
     "dense_state_dict",
+    "fields",
     "graph",
     "linear_cross_entropy",
     "load_dense_state_dict",

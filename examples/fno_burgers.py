@@ -1,0 +1,76 @@
+"""A Fourier neural operator for Burgers' equation, its fields cut over ranks, which follows one process step by step.
+
+    python examples/fno_burgers.py                                       # 4 ranks as threads
+    torchrun --nproc-per-node 4 examples/fno_burgers.py                  # 4 processes
+
+The solver, the operator and the training are in `gradmesh.demo.fno`: what makes the operator parallel is that its
+convolutions are `gm.nn.HaloConv1d` and `gm.nn.SpectralConv`, and that the error is summed over the ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import torch
+
+import gradmesh as gm
+from gradmesh.demo.fno.job import data_of, dense_operator, train
+from gradmesh.demo.fno.settings import Job
+
+Curve = list[tuple[float, float]]
+"""The loss of each epoch's last step, and the error on what was held out."""
+
+
+def follow(job: Job) -> tuple[Curve, Curve, float]:
+    """On rank 0: both curves, of the ranks and of one process, and how far the parameters are apart in the end."""
+    torch.set_num_threads(1)
+    data = data_of(job)
+    start = dense_operator(job).state_dict()
+    own = list(train(job, *data, start, parts=True))
+    if gm.rank():
+        return [], [], 0.0
+    alone = list(train(job, *data, start, parts=False))
+    pairs = zip(own[-1].operator.parameters(), alone[-1].operator.parameters(), strict=True)
+    apart = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    curves = [[(loss, step.held_out) for step in steps for loss in step.losses] for steps in (own, alone)]
+    return curves[0], curves[1], apart
+
+
+def report(job: Job, ranks: str, curve: Curve, right: Curve, apart: float) -> None:
+    """Print some losses, and how far apart they are at most."""
+    print(f"{ranks}, {job.points} points of a field, {job.samples} solutions")
+    for step in sorted({0, len(curve) // 2, len(curve) - 1}):
+        (loss, held), (other, _) = curve[step], right[step]
+        print(f"step {step:>3}  loss {loss:.6f}  one process {other:.6f}  held out {held:.1%}")
+    far = max(abs(a[0] - b[0]) for a, b in zip(curve, right, strict=True))
+    print(f"loss {curve[-1][0]:.6f} in {len(curve)} steps")
+    print(f"losses are at most {far:.1e} apart, parameters {apart:.1e}")
+
+
+def main() -> None:
+    """Train, and compare."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=4, help="ranks as threads, where torchrun started none")
+    parser.add_argument("--backend", help="shm, gloo, nccl; threads where torchrun started none")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--samples", type=int, default=96)
+    parser.add_argument("--points", type=int, default=126, help="of a field; the ranks need not divide them")
+    args = parser.parse_args()
+    job = Job(ranks=args.ranks, epochs=args.epochs, samples=args.samples, points=args.points)
+    if "RANK" in os.environ:
+        gm.init(args.backend)
+        found = follow(job)
+        if gm.rank() == 0:
+            report(job, f"{gm.world_size()} processes", *found)
+        return
+    backend = args.backend or "threads"
+    report(
+        job, f"{job.ranks} ranks on {backend}", *gm.launch(follow, job.ranks, backend=backend, args=(job,))[0]
+    )
+
+
+if __name__ == "__main__":
+    main()

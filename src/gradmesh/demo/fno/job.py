@@ -1,0 +1,193 @@
+"""Train the operator on ranks and in one process, on the same solutions in the same order, and compare."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gradmesh as gm
+from gradmesh.axis import balanced
+from gradmesh.demo.fno.burgers import diffused, initial_fields, solved
+from gradmesh.demo.fno.network import Operator, relative_error
+from gradmesh.demo.fno.settings import Job
+
+__all__ = ["ALONE", "IN_PARTS", "Result", "Step", "Tell", "data_of", "dense_operator", "run", "train"]
+
+IN_PARTS, ALONE = "ranks", "one process"
+RATE = 0.006
+
+Tell = Callable[[str, int], None]
+"""Is told who has trained for how many more epochs."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an epoch left.
+
+    Attributes:
+        losses: of its steps.
+        held_out: the error on the solutions held out.
+        operator: trained so far.
+    """
+
+    losses: list[float]
+    held_out: float
+    operator: Operator
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the job found.
+
+    Attributes:
+        job: what it was asked.
+        losses, right: of each step, on ranks and alone.
+        held_out: after each epoch, the error of the ranks' operator on solutions held out.
+        slope: how far the first gradient is from that of one process, relative to its largest entry.
+        apart: how far the parameters are in the end.
+        baseline: the error on what was held out of the equation without its bent term.
+        picture: a field held out, its solution, and what the operator makes of it.
+        seconds: how long it took.
+    """
+
+    job: Job
+    losses: list[float]
+    right: list[float]
+    held_out: list[float]
+    slope: float
+    apart: float
+    baseline: float
+    picture: tuple[Tensor, Tensor, Tensor]
+    seconds: float
+
+    @property
+    def far(self) -> list[float]:
+        """How far the losses of each step are apart."""
+        return [abs(a - b) for a, b in zip(self.losses, self.right, strict=True)]
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return {
+            "losses": self.losses,
+            "held_out": self.held_out,
+            "baseline": self.baseline,
+            "gradient_error": self.slope,
+            "loss_error": max(self.far),
+            "param_error": self.apart,
+            **vars(self.job),
+            "seconds": round(self.seconds, 2),
+        }
+
+
+def data_of(job: Job) -> tuple[Tensor, Tensor]:
+    """Fields and their solutions, those held out last."""
+    fields = initial_fields(job.samples + job.held_out, job.points, job.seed)
+    return fields, solved(fields)
+
+
+def dense_operator(job: Job) -> Operator:
+    """The operator before training; the default generator is left as it is."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(job.seed)
+        return Operator(job)
+
+
+def train(job: Job, fields: Tensor, solutions: Tensor, start: dict[str, Any], parts: bool) -> Iterator[Step]:
+    """Train, and give what each epoch left; in parts each rank calls it, with the whole fields.
+
+    The optimizer is Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1): importing `torch.optim` takes a rank seconds.
+    """
+    sizes = balanced(job.points, gm.world_size()) if parts else None
+    own = gm.axis().slice(sizes) if sizes else slice(None)
+    operator = Operator(job, sizes)
+    operator.load_state_dict(start)
+    fields, solutions = fields[:, own], solutions[:, own]
+    order, count = torch.Generator().manual_seed(job.seed), 0
+    leaves = list(operator.parameters())
+    # A complex parameter is two real ones to the optimizer.
+    means, squares = ([torch.zeros_like(_real(leaf)) for leaf in leaves] for _ in range(2))
+    for _ in range(job.epochs):
+        losses = []
+        for batch in torch.randperm(job.samples, generator=order).split(job.batch):
+            loss = relative_error(operator(fields[batch]), solutions[batch], parts)
+            slopes, count = torch.autograd.grad(loss, leaves), count + 1
+            losses.append(float(loss.detach()))
+            with torch.no_grad():
+                for leaf, slope, mean, square in zip(leaves, slopes, means, squares, strict=True):
+                    real = _real(slope)
+                    mean.lerp_(real, 0.1)
+                    square.lerp_(real**2, 0.001)
+                    scale = (square / (1 - 0.999**count)).sqrt() + 1e-8
+                    _real(leaf).sub_(RATE * mean / (1 - 0.9**count) / scale)
+        with torch.no_grad():
+            error = relative_error(operator(fields[job.samples :]), solutions[job.samples :], parts)
+        yield Step(losses, float(error), operator)
+
+
+def _real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
+
+
+def _on_rank(
+    job: Job, fields: Tensor, solutions: Tensor, start: dict[str, Any]
+) -> tuple[list[Step], list[Tensor], Tensor]:
+    """What a rank finds: its epochs, its first gradient, and all ranks' points of one field in the end."""
+    sizes = balanced(job.points, gm.world_size())
+    own = gm.axis().slice(sizes)
+    operator = Operator(job, sizes)
+    operator.load_state_dict(start)
+    loss = relative_error(operator(fields[: job.batch, own]), solutions[: job.batch, own], True)
+    first = list(torch.autograd.grad(loss, list(operator.parameters())))
+    steps = list(train(job, fields, solutions, start, parts=True))
+    with torch.no_grad():
+        made = gm.all_gather(steps[-1].operator(fields[-1:, own]), dim=1, sizes=sizes)[0]
+    return steps, first, made
+
+
+def run(job: Job, tell: Tell | None = None) -> Result:
+    """Do the whole job.
+
+    Raises:
+        ArgumentError: the number of ranks or the backend cannot be.
+        RankError: a rank failed.
+    """
+    tell, begun, threads = tell or (lambda *_: None), time.perf_counter(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        fields, solutions = data_of(job)
+        dense = dense_operator(job)
+        start = {name: value.clone() for name, value in dense.state_dict().items()}
+        loss = relative_error(dense(fields[: job.batch]), solutions[: job.batch], False)
+        slopes = torch.autograd.grad(loss, list(dense.parameters()))
+        alone = []
+        for step in train(job, fields, solutions, start, parts=False):
+            alone.append(step)
+            tell(ALONE, 1)
+        given = (job, fields, solutions, start)
+        found = gm.launch(_on_rank, job.ranks, backend=job.backend, args=given)
+        tell(IN_PARTS, job.epochs)
+    finally:
+        torch.set_num_threads(threads)
+    largest = max(float(slope.abs().max()) for slope in slopes)
+    state = alone[-1].operator.state_dict()
+    steps, held = found[0][0], slice(job.samples, None)
+    return Result(
+        job,
+        [loss for step in steps for loss in step.losses],
+        [loss for step in alone for loss in step.losses],
+        [step.held_out for step in steps],
+        max(_apart(first, slopes) for _, first, _ in found) / largest,
+        max(_apart(each[-1].operator.state_dict().values(), state.values()) for each, _, _ in found),
+        float(relative_error(diffused(fields[held]), solutions[held], False)),
+        (fields[-1], solutions[-1], found[0][2]),
+        time.perf_counter() - begun,
+    )
+
+
+def _apart(found: Any, right: Any) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(found, right, strict=True))

@@ -1,0 +1,83 @@
+"""What the job shows: a progress bar, a table, and the picture of a field and its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from gradmesh.axis import balanced
+from gradmesh.demo.fno.job import ALONE, IN_PARTS, Result, Tell
+from gradmesh.demo.fno.settings import Job
+
+__all__ = ["draw", "print_table", "shown"]
+
+EXACT = 1e-9
+"""The largest deviation that counts as rounding in float64, after many steps."""
+
+
+@contextmanager
+def shown(job: Job, console: Console) -> Iterator[Tell]:
+    """Introduce the job, and show on the console how far it is."""
+    console.print(
+        f"Burgers' equation on {job.points} points, {job.samples} solutions to train on: a Fourier neural operator "
+        f"whose fields are cut over {job.ranks} ranks on {job.backend}, beside one process.\n"
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        tasks = {name: progress.add_task(name, total=job.epochs) for name in (ALONE, IN_PARTS)}
+        yield lambda name, epochs: progress.update(tasks[name], advance=epochs)
+
+
+def print_table(result: Result, console: Console) -> None:
+    """Print both runs, and how far they are apart."""
+    table = Table(box=SIMPLE_HEAD)
+    for name in ("epoch", IN_PARTS, ALONE, "apart", "held out"):
+        table.add_column(name, justify="right")
+    epochs = len(result.held_out)
+    each = len(result.losses) // epochs
+    for epoch in sorted({0, epochs // 4, epochs // 2, 3 * epochs // 4, epochs - 1}):
+        last = (epoch + 1) * each - 1
+        values = (f"{result.losses[last]:.6f}", f"{result.right[last]:.6f}", f"{result.far[last]:.1e}")
+        table.add_row(str(epoch + 1), *values, f"{result.held_out[epoch]:.1%}")
+    console.print(table)
+    worst = max(*result.far, result.slope, result.apart)
+    verdict = "[green]right to rounding[/]" if worst <= EXACT else "[red]wrong[/]"
+    console.print(
+        f"first gradient {result.slope:.1e} apart, losses of all {len(result.losses)} steps {max(result.far):.1e}, "
+        f"parameters in the end {result.apart:.1e}: {verdict}.\nOn {result.job.held_out} solutions held out the error "
+        f"is {result.held_out[-1]:.1%}; of the equation without its bent term it is {result.baseline:.1%}."
+    )
+
+
+def draw(result: Result, path: Path) -> None:
+    """Write the picture, as PNG."""
+    figure = Figure(figsize=(12, 4), dpi=150, layout="constrained")
+    field, losses, far = figure.subplots(1, 3)
+    begin, given, right = 0, result.picture[0], result.picture[1]
+    places = [n / result.job.points for n in range(result.job.points)]
+    field.plot(places, given, ":", color="grey", label="u(x, 0)")
+    field.plot(places, right, color="black", linewidth=3, alpha=0.3, label="u(x, 1), solver")
+    for rank, size in enumerate(balanced(result.job.points, result.job.ranks)):
+        own = slice(begin, begin + size)
+        field.plot(places[own], result.picture[2][own], linewidth=1.5, label=f"operator, rank {rank}")
+        begin += size
+    field.set(title="A field that was held out", xlabel="x")
+    field.legend(frameon=False, fontsize=7)
+    steps = range(1, len(result.losses) + 1)
+    losses.semilogy(steps, result.right, color="black", linewidth=3, alpha=0.3, label=ALONE)
+    losses.semilogy(steps, result.losses, color="#0072B2", linewidth=1, label=f"{result.job.ranks} ranks")
+    losses.set(title="Relative error in training", xlabel="step")
+    losses.legend(frameon=False)
+    far.semilogy(steps, [max(each, 1e-17) for each in result.far], ".", color="#D55E00", markersize=3)
+    far.set(title="How far apart the losses are", xlabel="step", ylim=(1e-17, 1e-2))
+    for axes in (field, losses, far):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, format="png")

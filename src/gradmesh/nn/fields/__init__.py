@@ -1,0 +1,47 @@
+"""Fields that are cut over ranks along their rows: convolutions, pools, grids, Fourier transforms, and small operators.
+
+* `HaloConv1d`, `HaloConvTranspose1d` and those of two and three dims; `max_pool`, `avg_pool`, `interpolate`.
+* `fftn`, `ifftn`, `rfftn`, `irfftn`, and the `SpectralConv` of Fourier neural operators.
+* `spectral_norm`, `bce_with_logits`, `inv_ex`, `spdiags`, `narrow_copy`: what changes where a tensor is cut.
+
+A parameter that a layer uses on own rows is replicated by the layer itself: its gradient is the dense layer's, whole on
+every rank. With `replicated=False` it is the rank's own term, for a wrapper that sums.
+"""
+
+from gradmesh.nn.fields.convolution import HaloConv1d, HaloConv2d, HaloConv3d
+from gradmesh.nn.fields.fourier import fftn, ifftn, irfftn, rfftn
+from gradmesh.nn.fields.interpolation import interpolate
+from gradmesh.nn.fields.losses import BCEWithLogitsLoss, bce_with_logits
+from gradmesh.nn.fields.matrices import Inverses, inv_ex, narrow_copy, narrowed_sizes, spdiags
+from gradmesh.nn.fields.pooling import HaloAvgPool, HaloMaxPool, avg_pool, max_pool
+from gradmesh.nn.fields.power import SpectralNorm, spectral_norm
+from gradmesh.nn.fields.spectral import SpectralConv
+from gradmesh.nn.fields.transposed import HaloConvTranspose1d, HaloConvTranspose2d, HaloConvTranspose3d
+
+__all__ = [
+    "BCEWithLogitsLoss",
+    "HaloAvgPool",
+    "HaloConv1d",
+    "HaloConv2d",
+    "HaloConv3d",
+    "HaloConvTranspose1d",
+    "HaloConvTranspose2d",
+    "HaloConvTranspose3d",
+    "HaloMaxPool",
+    "Inverses",
+    "SpectralConv",
+    "SpectralNorm",
+    "avg_pool",
+    "bce_with_logits",
+    "fftn",
+    "ifftn",
+    "interpolate",
+    "inv_ex",
+    "irfftn",
+    "max_pool",
+    "narrow_copy",
+    "narrowed_sizes",
+    "rfftn",
+    "spdiags",
+    "spectral_norm",
+]

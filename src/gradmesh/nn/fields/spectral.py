@@ -1,0 +1,165 @@
+"""The spectral convolution of Fourier neural operators, on fields that are cut over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import pi, prod
+
+import torch
+from torch import Tensor, nn
+
+from gradmesh.arguments import Call
+from gradmesh.axis import AxisLike, balanced
+from gradmesh.collectives import all_gather, reduce_scatter, shard
+from gradmesh.errors import ArgumentError, message
+from gradmesh.nn.fields.cuts import Cut, Rows, cuts_of
+from gradmesh.nn.fields.lines import transformed
+from gradmesh.types import I, R
+
+__all__ = ["SpectralConv"]
+
+
+class SpectralConv(nn.Module):
+    r"""The lowest modes of a field, each times a matrix of its own: the layer of Fourier neural operators.
+
+    ::
+
+        V -> V    own rows (n, c_in, rows_r, ...) -> own rows (n, c_out, rows_r, ...)
+
+                  own rows' terms of the kept modes   \                      / own rows of all modes
+                                                       sum over ranks, parts
+                  own rows' terms of the kept modes   /                      \ own rows of all modes
+
+        I -> V    the weight, of which each rank uses its part of the modes: its gradient is whole on every rank
+
+    The value is `irfftn(W * rfftn(x))` with the modes that are kept: along the last dim the lowest `modes[-1]`, along
+    the others the lowest in both directions, 2 `modes[d]`. Since the sum over the rows of a mode is one over the ranks'
+    sums, the kept modes alone travel, whatever the number of rows; a whole transform by transposes, which sends the
+    field, is `rfftn`. Each rank works on its part of the modes, so that their work is cut too.
+
+    Args:
+        in_channels, out_channels: of the field.
+        modes: how many are kept; a number for one spatial dim, or one for each.
+        axis: the ranks.
+        dim: the dim that is cut.
+        sizes: each rank's rows along it, as in `gradmesh.nn.HaloConv1d`.
+        replicated: False where a data parallel wrapper over the same ranks sums the parameters' gradients.
+        device: of the weight.
+        dtype: of the field: float64 makes a weight of complex128, anything else one of complex64.
+
+    Attributes:
+        weight: shape (in_channels, out_channels, 2 modes[0], ..., modes[-1]), complex.
+
+    Raises:
+        ArgumentError: a field of other channels or dims, or too small to have so many modes.
+
+    Source: Li et al., Fourier neural operator (arXiv:2010.08895), equation 5.
+
+    Example:
+        >>> def on_each_rank():
+        ...     layer = gm.nn.SpectralConv(1, 1, 3, sizes=(4, 3))
+        ...     torch.nn.init.constant_(layer.weight, 0.5 - 0.25j)
+        ...     x = torch.arange(7.0).view(1, 1, 7) ** 2
+        ...     modes = torch.fft.rfft(x)[..., :3] * layer.weight
+        ...     own = gm.axis().slice((4, 3))
+        ...     return torch.allclose(layer(x[..., own]), torch.fft.irfft(modes, 7)[..., own], atol=1e-4)
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [True, True]
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        modes: int | Sequence[int],
+        axis: AxisLike = None,
+        *,
+        dim: int = 2,
+        sizes: Rows = None,
+        replicated: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.modes = (modes,) if isinstance(modes, int) else tuple(modes)
+        if not self.modes or min(self.modes) < 1:
+            raise ArgumentError(
+                message(
+                    "there are no modes to keep",
+                    op="nn.SpectralConv",
+                    expected="1 or more along each spatial dim",
+                    got=f"modes={modes!r}",
+                    remedy="12 or 16 are usual",
+                )
+            )
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.over, self.dim, self.rows, self.replicated = axis, dim, sizes, replicated
+        kind = torch.complex128 if dtype == torch.float64 else torch.complex64
+        shape = (in_channels, out_channels, *(2 * m for m in self.modes[:-1]), self.modes[-1])
+        draw = torch.rand(shape, device=device, dtype=kind)
+        self.weight = nn.Parameter(draw / (in_channels * out_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Own rows of the output."""
+        cut = cuts_of("nn.SpectralConv", x, self.over, self.dim, self.rows)[0]
+        rows = [cut.total if d == cut.dim else x.shape[d] for d in range(2, x.dim())]
+        kept = [*(2 * m for m in self.modes[:-1]), self.modes[-1]]
+        room = [*rows[:-1], rows[-1] // 2 + 1 if rows else 0]
+        fits = len(rows) == len(kept) and all(k <= most for k, most in zip(kept, room, strict=True))
+        if not fits or x.shape[1] != self.in_channels or cut.dim < 2 or x.is_complex():
+            Call("nn.SpectralConv", x, cut.axis).fail(
+                "the field does not fit the layer",
+                expected=f"a real (n, {self.in_channels}, ...) of {len(kept)} spatial dims, cut along one of them, "
+                f"that has room for {kept} modes",
+                got=f"{x.dtype} of shape {list(x.shape)}, {rows} rows on all ranks, cut along dim {cut.dim}",
+                remedy="keep fewer modes",
+            )
+        last = x.dim() - 1
+        y = x
+        if cut.dim != last:
+            y = transformed("rfft", y, last).narrow(last, 0, kept[-1])
+        waves = self._waves(cut, y)
+        y = torch.tensordot(y.to(waves.dtype), waves, dims=([cut.dim], [1])).movedim(-1, cut.dim)
+        for d in range(2, last):
+            if d != cut.dim:
+                y = transformed("fft", y, d)
+                m = self.modes[d - 2]
+                y = torch.cat((y.narrow(d, 0, m), y.narrow(d, rows[d - 2] - m, m)), d)
+        y = self._mixed(y, cut)
+        for d in range(2, last):
+            if d != cut.dim:
+                m, gap = self.modes[d - 2], rows[d - 2] - 2 * self.modes[d - 2]
+                zeros = y.new_zeros((*y.shape[:d], gap, *y.shape[d + 1 :]))
+                y = transformed("ifft", torch.cat((y.narrow(d, 0, m), zeros, y.narrow(d, m, m)), d), d)
+        back = waves.conj() / cut.total
+        if cut.dim == last:
+            # The modes that are left out because the field is real count too: each but the first and the middle one.
+            twice = [1 + (k > 0 and 2 * k != cut.total) for k in range(kept[-1])]
+            back = back * back.real.new_tensor(twice).unsqueeze(1)
+        y = torch.tensordot(y, back, dims=([cut.dim], [0])).movedim(-1, cut.dim)
+        return y.real if cut.dim == last else transformed("irfft", y, last, rows[-1])
+
+    def _waves(self, cut: Cut, like: Tensor) -> Tensor:
+        """The kept modes along the cut dim at the own rows, shape (modes, rows_r)."""
+        kind = torch.float64 if like.dtype in (torch.float64, torch.complex128) else torch.float32
+        m = self.modes[cut.dim - 2]
+        low = torch.arange(m, device=like.device)
+        modes = low if cut.dim - 1 == len(self.modes) else torch.cat((low, low - m))
+        own = torch.arange(*cut.spans[cut.axis.rank], device=like.device)
+        # The product is taken as integers, and modulo the rows: no digits are lost where both are large.
+        turns = (modes.unsqueeze(1) * own % cut.total).to(kind) * (-2 * pi / cut.total)
+        return torch.complex(turns.cos(), turns.sin())
+
+    def _mixed(self, terms: Tensor, cut: Cut) -> Tensor:
+        """All modes times their matrices, of the own rows' terms of all modes."""
+        shape = terms.shape[2:]
+        parts = balanced(prod(shape), cut.axis.size)
+        own = reduce_scatter(terms.flatten(2), cut.axis, 2, sizes=parts)
+        weight = self.weight.flatten(2).to(own.dtype)
+        weight = shard(weight, cut.axis, 2, src=I if self.replicated else R, sizes=parts)
+        whole: Tensor = all_gather(torch.einsum("nik,iok->nok", own, weight), cut.axis, 2, sizes=parts)
+        return whole.reshape(*whole.shape[:2], *shape)
+
+    def extra_repr(self) -> str:
+        """Channels and modes."""
+        return f"{self.in_channels}, {self.out_channels}, modes {self.modes}"

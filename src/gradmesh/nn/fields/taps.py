@@ -1,0 +1,117 @@
+"""Where a sliding kernel takes its rows: what convolution and pooling share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gradmesh.arguments import Call
+from gradmesh.nn.fields.cuts import Cut, shares, window
+
+__all__ = ["Taps", "each_dim", "padded", "slid"]
+
+
+@dataclass(frozen=True)
+class Taps:
+    """A kernel along one dim: output j takes the rows `j * stride - left + i * dilation`, i = 0 ... kernel - 1.
+
+    Attributes:
+        kernel, stride, dilation: as in `torch.nn.Conv1d`.
+        left, right: the padding on either side.
+        ceil: whether a last window that is partly beyond the padding counts, as in `torch.nn.MaxPool1d`.
+    """
+
+    kernel: int
+    stride: int = 1
+    dilation: int = 1
+    left: int = 0
+    right: int = 0
+    ceil: bool = False
+
+    @property
+    def reach(self) -> int:
+        """The rows from the first tap to the last."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    def outputs(self, rows: int) -> int:
+        """The outputs of so many rows."""
+        free = rows + self.left + self.right - self.reach
+        if free < 0:
+            return 0
+        count = (free + (self.stride - 1) * self.ceil) // self.stride + 1
+        return count - (self.ceil and (count - 1) * self.stride >= rows + self.left)
+
+    def shares(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        """How many outputs each rank has: output j is on the rank that has row min(j * stride, rows - 1)."""
+        return shares(sizes, self.outputs(sum(sizes)), down=self.stride)
+
+    def needs(self, first: int, last: int) -> tuple[int, int]:
+        """The rows of the outputs `first` ... `last - 1`: the first of them, and the one behind the last."""
+        begin = first * self.stride - self.left
+        return (begin, begin + (last - first - 1) * self.stride + self.reach) if first < last else (0, 0)
+
+
+def each_dim(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
+    """A number for each spatial dim."""
+    return (value,) * dims if isinstance(value, int) else tuple(value)
+
+
+def slid(
+    verb: str, x: Tensor, cuts: Sequence[Cut], taps: Sequence[Taps], wrap: bool = False
+) -> tuple[Tensor, list[tuple[int, int]], list[int]]:
+    """The rows that the own outputs need.
+
+    Args:
+        verb: who asks, for errors.
+        x: own rows, (n, c, ...).
+        cuts: how they are cut.
+        taps: of each spatial dim.
+        wrap: whether the cut dims are periodic.
+
+    Returns:
+        The rows; how many rows of padding are missing on either side along each spatial dim; the own number of outputs
+        along each.
+    """
+    if x.dim() != len(taps) + 2 or any(cut.dim < 2 for cut in cuts):
+        Call(verb, x, cuts[0].axis).fail(
+            "the field is not (n, c, rows, ...), or not cut along its rows",
+            expected=f"{len(taps) + 2} dims, cut from dim 2 on",
+            got=f"shape {list(x.shape)}, cut along {', '.join(str(cut.dim) for cut in cuts)}",
+            remedy="add a batch dim, and pass the dim that is cut",
+        )
+    found = {cut.dim: cut for cut in cuts}
+    pads, counts = [], []
+    for dim, tap in enumerate(taps, 2):
+        cut = found.get(dim)
+        rows = x.shape[dim] if cut is None else cut.total
+        count = tap.outputs(rows)
+        if count <= 0 or not rows or (wrap and max(tap.left, tap.right) > rows):
+            Call(verb, x, cuts[0].axis).fail(
+                f"the field is too small for the kernel along dim {dim}",
+                expected=f"{tap.reach} rows or more with the padding, which a periodic field has to have itself",
+                got=f"{rows} rows on all ranks, padding {tap.left} and {tap.right}",
+                remedy="take a smaller kernel, or more padding",
+            )
+        if cut is None:
+            counts.append(count)
+            pads.append((tap.left, max(tap.right, tap.needs(0, count)[1] - rows)))
+            continue
+        own, needs, begin = tap.shares(cut.sizes), [], 0
+        for share in own:
+            needs.append(tap.needs(begin, begin + share))
+            begin += share
+        counts.append(own[cut.axis.rank])
+        x, missing = window(x, cut, needs, wrap)
+        pads.append(missing)
+    return x, pads, counts
+
+
+def padded(x: Tensor, pads: Sequence[tuple[int, int]], mode: str = "constant", value: float = 0.0) -> Tensor:
+    """The field with these rows before and behind along each spatial dim."""
+    if not any(any(pair) for pair in pads):
+        return x
+    flat = [rows for pair in reversed(pads) for rows in pair]
+    return pad(x, flat, mode, value) if mode == "constant" else pad(x, flat, mode)

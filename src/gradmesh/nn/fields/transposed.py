@@ -1,0 +1,132 @@
+"""Transposed convolutions of fields that are cut over ranks along their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gradmesh.arguments import Call
+from gradmesh.nn.fields.convolution import Halo
+from gradmesh.nn.fields.cuts import cuts_of, nothing, shares, window
+from gradmesh.nn.fields.taps import padded
+
+__all__ = ["HaloConvTranspose1d", "HaloConvTranspose2d", "HaloConvTranspose3d"]
+
+_CONVOLUTIONS = (functional.conv_transpose1d, functional.conv_transpose2d, functional.conv_transpose3d)
+
+
+class _HaloConvTranspose(Halo):
+    output_padding: tuple[int, ...]
+
+    def outputs(self, rows: int, place: int) -> int:
+        """The dense layer's outputs of so many rows."""
+        tap = self.taps()[place]
+        return (rows - 1) * tap.stride - tap.left - tap.right + tap.reach + self.output_padding[place]
+
+    def shares(self, sizes: Sequence[int], place: int) -> tuple[int, ...]:
+        """Each rank's outputs: output j is on the rank that has row min(j // stride, rows - 1)."""
+        return shares(sizes, self.outputs(sum(sizes), place), up=self.stride[place])
+
+    def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:  # noqa: A002
+        """Own rows of the output."""
+        self.known(input)
+        cuts = cuts_of(self.name, input, self.over, self.dim, self.rows)
+        call = Call(self.name, input, cuts[0].axis)
+        if output_size is not None:
+            call.fail(
+                "output_size is not there for a field that is cut",
+                expected="no output_size",
+                got=f"output_size={output_size!r}",
+                remedy="pass output_padding to the layer",
+            )
+        x, counts, crops = input, [], []
+        found = {cut.dim: cut for cut in cuts}
+        for place, tap in enumerate(self.taps()):
+            cut = found.get(place + 2)
+            rows = x.shape[place + 2] if cut is None else cut.total
+            whole = self.outputs(rows, place)
+            if whole <= 0 or not rows:
+                call.fail(
+                    f"there is no output along dim {place + 2}",
+                    expected="rows enough for the padding",
+                    got=f"{rows} rows on all ranks, padding {tap.left}",
+                    remedy="take less padding",
+                )
+            first, count, begin = 0, whole, 0
+            if cut is not None:
+                own, needs = self.shares(cut.sizes, place), []
+                for share, span in zip(own, cut.spans, strict=True):
+                    low = -(-(first + tap.left - tap.reach + 1) // tap.stride)
+                    high = (first + share - 1 + tap.left) // tap.stride + 1
+                    # At least one own row, so that there is something to convolve where no tap falls on the outputs.
+                    low, high = max(min(low, span[0]), 0), min(max(high, span[0] + 1), rows)
+                    needs.append((low, high) if share else (0, 0))
+                    first += share
+                rank = cut.axis.rank
+                first, count, begin = sum(own[:rank]), own[rank], needs[rank][0]
+                x, _ = window(x, cut, needs)
+            long = (x.shape[place + 2] - 1) * tap.stride + tap.reach
+            ahead = first + tap.left - begin * tap.stride
+            counts.append(count)
+            crops.append((-ahead, ahead + count - long))
+        weight, bias = self.parameters_here()
+        if not min(counts):
+            return nothing(x, (len(x), self.out_channels, *counts), weight, bias)
+        convolve: Any = _CONVOLUTIONS[len(counts) - 1]
+        y = convolve(x, weight, None, self.stride, 0, 0, self.groups, self.dilation)
+        y = padded(y, crops)
+        return y if bias is None else y + bias.view(1, -1, *[1] * len(counts))
+
+
+class HaloConvTranspose1d(_HaloConvTranspose, nn.ConvTranspose1d):
+    """A transposed convolution over a field (n, c, rows) whose rows are cut over ranks: `torch.nn.ConvTranspose1d`.
+
+    ::
+
+        V -> V    own rows (n, c_in, rows_r) -> own rows (n, c_out, outputs_r)
+
+    Where outputs of two ranks overlap, the one that has the output gets the input rows that reach into it, in place of
+    the other's sums: with a stride these are fewer. Output j is on the rank that has row min(j // stride, rows - 1).
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode,
+            device, dtype: as in `torch.nn.ConvTranspose1d`.
+        axis, dim, sizes, replicated: as in `HaloConv1d`.
+
+    Raises:
+        ArgumentError: other channels; no output; an `output_size`.
+
+    Example:
+        >>> def on_each_rank():
+        ...     layer = gm.nn.HaloConvTranspose1d(1, 1, 3, stride=2, bias=False)
+        ...     torch.nn.init.ones_(layer.weight)
+        ...     return layer(torch.full((1, 1, 2), 1.0 + gm.rank())).flatten().tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [[1.0, 1.0, 2.0, 1.0], [3.0, 2.0, 4.0, 2.0, 2.0]]
+    """
+
+
+class HaloConvTranspose2d(_HaloConvTranspose, nn.ConvTranspose2d):
+    """A transposed convolution over two dims: as `HaloConvTranspose1d`.
+
+    Example:
+        >>> def on_each_rank():
+        ...     layer = gm.nn.HaloConvTranspose2d(1, 2, 2, stride=2, sizes=(1, 2))
+        ...     return tuple(layer(torch.ones(1, 1, 1 + gm.rank(), 3)).shape), layer.output_sizes((1, 2))
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [((1, 2, 2, 6), (2, 4)), ((1, 2, 4, 6), (2, 4))]
+    """
+
+
+class HaloConvTranspose3d(_HaloConvTranspose, nn.ConvTranspose3d):
+    """A transposed convolution over three dims: as `HaloConvTranspose1d`.
+
+    Example:
+        >>> def on_each_rank():
+        ...     return tuple(gm.nn.HaloConvTranspose3d(1, 2, 2, stride=2)(torch.ones(1, 1, 2, 2, 2)).shape)
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [(1, 2, 4, 4, 4), (1, 2, 4, 4, 4)]
+    """

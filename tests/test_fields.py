@@ -1,0 +1,267 @@
+"""Layers on fields that are cut over ranks: values and both derivatives are torch's on the whole field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradmesh as gm
+from tests.field_programs import KINDS, Program, deviation, far, random_program
+
+Run = Callable[..., list[Any]]
+Threads = Callable[[int], Run]
+
+# torch says so of its own "same" with an even kernel.
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
+CLOSE = 1e-8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_layers_have_the_value_and_both_derivatives_of_the_whole(threads: Threads, kind: str) -> None:
+    for seed in range(12):
+        ranks, program = random_program(seed, kind)
+        assert max(threads(ranks)(deviation, program)) < CLOSE, program
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_random_layers_have_the_value_and_both_derivatives_of_the_whole(
+    threads: Threads, kind: str
+) -> None:
+    for seed in range(1000, 1400):
+        ranks, program = random_program(seed, kind)
+        assert max(threads(ranks)(deviation, program)) < CLOSE, program
+
+
+FIXED = [
+    Program(
+        "conv", 1, (5, 4), (4, 1), 0, {"kernel_size": 3, "padding": 1, "padding_mode": "circular"}, auto=True
+    ),
+    Program("transposed", 2, (4,), (1, 3), 0, {"kernel_size": 4, "stride": 2, "padding": 1}),
+    Program("spectral", 3, (5, 6), (2, 4), 1, {"modes": [2, 3]}),
+]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("program", FIXED, ids=lambda program: program.kind)
+def test_layers_on_processes_are_torchs_on_the_whole(
+    processes: Callable[[int], Run], program: Program
+) -> None:
+    assert max(processes(2)(deviation, program)) < CLOSE
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_nearest_rows_are_rounded_as_torch_rounds_them_in_so_many_dims(threads: Threads, dims: int) -> None:
+    """By 2.3 a field of two dims has other nearest rows than one of one or three."""
+    options = {"mode": "nearest", "align_corners": None, "scale_factor": [2.3] * dims}
+    program = Program("interpolate", 0, (3,) * dims, (1, 2), 0, options)
+    assert max(threads(2)(deviation, program)) < CLOSE
+
+
+def _made(kind: str) -> nn.Module:
+    """A layer of each kind for rows (3, 1) of a field of two channels and one dim."""
+    where: dict[str, Any] = {"sizes": (3, 1)}
+    made: dict[str, Callable[[], nn.Module]] = {
+        "conv": lambda: gm.nn.HaloConv1d(2, 2, 3, padding=1, **where).double(),
+        "transposed": lambda: gm.nn.HaloConvTranspose1d(2, 2, 3, stride=2, **where).double(),
+        "max_pool": lambda: gm.nn.HaloMaxPool(2, stride=1, **where),
+        "avg_pool": lambda: gm.nn.HaloAvgPool(2, stride=1, **where),
+        "spectral": lambda: gm.nn.SpectralConv(2, 2, 3, **where, dtype=torch.float64),
+    }
+    layer = made[kind]()
+    with torch.no_grad():
+        for number, parameter in enumerate(layer.parameters()):
+            draw = torch.Generator().manual_seed(number)
+            parameter.copy_(torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype))
+    return layer
+
+
+MADE = ("conv", "transposed", "max_pool", "avg_pool", "spectral")
+
+
+def _rows(rank: int) -> Tensor:
+    draw = torch.Generator().manual_seed(10 + rank)
+    return torch.randn(1, 2, (3, 1)[rank], generator=draw, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_finite_differences_agree_to_the_second_order(kind: str) -> None:
+    def loss(x: Tensor, *parameters: Tensor) -> Tensor:
+        layer = _made(kind)
+        named = dict(zip([name for name, _ in layer.named_parameters()], parameters, strict=True))
+        return (1 + gm.rank()) * (torch.func.functional_call(layer, named, (x,)) ** 3).sum()
+
+    def inputs(rank: int) -> tuple[Any, ...]:
+        layer = gm.launch(lambda: _made(kind), 2, backend="threads")[0]
+        # The layer sums its parameters' gradients: each rank has the whole.
+        whole = [gm.verify.Input(p.detach().clone().requires_grad_(), gm.I) for p in layer.parameters()]
+        return (_rows(rank).requires_grad_(), *whole)
+
+    assert gm.verify.gradcheck(loss, inputs, world_size=2, order=2)
+
+
+@pytest.mark.parametrize("kind", MADE)
+def test_an_audit_finds_nothing(kind: str) -> None:
+    def build() -> tuple[Callable[[Tensor], Tensor], Tensor]:
+        return _made(kind).requires_grad_(False), _rows(gm.rank())
+
+    assert not gm.verify.audit(build, world_size=2).findings
+
+
+def test_training_a_network_is_that_of_one_process() -> None:
+    def network(kinds: tuple[Any, ...], **where: Any) -> nn.Module:
+        conv, up, pool = kinds
+        return nn.Sequential(
+            conv(1, 4, 3, padding="same", padding_mode="circular", **where),
+            nn.Tanh(),
+            pool(2, **where),
+            up(4, 1, 4, stride=2, padding=1, **where),
+        ).double()
+
+    def parallel(module: nn.Module) -> nn.Module:
+        made = network((gm.nn.HaloConv2d, gm.nn.HaloConvTranspose2d, gm.nn.HaloAvgPool), sizes="auto")
+        made.load_state_dict(module.state_dict())
+        return made
+
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 1, 6, 4), torch.randn(2, 1, 6, 4)
+
+    def loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return ((module(x) - y) ** 2).sum()
+
+    gm.verify.same_as_single(
+        loss,
+        inputs=(gm.verify.Shard(x, dim=2), gm.verify.Shard(y, dim=2)),
+        world_size=3,
+        module=lambda: network((nn.Conv2d, nn.ConvTranspose2d, nn.AvgPool2d)),
+        parallel=parallel,
+        parameters={"*": gm.I},
+        steps=3,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.001),
+    )
+
+
+def test_two_axes_cut_two_dims_of_a_field(threads: Threads) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 2, 5, 6, generator=draw, dtype=torch.float64)
+    dense = nn.Conv2d(2, 3, 3, stride=(1, 2), padding=1, dilation=(2, 1)).double()
+    right = dense(x)
+    slope = torch.autograd.grad((right**3).sum(), [*dense.parameters()])
+
+    def found() -> float:
+        gm.mesh(a=2, b=2)
+        options: dict[str, Any] = {"axis": ("a", "b"), "dim": (2, 3), "sizes": ((4, 1), (3, 3))}
+        layer = gm.nn.HaloConv2d(2, 3, 3, stride=(1, 2), padding=1, dilation=(2, 1), **options).double()
+        layer.load_state_dict(dense.state_dict())
+        own = x[:, :, gm.axis("a").slice((4, 1)), gm.axis("b").slice((3, 3))]
+        y = layer(own)
+        rows, columns = layer.output_sizes(((4, 1), (3, 3)))
+        part = right.detach()[:, :, gm.axis("a").slice(rows), gm.axis("b").slice(columns)]
+        slopes = torch.autograd.grad((y**3).sum(), [*layer.parameters()])
+        return max(far(y.detach(), part), *map(far, slopes, slope))
+
+    assert max(threads(4)(found)) < CLOSE
+
+
+def test_without_replication_a_rank_has_its_own_term_of_the_gradient(threads: Threads) -> None:
+    def found(layer: Callable[..., nn.Module]) -> tuple[Tensor, Tensor]:
+        slopes = []
+        for replicated in (True, False):
+            module = layer(replicated=replicated)
+            (weight,) = module.parameters()
+            with torch.no_grad():
+                weight.copy_(torch.arange(weight.numel()).view_as(weight))
+            slopes.append(torch.autograd.grad((module(_rows(gm.rank())) ** 2).sum(), weight)[0])
+        return slopes[0], slopes[1]
+
+    for layer in (
+        lambda **o: gm.nn.HaloConv1d(2, 1, 3, bias=False, padding=1, sizes=(3, 1), **o).double(),
+        lambda **o: gm.nn.SpectralConv(2, 1, 2, sizes=(3, 1), dtype=torch.float64, **o),
+    ):
+        (whole, one), (same, other) = threads(2)(found, layer)
+        torch.testing.assert_close(whole, same)
+        torch.testing.assert_close(one + other, whole)
+        assert float(one.abs().max()) > 0 < float((one - whole).abs().max())
+
+
+def _compiled(kinds: tuple[str, ...]) -> float:
+    layers, x = [_made(kind) for kind in kinds], _rows(gm.rank()).requires_grad_()
+
+    def loss(x: Tensor) -> Tensor:
+        return torch.stack([(layer(x) ** 3).sum() for layer in layers]).sum()
+
+    leaves = [x, *(parameter for layer in layers for parameter in layer.parameters())]
+    eager = torch.autograd.grad(loss(x), leaves)
+    compiled = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(x), leaves)
+    return max(map(far, compiled, eager))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "kinds", [("conv",), pytest.param(MADE, marks=pytest.mark.slow)], ids=["conv", "all"]
+)
+def test_layers_compile_whole(worlds: Callable[..., Any], kinds: tuple[str, ...]) -> None:
+    assert max(worlds(2, "shm", 240).run(_compiled, kinds)) < 1e-12
+
+
+X = torch.ones(1, 2, 3)
+WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "other channels": (lambda: gm.nn.HaloConv1d(3, 1, 3)(X), "other channels"),
+    "no batch": (lambda: gm.nn.HaloConv1d(2, 1, 3)(X[0]), "other channels"),
+    "a cut channel": (lambda: gm.nn.HaloConv1d(2, 1, 3, dim=1)(X), "not cut along its rows"),
+    "a padding that there is not": (
+        lambda: gm.nn.HaloConv1d(2, 1, 3, padding_mode="reflect")(X),
+        "no such padding",
+    ),
+    "a small field": (lambda: gm.nn.HaloConv1d(2, 1, 9)(X), "too small"),
+    "too much of a circle": (
+        lambda: gm.nn.HaloConv1d(2, 1, 3, padding=7, padding_mode="circular")(X),
+        "too small",
+    ),
+    "other rows": (lambda: gm.nn.HaloConv1d(2, 1, 3, sizes=(3, 2))(X[..., :1]), "sizes says for this rank"),
+    "dims without axes": (lambda: gm.nn.HaloConv1d(2, 1, 3, dim=(1, 2))(X), "one dim for each axis"),
+    "an axis twice": (
+        lambda: gm.nn.HaloConv1d(2, 1, 3, axis=(None, None), dim=(1, 2))(X),
+        "named twice",
+    ),
+    "an output size": (lambda: gm.nn.HaloConvTranspose1d(2, 1, 3)(X, [9]), "output_size is not there"),
+    "no output": (lambda: gm.nn.HaloConvTranspose1d(2, 1, 1, padding=3)(X), "no output along dim 2"),
+    "much padding": (lambda: gm.nn.HaloMaxPool(2, padding=2)(X), "half of the kernel"),
+    "numbers of other dims": (lambda: gm.nn.HaloAvgPool((2, 2))(X), "each spatial dim"),
+    "two grids": (
+        lambda: gm.nn.fields.interpolate(X, 3, scale_factor=2.0),
+        "not told for each spatial dim",
+    ),
+    "another mode": (
+        lambda: gm.nn.fields.interpolate(X, 3, mode="cubic"),  # type: ignore[arg-type]
+        "no such interpolation",
+    ),
+    "a grid of none": (lambda: gm.nn.fields.interpolate(X, 0), "no points"),
+    "many modes": (lambda: gm.nn.SpectralConv(2, 1, 5)(X), "does not fit the layer"),
+    "no modes": (lambda: gm.nn.SpectralConv(2, 1, 0), "no modes to keep"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_be_right_is_refused_on_every_rank(threads: Threads, what: str) -> None:
+    fn, words = WRONG[what]
+
+    def refused() -> str:
+        with pytest.raises(gm.GradmeshError) as error:
+            fn()
+        return str(error.value)
+
+    assert any(words in text for text in threads(2)(refused))
+
+
+def test_a_refusal_on_one_rank_is_heard_on_the_other(threads: Threads) -> None:
+    def refused() -> str:
+        with pytest.raises(gm.GradmeshError) as error:
+            gm.nn.HaloConv1d(2, 1, 3, padding=1)(X if gm.rank() else torch.ones(1, 3, 3))
+        return type(error.value).__name__
+
+    assert threads(2)(refused) == ["ArgumentError", "MismatchError"]
