@@ -85,7 +85,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         norms = [
             each for _, each in names if isinstance(each, _BATCH_NORMS + _LAZY) and not isinstance(each, cls)
         ]
-        made = {each: cls._of(each, axis) for each in norms}
+        made: dict[nn.Module, nn.Module] = {each: cls._of(each, axis) for each in norms}
         for name, each in names:
             if name and each in made:
                 room, _, last = name.rpartition(".")

@@ -141,6 +141,8 @@ class Replicated(nn.Module):
         [3.0, 3.0]
     """
 
+    over: AxisLike
+
     def __init__(self, module: nn.Module, axis: AxisLike = None) -> None:
         super().__init__()
         for name, each in module.named_modules():
