@@ -216,6 +216,31 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: gm.nn.ExpertDispatch(torch.tensor([[0]]), 2).combine(torch.ones(5, 1), torch.ones(1, 1)),
         "one row for each one sent",
     ),
+    "experts that are no number": (lambda: gm.nn.ExpertDispatch(torch.tensor([[0]]), "ab"), "not dealt"),  # type: ignore[arg-type]
+    "experts of a layer that are not dealt": (
+        lambda: gm.nn.ExpertParallel(nn.Linear(1, 2), lambda _: nn.Identity(), (3, -1), 1),
+        "not dealt",
+    ),
+    "a router of other experts": (
+        lambda: gm.nn.ExpertParallel(nn.Linear(1, 1), lambda _: nn.Identity(), 2, 2)(torch.ones(1, 1)),
+        "one score for each expert",
+    ),
+    "a balance of experts that there are not": (
+        lambda: gm.nn.balance_loss(torch.ones(1, 3), torch.tensor([[4]])),
+        "that there are not",
+    ),
+    "a balance of negative experts": (
+        lambda: gm.nn.balance_loss(torch.ones(1, 3), torch.tensor([[-1]])),
+        "that there are not",
+    ),
+    "a balance of choices that are no numbers": (
+        lambda: gm.nn.balance_loss(torch.ones(1, 3), torch.ones(1, 1)),
+        "as int64",
+    ),
+    "a layer of experts that is replicated": (
+        lambda: gm.nn.Replicated(gm.nn.ExpertParallel(nn.Linear(1, 2), lambda _: nn.Linear(1, 1), 2, 1)),
+        "its own way over these ranks",
+    ),
     "scores of other tokens": (
         lambda: gm.nn.balance_loss(torch.ones(2, 3), torch.tensor([[0]])),
         "of the same tokens",
@@ -234,3 +259,30 @@ def test_what_cannot_be_right_is_refused_on_every_rank(threads: Threads, what: s
 
     for text in threads(2)(refused):
         assert words in text
+
+
+def test_under_autocast_a_rank_without_experts_takes_part(threads: Threads) -> None:
+    def found() -> tuple[tuple[int, ...], float]:
+        layer: Any = gm.nn.ExpertParallel(
+            gm.nn.Replicated(nn.Linear(3, 4)), lambda _: nn.Linear(3, 3, bias=False), (0, 4), 2
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(torch.ones(2, 3))
+        y.float().sum().backward()
+        slopes = [
+            each.weight.grad.sum().item() for each in layer.experts.values() if each.weight.grad is not None
+        ]
+        return tuple(y.shape), sum(slopes)
+
+    # Each of the 4 tokens counts once, in 9 elements, over its experts.
+    for (shape, slope), right in zip(threads(2)(found), (0.0, 36.0), strict=True):
+        assert shape == (2, 3)
+        assert slope == pytest.approx(right, rel=2e-2)
+
+
+def test_ranks_may_choose_different_numbers_of_experts(threads: Threads) -> None:
+    def found() -> float:
+        chosen = torch.tensor([[0], [1]]) if gm.rank() else torch.tensor([[0, 1], [1, 2]])
+        return gm.nn.balance_loss(torch.zeros(2, 3), chosen).item()
+
+    assert threads(2)(found) == pytest.approx([1.0, 1.0])

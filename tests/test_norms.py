@@ -112,6 +112,8 @@ def test_running_statistics_and_evaluation_are_torchs(threads: Threads, momentum
     dense = nn.BatchNorm1d(2, momentum=momentum).double()
     for batch in batches:
         dense(batch)
+    dense.track_running_stats = False  # from here on they stay
+    dense(batches[0])
     dense.eval()
 
     def found() -> list[Tensor]:
@@ -119,12 +121,14 @@ def test_running_statistics_and_evaluation_are_torchs(threads: Threads, momentum
         rows = gm.axis().slice((4, 1))
         for batch in batches:
             ours(batch[rows])
+        ours.track_running_stats = False
+        ours(batches[0][rows])
         ours.eval()
         return [*ours.buffers(), gm.all_gather(ours(batches[0][rows]).detach(), sizes=(4, 1))]
 
     for got in threads(2)(found):
         for a, b in zip(got, [*dense.buffers(), dense(batches[0]).detach()], strict=True):
-            torch.testing.assert_close(a, b)
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_without_running_statistics_an_evaluation_takes_those_of_all_ranks_too(threads: Threads) -> None:
@@ -201,3 +205,39 @@ def _compiled() -> float:
 @pytest.mark.processes
 def test_a_batch_norm_compiles_whole(worlds: Callable[..., Any]) -> None:
     assert max(worlds(2, "shm", 240).run(_compiled)) < 1e-12
+
+
+def test_a_norm_with_two_names_is_converted_once() -> None:
+    norm = nn.BatchNorm1d(2)
+    net: Any = nn.ModuleDict({"a": norm, "b": norm, "c": nn.Sequential(norm)})
+    gm.nn.SyncBatchNorm.converted(net)
+    assert isinstance(net["a"], gm.nn.SyncBatchNorm)
+    assert net["a"] is net["b"] is net["c"][0]
+
+
+class Doubled(nn.BatchNorm1d):
+    """A norm with a forward of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize("make", [nn.LazyBatchNorm1d, lambda: Doubled(2)])
+def test_a_norm_that_cannot_be_converted_is_refused_and_nothing_is_changed(
+    make: Callable[[], nn.Module],
+) -> None:
+    net = nn.Sequential(nn.BatchNorm1d(2), make())
+    before = str(net)
+    with pytest.raises(gm.ArgumentError, match="cannot be made synchronised"):
+        gm.nn.SyncBatchNorm.converted(net)
+    assert str(net) == before
+
+
+def test_numbers_that_cannot_be_normalised_are_refused(threads: Threads) -> None:
+    def refused() -> str:
+        with pytest.raises(gm.GradmeshError) as error:
+            gm.nn.SyncBatchNorm(4)(torch.ones(2, 4, dtype=torch.int64))
+        return str(error.value)
+
+    for text in threads(2)(refused):
+        assert "no floating-point numbers" in text

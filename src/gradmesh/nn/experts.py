@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from gradmesh.arguments import Call, integer
 from gradmesh.axis import Axis, AxisLike, balanced
 from gradmesh.collectives import all_reduce, all_to_all
+from gradmesh.nn.plain import known, widened
+from gradmesh.nn.tensor.cuts import Parallel
 from gradmesh.types import I
 
 __all__ = ["ExpertDispatch", "ExpertParallel", "balance_loss"]
@@ -58,15 +60,7 @@ class ExpertDispatch:
     def __init__(self, chosen: Tensor, experts: int | Sequence[int], axis: AxisLike = None) -> None:
         call = Call("nn.ExpertDispatch", chosen, axis)
         here: Axis = call.axis
-        total = integer(experts)
-        sizes = balanced(total, here.size) if total is not None else tuple(experts)  # type: ignore[arg-type]
-        if len(sizes) != here.size or min(sizes) < 0 or not sum(sizes):
-            call.fail(
-                "experts are not dealt to the ranks",
-                expected=f"a number of 1 or more, or {here.size} numbers",
-                got=f"experts={experts!r}",
-                remedy="pass how many there are on all ranks",
-            )
+        sizes = _dealt(call, experts)
         if chosen.dim() != 2 or chosen.dtype not in (torch.int64, torch.int32):
             call.fail(
                 "chosen does not name k experts for each token",
@@ -74,13 +68,7 @@ class ExpertDispatch:
                 got=f"{chosen.dtype} of shape {list(chosen.shape)}",
                 remedy="pass scores.topk(k).indices",
             )
-        if chosen.numel() and (int(chosen.min()) < 0 or int(chosen.max()) >= sum(sizes)):
-            call.fail(
-                "chosen names experts that there are not",
-                expected=f"0 <= expert < {sum(sizes)}",
-                got=f"experts from {int(chosen.min())} to {int(chosen.max())}",
-                remedy="say how many experts all ranks have together",
-            )
+        _check_chosen(call, chosen, sum(sizes))
         self.axis, self.sizes = here, sizes
         self.tokens, self.chosen = chosen.shape
         flat = chosen.reshape(-1)
@@ -146,6 +134,21 @@ class ExpertDispatch:
         )
 
 
+def _dealt(call: Call, experts: int | Sequence[int]) -> tuple[int, ...]:
+    """How many experts each rank has."""
+    total, ranks = integer(experts), call.axis.size
+    given = [integer(n) for n in experts] if isinstance(experts, Sequence) else []
+    sizes = balanced(total, ranks) if total is not None else tuple(-1 if n is None else n for n in given)
+    if len(sizes) != ranks or min(sizes) < 0 or not sum(sizes):
+        call.fail(
+            "experts are not dealt to the ranks",
+            expected=f"a number of 1 or more, or {ranks} numbers",
+            got=f"experts={experts!r}",
+            remedy="pass how many there are on all ranks",
+        )
+    return sizes
+
+
 def _turned(order: Tensor) -> Tensor:
     """The order that undoes one."""
     back = torch.empty_like(order)
@@ -153,7 +156,7 @@ def _turned(order: Tensor) -> Tensor:
     return back
 
 
-class ExpertParallel(nn.Module):
+class ExpertParallel(Parallel):
     """A layer of experts of which each rank has some: each token goes to the k with the highest scores, and none drops.
 
     ::
@@ -196,11 +199,10 @@ class ExpertParallel(nn.Module):
         *,
         normalize: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(axis)
         nothing = torch.empty(0, 1, dtype=torch.int64)
         call = Call("nn.ExpertParallel", nothing, axis)
-        total = integer(experts)
-        sizes = balanced(total, call.axis.size) if total is not None else tuple(experts)  # type: ignore[arg-type]
+        sizes = _dealt(call, experts)
         if integer(k) is None or not 1 <= k <= sum(sizes):
             call.fail(
                 "k is no number of experts",
@@ -209,7 +211,7 @@ class ExpertParallel(nn.Module):
                 remedy="pass 1 or 2",
             )
         first = sum(sizes[: call.axis.rank])
-        self.router, self.sizes, self.k, self.over, self.normalize = router, sizes, k, axis, normalize
+        self.router, self.sizes, self.k, self.normalize = router, sizes, k, normalize
         numbers = range(first, first + sizes[call.axis.rank])
         self.experts = nn.ModuleDict({str(number): expert(number) for number in numbers})
 
@@ -219,13 +221,20 @@ class ExpertParallel(nn.Module):
 
     def routed(self, x: Tensor, scores: Tensor) -> Tensor:
         """The same, of scores that are there already, for one who needs them for `balance_loss` too."""
+        total = sum(self.sizes)
+        if scores.shape[-1] != total:
+            expected = f"scores of shape (tokens, {total})"
+            self.refuse(scores, expected, "let the router make one score for each expert of all ranks")
         weights, chosen = scores.softmax(-1).topk(self.k, dim=-1)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         plan = ExpertDispatch(chosen, self.sizes, self.over)
         parts = plan.send(x).split(plan.counts)
         done = [each(part) for each, part in zip(self.experts.values(), parts, strict=True)]
-        return plan.combine(torch.cat(done) if done else x[:0], weights.to(x.dtype))
+        rows = torch.cat(done) if done else x[:0]
+        # Under autocast results are narrower than x; a rank without experts cannot know that.
+        rows = rows if all(self.sizes) else rows.to(x.dtype)
+        return plan.combine(rows, weights.to(x.dtype))
 
 
 def balance_loss(scores: Tensor, chosen: Tensor, axis: AxisLike = None) -> Tensor:
@@ -246,7 +255,7 @@ def balance_loss(scores: Tensor, chosen: Tensor, axis: AxisLike = None) -> Tenso
         axis: the ranks over whose tokens it is to be balanced.
 
     Raises:
-        ArgumentError: the shapes do not fit.
+        ArgumentError: the shapes do not fit, or `chosen` (on a CPU) names no experts.
 
     Source: Fedus et al., Switch Transformers (arXiv:2101.03961), equation 4, without its weight; for k > 1 the
     shares are those of all choices.
@@ -259,18 +268,30 @@ def balance_loss(scores: Tensor, chosen: Tensor, axis: AxisLike = None) -> Tenso
         [1.0, 1.0]
     """
     call = Call("nn.balance_loss", scores, axis)
-    if scores.dim() != 2 or chosen.dim() != 2 or len(chosen) != len(scores):
+    fits = scores.dim() == 2 and chosen.dim() == 2 and len(chosen) == len(scores)
+    if not fits or chosen.dtype not in (torch.int64, torch.int32):
         call.fail(
             "scores and chosen are not of the same tokens",
-            expected="scores (tokens, experts), chosen (tokens, k)",
-            got=f"scores {list(scores.shape)}, chosen {list(chosen.shape)}",
+            expected="scores (tokens, experts), chosen (tokens, k) as int64",
+            got=f"scores {list(scores.shape)}, chosen {chosen.dtype} {list(chosen.shape)}",
             remedy="flatten the tokens' dims",
         )
-    if scores.dtype in (torch.float16, torch.bfloat16):
-        scores = scores.float()
-    experts, k = scores.shape[1], chosen.shape[1]
+    experts = scores.shape[1]
+    _check_chosen(call, chosen, experts)
+    scores = widened(scores)
     fallen = torch.bincount(chosen.reshape(-1), minlength=experts).to(scores.dtype)
     counts = torch.cat((fallen, scores.new_tensor([len(scores)])))
     counts = all_reduce(counts, call.axis, dst=I)
     means = all_reduce(scores.softmax(-1).sum(0), call.axis, dst=I) / counts[-1]
-    return experts * (counts[:-1] / (k * counts[-1]) * means).sum()
+    # All choices are counted, not taken as k for each token: k may differ from rank to rank.
+    return experts * (counts[:-1] / counts[:-1].sum() * means).sum()
+
+
+def _check_chosen(call: Call, chosen: Tensor, experts: int) -> None:
+    if known(chosen) and chosen.numel() and (int(chosen.min()) < 0 or int(chosen.max()) >= experts):
+        call.fail(
+            "chosen names experts that there are not",
+            expected=f"0 <= expert < {experts}",
+            got=f"experts from {int(chosen.min())} to {int(chosen.max())}",
+            remedy="say how many experts all ranks have together",
+        )

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
-from gradmesh._torch import is_fake, transforms_active
 from gradmesh.arguments import Call
 from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.collectives import all_gather
-from gradmesh.wire import compiling
+from gradmesh.errors import ArgumentError, message
+from gradmesh.nn.plain import known, widened
 
 __all__ = ["SyncBatchNorm", "SyncGroupNorm"]
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -68,49 +71,59 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def converted(cls, module: nn.Module, axis: AxisLike = None) -> nn.Module:
         """The module with all its batch norms made synchronised, in place; a batch norm itself is returned as one.
 
+        A norm with two names is one norm still. Hooks of the norms that were are not taken over.
+
+        Raises:
+            ArgumentError: a lazy norm, or one of a class with a forward of its own; nothing is changed.
+
         Example:
             >>> net = torch.nn.Sequential(torch.nn.Conv1d(1, 2, 3), torch.nn.BatchNorm1d(2))
             >>> type(gm.nn.SyncBatchNorm.converted(net)[1]).__name__
             'SyncBatchNorm'
         """
-        if isinstance(module, _BATCH_NORMS) and not isinstance(module, cls):
-            made = cls(
-                module.num_features,
-                module.eps,
-                module.momentum,
-                module.affine,
-                module.track_running_stats,
-                axis,
-                device="meta",
+        names = list(module.named_modules(remove_duplicate=False))
+        norms = [
+            each for _, each in names if isinstance(each, _BATCH_NORMS + _LAZY) and not isinstance(each, cls)
+        ]
+        made: dict[nn.Module, nn.Module] = {each: cls._of(each, axis) for each in norms}
+        for name, each in names:
+            if name and each in made:
+                room, _, last = name.rpartition(".")
+                setattr(module.get_submodule(room), last, made[each])
+        return made.get(module, module)
+
+    @classmethod
+    def _of(cls, norm: nn.Module, axis: AxisLike) -> SyncBatchNorm:
+        """The synchronised norm that has the parameters and the statistics of one."""
+        if isinstance(norm, _LAZY) or type(norm).forward not in [each.forward for each in _BATCH_NORMS]:
+            raise ArgumentError(
+                message(
+                    "a norm cannot be made synchronised",
+                    op="nn.SyncBatchNorm.converted",
+                    expected="torch's batch norms, or subclasses with the same forward",
+                    got=type(norm).__name__,
+                    remedy="show a lazy one a batch first; let another class call SyncBatchNorm itself",
+                )
             )
-            for name, value in [
-                *module.named_parameters(recurse=False),
-                *module.named_buffers(recurse=False),
-            ]:
-                setattr(made, name, value)
-            return made.train(module.training)
-        for name, child in list(module.named_children()):
-            setattr(module, name, cls.converted(child, axis))
-        return module
+        old: Any = norm
+        numbers = (old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats)
+        made = cls(*numbers, axis, device="meta")
+        for name, value in [*old.named_parameters(recurse=False), *old.named_buffers(recurse=False)]:
+            setattr(made, name, value)
+        return made.train(old.training)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
         """The normalised rows; see the class."""
         here, x = resolve(self.over, "nn.SyncBatchNorm"), input
-        if x.dim() < 2 or x.shape[1] != self.num_features:
-            Call("nn.SyncBatchNorm", x, here).fail(
-                "the input has other channels",
-                expected=f"shape (n, {self.num_features}, ...)",
-                got=f"shape {list(x.shape)}",
-                remedy="the channels are dim 1",
-            )
+        _check_channels("nn.SyncBatchNorm", x, self.num_features, here)
         if not self.training and self.running_mean is not None:
             return batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
-        wide = _wide(x)
+        wide = widened(x)
         dims = [0, *range(2, x.dim())]
         mean, var, count = _statistics(wide, dims, here)
-        if self.training and _known(x) and float(count) <= 1:
+        if self.training and known(x) and float(count) <= 1:
             Call("nn.SyncBatchNorm", x, here).fail(
                 "there is no variance of one value per channel",
                 expected="2 values or more per channel on all ranks together",
@@ -128,11 +141,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def _remember(self, mean: Tensor, var: Tensor) -> None:
         """Move the running statistics by a step."""
         kept, spread, seen = self.running_mean, self.running_var, self.num_batches_tracked
-        if kept is None or spread is None or seen is None:
+        if kept is None or spread is None or seen is None or not self.track_running_stats:
             return
         with torch.no_grad():
             seen += 1
-            share = self.momentum if self.momentum is not None else 1.0 / seen
+            share = self.momentum if self.momentum is not None else 1.0 / seen.to(kept.dtype)
             kept += share * (mean.to(kept.dtype) - kept)
             spread += share * (var.to(spread.dtype) - spread)
 
@@ -181,14 +194,8 @@ class SyncGroupNorm(nn.GroupNorm):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
         """The normalised positions; see the class."""
         here, x = resolve(self.over, "nn.SyncGroupNorm"), input
-        if x.dim() < 2 or x.shape[1] != self.num_channels:
-            Call("nn.SyncGroupNorm", x, here).fail(
-                "the input has other channels",
-                expected=f"shape (n, {self.num_channels}, ...)",
-                got=f"shape {list(x.shape)}",
-                remedy="the channels are dim 1",
-            )
-        wide = _wide(x)
+        _check_channels("nn.SyncGroupNorm", x, self.num_channels, here)
+        wide = widened(x)
         grouped = wide.reshape(len(x), self.num_groups, x.shape[1] // self.num_groups, *x.shape[2:])
         mean, var, _ = _statistics(grouped, list(range(2, grouped.dim())), here)
         shape = [len(x), self.num_groups, *[1] * (grouped.dim() - 2)]
@@ -199,13 +206,14 @@ class SyncGroupNorm(nn.GroupNorm):
         return y.to(x.dtype)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-
-
-def _known(x: Tensor) -> bool:
-    """Whether a number can be asked for without waiting for a device or stopping a tracer."""
-    return x.device.type == "cpu" and not compiling() and not is_fake(x) and not transforms_active()
+def _check_channels(verb: str, x: Tensor, channels: int, here: Axis) -> None:
+    if x.dim() < 2 or x.shape[1] != channels or not x.is_floating_point():
+        Call(verb, x, here).fail(
+            "the input has other channels, or no floating-point numbers",
+            expected=f"shape (n, {channels}, ...)",
+            got=f"{x.dtype} of shape {list(x.shape)}",
+            remedy="the channels are dim 1",
+        )
 
 
 def _statistics(x: Tensor, dims: list[int], here: Axis) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 import torch
@@ -16,7 +17,9 @@ from gradmesh.arguments import Call, integer
 from gradmesh.axis import AxisLike
 from gradmesh.collectives import all_reduce, replicate
 from gradmesh.collectives import sizes as sizes_of
-from gradmesh.nn.tensor.words import out_of_range, place
+from gradmesh.errors import DTypeError
+from gradmesh.nn.plain import widened
+from gradmesh.nn.tensor.words import out_of_range, place, same_on_all_ranks
 from gradmesh.types import Convention, I, R
 
 __all__ = ["linear_cross_entropy", "vocab_parallel_cross_entropy"]
@@ -90,8 +93,8 @@ def vocab_parallel_cross_entropy(
         [0.8133, 0.8133]
     """
     form = _Form("nn.vocab_parallel_cross_entropy", ignore_index, label_smoothing, z_loss, reduction)
-    call = _checked(form, logits, target, axis, tuple(logits.shape[:-1]) if logits.dim() else None)
-    told = _told(call, sizes, logits.shape[-1], logits)
+    call = _checked(form, logits, target, axis)
+    told = _told(call, sizes, logits, -1)
     _check_words(call, target, sum(told), ignore_index)
     flat = target.reshape(-1)
     words, own = place(flat, told, call.axis.rank)
@@ -150,7 +153,7 @@ def linear_cross_entropy(
         [0.8133, 0.8133]
     """
     form = _Form("nn.linear_cross_entropy", ignore_index, label_smoothing, z_loss, reduction)
-    call = _checked(form, x, target, axis, tuple(x.shape[:-1]) if x.dim() else None)
+    call = _checked(form, x, target, axis)
     rows = integer(tile)
     fits = (
         weight.dim() == 2
@@ -165,7 +168,7 @@ def linear_cross_entropy(
             f"bias {None if bias is None else list(bias.shape)}, tile={tile!r}",
             remedy="pass this rank's rows of the table",
         )
-    told = _told(call, sizes, weight.shape[0], weight)
+    told = _told(call, sizes, weight, 0)
     _check_words(call, target, sum(told), ignore_index)
     words, own = place(target.reshape(-1), told, call.axis.rank)
     kind = call.choose("src", src, {I: I, R: R})
@@ -192,8 +195,7 @@ def _of_tile(
 
 def _parts(logits: Tensor, words: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
     """A shift near each token's logits here; the sum of exponentials, the target and the sum of the logits above it."""
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
+    logits = widened(logits)
     if not logits.shape[-1]:
         nothing = logits.sum(-1)  # zeros that are part of the graph
         return torch.full_like(nothing, -torch.inf).detach(), torch.stack((nothing, nothing, nothing))
@@ -237,33 +239,48 @@ def _reduced(form: _Form, losses: Tensor, target: Tensor) -> Tensor:
     return losses.sum() / counted.sum() if form.reduction == "mean" else losses.sum()
 
 
-def _checked(form: _Form, x: Tensor, target: Tensor, axis: AxisLike, tokens: tuple[int, ...] | None) -> Call:
+def _checked(form: _Form, x: Tensor, target: Tensor, axis: AxisLike) -> Call:
     call = Call(form.verb, x, axis)
     call.choose("reduction", form.reduction, {"mean": 0, "sum": 0, "none": 0})
-    if tokens is None or tuple(target.shape) != tokens or target.dtype not in (torch.int64, torch.int32):
+    known = isinstance(target, Tensor)
+    fits = (
+        known and x.dim() > 0 and target.shape == x.shape[:-1] and target.dtype in (torch.int64, torch.int32)
+    )
+    if not fits:
         call.fail(
             "there is not one target for each token",
-            expected=f"a tensor of int64 of shape {list(tokens or ())}",
-            got=f"{target.dtype} of shape {list(target.shape)}",
+            expected=f"a tensor of int64 of shape {list(x.shape[:-1])}",
+            got=f"{target.dtype} of shape {list(target.shape)}" if known else type(target).__name__,
             remedy="pass the words' numbers; the vocabulary is the last dim of the operand",
         )
-    if not 0 <= form.label_smoothing <= 1:
+    if not x.is_floating_point():
         call.fail(
-            "label_smoothing is no share",
-            expected="0 <= label_smoothing <= 1",
-            got=f"label_smoothing={form.label_smoothing!r}",
-            remedy="pass 0.1 for a tenth",
+            "the operand has no gradient",
+            expected="a tensor of a floating-point dtype",
+            got=str(x.dtype),
+            remedy="cast it",
+            kind=DTypeError,
         )
+    for name, weight, most in (("label_smoothing", form.label_smoothing, 1.0), ("z_loss", form.z_loss, inf)):
+        if not isinstance(weight, int | float) or not 0 <= weight <= most:
+            call.fail(
+                f"{name} is no weight",
+                expected=f"0 <= {name} <= {most:g}",
+                got=f"{name}={weight!r}",
+                remedy="pass 0.1 for a tenth",
+            )
+    same_on_all_ranks(target, call.axis)
     return call
 
 
-def _told(call: Call, sizes: Sequence[int] | Literal["auto"], own: int, x: Tensor) -> Sequence[int]:
+def _told(call: Call, sizes: Sequence[int] | Literal["auto"], words: Tensor, dim: int) -> Sequence[int]:
     """Each rank's number of words."""
     if isinstance(sizes, str):
         call.choose("sizes", sizes, {"auto": 0})
-        return sizes_of(x.detach(), call.axis, -1 if x.dim() != 2 or x is call.x else 0)
-    told = tuple(sizes)
-    if len(told) != call.axis.size or told[call.axis.rank] != own:
+        return sizes_of(words.detach(), call.axis, dim)
+    given, own = [integer(n) for n in sizes] if isinstance(sizes, Iterable) else [], words.shape[dim]
+    told = [n for n in given if n is not None and n >= 0]
+    if len(given) != call.axis.size or len(told) != len(given) or told[call.axis.rank] != own:
         call.fail(
             "the sizes are not those of the ranks' words",
             expected=f"{call.axis.size} sizes, {own} for this rank",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gradmesh.arguments import Call
+from gradmesh.arguments import Call, integer
 from gradmesh.axis import Axis, AxisLike, balanced, resolve
 from gradmesh.collectives import all_gather, replicate
 from gradmesh.errors import ArgumentError, message
@@ -46,13 +46,31 @@ class Parallel(nn.Module):
 
     @property
     def axis(self) -> Axis:
-        """The axis."""
-        return resolve(self.over, f"nn.{type(self).__name__}")
+        """The axis, of as many ranks as when the layer was made."""
+        axis = resolve(self.over, f"nn.{type(self).__name__}")
+        for name, cut in self.cuts.items():
+            if len(cut.sizes) != axis.size:
+                raise ArgumentError(
+                    message(
+                        "the layer was made for another number of ranks",
+                        op=f"nn.{type(self).__name__}",
+                        axis=str(axis),
+                        expected=f"an axis of {len(cut.sizes)} ranks, for the parts of {name}: {cut.sizes}",
+                        got=f"{axis.size} ranks",
+                        remedy="make the layer on this axis, and load the dense state into it",
+                    )
+                )
+        return axis
 
     def cut(self, dim: int, total: int, sizes: Sequence[int] | None) -> Cut:
         """How `total` is cut: as told, or evenly, where the first ranks get one more of what does not divide."""
         axis = self.axis
-        told = balanced(total, axis.size) if sizes is None else tuple(sizes)
+        given = sizes if isinstance(sizes, Iterable) else ()
+        told = (
+            balanced(total, axis.size)
+            if sizes is None
+            else tuple(-1 if integer(n) is None else n for n in given)
+        )
         if len(told) != axis.size or sum(told) != total or min(told) < 0:
             raise ArgumentError(
                 message(
@@ -77,13 +95,21 @@ class Parallel(nn.Module):
         if cut is not None:
             self.cuts[name] = cut
 
-    def refuse(self, x: Tensor, expected: str, remedy: str) -> NoReturn:
+    def along(self, x: Tensor, dim: int) -> int:
+        """The dim of a sequence that is cut, counted from 0; one of those before the width."""
+        call = Call(f"nn.{type(self).__name__}", x, self.axis)
+        place = call.dim(dim, "sequence_dim")
+        if place == x.dim() - 1:
+            self.refuse(x, "sequence_dim of one of the dims before the last", "cut the width by `sizes`")
+        return place
+
+    def refuse(self, x: Tensor, expected: str, remedy: str, got: str = "") -> NoReturn:
         """Raise an error of this rank's input; the others hear of it in the call that follows."""
         call = Call(f"nn.{type(self).__name__}", x, self.over)
         call.fail(
             "the input does not fit this rank's part",
             expected=expected,
-            got=f"shape {list(x.shape)}",
+            got=got or f"shape {list(x.shape)}",
             remedy=remedy,
         )
 
@@ -102,6 +128,9 @@ class Replicated(nn.Module):
         module: the module; equal on all ranks.
         axis: the ranks.
 
+    Raises:
+        ArgumentError: something in the module has its gradients summed, or its parameters cut, over the axis already.
+
     Example:
         >>> def on_each_rank():
         ...     scale = torch.nn.Linear(1, 1, bias=False)
@@ -112,8 +141,22 @@ class Replicated(nn.Module):
         [3.0, 3.0]
     """
 
+    over: AxisLike
+
     def __init__(self, module: nn.Module, axis: AxisLike = None) -> None:
         super().__init__()
+        for name, each in module.named_modules():
+            if isinstance(each, Parallel | Replicated) and each.over == axis:
+                raise ArgumentError(
+                    message(
+                        "the module holds a layer that has its own way over these ranks",
+                        op="nn.Replicated",
+                        axis=repr(axis),
+                        expected="a module whose parameters are all whole, and whose gradients nobody has summed",
+                        got=f"{type(each).__name__} {name!r}",
+                        remedy="replicate the other modules one by one, or this one over another axis",
+                    )
+                )
         self.module = module
         self.over = axis
 
@@ -131,8 +174,8 @@ def _any(module: nn.Module) -> bool:
 
 def _entries(module: nn.Module) -> Iterator[tuple[str, str, Parallel | None, str]]:
     """Each name of the state dict, that of the dense module, and whose it is under which name."""
-    wrapped = [name for name, each in module.named_modules() if isinstance(each, Replicated)]
     parts = dict(module.named_modules(remove_duplicate=False))
+    wrapped = [name for name, each in parts.items() if isinstance(each, Replicated)]
     for name in module.state_dict():
         room, _, last = name.rpartition(".")
         owner = parts.get(room)
@@ -174,7 +217,7 @@ def dense_state_dict(module: nn.Module) -> dict[str, Any]:
             value = state[name]
             if owner is not None and last in owner.cuts:
                 cut = owner.cuts[last]
-                value = all_gather(value.contiguous(), owner.over, cut.dim, sizes=cut.sizes)
+                value = all_gather(value.contiguous(), owner.axis, cut.dim, sizes=cut.sizes)
             whole[dense] = value
     return whole
 
@@ -209,14 +252,15 @@ def load_dense_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict
         value = state[dense]
         if owner is not None and last in owner.cuts:
             cut = owner.cuts[last]
-            if value.dim() <= cut.dim or value.shape[cut.dim] != sum(cut.sizes):
+            shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+            if len(shape) <= cut.dim or shape[cut.dim] != sum(cut.sizes):
                 raise ArgumentError(
                     message(
                         f"{dense!r} is not of the dense layer's size",
                         op="nn.load_dense_state_dict",
                         axis=str(owner.axis),
                         expected=f"{sum(cut.sizes)} along dim {cut.dim}",
-                        got=f"shape {list(value.shape)}",
+                        got=f"shape {list(shape)}" if isinstance(value, Tensor) else type(value).__name__,
                         remedy="pass the state dict of the dense module; this rank's own one goes to "
                         "module.load_state_dict",
                     )

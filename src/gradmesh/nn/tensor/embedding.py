@@ -13,7 +13,7 @@ from gradmesh.collectives import all_reduce, reduce_scatter
 from gradmesh.errors import ArgumentError, message
 from gradmesh.nn.tensor.cuts import Parallel
 from gradmesh.nn.tensor.linear import Rows
-from gradmesh.nn.tensor.words import out_of_range, place
+from gradmesh.nn.tensor.words import out_of_range, place, same_on_all_ranks
 from gradmesh.types import I
 
 __all__ = ["VocabParallelEmbedding"]
@@ -107,9 +107,14 @@ class VocabParallelEmbedding(Parallel):
 
     def forward(self, ids: Tensor) -> Tensor:
         """The vectors; see the class."""
-        sizes, rank = self.cuts["weight"].sizes, self.axis.rank
+        here, sizes = self.axis, self.cuts["weight"].sizes
+        rank = here.rank
+        wanted, remedy = f"ids from 0 to {self.num_embeddings - 1}", "pass ids of the vocabulary"
+        if ids.dtype not in (torch.int64, torch.int32):
+            self.refuse(ids, f"{wanted}, as int64", remedy, f"{ids.dtype}")
         if out_of_range(ids, self.num_embeddings):
-            self.refuse(ids, f"ids from 0 to {self.num_embeddings - 1}", "pass ids of the vocabulary")
+            self.refuse(ids, wanted, remedy, f"ids from {int(ids.min())} to {int(ids.max())}")
+        same_on_all_ranks(ids, here)
         words, own = place(ids, sizes, rank)
         padding = None if self.padding_idx is None else self.padding_idx - sum(sizes[:rank])
         if padding is not None and not 0 <= padding < sizes[rank]:
@@ -119,11 +124,11 @@ class VocabParallelEmbedding(Parallel):
         else:  # no row to look up, and one to be part of the graph
             found = self.weight.sum() * self.weight.new_zeros(*ids.shape, self.embedding_dim)
         if self.sequence_dim is None:
-            return all_reduce(found, self.over, dst=I)
-        rows = self.rows
-        if rows == "balanced":
-            rows = balanced(found.shape[self.sequence_dim], len(sizes))
-        return reduce_scatter(found, self.over, self.sequence_dim, sizes=rows)
+            return all_reduce(found, here, dst=I)
+        dim, rows = self.along(found, self.sequence_dim), self.rows
+        return reduce_scatter(
+            found, here, dim, sizes=balanced(found.shape[dim], len(sizes)) if rows == "balanced" else rows
+        )
 
     def extra_repr(self) -> str:
         """The dense layer's numbers, and this rank's."""

@@ -99,16 +99,14 @@ class ColumnParallelLinear(Parallel):
         """The outputs; see the class."""
         if x.shape[-1:] != (self.in_features,):
             self.refuse(x, f"(..., {self.in_features})", "pass the whole width, on every rank")
+        here = self.axis
         if self.sequence_dim is None:
-            x = replicate(x, self.over)
+            x = replicate(x, here)
         else:
-            x = all_gather(
-                x, self.over, self.sequence_dim, sizes="auto" if self.rows == "balanced" else self.rows
-            )
+            dim = self.along(x, self.sequence_dim)
+            x = all_gather(x, here, dim, sizes="auto" if self.rows == "balanced" else self.rows)
         y = linear(x, self.weight, self.bias)
-        return (
-            all_gather(y, self.over, -1, dst=I, sizes=self.cuts["weight"].sizes) if self.gather_output else y
-        )
+        return all_gather(y, here, -1, dst=I, sizes=self.cuts["weight"].sizes) if self.gather_output else y
 
     def extra_repr(self) -> str:
         """The dense layer's numbers, and this rank's."""
@@ -182,10 +180,11 @@ class RowParallelLinear(Parallel):
 
     def forward(self, x: Tensor) -> Tensor:
         """The outputs; see the class."""
+        here = self.axis
         if self.split_input:
             if x.shape[-1:] != (self.in_features,):
                 self.refuse(x, f"(..., {self.in_features})", "pass the whole width, or leave out split_input")
-            x = shard(x, self.over, -1, sizes=self.cuts["weight"].sizes)
+            x = shard(x, here, -1, sizes=self.cuts["weight"].sizes)
         elif x.shape[-1:] != self.weight.shape[1:]:
             self.refuse(
                 x,
@@ -195,14 +194,15 @@ class RowParallelLinear(Parallel):
         y = linear(x, self.weight)
         bias: Tensor | None = self.bias
         if self.sequence_dim is None:
-            y = all_reduce(y, self.over, dst=I)
+            y = all_reduce(y, here, dst=I)
         else:
-            rows = self.rows
-            if rows == "balanced":
-                rows = balanced(y.shape[self.sequence_dim], self.axis.size)
-            y = reduce_scatter(y, self.over, self.sequence_dim, sizes=rows)
-            bias = None if bias is None else replicate(bias, self.over)
-        return y if bias is None else y + bias
+            dim, rows = self.along(y, self.sequence_dim), self.rows
+            y = reduce_scatter(
+                y, here, dim, sizes=balanced(y.shape[dim], here.size) if rows == "balanced" else rows
+            )
+            bias = None if bias is None else replicate(bias, here)
+        # Under autocast the product alone is of the narrow dtype, as all of the dense layer's result.
+        return y if bias is None else y + bias.to(y.dtype)
 
     def extra_repr(self) -> str:
         """The dense layer's numbers, and this rank's."""

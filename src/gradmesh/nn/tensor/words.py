@@ -6,10 +6,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from gradmesh._torch import is_fake, transforms_active
+from gradmesh._torch import transforms_active
+from gradmesh.axis import Axis
+from gradmesh.checking import FULL, check_level
+from gradmesh.collectives import replicate
+from gradmesh.nn.plain import known
 from gradmesh.wire import compiling
 
-__all__ = ["out_of_range", "place"]
+__all__ = ["out_of_range", "place", "same_on_all_ranks"]
 
 
 def place(words: Tensor, sizes: Sequence[int], rank: int) -> tuple[Tensor, Tensor]:
@@ -19,15 +23,15 @@ def place(words: Tensor, sizes: Sequence[int], rank: int) -> tuple[Tensor, Tenso
     return places.where(own, 0), own
 
 
+def same_on_all_ranks(words: Tensor, axis: Axis) -> None:
+    """Under `check("full")`, refuse words that differ from rank to rank."""
+    if check_level() == FULL and not compiling() and not transforms_active():
+        replicate(words, axis)
+
+
 def out_of_range(words: Tensor, total: int, ignored: int | None = None) -> bool:
     """Whether there is a word that the vocabulary lacks; not asked where the answer would have to be waited for."""
-    if (
-        not words.numel()
-        or words.device.type != "cpu"
-        or compiling()
-        or is_fake(words)
-        or transforms_active()
-    ):
+    if not words.numel() or not known(words):
         return False
     wrong = (words < 0) | (words >= total)
     if ignored is not None:

@@ -1,0 +1,211 @@
+"""Dense modules made parallel: layers with two names, ties, subclasses, layers in layers; right or refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradmesh as gm
+
+Threads = Callable[[int], Callable[..., list[Any]]]
+
+
+def _filled(module: nn.Module, seed: int = 0) -> Any:
+    """The module with the same values on every rank, whatever the default generator does."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw))
+    return module.double()
+
+
+class Twice(nn.Module):
+    """One norm and one pair of layers, called under two names each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(3), nn.Linear(3, 5), nn.Linear(5, 3)
+        self.again, self.up2, self.down2 = self.norm, self.up, self.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(torch.tanh(self.up(self.norm(x))))
+        y: Tensor = x + self.down2(torch.tanh(self.up2(self.again(x))))
+        return y
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_layer_with_two_names_is_one_layer_still(threads: Threads, first: bool) -> None:
+    styles: dict[str, Any] = {"norm": "replicated", "up": "column", "down": "row"}
+    if not first:
+        styles = {"again": "replicated", "up2": "column", "down2": "row"}
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    dense = _filled(Twice())
+    dense(x).pow(3).sum().backward()
+
+    def found() -> tuple[bool, list[str], dict[str, Tensor]]:
+        net: Any = gm.nn.tensor_parallel(_filled(Twice()), styles, sequence_dim=0)
+        net(gm.shard(x)).pow(3).sum().backward()
+        one = net.norm is net.again and net.up is net.up2 and net.down is net.down2
+        names = list(gm.nn.dense_state_dict(net))
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.copy_(parameter.grad)
+        return one, names, gm.nn.dense_state_dict(net)
+
+    for one, names, slopes in threads(2)(found):
+        assert one
+        assert names == list(dense.state_dict())
+        for name, parameter in dense.named_parameters():
+            torch.testing.assert_close(slopes[name], parameter.grad)
+
+
+def test_an_encoder_layer_of_torch_is_right_in_evaluation_too(threads: Threads) -> None:
+    dense = _filled(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)).eval()
+    x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = dense(x).detach()
+
+    def found() -> Tensor:
+        net = gm.nn.tensor_parallel(copy.deepcopy(dense), {"linear1": "column", "linear2": "row"})
+        with torch.no_grad():  # where torch's layer takes a way that reads the weights itself
+            y: Tensor = copy.deepcopy(net)(x)
+        return y
+
+    for y in threads(2)(found):
+        torch.testing.assert_close(y, expected)
+
+
+class Scaled(nn.Linear):
+    """A linear layer with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Named(nn.Linear):
+    """A linear layer that differs by its class alone."""
+
+
+def _tied() -> nn.Module:
+    net = nn.ModuleDict({"table": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
+    net["head"].weight = net["table"].weight
+    return net
+
+
+def _two_names() -> nn.Module:
+    net = nn.ModuleDict({"a": nn.Linear(2, 2)})
+    net["b"] = net["a"]
+    return net
+
+
+WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "a subclass with its own forward": (lambda: nn.Sequential(Scaled(2, 4)), {"0": "column"}, "of its own"),
+    "a weight made of others": (
+        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 4))),
+        {"0": "column"},
+        "made of other parameters",
+    ),
+    "a part of torch's attention": (
+        lambda: nn.MultiheadAttention(4, 2),
+        {"out_proj": "row"},
+        "without calling it",
+    ),
+    "a layer within a replicated one": (
+        lambda: nn.Sequential(nn.Sequential(nn.Linear(2, 4))),
+        {"0": "replicated", "0.0": "column"},
+        "replicated over the same ranks",
+    ),
+    "a replicated module around a parallel one": (
+        lambda: nn.Sequential(nn.Sequential(gm.nn.ColumnParallelLinear(2, 4))),
+        {"0": "replicated"},
+        "its own way over these ranks",
+    ),
+    "a table whose tied head stays whole": (_tied, {"table": "vocab"}, "is tied to one that is to be cut"),
+    "two styles for one layer": (_two_names, {"a": "column", "b": "row"}, "two names"),
+    "a second pattern that fits nothing": (
+        lambda: nn.Sequential(nn.Linear(2, 4)),
+        {"0": "column", "1": "row"},
+        "fits no module",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_be_converted_is_refused_and_left_as_it_was(threads: Threads, what: str) -> None:
+    make, styles, words = WRONG[what]
+
+    def refused() -> tuple[str, bool]:
+        net = make()
+        before = str(net)
+        with pytest.raises(gm.GradmeshError) as error:
+            gm.nn.tensor_parallel(net, styles)
+        return str(error.value), str(net) == before
+
+    for text, same in threads(2)(refused):
+        assert words in text
+        assert same
+
+
+def test_a_subclass_without_a_forward_and_the_mode_of_a_layer_are_kept(threads: Threads) -> None:
+    def found() -> tuple[str, bool]:
+        net: Any = gm.nn.tensor_parallel(nn.Sequential(Named(2, 4)).eval(), {"0": "column"})
+        return type(net[0]).__name__, net[0].training
+
+    assert threads(2)(found) == [("ColumnParallelLinear", False)] * 2
+
+
+def test_what_a_replicated_module_holds_is_summed_once(threads: Threads) -> None:
+    """Twice over one axis would be too large by the number of ranks; over two axes is as it has to be."""
+
+    def found() -> tuple[str, list[str], float]:
+        gm.mesh(a=2, b=2)
+        scale = nn.Linear(1, 1, bias=False)
+        twice = gm.nn.Replicated(gm.nn.Replicated(scale, "a"), "b")
+        with pytest.raises(gm.GradmeshError) as error:
+            gm.nn.Replicated(nn.Sequential(twice), "a")
+        twice(torch.ones(1, 1)).sum().backward()
+        assert scale.weight.grad is not None
+        return str(error.value), list(gm.nn.dense_state_dict(twice)), scale.weight.grad.item()
+
+    for text, names, slope in threads(4)(found):
+        assert "its own way over these ranks" in text
+        assert (names, slope) == (["weight"], 4.0)
+
+
+@pytest.mark.parametrize("kind", ["column", "row", "vocab"])
+def test_a_layer_on_an_axis_of_another_size_is_refused(threads: Threads, kind: str) -> None:
+    def refused() -> list[str]:
+        gm.mesh(dp=2, tp=2)
+        layer, x = {
+            "column": lambda: (gm.nn.ColumnParallelLinear(3, 4, axis="tp"), torch.ones(1, 3)),
+            "row": lambda: (gm.nn.RowParallelLinear(4, 3, axis="tp"), torch.ones(1, 2)),
+            "vocab": lambda: (gm.nn.VocabParallelEmbedding(4, 3, axis="tp"), torch.tensor([0])),
+        }[kind]()
+        texts = []
+        with gm.use_mesh(gm.mesh(tp=4)):
+            for wrong in (
+                lambda: layer(x),
+                lambda: gm.nn.dense_state_dict(layer),
+                lambda: gm.nn.load_dense_state_dict(layer, {"weight": torch.ones(4, 4)}, strict=False),
+            ):
+                with pytest.raises(gm.GradmeshError) as error:
+                    wrong()
+                texts.append(str(error.value))
+        return texts
+
+    for texts in threads(4)(refused):
+        assert all("another number of ranks" in text for text in texts)
+
+
+def test_under_autocast_a_row_layer_has_the_dtype_of_the_dense_one(threads: Threads) -> None:
+    def found() -> list[torch.dtype]:
+        with torch.autocast("cpu", torch.bfloat16):
+            whole = gm.nn.RowParallelLinear(4, 3)(torch.ones(2, 2))
+            rows = gm.nn.RowParallelLinear(4, 3, sequence_dim=0)(torch.ones(2, 2))
+            return [whole.dtype, rows.dtype, nn.Linear(4, 3)(torch.ones(2, 4)).dtype]
+
+    assert threads(2)(found) == [[torch.bfloat16] * 3] * 2
