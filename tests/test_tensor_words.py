@@ -137,3 +137,17 @@ def test_what_cannot_be_right_is_refused_on_every_rank(threads: Threads, what: s
     fn, words = WRONG[what]
     for text in threads(2)(_refused, fn):
         assert words in text
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+def test_a_table_that_nothing_is_looked_up_in_has_a_second_derivative(
+    threads: Threads, shape: tuple[int, ...]
+) -> None:
+    def found() -> Tensor:
+        layer = gm.nn.VocabParallelEmbedding(4, 2, padding_idx=1)
+        loss = layer(torch.empty(shape, dtype=torch.int64)).pow(2).sum()
+        (slope,) = torch.autograd.grad(loss, layer.weight, create_graph=True)
+        return torch.autograd.grad(slope.pow(2).sum() + layer.weight.sum(), layer.weight)[0]
+
+    for slope in threads(2)(found):
+        assert torch.equal(slope, torch.ones_like(slope))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 
 from gradmesh.axis import AxisLike, balanced
 from gradmesh.collectives import all_reduce, reduce_scatter
@@ -116,18 +115,19 @@ class VocabParallelEmbedding(Parallel):
             self.refuse(ids, wanted, remedy, f"ids from {int(ids.min())} to {int(ids.max())}")
         same_on_all_ranks(ids, here)
         words, own = place(ids, sizes, rank)
-        padding = None if self.padding_idx is None else self.padding_idx - sum(sizes[:rank])
-        if padding is not None and not 0 <= padding < sizes[rank]:
-            padding = None
         if sizes[rank]:
-            found = embedding(words, self.weight, padding).masked_fill(~own.unsqueeze(-1), 0)
+            # Not torch's embedding: its second derivative is an error where there is nothing to look up.
+            rows = self.weight.index_select(0, words.reshape(-1)).view(*ids.shape, self.embedding_dim)
+            found = rows.masked_fill(~own.unsqueeze(-1), 0)
+            if self.padding_idx is not None:
+                found = torch.where((ids == self.padding_idx).unsqueeze(-1), found.detach(), found)
         else:  # no row to look up, and one to be part of the graph
             found = self.weight.sum() * self.weight.new_zeros(*ids.shape, self.embedding_dim)
         if self.sequence_dim is None:
             return all_reduce(found, here, dst=I)
-        dim, rows = self.along(found, self.sequence_dim), self.rows
+        dim, told = self.along(found, self.sequence_dim), self.rows
         return reduce_scatter(
-            found, here, dim, sizes=balanced(found.shape[dim], len(sizes)) if rows == "balanced" else rows
+            found, here, dim, sizes=balanced(found.shape[dim], len(sizes)) if told == "balanced" else told
         )
 
     def extra_repr(self) -> str:
