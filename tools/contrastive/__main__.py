@@ -82,7 +82,7 @@ def _steps(told: argparse.Namespace) -> tuple[str, bool]:
 
 
 def _large(_: argparse.Namespace) -> tuple[str, bool]:
-    found = taken([way for way in WAYS if way != LOCAL], LARGE, 1)
+    found = taken([way for way in WAYS if way != LOCAL], LARGE, 1)  # some minutes for each
     return f"{machine()}; one step. {table(found, LARGE)}", any(step.mib > 1024 for step in found.values())
 
 
