@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -48,11 +49,14 @@ def test_a_command_that_has_moved_says_where_to(arguments: tuple[str, ...]) -> N
     assert f"python -m benchmarks.{arguments[0]}" in told.stderr
 
 
-@pytest.mark.parametrize("command", ["audit", "bench", "demo", "info"])
+@pytest.mark.parametrize("command", ["audit", "bench", "demo clip", "demo forces", "info"])
 def test_every_command_explains_itself_and_its_options(command: str) -> None:
-    told = _run(command, "--help")
+    told = _run(*command.split(), "--help")
     assert told.exit_code == 0
-    parameters = [p for p in cli.commands().commands[command].params if isinstance(p, click.Option)]
+    found: Any = cli.commands()
+    for name in command.split():
+        found = found.commands[name]
+    parameters = [p for p in found.params if isinstance(p, click.Option)]
     assert parameters
     for each in parameters:
         assert each.help
@@ -159,6 +163,7 @@ def test_extras_are_those_of_the_project_file() -> None:
         for extra in EXTRAS
     }
     wanted["demo"] |= wanted["cli"]
+    wanted["forces"] |= wanted["cli"]
     as_distribution = {"sklearn": "scikit-learn"}
     assert {
         extra: {as_distribution.get(module, module) for module in modules}

@@ -7,7 +7,6 @@ extras bring is imported when it is used, so that without them there is a text a
 from __future__ import annotations
 
 import functools
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 from gradmesh import installation
 from gradmesh.backends import shm
 from gradmesh.bench.command import bench
-from gradmesh.demo.job import Settings, run
+from gradmesh.demo.command import demo_group
 from gradmesh.errors import GradmeshError, MissingExtraError
 from gradmesh.extras import EXTRAS, missing, require
 from gradmesh.ops.registry import table as ops_table
@@ -55,7 +54,6 @@ def commands() -> click.Group:
     require("cli", "cli")
     import click
 
-    default = Settings()
     option = functools.partial(click.Option, show_default=True)
     group = click.Group("gradmesh", help=_HELP)
     click.version_option(installation.version(), prog_name="gradmesh")(group)
@@ -98,52 +96,7 @@ def commands() -> click.Group:
             ],
         )
     )
-    group.add_command(
-        click.Command(
-            "demo",
-            callback=_told(demo),
-            short_help="Train on real images over local ranks, and prove the gradients.",
-            help="Train two encoders on the halves of handwritten digits, contrasting each image with those of all "
-            "ranks, by three gathers: gradmesh's, one without gradient, and one whose backward is the own slice. "
-            "Then compare each one's gradients with those of a single process.",
-            params=[
-                option(
-                    ["--ranks"],
-                    type=click.IntRange(min=1),
-                    default=default.ranks,
-                    help="Number of local ranks.",
-                ),
-                option(
-                    ["--backend"],
-                    default=default.backend,
-                    help="shm, gloo: processes; threads: threads of one process.",
-                ),
-                option(
-                    ["--epochs"],
-                    type=click.IntRange(min=1),
-                    default=default.epochs,
-                    help="Passes over the training images.",
-                ),
-                option(
-                    ["--seed"],
-                    type=click.IntRange(min=0),
-                    default=default.seed,
-                    help="Decides the held-out images, the initial parameters and the order.",
-                ),
-                option(
-                    ["--picture"],
-                    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-                    default=Path("gradmesh_demo.png"),
-                    help="Where to write the training curves, as PNG.",
-                ),
-                option(
-                    ["--json", "as_json"],
-                    is_flag=True,
-                    help="Print nothing but a line of JSON to stdout, all else to stderr.",
-                ),
-            ],
-        )
-    )
+    group.add_command(demo_group(_told))
     group.add_command(
         click.Command(
             "bench",
@@ -156,7 +109,7 @@ def commands() -> click.Group:
                 option(
                     ["--backend"],
                     type=click.Choice(["shm", "gloo", "threads", "nccl"]),
-                    default=default.backend,
+                    default=shm.default(),
                     callback=_available,
                     help="shm, gloo, nccl: processes, under nccl a GPU each; threads: threads of one process.",
                 ),
@@ -194,25 +147,6 @@ def commands() -> click.Group:
             )
         )
     return group
-
-
-def demo(ranks: int, backend: str, epochs: int, seed: int, picture: Path, as_json: bool) -> None:
-    """Run the demo job and show what it finds."""
-    require("demo", "demo")
-    from rich.console import Console
-
-    from gradmesh.demo import report
-
-    console = Console(stderr=as_json, highlight=False)
-    settings = Settings(ranks, backend, epochs, seed)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    with report.shown(settings, console) as watcher:
-        result = run(settings, watcher)
-    report.draw(result, picture)
-    report.print_proof(result, console)
-    console.print(f"\n{result.seconds:.1f} s. The training curves are in {picture}")
-    if as_json:
-        print(json.dumps({**result.as_json(), "picture": str(picture.resolve())}))
 
 
 def info(table: bool) -> None:

@@ -11,6 +11,7 @@ __all__ = ["EXTRAS", "missing", "require"]
 EXTRAS = {
     "cli": ("click", "rich"),
     "demo": ("click", "rich", "matplotlib", "numpy", "sklearn"),
+    "forces": ("click", "rich", "matplotlib", "numpy", "ase", "e3nn", "matscipy"),
     "metis": ("pymetis",),
     "notebook": ("cloudpickle",),
 }

@@ -33,6 +33,7 @@ __all__ = [
     "Result",
     "Settings",
     "Watcher",
+    "one_thread",
     "recall",
     "run",
 ]
@@ -160,7 +161,7 @@ def run(settings: Settings, watcher: Watcher | None = None) -> Result:
     def dense_loss_of(model: Towers, batch: Tensor) -> Tensor:
         return dense_loss(model, views, batch)
 
-    with _one_thread(), gm.Ranks(settings.ranks, backend=settings.backend) as ranks:
+    with one_thread(), gm.Ranks(settings.ranks, backend=settings.backend) as ranks:
         grad_error, largest_grad = _grad_errors(ranks, dense.model, views)
         for epoch in range(settings.epochs):
             batches = torch.randperm(len(views[0]), generator=order).split(BATCH)
@@ -183,7 +184,7 @@ def run(settings: Settings, watcher: Watcher | None = None) -> Result:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Compute on one thread: the matrices are small, and a second one would take its core from the ranks."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

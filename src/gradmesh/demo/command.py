@@ -1,0 +1,163 @@
+"""`gradmesh demo`: a job by its name, and the first of them without one."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradmesh.demo.forces import settings as forces_settings
+from gradmesh.demo.job import Settings, run
+from gradmesh.extras import require
+
+if TYPE_CHECKING:
+    import click
+
+__all__ = ["clip", "demo_group", "forces"]
+
+_FIRST = "clip"
+
+
+def demo_group(told: Callable[[Callable[..., None]], Callable[..., None]]) -> click.Group:
+    """Build `gradmesh demo`.
+
+    Args:
+        told: what a command's function is wrapped in, so that errors become text.
+    """
+    import click
+
+    class Named(click.Group):
+        """Takes options without a name for those of the first job."""
+
+        def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+            if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
+                args = [_FIRST, *args]
+            return super().parse_args(ctx, args)
+
+    option = functools.partial(click.Option, show_default=True)
+    group = Named(
+        "demo",
+        short_help="Train over local ranks, and prove the gradients.",
+        help=f"Train over local ranks, and compare with one process. Without a name: {_FIRST}, whose options "
+        f"`gradmesh demo {_FIRST} --help` lists.",
+    )
+    default, potential = Settings(), forces_settings.Settings()
+
+    def common(ranks: int, backend: str, picture: str) -> list[click.Parameter]:
+        return [
+            option(["--ranks"], type=click.IntRange(min=1), default=ranks, help="Number of local ranks."),
+            option(
+                ["--backend"], default=backend, help="shm, gloo: processes; threads: threads of one process."
+            ),
+            option(
+                ["--seed"],
+                type=click.IntRange(min=0),
+                default=0,
+                help="Decides the data, what is held out of it, the initial parameters and the order.",
+            ),
+            option(
+                ["--picture"],
+                type=click.Path(dir_okay=False, writable=True, path_type=Path),
+                default=Path(picture),
+                help="Where to write the picture, as PNG.",
+            ),
+            option(
+                ["--json", "as_json"],
+                is_flag=True,
+                help="Print nothing but a line of JSON to stdout, all else to stderr.",
+            ),
+        ]
+
+    def number(name: str, least: int, default: int, text: str) -> click.Option:
+        return option([f"--{name}"], type=click.IntRange(min=least), default=default, help=text)
+
+    group.add_command(
+        click.Command(
+            "clip",
+            callback=told(clip),
+            short_help="Contrastive learning of images, by three gathers.",
+            help="Train two encoders on the halves of handwritten digits, contrasting each image with those of all "
+            "ranks, by three gathers: gradmesh's, one without gradient, and one whose backward is the own slice. "
+            "Then compare each one's gradients with those of a single process.",
+            params=[
+                *common(default.ranks, default.backend, "gradmesh_demo.png"),
+                number("epochs", 1, default.epochs, "Passes over the training images."),
+            ],
+        )
+    )
+    group.add_command(
+        click.Command(
+            "forces",
+            callback=told(forces),
+            short_help="A potential for atoms: energies, forces, stresses, dynamics.",
+            help="Train a potential on slabs, alloys, particles and strained crystals of ASE's EMT, each cut over the "
+            "ranks, beside the same on one process; predict forces on structures held out; count the rows that "
+            "travel; and run molecular dynamics with it on all ranks.",
+            params=[
+                *common(potential.ranks, potential.backend, "gradmesh_forces.png"),
+                number("steps", 1, potential.steps, "Steps of training."),
+                number("md", 1, potential.md, "Steps of molecular dynamics."),
+                number("channels", 1, potential.channels, "Scalars, and vectors, of each atom."),
+                number("structures", 4, potential.structures, "Structures to train on."),
+                number("batch", 1, potential.batch, "Structures of a step."),
+                number("moving", 24, potential.moving, "Atoms of the slab that moves."),
+                number("atoms", 256, potential.atoms, "Atoms of the largest slab whose rows are counted."),
+                option(
+                    ["--partition"],
+                    type=click.Choice(["space", "graphs"]),
+                    default=potential.partition,
+                    help="space: each structure is cut; graphs: each is whole on one rank.",
+                ),
+                option(
+                    ["--write"],
+                    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+                    help="Write the structures with their energies, forces and stresses, as extended XYZ, and stop.",
+                ),
+            ],
+        )
+    )
+    return group
+
+
+def clip(ranks: int, backend: str, epochs: int, seed: int, picture: Path, as_json: bool) -> None:
+    """Run the job of contrastive learning and show what it finds."""
+    require("demo", "demo")
+    from rich.console import Console
+
+    from gradmesh.demo import report
+
+    console = Console(stderr=as_json, highlight=False)
+    settings = Settings(ranks, backend, epochs, seed)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    with report.shown(settings, console) as watcher:
+        result = run(settings, watcher)
+    report.draw(result, picture)
+    report.print_proof(result, console)
+    console.print(f"\n{result.seconds:.1f} s. The training curves are in {picture}")
+    if as_json:
+        print(json.dumps({**result.as_json(), "picture": str(picture.resolve())}))
+
+
+def forces(picture: Path, as_json: bool, write: Path | None, **chosen: Any) -> None:
+    """Run the job of a potential and show what it finds."""
+    require("forces", "demo forces")
+    from rich.console import Console
+
+    from gradmesh.demo.forces import job, report, structures
+
+    console = Console(stderr=as_json, highlight=False)
+    settings = forces_settings.Settings(**chosen)
+    if write is not None:
+        structures.write(write, settings.structures, settings.seed)
+        console.print(f"{settings.structures} structures are in {write}")
+        return
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    with report.shown(settings, console) as watcher:
+        result = job.run(settings, watcher)
+    report.draw(result, picture)
+    report.print_tables(result, console)
+    console.print(f"The picture is in {picture}")
+    if as_json:
+        print(json.dumps({**result.as_json(), "picture": str(picture.resolve())}))
