@@ -114,6 +114,9 @@ def main() -> None:
     )
     parser.add_argument("--attention", choices=["ring", "ulysses"], default="ring")
     parser.add_argument("--ranks", type=int, default=4, help="where torchrun has not started them")
+    parser.add_argument(
+        "--backend", help="threads, shm or gloo; by default threads here, and torchrun's ranks on shm"
+    )
     parser.add_argument("--length", type=int, default=Job.length)
     parser.add_argument("--steps", type=int, default=Job.steps)
     told = parser.parse_args()
@@ -122,10 +125,14 @@ def main() -> None:
     torch.manual_seed(job.seed)
     model = Model(job).double()
     if "RANK" in os.environ:
+        gm.init(told.backend)
         several, chief = train(job, model), gm.rank() == 0
         torch.distributed.destroy_process_group()
     else:
-        several, chief = gm.launch(train, told.ranks, backend="threads", args=(job, model))[0], True
+        several, chief = (
+            gm.launch(train, told.ranks, backend=told.backend or "threads", args=(job, model))[0],
+            True,
+        )
     if not chief:
         return
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):

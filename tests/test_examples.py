@@ -16,12 +16,14 @@ EXAMPLES = ROOT / "examples"
 SMALL = {
     "fno_burgers.py": ["--epochs", "1", "--samples", "16", "--points", "34"],
     "forces_slab.py": ["--side", "3", "--structures", "2", "--steps", "3", "--md", "2"],
+    "ring_attention.py": ["--steps", "3", "--length", "26"],
 }
 """What makes each example small."""
 
 SAYS = {
     "fno_burgers.py": r"loss [\d.]+ in 1 steps",
     "forces_slab.py": r"loss [\d.]+ -> [\d.]+ in 3 steps",
+    "ring_attention.py": r"loss [\d.]+ -> [\d.]+; the furthest step differs by",
 }
 """What it prints of its end."""
 

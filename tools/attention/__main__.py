@@ -103,17 +103,16 @@ def main() -> int:
         f"torch {torch.__version__.split('+')[0]}, {platform.machine()}, {os.cpu_count()} cores, ranks with one thread "
         f"each; a sequence of {case.length}, {case.heads} heads of {case.features}, float32; forward and backward."
     )
-    text = "\n\n".join(
-        [
-            what
-            + " Memory is the peak of the rank that takes most, by what the kernel of the system says, of a step "
-            "behind another one, on shm; time is the fastest step, on Gloo, all ways in turn.",
-            memory(case),
-            timed(case, told.rounds),
-            hidden(case, told.rounds),
-        ]
+    intro = (
+        what
+        + " Memory is the peak of the rank that takes most, by what the kernel of the system says, of a step "
+        "behind another one, on shm; time is the fastest step, on Gloo, all ways in turn."
     )
-    print(text)
+    parts = [intro]
+    for measure in (memory, lambda case: timed(case, told.rounds), lambda case: hidden(case, told.rounds)):
+        parts.append(measure(case))
+        print(parts[-1], flush=True)
+    text = "\n\n".join(parts)
     if told.write is not None:
         page = told.write.read_text()
         before, rest = page.split(BEGIN)
