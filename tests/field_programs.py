@@ -109,6 +109,8 @@ def _options(draw: random.Random, kind: str, shape: Sequence[int]) -> dict[str, 
         }
         if kind == "max_pool":
             options["dilation"] = dilation
+            if any(n < d for n, d in zip(shape, dilation, strict=True)):
+                return None  # a window that has no row is -inf, and its cube's slope is none
         else:
             options["count_include_pad"], reach = draw.random() < 0.5, kernel
             if len(shape) == 3 and any(n < k for n, k in zip(shape, kernel, strict=True)):

@@ -27,6 +27,11 @@ def test_random_layers_have_the_value_and_both_derivatives_of_the_whole(threads:
         assert max(threads(ranks)(deviation, program)) < CLOSE, program
 
 
+def test_outputs_that_no_row_reaches_are_the_bias(threads: Threads) -> None:
+    options = {"kernel_size": 1, "stride": 3, "padding": 2, "output_padding": 1}
+    assert max(threads(3)(deviation, Program("transposed", 1, (2,), (0, 1, 1), 0, options))) < CLOSE
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_random_layers_have_the_value_and_both_derivatives_of_the_whole(
