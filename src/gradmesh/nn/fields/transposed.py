@@ -74,7 +74,7 @@ class _HaloConvTranspose(Halo):
         if not min(counts):
             return nothing(x, (len(x), self.out_channels, *counts), weight, bias)
         convolve: Any = _CONVOLUTIONS[len(counts) - 1]
-        y = convolve(x, weight, None, self.stride, 0, 0, self.groups, self.dilation)
+        y: Tensor = convolve(x, weight, None, self.stride, 0, 0, self.groups, self.dilation)
         for place, (count, ahead) in enumerate(zip(counts, aheads, strict=True)):
             y = _cropped(y, place + 2, ahead, count)
         return y if bias is None else y + bias.view(1, -1, *[1] * len(counts))
