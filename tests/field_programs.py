@@ -109,6 +109,8 @@ def _options(draw: random.Random, kind: str, shape: Sequence[int]) -> dict[str, 
         }
         if kind == "max_pool":
             options["dilation"] = dilation
+            if any(n < d for n, d in zip(shape, dilation, strict=True)):
+                return None  # a window that has no row is -inf, and its cube's slope is none
         else:
             options["count_include_pad"], reach = draw.random() < 0.5, kernel
             if len(shape) == 3 and any(n < k for n, k in zip(shape, kernel, strict=True)):
@@ -122,11 +124,10 @@ def _options(draw: random.Random, kind: str, shape: Sequence[int]) -> dict[str, 
         if draw.random() < 0.5:
             return options | {"size": [draw.choice([1, 2, 5, 7, 11]) for _ in shape]}
         scales = [draw.choice([0.5, 0.7, 1.0, 1.5, 2.0, 2.3]) for _ in shape]
-        return (
-            options | {"scale_factor": scales}
-            if all(int(n * s) for n, s in zip(shape, scales, strict=True))
-            else None
-        )
+        points = [int(n * scale) for n, scale in zip(shape, scales, strict=True)]
+        # Where there are twice as many points torch takes the factor for 2 in backward of "nearest", and not forward.
+        odd = any(m == 2 * n and s != 2 for m, n, s in zip(points, shape, scales, strict=True))
+        return None if 0 in points or (odd and mode == "nearest") else options | {"scale_factor": scales}
     modes = [draw.choice([1, 2]) for _ in shape[:-1]] + [draw.choice([1, 2, 3])]
     room = [n // 2 for n in shape[:-1]] + [shape[-1] // 2 + 1]
     return {"modes": modes} if all(m <= r for m, r in zip(modes, room, strict=True)) else None

@@ -27,6 +27,11 @@ def test_random_layers_have_the_value_and_both_derivatives_of_the_whole(threads:
         assert max(threads(ranks)(deviation, program)) < CLOSE, program
 
 
+def test_outputs_that_no_row_reaches_are_the_bias(threads: Threads) -> None:
+    options = {"kernel_size": 1, "stride": 3, "padding": 2, "output_padding": 1}
+    assert max(threads(3)(deviation, Program("transposed", 1, (2,), (0, 1, 1), 0, options))) < CLOSE
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_many_random_layers_have_the_value_and_both_derivatives_of_the_whole(
@@ -56,10 +61,20 @@ def test_layers_on_processes_are_torchs_on_the_whole(
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_nearest_rows_are_rounded_as_torch_rounds_them_in_so_many_dims(threads: Threads, dims: int) -> None:
-    """By 2.3 a field of two dims has other nearest rows than one of one or three."""
-    options = {"mode": "nearest", "align_corners": None, "scale_factor": [2.3] * dims}
-    program = Program("interpolate", 0, (3,) * dims, (1, 2), 0, options)
-    assert max(threads(2)(deviation, program)) < CLOSE
+    """By 2.3 a field of two dims has other nearest rows than one of one or three, of which torch's slopes are wrong."""
+    x = _rows(0)[:, :1].view(1, 1, 3, *(1,) * (dims - 1)).expand(1, 1, *(3,) * dims)
+    right = nn.functional.interpolate(x, scale_factor=2.3)
+
+    def found() -> tuple[Tensor, Tensor]:
+        own = x[:, :, gm.axis().slice((1, 2))].clone().requires_grad_()
+        y = gm.nn.fields.interpolate(own, scale_factor=2.3, sizes=(1, 2))
+        slope = torch.autograd.grad((y**2).sum() / 2, own)[0]
+        return gm.all_gather(y.detach(), dim=2, sizes="auto"), gm.all_gather(slope, dim=2, sizes=(1, 2))
+
+    for y, slope in threads(2)(found):
+        assert torch.equal(y, right)
+        # Each output is one row, so that the slopes by the rows, times the rows, have the outputs' squares for a sum.
+        torch.testing.assert_close((slope * x).sum(), (right**2).sum())
 
 
 def _made(kind: str) -> nn.Module:

@@ -1,6 +1,6 @@
 """The command that prints what fields in parts cost and how far they are from whole ones, and writes the tables.
 
-python -m tools.fields [--programs 40] [--write docs/fields.md]
+python -m tools.fields [--programs 40] [--only deviations] [--write docs/fields.md]
 """
 
 from __future__ import annotations
@@ -60,9 +60,12 @@ def with_table(text: str, name: str, table: str) -> str:
 @click.option(
     "--write", type=click.Path(dir_okay=False, exists=True, path_type=Path), help="The page to write."
 )
-def main(programs: int, write: Path | None) -> None:
-    """Print both tables."""
-    for name, table in (("deviations", table_of_deviations(programs)), ("costs", table_of_costs())):
+@click.option("--only", type=click.Choice(["deviations", "costs"]), help="One table of the two.")
+def main(programs: int, write: Path | None, only: str | None) -> None:
+    """Print the tables."""
+    tables = {"deviations": lambda: table_of_deviations(programs), "costs": table_of_costs}
+    for name in [only] if only else tables:
+        table = tables[name]()
         print(table, end="\n\n", flush=True)
         if write is not None:
             write.write_text(with_table(write.read_text(), name, table))

@@ -42,7 +42,7 @@ class _HaloConvTranspose(Halo):
                 got=f"output_size={output_size!r}",
                 remedy="pass output_padding to the layer",
             )
-        x, counts, crops = input, [], []
+        x, counts, aheads = input, [], []
         found = {cut.dim: cut for cut in cuts}
         for place, tap in enumerate(self.taps()):
             cut = found.get(place + 2)
@@ -68,17 +68,28 @@ class _HaloConvTranspose(Halo):
                 rank = cut.axis.rank
                 first, count, begin = sum(own[:rank]), own[rank], needs[rank][0]
                 x, _ = window(x, cut, needs)
-            long = (x.shape[place + 2] - 1) * tap.stride + tap.reach
-            ahead = first + tap.left - begin * tap.stride
             counts.append(count)
-            crops.append((-ahead, ahead + count - long))
+            aheads.append(first + tap.left - begin * tap.stride)
         weight, bias = self.parameters_here()
         if not min(counts):
             return nothing(x, (len(x), self.out_channels, *counts), weight, bias)
         convolve: Any = _CONVOLUTIONS[len(counts) - 1]
-        y = convolve(x, weight, None, self.stride, 0, 0, self.groups, self.dilation)
-        y = padded(y, crops)
+        y: Tensor = convolve(x, weight, None, self.stride, 0, 0, self.groups, self.dilation)
+        for place, (count, ahead) in enumerate(zip(counts, aheads, strict=True)):
+            y = _cropped(y, place + 2, ahead, count)
         return y if bias is None else y + bias.view(1, -1, *[1] * len(counts))
+
+
+def _cropped(y: Tensor, dim: int, ahead: int, count: int) -> Tensor:
+    """So many rows from `ahead` on; zeros where there are none."""
+    rows = y.shape[dim]
+    low = min(max(ahead, 0), rows)
+    high = max(min(ahead + count, rows), low)
+    y = y.narrow(dim, low, high - low)
+    before = min(max(-ahead, 0), count)
+    pads = [(0, 0)] * (y.dim() - 2)
+    pads[dim - 2] = (before, count - before - (high - low))
+    return padded(y, pads)
 
 
 class HaloConvTranspose1d(_HaloConvTranspose, nn.ConvTranspose1d):
