@@ -1,7 +1,7 @@
 """A language model of characters over data x sequence x tensor parallel ranks, which follows one process step by step.
 
     python examples/lm_chars.py                                  # 8 ranks as threads: 2 x 2 x 2
-    torchrun --nproc-per-node 4 examples/lm_chars.py --sp 2      # 4 processes: 1 x 2 x 2
+    torchrun --nproc-per-node 4 examples/lm_chars.py             # 4 processes: 1 x 2 x 2
 
 The model is plain torch (`CharModel`); the twelve lines that make it parallel are `in_parts`, beside it.
 """
@@ -36,23 +36,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sp", type=int, default=2, help="ranks of a sequence")
-    parser.add_argument("--tp", type=int, default=2, help="ranks of a layer")
-    parser.add_argument("--threads", type=int, default=8, help="ranks, where torchrun started none")
+    parser.add_argument("--ranks", type=int, default=8, help="local ranks, where torchrun started none")
+    parser.add_argument("--backend", default="threads", help="of these: threads, shm or gloo")
+    parser.add_argument("--sp", type=int, help="ranks of a sequence; 2 by default, if there are 4")
+    parser.add_argument("--tp", type=int, help="ranks of a layer; 2 by default, if there are 2")
     parser.add_argument("--steps", type=int, default=30)
     args = parser.parse_args()
-    settings = Settings(steps=args.steps)
+    settings, started = Settings(steps=args.steps), "RANK" in os.environ
     torch.set_num_threads(1)
-    if "RANK" in os.environ:
-        gm.init()
-        ranks, first = gm.world_size(), gm.rank() == 0
-        losses, whole, _ = follow(settings, ranks // (args.sp * args.tp), args.sp, args.tp)
+    if started:
+        gm.init(args.backend if args.backend != "threads" else None)
+    ranks = gm.world_size() if started else args.ranks
+    tp = args.tp or 1 + (ranks % 2 == 0)
+    sp = args.sp or 1 + (ranks % (2 * tp) == 0)
+    form = (settings, ranks // (sp * tp), sp, tp)
+    if started:
+        first = gm.rank() == 0
+        losses, whole, _ = follow(*form)
         if first:
             compare(settings, f"{ranks} processes", losses, whole)
         return
-    form = (settings, args.threads // (args.sp * args.tp), args.sp, args.tp)
-    losses, whole, _ = gm.launch(follow, args.threads, backend="threads", args=form)[0]
-    compare(settings, f"{args.threads} ranks as threads", losses, whole)
+    losses, whole, _ = gm.launch(follow, ranks, backend=args.backend, args=form)[0]
+    compare(settings, f"{ranks} ranks on {args.backend}", losses, whole)
 
 
 if __name__ == "__main__":

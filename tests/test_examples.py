@@ -14,15 +14,19 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
 SMALL = {
+    "clip_digits.py": ["--batch", "30", "--chunk", "6", "--steps", "3"],
     "fno_burgers.py": ["--epochs", "1", "--samples", "16", "--points", "34"],
     "forces_slab.py": ["--side", "3", "--structures", "2", "--steps", "3", "--md", "2"],
+    "lm_chars.py": ["--steps", "2"],
     "ring_attention.py": ["--steps", "3", "--length", "26"],
 }
 """What makes each example small."""
 
 SAYS = {
+    "clip_digits.py": r"batch 30: loss [\d.]+",
     "fno_burgers.py": r"loss [\d.]+ in 1 steps",
     "forces_slab.py": r"loss [\d.]+ -> [\d.]+ in 3 steps",
+    "lm_chars.py": r"step +1  loss [\d.]+",
     "ring_attention.py": r"loss [\d.]+ -> [\d.]+; the furthest step differs by",
 }
 """What it prints of its end."""

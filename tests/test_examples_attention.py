@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,21 +31,6 @@ def test_the_example_follows_the_single_process(
     monkeypatch.setattr("sys.argv", [str(EXAMPLE), "--attention", attention, "--ranks", "3", *SMALL])
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     assert furthest(capsys.readouterr().out) < 1e-12
-
-
-@pytest.mark.processes
-def test_the_example_runs_under_torchrun() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    done = subprocess.run(
-        [*command, str(EXAMPLE), *SMALL], capture_output=True, text=True, timeout=120, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    assert furthest(done.stdout) < 1e-12
-    assert done.stdout.count("on one process") == 3
-
-
-def test_the_example_is_short() -> None:
-    assert len(EXAMPLE.read_text().splitlines()) < 150
 
 
 APART = ["ring, zigzag", "torch's ring, balanced"]

@@ -25,7 +25,3 @@ def test_ranks_find_what_one_finds(monkeypatch: pytest.MonkeyPatch, capsys: Any)
     four = printed(monkeypatch, capsys, "--ranks", "4", *small)
     assert "4 ranks, batch 30: loss" in four
     assert one.split(":")[1] == four.split(":")[1]
-
-
-def test_it_is_short() -> None:
-    assert len(EXAMPLE.read_text().splitlines()) < 150
