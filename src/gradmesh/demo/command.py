@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradmesh.demo.fno import settings as fno_settings
 from gradmesh.demo.forces import settings as forces_settings
 from gradmesh.demo.job import Settings, run
 from gradmesh.demo.lm import settings as lm_settings
@@ -16,7 +17,7 @@ from gradmesh.extras import require
 if TYPE_CHECKING:
     import click
 
-__all__ = ["clip", "demo_group", "forces", "lm"]
+__all__ = ["clip", "demo_group", "fno", "forces", "lm"]
 
 _FIRST = "clip"
 
@@ -137,6 +138,22 @@ def demo_group(told: Callable[[Callable[..., None]], Callable[..., None]]) -> cl
             ],
         )
     )
+    operator = fno_settings.Job()
+    group.add_command(
+        click.Command(
+            "fno",
+            callback=told(fno),
+            short_help="A Fourier neural operator on fields that are cut over the ranks.",
+            help="Solve Burgers' equation from random fields, and train a Fourier neural operator to do it, with each "
+            "field cut over the ranks, beside the same on one process, step by step.",
+            params=[
+                *common(operator.ranks, operator.backend, "gradmesh_fno.png"),
+                number("epochs", 1, operator.epochs, "Passes over the solutions."),
+                number("points", 8, operator.points, "Points of a field; the ranks need not divide them."),
+                number("samples", 1, operator.samples, "Solutions to train on."),
+            ],
+        )
+    )
     return group
 
 
@@ -182,18 +199,30 @@ def forces(picture: Path, as_json: bool, write: Path | None, **chosen: Any) -> N
         print(json.dumps({**result.as_json(), "picture": str(picture.resolve())}))
 
 
-def lm(picture: Path, as_json: bool, **chosen: Any) -> None:
+def fno(**chosen: Any) -> None:
+    """Run the job of a neural operator and show what it finds."""
+    require("demo", "demo fno")
+    from gradmesh.demo.fno import job, report
+
+    _followed(job, report, fno_settings.Job, **chosen)
+
+
+def lm(**chosen: Any) -> None:
     """Run the job of a language model and show what it finds."""
     require("demo", "demo lm")
-    from rich.console import Console
-
     from gradmesh.demo.lm import job, report
 
-    console = Console(stderr=as_json, highlight=False)
-    settings = lm_settings.Job(**chosen)
+    _followed(job, report, lm_settings.Job, **chosen)
+
+
+def _followed(job: Any, report: Any, settings: Any, picture: Path, as_json: bool, **chosen: Any) -> None:
+    """Run a job that follows one process, and show how far it is from that."""
+    from rich.console import Console
+
+    console, asked = Console(stderr=as_json, highlight=False), settings(**chosen)
     picture.parent.mkdir(parents=True, exist_ok=True)
-    with report.shown(settings, console) as tell:
-        result = job.run(settings, tell)
+    with report.shown(asked, console) as tell:
+        result = job.run(asked, tell)
     report.draw(result, picture)
     report.print_table(result, console)
     console.print(f"The picture is in {picture}")

@@ -8,6 +8,7 @@ cutoff, so that forces and their slopes do not jump there.
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,9 @@ CUTOFF = 4.5
 WAVES = 8
 NEIGHBOURS = 30.0
 """About how many an atom has; messages are divided by the root of it."""
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Ranks that are threads share torch's default dtype and its generator."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -94,15 +98,15 @@ class Parts(nn.Module):
 
     def __init__(self, channels: int, seed: int = 0) -> None:
         super().__init__()
-        before = torch.get_default_dtype()
-        # Of another dtype, e3nn's coefficients would be rounded to it first.
-        torch.set_default_dtype(torch.float64)
-        try:
-            with torch.random.fork_rng(devices=[]):
+        with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
+            before = torch.get_default_dtype()
+            # Of another dtype, e3nn's coefficients would be rounded to it first.
+            torch.set_default_dtype(torch.float64)
+            try:
                 torch.manual_seed(seed)
                 self._make(channels)
-        finally:
-            torch.set_default_dtype(before)
+            finally:
+                torch.set_default_dtype(before)
 
     def _make(self, channels: int) -> None:
         harmonics = o3.Irreps("0e+1o")
