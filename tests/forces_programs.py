@@ -68,7 +68,8 @@ def structure_of(draw: random.Random) -> Atoms:
         cube = [[x, y, z] for x in (0, 1) for y in (0, 1) for z in (0, 1)]
         places = 2.3 * np.array(draw.sample(cube, number)) + places - np.round(places)
     numbers = [draw.choice(ELEMENTS) for _ in range(number)]
-    cell, pbc = None, False
+    cell: object = None
+    pbc: object = False
     if kind == "tiny cell":
         cell = np.diag([2.3 * number, 2.4, 2.7]) + np.array(
             [[draw.uniform(-0.3, 0.3) for _ in range(3)] for _ in range(3)]

@@ -52,7 +52,7 @@ def test_an_example_runs_on_local_ranks(name: str) -> None:
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize("name", SMALL)
 def test_an_example_runs_under_torchrun_with_the_same_figures(name: str, backend: str) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     here = run([str(EXAMPLES / name), *SMALL[name], "--ranks", "1", "--backend", "threads"])
     said = run([*torchrun, str(EXAMPLES / name), *SMALL[name], "--backend", backend])
     (expected,), (found,) = (re.findall(SAYS[name], each) for each in (here, said))

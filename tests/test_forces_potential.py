@@ -160,10 +160,9 @@ def test_a_copy_has_the_same_weights_and_its_own(model: single.Potential) -> Non
 
 
 def test_the_page_shows_what_differs_between_one_process_and_ranks() -> None:
-    files = [Path(module.__file__ or "") for module in (single, parallel)]
-    lines = difflib.unified_diff(
-        *(file.read_text().splitlines() for file in files), *(file.name for file in files), lineterm=""
-    )
+    one, other = (Path(module.__file__ or "") for module in (single, parallel))
+    before, after = (file.read_text().splitlines() for file in (one, other))
+    lines = difflib.unified_diff(before, after, one.name, other.name, lineterm="")
     (shown,) = re.findall(r"```diff\n(.*?)\n```", (ROOT / "docs" / "forces.md").read_text(), re.DOTALL)
     assert shown.splitlines() == list(lines)
     changed = [line for line in shown.splitlines()[2:] if line.startswith("+") and line.strip("+ ")]

@@ -109,7 +109,7 @@ def test_the_audit_finds_nothing_in_the_exchange_and_something_without_a_second_
 def _model() -> parallel.Potential:
     model = parallel.Potential(2, seed=1)
     with torch.no_grad():
-        model.readout[-1].weight.mul_(3)
+        list(model.readout.parameters())[-1].mul_(3)
     return model
 
 
@@ -121,12 +121,12 @@ def _moving() -> Atoms:
 
 def _run(model: parallel.Potential, steps: int) -> tuple[np.ndarray, list[float], int, float]:
     atoms, found = md_on_rank(model, _moving(), steps)
-    return atoms.positions, found.total, found.lists, found.drift
+    return atoms.positions, found.total, found.rebuilt, found.drift
 
 
 def test_dynamics_on_ranks_are_those_of_one_rank_through_new_neighbour_lists(threads: Ranks) -> None:
     ((right, totals, lists, drift),) = threads(1)(_run, _model(), 30)
-    assert lists > 1
+    assert lists > 0
     assert drift < 1e-3
     assert max(totals) > min(totals)
     parts = threads(3)(_run, _model(), 30)

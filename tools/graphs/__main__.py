@@ -4,6 +4,7 @@ python -m tools.graphs                              # 20,000 nodes on 4 ranks by
 python -m tools.graphs --ranks 5 --empty            # the same on 4, and a rank that owns nothing
 python -m tools.graphs --partition count            # cut by number: nearly everything is sent
 python -m tools.graphs --nodes 200000 --only-rows   # what is sent alone
+python -m tools.graphs figures --help               # the figures of docs/graphs-scale.md
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from tools.graphs import figures
 from tools.graphs.measure import Job, Part, measured
 
 ENOUGH = 0.15
@@ -70,4 +72,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(figures.main(sys.argv[2:]) if sys.argv[1:2] == ["figures"] else main())

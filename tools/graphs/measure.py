@@ -10,8 +10,8 @@ from torch import Tensor
 
 import gradmesh as gm
 from gradmesh.nn.graph import GraphPlan, by_count, by_space
-from tools.graphs.geometry import nearest, slab
-from tools.graphs.network import dense, in_parts, weights
+from tools.graphs.geometry import crystal, slab
+from tools.graphs.network import Crystal, Figures, dense, in_parts, weights
 
 __all__ = ["Job", "Part", "measured"]
 
@@ -67,34 +67,22 @@ class Part:
 def measured(job: Job, backend: str) -> list[Part]:
     """Each rank's part."""
     points, cell = slab(job.nodes)
-    edges, images = nearest(points, cell, job.neighbours)
+    graph = crystal(points, cell, job.neighbours)
     given, parts = weights(job.width), job.ranks - job.empty
     if job.partition == "count":
         owner = by_count(job.nodes, parts)
     else:
         owner = by_space(points, parts, cell=cell, method=job.partition)
-    right = dense(points, edges, images, given) if job.compared else None
-    expected = [] if right is None else [right.energy, right.forces, *right.slopes]
-    return gm.launch(
-        _on_rank, job.ranks, backend=backend, args=(points, edges, images, owner, given, expected)
-    )
+    right = dense(graph, given) if job.compared else None
+    return gm.launch(_on_rank, job.ranks, backend=backend, args=(graph, owner, given, right))
 
 
-def _on_rank(
-    points: Tensor, edges: Tensor, images: Tensor, owner: Tensor, given: list[Tensor], expected: list[Tensor]
-) -> Part:
+def _on_rank(graph: Crystal, owner: Tensor, given: list[Tensor], right: Figures | None) -> Part:
     begun = time.perf_counter()
-    plan = GraphPlan(edges, owner)
+    plan = GraphPlan(graph.edges, owner)
     built = time.perf_counter()
-    plan = plan.rebuilt(edges)
+    plan = plan.rebuilt(graph.edges)
     rebuilt = time.perf_counter()
-    deviations = {}
-    if expected:
-        found = in_parts(plan, points, images, given)
-        names = ["value", "forces", "second derivatives"]
-        pairs = zip([found.energy, found.forces, *found.slopes], expected, strict=True)
-        each = [float((got - right).abs().max() / right.abs().max()) for got, right in pairs]
-        deviations = dict(zip(names, [*each[:2], max(each[2:])], strict=True))
     return Part(
         len(plan.own),
         len(plan.remote),
@@ -102,5 +90,14 @@ def _on_rank(
         plan.rows_of_gather,
         built - begun,
         rebuilt - built,
-        deviations,
+        {} if right is None else _deviations(in_parts(plan, graph, given), right),
     )
+
+
+def _deviations(found: Figures, right: Figures) -> dict[str, float]:
+    def named(figures: Figures) -> dict[str, Tensor]:
+        second = {f"second derivatives {name}": slope for name, slope in figures.slopes.items()}
+        return {"value": figures.energy, "forces": figures.forces, "stress": figures.stress, **second}
+
+    pairs = zip(named(found).items(), named(right).values(), strict=True)
+    return {name: float((got - wanted).abs().max() / wanted.abs().max()) for (name, got), wanted in pairs}

@@ -1,9 +1,10 @@
-"""A small network of distances, on one process and in parts: energy, forces, and the slope of a loss on both."""
+"""A small network of distances, on one process and in parts: energy, forces, stress, and their slopes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,9 +12,46 @@ from torch import Tensor
 import gradmesh as gm
 from gradmesh.nn.graph import GraphPlan
 
-__all__ = ["Figures", "dense", "in_parts", "weights"]
+__all__ = ["Crystal", "Figures", "Parts", "dense", "in_parts", "own_energy", "weights", "whole_energy"]
 
 _LAYERS = 2
+
+
+class Parts(Protocol):
+    """What of a plan the network uses."""
+
+    own: Tensor
+    edges: Tensor
+    edge_index: Tensor
+    interior: Tensor
+    boundary: Tensor
+
+    @property
+    def exchange(self) -> Any:
+        """Own rows followed by the remote ones, `exchange(x, async_op=False)`."""
+
+    def scatter_add(self, messages: Tensor, edges: Tensor | None = None) -> Tensor:
+        """The sum of the messages at each target."""
+
+    def pool(self, x: Tensor) -> Tensor:
+        """The sum of all nodes' rows."""
+
+
+@dataclass(frozen=True)
+class Crystal:
+    """Points in a periodic cell, and their edges.
+
+    Attributes:
+        points: where they are, shape (nodes, 3).
+        cell: the vectors of the cell as rows.
+        edges: sources and targets.
+        shifts: for each edge the cells by which its source is moved, whole numbers, shape (edges, 3).
+    """
+
+    points: Tensor
+    cell: Tensor
+    edges: Tensor
+    shifts: Tensor
 
 
 @dataclass(frozen=True)
@@ -23,12 +61,15 @@ class Figures:
     Attributes:
         energy: the energy.
         forces: minus its slope by the positions.
-        slopes: those of a loss on the energy and the forces, by the positions and by each weight: second derivatives.
+        stress: its slope by a strain of positions and cell, over the volume.
+        slopes: those of a loss on the forces and of one on the stress, by the positions, the strain and the weights:
+            second derivatives, by the names of both.
     """
 
     energy: Tensor
     forces: Tensor
-    slopes: list[Tensor]
+    stress: Tensor
+    slopes: dict[str, Tensor]
 
 
 def weights(width: int, seed: int = 1) -> list[Tensor]:
@@ -44,52 +85,98 @@ def _message(rows: Tensor, ends: tuple[Tensor, Tensor], at: Tensor, images: Tens
     return torch.tanh(rows[source] @ weight[:, :-1] - 0.1 * square * weight[:, -1]) * torch.exp(-0.5 * square)
 
 
-def _figures(
-    energy: Callable[[Tensor, list[Tensor]], Tensor], points: Tensor, given: list[Tensor]
-) -> Figures:
-    at = points.clone().requires_grad_()
-    leaves = [weight.clone().requires_grad_() for weight in given]
-    total = energy(at, leaves)
-    (slope,) = torch.autograd.grad(total, at, create_graph=True)
-    target = torch.linspace(-1, 1, slope.numel(), dtype=slope.dtype).view_as(slope)
-    loss = (total / len(points)) ** 2 + ((slope - target) ** 2).mean()
-    slopes = torch.autograd.grad(loss, [at, *leaves])
-    return Figures(total.detach(), -slope.detach(), list(slopes))
+def _deformed(x: Tensor, strain: Tensor | None) -> Tensor:
+    return x if strain is None else x + x @ strain
 
 
-def dense(points: Tensor, edges: Tensor, images: Tensor, given: list[Tensor]) -> Figures:
-    """On one process."""
+def whole_energy(crystal: Crystal, at: Tensor, strain: Tensor | None, weights: list[Tensor]) -> Tensor:
+    """On one process.
 
-    def energy(at: Tensor, weights: list[Tensor]) -> Tensor:
-        x = torch.ones(len(at), given[0].shape[0], dtype=at.dtype)
-        for weight in weights[:-1]:
-            sums = torch.zeros_like(x).index_add(
-                0, edges[1], _message(x, (edges[0], edges[1]), at, images, weight)
-            )
-            x = x + torch.sin(sums)
-        return (x @ weights[-1]).tanh().sum()
+    Args:
+        crystal: the graph.
+        at: where the nodes are before the strain.
+        strain: of positions and cell, shape (3, 3); None: there is none.
+        weights: those of the network.
+    """
+    ends = (crystal.edges[0], crystal.edges[1])
+    here, images = _deformed(at, strain), crystal.shifts @ _deformed(crystal.cell, strain)
+    x = torch.ones(len(at), weights[0].shape[0], dtype=at.dtype)
+    for weight in weights[:-1]:
+        sums = torch.zeros_like(x).index_add(0, ends[1], _message(x, ends, here, images, weight))
+        x = x + torch.sin(sums)
+    return (x @ weights[-1]).tanh().sum()
 
-    return _figures(energy, points, given)
 
+def own_energy(
+    plan: Parts,
+    crystal: Crystal,
+    at: Tensor,
+    strain: Tensor | None,
+    leaves: list[Tensor],
+    *,
+    overlap: bool = True,
+) -> Tensor:
+    """On this rank: the energy of all nodes, the same on every rank.
 
-def in_parts(plan: GraphPlan, points: Tensor, images: Tensor, given: list[Tensor]) -> Figures:
-    """On this rank; interior edges are worked on while rows travel."""
-    images = images[plan.edges]
-    halves = [
-        (half, (plan.edge_index[0, half], plan.edge_index[1, half]), images[half])
-        for half in (plan.interior, plan.boundary)
-    ]
+    Args:
+        plan: this rank's part of the graph.
+        crystal: the graph; of its shifts this rank's edges are taken.
+        at: where the rank's own nodes are before the strain.
+        strain: one for all ranks, as on one process.
+        leaves: the weights, the same on every rank.
+        overlap: whether interior edges are worked on while rows travel.
+    """
+    # Replicated once, so that every use of it on any rank counts in its gradient.
+    shared: tuple[Tensor, ...] = gm.replicate((*leaves, *([] if strain is None else [strain])))
+    weights, strained = shared[: len(leaves)], None if strain is None else shared[-1]
+    here = _deformed(plan.exchange(at), strained)
+    images = crystal.shifts[plan.edges] @ _deformed(crystal.cell, strained)
+    x = torch.ones(len(plan.own), leaves[0].shape[0], dtype=at.dtype)
 
-    def energy(at: Tensor, leaves: list[Tensor]) -> Tensor:
-        here = plan.exchange(plan.take(at))
-        weights: tuple[Tensor, ...] = gm.replicate(tuple(leaves))
-        x = torch.ones(len(plan.own), given[0].shape[0], dtype=at.dtype)
-        for weight in weights[:-1]:
+    def messages(rows: Tensor, which: Tensor | None, weight: Tensor) -> Tensor:
+        source, target = plan.edge_index if which is None else plan.edge_index[:, which]
+        moved = images if which is None else images[which]
+        return plan.scatter_add(_message(rows, (source, target), here, moved, weight), which)
+
+    for weight in weights[:-1]:
+        if overlap:
             pending = plan.exchange(x, async_op=True)
-            (inside, near, moved), (outside, far, moved_too) = halves
-            sums = plan.scatter_add(_message(x, near, here, moved, weight), inside)
-            sums = sums + plan.scatter_add(_message(pending.wait(), far, here, moved_too, weight), outside)
-            x = x + torch.sin(sums)
-        return plan.pool((x @ weights[-1]).tanh().sum(1)).sum()
+            sums = messages(x, plan.interior, weight)
+            sums = sums + messages(pending.wait(), plan.boundary, weight)
+        else:
+            sums = messages(plan.exchange(x), None, weight)
+        x = x + torch.sin(sums)
+    return plan.pool((x @ weights[-1]).tanh().sum(1)).sum()
 
-    return _figures(energy, points, given)
+
+def _figures(
+    energy: Callable[[Tensor, Tensor, list[Tensor]], Tensor], crystal: Crystal, given: list[Tensor]
+) -> Figures:
+    at = crystal.points.clone().requires_grad_()
+    strain = torch.zeros_like(crystal.cell).requires_grad_()
+    leaves = [weight.clone().requires_grad_() for weight in given]
+    total = energy(at, strain, leaves)
+    slopes = torch.autograd.grad(total, [at, strain], create_graph=True)
+    second, names = {}, ("position", "strain")
+    for name, slope in zip(names, slopes, strict=True):
+        target = torch.linspace(-1, 1, slope.numel(), dtype=slope.dtype).view_as(slope)
+        by = torch.autograd.grad(((slope - target) ** 2).mean(), [at, strain, *leaves], retain_graph=True)
+        by_weights = torch.cat([each.reshape(-1) for each in by[2:]])
+        for other, found in zip((*names, "weight"), (*by[:2], by_weights), strict=True):
+            second[f"{name}-{other}"] = found
+    volume = torch.linalg.det(crystal.cell)
+    return Figures(total.detach(), -slopes[0].detach(), slopes[1].detach() / volume, second)
+
+
+def dense(crystal: Crystal, given: list[Tensor]) -> Figures:
+    """On one process."""
+    return _figures(lambda at, strain, leaves: whole_energy(crystal, at, strain, leaves), crystal, given)
+
+
+def in_parts(plan: GraphPlan, crystal: Crystal, given: list[Tensor]) -> Figures:
+    """On this rank, of positions, a strain and weights that every rank has."""
+
+    def energy(at: Tensor, strain: Tensor, leaves: list[Tensor]) -> Tensor:
+        return own_energy(plan, crystal, plan.take(at), strain, leaves)
+
+    return _figures(energy, crystal, given)

@@ -224,12 +224,17 @@ def _uneven_elements(lockstep: Lockstep, out: Tensor, given: Tensor, counts: Cou
 
 def _write_uneven(lockstep: Lockstep, out: Tensor, given: Tensor, counts: Counts) -> None:  # noqa: ARG001
     send, receive = counts
-    size, rank = lockstep.size, lockstep.rank
+    rank = lockstep.rank
     lockstep.say_amounts(lockstep.phase + 1, [*send, *receive])
-    parts = given.split(list(send))
-    stream = [parts[(rank + step) % size] for step in range(1, size)]
     row = lockstep.chunks(given.dtype, _window(lockstep, given.dtype)).rows[rank]
-    collectives.write_stream(row, stream, 0)
+    # The stream has the next rank's piece first, so it is what lies behind the own piece, and then what lies before it.
+    begin = sum(send[:rank])
+    behind = given[begin + send[rank] :]
+    count = behind.numel()
+    if count:
+        row[:count].copy_(behind)
+    if begin:
+        row[count : count + begin].copy_(given[:begin])
 
 
 def _read_uneven(lockstep: Lockstep, out: Tensor, given: Tensor, counts: Counts) -> bool:
@@ -239,12 +244,13 @@ def _read_uneven(lockstep: Lockstep, out: Tensor, given: Tensor, counts: Counts)
     gives, fit = collectives.exchanged(lockstep)
     if not fit or collectives.exchange_windows(gives, width) > 1:
         return False
-    rows = lockstep.chunks(given.dtype, width).rows
-    for source, part in enumerate(out.split(list(receive))):
-        if source == rank:
-            part.copy_(given.split(list(send))[rank])
-        else:
-            collectives.read_stream(rows[source], part, collectives.offset(gives[source], source, rank))
+    rows, pieces = lockstep.chunks(given.dtype, width).rows, []
+    for source, count in enumerate(receive):
+        if count:
+            at = sum(send[:rank]) if source == rank else collectives.offset(gives[source], source, rank)
+            pieces.append((given if source == rank else rows[source])[at : at + count])
+    if pieces:
+        torch.cat(pieces, out=out)
     return True
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import gradmesh as gm
 from gradmesh.demo.forces import single, structures
 from gradmesh.demo.forces.batches import batch_of
-from gradmesh.demo.forces.comparing import PARTS, Training, deviations, trained
+from gradmesh.demo.forces.comparing import Training, deviations, trained
 from gradmesh.demo.forces.dynamics import Energies, md_on_rank, started
 from gradmesh.demo.forces.layers import CUTOFF
 from gradmesh.demo.forces.settings import Settings, Watcher
@@ -104,7 +104,7 @@ class Result:
             "force_error_by_family": {family: self.held.errors(family) for family in self.families},
             "rows": [vars(each) for each in self.rows],
             "drift_by_atom": self.energies.drift,
-            "neighbour_lists": self.energies.lists,
+            "neighbour_lists_rebuilt": self.energies.rebuilt,
             "moving": self.moving,
             "losses": self.training.losses,
             "seconds": {name: round(each, 2) for name, each in self.seconds.items()},
@@ -191,14 +191,14 @@ def _rows_on_rank(edges: Tensor, owner: Tensor) -> tuple[int, int]:
 def _moved(ranks: gm.Ranks, training: Training, settings: Settings, watcher: Watcher) -> tuple[Energies, int]:
     """Energies of the dynamics of a slab, which is handed to the ranks in parts."""
     atoms = started(structures.relaxed(structures.slab(settings.moving)), settings.seed)
-    energies, size = Energies(), -(-settings.md // PARTS)
+    energies, size = Energies(), -(-settings.md // 4)
     watcher.begin("dynamics", settings.md)
-    for begin in range(0, settings.md, max(size, 1)):
+    for begin in range(0, settings.md, size):
         steps = min(size, settings.md - begin)
         atoms, found = ranks.run(md_on_rank, training.model, atoms, steps)[0]
         later = slice(1 if begin else 0, None)
         energies.potential += found.potential[later]
         energies.kinetic += found.kinetic[later]
-        energies.lists += found.lists
+        energies.rebuilt += found.rebuilt
         watcher.advance(steps, f"drift {1000 * energies.drift:.3f} meV by atom")
     return energies, len(atoms)

@@ -38,7 +38,8 @@ def figures(model: Potential, plan: GraphPlan, batch: Batch, *, second: bool = F
     """Energies, forces and stresses; with `second`, losses of them can be differentiated."""
     positions = batch.positions.clone().requires_grad_()
     strain = positions.new_zeros(batch.structures, 3, 3).requires_grad_()
-    shared, parameters = gm.replicate((strain, dict[str, Tensor](model.named_parameters())))
-    energy = functional_call(model, parameters, (plan, batch, positions, shared))
+    weights: dict[str, Tensor] = dict(model.named_parameters())
+    shared, weights = gm.replicate((strain, weights))
+    energy = functional_call(model, weights, (plan, batch, positions, shared))
     slope, virial = torch.autograd.grad(energy.sum(), [positions, strain], create_graph=second)
     return Figures(energy, -slope, virial / batch.volumes[:, None, None])

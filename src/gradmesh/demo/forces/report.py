@@ -85,7 +85,7 @@ def print_tables(result: Result, console: Console) -> None:
     console.print(
         f"{len(energies.total) - 1} steps of dynamics of {result.moving} atoms on {ranks} ranks: the energy drifts by "
         f"{1000 * energies.drift:.3f} meV by atom at most, of {1000 * max(energies.kinetic):.1f} meV of motion; "
-        f"{energies.lists} neighbour lists."
+        f"the neighbour list was made anew {energies.rebuilt} times."
     )
     parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.seconds.items())
     console.print(f"{sum(result.seconds.values()):.0f} s: {parts}.")

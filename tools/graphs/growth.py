@@ -1,0 +1,110 @@
+"""How what is sent grows: by the plan with the boundary of the parts, by a whole gather with the nodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from gradmesh.nn.graph import by_space
+from tools.graphs.geometry import SHAPES, nearest
+
+__all__ = ["NODES", "Grown", "draw", "exponent", "grown", "rows_needed"]
+
+NODES = (2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000)
+_BOUNDARY = {"slab": 1 / 2, "bulk": 2 / 3}
+_COLOURS = {4: "#0072B2", 16: "#D55E00"}
+
+
+@dataclass(frozen=True)
+class Grown:
+    """What all ranks send in one exchange, by the number of nodes.
+
+    Attributes:
+        shape: of the cell.
+        ranks: how many there are.
+        plan: bytes by the plan.
+        gather: bytes of a whole gather.
+    """
+
+    shape: str
+    ranks: int
+    plan: dict[int, int]
+    gather: dict[int, int]
+
+
+def rows_needed(edges: Tensor, owner: Tensor) -> int:
+    """The rows that all ranks need of others: the different pairs of a rank and a node that an edge to it begins at."""
+    ranks, sources = owner[edges[1]], edges[0]
+    crossing = ranks != owner[sources]
+    return int((ranks[crossing] * len(owner) + sources[crossing]).unique().numel())
+
+
+def grown(nodes: Sequence[int], neighbours: int, row_bytes: int, ranks: Sequence[int]) -> list[Grown]:
+    """What is sent in each shape by each number of ranks, cut by space."""
+    found = [Grown(shape, count, {}, {}) for shape in SHAPES for count in ranks]
+    for shape, make in SHAPES.items():
+        for size in nodes:
+            points, cell = make(size)
+            edges, _ = nearest(points, cell, neighbours)
+            for each in found:
+                if each.shape == shape:
+                    owner = by_space(points, each.ranks, cell=cell)
+                    each.plan[size] = rows_needed(edges, owner) * row_bytes
+                    each.gather[size] = size * (each.ranks - 1) * row_bytes
+    return found
+
+
+def exponent(amounts: dict[int, int], least: int = 0) -> float:
+    """The power of the number of nodes that the amounts grow with: the slope of a line through their logarithms.
+
+    >>> round(exponent({10: 100, 100: 10_000, 1000: 1_000_000}), 6)
+    2.0
+    """
+    points = [(math.log(size), math.log(amount)) for size, amount in amounts.items() if size >= least]
+    middle_x, middle_y = (sum(values) / len(points) for values in zip(*points, strict=True))
+    across = sum((x - middle_x) * (y - middle_y) for x, y in points)
+    return across / sum((x - middle_x) ** 2 for x, _ in points)
+
+
+def draw(found: Sequence[Grown], path: Path, least: int) -> None:
+    """Write the picture: a panel for each shape, both axes by powers of ten, with the lines that were fitted."""
+    from matplotlib.figure import Figure
+
+    shapes = list(dict.fromkeys(each.shape for each in found))
+    figure = Figure(figsize=(11, 4.6), dpi=130, layout="constrained")
+    panels = figure.subplots(1, len(shapes), sharey=True, squeeze=False)[0]
+    for axes, shape in zip(panels, shapes, strict=True):
+        for each in found:
+            if each.shape != shape:
+                continue
+            colour = _COLOURS.get(each.ranks, "#009E73")
+            slope = exponent(each.plan, least)
+            sizes = list(each.plan)
+            axes.loglog(
+                sizes,
+                list(each.gather.values()),
+                "--",
+                color=colour,
+                alpha=0.6,
+                label=f"{each.ranks} ranks, whole gather",
+            )
+            axes.loglog(sizes, list(each.plan.values()), "o", color=colour)
+            last = sizes[-1]
+            axes.loglog(
+                sizes,
+                [each.plan[last] * (size / last) ** slope for size in sizes],
+                color=colour,
+                label=f"{each.ranks} ranks, plan: nodes to the {slope:.2f}",
+            )
+        axes.set_title(
+            f"{shape}: the boundary grows by the power {_BOUNDARY[shape]:.2f}", loc="left", fontsize=10
+        )
+        axes.set_xlabel("nodes")
+        axes.legend(frameon=False, fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("bytes of an exchange, all ranks")
+    figure.savefig(path)

@@ -1,0 +1,111 @@
+"""A step of energy and forces, and one of training on forces, of ranks that each hold their own nodes alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import gradmesh as gm
+from gradmesh.nn.graph import GraphPlan
+from tools.graphs.network import Crystal, Parts, own_energy, weights, whole_energy
+
+__all__ = ["KINDS", "measure", "part_step", "prepare", "step_of"]
+
+KINDS = ("forces", "training")
+"""Energy and forces; and the gradients by the weights of a loss on the forces, which has second derivatives."""
+
+Energy = Callable[[Tensor, list[Tensor]], Tensor]
+
+
+def step_of(kind: str, energy: Energy, points: Tensor, width: int) -> Callable[[], list[Tensor]]:
+    """A step.
+
+    Args:
+        kind: of `KINDS`.
+        energy: of positions and weights.
+        points: where the nodes are that this rank holds.
+        width: of the network.
+    """
+    at = points.clone().requires_grad_()
+    leaves = [weight.requires_grad_() for weight in weights(width)]
+
+    def step() -> list[Tensor]:
+        total = energy(at, leaves)
+        training = kind == "training"
+        (slope,) = torch.autograd.grad(total, at, create_graph=training)
+        if not training:
+            return [total.detach(), slope]
+        return list(torch.autograd.grad(((slope - 0.1) ** 2).sum(), leaves))
+
+    return step
+
+
+def part_step(
+    kind: str, plan: Parts, graph: Crystal, width: int, *, overlap: bool = False
+) -> Callable[[], list[Tensor]]:
+    """The step on this rank's part."""
+    return step_of(
+        kind,
+        lambda at, leaves: own_energy(plan, graph, at, None, leaves, overlap=overlap),
+        graph.points[plan.own],
+        width,
+    )
+
+
+_steps: dict[str, Callable[[], list[Tensor]]] = {}
+"""Those of this rank, which is a process of its own, from one run of its pool to the next."""
+
+
+def prepare(graph: Crystal, owner: Tensor | None, width: int) -> dict[str, int]:
+    """Make this rank's steps, and weigh the first of each in a process that has made none.
+
+    Args:
+        graph: the graph.
+        owner: the rank of each node; None: no plan, the program of one process.
+        width: of the network.
+
+    Returns:
+        For each kind by how many bytes the step's peak is above what was there before.
+    """
+    torch.set_num_threads(1)
+    if owner is None:
+        for kind in KINDS:
+            _steps[kind] = step_of(
+                kind, lambda at, leaves: whole_energy(graph, at, None, leaves), graph.points, width
+            )
+    else:
+        plan = GraphPlan(graph.edges, owner)
+        for kind in KINDS:
+            _steps[kind] = part_step(kind, plan, graph, width)
+    before, found = _memory("VmRSS"), {}
+    for kind in KINDS:
+        gm.barrier()
+        _weigh()
+        _steps[kind]()
+        found[kind] = _memory("VmHWM") - before
+    return found
+
+
+def measure(kind: str, repeats: int) -> float:
+    """Seconds of a step on this rank, from barrier to barrier."""
+    gm.barrier()
+    begun = time.perf_counter()
+    for _ in range(repeats):
+        _steps[kind]()
+    gm.barrier()
+    return (time.perf_counter() - begun) / repeats
+
+
+def _weigh() -> None:
+    """Let the process's high-water mark begin anew, at what it has now; Linux alone does."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _memory(name: str) -> int:
+    """Bytes of a line of the process's status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
