@@ -10,8 +10,8 @@
 [[6.0], [12.0]]
 
 Three packages come with it that are loaded when they are first asked for: `gm.compat`, drop-ins for code that exists,
-`gm.nn`, losses of the samples of all ranks and networks on graphs that are cut over them, and `gm.verify`, tools that
-prove gradients over ranks.
+`gm.nn`, losses of the samples of all ranks and layers, graphs and fields that are cut over them, and `gm.verify`, tools
+that prove gradients over ranks.
 """
 
 from __future__ import annotations

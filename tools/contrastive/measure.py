@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 import gradmesh as gm
+from benchmarks.peak import peak
 from tools.contrastive.local import local_loss
 
 __all__ = ["WAYS", "Step", "steps"]
@@ -42,17 +41,6 @@ class Step:
     mib: float
 
 
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
-
-
-def _given_back() -> None:
-    """Give free memory back, so that what a step takes is seen whole."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
 def steps(ways: Sequence[str], samples: int, features: int, repeats: int) -> dict[str, list[Step]]:
     """Take steps of each way in turn, on each rank.
 
@@ -73,13 +61,15 @@ def steps(ways: Sequence[str], samples: int, features: int, repeats: int) -> dic
     for _ in range(repeats):
         for way in ways:
             left.grad = right.grad = scale.grad = None
-            _given_back()
-            Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-            before = _status("VmRSS")
-            gm.barrier()
-            begun = time.perf_counter()
-            WAYS[way](left, right, scale).backward()
-            gm.barrier()
-            seconds = time.perf_counter() - begun
-            found[way].append(Step(seconds, (_status("VmHWM") - before) / MIB))
+            seconds: list[float] = []
+            most = peak(partial(_step, WAYS[way], (left, right, scale), seconds))
+            found[way].append(Step(seconds[0], most / MIB))
     return found
+
+
+def _step(loss: Loss, leaves: tuple[Tensor, Tensor, Tensor], seconds: list[float]) -> None:
+    gm.barrier()
+    begun = time.perf_counter()
+    loss(*leaves).backward()
+    gm.barrier()
+    seconds.append(time.perf_counter() - begun)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import gradmesh as gm
+from benchmarks.peak import peak
 from gradmesh.nn.graph import GraphPlan
 from tools.graphs.network import Crystal, Parts, own_energy, weights, whole_energy
 
@@ -81,13 +81,7 @@ def prepare(graph: Crystal, owner: Tensor | None, width: int) -> dict[str, int]:
         plan = GraphPlan(graph.edges, owner)
         for kind in KINDS:
             _steps[kind] = part_step(kind, plan, graph, width)
-    before, found = _memory("VmRSS"), {}
-    for kind in KINDS:
-        gm.barrier()
-        _weigh()
-        _steps[kind]()
-        found[kind] = _memory("VmHWM") - before
-    return found
+    return {kind: peak(_steps[kind], gm.barrier) for kind in KINDS}
 
 
 def measure(kind: str, repeats: int) -> float:
@@ -98,14 +92,3 @@ def measure(kind: str, repeats: int) -> float:
         _steps[kind]()
     gm.barrier()
     return (time.perf_counter() - begun) / repeats
-
-
-def _weigh() -> None:
-    """Let the process's high-water mark begin anew, at what it has now; Linux alone does."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _memory(name: str) -> int:
-    """Bytes of a line of the process's status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
