@@ -3,6 +3,8 @@
 python examples/forces_slab.py                                  # four local ranks
 python examples/forces_slab.py --ranks 1                        # the same program on one
 torchrun --nproc-per-node 4 examples/forces_slab.py             # ranks that torchrun starts, on one machine or several
+
+It takes pip install 'gradmesh[forces]'.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def step(
 
 def train(model: Potential, structures: list[Atoms], steps: int) -> list[float]:
     """Train, one structure in a step; the edges change from one to the next, the partition does not."""
-    learner, samples = Learner.of(model, steps), [batch_of([atoms], CUTOFF) for atoms in structures]
+    learner, samples = Learner(model, steps), [batch_of([atoms], CUTOFF) for atoms in structures]
     first = samples[0][0]
     cell = torch.from_numpy(structures[0].cell.array)
     plan = GraphPlan(first.edges, by_space(first.positions, gm.world_size(), cell=cell))
@@ -115,7 +117,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--structures", type=int, default=6, help="displaced slabs to train on")
     parser.add_argument("--steps", type=int, default=40, help="steps of training")
     parser.add_argument("--md", type=int, default=20, help="steps of molecular dynamics")
-    return parser.parse_args()
+    asked = parser.parse_args()
+    if min(asked.side, asked.structures, asked.steps, asked.md) < 1:
+        parser.error("--side, --structures, --steps and --md are at least 1")
+    return asked
 
 
 if __name__ == "__main__":

@@ -43,9 +43,11 @@ def test_json_is_the_only_line_of_stdout_and_the_tables_judge_each_figure(tmp_pa
 
 
 def test_structures_can_be_written_instead(tmp_path: Path) -> None:
-    path = tmp_path / "made.xyz"
-    done = CliRunner().invoke(commands(), ["demo", "forces", "--structures", "4", "--write", str(path)])
+    path = tmp_path / "new" / "made.xyz"
+    asked = ["--structures", "4", "--write", str(path), "--json"]
+    done = CliRunner().invoke(commands(), ["demo", "forces", *asked])
     assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout) == {"structures": 4, "written": str(path)}
     assert path.read_text().count("Properties=") == 4
 
 

@@ -17,6 +17,7 @@ from ase.calculators.emt import EMT
 from ase.neighborlist import neighbor_list
 from torch import Tensor
 
+import gradmesh as gm
 from gradmesh.demo.forces import parallel, single, structures
 from gradmesh.demo.forces.batches import Figures, batch_of, neighbours
 from gradmesh.demo.forces.layers import CUTOFF, copied
@@ -157,6 +158,41 @@ def test_a_copy_has_the_same_weights_and_its_own(model: single.Potential) -> Non
         assert one.data_ptr() != other.data_ptr()
     # What threads share of a model must not be what one of them trains.
     assert sum(each.numel() for each in made.parameters()) > 400
+
+
+NOWHERE = Atoms("Cu2", [[0, 0, 0], [0, 0, np.nan]])
+TOGETHER = Atoms("OCuAu", [[0, 0, 0], [0, 0, 2], [0, 0, 2]])
+OWN_IMAGE = Atoms("Cu2", [[0, 0, 0], [0, 0, 3]], cell=[3, 3, 3], pbc=True)
+FLAT = Atoms("Cu", cell=[[3, 0, 0], [0, 3, 0], [3, 3, 0]], pbc=True)
+
+
+@pytest.mark.parametrize(
+    ("several", "text"),
+    [
+        ([NOWHERE], "nowhere"),
+        ([Atoms("O"), TOGETHER], "atoms [12] and [12]"),
+        ([OWN_IMAGE], "atoms [01] and [01]"),
+        ([FLAT], "no volume"),
+        ([Atoms("Cu", pbc=True)], "no volume"),
+        ([Atoms("CuAg", [[0, 0, 0], [0, 0, 2]])], "got +Ag"),
+        ([], "nothing to make a batch of"),
+    ],
+)
+def test_structures_that_would_have_no_forces_are_refused(several: list[Atoms], text: str) -> None:
+    with pytest.raises(gm.ArgumentError, match=text):
+        batch_of(several, CUTOFF)
+
+
+def test_a_model_of_another_dtype_is_refused(model: single.Potential) -> None:
+    with pytest.raises(gm.DTypeError, match=r"expected +torch.float64\n +got +torch.float32"):
+        figures_of(copied(model).float(), shaken())
+
+
+def test_structures_without_atoms_and_without_edges_have_figures(model: single.Potential) -> None:
+    none, one = figures_of(model, Atoms()), figures_of(model, Atoms("O"))
+    assert (none.energy.item(), none.forces.shape) == (0, (0, 3))
+    assert one.energy.item() != 0
+    assert float(one.forces.abs().max()) == float(one.stress.abs().max()) == 0
 
 
 def test_the_page_shows_what_differs_between_one_process_and_ranks() -> None:

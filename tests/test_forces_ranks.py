@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from ase import Atoms
 from ase.build import bulk
+from ase.calculators.calculator import PropertyNotImplementedError
 
 import gradmesh as gm
 from gradmesh.demo.forces import parallel, single, structures
@@ -81,8 +83,8 @@ def test_training_on_ranks_is_training_on_one_process_step_by_step(partition: st
 def test_training_without_second_derivatives_is_seen_to_go_elsewhere(threads: Ranks) -> None:
     made = structures.made(4, seed=5)
     samples = samples_of(made, 4, 3, seed=0)
-    right = train(Learner.of(fitted(single.Potential(2), made), 3), samples)
-    learner = Learner.of(fitted(parallel.Potential(2), made), 3)
+    right = train(Learner(fitted(single.Potential(2), made), 3), samples)
+    learner = Learner(fitted(parallel.Potential(2), made), 3)
     for once, least, most in ((False, 0.0, 1e-10), (True, 1e-4, torch.inf)):
         for _, trace in threads(3)(train_on_rank, learner, samples, "space", once):
             assert least <= float((trace.parameters - right.parameters).abs().max()) <= most
@@ -174,11 +176,59 @@ def test_the_calculator_has_the_figures_of_one_process_when_cell_and_elements_ch
             assert np.abs(stress - right.stress[0].detach().numpy()).max() < 1e-10
 
 
+def _asked_odd(model: parallel.Potential) -> list[tuple[float, np.ndarray, str]]:
+    """What one calculator says of structures with ever other numbers of atoms, and no cell."""
+    calculator, said = RankCalculator(copied(model)), []
+    for atoms in (Atoms("Cu"), _moving(), Atoms("Cu2", [[0, 0, 0], [0, 0, 2.4]]), Atoms()):
+        atoms.calc = calculator
+        energy, forces = float(atoms.get_potential_energy()), atoms.get_forces()
+        try:
+            said.append((energy, forces, f"{len(atoms.get_stress())}"))
+        except PropertyNotImplementedError as error:
+            said.append((energy, forces, str(error)))
+    return said
+
+
+def test_the_calculator_takes_other_numbers_of_atoms_and_has_no_stress_without_a_cell(threads: Ranks) -> None:
+    alone, (*_, last) = threads(1)(_asked_odd, _model())[0], threads(3)(_asked_odd, _model())
+    for one, three in zip(alone, last, strict=True):
+        assert one[0] == pytest.approx(three[0], abs=1e-10)
+        assert np.abs(one[1] - three[1]).max(initial=0) < 1e-10
+        assert one[2] == three[2]
+    none = "stress not present in this calculation"
+    assert [stress for *_, stress in alone] == [none, "6", none, none]
+
+
+def _apart(model: parallel.Potential) -> str:
+    atoms = _moving()
+    atoms.positions[0, 0] += 1e-12 * (gm.rank() == 1)
+    atoms.calc = RankCalculator(copied(model))
+    with pytest.raises(gm.MismatchError, match="others on rank 1 than on rank 0") as caught:
+        atoms.get_forces()
+    return str(caught.value).splitlines()[0]
+
+
+def test_positions_that_differ_between_ranks_are_an_error_on_every_rank(threads: Ranks) -> None:
+    said = threads(3)(_apart, _model())
+    assert said == ["gradmesh.demo.forces.RankCalculator: the ranks were told different things"] * 3
+
+
+def test_a_learner_goes_on_where_it_was_after_a_copy_and_a_pickle() -> None:
+    made = structures.made(4, seed=5)
+    samples = samples_of(made, 2, 4, seed=0)
+    whole = Learner(fitted(single.Potential(1), made), 4)
+    right = train(whole, samples).parameters[-1]
+    first = Learner(fitted(single.Potential(1), made), 4)
+    train(first, samples[:2])
+    for other in (first.copied(), pickle.loads(pickle.dumps(first)), first):
+        assert torch.equal(train(other, samples[2:]).parameters[-1], right)
+
+
 @pytest.mark.processes
 def test_processes_train_as_one_process(processes: Ranks) -> None:
     made = structures.made(4, seed=5)
     samples = samples_of(made, 2, 2, seed=0)
-    right = train(Learner.of(fitted(single.Potential(2), made), 2), samples)
-    learner = Learner.of(fitted(parallel.Potential(2), made), 2)
+    right = train(Learner(fitted(single.Potential(2), made), 2), samples)
+    learner = Learner(fitted(parallel.Potential(2), made), 2)
     for _, trace in processes(2)(train_on_rank, learner, samples, "space"):
         assert float((trace.parameters - right.parameters).abs().max()) <= 1e-10

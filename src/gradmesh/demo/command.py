@@ -186,8 +186,11 @@ def forces(picture: Path, as_json: bool, write: Path | None, **chosen: Any) -> N
     console = Console(stderr=as_json, highlight=False)
     settings = forces_settings.Settings(**chosen)
     if write is not None:
+        write.parent.mkdir(parents=True, exist_ok=True)
         structures.write(write, settings.structures, settings.seed)
         console.print(f"{settings.structures} structures are in {write}")
+        if as_json:
+            print(json.dumps({"structures": settings.structures, "written": str(write.resolve())}))
         return
     picture.parent.mkdir(parents=True, exist_ok=True)
     with report.shown(settings, console) as watcher:

@@ -5,18 +5,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
 from ase import Atoms
+from ase.data import chemical_symbols
 from matscipy.neighbours import neighbour_list
 from torch import Tensor
 
 from gradmesh.demo.forces.structures import ELEMENTS
+from gradmesh.errors import ArgumentError, message
 
 __all__ = ["Batch", "Figures", "batch_of", "neighbours"]
 
 KINDS = {number: kind for kind, number in enumerate(ELEMENTS)}
+SYMBOLS = [chemical_symbols[number] for number in ELEMENTS]
+NEAREST = 1e-6
+"""In A. In one place two atoms have no direction, and their forces would be NaN."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,14 +84,35 @@ def neighbours(atoms: Atoms, cutoff: float) -> tuple[Tensor, Tensor]:
 
     Returns:
         Sources and targets, shape (2, edges), and what is to be added to the source, shape (edges, 3).
+
+    Raises:
+        ArgumentError: atoms are nowhere, or two in one place; or the cell does not say how the structure repeats.
     """
+    if not np.isfinite(atoms.positions).all():
+        _refuse("an atom is nowhere", "finite positions", f"{atoms.positions.tolist()}"[:80])
     # Of a single atom without a cell matscipy cannot make one.
     box = atoms.cell.complete().array
+    lengths = np.linalg.norm(atoms.cell.array, axis=1)
+    if (
+        not lengths[atoms.pbc].all()
+        or atoms.cell.complete().volume < 1e-9 * np.linalg.norm(box, axis=1).prod()
+    ):
+        _refuse(
+            "the cell has no volume", "a vector for each periodic direction", f"{atoms.cell}, pbc={atoms.pbc}"
+        )
     source, target, shift = neighbour_list(
         "jiS", cutoff=float(cutoff), positions=atoms.positions, cell=box, pbc=atoms.pbc
     )
-    edges = torch.from_numpy(np.stack((source, target)).astype(np.int64))
-    return edges, torch.from_numpy(shift @ box)
+    edges, offsets = np.stack((source, target)).astype(np.int64), shift @ box
+    far = np.linalg.norm(atoms.positions[source] + offsets - atoms.positions[target], axis=1)
+    if far.min(initial=1) < NEAREST:
+        one, other = edges[:, far.argmin()].tolist()
+        _refuse(
+            "atoms are in one place",
+            f"{NEAREST} A between any two",
+            f"{far.min()} A, atoms {other} and {one}",
+        )
+    return torch.from_numpy(edges), torch.from_numpy(offsets)
 
 
 def batch_of(structures: Sequence[Atoms], cutoff: float) -> tuple[Batch, Figures]:
@@ -94,13 +121,22 @@ def batch_of(structures: Sequence[Atoms], cutoff: float) -> tuple[Batch, Figures
     Args:
         structures: with or without results.
         cutoff: in A.
+
+    Raises:
+        ArgumentError: there are none, or elements that the potential does not know; or see `neighbours`.
     """
+    if odd := {symbol for atoms in structures for symbol in atoms.symbols} - set(SYMBOLS):
+        _refuse("the potential does not know an element", ", ".join(SYMBOLS), ", ".join(sorted(odd)))
+    if not structures:
+        _refuse("there is nothing to make a batch of", "structures", "none")
     sizes = torch.tensor([len(atoms) for atoms in structures])
     graphs = [neighbours(atoms, cutoff) for atoms in structures]
     firsts = sizes.cumsum(0) - sizes
     volumes = [atoms.cell.volume if atoms.cell.rank == 3 else torch.inf for atoms in structures]
     batch = Batch(
-        kinds=torch.tensor([KINDS[number] for atoms in structures for number in atoms.numbers.tolist()]),
+        kinds=torch.tensor(
+            [KINDS[number] for atoms in structures for number in atoms.numbers.tolist()], dtype=torch.int64
+        ),
         positions=torch.from_numpy(np.concatenate([atoms.positions for atoms in structures])),
         structure=torch.arange(len(sizes)).repeat_interleave(sizes),
         edges=torch.cat([edges + first for (edges, _), first in zip(graphs, firsts, strict=True)], dim=1),
@@ -118,6 +154,10 @@ def batch_of(structures: Sequence[Atoms], cutoff: float) -> tuple[Batch, Figures
         stress=torch.stack([_matrix(found.get("stress", np.zeros(6))) for found in results]),
     )
     return batch, right
+
+
+def _refuse(problem: str, expected: str, got: str) -> NoReturn:
+    raise ArgumentError(message(problem, op="demo.forces", expected=expected, got=got))
 
 
 def _matrix(voigt: np.ndarray) -> Tensor:

@@ -59,7 +59,7 @@ def trained(ranks: gm.Ranks, made: Sequence[Atoms], settings: Settings, watcher:
     samples = samples_of(made, settings.batch, settings.steps, settings.seed)
     dense = fitted(single.Potential(settings.channels, settings.seed), made)
     model = fitted(parallel.Potential(settings.channels, settings.seed), made)
-    alone, learner = Learner.of(dense, settings.steps), Learner.of(model, settings.steps)
+    alone, learner = Learner(dense, settings.steps), Learner(model, settings.steps)
     losses: list[float] = []
     loss_error = param_error = rank_error = 0.0
     watcher.begin("training", settings.steps)

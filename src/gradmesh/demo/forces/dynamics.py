@@ -17,6 +17,7 @@ from gradmesh.demo.forces import parallel
 from gradmesh.demo.forces.batches import batch_of
 from gradmesh.demo.forces.layers import CUTOFF, copied
 from gradmesh.nn.graph import GraphPlan, by_space
+from gradmesh.nn.graph.agree import agree
 
 __all__ = ["Energies", "RankCalculator", "md_on_rank", "started"]
 
@@ -28,7 +29,8 @@ class RankCalculator(Calculator):  # type: ignore[misc]  # what ASE says of its 
     """The potential on all ranks of an axis, as ASE's calculators are.
 
     Every rank makes one, and runs the same program with it. The ranks' positions stay the same to the last bit, since
-    energies, forces and stresses are the same on all of them; if they ever were not, the next plan is an error.
+    energies, forces and stresses are the same on all of them; if they ever were not, the next neighbour list is an
+    error on every rank. Atoms without a cell have no stress.
 
     Args:
         model: the potential, with the same parameters on every rank.
@@ -44,7 +46,7 @@ class RankCalculator(Calculator):  # type: ignore[misc]  # what ASE says of its 
         super().__init__()
         self.model, self.lists = model, 0
         self.plan: GraphPlan
-        self._listed = Atoms()
+        self._listed: Atoms | None = None
 
     def calculate(
         self,
@@ -57,26 +59,35 @@ class RankCalculator(Calculator):  # type: ignore[misc]  # what ASE says of its 
         now = self.atoms
         batch = self._batch(now)
         found = parallel.figures(self.model, self.plan, batch)
-        stress = found.stress[0].flatten()[[0, 4, 8, 5, 2, 1]]
-        self.results = {
-            "energy": found.energy.item(),
-            "forces": found.forces.numpy(),
-            "stress": stress.detach().numpy(),
-        }
+        self.results = {"energy": found.energy.item(), "forces": found.forces.numpy()}
+        if now.cell.rank == 3:
+            self.results["stress"] = found.stress[0].flatten()[[0, 4, 8, 5, 2, 1]].detach().numpy()
 
     def _batch(self, now: Atoms) -> Any:
         then = self._listed
-        same = (
+        same = then is not None and (
             np.array_equal(then.numbers, now.numbers)
             and np.array_equal(then.pbc, now.pbc)
             and np.array_equal(then.cell.array, now.cell.array)
         )
-        if not same or np.linalg.norm(now.positions - then.positions, axis=1).max(initial=0) > SKIN / 2:
+        if (
+            then is None
+            or not same
+            or np.linalg.norm(now.positions - then.positions, axis=1).max(initial=0) > SKIN / 2
+        ):
+            _see_that_ranks_agree(now)
             self._listed, self.lists = now.copy(), self.lists + 1
             self._graph, _ = batch_of([now], CUTOFF + SKIN)
             edges = self._graph.edges
             self.plan = self.plan.rebuilt(edges) if same else GraphPlan(edges, _owner(now))
         return self._graph.at(torch.from_numpy(now.positions))
+
+
+def _see_that_ranks_agree(atoms: Atoms) -> None:
+    """Compare the ranks' structures to the last bit: their edges can be the same while they drift apart."""
+    bits = (torch.from_numpy(each.copy()).view(torch.int64) for each in (atoms.positions, atoms.cell.array))
+    numbers = torch.from_numpy(atoms.numbers.astype(np.int64))
+    agree(gm.axis(), "demo.forces.RankCalculator", "atoms", atoms.pbc.astype(int).tolist(), *bits, numbers)
 
 
 def _owner(atoms: Atoms) -> Tensor:

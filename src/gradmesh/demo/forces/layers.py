@@ -18,6 +18,7 @@ from e3nn.util.codegen import CodeGenMixin
 from torch import Tensor, nn
 
 from gradmesh.demo.forces.structures import ELEMENTS
+from gradmesh.errors import DTypeError, message
 
 __all__ = ["CUTOFF", "Layer", "Parts", "copied"]
 
@@ -128,7 +129,20 @@ class Parts(nn.Module):
         Args:
             apart: from the targets to the sources.
             pair: the elements of both, shape (2, edges).
+
+        Raises:
+            DTypeError: the weights are of another dtype than the positions.
         """
+        if apart.dtype != self.embed.dtype:
+            raise DTypeError(
+                message(
+                    "the potential is of another dtype than the positions",
+                    op="demo.forces",
+                    expected=f"{apart.dtype}",
+                    got=f"{self.embed.dtype}",
+                    remedy="convert the model: model.to(positions.dtype)",
+                )
+            )
         far = apart.norm(dim=1, keepdim=True)
         part = (far / CUTOFF).clamp(max=1)
         number = torch.arange(1, WAVES + 1, dtype=far.dtype)

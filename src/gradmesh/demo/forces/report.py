@@ -69,7 +69,7 @@ def print_tables(result: Result, console: Console) -> None:
     for family in (*result.families, None):
         error, mean = result.held.errors(family)
         number = sum(held for name, (_, held) in result.families.items() if family in (None, name))
-        cells = (f"{error:.3f} eV/Å", f"{mean:.3f} eV/Å", f"{error / mean:.0%}")
+        cells = (f"{error:.3f} eV/Å", f"{mean:.3f} eV/Å", f"{error / mean:.0%}" if mean else "-")
         table.add_row(family or "all", str(number), *cells)
     console.print(
         "[bold]Mean absolute error of the forces, beside that of the mean force as prediction[/]", table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from ase import Atoms
 from torch import Tensor
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import gradmesh as gm
 from gradmesh.demo.forces import parallel, single
@@ -82,46 +83,49 @@ def loss_of(found: Figures, right: Figures, batch: Batch) -> Tensor:
     return WEIGHTS[0] * energy + WEIGHTS[1] * forces + WEIGHTS[2] * stress
 
 
-@dataclass
 class Learner(Generic[Model]):
-    """A model, and Adam's means of its gradient (Kingma, Ba, Adam, 2015); the rate falls to zero like a cosine.
+    """A model, and Adam, whose rate falls to zero like a cosine.
 
-    `torch.optim` takes each rank seconds to import.
+    Args:
+        model: the potential.
+        steps: how many there will be.
 
     Attributes:
         model: the potential.
-        means: of the gradient, and of its square.
-        step: how many steps are done.
         steps: how many there will be.
     """
 
-    model: Model
-    means: tuple[Tensor, Tensor]
-    step: int
-    steps: int
+    def __init__(self, model: Model, steps: int) -> None:
+        self.model, self.steps = model, steps
+        # The small number keeps rounding from deciding the direction where the gradient is zero.
+        self._adam = torch.optim.Adam(model.parameters(), lr=RATE, betas=DECAY, eps=1e-6)
+        self._rate = CosineAnnealingLR(self._adam, steps)
 
-    @classmethod
-    def of(cls, model: Model, steps: int) -> Learner[Model]:
-        """One that has learned nothing."""
-        parameters = sum(each.numel() for each in model.parameters())
-        zeros = torch.zeros(parameters, dtype=torch.float64)
-        return cls(model, (zeros, zeros.clone()), 0, steps)
-
-    @torch.no_grad()
     def learn(self, gradient: Sequence[Tensor]) -> None:
         """Take a step."""
-        joined = torch.cat([each.reshape(-1) for each in gradient])
-        self.means = (
-            self.means[0].lerp(joined, 1 - DECAY[0]),
-            self.means[1].lerp(joined.square(), 1 - DECAY[1]),
-        )
-        rate = RATE * 0.5 * (1 + math.cos(math.pi * self.step / self.steps))
-        self.step += 1
-        first, second = (mean / (1 - decay**self.step) for mean, decay in zip(self.means, DECAY, strict=True))
-        # The small number keeps rounding from deciding the direction where the gradient is zero.
-        moves = (rate * first / (second.sqrt() + 1e-6)).split([each.numel() for each in gradient])
-        for parameter, move in zip(self.model.parameters(), moves, strict=True):
-            parameter.sub_(move.view_as(parameter))
+        for parameter, slope in zip(self.model.parameters(), gradient, strict=True):
+            parameter.grad = slope
+        self._adam.step()
+        self._adam.zero_grad()
+        self._rate.step()
+
+    def copied(self) -> Learner[Model]:
+        """One that has learned the same, and shares nothing with it."""
+        return self._of(copied(self.model), self.steps, copy.deepcopy(self._learned()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The schedule wraps a method of the optimizer, which does not survive pickling.
+        return self._of, (self.model, self.steps, self._learned())
+
+    def _learned(self) -> tuple[Any, Any]:
+        return self._adam.state_dict(), self._rate.state_dict()
+
+    @classmethod
+    def _of(cls, model: Model, steps: int, learned: tuple[Any, Any]) -> Learner[Model]:
+        made = cls(model, steps)
+        made._adam.load_state_dict(learned[0])
+        made._rate.load_state_dict(learned[1])
+        return made
 
     @property
     def parameters(self) -> Tensor:
@@ -184,7 +188,7 @@ def train_on_rank(
         partition: as in the settings.
         once: by exchanges whose gradient has no second derivative.
     """
-    own = Learner(copied(learner.model), learner.means, learner.step, learner.steps)
+    own = learner.copied()
     kind: Any = OncePlan if once else GraphPlan
     plans: dict[int, GraphPlan] = {}
 
