@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from gradmesh_pytest.running import World
 
@@ -27,6 +28,15 @@ def _one_thread() -> None:
 def _a_path_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that a test puts into sys.path is not searched by the next test's processes."""
     monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture(autouse=True)
+def _no_world_is_left() -> Iterator[None]:
+    """A world that a test leaves behind would be the next test's, in whichever file that is."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("the test left its process group behind: destroy it")
 
 
 @pytest.fixture(scope="session")

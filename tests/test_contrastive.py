@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -118,9 +119,18 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize(("loss", "gather"), [case for case in GATHERS if case[0] in TABLES])
-def test_no_more_than_a_tile_of_the_table_is_in_memory_at_any_order(loss: str, gather: str) -> None:
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A world of this process."""
     gm.init()
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("loss", "gather"), [case for case in GATHERS if case[0] in TABLES])
+def test_no_more_than_a_tile_of_the_table_is_in_memory_at_any_order(
+    alone: None, loss: str, gather: str
+) -> None:
     x, y = normal(24, 4, seed=1).requires_grad_(), normal(24, 4, seed=2)
     with Largest() as seen:
         (first,) = torch.autograd.grad(of(loss, gather, 8)(x, y), x, create_graph=True)
@@ -394,8 +404,7 @@ def test_what_is_wrong_is_said_on_the_rank_and_heard_by_the_others(name: str, th
         assert "refused" in heard or "do not fit" in heard
 
 
-def test_a_learned_scale_is_kept_below_its_bound_in_training_alone() -> None:
-    gm.init()
+def test_a_learned_scale_is_kept_below_its_bound_in_training_alone(alone: None) -> None:
     loss, x = gm.nn.ClipLoss(50.0, max_scale=10.0), F.normalize(normal(3, 3).float(), dim=1)
     loss.eval()(x, x)
     assert loss.scale.item() == pytest.approx(50)

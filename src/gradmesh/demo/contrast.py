@@ -20,6 +20,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy, normalize
 
 import gradmesh as gm
+from gradmesh.demo.drawing import seeded
 
 __all__ = ["GATHERS", "Learner", "Towers", "Views", "dense_loss", "rank_epoch", "rank_gradient", "rank_loss"]
 
@@ -136,8 +137,7 @@ class Learner:
     @classmethod
     def new(cls, seed: int) -> Learner:
         """Draw the initial parameters."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed):
             model = Towers()
         return cls(model, [torch.zeros_like(parameter) for parameter in model.parameters()])
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import gradmesh as gm
 from gradmesh.axis import balanced
+from gradmesh.demo.drawing import seeded
 from gradmesh.demo.fno.burgers import diffused, initial_fields, solved
 from gradmesh.demo.fno.network import Operator, relative_error
 from gradmesh.demo.fno.settings import Job
@@ -92,8 +93,7 @@ def data_of(job: Job) -> tuple[Tensor, Tensor]:
 
 def dense_operator(job: Job) -> Operator:
     """The operator before training; the default generator is left as it is."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(job.seed)
+    with seeded(job.seed):
         return Operator(job)
 
 
@@ -104,7 +104,8 @@ def train(job: Job, fields: Tensor, solutions: Tensor, start: dict[str, Any], pa
     """
     sizes = balanced(job.points, gm.world_size()) if parts else None
     own = gm.axis().slice(sizes) if sizes else slice(None)
-    operator = Operator(job, sizes)
+    with seeded(job.seed):
+        operator = Operator(job, sizes)
     operator.load_state_dict(start)
     fields, solutions = fields[:, own], solutions[:, own]
     order, count = torch.Generator().manual_seed(job.seed), 0
@@ -139,7 +140,8 @@ def _on_rank(
     """What a rank finds: its epochs, its first gradient, and all ranks' points of one field in the end."""
     sizes = balanced(job.points, gm.world_size())
     own = gm.axis().slice(sizes)
-    operator = Operator(job, sizes)
+    with seeded(job.seed):
+        operator = Operator(job, sizes)
     operator.load_state_dict(start)
     loss = relative_error(operator(fields[: job.batch, own]), solutions[: job.batch, own], True)
     first = list(torch.autograd.grad(loss, list(operator.parameters())))

@@ -8,7 +8,6 @@ cutoff, so that forces and their slopes do not jump there.
 from __future__ import annotations
 
 import copy
-import threading
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +16,7 @@ from e3nn.nn import Gate
 from e3nn.util.codegen import CodeGenMixin
 from torch import Tensor, nn
 
+from gradmesh.demo.drawing import seeded
 from gradmesh.demo.forces.structures import ELEMENTS
 from gradmesh.errors import DTypeError, message
 
@@ -26,9 +26,6 @@ CUTOFF = 4.5
 WAVES = 8
 NEIGHBOURS = 30.0
 """About how many an atom has; messages are divided by the root of it."""
-
-_ONE_AT_A_TIME = threading.Lock()
-"""Ranks that are threads share torch's default dtype and its generator."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -99,12 +96,11 @@ class Parts(nn.Module):
 
     def __init__(self, channels: int, seed: int = 0) -> None:
         super().__init__()
-        with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
+        with seeded(seed):
             before = torch.get_default_dtype()
             # Of another dtype, e3nn's coefficients would be rounded to it first.
             torch.set_default_dtype(torch.float64)
             try:
-                torch.manual_seed(seed)
                 self._make(channels)
             finally:
                 torch.set_default_dtype(before)
