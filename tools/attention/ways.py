@@ -75,7 +75,7 @@ WAYS: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = {
     "ring, zigzag": _ring("zigzag"),
     "ulysses": lambda q, k, v, causal: gm.nn.ulysses_attention(q, k, v, causal=causal),
     "gathered keys": _gathered,
-    "torch's ring": lambda q, k, v, causal: _made(TorchRing.apply(q, k, v, causal, False)),
-    "torch's ring, balanced": lambda q, k, v, causal: _made(TorchRing.apply(q, k, v, causal, causal)),
+    "torch's ring": lambda q, k, v, causal: _made(TorchRing.apply(q, k, v, causal, False)),  # type: ignore[no-untyped-call]
+    "torch's ring, balanced": lambda q, k, v, causal: _made(TorchRing.apply(q, k, v, causal, causal)),  # type: ignore[no-untyped-call]
     "dense": lambda q, k, v, causal: scaled_dot_product_attention(q, k, v, is_causal=causal),
 }

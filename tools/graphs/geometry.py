@@ -70,9 +70,10 @@ def nearest(
     steps = sides / boxes
     place = (points / steps).floor().long() % boxes
 
-    def beside(places: Tensor, step: tuple[int, int, int]) -> Tensor:
+    def beside(places: Tensor, step: tuple[int, ...]) -> Tensor:
         moved = (places + torch.tensor(step)) % boxes
-        return (moved[:, 0] * boxes[1] + moved[:, 1]) * boxes[2] + moved[:, 2]
+        number: Tensor = (moved[:, 0] * boxes[1] + moved[:, 1]) * boxes[2] + moved[:, 2]
+        return number
 
     directions = list(itertools.product((-1, 0, 1), repeat=3))
     box = beside(place, (0, 0, 0))

@@ -67,7 +67,8 @@ def exponent(amounts: dict[int, int], least: int = 0) -> float:
     points = [(math.log(size), math.log(amount)) for size, amount in amounts.items() if size >= least]
     middle_x, middle_y = (sum(values) / len(points) for values in zip(*points, strict=True))
     across = sum((x - middle_x) * (y - middle_y) for x, y in points)
-    return across / sum((x - middle_x) ** 2 for x, _ in points)
+    slope: float = across / sum((x - middle_x) ** 2 for x, _ in points)
+    return slope
 
 
 def draw(found: Sequence[Grown], path: Path, least: int) -> None:

@@ -63,8 +63,8 @@ def region(points: Tensor, cell: Tensor, owner: Tensor, neighbours: int, ranks: 
     row[own], row[remote] = torch.arange(len(own)), len(own) + torch.arange(len(remote))
     mine = target == rank
     local = Crystal(points[own], cell, row[edges[:, mine]], shifts[mine])
-    counted = [torch.bincount(each // len(owner), minlength=ranks).tolist() for each in (asked, needed)]
-    return Region(rank, own, remote, row[asked % len(owner)], *counted, local.edges, local)
+    sent, got = (torch.bincount(each // len(owner), minlength=ranks).tolist() for each in (asked, needed))
+    return Region(rank, own, remote, row[asked % len(owner)], sent, got, local.edges, local)
 
 
 class LonePart:

@@ -139,7 +139,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention, plainly: torch's own has no second derivative."""
     later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1)
     scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(later, -torch.inf)
-    return scores.softmax(-1) @ v
+    seen: Tensor = scores.softmax(-1) @ v
+    return seen
 
 
 CASES = [
