@@ -77,6 +77,46 @@ def test_nearest_rows_are_rounded_as_torch_rounds_them_in_so_many_dims(threads: 
         torch.testing.assert_close((slope * x).sum(), (right**2).sum())
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rows", "mode"), [(torch.float32, 49, "nearest"), (torch.bfloat16, 6, "nearest-exact")]
+)
+def test_nearest_rows_are_rounded_in_the_precision_of_the_field(
+    threads: Threads, dtype: torch.dtype, rows: int, mode: Any
+) -> None:
+    x = torch.arange(rows).to(dtype).view(1, 1, rows)
+    where: dict[str, Any] = {"scale_factor": 2.3} if mode == "nearest" else {"size": 37}
+    right = nn.functional.interpolate(x, mode=mode, **where)
+    other = nn.functional.interpolate(x.double(), mode=mode, **where)
+    assert not torch.equal(right.double(), other)  # else nothing would be shown
+
+    def found() -> Tensor:
+        parts = (rows - 4, 4)
+        y = gm.nn.fields.interpolate(x[..., gm.axis().slice(parts)], mode=mode, sizes=parts, **where)
+        return gm.all_gather(y, dim=2, sizes="auto")
+
+    assert all(torch.equal(y, right) for y in threads(2)(found))
+
+
+def test_a_rank_without_rows_has_the_dtype_of_autocast(threads: Threads) -> None:
+    def found() -> list[torch.dtype]:
+        layer = gm.nn.HaloConv1d(1, 1, 3, padding=1, stride=2, sizes=(4, 0))
+        back = gm.nn.HaloConvTranspose1d(1, 1, 2, stride=2, sizes=(2, 0))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = layer(torch.ones(1, 1, (4, 0)[gm.rank()]))
+            return [y.dtype, back(y).dtype]
+
+    assert threads(2)(found) == [[torch.bfloat16] * 2] * 2
+
+
+def test_a_last_window_may_be_larger_than_the_field(threads: Threads) -> None:
+    def found() -> list[float]:
+        own = torch.full((1, 1, 1), 2.0)[..., gm.axis().slice((0, 1))]
+        return gm.nn.fields.max_pool(own, 2, ceil_mode=True, sizes=(0, 1)).flatten().tolist()
+
+    right = nn.functional.max_pool1d(torch.full((1, 1, 1), 2.0), 2, ceil_mode=True)
+    assert threads(2)(found) == [[], right.flatten().tolist()]
+
+
 def _made(kind: str) -> nn.Module:
     """A layer of each kind for rows (3, 1) of a field of two channels and one dim."""
     where: dict[str, Any] = {"sizes": (3, 1)}

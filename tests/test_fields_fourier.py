@@ -19,6 +19,12 @@ fields = gm.nn.fields
 CLOSE = 1e-10
 
 
+def test_numbers_without_fractions_are_transformed_also_where_a_rank_has_none(threads: Threads) -> None:
+    x = torch.arange(6).view(3, 2)
+    seen = threads(2)(lambda: fields.rfftn(x[gm.axis().slice((3, 0))], sizes=(3, 0)))
+    torch.testing.assert_close(torch.cat(seen), torch.fft.rfftn(x))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_transforms_have_the_value_and_both_derivatives_of_torchs(threads: Threads, kind: str) -> None:
     for seed in range(20):

@@ -222,6 +222,31 @@ def test_spectral_norm_is_torchs_on_the_whole_weight_step_by_step(
         assert far(torch.cat([seen[number] for seen in each], along), whole) < CLOSE, number
 
 
+def test_spectral_norm_takes_the_rows_of_a_transposed_convolution_as_torch_does(threads: Threads) -> None:
+    def found() -> Tensor:
+        layer = nn.ConvTranspose2d(2, 3, 2)
+        layer.weight.data = _random(0, 2, 6, 2, 2)[:, gm.axis().slice((4, 2))]
+        fields.spectral_norm(layer, n_power_iterations=50)
+        return layer.weight.detach()
+
+    whole = torch.cat(threads(2)(found), 1).movedim(1, 0).flatten(1)
+    assert far(torch.linalg.matrix_norm(whole, 2), torch.ones((), dtype=whole.dtype)) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_mean_over_many_halves_does_not_overflow(threads: Threads, dtype: torch.dtype) -> None:
+    logits = torch.zeros(70_001, dtype=dtype)  # more than the largest half
+    right = binary_cross_entropy_with_logits(logits.double(), torch.ones_like(logits).double())
+
+    def found() -> Tensor:
+        own = logits[gm.axis().slice((70_000, 1))]
+        return fields.bce_with_logits(own, torch.ones_like(own))
+
+    for loss in threads(2)(found):
+        assert loss.dtype == dtype
+        torch.testing.assert_close(loss.double(), right, rtol=4e-3, atol=0)
+
+
 def test_an_evaluation_leaves_the_estimates_as_they_are(threads: Threads) -> None:
     def found() -> bool:
         layer = fields.spectral_norm(nn.Linear(3, 2)).eval()

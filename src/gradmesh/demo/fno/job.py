@@ -98,40 +98,26 @@ def dense_operator(job: Job) -> Operator:
 
 
 def train(job: Job, fields: Tensor, solutions: Tensor, start: dict[str, Any], parts: bool) -> Iterator[Step]:
-    """Train, and give what each epoch left; in parts each rank calls it, with the whole fields.
-
-    The optimizer is Adam (Kingma and Ba, arXiv:1412.6980, algorithm 1): importing `torch.optim` takes a rank seconds.
-    """
+    """Train, and give what each epoch left; in parts each rank calls it, with the whole fields."""
     sizes = balanced(job.points, gm.world_size()) if parts else None
     own = gm.axis().slice(sizes) if sizes else slice(None)
     with seeded(job.seed):
         operator = Operator(job, sizes)
     operator.load_state_dict(start)
     fields, solutions = fields[:, own], solutions[:, own]
-    order, count = torch.Generator().manual_seed(job.seed), 0
-    leaves = list(operator.parameters())
-    # A complex parameter is two real ones to the optimizer.
-    means, squares = ([torch.zeros_like(_real(leaf)) for leaf in leaves] for _ in range(2))
+    order = torch.Generator().manual_seed(job.seed)
+    adam = torch.optim.Adam(operator.parameters(), lr=RATE)
     for _ in range(job.epochs):
         losses = []
         for batch in torch.randperm(job.samples, generator=order).split(job.batch):
             loss = relative_error(operator(fields[batch]), solutions[batch], parts)
-            slopes, count = torch.autograd.grad(loss, leaves), count + 1
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
             losses.append(float(loss.detach()))
-            with torch.no_grad():
-                for leaf, slope, mean, square in zip(leaves, slopes, means, squares, strict=True):
-                    real = _real(slope)
-                    mean.lerp_(real, 0.1)
-                    square.lerp_(real**2, 0.001)
-                    scale = (square / (1 - 0.999**count)).sqrt() + 1e-8
-                    _real(leaf).sub_(RATE * mean / (1 - 0.9**count) / scale)
         with torch.no_grad():
             error = relative_error(operator(fields[job.samples :]), solutions[job.samples :], parts)
         yield Step(losses, float(error), operator)
-
-
-def _real(x: Tensor) -> Tensor:
-    return torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
 
 
 def _on_rank(

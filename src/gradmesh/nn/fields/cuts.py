@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from gradmesh.arguments import Call, SizesLike
@@ -140,6 +141,9 @@ def nothing(x: Tensor, shape: Sequence[int], *parameters: Tensor | None) -> Tens
         shape: of the output.
         parameters: the weight, and what is added to the product with it.
     """
+    kind = x.device.type
+    if parameters and torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(kind))  # as the ranks that have rows
     made = x.sum()
     for number, parameter in enumerate(parameters):
         if parameter is not None:

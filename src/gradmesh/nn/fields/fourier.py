@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from gradmesh.arguments import Call
@@ -84,6 +85,8 @@ def _transformed(
     n: int | None = None,
 ) -> Tensor:
     verb = f"nn.fields.{kind}"
+    if not x.is_floating_point() and not x.is_complex():
+        x = x.to(torch.get_default_dtype())
     layout = _Layout(verb, x, axis, cut, sizes)
     axes = list(layout.cuts.values())
     call = Call(verb, x, axes[0][0])

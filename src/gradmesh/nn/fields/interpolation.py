@@ -32,11 +32,13 @@ class _Grid:
     scale: float | None
     mode: str
     align_corners: bool | None
+    double: bool
 
     def places(self) -> tuple[float, ...]:
         """Where the outputs are, counted in rows: torch's own answer, with its own roundings."""
-        corners = self.align_corners
-        found: tuple[float, ...] = _places(self.dims, self.rows, self.outputs, self.scale, self.mode, corners)
+        found: tuple[float, ...] = _places(
+            self.dims, self.rows, self.outputs, self.scale, self.mode, self.align_corners, self.double
+        )
         return found
 
     def needs(self, first: int, last: int) -> tuple[int, int]:
@@ -50,18 +52,18 @@ class _Grid:
 # Numbers, which a compiler is to have and not to trace.
 @assume_constant_result  # type: ignore[untyped-decorator]
 def _places(
-    dims: int, rows: int, outputs: int, scale: float | None, mode: str, corners: bool | None
+    dims: int, rows: int, outputs: int, scale: float | None, mode: str, corners: bool | None, double: bool
 ) -> tuple[float, ...]:
-    return _found(dims, rows, outputs, scale, mode, corners)
+    return _found(dims, rows, outputs, scale, mode, corners, double)
 
 
 @lru_cache(maxsize=256)
 def _found(
-    dims: int, rows: int, outputs: int, scale: float | None, mode: str, corners: bool | None
+    dims: int, rows: int, outputs: int, scale: float | None, mode: str, corners: bool | None, double: bool
 ) -> tuple[float, ...]:
-    # In as many dims as the field has: with one dim and with two torch rounds "nearest" differently.
+    # In as many dims as the field has, and in its precision: in others torch rounds "nearest" differently.
     ones = (1,) * (dims - 1)
-    line = torch.arange(rows, dtype=torch.float64).view(1, 1, rows, *ones)
+    line = torch.arange(rows, dtype=torch.float64 if double else torch.float32).view(1, 1, rows, *ones)
     scales = None if scale is None else (scale, *map(float, ones))
     found = functional.interpolate(
         line,
@@ -187,5 +189,6 @@ def _grids(
             )
         corners = bool(align_corners) if linear else None
         kind, scale = "linear" if linear else mode, scales[place] if scales else None
-        grids.append(_Grid(dims, rows, points, scale, kind, corners))
+        double = linear or (x.dtype == torch.float64 and x.device.type == "cpu")
+        grids.append(_Grid(dims, rows, points, scale, kind, corners, double))
     return grids

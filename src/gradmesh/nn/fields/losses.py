@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -13,6 +14,8 @@ from gradmesh.collectives import all_reduce
 from gradmesh.types import Convention, I
 
 __all__ = ["BCEWithLogitsLoss", "bce_with_logits"]
+
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 def bce_with_logits(
@@ -65,11 +68,22 @@ def bce_with_logits(
             got=f"target {list(target.shape)}, weights {shapes}",
             remedy="pass those of this rank's own logits",
         )
-    own = binary_cross_entropy_with_logits(logits, target, weight, reduction="sum", pos_weight=pos_weight)
+    own = binary_cross_entropy_with_logits(
+        _full(logits),
+        _full(target),
+        None if weight is None else _full(weight),
+        reduction="sum",
+        pos_weight=None if pos_weight is None else _full(pos_weight),
+    )
     total = all_reduce(own, call.axis, dst=dst)
-    if reduction == "sum":
-        return total
-    return total / all_reduce(total.new_tensor(float(logits.numel())).detach(), call.axis, dst=I)
+    if reduction == "mean":
+        total = total / all_reduce(total.new_tensor(float(logits.numel())).detach(), call.axis, dst=I)
+    return total.to(logits.dtype) if logits.dtype in _HALVES else total
+
+
+def _full(x: Tensor) -> Tensor:
+    # A sum of halves, and a count of them, would overflow.
+    return x.float() if x.dtype in _HALVES else x
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:

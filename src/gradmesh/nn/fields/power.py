@@ -96,7 +96,7 @@ def spectral_norm(
     *,
     n_power_iterations: int = 1,
     eps: float = 1e-12,
-    dim: int = 0,
+    dim: int | None = None,
     cut: Literal["rows", "columns"] = "rows",
 ) -> nn.Module:
     """Divide a weight of which each rank has a part by the largest singular value of the whole.
@@ -116,7 +116,8 @@ def spectral_norm(
         axis: the ranks.
         n_power_iterations: for each call in training.
         eps: no norm is taken to be smaller.
-        dim: the dim of the weight that makes rows; the others make columns.
+        dim: the dim of the weight that makes rows; the others make columns. None: as in torch, 1 for transposed
+            convolutions and 0 for all else.
         cut: whether each rank has some "rows", or some "columns". Columns have to be cut along the first dim that is
             not the rows', so that the parts one after another are the whole.
 
@@ -147,6 +148,8 @@ def spectral_norm(
             got=f"shape {list(weight.shape)}",
             remedy="a vector's norm is gradmesh.all_reduce of its squares",
         )
+    if dim is None:
+        dim = int(isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d))
     here = SpectralNorm(
         weight, axis, n_power_iterations, eps, call.dim(dim) if call.x is weight else dim, cut
     )

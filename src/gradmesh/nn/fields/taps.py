@@ -39,9 +39,7 @@ class Taps:
     def outputs(self, rows: int) -> int:
         """The outputs of so many rows."""
         free = rows + self.left + self.right - self.reach
-        if free < 0:
-            return 0
-        count = (free + (self.stride - 1) * self.ceil) // self.stride + 1
+        count = max((free + (self.stride - 1) * self.ceil) // self.stride + 1, 0)
         return count - (self.ceil and (count - 1) * self.stride >= rows + self.left)
 
     def shares(self, sizes: Sequence[int]) -> tuple[int, ...]:

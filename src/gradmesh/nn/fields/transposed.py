@@ -77,7 +77,7 @@ class _HaloConvTranspose(Halo):
         y: Tensor = convolve(x, weight, None, self.stride, 0, 0, self.groups, self.dilation)
         for place, (count, ahead) in enumerate(zip(counts, aheads, strict=True)):
             y = _cropped(y, place + 2, ahead, count)
-        return y if bias is None else y + bias.view(1, -1, *[1] * len(counts))
+        return y if bias is None else y + bias.to(y.dtype).view(1, -1, *[1] * len(counts))
 
 
 def _cropped(y: Tensor, dim: int, ahead: int, count: int) -> Tensor:
