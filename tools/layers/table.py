@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import gradmesh as gm
-from tools.layers import compared, losses, own, weighed
+from tools.layers import compared, fields, graphs, losses, own, weighed
 from tools.layers.case import Case
 
 __all__ = ["CASES", "CLOSE", "HEAD", "Row", "row_of"]
 
-CASES: dict[str, Case] = {case.name: case for case in [*losses.CASES, *own.CASES]}
+CASES: dict[str, Case] = {
+    case.name: case for case in [*losses.CASES, *own.CASES, *fields.CASES, *graphs.CASES]
+}
 
 CLOSE = 1e-10
 
