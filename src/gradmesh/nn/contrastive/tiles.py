@@ -195,7 +195,8 @@ def log_sums(
     down, across = list(runs(len(rows[0]), tile)), list(runs(len(cols[0]), tile))
     # Whole from the beginning: small results that are kept among the tiles would leave gaps in the heap that no later
     # tile fits into, so that the process would grow by a tile at every tile.
-    none, _ = kernel.logits(*(widened(x[:0]) for x in rows), *(widened(x[:0]) for x in cols))
+    with torch.autocast(rows[0].device.type, enabled=False):
+        none, _ = kernel.logits(*(widened(x[:0]) for x in rows), *(widened(x[:0]) for x in cols))
     of_rows = none.new_empty(len(rows[0]))
     of_cols = of_rows.new_empty(len(down), len(cols[0]) if columns else 0)
     parts = of_rows.new_empty(len(across), min(tile, len(rows[0])))
