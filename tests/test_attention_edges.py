@@ -35,7 +35,8 @@ def test_a_scale_that_is_not_positive_may_be_causal(attend: Attend, scale: float
         ).backward()
         here = gm.axis().slice(12)
         for part, x in ((q, whole), (k, keys)):
-            assert part.grad is not None and x.grad is not None
+            assert part.grad is not None
+            assert x.grad is not None
             torch.testing.assert_close(part.grad.double(), x.grad[:, :, here], rtol=1e-4, atol=1e-4)
 
     gm.launch(on_each_rank, 2, backend="threads")
