@@ -15,7 +15,7 @@ from torch import Tensor
 from gradmesh._torch import flash_backward, flash_forward, flash_takes
 from gradmesh.nn.attention.tiles import Tile
 
-__all__ = ["Gradients", "Seen", "wide"]
+__all__ = ["Gradients", "Seen", "exact", "wide"]
 
 ROWS = 256
 """How many rows of scores are held at once, where torch's fused kernels do not serve."""
@@ -24,6 +24,11 @@ ROWS = 256
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What sums are taken in."""
     return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def exact(device: torch.device) -> torch.autocast:
+    """Products in the dtype of their operands, also under autocast."""
+    return torch.autocast(device.type, enabled=False)
 
 
 class Seen:

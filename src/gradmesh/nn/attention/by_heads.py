@@ -7,8 +7,10 @@ transformer models", 2023.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from torch import Tensor
 from gradmesh.arguments import Call, SizesLike
 from gradmesh.autograd import apply
 from gradmesh.axis import Axis, AxisLike, balanced
+from gradmesh.nn.attention.blocks import exact
 from gradmesh.nn.attention.by_ring import blockwise
 from gradmesh.nn.attention.given import Given, Lengths
 from gradmesh.nn.order import Order, places
@@ -174,15 +177,21 @@ def _local(
 ) -> Tensor:
     """The attention of the heads that are here."""
     if not q.shape[1]:
-        return (q @ k.mT) @ v  # of no heads, and yet this rank takes part in the backward
+        # Of no heads, and yet this rank takes part in the backward.
+        with exact(q.device) if attention is None else nullcontext():
+            return (q @ k.mT) @ v
     if heads.used is not None:
         used = heads.used.to(k.device)
         k, v = k.index_select(1, used), v.index_select(1, used)
     if attention is None:
         rows, keys = (q.shape[2],), (k.shape[2],)
         return blockwise(replace(given, axis=_ALONE, rows=rows, keys=keys, order="plain"), q, k, v)
-    told = {"is_causal": given.causal, "enable_gqa": q.shape[1] != k.shape[1], "scale": scale}
-    return attention(q, k, v, **{name: value for name, value in told.items() if value})
+    told: dict[str, Any] = {"is_causal": True} if given.causal else {}
+    if q.shape[1] != k.shape[1]:
+        told["enable_gqa"] = True
+    if scale is not None:  # which may be 0
+        told["scale"] = scale
+    return attention(q, k, v, **told)
 
 
 def _sorted(x: Tensor, given: Given, sizes: tuple[int, ...], *, back: bool = False) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from gradmesh.arguments import SizesLike
 from gradmesh.axis import AxisLike
+from gradmesh.nn.attention.blocks import exact
 from gradmesh.nn.attention.given import Given, Lengths
 from gradmesh.nn.attention.node import attend
 from gradmesh.nn.attention.ring import Ring
@@ -98,5 +99,9 @@ def blockwise(given: Given, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if fold > 1 or heads > groups:  # the heads that share keys come together
         q = q.reshape(batch * groups, heads // groups, rows, features[0])
         k, v = (x.reshape(batch * groups, 1, x.shape[2], x.shape[3]) for x in (k, v))
-    ring = Ring(given.axis, given.layout(fold), given.keys, features, given.scale, given.words)
-    return attend(ring, q, k, v).reshape(batch, heads, rows, features[1])
+    scale = given.scale
+    if given.causal and scale <= 0:  # torch's kernel multiplies by it the -inf of what is masked
+        q, scale = q * scale, 1.0
+    ring = Ring(given.axis, given.layout(fold), given.keys, features, scale, given.words)
+    with exact(q.device):
+        return attend(ring, q, k, v).reshape(batch, heads, rows, features[1])

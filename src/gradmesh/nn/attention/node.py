@@ -12,6 +12,7 @@ from gradmesh._torch import is_fake, is_legacy_batched, saves_for_a_checkpoint, 
 from gradmesh.autograd import LOOSE, apply, leaf, linked, refuse_lost, unlinked
 from gradmesh.errors import OrderError
 from gradmesh.nn.attention import composed
+from gradmesh.nn.attention.blocks import exact
 from gradmesh.nn.attention.ring import Ring, backward, forward
 from gradmesh.ops.permute import Shift
 from gradmesh.state import rank_state
@@ -87,23 +88,36 @@ class _Node(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, following: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        ring: Ring = ctx.ring
-        thread, *saved = ctx.saved_tensors
-        nothing = grad is None and grad_lse is None
-        if grad is None:
-            grad = torch.zeros_like(saved[3])
-        if following is None and ctx.call.linked:
-            following = thread.clone()
-        call = Recorded(BACKWARD, ctx.call, NOTHING * nothing)
-        if torch.is_grad_enabled() or is_legacy_batched(grad) or transforms_active():
-            links = _Links(call, following if ctx.call.linked else thread)
-            slopes = composed.gradients(ring, saved, grad, grad_lse, links.run)
-            return None, *slopes, links.thread if ctx.call.linked else None
-        slopes = backward(ring, saved, grad, grad_lse, call)
-        # No gradient on any rank gives none, and not zeros, which are NaN behind an infinite derivative.
-        if nothing and not ctx.call.linked and (ring.axis.size == 1 or call.all_nothing):
-            return None, None, None, None, None
-        return None, *slopes, following
+        thread, *saved = ctx.saved_tensors  # once: a checkpoint hands them out once
+        with exact(saved[0].device):
+            return _slopes(ctx, thread, tuple(saved), grad, grad_lse, following)
+
+
+def _slopes(
+    ctx: Any,
+    thread: Tensor,
+    saved: Any,
+    grad: Tensor | None,
+    grad_lse: Tensor | None,
+    following: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """What the node's backward returns."""
+    ring: Ring = ctx.ring
+    nothing = grad is None and grad_lse is None
+    if grad is None:
+        grad = torch.zeros_like(saved[3])
+    if following is None and ctx.call.linked:
+        following = thread.clone()
+    call = Recorded(BACKWARD, ctx.call, NOTHING * nothing)
+    if torch.is_grad_enabled() or is_legacy_batched(grad) or transforms_active():
+        links = _Links(call, following if ctx.call.linked else thread)
+        slopes = composed.gradients(ring, saved, grad, grad_lse, links.run)
+        return None, *slopes, links.thread if ctx.call.linked else None
+    slopes = backward(ring, saved, grad, grad_lse, call)
+    # No gradient on any rank gives none, and not zeros, which are NaN behind an infinite derivative.
+    if nothing and not ctx.call.linked and (ring.axis.size == 1 or call.all_nothing):
+        return None, None, None, None, None
+    return None, *slopes, following
 
 
 class _Links:

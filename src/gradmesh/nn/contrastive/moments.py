@@ -72,7 +72,8 @@ def vic_reg_loss(
     x, y = widened(left), widened(right)
     features = x.shape[1]
     centred = torch.stack([x, y]) - _mean(torch.stack([x, y]), given)
-    part = centred.mT @ centred / (given.total - 1)
+    with torch.autocast(x.device.type, enabled=False):
+        part = centred.mT @ centred / (given.total - 1)
     own, mine = _own_rows(part, given.axis, comm_dtype, backward_dtype)
     diagonal = own.diagonal(mine, 1, 2)
     spread = relu(1 - (diagonal + eps).sqrt()).sum() / (2 * features)
@@ -132,7 +133,9 @@ def barlow_twins_loss(
     both = torch.stack([widened(left), widened(right)])
     centred = both - _mean(both, given)
     u, v = (centred / (_mean(centred.square(), given) + eps).sqrt()).unbind()
-    own, mine = _own_rows((u.mT @ v / given.total)[None], given.axis, comm_dtype, backward_dtype)
+    with torch.autocast(u.device.type, enabled=False):
+        part = u.mT @ v / given.total
+    own, mine = _own_rows(part[None], given.axis, comm_dtype, backward_dtype)
     diagonal = own.diagonal(mine, 1, 2)
     others = own.square().sum() - diagonal.square().sum()
     return given.mean((1 - diagonal).square().sum() + off_diagonal * others, 1)

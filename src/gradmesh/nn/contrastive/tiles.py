@@ -163,7 +163,8 @@ def _traced(job: Job, operands: Sequence[Tensor]) -> Tensors:
         of_tile: list[Tensor] = []
         for there in runs(len(cols[0]), job.tile):
             tile = [*(x[here] for x in rows), *(x[there] for x in cols), *shared]
-            found = checkpoint(job.kernel, *map(widened, tile), use_reentrant=False)
+            with torch.autocast(tile[0].device.type, enabled=False):
+                found = checkpoint(job.kernel, *map(widened, tile), use_reentrant=False)
             each = grouped(found, kept)
             sums = [a + b for a, b in zip(sums, each[0], strict=True)] if sums else list(each[0])
             totals = [a + b for a, b in zip(totals, each[2], strict=True)] if totals else list(each[2])
@@ -191,29 +192,29 @@ def log_sums(
     Returns:
         Those of the rows, those of the columns, and what else the kernel sums over rows.
     """
-    of_rows: list[Tensor] = []
-    lines: list[list[Tensor]] = []
+    down, across = list(runs(len(rows[0]), tile)), list(runs(len(cols[0]), tile))
+    # Whole from the beginning: small results that are kept among the tiles would leave gaps in the heap that no later
+    # tile fits into, so that the process would grow by a tile at every tile.
+    with torch.autocast(rows[0].device.type, enabled=False):
+        none, _ = kernel.logits(*(widened(x[:0]) for x in rows), *(widened(x[:0]) for x in cols))
+    of_rows = none.new_empty(len(rows[0]))
+    of_cols = of_rows.new_empty(len(down), len(cols[0]) if columns else 0)
+    parts = of_rows.new_empty(len(across), min(tile, len(rows[0])))
     others: list[list[Tensor]] = []
     with torch.autocast(rows[0].device.type, enabled=False):
-        for here in runs(len(rows[0]), tile):
+        for place, here in enumerate(down):
             mine = [widened(x[here]) for x in rows]
-            parts: list[Tensor] = []
-            line: list[Tensor] = []
             sums: list[Tensor] = []
-            for there in runs(len(cols[0]), tile):
+            for part, there in zip(parts, across, strict=True):
                 s, more = kernel.logits(*mine, *(widened(x[there]) for x in cols))
-                parts.append(_log_sum(s, 1))
+                part[: len(s)] = _log_sum(s, 1)
                 sums = _add(sums, more)
                 if columns:
-                    line.append(_log_sum(s, 0))
-            of_rows.append(_log_sum(torch.stack(parts), 0))
-            lines.append(line)
+                    of_cols[place, there] = _log_sum(s, 0)
+            of_rows[here] = _log_sum(parts[:, : len(mine[0])], 0)
             others.append(sums)
     more = tuple(torch.cat(each) for each in zip(*others, strict=True))
-    if not columns:
-        return torch.cat(of_rows), None, more
-    of_cols = torch.cat([_log_sum(torch.stack(each), 0) for each in zip(*lines, strict=True)])
-    return torch.cat(of_rows), of_cols, more
+    return of_rows, _log_sum(of_cols, 0) if columns else None, more
 
 
 def _log_sum(x: Tensor, dim: int) -> Tensor:

@@ -163,7 +163,7 @@ def _loss(
         sums = table.log_sums(
             kernel, (a.detach(), number, label), (everyone.detach(), numbers, labels), columns=False
         )
-    alone, (alike, count) = ~sums.rows.isfinite(), sums.more
+    alone, (alike, count) = sums.rows == -torch.inf, sums.more  # and what is NaN stays so
     of_rows = sums.rows.masked_fill(alone, 0)
     mine, alike = table.total(
         kernel, (a, of_rows, number, label, everyone, numbers, labels), (*sums.known, alike)
@@ -178,4 +178,6 @@ def _numbers(given: Given, views: int, labels: Tensor | None, z: Tensor) -> tupl
     each = given.sizes or (given.rows,) * given.axis.size
     begin = list(accumulate(each, initial=0))[given.axis.rank] * views
     number = torch.arange(begin, begin + len(z), device=z.device)
-    return number, number // max(views, 1) if labels is None else labels.repeat_interleave(views)
+    # Of another dtype than those that are given, so that the ranks notice where only some have any.
+    own = (number // max(views, 1)).int() if labels is None else labels.long().repeat_interleave(views)
+    return number, own
