@@ -1,4 +1,4 @@
-"""The contrastive losses written densely, for one process; and random programs on ranks, held against them."""
+"""Random programs of contrastive losses on ranks, held against the dense ones on one process."""
 
 from __future__ import annotations
 
@@ -8,56 +8,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 import gradmesh as gm
 from gradmesh.errors import GradmeshError
+from tools.layers import losses
 
 __all__ = ["DENSE", "LOSSES", "TABLES", "Program", "data", "dense", "differs", "drawn", "on_rank"]
 
 
-def clip(x: Tensor, y: Tensor, s: Tensor, b: Tensor, labels: Tensor) -> Tensor:
-    logits, places = s * x @ y.T, torch.arange(len(x))
-    return (F.cross_entropy(logits, places) + F.cross_entropy(logits.T, places)) / 2
-
-
-def siglip(x: Tensor, y: Tensor, s: Tensor, b: Tensor, labels: Tensor) -> Tensor:
-    signs = 2 * torch.eye(len(x), dtype=x.dtype) - 1
-    return -F.logsigmoid(signs * (s * x @ y.T + b)).sum() / len(x)
-
-
-def nt_xent(x: Tensor, y: Tensor, s: Tensor, b: Tensor, labels: Tensor) -> Tensor:
-    z, n = torch.cat([x, y]), len(x)
-    logits = (z @ z.T / s).masked_fill(torch.eye(2 * n, dtype=torch.bool), -torch.inf)
-    return F.cross_entropy(logits, torch.arange(2 * n).roll(n))
-
-
-def sup_con(x: Tensor, y: Tensor, s: Tensor, b: Tensor, labels: Tensor) -> Tensor:
-    z, each = torch.stack([x, y], 1).flatten(0, 1), labels.repeat_interleave(2)
-    logits, own = z @ z.T / s, torch.eye(len(z), dtype=torch.bool)
-    alike = (each[:, None] == each) & ~own
-    log_p = logits - logits.masked_fill(own, -torch.inf).logsumexp(1, keepdim=True)
-    return -(log_p.masked_fill(~alike, 0).sum(1) / alike.sum(1)).mean()
-
-
-def vic_reg(x: Tensor, y: Tensor, s: Tensor, b: Tensor, labels: Tensor) -> Tensor:
-    loss = 25 * F.mse_loss(x, y)
-    for z in (x, y):
-        c = (z - z.mean(0)).T @ (z - z.mean(0)) / (len(z) - 1)
-        loss = loss + 25 * F.relu(1 - (z.var(0) + 1e-4).sqrt()).mean() / 2
-        loss = loss + (c - c.diag().diag()).square().sum() / z.shape[1]
-    return loss
-
-
-def barlow_twins(x: Tensor, y: Tensor, s: Tensor, b: Tensor, labels: Tensor) -> Tensor:
-    u, v = ((z - z.mean(0)) / (z.var(0, unbiased=False) + 1e-5).sqrt() for z in (x, y))
-    c, on = u.T @ v / len(x), torch.eye(x.shape[1], dtype=torch.bool)
-    return (1 - c[on]).square().sum() + 0.0051 * c[~on].square().sum()
-
-
 DENSE: dict[str, Callable[..., Tensor]] = {
-    f.__name__: f for f in (barlow_twins, clip, nt_xent, siglip, sup_con, vic_reg)
+    "barlow_twins": lambda x, y, s, b, labels: losses.barlow_twins(x, y),
+    "clip": lambda x, y, s, b, labels: losses.clip(x, y, s),
+    "nt_xent": lambda x, y, s, b, labels: losses.nt_xent(x, y, s),
+    "siglip": lambda x, y, s, b, labels: losses.siglip(x, y, s, b),
+    "sup_con": lambda x, y, s, b, labels: losses.sup_con(x, y, s, labels),
+    "vic_reg": lambda x, y, s, b, labels: losses.vic_reg(x, y),
 }
 
 LOSSES: dict[str, Callable[..., Tensor]] = {

@@ -65,8 +65,8 @@ def vocab_parallel_cross_entropy(
 
         l = (1 - e) (z - x_t) + e (z - mean(x)) + c z^2,    z = log sum_v exp(x_v)   over the words of all ranks
 
-    Two numbers for each token are summed over the ranks and one is compared, whatever the vocabulary; sums are in
-    float32 at least. Every rank gets the same loss, and repeats the same work on it.
+    Two numbers for each token are summed over the ranks, three with label smoothing, and one is compared, whatever the
+    vocabulary; sums are in float32 at least. Every rank gets the same loss, and repeats the same work on it.
 
     Args:
         logits: this rank's part, the words along the last dim.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,44 @@ Rows = Sequence[int] | Literal["balanced"] | None
 """Each rank's rows of a sequence: equal (None), as `gm.shard` cuts, or told."""
 
 
-class ColumnParallelLinear(Parallel):
+class _Linear(Parallel):
+    """A linear layer of which each rank has some of the outputs or of the inputs."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        dense: nn.Linear,
+        axis: AxisLike,
+        sequence_dim: int | None,
+        rows: Rows,
+        sizes: Sequence[int] | None,
+    ) -> None:
+        super().__init__(axis)
+        self.in_features, self.out_features = dense.in_features, dense.out_features
+        self.sequence_dim, self.rows = sequence_dim, rows
+        self._take(dense, sizes)
+
+    @classmethod
+    def of(cls, dense: nn.Linear, axis: AxisLike = None, **options: Any) -> Self:
+        """The layer of a dense one's values; `options` as those of the class."""
+        sizes = options.pop("sizes", None)
+        made = cls(dense.in_features, dense.out_features, False, axis, device="meta", **options)  # type: ignore[call-arg]
+        made._take(dense, sizes)
+        return made
+
+    def _take(self, dense: nn.Linear, sizes: Sequence[int] | None) -> None:
+        """Take this rank's part of the values."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        """The dense layer's numbers, and those of this rank's part."""
+        own = tuple(reversed(self.weight.shape))
+        return f"{self.in_features}, {self.out_features}, own part {own}"
+
+
+class ColumnParallelLinear(_Linear):
     """A linear layer of which each rank has some of the outputs: the first of a pair.
 
     ::
@@ -60,9 +97,6 @@ class ColumnParallelLinear(Parallel):
         (True, ((4, 3), (2, 3)))
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
     def __init__(
         self,
         in_features: int,
@@ -77,18 +111,10 @@ class ColumnParallelLinear(Parallel):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(axis)
-        self.in_features, self.out_features = in_features, out_features
-        self.sequence_dim, self.rows, self.gather_output = sequence_dim, rows, gather_output
-        self._take(nn.Linear(in_features, out_features, bias, device, dtype), sizes)
-
-    @classmethod
-    def of(cls, dense: nn.Linear, axis: AxisLike = None, **options: Any) -> ColumnParallelLinear:
-        """The layer of a dense one's values; `options` as those of the class."""
-        sizes = options.pop("sizes", None)
-        made = cls(dense.in_features, dense.out_features, False, axis, device="meta", **options)
-        made._take(dense, sizes)
-        return made
+        super().__init__(
+            nn.Linear(in_features, out_features, bias, device, dtype), axis, sequence_dim, rows, sizes
+        )
+        self.gather_output = gather_output
 
     def _take(self, dense: nn.Linear, sizes: Sequence[int] | None) -> None:
         cut = self.cut(0, self.out_features, sizes)
@@ -108,12 +134,8 @@ class ColumnParallelLinear(Parallel):
         y = linear(x, self.weight, self.bias)
         return all_gather(y, here, -1, dst=I, sizes=self.cuts["weight"].sizes) if self.gather_output else y
 
-    def extra_repr(self) -> str:
-        """The dense layer's numbers, and this rank's."""
-        return f"{self.in_features}, {self.out_features}, own outputs {self.weight.shape[0]}"
 
-
-class RowParallelLinear(Parallel):
+class RowParallelLinear(_Linear):
     """A linear layer of which each rank has some of the inputs: the second of a pair.
 
     ::
@@ -144,9 +166,6 @@ class RowParallelLinear(Parallel):
         [32.0, 32.0]
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-
     def __init__(
         self,
         in_features: int,
@@ -161,18 +180,10 @@ class RowParallelLinear(Parallel):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(axis)
-        self.in_features, self.out_features = in_features, out_features
-        self.sequence_dim, self.rows, self.split_input = sequence_dim, rows, split_input
-        self._take(nn.Linear(in_features, out_features, bias, device, dtype), sizes)
-
-    @classmethod
-    def of(cls, dense: nn.Linear, axis: AxisLike = None, **options: Any) -> RowParallelLinear:
-        """The layer of a dense one's values; `options` as those of the class."""
-        sizes = options.pop("sizes", None)
-        made = cls(dense.in_features, dense.out_features, False, axis, device="meta", **options)
-        made._take(dense, sizes)
-        return made
+        super().__init__(
+            nn.Linear(in_features, out_features, bias, device, dtype), axis, sequence_dim, rows, sizes
+        )
+        self.split_input = split_input
 
     def _take(self, dense: nn.Linear, sizes: Sequence[int] | None) -> None:
         self.put("weight", dense.weight, self.cut(1, self.in_features, sizes))
@@ -203,7 +214,3 @@ class RowParallelLinear(Parallel):
             bias = None if bias is None else replicate(bias, here)
         # Under autocast the product alone is of the narrow dtype, as all of the dense layer's result.
         return y if bias is None else y + bias.to(y.dtype)
-
-    def extra_repr(self) -> str:
-        """The dense layer's numbers, and this rank's."""
-        return f"{self.in_features}, {self.out_features}, own inputs {self.weight.shape[1]}"
