@@ -31,5 +31,5 @@ def megabytes(case: Case) -> float:
 
         return run
 
-    step(ranks * 2, 1)()  # what is loaded and set up once
+    step(ranks * 8, 1)()  # what is loaded and set up once
     return peak(step(n, s), gm.barrier) / 2**20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,12 @@ from gradmesh.demo.drawing import seeded
 from gradmesh.demo.fno.burgers import diffused, initial_fields, solved
 from gradmesh.demo.fno.network import Operator, relative_error
 from gradmesh.demo.fno.settings import Job
+from gradmesh.demo.following import ALONE, IN_PARTS, Tell
+from gradmesh.demo.job import one_thread
 
-__all__ = ["ALONE", "IN_PARTS", "Result", "Step", "Tell", "data_of", "dense_operator", "run", "train"]
+__all__ = ["Result", "Step", "data_of", "dense_operator", "run", "train"]
 
-IN_PARTS, ALONE = "ranks", "one process"
 RATE = 0.006
-
-Tell = Callable[[str, int], None]
-"""Is told who has trained for how many more epochs."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +142,8 @@ def run(job: Job, tell: Tell | None = None) -> Result:
         ArgumentError: the number of ranks or the backend cannot be.
         RankError: a rank failed.
     """
-    tell, begun, threads = tell or (lambda *_: None), time.perf_counter(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    tell, begun = tell or (lambda *_: None), time.perf_counter()
+    with one_thread():
         fields, solutions = data_of(job)
         dense = dense_operator(job)
         start = {name: value.clone() for name, value in dense.state_dict().items()}
@@ -159,8 +156,6 @@ def run(job: Job, tell: Tell | None = None) -> Result:
         given = (job, fields, solutions, start)
         found = gm.launch(_on_rank, job.ranks, backend=job.backend, args=given)
         tell(IN_PARTS, job.epochs)
-    finally:
-        torch.set_num_threads(threads)
     largest = max(float(slope.abs().max()) for slope in slopes)
     state = alone[-1].operator.state_dict()
     steps, held = found[0][0], slice(job.samples, None)

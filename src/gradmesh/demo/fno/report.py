@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from gradmesh.axis import balanced
-from gradmesh.demo.fno.job import ALONE, IN_PARTS, Result, Tell
+from gradmesh.demo import following
+from gradmesh.demo.fno.job import Result
 from gradmesh.demo.fno.settings import Job
+from gradmesh.demo.following import ALONE, IN_PARTS, Tell
 
 __all__ = ["draw", "print_table", "shown"]
 
@@ -22,17 +22,13 @@ EXACT = 1e-9
 """The largest deviation that counts as rounding in float64, after many steps."""
 
 
-@contextmanager
-def shown(job: Job, console: Console) -> Iterator[Tell]:
+def shown(job: Job, console: Console) -> AbstractContextManager[Tell]:
     """Introduce the job, and show on the console how far it is."""
-    console.print(
+    introduction = (
         f"Burgers' equation on {job.points} points, {job.samples} solutions to train on: a Fourier neural operator "
-        f"whose fields are cut over {job.ranks} ranks on {job.backend}, beside one process.\n"
+        f"whose fields are cut over {job.ranks} ranks on {job.backend}, beside one process."
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        tasks = {name: progress.add_task(name, total=job.epochs) for name in (ALONE, IN_PARTS)}
-        yield lambda name, epochs: progress.update(tasks[name], advance=epochs)
+    return following.shown(introduction, job.epochs, console)
 
 
 def print_table(result: Result, console: Console) -> None:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import gradmesh as gm
+from gradmesh.demo.following import ALONE, IN_PARTS, Tell
 from gradmesh.demo.job import one_thread
 from gradmesh.demo.lm.model import Settings, dense_model, in_parts, train, words_of
 from gradmesh.demo.lm.settings import Job
 
 __all__ = ["Result", "follow", "run"]
-
-Tell = Callable[[str, int], None]
-"""Is told what has done how many steps."""
-
-IN_PARTS, ALONE = "in parts", "one process"
 
 
 @dataclass(frozen=True)

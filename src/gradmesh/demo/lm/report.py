@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from gradmesh.demo.lm.job import ALONE, IN_PARTS, Result, Tell
+from gradmesh.demo import following
+from gradmesh.demo.following import ALONE, IN_PARTS, Tell
+from gradmesh.demo.lm.job import Result
 from gradmesh.demo.lm.settings import Job
 
 __all__ = ["draw", "print_table", "shown"]
@@ -21,17 +21,13 @@ EXACT = 1e-10
 """The largest deviation that counts as rounding in float64."""
 
 
-@contextmanager
-def shown(job: Job, console: Console) -> Iterator[Tell]:
+def shown(job: Job, console: Console) -> AbstractContextManager[Tell]:
     """Introduce the job, and show on the console how far it is."""
-    console.print(
+    introduction = (
         f"A language model of the characters of Python's reference, over {job.ranks} ranks on {job.backend}: "
-        f"{job.dp} of other sequences x {job.sp} of each sequence x {job.tp} of each layer.\n"
+        f"{job.dp} of other sequences x {job.sp} of each sequence x {job.tp} of each layer."
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        tasks = {name: progress.add_task(name, total=job.steps) for name in (IN_PARTS, ALONE)}
-        yield lambda name, steps: progress.update(tasks[name], advance=steps)
+    return following.shown(introduction, job.steps, console)
 
 
 def print_table(result: Result, console: Console) -> None:

@@ -43,7 +43,8 @@ class _Linear(Parallel):
     def of(cls, dense: nn.Linear, axis: AxisLike = None, **options: Any) -> Self:
         """The layer of a dense one's values; `options` as those of the class."""
         sizes = options.pop("sizes", None)
-        made = cls(dense.in_features, dense.out_features, False, axis, device="meta", **options)  # type: ignore[call-arg]
+        kind: type[Any] = cls  # this class itself is never made
+        made: Self = kind(dense.in_features, dense.out_features, False, axis, device="meta", **options)
         made._take(dense, sizes)
         return made
 
