@@ -1,4 +1,4 @@
-"""Which call turns a right gradient into a wrong one: a hand-written Function, or a collective that autograd cannot see."""
+"""Which call turns a right gradient into a wrong one: a Function, or a collective that autograd cannot see."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from gradmesh.checker.findings import Finding
-from gradmesh.checker.judging.context import Context, finding, refs
+from gradmesh.checker.judging.context import Context, finding
 from gradmesh.checker.judging.parameters import Got, ratio_of, tolerance
-from gradmesh.checker.recording.tape import Called, Op, Saved, Sent
+from gradmesh.checker.recording.tape import Called, Op, Saved, Sent, refs
 
 __all__ = ["faults_of_calls"]
 
@@ -42,12 +42,15 @@ def _overwritten(context: Context) -> list[Finding]:
         for event in context.events(rank):
             if isinstance(event, Saved):
                 place = context.place(rank, event.site)
-                said = f"{event.kind} writes into a tensor that autograd has saved for backward, which then uses what was received"
+                said = (
+                    f"{event.kind} writes into a tensor that autograd has saved for backward, "
+                    "which then uses what was received"
+                )
                 found.setdefault(event.site, finding("GM107", said, place, None, range(len(context.tapes))))
     return list(found.values())
 
 
-def _upstream(context: Context, rank: int, tensors: Sequence[Tensor], wrong: Sequence[Got]) -> list[str]:
+def _upstream(context: Context, tensors: Sequence[Tensor], wrong: Sequence[Got]) -> list[str]:
     """The names of the wrong parameters that tensors of a rank are made of."""
     tensors = [x for x in tensors if x.requires_grad]
     if not tensors:
@@ -77,7 +80,7 @@ def _hidden(context: Context, wrong: Sequence[Got]) -> list[Finding]:
             outs = [x for n in call.outs if (x := context.tensor(rank, n)) is not None and x.requires_grad]
             if not outs or all(g is None or not g.abs().max() > 0 for g in context.truth.at(outs)):
                 continue  # the loss does not depend on it
-            names = _upstream(context, rank, outs, wrong)
+            names = _upstream(context, outs, wrong)
             if names:
                 said = (
                     f"{call.kind} is called on a tensor that autograd follows, and autograd does not know of it: "
@@ -114,7 +117,7 @@ def _functions(context: Context, wrong: Sequence[Got]) -> list[Finding]:
         rank, call = next(iter(calls.items()))
         ins = [x for n in call.ins if n is not None and (x := context.tensor(rank, n)) is not None]
         names = sorted(
-            {name for r, c in calls.items() for name in _upstream(context, r, _ins(context, r, c), wrong)}
+            {name for r, c in calls.items() for name in _upstream(context, _ins(context, r, c), wrong)}
         )
         if not names or not ins:
             continue

@@ -5,7 +5,6 @@ from __future__ import annotations
 import linecache
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 
@@ -13,11 +12,11 @@ from gradmesh.checker.findings import Finding, Place
 from gradmesh.checker.judging.parameters import Got
 from gradmesh.checker.judging.segments import Segment
 from gradmesh.checker.judging.truth import Truth
-from gradmesh.checker.recording.tape import Alias, Event, Op, Ref, Root, Sent, Tape
+from gradmesh.checker.recording.tape import Alias, Event, Op, Root, Sent, Tape, refs
 from gradmesh.checker.replay.engine import Again
 from gradmesh.checker.rules import RULES
 
-__all__ = ["Context", "finding", "refs"]
+__all__ = ["Context", "finding"]
 
 
 @dataclass
@@ -78,28 +77,6 @@ class Context:
     def root_site(self, rank: int) -> int:
         """The line of a rank's backward."""
         return next((event.site for event in self.events(rank) if isinstance(event, Root)), -1)
-
-
-def refs(event: Event) -> list[int]:
-    """The numbers of the tensors that an event takes."""
-    if isinstance(event, Sent):
-        return event.ins
-    if isinstance(event, Alias):
-        return [event.of]
-    if isinstance(event, Op):
-        return list(_refs((event.args, event.kwargs)))
-    return []
-
-
-def _refs(value: Any) -> Iterator[int]:
-    if isinstance(value, Ref):
-        yield value.id
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _refs(part)
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _refs(part)
 
 
 def finding(

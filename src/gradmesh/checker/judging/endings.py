@@ -34,9 +34,10 @@ def endings(
     ended = all(tape is not None and tape.ended != "raised" for tape in tapes)
     if ended:
         return []
-    if differ := _differing(calls):
-        if stuck or not first or any(text in first[0][1].error for text in ("size", "shape", "mismatch")):
-            return [differ]
+    of_calls = stuck or not first or any(text in first[0][1].error for text in ("size", "shape", "mismatch"))
+    differ = _differing(calls) if of_calls else None
+    if differ is not None:
+        return [differ]
     if first or raised:
         rank, tape = (first or raised)[0]
         places = tape.places

@@ -1,4 +1,4 @@
-"""Parameters whose gradient is not the true one, where no call is at fault: sums and factors that are missing or too many."""
+"""Parameters whose gradient is not the true one, and no call is at fault: sums and factors missing or too many."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from gradmesh.checker.findings import Finding, Place
-from gradmesh.checker.judging.context import Context, finding, refs
+from gradmesh.checker.judging.context import Context, finding
 from gradmesh.checker.judging.parameters import Got, ratio_of, tolerance
 from gradmesh.checker.judging.segments import Segment
-from gradmesh.checker.recording.tape import Op, Root, Scaled, Sent, Tape
+from gradmesh.checker.recording.tape import Op, Root, Scaled, Sent, Tape, refs
 
 __all__ = ["faults_of_gradients", "scales", "wrong_ones"]
 
@@ -81,7 +81,10 @@ def faults_of_gradients(context: Context, wrong: Sequence[Got]) -> list[Finding]
         if times > 1:
             said = f"every gradient is {times:.4g} times the true one: a sum over the ranks is taken once too often"
             return [*found, finding("GM102", said, at, root, ranks)]
-        said = f"every gradient is {_fraction(times)} of the true one: the loss or the gradient is divided once too often"
+        said = (
+            f"every gradient is {_fraction(times)} of the true one: "
+            "the loss or the gradient is divided once too often"
+        )
         return [*found, finding("GM109", said, at, root, ranks)]
     if right and not wrong and different > 1 and abs(context.expected * different - 1) < _NEAR:
         line = _division(context)
@@ -104,7 +107,10 @@ def faults_of_gradients(context: Context, wrong: Sequence[Got]) -> list[Finding]
 def _one(context: Context, got: Got) -> Finding:
     at, began = _lines(context, got)
     if got.kind == "bent":
-        said = f"the gradient of {got.name} is not the true one, nor a multiple of it: some ways from the loss to it are cut off"
+        said = (
+            f"the gradient of {got.name} is not the true one, nor a multiple of it: "
+            "some ways from the loss to it are cut off"
+        )
         return finding("GM103", said, at, began, got.ranks, got.name)
     times = got.ratio / context.expected
     if times > 1:

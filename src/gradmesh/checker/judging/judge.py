@@ -14,7 +14,7 @@ from gradmesh.checker.judging.segments import Segment, segments
 from gradmesh.checker.judging.truth import truth_of
 from gradmesh.checker.judging.values import drifted, masks, never_same, same_data, statistics, tied
 from gradmesh.checker.recording.tape import Tape
-from gradmesh.checker.replay.engine import Unfaithful, run_again
+from gradmesh.checker.replay.engine import UnfaithfulError, run_again
 
 __all__ = ["judged"]
 
@@ -59,7 +59,7 @@ def _step(tapes: Sequence[Tape], segment: Segment, number: int, notes: list[str]
     try:
         again = run_again(segment.parts)
         truth = truth_of(again)
-    except Unfaithful as error:
+    except UnfaithfulError as error:
         notes.append(f"step {number} could not be followed: {error}")
         return []
     except RuntimeError as error:

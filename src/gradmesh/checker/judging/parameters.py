@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradmesh.checker.judging.segments import Segment
 from gradmesh.checker.judging.truth import Truth, near
-from gradmesh.checker.recording.tape import Given, Param
+from gradmesh.checker.recording.tape import Alias, Given, Op, Param, Sent, refs
 
 __all__ = ["Got", "Part", "gotten", "tolerance"]
 
@@ -84,7 +84,7 @@ def gotten(segment: Segment, truth: Truth, scales: Sequence[dict[int, float]]) -
     found = []
     for name, parts in by_name.items():
         for group in _groups(parts):
-            judged = _judged(name, group, parts)
+            judged = _judged(name, group, lambda group: _is_shared(segment, group))
             if judged is not None:
                 found.append(judged)
     return found
@@ -106,10 +106,10 @@ def _groups(parts: Sequence[Part]) -> list[list[Part]]:
     return groups
 
 
-def _judged(name: str, group: list[Part], all_parts: Sequence[Part]) -> Got | None:
+def _judged(name: str, group: list[Part], shared: Callable[[list[Part]], bool]) -> Got | None:
     given: list[Tensor]
     if group[0].param.whole:
-        return _spread(name, group)
+        return _spread(name, group, shared)
     trues = [part.true for part in group]
     shape, dtype = group[0].param.value.shape, group[0].param.value.dtype
     if any(true is not None and true.shape != shape for true in trues):
@@ -119,12 +119,18 @@ def _judged(name: str, group: list[Part], all_parts: Sequence[Part]) -> Got | No
     given = [torch.zeros(shape, dtype=dtype) if p.param.grad is None else p.param.grad for p in group]
     if any(x.shape != shape for x in given):
         return None
-    return _compared(
-        name, group, true, given, [t if t is not None else torch.zeros_like(true) for t in trues]
-    )
+    own = [torch.zeros_like(true) if t is None else t for t in trues]
+    return _compared(name, group, true, given, own, shared)
 
 
-def _compared(name: str, group: list[Part], true: Tensor, given: list[Tensor], trues: list[Tensor]) -> Got:
+def _compared(
+    name: str,
+    group: list[Part],
+    true: Tensor,
+    given: list[Tensor],
+    trues: list[Tensor],
+    shared: Callable[[list[Part]], bool],
+) -> Got:
     tol = tolerance(group[0].param.value)
     true, given = true.double(), [x.double() for x in given]
     largest = max(float(x.abs().max()) if x.numel() else 0.0 for x in (true, *given, *trues))
@@ -133,7 +139,7 @@ def _compared(name: str, group: list[Part], true: Tensor, given: list[Tensor], t
     if not all(near(x, given[0], tol) for x in given):
         ratios = {ratio_of(x, t.double(), tol) for x, t in zip(given, trues, strict=True)}
         kind = "apart"
-        if _is_constant(group[0].param.value) and None not in ratios:
+        if _is_constant(group[0].param.value) and None not in ratios and not shared(group):
             kind = "ambiguous"
         return Got(name, group, true, given, _mean_ratio(given, true), kind)
     ratio = ratio_of(given[0], true, tol)
@@ -156,11 +162,52 @@ def _mean_ratio(given: Sequence[Tensor], true: Tensor) -> float:
     return float((torch.stack(list(given)).mean(0) * true).sum()) / square if square else 0.0
 
 
+def _is_shared(segment: Segment, group: Sequence[Part]) -> bool:
+    """Whether a parameter that begins as one number is one parameter of the ranks, and not a part on each.
+
+    It is where there is only one number of it, where it is a norm's, where all of the model is replicated, and where it
+    is added to a sum over the ranks.
+    """
+    part = group[0]
+    if part.param.value.numel() == 1 or any(step.wrapped for step in segment.steps[part.rank]):
+        return True
+    summed: set[int] = set()
+    for event in segment.parts[part.rank]:
+        if isinstance(event, Sent) and event.kind in ("all_reduce", "reduce_scatter"):
+            summed.update(event.outs)
+        elif isinstance(event, Alias) and event.of in summed:
+            summed.add(event.id)
+        elif isinstance(event, Op):
+            name, taken = event.name.split(".")[1], refs(event)
+            if name in _SAME_NUMBERS and summed.intersection(taken):
+                summed.update(event.outs)
+            if set(part.ids).intersection(taken):
+                if "norm" in name:
+                    return True
+                if name in ("add", "add_") and summed.intersection(taken):
+                    return True
+    return False
+
+
+_SAME_NUMBERS = {
+    "view",
+    "_unsafe_view",
+    "clone",
+    "alias",
+    "detach",
+    "transpose",
+    "t",
+    "permute",
+    "unsqueeze",
+    "expand",
+}
+
+
 def _is_constant(x: Tensor) -> bool:
     return x.numel() > 0 and bool((x == x.flatten()[0]).all())
 
 
-def _spread(name: str, group: list[Part]) -> Got | None:
+def _spread(name: str, group: list[Part], shared: Callable[[list[Part]], bool]) -> Got | None:
     """A DTensor: its gradient's parts put together, beside what all uses of it add."""
     first = group[0].param
     values = {part.rank: part.param for part in group}
@@ -182,7 +229,7 @@ def _spread(name: str, group: list[Part]) -> Got | None:
         true = _assembled(first, parts, trues)
     if true is None or true.shape != got.shape:
         return None
-    return _compared(name, group, true, [got], [true])
+    return _compared(name, group, true, [got], [true], shared)
 
 
 def _is_whole(param: Param) -> bool:

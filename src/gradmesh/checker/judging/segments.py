@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradmesh.checker.recording.tape import Event, Given, Root, Scaled, Sent, Step, Tape
+from gradmesh.checker.recording.tape import Event, Given, Root, Scaled, Step, Tape
 
 __all__ = ["Segment", "segments"]
 
@@ -47,7 +47,7 @@ def _cut(tape: Tape) -> list[tuple[int, list[Event], list[Step]]]:
         if isinstance(event, Step):
             steps.append(event)
             continue
-        if steps and not isinstance(event, (Scaled, Sent)):
+        if steps and not isinstance(event, Scaled):
             found.append((begin, part, steps))
             begin, part, steps = at, [], []
         part.append(event)

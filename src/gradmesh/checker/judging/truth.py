@@ -48,6 +48,12 @@ def truth_of(again: Again) -> Truth | None:
     objective = torch.stack([term.real if term.is_complex() else term for term in terms]).sum()
     flat = [(at, number, leaf) for at, rank in enumerate(again.ranks) for number, leaf in rank.leaves.items()]
     found = torch.autograd.grad(objective, [leaf for *_, leaf in flat], retain_graph=True, allow_unused=True)
+    for rank in again.ranks:
+        if rank.missing:
+            reached = torch.autograd.grad(
+                objective, [x for _, x in rank.missing], retain_graph=True, allow_unused=True
+            )
+            rank.lost += [why for (why, _), x in zip(rank.missing, reached, strict=True) if x is not None]
     gradients: list[dict[int, Tensor | None]] = [{} for _ in again.ranks]
     for (at, number, _), gradient in zip(flat, found, strict=True):
         gradients[at][number] = gradient

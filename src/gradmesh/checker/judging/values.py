@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from gradmesh.checker.findings import Finding
-from gradmesh.checker.judging.context import Context, finding, refs
+from gradmesh.checker.judging.context import Context, finding
 from gradmesh.checker.judging.parameters import Got
 from gradmesh.checker.judging.truth import near
-from gradmesh.checker.recording.tape import Given, Op, Param, Step
+from gradmesh.checker.recording.tape import Given, Op, Param, Step, refs
 
 __all__ = ["drifted", "masks", "never_same", "same_data", "statistics", "tied"]
 
@@ -61,7 +61,7 @@ def statistics(context: Context) -> list[Finding]:
         for ranks in replicated:
             own = [values[rank] for rank in ranks]
             if len({x.shape for x in own}) == 1 and not all(near(x, own[0], 1e-5) for x in own):
-                said = f"the buffer {name} is computed from each rank's own data, and differs between ranks that hold one model"
+                said = f"the buffer {name} is made of each rank's own data, and differs between ranks of one model"
                 at = next(
                     (
                         e.site
@@ -117,7 +117,7 @@ def same_data(context: Context) -> list[Finding]:
     if len(group) < 2 or context.again.calls or not (averages or sums) or len(group) != len(context.tapes):
         return []
     site = next((e.site for e in context.events(0) if isinstance(e, Op)), -1)
-    said = f"all {len(group)} ranks compute the same loss from the same data: the average over them is what each has alone"
+    said = f"all {len(group)} ranks compute the same loss from the same data: their average is what each has alone"
     return [finding("GM301", said, context.place(0, site), context.place(0, context.root_site(0)), ranks)]
 
 
@@ -153,14 +153,14 @@ def masks(context: Context) -> list[Finding]:
             own_masks = [drawn[rank][key][2] for rank in ranks]
             if len(ranks) > 1 and not all(torch.equal(x, own_masks[0]) for x in own_masks):
                 event = drawn[ranks[0]][key][0]
-                said = f"the activation is the same on ranks {_numbers(ranks)}, and each of them draws another mask for it"
+                said = f"the activation is the same on ranks {_numbers(ranks)}, and each draws another mask for it"
                 at = context.place(ranks[0], event.site)
                 found.setdefault(("GM302", key[1]), finding("GM302", said, at, None, ranks))
         everything = [each[key][2] for each in drawn]
         same = len({x.shape for x in everything}) == 1 and all(
             torch.equal(x, everything[0]) for x in everything
         )
-        if len(alike) == len(drawn) and same and not context.again.calls == 0:
+        if len(alike) == len(drawn) and same and context.again.calls:
             event = drawn[0][key][0]
             said = "every rank draws the same mask, for another part of the activation"
             at = context.place(0, event.site)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -186,10 +187,11 @@ class _Watcher:
 
     def saves(self, x: Tensor) -> Tensor:
         """Remember where autograd keeps what it needs for backward."""
-        if not self._to.stepping and type(x) is Tensor:
-            self._to.saved.add(x.untyped_storage().data_ptr())
         with self._to.unseen():
-            return x.detach()
+            kept = x.detach()
+        if not self._to.stepping and type(x) is Tensor:
+            self._to.saved[x.untyped_storage().data_ptr()] = weakref.ref(kept)
+        return kept
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

@@ -17,11 +17,12 @@ from gradmesh.call_sites import Site, call_site
 from gradmesh.checker.findings import Place
 from gradmesh.checker.recording.collectives import Call, call_of
 from gradmesh.checker.recording.names import Modules
-from gradmesh.checker.recording.tape import Alias, Called, Given, Lost, Op, Ref, Saved, Scaled, Sent, Tape
+from gradmesh.checker.recording.tape import Alias, Called, Given, Op, Ref, Saved, Scaled, Sent, Tape
 
 __all__ = ["Recorder"]
 
 _PLAIN = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
+_OF_PARTS = {"DTensor", "AsyncCollectiveTensor"}
 _SCALING = {"mul_", "div_", "_foreach_mul_", "_foreach_div_"}
 
 
@@ -32,7 +33,8 @@ class _Known:
     Attributes:
         id: its number on the tape.
         active: whether a gradient passes to a parameter from it.
-        version: autograd's count of writes to it, when it was last recorded.
+        version: autograd's count of writes to data, when it was copied.
+        spoilt: whether it was written to where no gradients are followed.
         leaf: whether it is a parameter.
         received: whether another rank sent it.
     """
@@ -40,6 +42,7 @@ class _Known:
     id: int
     active: bool
     version: int
+    spoilt: bool = False
     leaf: bool = False
     received: bool = False
 
@@ -68,7 +71,8 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         """Backwards since the last step."""
         self.written_by_hand: Callable[[], None] = lambda: None
         """Is called when the program is about to write to a parameter itself."""
-        self.saved: set[int] = set()
+        self.saved: dict[int, weakref.ref[Tensor]] = {}
+        """Where autograd keeps what it needs for backward, and for how long."""
         self.gradients: dict[int, int] = {}
         """Where gradients are in memory, and of which leaf."""
         self._known: Any = WeakTensors()
@@ -88,9 +92,11 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         if self.quiet:
             return func(*args, **kwargs)
-        if not _PLAIN.issuperset(types):  # a DTensor's, or a fake tensor's: what it does to plain ones comes by itself
+        if not _PLAIN.issuperset(types):
+            if not any(each.__name__ in _OF_PARTS for each in types):
+                return func(*args, **kwargs)  # a fake tensor's
             self._see_parts(args, kwargs)
-            return NotImplemented
+            return NotImplemented  # what it does to its plain parts comes by itself
         if func.namespace in ("c10d", "_c10d_functional"):
             return self._collective(func, args, kwargs)
         if not self._follows():
@@ -134,16 +140,20 @@ class Recorder(DispatchMode):  # type: ignore[misc]
                     if func.overloadpacket.__name__ in _SCALING:
                         self._scaled(told, name)
                     return
-                if self.roots and self._leaf_at(x, store):
+                known = self._at(x, store)
+                if known is not None and known.leaf and self.roots:
                     self.written_by_hand()
                     return
+                if known is not None and known.active and not known.leaf:
+                    known.spoilt = True
 
-    def _leaf_at(self, x: Tensor, store: int) -> bool:
-        known = self._known.get(x)
+    def _at(self, x: Tensor, store: int) -> _Known | None:
+        """What is known of a tensor, or of another in the same memory."""
+        known: _Known | None = self._known.get(x)
         if known is None and store in self._stores:
             owner = self._stores[store][0]()
             known = None if owner is None else self._known.get(owner)
-        return known is not None and known.leaf
+        return known
 
     def _scaled(self, told: dict[str, Any], name: str) -> None:
         gradients = list(_tensors(told[name]))
@@ -242,11 +252,10 @@ class Recorder(DispatchMode):  # type: ignore[misc]
     def ref(self, x: Tensor) -> int:
         """The number of a tensor that an operator takes; what is not known is data."""
         known = self._known.get(x)
-        if known is not None and (known.active or known.version == _version(x)):
-            if known.version != _version(x) and not known.leaf:
-                self._lose("a tensor was written to where gradients are off")
-                known.version = _version(x)
+        if known is not None and not known.spoilt and (known.active or known.version == _version(x)):
             return int(known.id)
+        if known is not None and known.spoilt:
+            return self._lost(x, "a tensor was written to where gradients are off")
         if x.requires_grad and x.is_leaf:
             return self._leaf(x, self.modules.name_of(x))
         if known is None and (x.requires_grad or self.calls):
@@ -255,10 +264,16 @@ class Recorder(DispatchMode):  # type: ignore[misc]
             if number is not None:
                 return number
             if x.requires_grad:
-                self._lose("where a tensor came from is not known")
+                return self._lost(x, "where a tensor came from is not known")
         random = x in self._random
         number = self._number(x, False)
         self.tape.events.append(Given(number, x.detach().clone(), random=random))
+        return number
+
+    def _lost(self, x: Tensor, why: str) -> int:
+        """Take a tensor for data, with a word on why, which counts where a loss depends on it."""
+        number = self._number(x, True)
+        self.tape.events.append(Given(number, x.detach().clone(), lost=why, site=self.site()))
         return number
 
     def _view(self, x: Tensor) -> int | None:
@@ -290,11 +305,8 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         for each in (x, x._base):
             known = None if each is None else self._known.get(each)
             if each is not None and known is not None:
-                known.active, known.version = True, _version(each)
+                known.active, known.spoilt = True, False
                 self._stores[_address(each)] = (weakref.ref(each), known.id)
-
-    def _lose(self, what: str) -> None:
-        self.tape.events.append(Lost(what, self.site()))
 
     # -- operators -----------------------------------------------------------------------------------------------
 
@@ -412,7 +424,8 @@ class Recorder(DispatchMode):  # type: ignore[misc]
 
     def _see_overwriting(self, call: Call, site: int) -> None:
         for x in call.outs or ():
-            if _address(x) in self.saved:
+            kept = self.saved.get(_address(x))
+            if kept is not None and kept() is not None:
                 self.tape.events.append(Saved(call.kind, site, site))
 
 

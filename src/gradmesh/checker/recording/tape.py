@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "Sent",
     "Step",
     "Tape",
+    "refs",
 ]
 
 
@@ -44,6 +46,8 @@ class Given:
         leaf: whether autograd accumulates a gradient for it.
         name: of the parameter, as its module calls it; "" for what has none.
         random: whether a random operator made it.
+        lost: why it is not known where it came from, though autograd follows it; "" where that is known.
+        site: of the line that took it, where it is lost.
     """
 
     id: int
@@ -51,6 +55,8 @@ class Given:
     leaf: bool = False
     name: str = ""
     random: bool = False
+    lost: str = ""
+    site: int = -1
 
 
 @dataclass(slots=True)
@@ -263,3 +269,25 @@ class Tape:
     error: str = ""
     raised_at: int = -1
     seconds: float = 0.0
+
+
+def refs(event: Event) -> list[int]:
+    """The numbers of the tensors that an event takes."""
+    if isinstance(event, Sent):
+        return event.ins
+    if isinstance(event, Alias):
+        return [event.of]
+    if isinstance(event, Op):
+        return list(_refs((event.args, event.kwargs)))
+    return []
+
+
+def _refs(value: Any) -> Iterator[int]:
+    if isinstance(value, Ref):
+        yield value.id
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _refs(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _refs(part)

@@ -13,10 +13,10 @@ from torch import Tensor
 from gradmesh.checker.recording.tape import Alias, Event, Given, Lost, Op, Ref, Root, Sent
 from gradmesh.checker.replay.collectives import results_of
 
-__all__ = ["Again", "Rank", "Unfaithful", "run_again"]
+__all__ = ["Again", "Rank", "UnfaithfulError", "run_again"]
 
 
-class Unfaithful(Exception):
+class UnfaithfulError(Exception):
     """What is run again is not what the program did: nothing is said of its gradients then."""
 
 
@@ -30,6 +30,7 @@ class Rank:
         attached: of what the program detached, what it was before.
         roots: where backwards began.
         lost: what the recorder could not follow.
+        missing: tensors of which it is not known where they came from, which counts where a loss depends on them.
     """
 
     tensors: dict[int, Tensor] = field(default_factory=dict)
@@ -37,13 +38,18 @@ class Rank:
     attached: dict[int, Tensor] = field(default_factory=dict)
     roots: list[tuple[Root, Tensor]] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
+    missing: list[tuple[Lost, Tensor]] = field(default_factory=list)
 
     def run(self, events: Sequence[Event]) -> Generator[Sent, None, None]:
         """Do what the events say; stops at each collective, until its results are there."""
         for event in events:
             if isinstance(event, Given):
                 value = event.value
-                if event.leaf and (value.is_floating_point() or value.is_complex()):
+                if event.lost and value.is_floating_point():
+                    missing = value.clone().requires_grad_()
+                    self.missing.append((Lost(event.lost, event.site), missing))
+                    self.tensors[event.id] = missing.clone()
+                elif event.leaf and (value.is_floating_point() or value.is_complex()):
                     leaf = self.leaves[event.id] = value.clone().requires_grad_()
                     self.tensors[event.id] = leaf.clone()
                 else:
@@ -89,7 +95,7 @@ class Rank:
     def write(self, call: Sent, values: Sequence[Tensor]) -> None:
         """Put a collective's results where they belong."""
         if len(values) != len(call.outs):
-            raise Unfaithful(f"the results of {call.kind} do not fit")
+            raise UnfaithfulError(f"the results of {call.kind} do not fit")
         for number, value in zip(call.outs, values, strict=True):
             there = self.tensors.get(number)
             if there is None:
@@ -129,7 +135,7 @@ def run_again(parts: Sequence[Sequence[Event]]) -> Again:
     """Run all ranks' events again, in one process.
 
     Raises:
-        Unfaithful: something is missing, or does not come out as it did.
+        UnfaithfulError: something is missing, or does not come out as it did.
     """
     again = Again([Rank() for _ in parts])
     running = [rank.run(events) for rank, events in zip(again.ranks, parts, strict=True)]
@@ -146,16 +152,16 @@ def run_again(parts: Sequence[Sequence[Event]]) -> Again:
             except StopIteration:
                 continue
             except (RuntimeError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-                raise Unfaithful(f"rank {rank}: {type(error).__name__}: {error}") from error
+                raise UnfaithfulError(f"rank {rank}: {type(error).__name__}: {error}") from error
             waiting[rank] = call
             _deliver(again, waiting, letters, todo)
     if waiting:
         stuck = ", ".join(f"{call.kind} on rank {rank}" for rank, call in sorted(waiting.items()))
-        raise Unfaithful(f"not all ranks make the same calls: {stuck}")
+        raise UnfaithfulError(f"not all ranks make the same calls: {stuck}")
     for at, each in enumerate(again.ranks):
         for root, found in each.roots:
             if not torch.allclose(found.detach(), root.value, rtol=1e-3, atol=1e-5, equal_nan=True):
-                raise Unfaithful(f"the loss of rank {at} does not come out again")
+                raise UnfaithfulError(f"the loss of rank {at} does not come out again")
     return again
 
 
@@ -219,7 +225,7 @@ def _together(again: Again, group: Sequence[int], calls: Sequence[Sent]) -> None
     ]
     results = results_of(calls, ins, shapes)
     if results is None:
-        raise Unfaithful(f"{calls[0].kind} cannot be run again")
+        raise UnfaithfulError(f"{calls[0].kind} cannot be run again")
     again.calls += 1
     for rank, call, values in zip(group, calls, results, strict=True):
         again.ranks[rank].write(call, values)
