@@ -24,9 +24,8 @@ runs = pytest.mark.skipif(not IS_THERE, reason="scripts cannot be checked yet")
 def program(rule: Rule, kind: str) -> str:
     """The wrong or the right program of a rule's page."""
     text = (ROOT / rule.page).read_text()
-    [code] = re.findall(
-        rf"^## {kind.capitalize()}\n\n[^#`]*?(?:`[^`]*`[^`]*?)*```python\n(.*?)```$", text, re.M | re.S
-    )
+    section = text.split(f"\n## {kind.capitalize()}\n")[1].split("\n## ")[0]
+    [code] = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
     return code
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 from gradmesh.checker.rules import RULES, Rule
@@ -57,7 +58,8 @@ def with_rule(text: str, rule: Rule) -> str:
     head, rest = text.split(BEGIN)
     _, after = rest.split(END)
     head = re.sub(r"\A# .*", f"# {rule.id} {rule.name}", head)
-    told = f"*{rule.severity}* · {rule.short}\n\n{rule.why}\n\n**To mend it.** {rule.remedy}"
+    parts = (f"*{rule.severity}* · {rule.short}", rule.why, f"**To mend it.** {rule.remedy}")
+    told = "\n\n".join(textwrap.fill(part, 119, break_on_hyphens=False) for part in parts)
     return f"{head}{BEGIN}\n{told}\n{END}{after}"
 
 
