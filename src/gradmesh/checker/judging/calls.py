@@ -12,6 +12,7 @@ from torch import Tensor
 from gradmesh.checker.findings import Finding
 from gradmesh.checker.judging.context import Context, finding
 from gradmesh.checker.judging.parameters import Got, ratio_of, tolerance
+from gradmesh.checker.judging.truth import near
 from gradmesh.checker.recording.tape import Called, Op, Saved, Sent, refs
 
 __all__ = ["faults_of_calls"]
@@ -37,7 +38,7 @@ def faults_of_calls(context: Context, wrong: Sequence[Got]) -> list[Finding]:
 
 
 def _overwritten(context: Context) -> list[Finding]:
-    found = {}
+    found: dict[int, Finding] = {}
     for rank in range(len(context.tapes)):
         for event in context.events(rank):
             if isinstance(event, Saved):
@@ -87,7 +88,7 @@ def _hidden(context: Context, wrong: Sequence[Got]) -> list[Finding]:
                     f"the gradient of {_listed(names)} lacks what goes through the other ranks"
                 )
                 found[call.site] = finding(
-                    "GM106", said, context.place(rank, call.site), None, group, names[0]
+                    "GM106", said, context.place(rank, call.site), None, list(group), names[0]
                 )
     return list(found.values())
 
@@ -158,13 +159,12 @@ def _ins(context: Context, rank: int, call: Called) -> list[Tensor]:
 
 def _is_fault(arrived: _Form, left: _Form) -> bool:
     """Whether what arrives is right, in some form, and what leaves is not."""
-    for ratio in (arrived.parts, arrived.whole):
-        if ratio is None or ratio == 0:
-            continue
-        for other in (left.parts, left.whole):
-            if other is not None and abs(other / ratio - 1) < 0.02:
-                return False
-    return arrived.parts is not None or arrived.whole is not None
+    return _is_right(arrived) and not _is_right(left)
+
+
+def _is_right(form: _Form) -> bool:
+    """Whether each rank has its own part of the true gradient, or the whole of it."""
+    return any(ratio is not None and abs(ratio - 1) < 0.02 for ratio in (form.parts, form.whole))
 
 
 def _form(given: list[Tensor], true: list[Tensor]) -> _Form:
@@ -209,13 +209,17 @@ def _compared(context: Context, calls: dict[int, Called], numbers: str, gradient
     pairs = _pairs(context, calls, numbers, gradients)
     if pairs is None:
         return None
-    given, true = [], []
+    given, true, values = [], [], []
     for _, each in pairs:
         found = context.truth.at([x for x, _ in each])
         for (x, gradient), right in zip(each, found, strict=True):
             given.append(gradient)
+            values.append(x.detach())
             true.append(torch.zeros_like(x) if right is None else right)
-    return _form(given, true)
+    form = _form(given, true)
+    # Only what is the same on the ranks can have its whole gradient on each.
+    alike = len(values) == len(calls) and all(near(x, values[0], 1e-6) for x in values)
+    return form if alike else _Form(form.parts, None)
 
 
 def _law(context: Context, calls: dict[int, Called]) -> str:
@@ -253,66 +257,70 @@ def _law(context: Context, calls: dict[int, Called]) -> str:
 
 
 def _added_before_sums(context: Context, wrong: Sequence[Got]) -> list[Finding]:
-    """A parameter that is the same on ranks and is added to what is then summed over them."""
-    found = {}
-    alike = {
-        (part.rank, number): got
-        for got in wrong
-        if len(got.parts) > 1
-        for part in got.parts
-        for number in part.ids
-    }
+    """What is the same on ranks and is added to what is then summed over them."""
     for group in context.again.groups:
-        for rank, call in group.items():
-            if call.kind not in ("all_reduce", "reduce_scatter", "reduce") or call.reduce not in ("sum", ""):
+        calls = list(group.items())
+        if calls[0][1].kind not in ("all_reduce", "reduce_scatter", "reduce") or not calls[0][1].followed:
+            continue
+        if calls[0][1].reduce not in ("sum", ""):
+            continue
+        terms = [_added(context, rank, call) for rank, call in calls]
+        for at in range(min(map(len, terms))):
+            (rank, call), (number, site) = calls[0], terms[0][at]
+            values = [context.tensor(r, each[at][0]) for (r, _), each in zip(calls, terms, strict=True)]
+            there = [x.detach() for x in values if x is not None]
+            if len(there) < len(calls) or not all(near(x, there[0], 1e-6) for x in there):
                 continue
-            made = {out: e for e in context.events(rank) if isinstance(e, Op) for out in e.outs}
-            for number in call.ins:
-                added = _added(made, number)
-                for leaf, site in added:
-                    got = alike.get((rank, leaf))
-                    if got is not None and got.name not in found and set(got.ranks) >= set(group):
-                        said = (
-                            f"{got.name} is the same on {len(group)} ranks and is added before the sum over them, "
-                            f"so that it counts {len(group)} times"
-                        )
-                        found[got.name] = finding(
-                            "GM108",
-                            said,
-                            context.place(rank, site),
-                            context.place(rank, call.site),
-                            group,
-                            got.name,
-                        )
-    return list(found.values())
-
-
-def _added(made: dict[int, Op], number: int, depth: int = 6) -> list[tuple[int, int]]:
-    """The tensors that are added on the way to one, with the lines."""
-    op = made.get(number)
-    if op is None or depth == 0:
-        return []
-    name = op.name.split(".")[1]
-    taken = refs(op)
-    if name in ("addmm", "add", "add_", "baddbmm", "native_layer_norm"):
-        terms = taken[:1] if name in ("addmm", "baddbmm") else taken
-        return [(term, op.site) for term in terms] + [
-            pair for term in terms for pair in _added(made, term, depth - 1)
-        ]
-    if name in (
-        "view",
-        "_unsafe_view",
-        "clone",
-        "detach",
-        "alias",
-        "reshape",
-        "transpose",
-        "t",
-        "contiguous",
-        "expand",
-    ):
-        return [pair for term in taken[:1] for pair in _added(made, term, depth - 1)]
+            leaf = number in context.again.ranks[rank].leaves
+            if not leaf and not bool(there[0].abs().max() > 0):
+                continue
+            x = context.tensor(rank, number)
+            names = _upstream(context, [x], wrong) if x is not None else []
+            if names:
+                said = (
+                    f"{names[0] if leaf else 'a tensor'} that is the same on {len(calls)} ranks is added before the "
+                    f"sum over them, so that it counts {len(calls)} times; so does what backward gives {_listed(names)}"
+                )
+                began = context.place(rank, call.site)
+                return [finding("GM108", said, context.place(rank, site), began, list(group), names[0])]
     return []
+
+
+def _added(context: Context, rank: int, call: Sent) -> list[tuple[int, int]]:
+    """The tensors that are added on the way to what a collective takes, with the lines; the nearest first."""
+    made = {out: e for e in context.events(rank) if isinstance(e, Op) for out in e.outs}
+    found: list[tuple[int, int]] = []
+    level = list(call.ins)
+    for _ in range(8):
+        nearer = []
+        for number in level:
+            op = made.get(number)
+            name = op.name.split(".")[1] if op else ""
+            taken = refs(op) if op else []
+            if op is not None and name in _ADDING:
+                terms = taken[:1] if name in ("addmm", "baddbmm") else taken
+                found += [(term, op.site) for term in terms]
+                nearer += terms
+            elif name in _MOVING:
+                nearer += taken[:1]
+        level = nearer
+    return found
+
+
+_ADDING = {"addmm", "baddbmm", "add", "add_"}
+_MOVING = {
+    "view",
+    "_unsafe_view",
+    "clone",
+    "detach",
+    "alias",
+    "reshape",
+    "transpose",
+    "t",
+    "permute",
+    "expand",
+    "cat",
+}
 
 
 def _listed(names: Sequence[str]) -> str:

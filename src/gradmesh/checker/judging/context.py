@@ -59,7 +59,7 @@ class Context:
         """The line where one of some tensors is first used; -1 where none is."""
         wanted = set(numbers)
         for event in self.events(rank):
-            if isinstance(event, (Op, Sent)) and wanted.intersection(refs(event)):
+            if isinstance(event, Op) and wanted.intersection(refs(event)):
                 return event.site
         return -1
 

@@ -61,9 +61,9 @@ def _differing(calls: Sequence[Sequence[str]]) -> Finding | None:
     lists: dict[tuple[str, tuple[int, ...]], dict[int, list[str]]] = {}
     for rank, lines in enumerate(calls):
         for line in lines:
-            kind, name, group, *_ = line.split("\t")
+            kind, name, members, *_ = line.split("\t")
             if kind not in ("send", "recv"):
-                ranks = tuple(ast.literal_eval(group))
+                ranks = tuple(ast.literal_eval(members))
                 lists.setdefault((name, ranks), {}).setdefault(rank, []).append(line)
     for (_, group), own in lists.items():
         most = max(len(lines) for lines in own.values())

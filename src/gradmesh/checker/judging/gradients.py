@@ -17,15 +17,14 @@ __all__ = ["faults_of_gradients", "scales", "wrong_ones"]
 _NEAR = 5e-3
 
 
-def scales(tapes: Sequence[Tape], segment: Segment) -> list[dict[int, float]]:
+def scales(tapes: Sequence[Tape], segment: Segment) -> list[dict[str, float]]:
     """What the program multiplied each rank's gradients by, but for averaging: clipping, a loss scale taken back."""
-    found: list[dict[int, float]] = []
+    found: list[dict[str, float]] = []
     for part in segment.parts:
-        own: dict[int, float] = {}
+        own: dict[str, float] = {}
         for event in part:
             if isinstance(event, Scaled) and not _is_mean(event.factor, len(tapes)):
-                for number in event.ids:
-                    own[number] = own.get(number, 1.0) * event.factor
+                own[event.name] = own.get(event.name, 1.0) * event.factor
         found.append(own)
     return found
 
@@ -134,6 +133,13 @@ def _apart(context: Context, got: Got) -> Finding:
         ratio_of(given, zero if part.true is None else part.true.double(), tol)
         for given, part in zip(got.got, got.parts, strict=True)
     ]
+    lines = {str(context.place(part.rank, context.used_at(part.rank, part.ids))) for part in got.parts}
+    if len(lines) > 1:  # an embedding and a head, say
+        said = (
+            f"{got.name} is one parameter that ranks {', '.join(map(str, got.ranks))} use in different places, "
+            "and each of them steps with its own gradient"
+        )
+        return finding("GM204", said, at, began, got.ranks, got.name)
     said = f"{got.name} is the same on ranks {', '.join(map(str, got.ranks))}, and its gradient is not"
     if total is not None or None not in own:
         said += ": each rank has its own part, and nobody takes the sum"
@@ -160,9 +166,11 @@ def _lines(context: Context, got: Got) -> tuple[Place | None, Place | None]:
     part = got.parts[0]
     used = context.used_at(part.rank, part.ids)
     through = next((e.site for e in context.reached(part.rank, part.ids) if isinstance(e, Sent)), -1)
+    step = context.segment.steps[part.rank][0].site
+    if got.kind == "apart":
+        return context.place(part.rank, step), context.place(part.rank, used if through == -1 else through)
     if through == -1:
         through = context.root_site(part.rank)
-    step = context.segment.steps[part.rank][0].site
     return context.place(part.rank, used if used >= 0 else step), context.place(part.rank, through)
 
 
@@ -210,7 +218,7 @@ def _division(context: Context) -> Place | None:
         events = context.events(rank)
         made = {out: e for e in events if isinstance(e, Op) for out in e.outs}
         roots = [e for e in events if isinstance(e, Root)]
-        totals = {e.total for e in events if isinstance(e, Sent) and e.total is not None}
+        totals = _totals(context, rank)
         for root in roots[:1]:
             number, net, line = root.id, 1.0, -1
             for _ in range(12):
@@ -242,7 +250,8 @@ def _counts_all(
         return False
     if any(abs(value - total) <= 1e-6 * abs(total) for total in totals if total > 1):
         return True
-    if abs(value - ranks) < 1e-6 and roots != ranks:
+    adds = inner is not None and inner.name.split(".")[1] in ("add", "add_")  # the mean of two terms
+    if abs(value - ranks) < 1e-6 and roots != ranks and not adds:
         return True
     if inner is None or "sum" not in inner.name.split(".")[1]:
         return False
@@ -250,6 +259,20 @@ def _counts_all(
     return summed is not None and any(
         abs(value - ranks * n) < 1e-6 for n in {summed.numel(), *summed.shape} if n > 0
     )
+
+
+def _totals(context: Context, rank: int) -> set[float]:
+    """What sums of one number over the ranks came to."""
+    found = set()
+    for event in context.events(rank):
+        if isinstance(event, Sent) and event.kind == "all_reduce" and event.reduce in ("sum", ""):
+            if event.total is not None:
+                found.add(event.total)
+            for number in event.outs if event.followed else ():
+                x = context.tensor(rank, number)
+                if x is not None and x.numel() == 1 and not x.requires_grad:
+                    found.add(float(x))
+    return found
 
 
 def _number(context: Context, rank: int, op: Op) -> float | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradmesh.checker.judging.segments import Segment
 from gradmesh.checker.judging.truth import Truth, near
+from gradmesh.checker.recording.params import nameless
 from gradmesh.checker.recording.tape import Alias, Given, Op, Param, Sent, refs
 
 __all__ = ["Got", "Part", "gotten", "tolerance"]
@@ -66,7 +67,7 @@ def tolerance(x: Tensor) -> float:
     return {torch.float64: 1e-7, torch.float32: 2e-3}.get(x.dtype, 6e-2)
 
 
-def gotten(segment: Segment, truth: Truth, scales: Sequence[dict[int, float]]) -> list[Got]:
+def gotten(segment: Segment, truth: Truth, scales: Sequence[dict[str, float]]) -> list[Got]:
     """Each parameter of a step; gradients are divided by what the program multiplied them by."""
     by_name: dict[str, list[Part]] = {}
     for rank, steps in enumerate(segment.steps):
@@ -74,17 +75,24 @@ def gotten(segment: Segment, truth: Truth, scales: Sequence[dict[int, float]]) -
             event.name: event.id for event in segment.parts[rank] if isinstance(event, Given) and event.leaf
         }
         for param in (param for step in steps for param in step.params):
-            ids = tuple({number for number in (param.id, leaves.get(param.name)) if number is not None})
+            name = param.name
+            ids = tuple({number for number in (param.id, leaves.get(name)) if number is not None})
             trues = [x for number in ids if (x := truth.gradients[rank].get(number)) is not None]
-            factor = next((scales[rank][number] for number in ids if number in scales[rank]), 1.0)
+            factor = next(
+                (scales[rank][key] for key in (name, *map(nameless, ids)) if key in scales[rank]), 1.0
+            )
             if factor not in (0.0, 1.0) and param.grad is not None:
                 param = replace(param, grad=param.grad / factor)
             true = torch.stack(trues).sum(0) if trues and len({x.shape for x in trues}) == 1 else None
-            by_name.setdefault(param.name, []).append(Part(rank, param, ids, true))
+            by_name.setdefault(name, []).append(Part(rank, param, ids, true))
+    # What is nothing but rounding, as the gradient of what a norm takes away, is compared with nothing.
+    trues = [part.true for parts in by_name.values() for part in parts if part.true is not None]
+    largest = max((float(true.abs().max()) for true in trues if true.numel()), default=0.0)
+    noise = max(largest * 1e-6, 1e-12)
     found = []
     for name, parts in by_name.items():
         for group in _groups(parts):
-            judged = _judged(name, group, lambda group: _is_shared(segment, group))
+            judged = _judged(name, group, lambda group: _is_shared(segment, group), noise)
             if judged is not None:
                 found.append(judged)
     return found
@@ -106,10 +114,10 @@ def _groups(parts: Sequence[Part]) -> list[list[Part]]:
     return groups
 
 
-def _judged(name: str, group: list[Part], shared: Callable[[list[Part]], bool]) -> Got | None:
+def _judged(name: str, group: list[Part], shared: Callable[[list[Part]], bool], noise: float) -> Got | None:
     given: list[Tensor]
     if group[0].param.whole:
-        return _spread(name, group, shared)
+        return _spread(name, group, shared, noise)
     trues = [part.true for part in group]
     shape, dtype = group[0].param.value.shape, group[0].param.value.dtype
     if any(true is not None and true.shape != shape for true in trues):
@@ -120,7 +128,7 @@ def _judged(name: str, group: list[Part], shared: Callable[[list[Part]], bool]) 
     if any(x.shape != shape for x in given):
         return None
     own = [torch.zeros_like(true) if t is None else t for t in trues]
-    return _compared(name, group, true, given, own, shared)
+    return _compared(name, group, true, given, own, shared, noise)
 
 
 def _compared(
@@ -130,11 +138,12 @@ def _compared(
     given: list[Tensor],
     trues: list[Tensor],
     shared: Callable[[list[Part]], bool],
+    noise: float,
 ) -> Got:
     tol = tolerance(group[0].param.value)
     true, given = true.double(), [x.double() for x in given]
     largest = max(float(x.abs().max()) if x.numel() else 0.0 for x in (true, *given, *trues))
-    if largest < 1e-12:
+    if largest <= noise:
         return Got(name, group, true, given, 1.0, "unused")
     if not all(near(x, given[0], tol) for x in given):
         ratios = {ratio_of(x, t.double(), tol) for x, t in zip(given, trues, strict=True)}
@@ -179,17 +188,22 @@ def _is_shared(segment: Segment, group: Sequence[Part]) -> bool:
             summed.add(event.id)
         elif isinstance(event, Op):
             name, taken = event.name.split(".")[1], refs(event)
-            if name in _SAME_NUMBERS and summed.intersection(taken):
-                summed.update(event.outs)
             if set(part.ids).intersection(taken):
                 if "norm" in name:
                     return True
                 if name in ("add", "add_") and summed.intersection(taken):
                     return True
+            if name in _SAME_NUMBERS and summed.intersection(taken):
+                summed.update(event.outs)
     return False
 
 
 _SAME_NUMBERS = {
+    "add",
+    "add_",
+    "chunk",
+    "slice",
+    "split",
     "view",
     "_unsafe_view",
     "clone",
@@ -207,7 +221,7 @@ def _is_constant(x: Tensor) -> bool:
     return x.numel() > 0 and bool((x == x.flatten()[0]).all())
 
 
-def _spread(name: str, group: list[Part], shared: Callable[[list[Part]], bool]) -> Got | None:
+def _spread(name: str, group: list[Part], shared: Callable[[list[Part]], bool], noise: float) -> Got | None:
     """A DTensor: its gradient's parts put together, beside what all uses of it add."""
     first = group[0].param
     values = {part.rank: part.param for part in group}
@@ -229,7 +243,7 @@ def _spread(name: str, group: list[Part], shared: Callable[[list[Part]], bool]) 
         true = _assembled(first, parts, trues)
     if true is None or true.shape != got.shape:
         return None
-    return _compared(name, group, true, [got], [true], shared)
+    return _compared(name, group, true, [got], [true], shared, noise)
 
 
 def _is_whole(param: Param) -> bool:

@@ -11,7 +11,7 @@ from gradmesh.checker.findings import Finding
 from gradmesh.checker.judging.context import Context, finding
 from gradmesh.checker.judging.parameters import Got
 from gradmesh.checker.judging.truth import near
-from gradmesh.checker.recording.tape import Given, Op, Param, Step, refs
+from gradmesh.checker.recording.tape import Given, Op, Param, Root, Step, refs
 
 __all__ = ["drifted", "masks", "never_same", "same_data", "statistics", "tied"]
 
@@ -116,7 +116,8 @@ def same_data(context: Context) -> list[Finding]:
     )
     if len(group) < 2 or context.again.calls or not (averages or sums) or len(group) != len(context.tapes):
         return []
-    site = next((e.site for e in context.events(0) if isinstance(e, Op)), -1)
+    roots = {e.id for e in context.events(0) if isinstance(e, Root)}
+    site = next((e.site for e in context.events(0) if isinstance(e, Op) and roots.intersection(e.outs)), -1)
     said = f"all {len(group)} ranks compute the same loss from the same data: their average is what each has alone"
     return [finding("GM301", said, context.place(0, site), context.place(0, context.root_site(0)), ranks)]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gradmesh.checker.recording.params import parameters_of, values_after
+from gradmesh.checker.recording.params import nameless, parameters_of, values_after
 from gradmesh.checker.recording.recorder import Recorder
 from gradmesh.checker.recording.tape import Called, Lost, Param, Root, Step
 
@@ -179,11 +179,14 @@ class _Watcher:
 
     def _find_gradients(self) -> None:
         to = self._to
-        for leaf in to.leaves():
-            gradient = leaf.grad
-            if gradient is not None and type(gradient) is Tensor:
-                number = to.id_of(leaf)
-                to.gradients[gradient.untyped_storage().data_ptr()] = -1 if number is None else number
+        held = {id(leaf): leaf for leaf in to.leaves()} | {id(p): p for p in to.modules.parameters()}
+        names = to.modules.names()
+        for key, p in held.items():
+            gradient: Any = p.grad
+            if gradient is not None:
+                local = getattr(gradient, "_local_tensor", gradient)
+                name = names.get(key) or nameless(to.id_of(p))
+                to.gradients[local.data_ptr()] = name
 
     def saves(self, x: Tensor) -> Tensor:
         """Remember where autograd keeps what it needs for backward."""

@@ -57,6 +57,10 @@ class Modules:
                 found.setdefault(id(parameter), label + name)
         return found
 
+    def parameters(self) -> list[Tensor]:
+        """All parameters."""
+        return [parameter for module in self.roots() for parameter in module.parameters()]
+
     def buffers(self) -> dict[str, Tensor]:
         """Floating-point buffers, by their names."""
         return {

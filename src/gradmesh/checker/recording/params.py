@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradmesh.checker.recording.tape import Param
 
-__all__ = ["parameters_of", "values_after"]
+__all__ = ["nameless", "parameters_of", "values_after"]
 
 
 def parameters_of(
@@ -28,10 +28,11 @@ def parameters_of(
     """
     found = []
     for at, p in enumerate(held):
-        name = names.get(id(p), "") or f"parameter {at} of shape {tuple(p.shape)}"
         grad = p.grad if p.grad is not None else returned.get(id(p))
         local = _local(p)
-        param = Param(name, id_of(local), local.detach().clone(), None if grad is None else _copy(grad))
+        known = id_of(local)
+        name = names.get(id(p), "") or f"parameter {at} of shape {tuple(p.shape)}"
+        param = Param(name, known, local.detach().clone(), None if grad is None else _copy(grad))
         if local is not p:
             param.mesh = p.device_mesh.mesh.tolist()
             param.placements = _placements(p)
@@ -39,6 +40,11 @@ def parameters_of(
             param.whole = tuple(p.shape)
         found.append(param)
     return found
+
+
+def nameless(number: int | None) -> str:
+    """What a parameter that no module has is called before a step."""
+    return f"#{number}"
 
 
 def values_after(params: Sequence[Param], held: Sequence[Any]) -> None:

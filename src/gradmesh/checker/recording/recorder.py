@@ -73,8 +73,8 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         """Is called when the program is about to write to a parameter itself."""
         self.saved: dict[int, weakref.ref[Tensor]] = {}
         """Where autograd keeps what it needs for backward, and for how long."""
-        self.gradients: dict[int, int] = {}
-        """Where gradients are in memory, and of which leaf."""
+        self.gradients: dict[int, str] = {}
+        """Where gradients are in memory, and of which parameter."""
         self._known: Any = WeakTensors()
         self._stores: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._random: Any = WeakTensors()
@@ -136,9 +136,10 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         for name in targets:
             for x in _tensors(told.get(name)):
                 store = _address(x)
-                if store in self.gradients:
-                    if func.overloadpacket.__name__ in _SCALING:
-                        self._scaled(told, name)
+                if _begin(x) in self.gradients:
+                    operator = func.overloadpacket.__name__
+                    if operator in _SCALING:
+                        self._scaled(told, name, inverse="div" in operator)
                     return
                 known = self._at(x, store)
                 if known is not None and known.leaf and self.roots:
@@ -155,16 +156,15 @@ class Recorder(DispatchMode):  # type: ignore[misc]
             known = None if owner is None else self._known.get(owner)
         return known
 
-    def _scaled(self, told: dict[str, Any], name: str) -> None:
+    def _scaled(self, told: dict[str, Any], name: str, *, inverse: bool) -> None:
         gradients = list(_tensors(told[name]))
         others = [value for key, value in told.items() if key != name][:1]
         factors = others[0] if others and isinstance(others[0], (list, tuple)) else others * len(gradients)
         for gradient, factor in zip(gradients, factors, strict=False):
             number = factor.item() if isinstance(factor, Tensor) and factor.numel() == 1 else factor
-            if isinstance(number, (int, float)) and _address(gradient) in self.gradients:
-                inverse = "div" in name or "div" in str(told.get("_", ""))
-                ids = [self.gradients[_address(gradient)]]
-                self.tape.events.append(Scaled(ids, 1 / number if inverse else float(number), self.site()))
+            if isinstance(number, (int, float)) and _begin(gradient) in self.gradients:
+                of = self.gradients[_begin(gradient)]
+                self.tape.events.append(Scaled(of, 1 / number if inverse else float(number), self.site()))
 
     # -- numbers -------------------------------------------------------------------------------------------------
 
@@ -437,6 +437,14 @@ def _address(x: Tensor) -> int:
     try:
         return x.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):  # no memory of its own
+        return 0
+
+
+def _begin(x: Tensor) -> int:
+    """Where a tensor itself begins; several may share a memory."""
+    try:
+        return x.data_ptr()
+    except (RuntimeError, NotImplementedError):
         return 0
 
 

@@ -216,9 +216,9 @@ class Step:
 
 @dataclass(slots=True)
 class Scaled:
-    """Gradients that were multiplied by a number between backward and step."""
+    """A parameter's gradient was multiplied by a number between backward and step."""
 
-    ids: list[int]
+    name: str
     factor: float
     site: int
 
