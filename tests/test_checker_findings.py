@@ -12,15 +12,11 @@ from types import ModuleType
 import pytest
 
 from gradmesh.checker import findings, rules
-from gradmesh.checker.findings import Finding, Place, Verdict
+from gradmesh.checker.findings import Place, Verdict
 from gradmesh.checker.rules import RULES, Rule
+from tests.checker_samples import finding
 
 PLACE = Place("train.py", 7, "step", "loss.backward()")
-
-
-def finding(rule: str = "GM101", **changes: object) -> Finding:
-    given: dict[str, object] = {"message": "w differs", "at": PLACE, "began": None, "ranks": (0, 1)}
-    return Finding(RULES[rule], **{**given, **changes})  # type: ignore[arg-type]
 
 
 def test_rules_are_in_the_order_of_their_ids_and_each_id_and_name_stands_once() -> None:
@@ -72,7 +68,7 @@ def test_a_verdict_as_json_has_every_field_in_json_values() -> None:
             "rule": "GM101",
             "name": "missing-sum",
             "severity": "error",
-            "message": "w differs",
+            "message": "the ranks' gradients differ",
             "at": {"file": "train.py", "line": 7, "function": "step", "text": "loss.backward()"},
             "began": {"file": "train.py", "line": 7, "function": "step", "text": "loss.backward()"},
             "ranks": [0, 1],

@@ -118,8 +118,8 @@ _ALL = (
         "The calls of torch.distributed, such as all_reduce and all_gather, fill memory behind autograd's back. "
         "The graph still holds what was there before: a reduced tensor passes its gradient as if it had not been "
         "reduced, and gathered buffers pass none. Nothing raises, and the loss is right.",
-        "Call a collective that is differentiable, gradmesh's or torch.distributed.nn.functional's, or the raw one "
-        "inside an autograd Function with the right backward; for a value that is only shown, x.detach().clone().",
+        "Call a collective that is differentiable, such as gradmesh's, or the raw one inside an autograd Function with "
+        "the right backward; for a value that is only shown, hand it x.detach().clone().",
     ),
     Rule(
         "GM107",
