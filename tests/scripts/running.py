@@ -98,19 +98,17 @@ class Watch:
     """Sees what a script differentiates and steps with; moves one parameter before it starts, if told to."""
 
     def __init__(
-        self, script: Script, move: tuple[int, float] | None = None, until: int | None = None
+        self, script: Script, first: bool = False, move: tuple[int, float] | None = None, cut: bool = False
     ) -> None:
-        self.script, self.move, self.until = script, move, until
+        self.script, self.first, self.move, self.cut = script, first, move, cut
         self.seen = Seen()
         self.params: list[Tensor] = []
         self.buffers: dict[str, Tensor] = {}
 
-    def direction(self, index: int, p: Tensor) -> tuple[bool, Tensor]:
-        """A random direction for a parameter, and whether the ranks have parts of it that are moved apart."""
-        cut = any(names().get(id(p), "").endswith(end) for end in self.script.cut)
-        own = 1000 * (1 + dist.get_rank()) if cut else 0
-        generator = torch.Generator().manual_seed(own + index)
-        return cut, torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
+    def direction(self, index: int, p: Tensor, cut: bool) -> Tensor:
+        """A random direction for a parameter; another one on each rank for what is cut."""
+        generator = torch.Generator().manual_seed(1000 * (1 + dist.get_rank()) * cut + index)
+        return torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype)
 
     def added(self, optimizer: torch.optim.Optimizer) -> None:
         for p in [p for group in optimizer.param_groups for p in group["params"]]:
@@ -120,7 +118,7 @@ class Watch:
                 self.shift(index, p, self.move[1])
 
     def shift(self, index: int, p: Tensor, by: float) -> None:
-        _, v = self.direction(index, p)
+        v = self.direction(index, p, self.cut)
         with torch.no_grad():
             p.add_(
                 distribute_tensor(v, p.device_mesh, p.placements) if isinstance(p, DTensor) else v, alpha=by
@@ -128,12 +126,14 @@ class Watch:
 
     def stepping(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        if self.until is not None:
+        if self.first:
+            named = names() if self.move is None else {}
             for index, p in enumerate(self.params):
-                if p.grad is not None and any(p is q for q in params):
-                    cut, v = self.direction(index, p)
-                    name = names().get(id(p), f"parameter {index}")
-                    self.seen.dots[f"{index} {name}"] = (cut, float((whole(p.grad) * v).sum()))
+                if self.move is None and p.grad is not None and any(p is q for q in params):
+                    name = named.get(id(p), "?")
+                    cut = name.endswith(self.script.cut) if self.script.cut else False
+                    dot = float((whole(p.grad) * self.direction(index, p, cut)).sum())
+                    self.seen.dots[f"{index} {name}"] = (cut, dot)
             raise _Enough
         self.seen.gradients.append([None if p.grad is None else whole(p.grad) for p in params])
         self.seen.before.append([own(p) for p in params])
@@ -231,12 +231,10 @@ def _played(script: Script, rank: int, ports: list[int]) -> Seen:
 
 def _derived(script: Script, rank: int, ports: list[int]) -> list[Seen]:
     torch.set_default_dtype(torch.float64)
-    first = once(Watch(script, until=0), rank, ports[0])
-    runs = [first]
-    for at, index in enumerate(int(name.split()[0]) for name in list(first.dots)):
-        for sign in (1, -1):
-            port = ports[1 + 2 * at + (sign < 0)]
-            runs.append(once(Watch(script, (index, sign * STEP), until=0), rank, port))
+    runs = [once(Watch(script, first=True), rank, ports[0])]
+    for at, (name, (cut, _)) in enumerate(runs[0].dots.items()):
+        for port, by in zip(ports[1 + 2 * at :][:2], (STEP, -STEP), strict=True):
+            runs.append(once(Watch(script, True, (int(name.split()[0]), by), cut), rank, port))
     return runs
 
 
