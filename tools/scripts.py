@@ -26,11 +26,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default="", help="scripts whose name has this")
+    parser.add_argument("--only", nargs="*", default=[""], help="scripts whose name has one of these")
     parser.add_argument("--no-derivatives", action="store_true", help="only run them")
     args = parser.parse_args(argv)
     failed = 0
-    for script in (s for s in SCRIPTS.values() if args.only in s.name):
+    for script in (s for s in SCRIPTS.values() if any(part in s.name for part in args.only)):
         played = play(script)
         error = next((seen.error.strip().splitlines()[-1] for seen in played.ranks if seen.error), "")
         meant = script.expected in ("GM401", "GM402", "GM501")

@@ -2,8 +2,8 @@
 
 The ranks are forked from a server that has torch loaded, so that a script takes as long as it works. `play` runs it once
 and keeps what each optimizer step saw. `derivatives` runs it up to the first step, once as it is and twice for each
-parameter, moved along a random direction and against it: how the sum of the ranks' losses changes does not depend
-on any backward pass, so it is the truth that gradients are held against.
+parameter, moved along a random direction and against it: how the sum of the ranks' losses changes does not depend on
+any backward pass, so it is the truth that gradients are held against.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import gc
 import io
+import itertools
 import multiprocessing
 import os
 import runpy
@@ -299,10 +300,8 @@ def play(script: Script, limit: float = 60.0) -> Played:
 
 def total(runs: list[Seen]) -> float:
     """The sum of the losses, a loss that is the same on several ranks counted once."""
-    return sum(
-        sum({round(x, 11): x for x in of_ranks}.values())
-        for of_ranks in zip(*(r.losses for r in runs), strict=True)
-    )
+    at_once = itertools.zip_longest(*(seen.losses for seen in runs))
+    return sum(sum({round(x, 11): x for x in losses if x is not None}.values()) for losses in at_once)
 
 
 def derivatives(script: Script, limit: float = 120.0) -> list[Derivative]:
