@@ -1,6 +1,6 @@
 """Plays a script on local processes as torchrun would, and differentiates its loss by differences.
 
-The ranks are forked from a server that has torch loaded, so that a script takes as long as it works. `play` runs it once
+The ranks are forked from a server that has torch loaded, so a script takes as long as it works. `play` runs it once
 and keeps what each optimizer step saw. `derivatives` runs it up to the first step, once as it is and twice for each
 parameter, moved along a random direction and against it: how the sum of the ranks' losses changes does not depend on
 any backward pass, so it is the truth that gradients are held against.

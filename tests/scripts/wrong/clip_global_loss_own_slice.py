@@ -1,4 +1,4 @@
-# about: every rank scores all pairs with its own slice's gradient: under DDP's mean the towers get 1/W of what the scale gets
+# about: all ranks score all pairs, own slices in backward: under DDP the towers get 1/W beside the scale
 # ranks: 2
 # expect: GM102
 # twin: clip_gathered

@@ -1,4 +1,4 @@
-# about: dropout between the norms under sequence parallelism, all ranks seeded alike: one mask for every part of the tokens
+# about: dropout under sequence parallelism, ranks seeded alike: one mask for every part of the tokens
 # ranks: 2
 # expect: GM303
 # twin: sequence_parallel

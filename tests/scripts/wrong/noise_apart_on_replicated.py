@@ -1,4 +1,4 @@
-# about: exploration noise is added to an activation that all tensor-parallel ranks should have alike, each rank drawing its own
+# about: stochastic depth on an activation that all ranks should have alike, drawn by each rank for itself
 # ranks: 2
 # expect: GM302
 # twin: dropout_tracked

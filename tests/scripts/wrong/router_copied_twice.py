@@ -1,4 +1,4 @@
-# about: probabilities are copied into the experts' region, and so was the gate's input before: no gradient is summed once
+# about: probabilities are copied into the experts' region, and so is the gate's input before them
 # ranks: 2
 # expect: GM102
 # twin: moe_router_replicated
