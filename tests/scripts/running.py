@@ -149,7 +149,8 @@ class Watch:
 
     def dropped(self, module: nn.Module, args: Any, out: Any) -> None:
         if isinstance(module, nn.Dropout) and module.training:
-            self.seen.masks.append(whole(out) == 0)
+            given, left = whole(args[0]), whole(out)
+            self.seen.masks.append(torch.where(given == 0, -1, (left == 0).int()))
 
     def registered(self, module: nn.Module, name: str, buffer: Tensor | None) -> None:
         self.buffers[f"{len(self.buffers)} {name}"] = module  # type: ignore[assignment]
