@@ -8,12 +8,13 @@ import pickle
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gradmesh.checker.findings import Verdict
+from gradmesh.checker.judging.context import Context
 from gradmesh.checker.judging.judge import judged
 from gradmesh.checker.recording.rank import run_rank
 from gradmesh.checker.recording.tape import Tape
@@ -61,7 +62,14 @@ class Recorded:
     seconds: float
 
 
-def check_script(target: Target, *, ranks: int, steps: int = 2, timeout: float = 60.0) -> Verdict:
+def check_script(
+    target: Target,
+    *,
+    ranks: int,
+    steps: int = 2,
+    timeout: float = 60.0,
+    see: Callable[[Context], None] = lambda _: None,
+) -> Verdict:
     """Run a script on ranks, and judge what it did.
 
     Args:
@@ -69,6 +77,7 @@ def check_script(target: Target, *, ranks: int, steps: int = 2, timeout: float =
         ranks: how many processes.
         steps: of an optimizer, after which the script is ended.
         timeout: seconds after which ranks of which no more is heard are ended.
+        see: is shown each step that is judged.
 
     Raises:
         ArgumentError: there is no such script.
@@ -85,7 +94,7 @@ def check_script(target: Target, *, ranks: int, steps: int = 2, timeout: float =
         )
     found = recorded(target, ranks=ranks, steps=steps, timeout=timeout)
     begun = time.perf_counter()
-    verdict = judged(found.tapes, found.calls, found.output, stuck=found.stuck, ranks=ranks)
+    verdict = judged(found.tapes, found.calls, found.output, stuck=found.stuck, ranks=ranks, see=see)
     verdict.seconds.update(checked=found.seconds, judged=time.perf_counter() - begun)
     return verdict
 
