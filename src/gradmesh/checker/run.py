@@ -21,7 +21,8 @@ from gradmesh.errors import ArgumentError, message
 
 __all__ = ["Recorded", "Target", "check_script", "recorded"]
 
-_PRELOADED = ["gradmesh.checker.recording.rank"]
+_PRELOADED = ["gradmesh.checker.recording.rank", "torch._dynamo", "torch.nn.parallel"]
+"""What ranks need in any case; optimizers load the compiler, which takes seconds on each."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def _waited(started: Sequence[Any], folder: Path, timeout: float) -> bool:
     while any(process.is_alive() for process in started):
         time.sleep(0.02)
         now = time.monotonic()
-        size = sum(path.stat().st_size for path in folder.iterdir())
+        size = sum(_size(path) for path in folder.iterdir())
         if size != seen:
             last, seen = now, size
         over = [process for process in started if not process.is_alive()]
@@ -140,6 +141,13 @@ def _free_port() -> int:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return int(listening.getsockname()[1])
+
+
+def _size(path: Path) -> int:
+    """The size of a file, which may be gone since it was listed."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
 
 
 def _tape(path: Path) -> Tape | None:

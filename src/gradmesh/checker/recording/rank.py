@@ -66,7 +66,7 @@ def run_rank(
             stack.enter_context(watched(recorder, steps))
             if record:
                 stack.enter_context(recorder)
-            _run(target)
+            kept = _run(target)  # noqa: F841  DDP may never end where its group is destroyed before it
     except Enough:
         tape.ended = "stopped"
     except SystemExit as error:
@@ -85,14 +85,14 @@ def run_rank(
     os._exit(0)  # groups whose other ranks are over may not end by themselves
 
 
-def _run(target: Any) -> None:
+def _run(target: Any) -> dict[str, Any]:
+    """Run it, and return its globals."""
     sys.argv = [target.path_or_module, *target.args]
     if target.module:
         sys.path.insert(0, os.getcwd())
-        runpy.run_module(target.path_or_module, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(target.path_or_module)))
-        runpy.run_path(target.path_or_module, run_name="__main__")
+        return runpy.run_module(target.path_or_module, run_name="__main__", alter_sys=True)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(target.path_or_module)))
+    return runpy.run_path(target.path_or_module, run_name="__main__")
 
 
 def _failed(tape: Tape, recorder: Recorder, error: BaseException) -> None:
