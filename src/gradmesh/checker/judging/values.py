@@ -141,7 +141,7 @@ def masks(context: Context) -> list[Finding]:
             mask = next((masks[n] for n in taken if n in masks), None)
             others = [n for n in taken if n not in masks and n not in leaves]
             operand = context.tensor(rank, others[0]) if others else None
-            if mask is None or operand is None or mask.numel() < 8 or event.name.endswith("_"):
+            if mask is None or operand is None or not _is_mask(mask):
                 continue
             place = str(context.place(rank, event.site))
             nth = sum(1 for key in own if key[:2] == (event.name, place))
@@ -167,6 +167,11 @@ def masks(context: Context) -> list[Finding]:
             at = context.place(0, event.site)
             found.setdefault(("GM303", key[1]), finding("GM303", said, at, None, range(len(drawn))))
     return list(found.values())
+
+
+def _is_mask(x: Tensor) -> bool:
+    """Whether there is nothing in it but zero and one other number, both."""
+    return x.numel() >= 8 and bool((x == 0).any()) and len(x.unique()) == 2
 
 
 def _alike(values: Sequence[Tensor]) -> list[list[int]]:

@@ -73,6 +73,7 @@ class _Watcher:
                 return original(cls, *args, **kwargs)
             number = len(self._tape.calls)
             name, begin = f"{cls.__module__}.{cls.__qualname__}", len(self._tape.events)
+            to.see_parts(args, {})
             call = Called(number, cls.__qualname__, to.site(), [], [], begin, ours=name.startswith(_OURS))
             self._tape.calls[number] = call
             to.calls.append(call)
@@ -101,13 +102,13 @@ class _Watcher:
         def begins(received: Any) -> None:
             before[0] = to.sends
             with to.unseen():
-                call.received = [None if g is None else g.detach().clone() for g in received]
+                call.received = [_copied(g) for g in received]
 
         def ends(returned: Any, _: Any) -> None:
             call.sends_back = call.sends_back or to.sends > before[0]
             if call.sends or call.sends_back:
                 with to.unseen():
-                    call.returned = [None if g is None else g.detach().clone() for g in returned]
+                    call.returned = [_copied(g) for g in returned]
             else:
                 call.received = None
 
@@ -236,4 +237,10 @@ class _Watcher:
         self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         self._tape.steps = max(self._counts.values())
         if min(self._counts.values()) >= self._left or self._tape.steps > self._left:
+            self._tape.ended = "stopped"
             raise Enough(0)
+
+
+def _copied(gradient: Tensor | None) -> Tensor | None:
+    """A copy of a plain tensor; the parts of others are seen elsewhere."""
+    return gradient.detach().clone() if type(gradient) is Tensor else None

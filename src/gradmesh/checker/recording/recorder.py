@@ -95,11 +95,11 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         if not _PLAIN.issuperset(types):
             if not any(each.__name__ in _OF_PARTS for each in types):
                 return func(*args, **kwargs)  # a fake tensor's
-            self._see_parts(args, kwargs)
+            self.see_parts(args, kwargs)
             return NotImplemented  # what it does to its plain parts comes by itself
         if func.namespace in ("c10d", "_c10d_functional"):
             return self._collective(func, args, kwargs)
-        if not self._follows():
+        if not self._follows() or (self.gradients and self._is_about_gradients(func, args)):
             return self._apart(func, args, kwargs)
         given = list(_tensors((args, kwargs)))
         if not any(self._is_active(x) for x in given):
@@ -109,7 +109,11 @@ class Recorder(DispatchMode):  # type: ignore[misc]
     def _follows(self) -> bool:
         return (bool(self.calls) or torch.is_grad_enabled()) and not self.backward and not self.stepping
 
-    def _see_parts(self, args: Any, kwargs: Any) -> None:
+    def _is_about_gradients(self, func: Any, args: Any) -> bool:
+        """Whether an operator writes to gradients, with gradients followed though they are not meant to be."""
+        return bool(written(func)) and any(_begin(x) in self.gradients for x in _tensors(args[:1]))
+
+    def see_parts(self, args: Any, kwargs: Any) -> None:
         """Take this rank's part of a DTensor that is a parameter for the parameter."""
         for x in _tensors((args, kwargs)):
             local: Any = getattr(x, "_local_tensor", None)
@@ -357,7 +361,14 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         self.sends += 1
         message = call.kind in ("send", "recv")
         grads = torch.is_grad_enabled() or bool(self.calls)
-        followed = call.kind != "barrier" and not self.backward and not self.stepping and (grads or message)
+        ours = any(_begin(x) in self.gradients for x in call.ins) if self.gradients else False
+        followed = (
+            call.kind != "barrier"
+            and not ours
+            and not self.backward
+            and not self.stepping
+            and (grads or message)
+        )
         phase = "backward" if self.backward else "forward" if followed else "apart"
         site = self.site()
         event = Sent(call.kind, call.ranks, call.name, [], [], site, self._in_call(), phase=phase)
