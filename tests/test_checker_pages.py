@@ -19,9 +19,6 @@ PROGRAMS = [(rule, kind) for rule in RULES.values() for kind in ("wrong", "right
 QUICK = {"GM101", "GM105", "GM201", "GM401"}
 """Rules whose programs are run in every test run; those of all are with the slow ones."""
 
-NOT_YET = {("GM103", "wrong"), ("GM107", "wrong"), ("GM205", "right"), ("GM302", "wrong"), ("GM303", "wrong")}
-"""Programs of which the check says something else."""
-
 
 def program(rule: Rule, kind: str) -> str:
     """The wrong or the right program of a rule's page."""
@@ -71,11 +68,9 @@ def test_links_of_the_pages_lead_somewhere() -> None:
 
 
 def runs() -> Iterator[object]:
-    """Every program; one the check is not right about yet has to fail."""
+    """Every program."""
     for rule, kind in PROGRAMS:
         marks = [] if rule.id in QUICK else [pytest.mark.slow]
-        if (rule.id, kind) in NOT_YET:
-            marks.append(pytest.mark.xfail(strict=True))
         yield pytest.param(rule, kind, marks=marks, id=f"{rule.id}-{kind}")
 
 
