@@ -15,7 +15,7 @@ from gradmesh.checker.judging.parameters import Got, ratio_of, tolerance
 from gradmesh.checker.judging.truth import near
 from gradmesh.checker.recording.tape import Called, Op, Saved, Sent, refs
 
-__all__ = ["faults_of_calls"]
+__all__ = ["faults_of_calls", "overwritten"]
 
 
 @dataclass
@@ -33,11 +33,12 @@ class _Form:
 
 def faults_of_calls(context: Context, wrong: Sequence[Got]) -> list[Finding]:
     """What goes wrong at calls between the loss and the parameters whose gradient is wrong."""
-    found = [*_overwritten(context), *_hidden(context, wrong), *_functions(context, wrong)]
+    found = [*overwritten(context), *_hidden(context, wrong), *_functions(context, wrong)]
     return found or _added_before_sums(context, wrong)
 
 
-def _overwritten(context: Context) -> list[Finding]:
+def overwritten(context: Context) -> list[Finding]:
+    """Collectives that write where autograd has saved something."""
     found: dict[int, Finding] = {}
     for rank in range(len(context.tapes)):
         for event in context.events(rank):
