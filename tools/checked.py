@@ -27,8 +27,7 @@ from tests.scripts import SCRIPTS, Script
 __all__ = ["Row", "checked", "main", "row_of", "table"]
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
-STEPS, TO_THE_END = 2, 20
-"""Optimizer steps, and those of scripts whose ranks part later."""
+STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,9 @@ class Row:
 def checked(script: Script) -> Verdict:
     """Check a script as a user would."""
     timeout = script.timeout or 60.0
-    steps = TO_THE_END if script.expected in ("GM401", "GM402") else STEPS
-    return check_script(Target(str(script.path)), ranks=script.ranks, steps=steps, timeout=timeout)
+    return check_script(
+        Target(str(script.path)), ranks=script.ranks, steps=script.steps or STEPS, timeout=timeout
+    )
 
 
 def row_of(script: Script, cost: bool = False) -> Row:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from gradmesh.checker.findings import Finding, Status, Verdict
-from gradmesh.checker.judging.calls import faults_of_calls, overwritten
+from gradmesh.checker.judging.calls import added_before_sums, faults_of_calls, overwritten
 from gradmesh.checker.judging.context import Context
 from gradmesh.checker.judging.endings import endings
 from gradmesh.checker.judging.gradients import faults_of_gradients, scales, wrong_ones
@@ -103,7 +103,7 @@ def _step(tapes: Sequence[Tape], segment: Segment, number: int, notes: list[str]
         by_calls = faults_of_calls(context, wrong) if wrong else []
         found += by_calls or faults_of_gradients(context, wrong)
     elif not apart:
-        found += faults_of_gradients(context, [])
+        found += added_before_sums(context, []) or faults_of_gradients(context, [])
         found += drifted(context.got, context)
     for got in context.got:
         if got.kind == "ambiguous":

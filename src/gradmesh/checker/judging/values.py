@@ -223,6 +223,6 @@ def steps_apart(tapes: Sequence[Tape]) -> list[Finding]:
         if 0 < len(steps) < len(tapes):
             rank = steps[0]
             place = with_text(tapes[rank].places, these[rank].site)
-            said = f"ranks {_numbers(steps)} take a step that the others do not take: their parameters differ from then on"
+            said = f"ranks {_numbers(steps)} take a step that the others do not take: their parameters part"
             return [finding("GM201", said, place, None, range(len(tapes)))]
     return []

@@ -106,8 +106,9 @@ class Recorder(DispatchMode):  # type: ignore[misc]
                 return self._record(func, args, kwargs)
             return self._apart(func, args, kwargs)
         given = list(_tensors((args, kwargs)))
-        if _is_factory(func) or not any(self._is_active(x) for x in given):
-            return self._apart(func, args, kwargs)
+        draws = is_random(func) and not written(func) and func.overloadpacket.__name__ != "native_dropout"
+        if draws or _is_factory(func) or not any(self._is_active(x) for x in given):
+            return self._apart(func, args, kwargs)  # what was drawn cannot be drawn again: it is data
         return self._record(func, args, kwargs)
 
     def _follows(self) -> bool:
@@ -384,9 +385,7 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         event.followed = followed and all(
             x.is_floating_point() or x.is_complex() for x in (*call.ins, *(call.outs or ()))
         )
-        event.hidden = (
-            followed and not self.calls and not message and any(self._is_hidden(x) for x in call.ins)
-        )
+        event.hidden = followed and not self.calls and any(self._is_hidden(x) for x in call.ins)
         if self._log is not None:
             place = self.tape.places[site] if site >= 0 else None
             self._log.write(f"{call.kind}\t{call.name}\t{call.ranks}\t{event.shapes}\t{call.root}\t{place}\n")
