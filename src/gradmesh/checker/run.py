@@ -25,7 +25,8 @@ __all__ = ["Recorded", "Target", "check_script", "recorded"]
 _AT_WORK = 0.2
 """Seconds of a processor: ranks that have used more of it are at work."""
 
-_PRELOADED = ["gradmesh.checker.recording.rank"]
+_PRELOADED = ["gradmesh.checker.recording.rank", "torch._dynamo", "torch.nn.parallel"]
+"""What ranks need in any case; optimizers load the compiler, which takes seconds on each."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def _waited(started: Sequence[Any], folder: Path, timeout: float) -> bool:
             return False
         time.sleep(0.02)
         now = time.monotonic()
-        size = sum(path.stat().st_size for path in folder.iterdir())
+        size = sum(_size(path) for path in folder.iterdir())
         used = sum(_processor_time(process.pid) for process in started)
         if size != seen[0] or used - seen[1] > _AT_WORK:
             last, seen = now, (size, used)
@@ -169,6 +170,13 @@ def _free_port() -> int:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return int(listening.getsockname()[1])
+
+
+def _size(path: Path) -> int:
+    """The size of a file, which may be gone since it was listed."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
 
 
 def _tape(path: Path) -> Tape | None:

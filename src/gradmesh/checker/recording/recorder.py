@@ -107,7 +107,7 @@ class Recorder(DispatchMode):  # type: ignore[misc]
             return self._apart(func, args, kwargs)
         given = list(_tensors((args, kwargs)))
         draws = is_random(func) and not written(func) and func.overloadpacket.__name__ != "native_dropout"
-        if draws or not any(self._is_active(x) for x in given):
+        if draws or _is_factory(func) or not any(self._is_active(x) for x in given):
             return self._apart(func, args, kwargs)  # what was drawn cannot be drawn again: it is data
         return self._record(func, args, kwargs)
 
@@ -465,6 +465,12 @@ def _begin(x: Tensor) -> int:
         return x.data_ptr()
     except (RuntimeError, NotImplementedError):
         return 0
+
+
+def _is_factory(func: Any) -> bool:
+    """Whether an operator takes no more of its operand than what it looks like: a mask is filled at random later."""
+    name: str = func.overloadpacket.__name__
+    return name.endswith("_like") or name.startswith("new_")
 
 
 def _tensors(value: Any) -> Any:
