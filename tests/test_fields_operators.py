@@ -341,6 +341,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "no cut of the matrix",
     ),
     "a range beyond the end": (lambda: fields.narrow_copy(torch.ones(2), 0, 3, 2), "not in the tensor"),
+    "a range over two axes": (
+        lambda: fields.narrow_copy(torch.ones(2, 2), (0, 1), 0, 3, (None, None)),  # type: ignore[arg-type]
+        "axis argument",
+    ),
     "a vector's norm": (
         lambda: fields.spectral_norm(nn.LayerNorm(2)),
         "no matrix",

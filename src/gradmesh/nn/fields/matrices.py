@@ -12,7 +12,7 @@ from gradmesh.arguments import Call, SizesLike
 from gradmesh.axis import AxisLike, balanced
 from gradmesh.collectives import all_gather
 from gradmesh.errors import ShapeError
-from gradmesh.nn.fields.cuts import Cut, cuts_of, window
+from gradmesh.nn.fields.cuts import Cut, cut_of, window
 
 __all__ = ["Inverses", "inv_ex", "narrow_copy", "narrowed_sizes", "spdiags"]
 
@@ -140,7 +140,7 @@ def spdiags(
             remedy="leave it out for an even cut",
         )
     call.choose("layout", layout, {torch.sparse_coo: 0, torch.strided: 0})
-    cut = cuts_of(verb, diagonals, axis, 1, sizes)[0]
+    cut = cut_of(verb, diagonals, axis, 1, sizes)
     most, ends, needs = min(cut.total, shape[1]), 0, []
     for part in parts:
         low, high = max(ends + min(places), 0), min(ends + part + max(places), most)
@@ -212,7 +212,7 @@ def narrow_copy(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [[2], [3, 4]]
     """
-    cut: Cut = cuts_of("nn.fields.narrow_copy", x, axis, dim, sizes)[0]
+    cut: Cut = cut_of("nn.fields.narrow_copy", x, axis, dim, sizes)
     begin = start + cut.total if start < 0 else start
     if not 0 <= begin <= begin + length <= cut.total:
         Call("nn.fields.narrow_copy", x, axis).fail(

@@ -8,11 +8,11 @@ from math import pi, prod
 import torch
 from torch import Tensor, nn
 
-from gradmesh.arguments import Call
+from gradmesh.arguments import Call, SizesLike
 from gradmesh.axis import AxisLike, balanced
 from gradmesh.collectives import all_gather, reduce_scatter, shard
 from gradmesh.errors import ArgumentError, message
-from gradmesh.nn.fields.cuts import Cut, Rows, cuts_of
+from gradmesh.nn.fields.cuts import Cut, cut_of
 from gradmesh.nn.fields.lines import transformed
 from gradmesh.types import I, R
 
@@ -75,7 +75,7 @@ class SpectralConv(nn.Module):
         axis: AxisLike = None,
         *,
         dim: int = 2,
-        sizes: Rows = None,
+        sizes: SizesLike = None,
         replicated: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -101,7 +101,7 @@ class SpectralConv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Own rows of the output."""
-        cut = cuts_of("nn.SpectralConv", x, self.over, self.dim, self.rows)[0]
+        cut = cut_of("nn.SpectralConv", x, self.over, self.dim, self.rows)
         rows = [cut.total if d == cut.dim else x.shape[d] for d in range(2, x.dim())]
         kept = [*(2 * m for m in self.modes[:-1]), self.modes[-1]]
         room = [*rows[:-1], rows[-1] // 2 + 1 if rows else 0]
