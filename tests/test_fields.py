@@ -287,6 +287,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "no output": (lambda: gm.nn.HaloConvTranspose1d(2, 1, 1, padding=3)(X), "no output along dim 2"),
     "much padding": (lambda: gm.nn.HaloMaxPool(2, padding=2)(X), "half of the kernel"),
     "numbers of other dims": (lambda: gm.nn.HaloAvgPool((2, 2))(X), "each spatial dim"),
+    "a pool of no size": (lambda: gm.nn.HaloMaxPool(0)(X), "each spatial dim"),
+    "a pool with less padding than none": (lambda: gm.nn.HaloAvgPool(2, padding=-1)(X), "each spatial dim"),
+    "means of whole numbers": (lambda: gm.nn.HaloAvgPool(2)(X.long()), "no pool of such numbers"),
+    "the largest whole number": (lambda: gm.nn.HaloMaxPool(2)(X.long()), "no pool of such numbers"),
     "two grids": (
         lambda: gm.nn.fields.interpolate(X, 3, scale_factor=2.0),
         "not told for each spatial dim",
@@ -297,6 +301,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a grid of none": (lambda: gm.nn.fields.interpolate(X, 0), "no points"),
     "many modes": (lambda: gm.nn.SpectralConv(2, 1, 5)(X), "does not fit the layer"),
+    "modes over two axes": (
+        lambda: gm.nn.SpectralConv(2, 1, 1, axis=(None, None), dim=(2, 3))(X),  # type: ignore[arg-type]
+        "axis argument",
+    ),
     "no modes": (lambda: gm.nn.SpectralConv(2, 1, 0), "no modes to keep"),
 }
 
