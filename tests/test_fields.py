@@ -108,6 +108,19 @@ def test_a_rank_without_rows_has_the_dtype_of_autocast(threads: Threads) -> None
     assert threads(2)(found) == [[torch.bfloat16] * 2] * 2
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 6), (1, 1, 4, 6)], ids=["1d", "2d"])
+def test_modes_of_halves_are_those_of_float32(threads: Threads, shape: tuple[int, ...]) -> None:
+    x = torch.arange(6.0).sin().expand(shape).bfloat16()
+
+    def found() -> tuple[torch.dtype, bool]:
+        layer = gm.nn.SpectralConv(1, 1, (2,) * (len(shape) - 2), sizes="auto")
+        own = x[:, :, gm.axis().slice((3, 1) if len(shape) == 4 else (5, 1))]
+        y = layer(own)
+        return y.dtype, torch.equal(y, layer(own.float()).bfloat16())
+
+    assert threads(2)(found) == [(torch.bfloat16, True)] * 2
+
+
 def test_a_last_window_may_be_larger_than_the_field(threads: Threads) -> None:
     def found() -> list[float]:
         own = torch.full((1, 1, 1), 2.0)[..., gm.axis().slice((0, 1))]
@@ -266,6 +279,10 @@ def test_layers_compile_whole(worlds: Callable[..., Any], kinds: tuple[str, ...]
 X = torch.ones(1, 2, 3)
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "other channels": (lambda: gm.nn.HaloConv1d(3, 1, 3)(X), "other channels"),
+    "other numbers, on a rank without rows too": (
+        lambda: gm.nn.HaloConv1d(2, 1, 3, padding=1, sizes=(0, 3))(X[..., : 3 * gm.rank()].double()),
+        "other numbers than the weight",
+    ),
     "no batch": (lambda: gm.nn.HaloConv1d(2, 1, 3)(X[0]), "other channels"),
     "a cut channel": (lambda: gm.nn.HaloConv1d(2, 1, 3, dim=1)(X), "not cut along its rows"),
     "a padding that there is not": (
