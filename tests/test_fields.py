@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gradmesh as gm
+from tests import field_grids
 from tests.field_programs import KINDS, Program, deviation, far, random_program
 
 Run = Callable[..., list[Any]]
@@ -27,6 +28,15 @@ def test_random_layers_have_the_value_and_both_derivatives_of_the_whole(threads:
         assert max(threads(ranks)(deviation, program)) < CLOSE, program
 
 
+def test_random_layers_over_two_axes_have_the_value_and_both_derivatives_of_the_whole(
+    threads: Threads,
+) -> None:
+    for seed in range(16):
+        grid = field_grids.random_grid(seed)
+        ranks = len(grid.parts[0]) * len(grid.parts[1])
+        assert max(threads(ranks)(field_grids.deviation, grid)) < CLOSE, grid
+
+
 def test_outputs_that_no_row_reaches_are_the_bias(threads: Threads) -> None:
     options = {"kernel_size": 1, "stride": 3, "padding": 2, "output_padding": 1}
     assert max(threads(3)(deviation, Program("transposed", 1, (2,), (0, 1, 1), 0, options))) < CLOSE
@@ -40,6 +50,14 @@ def test_many_random_layers_have_the_value_and_both_derivatives_of_the_whole(
     for seed in range(1000, 1400):
         ranks, program = random_program(seed, kind)
         assert max(threads(ranks)(deviation, program)) < CLOSE, program
+
+
+@pytest.mark.slow
+def test_many_random_layers_over_two_axes_have_both_derivatives_of_the_whole(threads: Threads) -> None:
+    for seed in range(1000, 1400):
+        grid = field_grids.random_grid(seed)
+        ranks = len(grid.parts[0]) * len(grid.parts[1])
+        assert max(threads(ranks)(field_grids.deviation, grid)) < CLOSE, grid
 
 
 FIXED = [
@@ -311,6 +329,11 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "two grids": (
         lambda: gm.nn.fields.interpolate(X, 3, scale_factor=2.0),
         "not told for each spatial dim",
+    ),
+    "a grid of a half": (lambda: gm.nn.fields.interpolate(X, 3.5), "each spatial dim"),  # type: ignore[arg-type]
+    "a grid of four dims": (
+        lambda: gm.nn.fields.interpolate(X[..., None, None, None], 3, mode="linear"),
+        "each spatial dim",
     ),
     "another mode": (
         lambda: gm.nn.fields.interpolate(X, 3, mode="cubic"),  # type: ignore[arg-type]

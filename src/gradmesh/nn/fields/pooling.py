@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gradmesh.arguments import Call, integer
+from gradmesh.arguments import Call
 from gradmesh.errors import DTypeError
 from gradmesh.nn.fields.cuts import AxesLike, Cut, DimsLike, Rows, cuts_of, nothing
-from gradmesh.nn.fields.taps import Taps, padded, slid
+from gradmesh.nn.fields.taps import Taps, each_dim, padded, slid
 
 __all__ = ["HaloAvgPool", "HaloMaxPool", "avg_pool", "max_pool"]
 
@@ -157,12 +157,9 @@ def _taps(
     ceil: bool,
 ) -> list[Taps]:
     dims, call = x.dim() - 2, Call(verb, x, cuts[0].axis)
-    numbers, fit = [], 1 <= dims <= 3
-    for value, least in ((kernel, 1), (kernel if stride is None else stride, 1), (padding, 0), (dilation, 1)):
-        each = [integer(n) for n in (value if isinstance(value, Sequence) else (value,) * dims)]
-        numbers.append([n for n in each if n is not None and n >= least])
-        fit = fit and len(each) == len(numbers[-1]) == dims
-    if not fit:
+    given = ((kernel, 1), (kernel if stride is None else stride, 1), (padding, 0), (dilation, 1))
+    numbers = [found for value, least in given if (found := each_dim(value, dims, least)) is not None]
+    if not 1 <= dims <= 3 or len(numbers) < len(given):
         call.fail(
             "there is not one number for each spatial dim",
             expected="a field of 3 to 5 dims (n, c, ...); for each spatial dim a number, or one for all: of 1 or more, "
