@@ -190,6 +190,25 @@ def test_buffers_change_once_and_the_second_run_has_those_of_the_first(named: bo
     assert max(gm.launch(run, 2, backend="threads")) < 1e-14
 
 
+def test_random_numbers_of_a_device_that_inputs_are_yet_to_be_moved_to_are_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state, drawn = [torch.zeros(1)], list[float]()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: state[device].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda new, device: state.__setitem__(device, new))
+
+    def encode(x: Tensor) -> Tensor:
+        state[0] = state[0] + 1  # as a kernel on the device would
+        drawn.append(float(state[0]))
+        return x
+
+    gm.launch(lambda: gm.nn.cached_gradients(encode, samples(), lambda x: x.sum(), 3), 1, backend="threads")
+    assert drawn == [1, 2, 3, 1, 2, 3]
+    assert float(state[0]) == 3
+
+
 def test_a_loss_changes_a_buffer_of_the_encoder(threads: Threads) -> None:
     def run() -> float:
         model, seen = encoder(), torch.zeros(())
