@@ -24,7 +24,7 @@ class Replay:
         """
         every = {id(part): part for module in modules for part in module.modules()}.values()
         here = [*inputs, *(p for part in every for p in part.parameters(recurse=False))]
-        found = {x.get_device() for x in here if x.is_cuda}
+        found = {x.device.index for x in here if x.is_cuda}
         # Where the inputs are still to be moved.
         self._devices = sorted(
             found | ({torch.cuda.current_device()} if torch.cuda.is_initialized() else set())
