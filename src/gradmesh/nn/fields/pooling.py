@@ -158,7 +158,8 @@ def _taps(
 ) -> list[Taps]:
     dims, call = x.dim() - 2, Call(verb, x, cuts[0].axis)
     given = ((kernel, 1), (kernel if stride is None else stride, 1), (padding, 0), (dilation, 1))
-    numbers = [found for value, least in given if (found := each_dim(value, dims, least)) is not None]
+    found = [each_dim(value, dims, least) for value, least in given]
+    numbers = [each for each in found if each is not None]
     if not 1 <= dims <= 3 or len(numbers) < len(given):
         call.fail(
             "there is not one number for each spatial dim",
