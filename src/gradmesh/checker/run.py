@@ -21,6 +21,9 @@ from gradmesh.errors import ArgumentError, message
 
 __all__ = ["Recorded", "Target", "check_script", "recorded"]
 
+_AT_WORK = 0.2
+"""Seconds of a processor: ranks that have used more of it are at work."""
+
 _PRELOADED = ["gradmesh.checker.recording.rank"]
 
 
@@ -113,27 +116,44 @@ def recorded(target: Target, *, ranks: int, steps: int, timeout: float, record: 
 
 def _waited(started: Sequence[Any], folder: Path, timeout: float) -> bool:
     """Wait for the ranks; end them where nothing happens any more, and say so."""
-    last, seen = time.monotonic(), -1
+    last, seen = time.monotonic(), (0, 0.0)
     failed = 0.0
     while any(process.is_alive() for process in started):
+        if all((folder / f"{rank}.tape").exists() for rank in range(len(started))):
+            _end(started)
+            return False
         time.sleep(0.02)
         now = time.monotonic()
         size = sum(path.stat().st_size for path in folder.iterdir())
-        if size != seen:
-            last, seen = now, size
+        used = sum(_processor_time(process.pid) for process in started)
+        if size != seen[0] or used - seen[1] > _AT_WORK:
+            last, seen = now, (size, used)
         over = [process for process in started if not process.is_alive()]
         # Ranks that wait for one that has failed or ended wait for ever, mostly.
         failed = failed or (now if over and len(over) < len(started) else 0.0)
         if now - last > timeout or (failed and now - max(failed, last) > min(timeout, 3.0)):
-            for process in started:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-            for process in started:
-                process.join()
+            _end(started)
             return True
     for process in started:
         process.join()
     return False
+
+
+def _end(started: Sequence[Any]) -> None:
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    for process in started:
+        process.join()
+
+
+def _processor_time(pid: int) -> float:
+    """Seconds of a processor that a process has used, and waited for; 0.0 where that cannot be told."""
+    try:
+        fields = Path(f"/proc/{pid}/schedstat").read_text().split()
+        return (int(fields[0]) + int(fields[1])) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def _free_port() -> int:

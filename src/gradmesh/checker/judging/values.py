@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from gradmesh.checker.findings import Finding
-from gradmesh.checker.judging.context import Context, finding
+from gradmesh.checker.judging.context import Context, finding, with_text
 from gradmesh.checker.judging.parameters import Got
 from gradmesh.checker.judging.truth import near
-from gradmesh.checker.recording.tape import Given, Op, Param, Root, Step, refs
+from gradmesh.checker.recording.tape import Given, Op, Param, Root, Step, Tape, refs
 
-__all__ = ["drifted", "masks", "never_same", "same_data", "statistics", "tied"]
+__all__ = ["drifted", "masks", "never_same", "same_data", "statistics", "steps_apart", "tied"]
 
 
 def never_same(context: Context) -> list[Finding]:
@@ -141,7 +141,7 @@ def masks(context: Context) -> list[Finding]:
             mask = next((masks[n] for n in taken if n in masks), None)
             others = [n for n in taken if n not in masks and n not in leaves]
             operand = context.tensor(rank, others[0]) if others else None
-            if mask is None or operand is None or mask.numel() < 8 or event.name.endswith("_"):
+            if mask is None or operand is None or not _is_mask(mask):
                 continue
             place = str(context.place(rank, event.site))
             nth = sum(1 for key in own if key[:2] == (event.name, place))
@@ -167,6 +167,11 @@ def masks(context: Context) -> list[Finding]:
             at = context.place(0, event.site)
             found.setdefault(("GM303", key[1]), finding("GM303", said, at, None, range(len(drawn))))
     return list(found.values())
+
+
+def _is_mask(x: Tensor) -> bool:
+    """Whether there is nothing in it but zero and one other number, both."""
+    return x.numel() >= 8 and bool((x == 0).any()) and len(x.unique()) == 2
 
 
 def _alike(values: Sequence[Tensor]) -> list[list[int]]:
@@ -204,3 +209,20 @@ def drifted(before: Sequence[Got], context: Context) -> list[Finding]:
             )
             found.append(finding("GM201", said, context.place(rank, site), None, got.ranks, got.name))
     return found[:1]
+
+
+def steps_apart(tapes: Sequence[Tape]) -> list[Finding]:
+    """A step that some ranks of one model take and others do not."""
+    names = [[p.name for e in tape.events if isinstance(e, Step) for p in e.params] for tape in tapes]
+    if len({tuple(sorted(set(each))) for each in names}) > 1:
+        return []  # other programs
+    kinds = [[e for e in tape.events if isinstance(e, (Root, Step, Tape))] for tape in tapes]
+    for at in range(min(map(len, kinds))):
+        these = [each[at] for each in kinds]
+        steps = [rank for rank, event in enumerate(these) if isinstance(event, Step)]
+        if 0 < len(steps) < len(tapes):
+            rank = steps[0]
+            place = with_text(tapes[rank].places, these[rank].site)
+            said = f"ranks {_numbers(steps)} take a step that the others do not take: their parameters part"
+            return [finding("GM201", said, place, None, range(len(tapes)))]
+    return []
