@@ -1,4 +1,4 @@
-"""A picture of a program's types: its lines, coloured by the type of what they make, and what goes from line to line."""
+"""A picture of a program's types: its lines, coloured by the type of what they make, and what goes between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _READS = {
 
 def draw(lines: Sequence[Line], findings: Sequence[Finding], path: Path, title: str) -> None:
     """Write the picture, as PNG; lines that a finding points at have a red edge."""
-    marked = {str(place) for finding in findings for place in (finding.at, finding.began) if place is not None}
+    marked = {
+        str(place) for finding in findings for place in (finding.at, finding.began) if place is not None
+    }
     shown = list(lines)[:60]
     height = 0.42 * len(shown) + 1.6
     figure = Figure(figsize=(11, height), dpi=130)
@@ -34,14 +36,21 @@ def draw(lines: Sequence[Line], findings: Sequence[Finding], path: Path, title: 
     axes.text(0.2, 0.35, title, fontsize=11, weight="bold", va="center")
     for at, (letter, reads) in enumerate(_READS.items()):
         left = 0.2 + at * 2.7
-        axes.add_patch(FancyBboxPatch((left, 0.68), 0.18, 0.18, boxstyle="round,pad=0.02", color=_COLOURS[letter]))
+        axes.add_patch(
+            FancyBboxPatch((left, 0.68), 0.18, 0.18, boxstyle="round,pad=0.02", color=_COLOURS[letter])
+        )
         axes.text(left + 0.3, 0.78, reads, fontsize=7.5, va="center")
     for at, line in enumerate(shown):
         top, place = 1.15 + 0.42 * at, line.place
         edge = "#C00000" if str(place) in marked else _COLOURS[line.type.value]
         box = FancyBboxPatch(
-            (2.4, top), 8.3, 0.28, boxstyle="round,pad=0.03", facecolor=_COLOURS[line.type.value] + "66",
-            edgecolor=edge, linewidth=2.2 if str(place) in marked else 0.8,
+            (2.4, top),
+            8.3,
+            0.28,
+            boxstyle="round,pad=0.03",
+            facecolor=_COLOURS[line.type.value] + "66",
+            edgecolor=edge,
+            linewidth=2.2 if str(place) in marked else 0.8,
         )
         axes.add_patch(box)
         text = place.text if len(place.text) < 92 else place.text[:89] + "..."
