@@ -180,7 +180,7 @@ class Watch:
             self.added(optimizer)
 
         def seen_init(*args: Any, **kwargs: Any) -> None:
-            if not (self.first and dist.is_initialized()):
+            if not dist.is_initialized():
                 init(*args, **kwargs)
 
         hooks = [
@@ -195,6 +195,7 @@ class Watch:
             mock.patch("torch.autograd.grad", seen_grad),
             mock.patch("torch.optim.Optimizer.__init__", seen_start),
             mock.patch("torch.distributed.init_process_group", seen_init),
+            mock.patch("torch.distributed.destroy_process_group"),
         ):
             try:
                 yield
@@ -228,8 +229,6 @@ def once(watch: Watch, rank: int, port: int) -> Seen:
         watch.seen.error = traceback.format_exc()
     finally:
         watch.seen.printed = out.getvalue()
-        if dist.is_initialized() and not watch.first:
-            dist.destroy_process_group()
     return watch.seen
 
 
@@ -255,6 +254,9 @@ def _rank(work: Callable[..., Any], script: Script, rank: int, port: int, pipe: 
     sent = io.BytesIO()
     torch.save(work(script, rank, port), sent)
     pipe.send_bytes(sent.getvalue())
+    # A script's frame often holds DDP longer than its group, which then goes with DDP: it waits for its thread with
+    # the interpreter locked, and the thread for the interpreter. So groups are left to the system.
+    os._exit(0)
 
 
 def _free_port() -> int:

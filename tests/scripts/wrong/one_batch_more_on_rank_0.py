@@ -2,6 +2,7 @@
 # ranks: 2
 # expect: GM401
 # timeout: 5
+# also: GM501
 import torch
 import torch.distributed as dist
 from torch import nn
