@@ -29,7 +29,7 @@ FLOORS = (
     ("objective",),
     ("nn",),
     ("compat", "verify"),
-    ("bench", "demo", "installation"),
+    ("bench", "checker", "demo", "installation"),
     ("cli",),
 )
 """The rooms from the ground up: a file imports from its own room and from the floors below it alone."""
