@@ -1,4 +1,4 @@
-"""Scripts that know nothing of gradmesh are checked: what is wrong is found where it is, what is right is not accused."""
+"""Scripts that know nothing of gradmesh are checked: what is wrong is found, what is right is not accused."""
 
 from __future__ import annotations
 

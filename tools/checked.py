@@ -61,7 +61,9 @@ class Row:
 def checked(script: Script) -> Verdict:
     """Check a script as a user would."""
     timeout = script.timeout or 60.0
-    return check_script(Target(str(script.path)), ranks=script.ranks, steps=STEPS, timeout=timeout)
+    return check_script(
+        Target(str(script.path)), ranks=script.ranks, steps=script.steps or STEPS, timeout=timeout
+    )
 
 
 def row_of(script: Script, cost: bool = False) -> Row:

@@ -25,6 +25,7 @@ class Script:
         lines: the lines that a finding may point at, counted from one.
         twin: the name of the right script that differs from it in the fault alone, if there is one.
         cut: ends of the names of the parameters that are not the same on the ranks because each has a part.
+        steps: of an optimizer until what is wrong is there; None for two.
         timeout: the seconds after which a script that hangs may be ended.
     """
 
@@ -36,6 +37,7 @@ class Script:
     lines: tuple[int, ...]
     twin: str | None
     cut: tuple[str, ...]
+    steps: int | None
     timeout: float | None
 
     @property
@@ -49,7 +51,7 @@ def read(path: Path) -> Script:
     lines = path.read_text().splitlines()
     facts = {}
     for line in lines:
-        found = re.fullmatch(r"# (about|ranks|expect|also|twin|cut|timeout): (.+)", line)
+        found = re.fullmatch(r"# (about|ranks|expect|also|twin|cut|timeout|steps): (.+)", line)
         if found is None:
             break
         facts[found[1]] = found[2]
@@ -62,6 +64,7 @@ def read(path: Path) -> Script:
         tuple(number for number, line in enumerate(lines, 1) if line.endswith(MARK)),
         facts.get("twin"),
         tuple(facts.get("cut", "").split()),
+        int(facts["steps"]) if "steps" in facts else None,
         float(facts["timeout"]) if "timeout" in facts else None,
     )
 

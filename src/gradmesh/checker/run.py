@@ -119,6 +119,9 @@ def _waited(started: Sequence[Any], folder: Path, timeout: float) -> bool:
     last, seen = time.monotonic(), (0, 0.0)
     failed = 0.0
     while any(process.is_alive() for process in started):
+        if all((folder / f"{rank}.tape").exists() for rank in range(len(started))):
+            _end(started)
+            return False
         time.sleep(0.02)
         now = time.monotonic()
         size = sum(path.stat().st_size for path in folder.iterdir())
@@ -129,15 +132,19 @@ def _waited(started: Sequence[Any], folder: Path, timeout: float) -> bool:
         # Ranks that wait for one that has failed or ended wait for ever, mostly.
         failed = failed or (now if over and len(over) < len(started) else 0.0)
         if now - last > timeout or (failed and now - max(failed, last) > min(timeout, 3.0)):
-            for process in started:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-            for process in started:
-                process.join()
+            _end(started)
             return True
     for process in started:
         process.join()
     return False
+
+
+def _end(started: Sequence[Any]) -> None:
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    for process in started:
+        process.join()
 
 
 def _processor_time(pid: int) -> float:

@@ -1,6 +1,7 @@
 # about: an odd number of batches dealt out without a sampler: rank 0 has one more, and waits in it for the others
 # ranks: 2
 # expect: GM401
+# steps: 20
 # timeout: 5
 # also: GM501
 import torch

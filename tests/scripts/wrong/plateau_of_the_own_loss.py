@@ -1,6 +1,7 @@
 # about: ReduceLROnPlateau is fed each rank's own loss, so learning rates part
 # ranks: 2
 # expect: GM201
+# steps: 20
 # twin: hand_averaged
 import torch
 import torch.distributed as dist

@@ -1,6 +1,7 @@
 # about: early stopping by each rank's own validation loss: one rank leaves the loop and the others wait in DDP
 # ranks: 2
 # expect: GM401
+# steps: 20
 # timeout: 5
 # also: GM501 GM402
 import torch

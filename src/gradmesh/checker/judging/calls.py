@@ -15,7 +15,7 @@ from gradmesh.checker.judging.parameters import Got, ratio_of, tolerance
 from gradmesh.checker.judging.truth import near
 from gradmesh.checker.recording.tape import Called, Op, Saved, Sent, refs
 
-__all__ = ["faults_of_calls"]
+__all__ = ["added_before_sums", "faults_of_calls", "overwritten"]
 
 
 @dataclass
@@ -33,11 +33,12 @@ class _Form:
 
 def faults_of_calls(context: Context, wrong: Sequence[Got]) -> list[Finding]:
     """What goes wrong at calls between the loss and the parameters whose gradient is wrong."""
-    found = [*_overwritten(context), *_hidden(context, wrong), *_functions(context, wrong)]
-    return found or _added_before_sums(context, wrong)
+    found = [*overwritten(context), *_hidden(context, wrong), *_functions(context, wrong)]
+    return found or added_before_sums(context, wrong)
 
 
-def _overwritten(context: Context) -> list[Finding]:
+def overwritten(context: Context) -> list[Finding]:
+    """Collectives that write where autograd has saved something."""
     found: dict[int, Finding] = {}
     for rank in range(len(context.tapes)):
         for event in context.events(rank):
@@ -90,6 +91,22 @@ def _hidden(context: Context, wrong: Sequence[Got]) -> list[Finding]:
                 found[call.site] = finding(
                     "GM106", said, context.place(rank, call.site), None, list(group), names[0]
                 )
+    for source, sent, rank, call in context.again.messages:
+        if (
+            not sent.hidden
+            or sent.site in found
+            or any(r.passed_on for r, _ in context.again.ranks[source].roots)
+        ):
+            continue  # gradients of a pipeline go back by messages of their own
+        outs = [x for n in call.outs if (x := context.tensor(rank, n)) is not None and x.requires_grad]
+        names = _upstream(context, outs, wrong)
+        if names and any(g is not None and bool(g.abs().max() > 0) for g in context.truth.at(outs)):
+            said = (
+                "a tensor that autograd follows is sent to another rank, and autograd does not know of it: "
+                f"no gradient comes back to {_listed(names)}"
+            )
+            at, began = context.place(source, sent.site), context.place(rank, call.site)
+            found[sent.site] = finding("GM106", said, at, began, [source, rank], names[0])
     return list(found.values())
 
 
@@ -134,6 +151,9 @@ def _functions(context: Context, wrong: Sequence[Got]) -> list[Finding]:
         )
         said = _said(call, law, arrived, left, names)
         rule = "GM105" if law else "GM104"
+        if call.ours:  # it does what it says; the program wants another
+            ratio = left.parts if left.parts is not None else left.whole
+            rule = "GM102" if ratio is not None and ratio > 1 else "GM103"
         found.setdefault((call.name, call.site), finding(rule, said, place, inside, list(calls), call.name))
     return list(found.values())
 
@@ -244,7 +264,9 @@ def _law(context: Context, calls: dict[int, Called]) -> str:
         return ratio is not None and abs(ratio - 1) < 0.01
 
     exact = adjoint(met)
-    if alike(exact):
+    # Without a message in backward only ranks that have the same gradient can seem to have summed it.
+    sums = any(call.sends_back for call in calls.values()) or not any(call.sends for call in calls.values())
+    if sums and alike(exact):
         return "each rank's gradient of the result is its own part"
     if len(met) == len(calls) and len(xs) == len(calls):
         if len({x.shape for x in met}) == 1:
@@ -256,7 +278,7 @@ def _law(context: Context, calls: dict[int, Called]) -> str:
     return ""
 
 
-def _added_before_sums(context: Context, wrong: Sequence[Got]) -> list[Finding]:
+def added_before_sums(context: Context, wrong: Sequence[Got]) -> list[Finding]:
     """What is the same on ranks and is added to what is then summed over them."""
     for group in context.again.groups:
         calls = list(group.items())
@@ -276,6 +298,8 @@ def _added_before_sums(context: Context, wrong: Sequence[Got]) -> list[Finding]:
                 continue
             x = context.tensor(rank, number)
             names = _upstream(context, [x], wrong) if x is not None else []
+            if not names and x is not None and x.numel() > 1 and not _is_mean(context, rank, call):
+                names = _upstream(context, [x], context.got)
             if names:
                 said = (
                     f"{names[0] if leaf else 'a tensor'} that is the same on {len(calls)} ranks is added before the "
@@ -284,6 +308,20 @@ def _added_before_sums(context: Context, wrong: Sequence[Got]) -> list[Finding]:
                 began = context.place(rank, call.site)
                 return [finding("GM108", said, context.place(rank, site), began, list(group), names[0])]
     return []
+
+
+def _is_mean(context: Context, rank: int, call: Sent) -> bool:
+    """Whether the sum is divided by the number of ranks."""
+    made = set(call.outs)
+    for event in context.events(rank):
+        if isinstance(event, Op) and made.intersection(refs(event)):
+            name, ranks = event.name.split(".")[1], len(call.group)
+            other = event.args[1] if len(event.args) > 1 else None
+            if name in ("div", "div_", "mul", "mul_") and isinstance(other, (int, float)):
+                return abs(other - (ranks if "div" in name else 1 / ranks)) < 1e-9
+            if name in _MOVING:
+                made.update(event.outs)
+    return False
 
 
 def _added(context: Context, rank: int, call: Sent) -> list[tuple[int, int]]:

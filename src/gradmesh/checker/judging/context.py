@@ -16,7 +16,7 @@ from gradmesh.checker.recording.tape import Alias, Event, Op, Root, Sent, Tape, 
 from gradmesh.checker.replay.engine import Again
 from gradmesh.checker.rules import RULES
 
-__all__ = ["Context", "finding"]
+__all__ = ["Context", "finding", "with_text"]
 
 
 @dataclass
@@ -41,11 +41,7 @@ class Context:
 
     def place(self, rank: int, site: int) -> Place | None:
         """A line, with its text."""
-        places = self.tapes[rank].places
-        if not 0 <= site < len(places):
-            return None
-        there = places[site]
-        return replace(there, text=linecache.getline(there.file, there.line).strip())
+        return with_text(self.tapes[rank].places, site)
 
     def events(self, rank: int) -> list[Event]:
         """What a rank did."""
@@ -77,6 +73,14 @@ class Context:
     def root_site(self, rank: int) -> int:
         """The line of a rank's backward."""
         return next((event.site for event in self.events(rank) if isinstance(event, Root)), -1)
+
+
+def with_text(places: Sequence[Place], site: int) -> Place | None:
+    """A line by its number, with its text."""
+    if not 0 <= site < len(places):
+        return None
+    there = places[site]
+    return replace(there, text=linecache.getline(there.file, there.line).strip())
 
 
 def finding(

@@ -31,11 +31,12 @@ def endings(
     """What is wrong with how the ranks ended."""
     raised = [(rank, tape) for rank, tape in enumerate(tapes) if tape is not None and tape.ended == "raised"]
     first = [pair for pair in raised if not any(text in pair[1].error for text in _FOLLOWS)]
+    stopped = {rank for rank, tape in enumerate(tapes) if tape is not None and tape.ended == "stopped"}
     ended = all(tape is not None and tape.ended != "raised" for tape in tapes)
     if ended:
         return []
     of_calls = stuck or not first or any(text in first[0][1].error for text in ("size", "shape", "mismatch"))
-    differ = _differing(calls) if of_calls else None
+    differ = _differing(calls, stopped) if of_calls else None
     if differ is not None:
         return [differ]
     if first or raised:
@@ -56,7 +57,7 @@ def endings(
     return [finding("GM501", said, None, None, gone)]
 
 
-def _differing(calls: Sequence[Sequence[str]]) -> Finding | None:
+def _differing(calls: Sequence[Sequence[str]], stopped: set[int]) -> Finding | None:
     """The first call of a group that is not the same on all of its ranks."""
     lists: dict[tuple[str, tuple[int, ...]], dict[int, list[str]]] = {}
     for rank, lines in enumerate(calls):
@@ -66,7 +67,9 @@ def _differing(calls: Sequence[Sequence[str]]) -> Finding | None:
                 ranks = tuple(ast.literal_eval(members))
                 lists.setdefault((name, ranks), {}).setdefault(rank, []).append(line)
     for (_, group), own in lists.items():
-        most = max(len(lines) for lines in own.values())
+        # A rank that has done all the steps asked for is not seen any more.
+        over = [len(own.get(rank, [])) for rank in group if rank in stopped]
+        most = min([max(len(lines) for lines in own.values()), *over])
         for at in range(most):
             made = {rank: (own.get(rank, [])[at] if at < len(own.get(rank, [])) else None) for rank in group}
             if len({_key(line) for line in made.values()}) > 1:

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from gradmesh.checker.findings import Finding, Status, Verdict
-from gradmesh.checker.judging.calls import faults_of_calls
+from gradmesh.checker.judging.calls import added_before_sums, faults_of_calls, overwritten
 from gradmesh.checker.judging.context import Context
 from gradmesh.checker.judging.endings import endings
 from gradmesh.checker.judging.gradients import faults_of_gradients, scales, wrong_ones
 from gradmesh.checker.judging.parameters import gotten
 from gradmesh.checker.judging.segments import Segment, segments
-from gradmesh.checker.judging.truth import truth_of
-from gradmesh.checker.judging.values import drifted, masks, never_same, same_data, statistics, tied
+from gradmesh.checker.judging.truth import Truth, truth_of
+from gradmesh.checker.judging.values import (
+    drifted,
+    masks,
+    never_same,
+    same_data,
+    statistics,
+    steps_apart,
+    tied,
+)
 from gradmesh.checker.recording.tape import Tape
 from gradmesh.checker.replay.engine import UnfaithfulError, run_again
 
@@ -39,7 +49,9 @@ def judged(
     found = endings(tapes, calls, output, stuck)
     notes: list[str] = []
     there = [tape for tape in tapes if tape is not None]
-    if len(there) == ranks:
+    if len(there) == ranks and not found:
+        found += steps_apart(there)
+    if len(there) == ranks and not found:
         for number, segment in enumerate(segments(there), 1):
             if not segment.whole:
                 continue
@@ -63,6 +75,9 @@ def _step(tapes: Sequence[Tape], segment: Segment, number: int, notes: list[str]
         notes.append(f"step {number} could not be followed: {error}")
         return []
     except RuntimeError as error:
+        context = Context(tapes, segment, again, Truth(torch.zeros(()), 0, [], []), [])
+        if found := overwritten(context):
+            return found
         notes.append(f"step {number} could not be differentiated: {str(error).splitlines()[0]}")
         return []
     if truth is None:
@@ -88,7 +103,7 @@ def _step(tapes: Sequence[Tape], segment: Segment, number: int, notes: list[str]
         by_calls = faults_of_calls(context, wrong) if wrong else []
         found += by_calls or faults_of_gradients(context, wrong)
     elif not apart:
-        found += faults_of_gradients(context, [])
+        found += added_before_sums(context, []) or faults_of_gradients(context, [])
         found += drifted(context.got, context)
     for got in context.got:
         if got.kind == "ambiguous":

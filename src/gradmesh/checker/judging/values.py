@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from gradmesh.checker.findings import Finding
-from gradmesh.checker.judging.context import Context, finding
+from gradmesh.checker.judging.context import Context, finding, with_text
 from gradmesh.checker.judging.parameters import Got
 from gradmesh.checker.judging.truth import near
-from gradmesh.checker.recording.tape import Given, Op, Param, Root, Step, refs
+from gradmesh.checker.recording.tape import Given, Op, Param, Root, Step, Tape, refs
 
-__all__ = ["drifted", "masks", "never_same", "same_data", "statistics", "tied"]
+__all__ = ["drifted", "masks", "never_same", "same_data", "statistics", "steps_apart", "tied"]
 
 
 def never_same(context: Context) -> list[Finding]:
@@ -209,3 +209,20 @@ def drifted(before: Sequence[Got], context: Context) -> list[Finding]:
             )
             found.append(finding("GM201", said, context.place(rank, site), None, got.ranks, got.name))
     return found[:1]
+
+
+def steps_apart(tapes: Sequence[Tape]) -> list[Finding]:
+    """A step that some ranks of one model take and others do not."""
+    names = [[p.name for e in tape.events if isinstance(e, Step) for p in e.params] for tape in tapes]
+    if len({tuple(sorted(set(each))) for each in names}) > 1:
+        return []  # other programs
+    kinds = [[e for e in tape.events if isinstance(e, (Root, Step, Tape))] for tape in tapes]
+    for at in range(min(map(len, kinds))):
+        these = [each[at] for each in kinds]
+        steps = [rank for rank, event in enumerate(these) if isinstance(event, Step)]
+        if 0 < len(steps) < len(tapes):
+            rank = steps[0]
+            place = with_text(tapes[rank].places, these[rank].site)
+            said = f"ranks {_numbers(steps)} take a step that the others do not take: their parameters part"
+            return [finding("GM201", said, place, None, range(len(tapes)))]
+    return []

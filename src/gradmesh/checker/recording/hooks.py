@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,23 +16,21 @@ from gradmesh.checker.recording.params import nameless, parameters_of, values_af
 from gradmesh.checker.recording.recorder import Recorder
 from gradmesh.checker.recording.tape import Called, Lost, Param, Root, Step
 
-__all__ = ["Enough", "watched"]
+__all__ = ["watched"]
 
 _OURS = ("torch.", "gradmesh.")
 
 
-class Enough(SystemExit):
-    """All the steps that were asked for are over."""
-
-
 @contextlib.contextmanager
-def watched(recorder: Recorder, steps: int) -> Iterator[None]:
-    """Tell a recorder what a dispatch mode does not see, and end the program after some steps of an optimizer.
+def watched(recorder: Recorder, steps: int, enough: Callable[[], None]) -> Iterator[None]:
+    """Tell a recorder what a dispatch mode does not see, and call `enough` after some steps of an optimizer.
+
+    The program goes on after that, unseen, for ranks that take longer to get so far.
 
     Functions of torch are replaced for as long, since a program may call them from anywhere: `torch.autograd.backward`
     and `grad`, which are asked for by name at every call, and `Function.apply`.
     """
-    watcher = _Watcher(recorder, steps)
+    watcher = _Watcher(recorder, steps, enough)
     recorder.written_by_hand = watcher.writes_itself
     function, backward, grad = torch.autograd.Function, torch.autograd.backward, torch.autograd.grad
     apply = function.__dict__["apply"]
@@ -54,8 +52,9 @@ def watched(recorder: Recorder, steps: int) -> Iterator[None]:
 
 
 class _Watcher:
-    def __init__(self, recorder: Recorder, steps: int) -> None:
+    def __init__(self, recorder: Recorder, steps: int, enough: Callable[[], None]) -> None:
         self._to = recorder
+        self._enough = enough
         self._tape = recorder.tape
         self._left = steps
         self._counts: dict[int, int] = {}
@@ -69,7 +68,7 @@ class _Watcher:
         to = self._to
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if to.backward or to.stepping:
+            if to.backward or to.stepping or to.quiet:
                 return original(cls, *args, **kwargs)
             number = len(self._tape.calls)
             name, begin = f"{cls.__module__}.{cls.__qualname__}", len(self._tape.events)
@@ -125,14 +124,14 @@ class _Watcher:
             builds = bool(kwargs.get("create_graph") or (len(args) > 1 and args[1]))
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             given = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or ())
-            if not to.backward:
+            if not to.backward and not to.quiet:
                 self._root(roots, given)
             to.backward += not builds
             try:
                 original(tensors, grad_tensors, *args, **kwargs)
             finally:
                 to.backward -= not builds
-            if not to.backward:
+            if not to.backward and not to.quiet:
                 self._find_gradients()
 
         return backward
@@ -145,7 +144,7 @@ class _Watcher:
             builds = bool(kwargs.get("create_graph") or (len(args) > 1 and args[1]))
             wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
             leaves = all(isinstance(x, torch.nn.Parameter) for x in wanted)
-            outer = not to.backward and not builds and leaves
+            outer = not to.backward and not builds and leaves and not to.quiet
             if outer:
                 roots = [outputs] if isinstance(outputs, Tensor) else list(outputs)
                 given = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs or ())
@@ -201,6 +200,8 @@ class _Watcher:
 
     def before_step(self, optimizer: Any, *_: Any) -> None:
         """Take down what an optimizer is about to use."""
+        if self._to.quiet:
+            return
         held = [p for group in optimizer.param_groups for p in group["params"]]
         self._take(held, manual=False)
         self._to.stepping = True
@@ -208,6 +209,8 @@ class _Watcher:
     def after_step(self, optimizer: Any, *_: Any) -> None:
         """Take down what it made, and end the program if that was the last."""
         to = self._to
+        if to.quiet:
+            return
         to.stepping = False
         if self._step is not None:
             held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -237,7 +240,8 @@ class _Watcher:
         self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         self._tape.steps = max(self._counts.values())
         if min(self._counts.values()) >= self._left or self._tape.steps > self._left:
-            raise Enough(0)
+            self._to.quiet = True
+            self._enough()
 
 
 def _copied(gradient: Tensor | None) -> Tensor | None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from gradmesh.call_sites import user_frame
-from gradmesh.checker.recording.hooks import Enough, watched
+from gradmesh.checker.recording.hooks import watched
 from gradmesh.checker.recording.names import Modules
 from gradmesh.checker.recording.recorder import Recorder
 from gradmesh.checker.recording.tape import Tape
@@ -58,31 +58,40 @@ def run_rank(
     tape, modules = Tape(rank, size), Modules()
     recorder = Recorder(tape, modules, Path(folder) / f"{rank}.calls")
     begun = time.perf_counter()
+
+    def enough() -> None:
+        tape.ended, tape.seconds = "stopped", time.perf_counter() - begun
+        _leave(tape, recorder, Path(folder))
+
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_on_this_machine())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(modules)
-            stack.enter_context(watched(recorder, steps))
+            stack.enter_context(watched(recorder, steps, enough))
             if record:
                 stack.enter_context(recorder)
             _run(target)
-    except Enough:
-        tape.ended = "stopped"
     except SystemExit as error:
         if error.code not in (None, 0):
             _failed(tape, recorder, error)
     except BaseException as error:
         _failed(tape, recorder, error)
-    tape.seconds = time.perf_counter() - begun
-    recorder.settle()
-    partial = Path(folder) / f"{rank}.partial"
-    with partial.open("wb") as file:
-        pickle.dump(tape, file, pickle.HIGHEST_PROTOCOL)
-    partial.rename(Path(folder) / f"{rank}.tape")
+    if tape.ended != "stopped":
+        tape.seconds = time.perf_counter() - begun
+        _leave(tape, recorder, Path(folder))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # groups whose other ranks are over may not end by themselves
+
+
+def _leave(tape: Tape, recorder: Recorder, folder: Path) -> None:
+    """Write the tape, whole or not at all."""
+    recorder.settle()
+    partial = folder / f"{tape.rank}.partial"
+    with partial.open("wb") as file:
+        pickle.dump(tape, file, pickle.HIGHEST_PROTOCOL)
+    partial.rename(folder / f"{tape.rank}.tape")
 
 
 def _run(target: Any) -> None:
@@ -97,6 +106,8 @@ def _run(target: Any) -> None:
 
 def _failed(tape: Tape, recorder: Recorder, error: BaseException) -> None:
     traceback.print_exc()
+    if tape.ended == "stopped":
+        return  # all that was asked for is known
     tape.ended, tape.error = "raised", "".join(traceback.format_exception(error)[-1:]).strip()
     tape.raised_at = recorder.number_of(user_frame(error.__traceback__))
 

@@ -78,6 +78,8 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         self._known: Any = WeakTensors()
         self._stores: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._random: Any = WeakTensors()
+        self._cut: Any = WeakTensors()
+        """Made of what other ranks sent of tensors that autograd follows, where gradients are off."""
         self._numbers = 0
         self._sites: dict[tuple[Any, int], int] = {}
         self._totals: list[tuple[Sent, weakref.ref[Tensor]]] = []
@@ -100,14 +102,21 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         if func.namespace in ("c10d", "_c10d_functional"):
             return self._collective(func, args, kwargs)
         if not self._follows() or (self.gradients and self._is_about_gradients(func, args)):
+            if self._cut and self._is_cut(args, kwargs):
+                return self._record(func, args, kwargs)
             return self._apart(func, args, kwargs)
         given = list(_tensors((args, kwargs)))
-        if not any(self._is_active(x) for x in given):
-            return self._apart(func, args, kwargs)
+        draws = is_random(func) and not written(func) and func.overloadpacket.__name__ != "native_dropout"
+        if draws or not any(self._is_active(x) for x in given):
+            return self._apart(func, args, kwargs)  # what was drawn cannot be drawn again: it is data
         return self._record(func, args, kwargs)
 
     def _follows(self) -> bool:
         return (bool(self.calls) or torch.is_grad_enabled()) and not self.backward and not self.stepping
+
+    def _is_cut(self, args: Any, kwargs: Any) -> bool:
+        inside = self.backward or self.stepping
+        return not inside and any(x in self._cut for x in _tensors((args, kwargs)))
 
     def _is_about_gradients(self, func: Any, args: Any) -> bool:
         """Whether an operator writes to gradients, with gradients followed though they are not meant to be."""
@@ -335,6 +344,8 @@ class Recorder(DispatchMode):  # type: ignore[misc]
             )
             if drawn:
                 self._random[x] = True
+            if not self._follows():
+                self._cut[x] = True
         for x in written_to:
             self._holds_gradients(x)
         return result
@@ -361,14 +372,11 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         self.sends += 1
         message = call.kind in ("send", "recv")
         grads = torch.is_grad_enabled() or bool(self.calls)
-        ours = any(_begin(x) in self.gradients for x in call.ins) if self.gradients else False
-        followed = (
-            call.kind != "barrier"
-            and not ours
-            and not self.backward
-            and not self.stepping
-            and (grads or message)
-        )
+        gradients = any(_begin(x) in self.gradients for x in call.ins) if self.gradients else False
+        apart = call.kind == "barrier" or gradients or self.backward or self.stepping
+        # What autograd follows, sent where gradients are off: they are cut there, on purpose or not.
+        cut = not grads and any(self._is_hidden(x) or x in self._cut for x in call.ins)
+        followed = not apart and (grads or message or cut)
         phase = "backward" if self.backward else "forward" if followed else "apart"
         site = self.site()
         event = Sent(call.kind, call.ranks, call.name, [], [], site, self._in_call(), phase=phase)
@@ -377,9 +385,7 @@ class Recorder(DispatchMode):  # type: ignore[misc]
         event.followed = followed and all(
             x.is_floating_point() or x.is_complex() for x in (*call.ins, *(call.outs or ()))
         )
-        event.hidden = (
-            followed and not self.calls and not message and any(self._is_hidden(x) for x in call.ins)
-        )
+        event.hidden = followed and not self.calls and any(self._is_hidden(x) for x in call.ins)
         if self._log is not None:
             place = self.tape.places[site] if site >= 0 else None
             self._log.write(f"{call.kind}\t{call.name}\t{call.ranks}\t{event.shapes}\t{call.root}\t{place}\n")
@@ -395,6 +401,8 @@ class Recorder(DispatchMode):  # type: ignore[misc]
                 event.outs = [self._number(x, True) for x in made]
             for x in made:
                 self._holds_gradients(x)
+                if cut:
+                    self._cut[x] = True
                 self._known[x].received = call.kind == "recv"
         elif phase == "apart" and call.kind == "all_reduce" and call.reduce == "sum" and len(call.ins) == 1:
             self._remember(event, call.ins[0])

@@ -123,11 +123,13 @@ class Again:
     Attributes:
         ranks: one by one.
         groups: for each collective that was made by all of its ranks: its call on each of them.
+        messages: who sent which to whom, and how that rank took it.
         calls: how many collectives gradients pass through.
     """
 
     ranks: list[Rank]
     groups: list[dict[int, Sent]] = field(default_factory=list)
+    messages: list[tuple[int, Sent, int, Sent]] = field(default_factory=list)
     calls: int = 0
 
 
@@ -140,8 +142,8 @@ def run_again(parts: Sequence[Sequence[Event]]) -> Again:
     again = Again([Rank() for _ in parts])
     running = [rank.run(events) for rank, events in zip(again.ranks, parts, strict=True)]
     waiting: dict[int, Sent] = {}
-    letters: dict[tuple[int, int, int], collections.deque[list[Tensor]]] = collections.defaultdict(
-        collections.deque
+    letters: dict[tuple[int, int, int], collections.deque[tuple[Sent, list[Tensor]]]] = (
+        collections.defaultdict(collections.deque)
     )
     todo = collections.deque(range(len(parts)))
     with torch.enable_grad():
@@ -193,13 +195,14 @@ def _key(call: Sent) -> tuple[str, tuple[int, ...], str]:
 def _message(again: Again, rank: int, call: Sent, waiting: Any, letters: Any, todo: Any) -> bool:
     peer = call.group[call.root] if 0 <= call.root < len(call.group) else -1
     if call.kind == "send":
-        letters[rank, peer, call.tag].append(again.ranks[rank].taken(call) if call.followed else [])
+        letters[rank, peer, call.tag].append((call, again.ranks[rank].taken(call) if call.followed else []))
     else:
         box = letters[peer, rank, call.tag]
         if not box:
             return False
-        values = box.popleft()
+        sent, values = box.popleft()
         if call.followed and values:
+            again.messages.append((peer, sent, rank, call))
             again.ranks[rank].write(call, values)
             again.calls += 1
     del waiting[rank]
