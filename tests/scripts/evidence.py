@@ -16,7 +16,6 @@ __all__ = ["UNDIFFERENTIATED", "common_factor", "shown"]
 UNDIFFERENTIATED = {
     "autocast_bf16": "differences drown in bfloat16",
     "sgd_by_hand": "steps without an optimizer",
-    "langevin_noise_apart": "steps without an optimizer",
     "codebook_summed": "a gradient that is straight through by intention",
     "ddp_two_heads": "an advantage that is detached by intention",
     "moco": "keys that are detached by intention",
@@ -83,8 +82,9 @@ def apart(played: Played) -> bool:
 
 def drift(played: Played) -> bool:
     """Whether parameters are the same on the ranks before the first step, and not behind the last one."""
-    last = min(len(seen.after) for seen in played.ranks) - 1
-    return all(map(alike, each(played, "before", 0))) and not all(map(alike, each(played, "after", last)))
+    first, last = ("before", "after") if played.ranks[0].after else ("weights", "weights")
+    step = min(len(getattr(seen, last)) for seen in played.ranks) - 1
+    return all(map(alike, each(played, first, 0))) and not all(map(alike, each(played, last, step)))
 
 
 def shown(script: Script) -> str | None:
@@ -110,7 +110,7 @@ def shown(script: Script) -> str | None:
             f"{ratio:.3g} of the twin's gradients" if ratio and abs(ratio * script.ranks - 1) < 1e-3 else None
         )
     if rule == "GM201":
-        return "parameters part" if script.name in UNDIFFERENTIATED or drift(played) else None
+        return "parameters part" if drift(played) else None
     if rule == "GM202":
         differ = not all(map(alike, each(played, "before", 0)))
         return "parameters differ, gradients do not" if differ else None

@@ -46,7 +46,7 @@ class _Enough(BaseException):
 
 @dataclasses.dataclass
 class Seen:
-    """What one rank's run showed: losses that were differentiated, and the optimizers' parameters at each step."""
+    """What one rank's run showed: losses that were differentiated, parameters at each step and call."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
     gradients: list[list[Tensor | None]] = dataclasses.field(default_factory=list)
@@ -54,6 +54,7 @@ class Seen:
     after: list[list[Tensor]] = dataclasses.field(default_factory=list)
     buffers: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     first_input: Tensor | None = None
+    weights: list[list[Tensor]] = dataclasses.field(default_factory=list)
     masks: list[Tensor] = dataclasses.field(default_factory=list)
     dots: dict[str, tuple[bool, float]] = dataclasses.field(default_factory=dict)
     error: str = ""
@@ -104,6 +105,7 @@ class Watch:
         self.script, self.first, self.move, self.cut = script, first, move, cut
         self.seen = Seen()
         self.params: list[Tensor] = []
+        self.root: nn.Module | None = None
         self.buffers: dict[str, Tensor] = {}
 
     def direction(self, index: int, p: Tensor, cut: bool) -> Tensor:
@@ -144,6 +146,9 @@ class Watch:
         self.seen.after.append([own(p) for p in params])
 
     def called(self, module: nn.Module, args: Any) -> None:
+        self.root = self.root or module
+        if module is self.root:
+            self.seen.weights.append([own(p) for p in module.parameters()])
         if self.seen.first_input is None and args and isinstance(args[0], Tensor):
             self.seen.first_input = whole(args[0])
 
