@@ -146,6 +146,8 @@ class Watch:
         self.seen.after.append([own(p) for p in params])
 
     def called(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         self.root = self.root or module
         if module is self.root:
             self.seen.weights.append([own(p) for p in module.parameters()])
@@ -153,7 +155,7 @@ class Watch:
             self.seen.first_input = whole(args[0])
 
     def dropped(self, module: nn.Module, args: Any, out: Any) -> None:
-        if isinstance(module, nn.Dropout) and module.training:
+        if not torch.compiler.is_compiling() and isinstance(module, nn.Dropout) and module.training:
             given, left = whole(args[0]), whole(out)
             self.seen.masks.append(torch.where(given == 0, -1, (left == 0).int()))
 
