@@ -2,8 +2,9 @@
 # ranks: 2
 # expect: GM402
 # twin: pipeline_tied
+# cut: layer.weight layer.bias norm.weight norm.bias
 # timeout: 5
-# also: GM401
+# also: GM401 GM501
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
