@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradmesh._torch import arguments_of, dispatched_name
+from gradmesh._torch import arguments_of, dispatched_name, in_backward
 from gradmesh.call_sites import Site, call_site
 from gradmesh.inference import rules
 from gradmesh.inference.digest import said, token
@@ -49,8 +49,9 @@ def _plan(func: Any) -> _Plan:
     space, name = dispatched_name(func)
     told = arguments_of(func)
     written = tuple(place for place, (_, writes) in enumerate(told) if writes)
-    text = rule_of(name) if space == "aten" else None
-    if text is not None and str(func).endswith("out"):
+    overload = str(func).rpartition(".")[2]
+    text = rule_of(name, overload) if space == "aten" else None
+    if text is not None and overload.endswith("out"):
         text += "".join(f" -{place}" for place in written)
     each = name.startswith("_foreach") or name.startswith("_fused")
     return _Plan(
@@ -126,6 +127,7 @@ class _Call:
         self.site: Site = call_site()
         unread = plan.rule.unread if plan.rule is not None else frozenset()
         self.nodes: dict[int, list[Node]] = {}
+        self._fractions: list[bool] = []
         statics: list[object] = []
         for place, value in sorted(given.items()):
             if place in unread:
@@ -133,6 +135,7 @@ class _Call:
             found = [*tensors_in(value)]
             if found:
                 self.nodes[place] = [tracker.node_of(one) for one in found]
+                self._fractions += [one.is_floating_point() or one.is_complex() for one in found]
             else:
                 statics.append((place, said(value)))
         self._base = token(plan.name, statics)
@@ -144,7 +147,8 @@ class _Call:
             tracker.tape.written(one)
         every = [*results, *(one for one in written if all(one is not other for other in results))]
         inputs = tuple(node for nodes in self.nodes.values() for node in nodes)
-        found = [self._kind(at) for at in range(len(tracker.axes))] if every else []
+        whole = any(one.is_floating_point() or one.is_complex() for one in every)
+        found = [self._kind(at, whole) for at in range(len(tracker.axes))] if every else []
         for order, one in enumerate(every):
             if plan.rule is not None and plan.rule.made == "~":
                 tracker.observed(one, [kind for kind, _ in found])
@@ -168,7 +172,13 @@ class _Call:
                 kinds[place] = [S if value else ZERO]
         return kinds
 
-    def _kind(self, at: int) -> tuple[Kind, str]:
+    def _kind(self, at: int, whole: bool) -> tuple[Kind, str]:
+        """The kind over one axis, and what is wrong.
+
+        Args:
+            at: the axis.
+            whole: whether the result has a dtype of fractions; what is rounded to integers is not linear.
+        """
         rule = self.plan.rule
         if rule is None:
             self.tracker.note(f"there is no rule for {self.plan.name}: what it returns has no known type")
@@ -178,6 +188,10 @@ class _Call:
         if rule.made == "~":
             met = {kind for kinds in operands.values() for kind in kinds}
             kind = UNKNOWN if UNKNOWN in met else V if met & {V, P} else kinds_of(met)
+        if kind == P and not whole and any(self._fractions):
+            kind, problem = V, rules.NONLINEAR
+        if problem and in_backward():  # where all is linear, and a term that every rank has is meant once for each
+            return kind, ""
         if problem == rules.UNSAID:
             self.tracker.note(
                 f"the rule for {self.plan.name} says nothing of a pending sum among these operands"

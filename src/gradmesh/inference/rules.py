@@ -3,7 +3,8 @@
 A rule is written over the positions of an operator's arguments::
 
     0+1*2      linear in 0 and, for a given 1, in 2: the sum of the terms, each a product of its factors
-    0/1        a factor that is not linear
+    0/1        linear in 0 for a given 1, and not linear in 1
+    0|1        linear in 0 for a given 1; nothing is said of 1
     !0         not linear in 0: what is made of a pending sum is not the pending sum of what is made
     -0         not read: an operand that is overwritten
     =S =Z =V   made of shapes alone: the same on every rank, zeros, or memory that nobody has written
@@ -38,14 +39,14 @@ class Rule:
 
     Attributes:
         text: as it is written.
-        terms: the terms of the sum, each the positions of its factors, with whether it is linear in them.
+        terms: the terms of the sum, each the positions of its factors, with the sign before them.
         nonlinear: the positions in which it is not linear.
         unread: those that are not read.
         made: the kind of a result that is made of shapes alone, "~" of a random one.
     """
 
     text: str
-    terms: tuple[tuple[tuple[int, bool], ...], ...] = ()
+    terms: tuple[tuple[tuple[int, str], ...], ...] = ()
     nonlinear: frozenset[int] = frozenset()
     unread: frozenset[int] = frozenset()
     made: str = ""
@@ -56,9 +57,9 @@ def rule(text: str) -> Rule:
     """Read a rule.
 
     >>> rule("0+1/2").terms
-    (((0, True),), ((1, True), (2, False)))
+    (((0, '*'),), ((1, '*'), (2, '/')))
     """
-    terms: list[tuple[tuple[int, bool], ...]] = []
+    terms: list[tuple[tuple[int, str], ...]] = []
     nonlinear, unread, made = set(), set(), ""
     for part in text.split():
         if part[0] == "!":
@@ -69,8 +70,8 @@ def rule(text: str) -> Rule:
             made = part.lstrip("=")
         else:
             for term in part.split("+"):
-                factors = re.findall(r"([*/]?)(\d+)", term)
-                terms.append(tuple((int(place), sign != "/") for sign, place in factors))
+                factors = re.findall(r"([*/|]?)(\d+)", term)
+                terms.append(tuple((int(place), sign or "*") for sign, place in factors))
     return Rule(text, tuple(terms), frozenset(nonlinear), frozenset(unread), made)
 
 
@@ -103,19 +104,21 @@ def outcome(of: Rule, operands: Operands) -> tuple[Kind, str]:
     return _sum([outcome for term in of.terms for outcome in _term(term, read)])
 
 
-def _is_zero(term: Sequence[tuple[int, bool]], read: Operands) -> bool:
-    return any(linear and read.get(place) and set(read[place]) == {ZERO} for place, linear in term)
+def _is_zero(term: Sequence[tuple[int, str]], read: Operands) -> bool:
+    return any(sign == "*" and read.get(place) and set(read[place]) == {ZERO} for place, sign in term)
 
 
-def _term(term: Sequence[tuple[int, bool]], read: Operands) -> list[tuple[Kind, str]]:
+def _term(term: Sequence[tuple[int, str]], read: Operands) -> list[tuple[Kind, str]]:
     """The kinds of a term; a list by itself is one term for each of its tensors."""
     if len(term) == 1:
         return [(kind, "") for kind in read.get(term[0][0], ())]
     if not read.get(term[0][0]):  # a factor that is not there: None
         return []
-    pending = [linear for place, linear in term if P in read.get(place, ())]
+    pending = [sign for place, sign in term if P in read.get(place, ())]
     others = [kind for place, _ in term for kind in read.get(place, ()) if kind != P]
-    if pending and not all(pending):
+    if "|" in pending:
+        return [(UNKNOWN, UNSAID)]
+    if "/" in pending:
         return [(V, NONLINEAR)]
     if len(pending) > 1:
         return [(V, PRODUCT)]
