@@ -130,9 +130,9 @@ class _Case:
             if how != "wide" and math.prod(one.shape) > 5:
                 for rank, part in enumerate(parts):
                     flat = part.view(-1)
-                    flat[1] = torch.nan if rank < 2 else 1.0
                     if how == "infinite" or len(parts) > 1:
-                        flat[2] = 0.0
+                        flat[torch.rand(flat.shape, generator=self.generator) < 0.3] = 0.0
+                    flat[1] = torch.nan if rank < 2 else 1.0
                     if how == "infinite":
                         flat[0], flat[3] = torch.inf, -torch.inf
                     elif rank == 0:
@@ -261,7 +261,7 @@ def _hold_values(
     results: Sequence[Sequence[Tensor]],
     where: str,
 ) -> None:
-    if problem == rules.UNSAID or kind == "?":
+    if problem == rules.UNSAID or (kind == "?" and not problem):
         proof.said.add("nothing is said of pending sums")
         return
     if kind in SAMES:

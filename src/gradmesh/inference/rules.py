@@ -136,4 +136,5 @@ def _sum(terms: Sequence[tuple[Kind, str]]) -> tuple[Kind, str]:
     met = {kind for kind, _ in terms}
     if P not in met:  # overwritten, or multiplied away
         return (V if V in met else flavor(met)), ""
-    return P, COUNTS if met & (SAMES - {ZERO}) else ""
+    # Its sum is not what was meant: nothing more is said of it.
+    return (UNKNOWN, COUNTS) if met & (SAMES - {ZERO}) else (P, "")
