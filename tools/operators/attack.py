@@ -90,7 +90,13 @@ def drawn(seed: int, length: int = 24) -> Program:
     for number in range(length):
         kind = draw.random()
         name = draw.choice(
-            [*OPERATORS] if kind < 0.6 else _VERBS if kind < 0.85 else _RANKED if kind < 0.95 else ["data", "varying"]
+            [*OPERATORS]
+            if kind < 0.6
+            else _VERBS
+            if kind < 0.85
+            else _RANKED
+            if kind < 0.95
+            else ["data", "varying"]
         )
         taken = OPERATORS[name][0] if name in OPERATORS else 1
         # The latest values are taken most, so that chains are long.
@@ -173,7 +179,11 @@ def attack(programs: int, seed: int = 0, ranks: int = 3) -> Report:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", gm.CheckWarning)
-                told = gm.launch(lambda program=program, number=number: _run(program, learn=number % 2 == 0), ranks, backend="threads")
+                told = gm.launch(
+                    lambda program=program, number=number: _run(program, learn=number % 2 == 0),
+                    ranks,
+                    backend="threads",
+                )
         except gm.GradmeshError as error:
             report.refused[type(error).__name__ + ": " + str(error)] += 1
             continue

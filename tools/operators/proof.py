@@ -20,7 +20,7 @@ from gradmesh.inference.rules import Rule, outcome
 from gradmesh.inference.table import rule_of
 from tools.operators.samples import Operand, arguments, operands
 
-__all__ = ["Proof", "overload_of", "prove"]
+__all__ = ["Case", "Proof", "Refuted", "overload_of", "prove"]
 
 RANKS = 3
 _STEP = 1e-6
@@ -60,7 +60,7 @@ def overload_of(name: str) -> Any:
     return getattr(packet, chosen)
 
 
-class _Case:
+class Case:
     """One operator with sample arguments."""
 
     def __init__(self, name: str, text: str, seed: int = 0) -> None:
@@ -206,7 +206,7 @@ def prove(name: str, text: str, seed: int = 0) -> Proof:
     Raises:
         Refuted: it says what is not so.
     """
-    case = _Case(name, text, seed)
+    case = Case(name, text, seed)
     proof = Proof(name, case.rule.text)
     fixed = {one: case.draw(one) for one in case.places if not one.typed}
     if case.rule.made:
@@ -216,7 +216,9 @@ def prove(name: str, text: str, seed: int = 0) -> Proof:
     for chosen in choices:
         kind, problem = outcome(case.rule, case.kinds(chosen))
         spread = {one: case.spread(one, what) for one, what in chosen.items()}
-        ranks: list[Values] = [{**fixed, **{one: parts[r] for one, parts in spread.items()}} for r in range(RANKS)]
+        ranks: list[Values] = [
+            {**fixed, **{one: parts[r] for one, parts in spread.items()}} for r in range(RANKS)
+        ]
         results = [case.run(values) for values in ranks]
         where = f"{name}({text}) of {[*chosen.values()]} is {kind} {problem}"
         _hold_values(case, proof, chosen, kind, problem, ranks, results, where)
@@ -235,7 +237,7 @@ def _choices(count: int) -> list[tuple[Kind, ...]]:
     return kept + random.Random(count).sample(every, 12)
 
 
-def _prove_made(case: _Case, proof: Proof, fixed: Values) -> None:
+def _prove_made(case: Case, proof: Proof, fixed: Values) -> None:
     made = case.rule.made
     results = [case.run({**fixed, **{one: case.draw(one) for one in case.free}}) for _ in range(RANKS)]
     if made == "~":
@@ -252,7 +254,7 @@ def _prove_made(case: _Case, proof: Proof, fixed: Values) -> None:
 
 
 def _hold_values(
-    case: _Case,
+    case: Case,
     proof: Proof,
     chosen: dict[Operand, Kind],
     kind: Kind,
@@ -282,7 +284,7 @@ def _hold_values(
 
 
 def _fits(
-    case: _Case, chosen: dict[Operand, Kind], ranks: Sequence[Values], results: Sequence[Sequence[Tensor]]
+    case: Case, chosen: dict[Operand, Kind], ranks: Sequence[Values], results: Sequence[Sequence[Tensor]]
 ) -> bool:
     """Whether the results are a pending sum: theirs over the ranks is what comes of the operands' sums.
 
@@ -308,7 +310,7 @@ def _fits(
         return False
 
 
-def _faulty(case: _Case, chosen: dict[Operand, Kind], problem: str, fixed: Values) -> bool:
+def _faulty(case: Case, chosen: dict[Operand, Kind], problem: str, fixed: Values) -> bool:
     """Whether there are values that show a fault, where the first ones happened not to."""
     # Where what varies beside is the same, the fault must not vanish.
     if problem == rules.NONLINEAR:
@@ -326,7 +328,7 @@ def _faulty(case: _Case, chosen: dict[Operand, Kind], problem: str, fixed: Value
 
 
 def _hold_gradients(
-    case: _Case, chosen: dict[Operand, Kind], kind: Kind, ranks: Sequence[Values], where: str
+    case: Case, chosen: dict[Operand, Kind], kind: Kind, ranks: Sequence[Values], where: str
 ) -> int:
     """Hold the gradients' types against finite differences of the typed objective."""
     free = [one for one in case.free if one.dtype is torch.float64]
@@ -346,7 +348,8 @@ def _hold_gradients(
         return 0
     draws = torch.Generator().manual_seed(1)
     weights = [
-        [torch.rand(outs[r][n].shape, dtype=torch.float64, generator=draws) for n in used] for r in range(RANKS)
+        [torch.rand(outs[r][n].shape, dtype=torch.float64, generator=draws) for n in used]
+        for r in range(RANKS)
     ]
     if kind in (P, I):
         weights = [weights[0]] * RANKS

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Operand", "SAMPLES", "arguments"]
+__all__ = ["SAMPLES", "Operand", "arguments"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,10 +20,10 @@ _SCHEMA = "torch.ops.aten.add.Tensor._schema"
 _UNBOX = "torch._C._distributed_c10d.ProcessGroup.unbox"
 _NO_TYPES = "gradmesh.typed is refused"
 _mode, _schema = find(_MODE, without=_NO_TYPES), find(_SCHEMA, without=_NO_TYPES)
-_unbox = find(_UNBOX, without="gradmesh.typed takes what raw collectives return for new tensors, and observes it")
-_version = find(
-    "torch.Tensor._version", without="gradmesh.typed looks at a tensor's bits again at every use"
+_unbox = find(
+    _UNBOX, without="gradmesh.typed takes what raw collectives return for new tensors, and observes it"
 )
+_version = find("torch.Tensor._version", without="gradmesh.typed looks at a tensor's bits again at every use")
 
 if not TYPE_CHECKING:
     DispatchMode = object if _mode is None else _mode

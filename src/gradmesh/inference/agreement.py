@@ -63,7 +63,7 @@ class Agreement:
             axis: the ranks that meet.
             at: its place among the axes that are followed; None: it is none of them.
             call: what every rank is about to do, in the same words.
-            row: marks that every rank shows of its own, as many on each.
+            row: marks that every rank shows of its own, one for each axis at most.
             device: where numbers can travel from.
 
         Returns:
@@ -73,6 +73,8 @@ class Agreement:
             MismatchError: the ranks are about to do different things.
         """
         new = self._new[at] if at is not None else []
+        # As many on each rank, so that ranks that part are told here.
+        row = [*row, *[Mark("?", 0)] * (len(self.axes) - len(row))]
         flat = [number for mark in row for number in (ord(mark.kind), mark.number)]
         heads = gathered(axis, [token(call), len(new), *flat], device, made_of="the types of gradmesh.typed")
         if len({head[0] for head in heads}) > 1:

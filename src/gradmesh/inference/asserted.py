@@ -85,7 +85,9 @@ def _compare(axis: Axis, x: Tensor, kind: Type, tracker: Tracker | None) -> None
                 op="assert_type",
                 axis=str(axis),
                 expected="the same bits on every rank",
-                got="\n".join(f"rank {rank}: values number {one & 0xFFFFF}" for rank, (one,) in enumerate(numbers)),
+                got="\n".join(
+                    f"rank {rank}: values number {one & 0xFFFFF}" for rank, (one,) in enumerate(numbers)
+                ),
                 remedy="look for what makes it differ (data, dropout, the order of a sum), or say gm.V or gm.P",
             )
         )

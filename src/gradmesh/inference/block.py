@@ -75,12 +75,12 @@ class _Mode(DispatchMode):
         if tracker.aside:
             return func(*args, **kwargs)
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
-            return NotImplemented  # what it is made of comes back here
+            fake = any(kind.__name__ in ("FakeTensor", "FunctionalTensor") for kind in types)
+            # What else has an own dispatch is made of tensors, which come back here.
+            return func(*args, **kwargs) if fake else NotImplemented
         space, name = dispatched_name(func)
         if space in raw.CALLS:
-            return raw.follow(
-                tracker, space, name, [*args, *kwargs.values()], lambda: func(*args, **kwargs)
-            )
+            return raw.follow(tracker, space, name, [*args, *kwargs.values()], lambda: func(*args, **kwargs))
         if space in ("profiler", "prim"):
             return func(*args, **kwargs)
         return operators.follow(tracker, func, args, kwargs)

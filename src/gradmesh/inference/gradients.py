@@ -28,7 +28,7 @@ def look_at(tracker: Tracker, parameters: Sequence[Tensor]) -> None:
             busy, tracker.busy = tracker.busy, True
             try:
                 number = number_of_bits(grad)
-                plain = not node.declared and x.numel() > 0 and bool((x == x.flatten()[0]).all())
+                plain = not node.declared and _plain(x)
             finally:
                 tracker.busy = busy
             pair = token("gradient", mark.number, number)
@@ -47,6 +47,12 @@ def look_at(tracker: Tracker, parameters: Sequence[Tensor]) -> None:
                     else "",
                 )
             )
+
+
+def _plain(x: Tensor) -> bool:
+    """Whether ranks may have the same by chance: all zeros, all ones, or more than one of another number."""
+    values = x.detach().flatten()
+    return bool((values == values[:1]).all()) and (x.numel() > 1 or bool((values == 0) | (values == 1)))
 
 
 def _missing(tracker: Tracker, at: int, leaf: Node) -> Finding:
@@ -116,4 +122,3 @@ def watch(tracker: Tracker, x: Tensor, at: int, kind: Type) -> None:
         tracker.expect(Condition(lambda: finding, at, (), own, absent))
 
     x.register_hook(arrived)
-

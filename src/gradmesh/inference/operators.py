@@ -19,7 +19,7 @@ from gradmesh.inference.findings import Condition, Finding, began_at, types_of
 from gradmesh.inference.kinds import SAMES, UNKNOWN, ZERO, Kind, P, R, S, V, shown
 from gradmesh.inference.rules import Operands, Rule, outcome
 from gradmesh.inference.table import rule_of
-from gradmesh.inference.tape import Mark, Node
+from gradmesh.inference.tape import Mark, Node, memory_of
 from gradmesh.inference.tracker import Tracker
 
 __all__ = ["follow", "tensors_in"]
@@ -103,9 +103,7 @@ def _on_each(
             tracker,
             plan,
             {
-                place: value[i]
-                if isinstance(value, list | tuple) and len(value) == length
-                else value
+                place: value[i] if isinstance(value, list | tuple) and len(value) == length else value
                 for place, value in given.items()
                 if not (isinstance(value, list | tuple) and not value)
             },
@@ -128,6 +126,7 @@ class _Call:
         unread = plan.rule.unread if plan.rule is not None else frozenset()
         self.nodes: dict[int, list[Node]] = {}
         self._fractions: list[bool] = []
+        self._bases: dict[int, Tensor] = {}
         statics: list[object] = []
         for place, value in sorted(given.items()):
             if place in unread:
@@ -135,6 +134,7 @@ class _Call:
             found = [*tensors_in(value)]
             if found:
                 self.nodes[place] = [tracker.node_of(one) for one in found]
+                self._bases.update((memory_of(one), one) for one in found)
                 self._fractions += [one.is_floating_point() or one.is_complex() for one in found]
             else:
                 statics.append((place, said(value)))
@@ -150,8 +150,9 @@ class _Call:
         whole = any(one.is_floating_point() or one.is_complex() for one in every)
         found = [self._kind(at, whole) for at in range(len(tracker.axes))] if every else []
         for order, one in enumerate(every):
+            wrote = any(one is other for other in written)
             if plan.rule is not None and plan.rule.made == "~":
-                tracker.observed(one, [kind for kind, _ in found])
+                tracker.observed(one, [kind for kind, _ in found], written=wrote)
                 continue
             marks = tuple(
                 Mark(kind, self._number(at, order, one) if kind in SAMES or kind == P else 0)
@@ -160,7 +161,9 @@ class _Call:
             leaf = one.is_leaf and one.requires_grad
             # A parameter after a step would else lead back through all steps.
             back = () if leaf else inputs
-            tracker.keep(one, Node(plan.name, self.site, back, marks, leaf, shape=tuple(one.shape)))
+            node = Node(plan.name, self.site, back, marks, leaf, shape=tuple(one.shape))
+            base = None if wrote else self._bases.get(memory_of(one))
+            tracker.keep(one, node, base=base, written=wrote)
 
     def _operands(self, at: int) -> Operands:
         kinds: dict[int, list[Kind]] = {
@@ -190,7 +193,9 @@ class _Call:
             kind = UNKNOWN if UNKNOWN in met else V if met & {V, P} else kinds_of(met)
         if kind == P and not whole and any(self._fractions):
             kind, problem = V, rules.NONLINEAR
-        if problem and in_backward():  # where all is linear, and a term that every rank has is meant once for each
+        if (
+            problem and in_backward()
+        ):  # where all is linear, and a term that every rank has is meant once for each
             return kind, ""
         if problem == rules.UNSAID:
             self.tracker.note(
@@ -198,7 +203,18 @@ class _Call:
             )
         elif problem:
             self._expect(at, problem)
+        elif kind == P and (partners := self._partners(at)):
+            self._expect(at, rules.VARYING, partners)
         return kind, problem
+
+    def _partners(self, at: int) -> tuple[int, ...]:
+        """The numbers of what pending sums are multiplied with, which has to be the same on every rank."""
+        rule, found = self.plan.rule, []
+        for term in () if rule is None else rule.terms:
+            nodes = [node for place, _ in term for node in self.nodes.get(place, ())]
+            if len(term) > 1 and any(node.marks[at].kind == P for node in nodes):
+                found += [node.marks[at].number for node in nodes if node.marks[at].kind in SAMES]
+        return tuple(number for number in found if number)
 
     def _tokens(self, at: int) -> list[object]:
         return [
@@ -212,7 +228,7 @@ class _Call:
             return token(self._base, order, tuple(result.shape), str(result.dtype))
         return token(self._base, order, self._tokens(at))
 
-    def _expect(self, at: int, problem: str) -> None:
+    def _expect(self, at: int, problem: str, absent: tuple[int, ...] = ()) -> None:
         marks = [(node, node.marks[at]) for nodes in self.nodes.values() for node in nodes]
         named = (P, R, "I", S) if problem == rules.COUNTS else (P,)
         present = tuple(mark.number for _, mark in marks if mark.kind in named)
@@ -222,7 +238,7 @@ class _Call:
         began = f"the pending sum {began_at(pending.op, pending.site)}" if pending.site != self.site else ""
         axis = self.tracker.axes[at].name
         finding = Finding.at(problem, f"aten.{self.plan.name}", axis, types, self.site, began)
-        self.tracker.expect(Condition(lambda: finding, at, present, number))
+        self.tracker.expect(Condition(lambda: finding, at, present, number, absent))
 
 
 def kinds_of(met: set[Kind]) -> Kind:

@@ -18,7 +18,7 @@ from gradmesh.axis import Axis
 from gradmesh.call_sites import call_site
 from gradmesh.errors import GradmeshError
 from gradmesh.inference.digest import token
-from gradmesh.inference.kinds import S, UNKNOWN, V
+from gradmesh.inference.kinds import UNKNOWN, S, V
 from gradmesh.inference.operators import tensors_in
 from gradmesh.inference.tape import Mark, Node
 from gradmesh.inference.tracker import Tracker
@@ -64,9 +64,7 @@ CALLS = {
 _IN_PLACE = frozenset({"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_"})
 
 
-def follow(
-    tracker: Tracker, space: str, name: str, args: Sequence[Any], run: Callable[[], Any]
-) -> Any:
+def follow(tracker: Tracker, space: str, name: str, args: Sequence[Any], run: Callable[[], Any]) -> Any:
     """Run a collective of torch, and note what its results are."""
     leaves, axis = CALLS[space].get(name), _axis(space, args)
     functional = space == "_c10d_functional"
@@ -100,7 +98,9 @@ def follow(
                 marks.append(Mark(S, made) if leaves == "S" else Mark(V, 0))
                 if in_backward():
                     tracker.forgive_averaged(at)
-        tracker.keep(one, Node(words, site, tuple(nodes), tuple(marks), collective=True, shape=tuple(one.shape)))
+        tracker.keep(
+            one, Node(words, site, tuple(nodes), tuple(marks), collective=True, shape=tuple(one.shape))
+        )
     return result
 
 

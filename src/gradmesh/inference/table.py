@@ -88,8 +88,6 @@ _BY_RULE = {
         _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention
         _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
     """,
-    "!0 !3": "scatter_reduce scatter.reduce scatter.value_reduce",
-    "!0 !2": "index_reduce",
     "!0 !1 !2": "clamp.Tensor clamp_max.Tensor clamp_min.Tensor",
     # shapes alone
     "=S": """
@@ -107,7 +105,7 @@ _BY_RULE = {
     "": """
         _amp_foreach_non_finite_check_and_unscale _amp_update_scale _embedding_bag _fused_adagrad _fused_adam
         _fused_adamw _fused_sgd _linalg_solve_ex _pdist_forward histc multi_margin_loss native_batch_norm_backward
-        nextafter nll_loss2d_forward nll_loss_forward bincount _cdist_backward _fused_rms_norm_backward
+        index_reduce scatter.reduce scatter.value_reduce scatter_reduce nextafter nll_loss2d_forward nll_loss_forward bincount _cdist_backward _fused_rms_norm_backward
         _scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention_backward
         _scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward
     """,

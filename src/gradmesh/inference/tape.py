@@ -15,7 +15,7 @@ from gradmesh._torch import version_of
 from gradmesh.call_sites import Site
 from gradmesh.inference.kinds import Kind
 
-__all__ = ["DEEPEST", "Mark", "Node", "Tape"]
+__all__ = ["DEEPEST", "Mark", "Node", "Tape", "memory_of"]
 
 DEEPEST = 20_000
 """How many operators a way back has, at most: a loop of training that is followed for long forgets where it began."""
@@ -83,7 +83,7 @@ class Tape:
     """
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[weakref.ref[Tensor], Node, int, int]] = {}
+        self._of: dict[int, tuple[weakref.ref[Tensor], Node, tuple[int, ...], int]] = {}
         self._writes: dict[int, int] = {}
 
     def find(self, x: Tensor) -> Node | None:
@@ -91,11 +91,19 @@ class Tape:
         found = self._of.get(id(x))
         if found is None or found[0]() is not x:
             return None
-        _, node, version, writes = found
-        return node if (version, writes) == (version_of(x), self._writes.get(_memory(x), 0)) else None
+        _, node, versions, writes = found
+        known = version_of(x) in versions and writes == self._writes.get(memory_of(x), 0)
+        return node if known else None
 
-    def keep(self, x: Tensor, node: Node) -> None:
-        """Remember the value of a tensor, as long as it is alive."""
+    def keep(self, x: Tensor, node: Node, *, base: Tensor | None = None, written: bool = False) -> None:
+        """Remember the value of a tensor, as long as it is alive.
+
+        Args:
+            x: the tensor.
+            node: its value.
+            base: what it is a view of, whose version it will have when autograd is through with it.
+            written: whether it is written now, which autograd counts when it is through with it.
+        """
         key, of = id(x), self._of
 
         def forget(ref: object) -> None:
@@ -103,11 +111,13 @@ class Tape:
             if found is not None and found[0] is ref:
                 del of[key]
 
-        of[key] = (weakref.ref(x, forget), node, version_of(x), self._writes.get(_memory(x), 0))
+        version, writes = version_of(x if base is None else base), self._writes.get(memory_of(x), 0)
+        versions = (version, version + 1) if written else (version,)
+        of[key] = (weakref.ref(x, forget), node, versions, writes)
 
     def written(self, x: Tensor) -> None:
         """Note that a tensor's memory was written: what else lies there is not known any more."""
-        where = _memory(x)
+        where = memory_of(x)
         self._writes[where] = self._writes.get(where, 0) + 1
 
     def leaves(self) -> list[tuple[Tensor, Node]]:
@@ -116,7 +126,8 @@ class Tape:
         return [(x, node) for x, node in there if x is not None and node.leaf]
 
 
-def _memory(x: Tensor) -> int:
+def memory_of(x: Tensor) -> int:
+    """Where a tensor's memory is; 0 where it has none."""
     try:
         return x.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):

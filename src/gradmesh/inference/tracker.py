@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import warnings
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from gradmesh.errors import CheckWarning, TypeMismatchError
 from gradmesh.inference.agreement import Agreement
 from gradmesh.inference.digest import number_of_bits, observable
 from gradmesh.inference.findings import Condition, Finding
-from gradmesh.inference.kinds import SAMES, UNKNOWN, I, Kind, P, S, V, flavor
+from gradmesh.inference.kinds import SAMES, UNKNOWN, ZERO, I, Kind, P, S, V, flavor
 from gradmesh.inference.tape import Mark, Node, Tape
 from gradmesh.types import Type
 
@@ -71,14 +72,21 @@ class Tracker:
     def node_of(self, x: Tensor) -> Node:
         """The value of a tensor; what comes from outside is observed."""
         found = self.tape.find(x)
-        return self.observed(x) if found is None else found
+        if found is None:
+            return self.observed(x)
+        if not found.leaf and x.requires_grad and x.is_leaf:  # data that has become a parameter
+            marks = tuple(Mark(I, one.number) if one.kind in (S, ZERO) else one for one in found.marks)
+            found = dataclasses.replace(found, inputs=(), marks=marks, leaf=True)
+            self.keep(x, found)
+        return found
 
-    def observed(self, x: Tensor, like: Sequence[Kind] = ()) -> Node:
+    def observed(self, x: Tensor, like: Sequence[Kind] = (), *, written: bool = False) -> Node:
         """Look at the bits of a tensor that nobody has followed.
 
         Args:
             x: the tensor.
             like: for each axis, what it is if all ranks turn out to have these bits; V and ? are so anyway.
+            written: whether it is written now.
         """
         leaf = x.is_leaf and x.requires_grad
         if observable(x):
@@ -92,12 +100,12 @@ class Tracker:
         else:
             marks = (Mark(UNKNOWN, 0),) * len(self.axes)
         node = Node("", call_site(), (), marks, leaf, shape=tuple(x.shape))
-        self.keep(x, node)
+        self.keep(x, node, written=written)
         return node
 
-    def keep(self, x: Tensor, node: Node) -> None:
+    def keep(self, x: Tensor, node: Node, *, base: Tensor | None = None, written: bool = False) -> None:
         """Remember a tensor's value, and tell the others of it when they are met."""
-        self.tape.keep(x, node)
+        self.tape.keep(x, node, base=base, written=written)
         for at, mark in enumerate(node.marks):
             if mark.number:
                 self.agreement.say(at, mark.number)
@@ -108,7 +116,9 @@ class Tracker:
         if self.aside or at is None:
             return
         node = self.node_of(x)
-        self.mark(x, node, at, Mark(str(kind), 0 if kind is Type.V else node.marks[at].number), declared=False)
+        self.mark(
+            x, node, at, Mark(str(kind), 0 if kind is Type.V else node.marks[at].number), declared=False
+        )
 
     def mark(self, x: Tensor, node: Node, at: int, mark: Mark, *, declared: bool) -> None:
         """Give a tensor another mark over one axis."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -25,7 +24,9 @@ from gradmesh.wire.claims import BACKWARD, JOINS, Recorded
 __all__ = ["beside", "follow", "relation"]
 
 
-def follow(tracker: Tracker, op: Op, x: Tensor, recorded: Recorded | None, run: Callable[[], Tensor]) -> Tensor:
+def follow(
+    tracker: Tracker, op: Op, x: Tensor, recorded: Recorded | None, run: Callable[[], Tensor]
+) -> Tensor:
     """Run an op of the library, and note what its result is."""
     if tracker.aside or is_fake(x) or op.axis.size == 1:
         return run()
@@ -114,20 +115,18 @@ def _check(
     own = node.marks[at]
     kind = together(rows) if rows else own.kind
     problem = _problem(op, kind, back=back, learns=learns)
-    hidden = not rows and kind in SAMES and not back and isinstance(op, LinearOp) and op.src in (Type.R, Type.I)
-    if not problem and not hidden:
-        return
+    absent: tuple[int, ...] = ()
+    if not problem:
+        told_the_same = isinstance(op, LinearOp) and op.src in (Type.R, Type.I)
+        if rows or kind not in SAMES or not told_the_same:
+            return
+        # Nothing is sent: whether the ranks have the same is seen later.
+        problem, absent, kind = "gradient-differs" if back else "not-the-same", (own.number,), V
     took = "" if isinstance(op, Extremum) else f"a value of type {op.src}"
     name = f"gm.{op.called}" + (" in backward" if back else "")
     began = "" if node.site == site or not node.op else f"the operand {began_at(node.op, node.site)}"
-    axis = tracker.axes[at].name
-    if not problem:  # nothing is sent: whether the ranks have the same is seen later
-        problem, absent = "not-the-same", (own.number,)
-        types = types_of([(V, node.shape)])
-    else:
-        absent = ()
-        types = types_of([(kind, node.shape)])
-    finding = Finding.at(problem, name, axis, types, site, began, took)
+    types = types_of([(kind, node.shape)])
+    finding = Finding.at(problem, name, tracker.axes[at].name, types, site, began, took)
     if rows:
         tracker.found(finding)
         return
