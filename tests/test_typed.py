@@ -438,7 +438,8 @@ def raw_calls() -> list[object]:
 
 def ddp(wrapped: bool) -> tuple[object, int]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    first = nn.Linear(3, 4)
+    model = nn.Sequential(first, nn.Tanh(), nn.Linear(4, 1))
     with gm.typed() as types:
         whole = nn.parallel.DistributedDataParallel(model) if wrapped else model
         step = torch.optim.AdamW(model.parameters())
@@ -446,7 +447,7 @@ def ddp(wrapped: bool) -> tuple[object, int]:
             step.zero_grad()
             whole(own(4, 3)).square().mean().backward()
             step.step()
-        told = types.of(model[0].weight)["world"]
+        told = types.of(first.weight)["world"]
     return told, len(types.findings)
 
 

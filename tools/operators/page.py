@@ -36,10 +36,15 @@ A rule says what becomes of a pending sum, P. Numbers are the places of the argu
 | none | nothing is said of pending sums: a note |
 
 Proven means: on three simulated ranks, in double precision, for every choice of types of the operands (for three
-operands and more, for some). *Values*: what is the same is so bit for bit; what is P sums up to what the operator makes of
-the sums. *Gradients*: those of the operands, added up as their types say, are the finite differences of the objective of
-all ranks, and those of I and P are the same on every rank. *Faults*: where the rule calls it a finding, the sum over ranks
-is another. *Twins*: in place and on lists (`_foreach_`), the same bits.
+operands and more, for some).
+
+* *Values*: what is the same is so bit for bit; what is P sums up to what the operator makes of the sums.
+* *Gradients*: those of the operands, added up as their types say, are the finite differences of the objective of all
+  ranks, and those of I and P are the same on every rank.
+* *Faults*: where the rule calls it a finding, the sum over ranks is another.
+* *Twins*: in place and on lists (`_foreach_`), the same bits.
+
+`python -m tools.operators --write docs/operators.md` proves them and writes this page.
 """
 
 
@@ -47,7 +52,7 @@ def proofs() -> dict[str, Proof]:
     """Every operator's proof: those of its samples, added up.
 
     Raises:
-        Refuted: a rule says what is not so.
+        RefutedError: a rule says what is not so.
     """
     made: dict[str, Proof] = {}
     with warnings.catch_warnings():
@@ -80,8 +85,8 @@ def page(proven: dict[str, Proof], others: dict[str, list[str]]) -> str:
     count = sum(len(set(names)) for names in others.values())
     left = sorted(set(TABLE) - set(proven))
     rows.append(
-        f"{len(proven)} operators and {count} twins of them are proven; {len(left)} have a rule that is not proven here, "
-        "since they run on other devices, or say nothing of pending sums.\n"
+        f"{len(proven)} operators and {count} twins of them are proven; {len(left)} have a rule that is not proven "
+        "here, since they run on other devices, or say nothing of pending sums.\n"
     )
     rows += ["| operator | rule | twins | values | gradients | faults | |", "|---|---|---|---|---|---|---|"]
     for name, one in sorted(proven.items()):
@@ -94,7 +99,8 @@ def page(proven: dict[str, Proof], others: dict[str, list[str]]) -> str:
     rows += [
         "## Collectives of torch.distributed",
         "",
-        "Where torch's dispatcher sees them: on Gloo and NCCL. What is the same on every rank is R or I as its use makes it.",
+        "Where torch's dispatcher sees them: on Gloo and NCCL. What is the same on every rank is R or I as its use "
+        "makes it.",
         "",
         "| collective | leaves |",
         "|---|---|",

@@ -20,7 +20,7 @@ from gradmesh.inference.rules import Rule, outcome
 from gradmesh.inference.table import rule_of
 from tools.operators.samples import Operand, arguments, operands
 
-__all__ = ["Case", "Proof", "Refuted", "overload_of", "prove"]
+__all__ = ["Case", "Proof", "RefutedError", "overload_of", "prove"]
 
 RANKS = 3
 _STEP = 1e-6
@@ -28,7 +28,7 @@ _STEP = 1e-6
 Values = dict[Operand, Tensor]
 
 
-class Refuted(AssertionError):
+class RefutedError(AssertionError):
     """A rule says what is not so."""
 
 
@@ -68,7 +68,7 @@ class Case:
         base, _, overload = name.partition(".")
         told = rule_of(base, overload)
         if told is None:
-            raise Refuted(f"{name} has no rule")
+            raise RefutedError(f"{name} has no rule")
         self.rule: Rule = rules.rule(told)
         self.args, self.kwargs = arguments(text)
         self._fresh()
@@ -122,7 +122,8 @@ class Case:
         Args:
             one: the operand.
             kind: the type.
-            how: "wide": from -3 to 3, each rank's by itself; "odd": also a NaN and zeros among them; "infinite": all that.
+            how: "wide": from -3 to 3, each rank's by itself; "odd": also a NaN and zeros among them; "infinite": all
+                that, and infinities.
         """
         if how and not one.definite and one.dtype is torch.float64:
             wide = Operand(one.shape, -3.0, 3.0)
@@ -145,8 +146,7 @@ class Case:
             return [whole] * RANKS
         shares = [0.2, 0.3, 0.5]
         noise = 0.02 * torch.rand(one.shape, dtype=torch.float64, generator=self.generator)
-        parts = [share * whole + off * noise for share, off in zip(shares, (1.0, -2.0, 1.0), strict=True)]
-        return parts
+        return [share * whole + off * noise for share, off in zip(shares, (1.0, -2.0, 1.0), strict=True)]
 
     def run(self, values: Values) -> list[Tensor]:
         """The tensors that it returns."""
@@ -204,7 +204,7 @@ def prove(name: str, text: str, seed: int = 0) -> Proof:
     """Hold an operator's rule against values and gradients, for every choice of types of a sample's operands.
 
     Raises:
-        Refuted: it says what is not so.
+        RefutedError: it says what is not so.
     """
     case = Case(name, text, seed)
     proof = Proof(name, case.rule.text)
@@ -247,9 +247,9 @@ def _prove_made(case: Case, proof: Proof, fixed: Values) -> None:
         proof.said.add("nobody has written it")
         return
     if any(not _alike(results[0], one) for one in results[1:]):
-        raise Refuted(f"{proof.name} depends on values")
+        raise RefutedError(f"{proof.name} depends on values")
     if made == "Z" and any(bool(one.any()) for one in results[0]):
-        raise Refuted(f"{proof.name} is not zeros")
+        raise RefutedError(f"{proof.name} is not zeros")
     proof.values += 1
 
 
@@ -268,18 +268,18 @@ def _hold_values(
         return
     if kind in SAMES:
         if any(not _alike(results[0], one) for one in results[1:]):
-            raise Refuted(f"{where}: the ranks differ")
+            raise RefutedError(f"{where}: the ranks differ")
         proof.values += 1
         return
     if P not in chosen.values():  # V promises nothing
         return
     if problem:
         if _fits(case, chosen, ranks, results) and not _faulty(case, chosen, problem, ranks[0]):
-            raise Refuted(f"{where}: the sum over ranks is right, and the rule calls it a fault")
+            raise RefutedError(f"{where}: the sum over ranks is right, and the rule calls it a fault")
         proof.refused += 1
     elif kind == P:
         if not _fits(case, chosen, ranks, results):
-            raise Refuted(f"{where}: the sum over ranks is not what the operator makes of the sums")
+            raise RefutedError(f"{where}: the sum over ranks is not what the operator makes of the sums")
         proof.values += 1
 
 
@@ -394,10 +394,10 @@ def _hold_gradients(
             else sum(float((g * way).sum()) for g, way in zip(own, ways, strict=True))
         )
         if abs(slope - told) > 1e-5 * max(1.0, abs(slope)):
-            raise Refuted(f"{where}: the gradient of a {what} operand makes {told}, differences {slope}")
+            raise RefutedError(f"{where}: the gradient of a {what} operand makes {told}, differences {slope}")
         dual_same = (what == P and kind == P) or what == I
         if dual_same and any(not torch.allclose(own[0], g, rtol=1e-12, atol=1e-12) for g in own[1:]):
-            raise Refuted(f"{where}: the gradient of a {what} operand is not the same on every rank")
+            raise RefutedError(f"{where}: the gradient of a {what} operand is not the same on every rank")
     return 1
 
 

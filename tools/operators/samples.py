@@ -2,10 +2,12 @@
 
 A sample is a Python expression for the arguments. Names in it are operands:
 
-    x y z    3 x 4, between 0.2 and 0.8; X a positive definite 3 x 3; u v of 4; m of 4 x 3; a b 2 x 3 x 4; c of 2 x 4 x 3
-    h        3 x 4 between 1.2 and 2; n an image 1 x 2 x 6 x 6; n1 n3 with one and three dimensions; k its kernel
-    q        complex, 3 x 4; p pairs, 3 x 2
-    i I      indices, 2 and 3 x 4, below 3; t of 3 below 4; K a mask 3 x 4; s a scalar
+    x y z    3 x 4, between 0.2 and 0.8; h between 1.2 and 2; u v of 4; m of 4 x 3; a b of 2 x 3 x 4; c of 2 x 4 x 3
+    X L      positive definite, 3 x 3, and only its lower triangle
+    n k      an image, 1 x 2 x 6 x 6, and a kernel; n1 n3 with one and three dimensions
+    q p      complex, 3 x 4; pairs, 3 x 2
+    i I F    numbers that stand once along a dimension; t numbers; K a mask; s a scalar
+    others   of the shapes that stand below
 """
 
 from __future__ import annotations
@@ -111,18 +113,19 @@ def _named() -> dict[str, object]:
 # Several operators a line; a name with a dot says which overload.
 _FAMILIES = {
     "x": """
-        _neg_view alias alias_copy clone conj_physical deg2rad detach detach_copy lift lift_fresh lift_fresh_copy mean
-        neg positive rad2deg sum t t_copy unbind.int tril triu squeeze squeeze_copy _to_copy unbind_copy.int
-        abs acos angle all any asin asinh atan atanh ceil celu cos cosh count_nonzero
-        digamma elu erf erfc erfinv exp exp2 expm1 floor frac gelu glu hardshrink hardsigmoid hardswish hardtanh i0
-        isinf isnan isneginf isposinf leaky_relu lgamma linalg_vector_norm log log10 log1p log2
+        _neg_view alias alias_copy clone conj_physical deg2rad detach detach_copy lift lift_fresh
+        lift_fresh_copy mean neg positive rad2deg sum t t_copy unbind.int tril triu squeeze squeeze_copy
+        _to_copy unbind_copy.int abs acos angle all any asin asinh atan atanh ceil celu cos cosh count_nonzero
+        digamma elu erf erfc erfinv exp exp2 expm1 floor frac gelu glu hardshrink hardsigmoid hardswish
+        hardtanh i0 isinf isnan isneginf isposinf leaky_relu lgamma linalg_vector_norm log log10 log1p log2
         logical_not logit max min median argmax argmin mish nan_to_num nanmedian nansum nonzero norm prod
         reciprocal relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink
-        special_bessel_j0 special_bessel_j1 special_bessel_y0 special_entr special_erfcx special_i0e special_i1
-        special_i1e special_log_ndtr special_modified_bessel_i0 special_ndtri sqrt square std tan tanh trunc var
-        diagonal diagonal_copy var_mean std_mean _unique2 unique_consecutive log_sigmoid_forward where.default argsort sort aminmax
-        ones_like empty_like zeros_like zero rand_like randn_like bernoulli exponential normal_functional uniform
-        cauchy log_normal random poisson _standard_gamma _sample_dirichlet
+        special_bessel_j0 special_bessel_j1 special_bessel_y0 special_entr special_erfcx special_i0e
+        special_i1 special_i1e special_log_ndtr special_modified_bessel_i0 special_ndtri sqrt square std tan
+        tanh trunc var diagonal diagonal_copy var_mean std_mean _unique2 unique_consecutive
+        log_sigmoid_forward where.default argsort sort aminmax ones_like empty_like zeros_like zero rand_like
+        randn_like bernoulli exponential normal_functional uniform cauchy log_normal random poisson
+        _standard_gamma _sample_dirichlet
     """,
     "h": "acosh",
     "h, 1": "mvlgamma",
@@ -132,9 +135,9 @@ _FAMILIES = {
     "x, [4, 3], 2.0": "new_full",
     "x, [4, 3], [3, 1]": "_reshape_alias new_empty_strided",
     "x, 0": """
-        cumsum unsqueeze unsqueeze_copy cumprod cummax cummin logcumsumexp mode diag_embed
-        prod.dim_int median.dim nanmedian.dim max.dim min.dim squeeze.dim all.dim any.dim argmax argmin
-        squeeze_copy.dim argsort sort eq.Scalar ne.Scalar
+        cumsum unsqueeze unsqueeze_copy cumprod cummax cummin logcumsumexp mode diag_embed prod.dim_int
+        median.dim nanmedian.dim max.dim min.dim squeeze.dim all.dim any.dim argmax argmin squeeze_copy.dim
+        argsort sort eq.Scalar ne.Scalar
     """,
     "x, 1, 0": "kthvalue select.int select_copy.int",
     "x, [0]": "sum.dim_IntList mean.dim flip amax amin logsumexp nansum var.dim std.dim var_mean.dim std_mean.dim",
@@ -155,9 +158,8 @@ _FAMILIES = {
         pow.Tensor_Scalar clamp_min remainder.Scalar fill.Scalar multinomial full_like
     """,
     "x, 0.5": """
-        add.Tensor sub.Tensor mul.Tensor div.Tensor add.Scalar mul.Scalar div.Scalar rsub.Scalar clamp clamp_max
-        ge.Scalar gt.Scalar le.Scalar lt.Scalar fmod.Scalar
-        geometric xlogy.Scalar_Other
+        add.Tensor sub.Tensor mul.Tensor div.Tensor add.Scalar mul.Scalar div.Scalar rsub.Scalar clamp
+        clamp_max ge.Scalar gt.Scalar le.Scalar lt.Scalar fmod.Scalar geometric xlogy.Scalar_Other
     """,
     "2, x": "polygamma",
     "x, 0.1, 0.3": "threshold",
@@ -168,13 +170,14 @@ _FAMILIES = {
         linalg_lu_factor_ex linalg_matrix_exp linalg_qr
     """,
     "x, y": """
-        add.Tensor sub.Tensor rsub.Tensor mul.Tensor div.Tensor xlogy.Tensor special_xlog1py atan2 copysign.Tensor dist
-        eq.Tensor floor_divide fmax fmin fmod.Tensor ge.Tensor gt.Tensor heaviside hypot igamma igammac isclose
-        le.Tensor logaddexp logaddexp2 logical_and logical_or logical_xor lt.Tensor maximum minimum mse_loss
-        ne.Tensor nextafter pow.Tensor_Tensor remainder.Tensor smooth_l1_loss huber_loss
-        soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits max.other min.other copy
-        sigmoid_backward silu_backward tanh_backward hardsigmoid_backward hardswish_backward mish_backward
-        gelu_backward logit_backward clamp_min.Tensor clamp_max.Tensor clamp.Tensor _prelu_kernel
+        add.Tensor sub.Tensor rsub.Tensor mul.Tensor div.Tensor xlogy.Tensor special_xlog1py atan2
+        copysign.Tensor dist eq.Tensor floor_divide fmax fmin fmod.Tensor ge.Tensor gt.Tensor heaviside hypot
+        igamma igammac isclose le.Tensor logaddexp logaddexp2 logical_and logical_or logical_xor lt.Tensor
+        maximum minimum mse_loss ne.Tensor nextafter pow.Tensor_Tensor remainder.Tensor smooth_l1_loss
+        huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits max.other min.other
+        copy sigmoid_backward silu_backward tanh_backward hardsigmoid_backward hardswish_backward
+        mish_backward gelu_backward logit_backward clamp_min.Tensor clamp_max.Tensor clamp.Tensor
+        _prelu_kernel
     """,
     "h, x": "special_zeta",
     "x, s": "fill.Tensor",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import arguments_of
-from tools.operators.proof import Case, Refuted
+from tools.operators.proof import Case, RefutedError
 from tools.operators.samples import Operand
 
 __all__ = ["twins_of"]
@@ -19,7 +19,7 @@ def twins_of(name: str, text: str, seed: int = 0) -> list[str]:
     """The twins of an operator that did the same with a sample's operands.
 
     Raises:
-        Refuted: one did something else.
+        RefutedError: one did something else.
     """
     base, _, overload = name.partition(".")
     case = Case(name, text, seed)
@@ -42,9 +42,9 @@ def twins_of(name: str, text: str, seed: int = 0) -> list[str]:
             if got.shape != want[0].shape or got.dtype != want[0].dtype:
                 continue
             if not torch.equal(got.nan_to_num(), want[0].nan_to_num()):
-                raise Refuted(f"{other} is not {name}")
+                raise RefutedError(f"{other} is not {name}")
             if not writes and not torch.equal(given.nan_to_num(), before.nan_to_num()):
-                raise Refuted(f"{other} writes its operand")
+                raise RefutedError(f"{other} writes its operand")
             found.append(other)
     return sorted(set(found))
 

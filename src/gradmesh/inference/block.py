@@ -66,7 +66,7 @@ class _Mode(DispatchMode):
     """Sees every operator that is run on this thread."""
 
     def __init__(self, tracker: Tracker) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tracker = tracker
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -53,7 +53,7 @@ def _plan(func: Any) -> _Plan:
     text = rule_of(name, overload) if space == "aten" else None
     if text is not None and overload.endswith("out"):
         text += "".join(f" -{place}" for place in written)
-    each = name.startswith("_foreach") or name.startswith("_fused")
+    each = name.startswith(("_foreach", "_fused"))
     return _Plan(
         name if space == "aten" else f"{space}::{name}",
         None if text is None else rules.rule(text),
@@ -78,7 +78,7 @@ def follow(tracker: Tracker, func: Any, args: Sequence[Any], kwargs: Mapping[str
     given = dict(enumerate(args))
     given.update({plan.names.index(name): value for name, value in kwargs.items() if name in plan.names})
     if plan.each:
-        return _on_each(tracker, func, plan, given, lambda: func(*args, **kwargs))
+        return _on_each(tracker, plan, given, lambda: func(*args, **kwargs))
     call = _Call(tracker, plan, given)
     if plan.name == "ones_like" and call.nodes and _begins_backward():
         _begin(tracker, call.nodes[0][0])
@@ -92,9 +92,7 @@ def _written(plan: _Plan, given: Mapping[int, Any]) -> Iterator[Tensor]:
         yield from tensors_in(given.get(place))
 
 
-def _on_each(
-    tracker: Tracker, func: Any, plan: _Plan, given: Mapping[int, Any], run: Callable[[], Any]
-) -> Any:
+def _on_each(tracker: Tracker, plan: _Plan, given: Mapping[int, Any], run: Callable[[], Any]) -> Any:
     """An operator on lists: the same to the first of each, to the second, and so on."""
     lists = [value for value in given.values() if isinstance(value, list | tuple)]
     length = max((len(one) for one in lists), default=0)

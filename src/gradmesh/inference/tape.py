@@ -1,6 +1,4 @@
-"""What is known of each tensor: where it came from, of what, and its mark over each axis. Kept beside tensors, never on
-them.
-"""
+"""What is known of each tensor, kept beside it: where it came from, of what, and its mark over each axis."""
 
 from __future__ import annotations
 
