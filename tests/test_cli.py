@@ -30,6 +30,7 @@ def test_help_names_every_command() -> None:
     assert re.findall(r"^  (\w+)  ", told.output, re.MULTILINE) == [
         "audit",
         "bench",
+        "check",
         "demo",
         "info",
     ]
@@ -49,7 +50,7 @@ def test_a_command_that_has_moved_says_where_to(arguments: tuple[str, ...]) -> N
     assert f"python -m benchmarks.{arguments[0]}" in told.stderr
 
 
-@pytest.mark.parametrize("command", ["audit", "bench", "demo clip", "demo forces", "info"])
+@pytest.mark.parametrize("command", ["audit", "bench", "check", "demo clip", "demo forces", "info"])
 def test_every_command_explains_itself_and_its_options(command: str) -> None:
     told = _run(*command.split(), "--help")
     assert told.exit_code == 0

@@ -30,7 +30,7 @@ FLOORS = (
     ("inference",),
     ("nn",),
     ("compat", "verify"),
-    ("bench", "demo", "installation"),
+    ("bench", "checker", "demo", "installation"),
     ("cli",),
 )
 """The rooms from the ground up: a file imports from its own room and from the floors below it alone."""

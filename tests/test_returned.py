@@ -308,6 +308,50 @@ def test_where_others_may_be_at_work_the_main_thread_is_not_said_to_wait(
     assert seen[True] == 0.0
 
 
+def test_a_machine_that_was_held_up_is_no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A minute without processor time between two looks, on a rank that stands inside of autograd."""
+    monkeypatch.setattr(stuck, "others_at_work", lambda: False)
+    main, never = MainThread(), torch.futures.Future()  # type: ignore[var-annotated]
+    seen: list[float] = []
+
+    def look() -> None:
+        time.sleep(0.1)
+        main.waits()
+        now = time.monotonic()
+        for later in (60.0, 60.1):
+            monkeypatch.setattr(time, "monotonic", lambda later=later: now + later)
+            seen.append(main.waits())
+        monkeypatch.undo()
+        never.set_result(0)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    never.wait()
+    thread.join()
+    assert 0 < seen[0] < 1.5
+    assert seen[0] < seen[1]
+
+
+def test_a_rank_that_gets_no_processor_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stuck, "others_at_work", lambda: False)
+    wanted = iter([0.0, 0.1, 5.0, 9.9])
+    monkeypatch.setattr(stuck, "_wanted", lambda: next(wanted))
+    main, never = MainThread(), torch.futures.Future()  # type: ignore[var-annotated]
+    seen: list[float] = []
+
+    def look() -> None:
+        for _ in range(3):
+            time.sleep(0.1)
+            seen.append(main.waits())
+        never.set_result(0)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    never.wait()
+    thread.join()
+    assert seen == [0.0, 0.0, 0.0]
+
+
 def test_the_launcher_needs_all_that_are_missing_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)

@@ -8,10 +8,11 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from types import CodeType
+from typing import Any
 
 import torch
 
-__all__ = ["Site", "call_site", "seen_from", "show_site", "show_tensors"]
+__all__ = ["Site", "call_site", "seen_from", "show_site", "show_tensors", "user_frame"]
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _INTERNAL = (
@@ -69,3 +70,14 @@ def show_tensors(tensors: Sequence[torch.Tensor]) -> str:
     if len(set(shown)) == 1 and len(tensors) > 1:
         return f"{len(tensors)} x {shown[0]}"
     return " ".join(shown) + (f" and {len(tensors) - 4} more" if len(tensors) > 4 else "")
+
+
+def user_frame(trace: Any) -> Site:
+    """The innermost frame of a traceback that is neither torch's, gradmesh's nor of Python's own start."""
+    found: Site = None
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not code.co_filename.startswith(_INTERNAL):
+            found = code, trace.tb_lineno
+        trace = trace.tb_next
+    return found

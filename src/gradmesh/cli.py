@@ -1,4 +1,4 @@
-"""The command line: `gradmesh audit`, `gradmesh demo`, `gradmesh bench` and `gradmesh info`.
+"""The command line: `gradmesh audit`, `gradmesh bench`, `gradmesh check`, `gradmesh demo` and `gradmesh info`.
 
 Every command is a plain function, and `commands` is the one place that says how its options are spelled. What the
 extras bring is imported when it is used, so that without them there is a text and no traceback.
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from gradmesh import installation
 from gradmesh.backends import shm
 from gradmesh.bench.command import bench
+from gradmesh.checker.command import check_command
 from gradmesh.demo.command import demo_group
 from gradmesh.errors import GradmeshError, MissingExtraError
 from gradmesh.extras import EXTRAS, missing, require
@@ -93,6 +94,54 @@ def commands() -> click.Group:
                     help="Give ranks that are threads a process of their own, so that its end is a finding.",
                 ),
                 option(["--json", "as_json"], is_flag=True, help="Print a line of JSON for each function."),
+            ],
+        )
+    )
+    group.add_command(
+        click.Command(
+            "check",
+            callback=_status(check_command),
+            short_help="Find what is wrong with the gradients of a training script that knows nothing of gradmesh.",
+            help="Run a script of torch.distributed on local ranks, as torchrun would, and hold the gradients that "
+            "its parameters get against those of the sum of its losses: gradmesh check train.py -n 4 -- --lr 0.1, "
+            "or -m package.module, or -m pytest -- tests/test_x.py. The exit status is 0 where no error is "
+            "found, 1 where one is, and 2 where the script could not be run.",
+            params=[
+                click.Argument(
+                    ["arguments"], nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT] [-- ARGUMENTS...]"
+                ),
+                option(["-m", "--module"], metavar="MODULE", help="Run a module, as python -m does."),
+                option(
+                    ["-n", "--ranks"], type=click.IntRange(min=2), default=2, help="Number of local ranks."
+                ),
+                option(
+                    ["--steps"],
+                    type=click.IntRange(min=1),
+                    default=2,
+                    help="Optimizer steps after which the script is stopped.",
+                ),
+                option(
+                    ["--timeout"],
+                    type=click.FloatRange(min=0, min_open=True),
+                    default=60.0,
+                    help="Seconds after which ranks that do nothing are stuck.",
+                ),
+                option(["--json", "as_json"], is_flag=True, help="Print a line of JSON."),
+                option(
+                    ["--sarif", "sarif_path"],
+                    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+                    help="Where to write what is found as SARIF 2.1.0, for code hosts.",
+                ),
+                option(
+                    ["--baseline"],
+                    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+                    help="Hide the findings that this file has.",
+                ),
+                option(
+                    ["--write-baseline"],
+                    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+                    help="Write what is found to this file, and exit with 0.",
+                ),
             ],
         )
     )
@@ -177,14 +226,14 @@ def info(table: bool) -> None:
 
 
 def _status(command: Callable[..., int]) -> Callable[..., None]:
-    """The command, with what it returns as the exit status, and gradmesh's own errors as text and `NOT_RUN`."""
+    """The command, with what it returns as the exit status, and gradmesh's errors and unusable files as `NOT_RUN`."""
     import click
 
     @functools.wraps(command)
     def told(**options: object) -> None:
         try:
             status = command(**options)
-        except GradmeshError as error:
+        except (GradmeshError, OSError) as error:
             click.echo(str(error), err=True)
             status = NOT_RUN
         click.get_current_context().exit(status)

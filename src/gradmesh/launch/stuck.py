@@ -2,13 +2,15 @@
 
 Under shm and threads the backend knows. With torch's own backends a rank waits inside C++, so it is guessed from
 outside, and only what cannot be anything else counts: for a while the main thread has stood at the same place, that
-place is a call of torch.distributed, of gradmesh, of autograd or of a `wait`, and the process has used next to no
-processor time, so that nothing is being computed or moved by any of its threads. A process with threads of the
-program's own, or with child processes, is never counted: what it waits for may come from there.
+place is a call of torch.distributed, of gradmesh, of autograd or of a `wait`, and the process has neither used nor
+wanted processor time, so that nothing is being computed or moved by any of its threads. A process with threads of the
+program's own, or with child processes, is never counted: what it waits for may come from there. A whole machine can be
+held up for seconds, so what lies between two looks counts for little, and it takes several.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import os
 import pickle
@@ -26,8 +28,10 @@ __all__ = ["MainThread", "Probe", "others_at_work", "waits_in"]
 
 _EVERY = 0.5
 """Seconds between two questions."""
-_SELDOM = 3.0
+_SELDOM = 1.0
 """Seconds between two where no rank has returned: ranks may then wait for each other, in groups that cross."""
+_COUNTED = 0.75
+"""Seconds that may count between two looks: a machine that was held up is nobody's waiting."""
 _LONG = 1.5
 """Seconds for which all ranks that have not returned have to wait before it counts as the end."""
 
@@ -43,7 +47,7 @@ _WAITS = (
 )
 _WAIT_NAMES = {"wait", "result", "synchronize", "wait_tensor"}
 _BUSY = 0.1
-"""Of a core; a process that uses more is at work."""
+"""Of a core; a process that uses or wants more is at work."""
 
 
 class MainThread:
@@ -51,8 +55,8 @@ class MainThread:
 
     def __init__(self) -> None:
         self._place: tuple[tuple[CodeType, int], ...] = ()
-        self._since = self._seen = time.monotonic()
-        self._used = time.process_time()
+        self._waited = 0.0
+        self._seen, self._wanted = time.monotonic(), _wanted()
 
     def waits(self) -> float:
         """For how many seconds it has waited for other ranks, as far as can be seen; 0.0 if it does not.
@@ -60,13 +64,14 @@ class MainThread:
         At the first look, and at the first after it moved, that is 0.0 too.
         """
         frame = _main_frame()
-        now, used = time.monotonic(), time.process_time()
+        now, wanted = time.monotonic(), _wanted()
         place = _place(frame) if frame is not None and waits_in(frame) else ()
-        busy = used - self._used > _BUSY * (now - self._seen) or others_at_work()
-        if not place or place != self._place or busy:
-            self._since = now
-        self._place, self._seen, self._used = place, now, used
-        return now - self._since
+        between = now - self._seen
+        busy = wanted - self._wanted > _BUSY * between or others_at_work()
+        stands = bool(place) and place == self._place and not busy
+        self._waited = self._waited + min(between, _COUNTED) if stands else 0.0
+        self._place, self._seen, self._wanted = place, now, wanted
+        return self._waited
 
     def stack(self, below: str) -> str:
         """Where it is, as text, from the last frame of a file on."""
@@ -114,6 +119,14 @@ class Probe:
             for rank in missing:
                 self._ask(rank)
         return {}
+
+
+def _wanted() -> float:
+    """Seconds of processor time that this process has used, and that its main thread has waited for."""
+    delayed = 0
+    with contextlib.suppress(OSError, IndexError, ValueError):  # another system
+        delayed = int(Path("/proc/self/schedstat").read_text().split()[1])
+    return time.process_time() + delayed / 1e9
 
 
 def others_at_work() -> bool:

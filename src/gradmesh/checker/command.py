@@ -1,0 +1,111 @@
+"""`gradmesh check`: what its arguments name, what it writes, and what its exit status says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from gradmesh import __version__
+from gradmesh.checker import baseline as baselines
+from gradmesh.checker.findings import Verdict
+from gradmesh.checker.report import counted, show
+from gradmesh.checker.run import Target, check_script
+from gradmesh.checker.sarif import sarif
+from gradmesh.errors import ArgumentError, message
+
+__all__ = ["FOUND", "NOT_RUN", "check_command"]
+
+FOUND, NOT_RUN = 1, 2
+"""Exit status: errors were found; the script could not be run, or what is known of it is not enough."""
+
+
+def check_command(
+    arguments: Sequence[str],
+    *,
+    module: str | None = None,
+    ranks: int = 2,
+    steps: int = 2,
+    timeout: float = 60.0,
+    as_json: bool = False,
+    sarif_path: Path | None = None,
+    baseline: Path | None = None,
+    write_baseline: Path | None = None,
+) -> int:
+    """Check a script, print and write what was found, and return the exit status.
+
+    Args:
+        arguments: the script and its own arguments; of a module the arguments alone.
+        module: the module to run instead, as `python -m` takes it.
+        ranks: the number of local ranks.
+        steps: how many optimizer steps to run.
+        timeout: seconds after which ranks that do nothing are stuck.
+        as_json: whether to print a line of JSON instead of text.
+        sarif_path: where to write a SARIF log.
+        baseline: a file of findings that are known, which are hidden.
+        write_baseline: where to write what is found, as a baseline for the next time.
+
+    Returns:
+        0 where no error was found, or all of it was written down as known; `FOUND`, or `NOT_RUN`.
+
+    Raises:
+        ArgumentError: there is no such script, or the baseline is none.
+        GradmeshError: the script cannot be run.
+    """
+    target = _target(arguments, module)
+    known = baselines.read(baseline) if baseline else ()
+    verdict = check_script(target, ranks=ranks, steps=steps, timeout=timeout)
+    found = baselines.beside(verdict.findings, known)
+    shown = replace(verdict, findings=found.new)
+    gone = found.gone if verdict.status == "complete" else ()
+    if sarif_path:
+        script = None if target.module else target.path_or_module
+        log = sarif(shown, version=__version__, script=script)
+        sarif_path.write_text(json.dumps(log, indent=1) + "\n")
+    if as_json:
+        told = {**shown.as_json(), "hidden": len(found.hidden), "gone": [str(each) for each in gone]}
+        print(json.dumps(told), flush=True)
+    else:
+        _show(shown, found.hidden, gone)
+    if verdict.status == "not-run" or (verdict.status == "stopped" and not verdict.errors):
+        return NOT_RUN
+    if write_baseline:
+        baselines.write(write_baseline, verdict.findings)
+        if not as_json:
+            print(f"{counted(len(verdict.findings), 'finding')} written to {write_baseline}")
+        return 0
+    return FOUND if shown.errors else 0
+
+
+def _show(verdict: Verdict, hidden: Sequence[object], gone: Sequence[baselines.Known]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    show(verdict, console)
+    if hidden:
+        console.print(f"{counted(len(hidden), 'finding')} of the baseline hidden")
+    for each in gone:
+        console.print(f"of the baseline, no longer found: {each}", soft_wrap=True)
+
+
+def _target(arguments: Sequence[str], module: str | None) -> Target:
+    if module:
+        return Target(module, True, tuple(arguments))
+    if not arguments:
+        raise ArgumentError(
+            message(
+                "there is nothing to check", op="check", remedy="gradmesh check SCRIPT, or -m MODULE; --help"
+            )
+        )
+    script = arguments[0]
+    if not Path(script).is_file():
+        raise ArgumentError(
+            message(
+                f"{script!r} is no file",
+                op="check",
+                expected="a Python script",
+                remedy="-m for a module; what belongs to the script comes after --",
+            )
+        )
+    return Target(script, False, tuple(arguments[1:]))

@@ -1,0 +1,1 @@
+"""What the tapes, run again, say of the program: the findings."""

@@ -1,0 +1,284 @@
+"""Parameters whose gradient is not the true one, and no call is at fault: sums and factors missing or too many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gradmesh.checker.findings import Finding, Place
+from gradmesh.checker.judging.context import Context, finding
+from gradmesh.checker.judging.parameters import Got, ratio_of, tolerance
+from gradmesh.checker.judging.segments import Segment
+from gradmesh.checker.recording.tape import Op, Root, Scaled, Sent, Tape, refs
+
+__all__ = ["faults_of_gradients", "scales", "wrong_ones"]
+
+_NEAR = 5e-3
+
+
+def scales(tapes: Sequence[Tape], segment: Segment) -> list[dict[str, float]]:
+    """What the program multiplied each rank's gradients by, but for averaging: clipping, a loss scale taken back."""
+    found: list[dict[str, float]] = []
+    for part in segment.parts:
+        own: dict[str, float] = {}
+        for event in part:
+            if isinstance(event, Scaled) and not _is_mean(event.factor, len(tapes)):
+                own[event.name] = own.get(event.name, 1.0) * event.factor
+        found.append(own)
+    return found
+
+
+def _is_mean(factor: float, ranks: int) -> bool:
+    return factor > 0 and any(
+        abs(factor * n - 1) < 1e-6 or abs(factor / n - 1) < 1e-6 for n in range(2, ranks + 1)
+    )
+
+
+def wrong_ones(context: Context) -> list[Got]:
+    """The parameters whose gradient is wrong beside those of the others; sets what is expected of all."""
+    different = context.truth.different
+    allowed = {1.0, 1.0 / different}
+    ratios = [got.ratio for got in context.got if got.kind == "right"]
+    groups: list[list[float]] = []
+    for ratio in sorted(ratios):
+        if groups and abs(ratio / (groups[-1][0] or 1e-30) - 1) < _NEAR:
+            groups[-1].append(ratio)
+        else:
+            groups.append([ratio])
+
+    def is_allowed(ratio: float) -> bool:
+        return any(abs(ratio - each) < _NEAR * each for each in allowed)
+
+    if groups:
+        best = max(groups, key=lambda group: (is_allowed(group[0]), len(group)))
+        context.expected = best[0]
+    else:
+        context.expected = 1.0
+    return [
+        got
+        for got in context.got
+        if got.kind in ("apart", "bent")
+        or (got.kind == "right" and abs(got.ratio / context.expected - 1) > _NEAR)
+        or (got.kind == "right" and not is_allowed(got.ratio))
+    ]
+
+
+def faults_of_gradients(context: Context, wrong: Sequence[Got]) -> list[Finding]:
+    """What is wrong with the gradients themselves."""
+    ranks = range(len(context.tapes))
+    found = [*_scaled_alone(context)]
+    different = context.truth.different
+    allowed = (1.0, 1.0 / different)
+    right = [got for got in context.got if got.kind == "right"]
+    odd = not any(abs(context.expected - each) < _NEAR * each for each in allowed)
+    root = context.place(0, context.root_site(0)) or _first_root(context)
+    if right and odd:
+        line = _division(context)
+        at = line or root
+        times = context.expected
+        if times > 1:
+            said = f"every gradient is {times:.4g} times the true one: a sum over the ranks is taken once too often"
+            return [*found, finding("GM102", said, at, root, ranks)]
+        said = (
+            f"every gradient is {_fraction(times)} of the true one: "
+            "the loss or the gradient is divided once too often"
+        )
+        return [*found, finding("GM109", said, at, root, ranks)]
+    if right and not wrong and different > 1 and abs(context.expected * different - 1) < _NEAR:
+        line = _division(context)
+        if line is not None:
+            said = (
+                f"the loss is divided by a number that counts all ranks, and its gradient is averaged over them: "
+                f"it is {_fraction(1 / different)} of that of the mean"
+            )
+            return [*found, finding("GM109", said, line, root, ranks)]
+    apart = [got for got in wrong if got.kind == "apart"]
+    for got in wrong:
+        if got.kind == "apart":
+            continue
+        found.append(_one(context, got))
+    if apart:
+        found = [*(_apart(context, got) for got in apart), *found]
+    return _grouped(found)
+
+
+def _one(context: Context, got: Got) -> Finding:
+    at, began = _lines(context, got)
+    if got.kind == "bent":
+        said = (
+            f"the gradient of {got.name} is not the true one, nor a multiple of it: "
+            "some ways from the loss to it are cut off"
+        )
+        return finding("GM103", said, at, began, got.ranks, got.name)
+    times = got.ratio / context.expected
+    if times > 1:
+        said = f"the gradient of {got.name} is {times:.4g} times the true one, beside the other parameters"
+        return finding("GM102", said, at, began, got.ranks, got.name)
+    if times == 0:
+        said = f"{got.name} gets no gradient, and the loss depends on it"
+    else:
+        said = (
+            f"the gradient of {got.name} is {_fraction(times)} of the true one, beside the other parameters"
+        )
+    return finding("GM103", said, at, began, got.ranks, got.name)
+
+
+def _apart(context: Context, got: Got) -> Finding:
+    at, began = _lines(context, got)
+    tol = tolerance(got.parts[0].param.value)
+    total = ratio_of(torch.stack(got.got).sum(0), got.true, tol)
+    zero = torch.zeros_like(got.true)
+    own = [
+        ratio_of(given, zero if part.true is None else part.true.double(), tol)
+        for given, part in zip(got.got, got.parts, strict=True)
+    ]
+    lines = {str(context.place(part.rank, context.used_at(part.rank, part.ids))) for part in got.parts}
+    if len(lines) > 1:  # an embedding and a head, say
+        said = (
+            f"{got.name} is one parameter that ranks {', '.join(map(str, got.ranks))} use in different places, "
+            "and each of them steps with its own gradient"
+        )
+        return finding("GM204", said, at, began, got.ranks, got.name)
+    said = f"{got.name} is the same on ranks {', '.join(map(str, got.ranks))}, and its gradient is not"
+    if total is not None or None not in own:
+        said += ": each rank has its own part, and nobody takes the sum"
+    return finding("GM101", said, at, began, got.ranks, got.name)
+
+
+def _grouped(found: Sequence[Finding]) -> list[Finding]:
+    """One finding for parameters of which the same is to be said at one line."""
+    table: dict[tuple[str, str], list[Finding]] = {}
+    for each in found:
+        table.setdefault((each.rule.id, str(each.at)), []).append(each)
+    made = []
+    for (rule, _), group in table.items():
+        first, names = group[0], list(dict.fromkeys(each.subject for each in group if each.subject))
+        said = first.message
+        if len(names) > 1:
+            said += f" (so it is with {', '.join(names[1:4])}{' and others' if len(names) > 4 else ''})"
+        made.append(finding(rule, said, first.at, first.began, first.ranks, first.subject))
+    return made
+
+
+def _lines(context: Context, got: Got) -> tuple[Place | None, Place | None]:
+    """Where a parameter is used, and the collective that what is made of it goes through."""
+    part = got.parts[0]
+    used = context.used_at(part.rank, part.ids)
+    through = next((e.site for e in context.reached(part.rank, part.ids) if isinstance(e, Sent)), -1)
+    step = context.segment.steps[part.rank][0].site
+    if got.kind == "apart":
+        return context.place(part.rank, step), context.place(part.rank, used if through == -1 else through)
+    if through == -1:
+        through = context.root_site(part.rank)
+    return context.place(part.rank, used if used >= 0 else step), context.place(part.rank, through)
+
+
+def _first_root(context: Context) -> Place | None:
+    for rank in range(len(context.tapes)):
+        if context.root_site(rank) >= 0:
+            return context.place(rank, context.root_site(rank))
+    return None
+
+
+def _fraction(ratio: float) -> str:
+    if ratio <= 0:
+        return f"{ratio:.3g} times"
+    return f"1/{1 / ratio:.4g}" if ratio < 1 else f"{ratio:.4g} times"
+
+
+def _scaled_alone(context: Context) -> list[Finding]:
+    """Gradients that ranks multiply by different numbers."""
+    factors: list[dict[int, tuple[float, int]]] = []
+    for part in context.segment.parts:
+        own: dict[int, tuple[float, int]] = {}
+        for event in part:
+            if isinstance(event, Scaled):
+                product = own.get(event.site, (1.0, 0))[0] * 1.0
+                own[event.site] = (event.factor * product, event.site)
+        factors.append(own)
+    lines: dict[str, list[tuple[int, float, int]]] = {}
+    for rank, own in enumerate(factors):
+        for site, (factor, _) in own.items():
+            lines.setdefault(str(context.place(rank, site)), []).append((rank, factor, site))
+    for each in lines.values():
+        values = [factor for _, factor, _ in each]
+        if len(each) > 1 and max(values) - min(values) > 1e-3 * max(abs(v) for v in values):
+            shown = ", ".join(f"{factor:.4g} on rank {rank}" for rank, factor, _ in each[:4])
+            rank, _, site = each[0]
+            said = f"gradients are multiplied by a number that every rank finds for itself: {shown}"
+            return [finding("GM205", said, context.place(rank, site), None, [r for r, *_ in each])]
+    return []
+
+
+def _division(context: Context) -> Place | None:
+    """The line where a loss is divided by a number that counts all ranks."""
+    ranks = len(context.tapes)
+    for rank in range(ranks):
+        events = context.events(rank)
+        made = {out: e for e in events if isinstance(e, Op) for out in e.outs}
+        roots = [e for e in events if isinstance(e, Root)]
+        totals = _totals(context, rank)
+        for root in roots[:1]:
+            number, net, line = root.id, 1.0, -1
+            for _ in range(12):
+                op = made.get(number)
+                taken = refs(op) if op else []
+                if op is None or not taken:
+                    break
+                name = op.name.split(".")[1]
+                value = _number(context, rank, op)
+                if value is not None and name in ("div", "div_", "mul", "mul_") and value != 0:
+                    factor = 1 / value if name.startswith("div") else value
+                    net *= factor
+                    counts = 1 / factor
+                    inner = made.get(taken[0])
+                    if _counts_all(counts, inner, context, rank, totals, ranks, len(roots)):
+                        line = op.site
+                    elif abs(factor - ranks) < 1e-9:
+                        return None  # it is taken back
+                number = taken[0]
+            if line >= 0:
+                return context.place(rank, line)
+    return None
+
+
+def _counts_all(
+    value: float, inner: Op | None, context: Context, rank: int, totals: set[float], ranks: int, roots: int
+) -> bool:
+    if value in (0.0, 1.0):
+        return False
+    if any(abs(value - total) <= 1e-6 * abs(total) for total in totals if total > 1):
+        return True
+    adds = inner is not None and inner.name.split(".")[1] in ("add", "add_")  # the mean of two terms
+    if abs(value - ranks) < 1e-6 and roots != ranks and not adds:
+        return True
+    if inner is None or "sum" not in inner.name.split(".")[1]:
+        return False
+    summed = context.tensor(rank, refs(inner)[0])
+    return summed is not None and any(
+        abs(value - ranks * n) < 1e-6 for n in {summed.numel(), *summed.shape} if n > 0
+    )
+
+
+def _totals(context: Context, rank: int) -> set[float]:
+    """What sums of one number over the ranks came to."""
+    found = set()
+    for event in context.events(rank):
+        if isinstance(event, Sent) and event.kind == "all_reduce" and event.reduce in ("sum", ""):
+            if event.total is not None:
+                found.add(event.total)
+            for number in event.outs if event.followed else ():
+                x = context.tensor(rank, number)
+                if x is not None and x.numel() == 1 and not x.requires_grad:
+                    found.add(float(x))
+    return found
+
+
+def _number(context: Context, rank: int, op: Op) -> float | None:
+    other = op.args[1] if len(op.args) > 1 else None
+    if isinstance(other, (int, float)):
+        return float(other)
+    number = getattr(other, "id", None)
+    x = None if number is None else context.tensor(rank, number)
+    return float(x.detach()) if x is not None and x.numel() == 1 and not x.requires_grad else None

@@ -1,0 +1,120 @@
+"""The judge: from tapes to a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from gradmesh.checker.findings import Finding, Status, Verdict
+from gradmesh.checker.judging.calls import added_before_sums, faults_of_calls, overwritten
+from gradmesh.checker.judging.context import Context
+from gradmesh.checker.judging.endings import endings
+from gradmesh.checker.judging.gradients import faults_of_gradients, scales, wrong_ones
+from gradmesh.checker.judging.parameters import gotten
+from gradmesh.checker.judging.segments import Segment, segments
+from gradmesh.checker.judging.truth import Truth, truth_of
+from gradmesh.checker.judging.values import (
+    drifted,
+    masks,
+    never_same,
+    same_data,
+    statistics,
+    steps_apart,
+    tied,
+)
+from gradmesh.checker.recording.tape import Tape
+from gradmesh.checker.replay.engine import UnfaithfulError, run_again
+
+__all__ = ["judged"]
+
+
+def judged(
+    tapes: Sequence[Tape | None],
+    calls: Sequence[Sequence[str]],
+    output: Sequence[str],
+    *,
+    stuck: bool,
+    ranks: int,
+) -> Verdict:
+    """What is wrong with a program that was recorded.
+
+    Args:
+        tapes: of each rank; None where it did not end.
+        calls: each rank's collectives, as its log has them.
+        output: what each rank printed.
+        stuck: whether the ranks were ended.
+        ranks: how many there are.
+    """
+    found = endings(tapes, calls, output, stuck)
+    notes: list[str] = []
+    there = [tape for tape in tapes if tape is not None]
+    if len(there) == ranks and not found:
+        found += steps_apart(there)
+    if len(there) == ranks and not found:
+        for number, segment in enumerate(segments(there), 1):
+            if not segment.whole:
+                continue
+            more = _step(there, segment, number, notes)
+            found += more
+            if any(each.severity == "error" for each in more):
+                break  # what follows is a consequence
+        if not any(tape.steps for tape in there) and not found:
+            notes.append("no step of an optimizer was seen: nothing is said of gradients")
+    steps = min((tape.steps for tape in there), default=0)
+    failed = stuck or len(there) < ranks or any(tape.ended == "raised" for tape in there)
+    status: Status = "stopped" if failed else "complete"
+    return Verdict(_once(found), tuple(dict.fromkeys(notes)), ranks, steps, {}, status)
+
+
+def _step(tapes: Sequence[Tape], segment: Segment, number: int, notes: list[str]) -> list[Finding]:
+    try:
+        again = run_again(segment.parts)
+        truth = truth_of(again)
+    except UnfaithfulError as error:
+        notes.append(f"step {number} could not be followed: {error}")
+        return []
+    except RuntimeError as error:
+        context = Context(tapes, segment, again, Truth(torch.zeros(()), 0, [], []), [])
+        if found := overwritten(context):
+            return found
+        notes.append(f"step {number} could not be differentiated: {str(error).splitlines()[0]}")
+        return []
+    if truth is None:
+        notes.append(f"step {number}: no backward began at a loss that was followed")
+        return []
+    context = Context(tapes, segment, again, truth, gotten(segment, truth, scales(tapes, segment)))
+    lost = {
+        f"step {number}, rank {at}: {each.what} ({context.place(at, each.site)})"
+        for at, rank in enumerate(again.ranks)
+        for each in rank.lost
+    }
+    found = [*masks(context), *statistics(context), *same_data(context), *tied(context)]
+    if lost:
+        notes.extend(sorted(lost))
+        notes.append(f"step {number}: nothing is said of its gradients")
+        return found
+    apart = never_same(context)
+    found += apart
+    wrong = wrong_ones(context)
+    if wrong and not apart:
+        named = {each.subject for each in found if each.rule.id == "GM204"}
+        wrong = [got for got in wrong if got.name not in named]
+        by_calls = faults_of_calls(context, wrong) if wrong else []
+        found += by_calls or faults_of_gradients(context, wrong)
+    elif not apart:
+        found += added_before_sums(context, []) or faults_of_gradients(context, [])
+        found += drifted(context.got, context)
+    for got in context.got:
+        if got.kind == "ambiguous":
+            notes.append(
+                f"{got.name} begins as one number everywhere: whether the ranks share it cannot be told"
+            )
+    return found
+
+
+def _once(found: Sequence[Finding]) -> tuple[Finding, ...]:
+    seen: dict[tuple[str, str, str], Finding] = {}
+    for each in found:
+        seen.setdefault((each.rule.id, str(each.at), each.subject), each)
+    return tuple(sorted(seen.values(), key=lambda each: (each.severity != "error", each.rule.id)))

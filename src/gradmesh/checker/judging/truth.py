@@ -1,0 +1,104 @@
+"""The true gradient of a step: of the sum of the ranks' losses, each loss that ranks repeat counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradmesh.checker.replay.engine import Again, Rank
+
+__all__ = ["Truth", "near", "truth_of"]
+
+
+@dataclass
+class Truth:
+    """The objective of a step, and its derivatives.
+
+    Attributes:
+        objective: one number.
+        different: how many different losses it is the sum of.
+        classes: for each rank the ranks whose loss is the same, itself among them; () where a rank has none.
+        gradients: for each rank, of each parameter by its number, what this rank's own use of it adds; None where it
+            is not used.
+    """
+
+    objective: Tensor
+    different: int
+    classes: list[tuple[int, ...]]
+    gradients: list[dict[int, Tensor | None]]
+
+    def at(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        """The objective's derivative with respect to tensors of the graph."""
+        wanted = [x for x in tensors if x.requires_grad]
+        found = iter(torch.autograd.grad(self.objective, wanted, retain_graph=True, allow_unused=True))
+        return [next(found) if x.requires_grad else None for x in tensors]
+
+
+def truth_of(again: Again) -> Truth | None:
+    """The objective of ranks that were run again, and its derivatives; None without a loss."""
+    losses = [_loss(rank) for rank in again.ranks]
+    if all(loss is None for loss in losses):
+        return None
+    classes = _classes(again, losses)
+    terms = [loss / len(group) for loss, group in zip(losses, classes, strict=True) if loss is not None]
+    # A rank's own copy of the sum is not on its tape: that is done here.
+    objective = torch.stack([term.real if term.is_complex() else term for term in terms]).sum()
+    flat = [(at, number, leaf) for at, rank in enumerate(again.ranks) for number, leaf in rank.leaves.items()]
+    found = torch.autograd.grad(objective, [leaf for *_, leaf in flat], retain_graph=True, allow_unused=True)
+    for rank in again.ranks:
+        if rank.missing:
+            reached = torch.autograd.grad(
+                objective, [x for _, x in rank.missing], retain_graph=True, allow_unused=True
+            )
+            rank.lost += [why for (why, _), x in zip(rank.missing, reached, strict=True) if x is not None]
+    gradients: list[dict[int, Tensor | None]] = [{} for _ in again.ranks]
+    for (at, number, _), gradient in zip(flat, found, strict=True):
+        gradients[at][number] = gradient
+    return Truth(objective, len({group for group in classes if group}), classes, gradients)
+
+
+def near(a: Tensor, b: Tensor, rtol: float) -> bool:
+    """Whether two tensors are equal but for rounding, as a whole."""
+    scale = max(float(a.abs().max()) if a.numel() else 0.0, float(b.abs().max()) if b.numel() else 0.0)
+    return a.shape == b.shape and (a.numel() == 0 or float((a - b).abs().max()) <= rtol * scale)
+
+
+def _loss(rank: Rank) -> Tensor | None:
+    terms = []
+    for root, x in rank.roots:
+        if root.passed_on or not x.requires_grad:
+            continue
+        weight = torch.ones_like(x) if root.weight is None else root.weight
+        terms.append((x * weight.reshape(x.shape).to(x.dtype)).sum().double())
+    return torch.stack(terms).sum() if terms else None
+
+
+def _classes(again: Again, losses: Sequence[Tensor | None]) -> list[tuple[int, ...]]:
+    """Ranks that repeat a loss: it is the same, and not by chance."""
+    found: list[tuple[int, ...]] = []
+    for loss in losses:
+        alike = tuple(
+            at
+            for at, other in enumerate(losses)
+            if loss is not None and other is not None and near(loss.detach(), other.detach(), 1e-6)
+        )
+        found.append(alike)
+    if not again.calls:
+        own = [_own_gradients(rank, loss) for rank, loss in zip(again.ranks, losses, strict=True)]
+        found = [tuple(at for at in group if _same(own[at], own[rank])) for rank, group in enumerate(found)]
+    return found
+
+
+def _own_gradients(rank: Rank, loss: Tensor | None) -> list[Tensor]:
+    if loss is None:
+        return []
+    leaves = list(rank.leaves.values())
+    found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+    return [x for x in found if x is not None]
+
+
+def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(near(x, y, 1e-6) for x, y in zip(a, b, strict=True))

@@ -1,0 +1,228 @@
+"""Values that should be the same on ranks and are not, or the other way round: parameters, buffers, masks, data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradmesh.checker.findings import Finding
+from gradmesh.checker.judging.context import Context, finding, with_text
+from gradmesh.checker.judging.parameters import Got
+from gradmesh.checker.judging.truth import near
+from gradmesh.checker.recording.tape import Given, Op, Param, Root, Step, Tape, refs
+
+__all__ = ["drifted", "masks", "never_same", "same_data", "statistics", "steps_apart", "tied"]
+
+
+def never_same(context: Context) -> list[Finding]:
+    """Parameters whose gradients are the same on ranks, and whose values are not."""
+    by_name: dict[str, list[tuple[int, Param, Step]]] = {}
+    for rank, steps in enumerate(context.segment.steps):
+        for step in steps:
+            for param in step.params:
+                if not param.whole and param.grad is not None:
+                    by_name.setdefault(param.name, []).append((rank, param, step))
+    wrong = []
+    for name, parts in by_name.items():
+        values = [param.value for _, param, _ in parts]
+        grads = [param.grad for _, param, _ in parts if param.grad is not None]
+        if len(parts) < 2 or len({x.shape for x in values}) > 1 or len({x.shape for x in grads}) > 1:
+            continue
+        same = all(torch.equal(x, grads[0]) for x in grads) and bool(grads[0].abs().max() > 0)
+        if same and not all(near(x, values[0], 1e-5) for x in values):
+            wrong.append((name, parts))
+    if not wrong:
+        return []
+    name, parts = wrong[0]
+    others = f" and {len(wrong) - 1} other parameters" if len(wrong) > 1 else ""
+    said = f"{name}{others} get the same gradient on every rank, and have had other values on the ranks from the start"
+    rank = parts[0][0]
+    used = context.used_at(rank, [p.id for _, p, _ in parts[:1] if p.id is not None])
+    return [
+        finding(
+            "GM202",
+            said,
+            context.place(rank, used),
+            context.place(rank, parts[0][2].site),
+            [r for r, *_ in parts],
+            name,
+        )
+    ]
+
+
+def statistics(context: Context) -> list[Finding]:
+    """Buffers that differ between ranks that have the same parameters."""
+    replicated = {got.ranks for got in context.got if len(got.parts) > 1}
+    names = set.intersection(*[set(steps[0].buffers) for steps in context.segment.steps])
+    for name in sorted(names):
+        values = [steps[0].buffers[name] for steps in context.segment.steps]
+        for ranks in replicated:
+            own = [values[rank] for rank in ranks]
+            if len({x.shape for x in own}) == 1 and not all(near(x, own[0], 1e-5) for x in own):
+                said = f"the buffer {name} is made of each rank's own data, and differs between ranks of one model"
+                at = next(
+                    (
+                        e.site
+                        for e in context.events(ranks[0])
+                        if isinstance(e, Op) and "batch_norm" in e.name
+                    ),
+                    -1,
+                )
+                return [finding("GM203", said, context.place(ranks[0], at), None, ranks, name)]
+    return []
+
+
+def tied(context: Context) -> list[Finding]:
+    """Parameters of one value under two names on different ranks, whose gradients are not the same."""
+    seen: list[tuple[int, Param]] = []
+    found = []
+    for rank, steps in enumerate(context.segment.steps):
+        for param in (param for step in steps for param in step.params):
+            value = param.value
+            if param.whole or value.numel() < 8 or bool((value == value.flatten()[0]).all()):
+                continue
+            for other_rank, other in seen:
+                if other_rank == rank or other.name == param.name or other.value.shape != value.shape:
+                    continue
+                if torch.equal(other.value, value) and not _same(other.grad, param.grad):
+                    said = (
+                        f"{other.name} on rank {other_rank} and {param.name} on rank {rank} begin with one value, "
+                        "and get different gradients: they are no longer tied after the step"
+                    )
+                    at = context.place(other_rank, context.used_at(other_rank, [other.id or -1]))
+                    began = context.place(rank, context.used_at(rank, [param.id or -1]))
+                    found.append(finding("GM204", said, at, began, (other_rank, rank), param.name))
+            seen.append((rank, param))
+    return found[:1]
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return near(a, b, 1e-3)
+
+
+def same_data(context: Context) -> list[Finding]:
+    """Ranks that all do the same, and average what they get."""
+    ranks = range(len(context.tapes))
+    group = context.truth.classes[0]
+    averages = any(steps[0].wrapped for steps in context.segment.steps)
+    sums = any(
+        call.kind in ("all_reduce", "reduce_scatter") and call.phase != "forward"
+        for calls in context.again.groups
+        for call in calls.values()
+    )
+    if len(group) < 2 or context.again.calls or not (averages or sums) or len(group) != len(context.tapes):
+        return []
+    roots = {e.id for e in context.events(0) if isinstance(e, Root)}
+    site = next((e.site for e in context.events(0) if isinstance(e, Op) and roots.intersection(e.outs)), -1)
+    said = f"all {len(group)} ranks compute the same loss from the same data: their average is what each has alone"
+    return [finding("GM301", said, context.place(0, site), context.place(0, context.root_site(0)), ranks)]
+
+
+def masks(context: Context) -> list[Finding]:
+    """Random masks that differ where the activation is the same, or the other way round."""
+    drawn: list[dict[tuple[str, str, int], tuple[Op, Tensor, Tensor]]] = []
+    for rank in range(len(context.tapes)):
+        masks = {e.id: e.value for e in context.events(rank) if isinstance(e, Given) and e.random}
+        leaves = {e.id for e in context.events(rank) if isinstance(e, Given) and e.leaf}
+        own: dict[tuple[str, str, int], tuple[Op, Tensor, Tensor]] = {}
+        for event in context.events(rank):
+            if not isinstance(event, Op) or event.name.split(".")[1] not in (
+                "mul",
+                "mul_",
+                "masked_fill",
+                "where",
+            ):
+                continue
+            taken = refs(event)
+            mask = next((masks[n] for n in taken if n in masks), None)
+            others = [n for n in taken if n not in masks and n not in leaves]
+            operand = context.tensor(rank, others[0]) if others else None
+            if mask is None or operand is None or not _is_mask(mask):
+                continue
+            place = str(context.place(rank, event.site))
+            nth = sum(1 for key in own if key[:2] == (event.name, place))
+            own[event.name, place, nth] = (event, operand.detach(), mask)
+        drawn.append(own)
+    found: dict[tuple[str, str], Finding] = {}
+    for key in set.intersection(*[set(each) for each in drawn]):
+        alike = _alike([each[key][1] for each in drawn])
+        for ranks in alike:
+            own_masks = [drawn[rank][key][2] for rank in ranks]
+            if len(ranks) > 1 and not all(torch.equal(x, own_masks[0]) for x in own_masks):
+                event = drawn[ranks[0]][key][0]
+                said = f"the activation is the same on ranks {_numbers(ranks)}, and each draws another mask for it"
+                at = context.place(ranks[0], event.site)
+                found.setdefault(("GM302", key[1]), finding("GM302", said, at, None, ranks))
+        everything = [each[key][2] for each in drawn]
+        same = len({x.shape for x in everything}) == 1 and all(
+            torch.equal(x, everything[0]) for x in everything
+        )
+        if len(alike) == len(drawn) and same and context.again.calls:
+            event = drawn[0][key][0]
+            said = "every rank draws the same mask, for another part of the activation"
+            at = context.place(0, event.site)
+            found.setdefault(("GM303", key[1]), finding("GM303", said, at, None, range(len(drawn))))
+    return list(found.values())
+
+
+def _is_mask(x: Tensor) -> bool:
+    """Whether there is nothing in it but zero and one other number, both."""
+    return x.numel() >= 8 and bool((x == 0).any()) and len(x.unique()) == 2
+
+
+def _alike(values: Sequence[Tensor]) -> list[list[int]]:
+    groups: list[list[int]] = []
+    for rank, value in enumerate(values):
+        for group in groups:
+            if value.shape == values[group[0]].shape and near(value, values[group[0]], 1e-6):
+                group.append(rank)
+                break
+        else:
+            groups.append([rank])
+    return groups
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def drifted(before: Sequence[Got], context: Context) -> list[Finding]:
+    """Parameters that were one before the step, got the same gradient, and are not one after it."""
+    found = []
+    for got in before:
+        if got.kind not in ("right", "unused", "bent") or len(got.parts) < 2:
+            continue
+        after = [part.param.after for part in got.parts]
+        values = [x for x in after if x is not None]
+        if got.parts[0].param.whole or len(values) != len(after):
+            continue
+        if not all(near(x, values[0], 1e-5) for x in values):
+            rank = got.parts[0].rank
+            site = context.segment.steps[rank][0].site
+            said = (
+                f"{got.name} is the same on ranks {_numbers(got.ranks)} before the step and gets the same gradient, "
+                "and is not the same after it"
+            )
+            found.append(finding("GM201", said, context.place(rank, site), None, got.ranks, got.name))
+    return found[:1]
+
+
+def steps_apart(tapes: Sequence[Tape]) -> list[Finding]:
+    """A step that some ranks of one model take and others do not."""
+    names = [[p.name for e in tape.events if isinstance(e, Step) for p in e.params] for tape in tapes]
+    if len({tuple(sorted(set(each))) for each in names}) > 1:
+        return []  # other programs
+    kinds = [[e for e in tape.events if isinstance(e, (Root, Step, Tape))] for tape in tapes]
+    for at in range(min(map(len, kinds))):
+        these = [each[at] for each in kinds]
+        steps = [rank for rank, event in enumerate(these) if isinstance(event, Step)]
+        if 0 < len(steps) < len(tapes):
+            rank = steps[0]
+            place = with_text(tapes[rank].places, these[rank].site)
+            said = f"ranks {_numbers(steps)} take a step that the others do not take: their parameters part"
+            return [finding("GM201", said, place, None, range(len(tapes)))]
+    return []

@@ -1,0 +1,116 @@
+"""A collective as the dispatcher sees it, in one form for torch's two families of operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from gradmesh._torch.compiled import resolve_group
+from gradmesh._torch.dispatch import arguments, group_of, reduction_of
+
+__all__ = ["Call", "call_of"]
+
+
+@dataclass(slots=True)
+class Call:
+    """A collective or a message before it is made.
+
+    Attributes:
+        kind: as `Sent` has it.
+        ranks, name: of the group.
+        ins: what is handed in.
+        outs: where the result is written; None where the operator makes it.
+        reduce, root, tag, splits: as `Sent` has them.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    name: str
+    ins: list[Tensor]
+    outs: list[Tensor] | None
+    reduce: str = ""
+    root: int = -1
+    tag: int = 0
+    splits: tuple[list[int], list[int]] | None = None
+
+
+_C10D = {
+    "allreduce_": ("all_reduce", "tensors", "tensors"),
+    "allreduce_coalesced_": ("all_reduce", "tensors", "tensors"),
+    "allgather_": ("all_gather", "input_tensors", "output_tensors"),
+    "_allgather_base_": ("all_gather", "input_tensor", "output_tensor"),
+    "allgather_coalesced_": ("all_gather_each", "input_list", "output_lists"),
+    "allgather_into_tensor_coalesced_": ("all_gather_each", "inputs", "outputs"),
+    "reduce_scatter_": ("reduce_scatter", "input_tensors", "output_tensors"),
+    "_reduce_scatter_base_": ("reduce_scatter", "input_tensor", "output_tensor"),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter_each", "inputs", "outputs"),
+    "broadcast_": ("broadcast", "tensors", "tensors"),
+    "reduce_": ("reduce", "tensors", "tensors"),
+    "gather_": ("gather", "input_tensors", "output_tensors"),
+    "scatter_": ("scatter", "input_tensors", "output_tensors"),
+    "alltoall_": ("all_to_all", "input_tensors", "output_tensors"),
+    "alltoall_base_": ("all_to_all_flat", "input", "output"),
+    "send": ("send", "tensors", ""),
+    "recv_": ("recv", "", "tensors"),
+    "recv_any_source_": ("recv", "", "tensors"),
+    "barrier": ("barrier", "", ""),
+    "monitored_barrier_": ("barrier", "", ""),
+}
+"""Operators that write: what they are, what they take and where they write."""
+
+_FUNCTIONAL = {
+    "all_reduce": ("all_reduce", "input", ""),
+    "all_reduce_": ("all_reduce", "input", "input"),
+    "all_reduce_coalesced": ("all_reduce", "inputs", ""),
+    "all_gather_into_tensor": ("all_gather", "input", ""),
+    "all_gather_into_tensor_out": ("all_gather", "input", "out"),
+    "all_gather_into_tensor_coalesced": ("all_gather_each", "inputs", ""),
+    "reduce_scatter_tensor": ("reduce_scatter", "input", ""),
+    "reduce_scatter_tensor_out": ("reduce_scatter", "input", "out"),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter_each", "inputs", ""),
+    "all_to_all_single": ("all_to_all_flat", "input", ""),
+    "broadcast": ("broadcast", "input", ""),
+    "broadcast_": ("broadcast", "input", "input"),
+}
+"""Those that make their result, mostly."""
+
+
+def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """What an operator of torch's namespaces of collectives does; None for one that is not known."""
+    name = func.overloadpacket.__name__
+    raw = func.namespace == "c10d"
+    known = (_C10D if raw else _FUNCTIONAL).get(name)
+    if known is None:
+        return None
+    kind, takes, writes = known
+    told = arguments(func, args, kwargs)
+    if raw:
+        group = group_of(told["process_group"])
+        ranks, label = tuple(dist.get_process_group_ranks(group)), group.group_name
+        boxed = told.get("reduce_op")
+        reduce = "" if boxed is None else reduction_of(boxed)
+    else:
+        group = told["group_name"]
+        group = group if isinstance(group, dist.ProcessGroup) else resolve_group(group)
+        ranks, label = tuple(dist.get_process_group_ranks(group)), group.group_name
+        reduce = told.get("reduce_op", "")
+    call = Call(kind, ranks, label, _flat(told.get(takes)), _flat(told.get(writes)) if writes else None)
+    call.reduce = reduce
+    call.root = next((told[key] for key in ("root_rank", "dst", "src") if key in told), -1)
+    call.tag = told.get("tag", 0)
+    if "output_split_sizes" in told:
+        call.splits = list(told["output_split_sizes"]), list(told["input_split_sizes"])
+    if raw and call.outs is None:
+        call.outs = []
+    return call
+
+
+def _flat(value: Any) -> list[Tensor]:
+    if value is None:
+        return []
+    if isinstance(value, Tensor):
+        return [value]
+    return [each for part in value for each in _flat(part)]

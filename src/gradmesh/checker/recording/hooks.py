@@ -1,0 +1,249 @@
+"""What a dispatch mode does not see: calls of Functions, backwards, an optimizer's steps, what autograd saves."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from gradmesh.checker.recording.params import nameless, parameters_of, values_after
+from gradmesh.checker.recording.recorder import Recorder
+from gradmesh.checker.recording.tape import Called, Lost, Param, Root, Step
+
+__all__ = ["watched"]
+
+_OURS = ("torch.", "gradmesh.")
+
+
+@contextlib.contextmanager
+def watched(recorder: Recorder, steps: int, enough: Callable[[], None]) -> Iterator[None]:
+    """Tell a recorder what a dispatch mode does not see, and call `enough` after some steps of an optimizer.
+
+    The program goes on after that, unseen, for ranks that take longer to get so far.
+
+    Functions of torch are replaced for as long, since a program may call them from anywhere: `torch.autograd.backward`
+    and `grad`, which are asked for by name at every call, and `Function.apply`.
+    """
+    watcher = _Watcher(recorder, steps, enough)
+    recorder.written_by_hand = watcher.writes_itself
+    function, backward, grad = torch.autograd.Function, torch.autograd.backward, torch.autograd.grad
+    apply = function.__dict__["apply"]
+    hooks = (
+        register_optimizer_step_pre_hook(watcher.before_step),
+        register_optimizer_step_post_hook(watcher.after_step),
+    )
+    function.apply = classmethod(watcher.applied(apply.__func__))  # type: ignore[assignment, method-assign]
+    torch.autograd.backward = watcher.begun(backward)
+    torch.autograd.grad = watcher.asked(grad)
+    try:
+        with saved_tensors_hooks(watcher.saves, lambda x: x):
+            yield
+    finally:
+        function.apply = apply  # type: ignore[method-assign]
+        torch.autograd.backward, torch.autograd.grad = backward, grad
+        for hook in hooks:
+            hook.remove()
+
+
+class _Watcher:
+    def __init__(self, recorder: Recorder, steps: int, enough: Callable[[], None]) -> None:
+        self._to = recorder
+        self._enough = enough
+        self._tape = recorder.tape
+        self._left = steps
+        self._counts: dict[int, int] = {}
+        self._step: Step | None = None
+        self._returned: dict[int, Tensor] = {}
+
+    # -- Functions -----------------------------------------------------------------------------------------------
+
+    def applied(self, original: Any) -> Any:
+        """`Function.apply`, told to the recorder."""
+        to = self._to
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if to.backward or to.stepping or to.quiet:
+                return original(cls, *args, **kwargs)
+            number = len(self._tape.calls)
+            name, begin = f"{cls.__module__}.{cls.__qualname__}", len(self._tape.events)
+            to.see_parts(args, {})
+            call = Called(number, cls.__qualname__, to.site(), [], [], begin, ours=name.startswith(_OURS))
+            self._tape.calls[number] = call
+            to.calls.append(call)
+            try:
+                result = original(cls, *args, **kwargs)
+            finally:
+                to.calls.pop()
+            self._over(call, args, result)
+            return result
+
+        return apply
+
+    def _over(self, call: Called, args: tuple[Any, ...], result: Any) -> None:
+        to = self._to
+        call.ins = [to.id_of(x) for x in args if isinstance(x, Tensor)]
+        made = [x for x in (result if isinstance(result, tuple) else (result,)) if isinstance(x, Tensor)]
+        for x in made:
+            if to.id_of(x) is None and x.requires_grad and type(x) is Tensor and to.alias(x) is None:
+                self._tape.events.append(Lost(f"what {call.name} computes is not seen", call.site))
+        call.outs = [to.id_of(x) for x in made]
+        node = next((x.grad_fn for x in made if x.grad_fn is not None), None)
+        if node is None or to.calls:
+            return
+        before = [0]
+
+        def begins(received: Any) -> None:
+            before[0] = to.sends
+            with to.unseen():
+                call.received = [_copied(g) for g in received]
+
+        def ends(returned: Any, _: Any) -> None:
+            call.sends_back = call.sends_back or to.sends > before[0]
+            if call.sends or call.sends_back:
+                with to.unseen():
+                    call.returned = [_copied(g) for g in returned]
+            else:
+                call.received = None
+
+        node.register_prehook(begins)
+        node.register_hook(ends)
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def begun(self, original: Any) -> Any:
+        """`torch.autograd.backward`, told to the recorder."""
+        to = self._to
+
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+            builds = bool(kwargs.get("create_graph") or (len(args) > 1 and args[1]))
+            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            given = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or ())
+            if not to.backward and not to.quiet:
+                self._root(roots, given)
+            to.backward += not builds
+            try:
+                original(tensors, grad_tensors, *args, **kwargs)
+            finally:
+                to.backward -= not builds
+            if not to.backward and not to.quiet:
+                self._find_gradients()
+
+        return backward
+
+    def asked(self, original: Any) -> Any:
+        """`torch.autograd.grad`, told to the recorder."""
+        to = self._to
+
+        def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+            builds = bool(kwargs.get("create_graph") or (len(args) > 1 and args[1]))
+            wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+            leaves = all(isinstance(x, torch.nn.Parameter) for x in wanted)
+            outer = not to.backward and not builds and leaves and not to.quiet
+            if outer:
+                roots = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+                given = [grad_outputs] if isinstance(grad_outputs, Tensor) else list(grad_outputs or ())
+                self._root(roots, given)
+            to.backward += not builds
+            try:
+                found = original(outputs, inputs, grad_outputs, *args, **kwargs)
+            finally:
+                to.backward -= not builds
+            if outer:
+                self._returned = {id(x): g for x, g in zip(wanted, found, strict=True) if g is not None}
+            return found
+
+        return grad
+
+    def _root(self, roots: Sequence[Tensor], given: Sequence[Tensor | None]) -> None:
+        to = self._to
+        to.roots += 1
+        site = to.site()
+        for at, x in enumerate(roots):
+            local = getattr(x, "_local_tensor", x)
+            weight = given[at] if at < len(given) else None
+            number = to.id_of(local)
+            if number is None:
+                self._tape.events.append(Lost("a backward begins at what was not followed", site))
+                continue
+            passed = weight is not None and to.was_received(weight)
+            with to.unseen():
+                copy = None if weight is None else getattr(weight, "_local_tensor", weight).detach().clone()
+                value = local.detach().clone()
+            self._tape.events.append(Root(number, value, copy, passed, site))
+
+    def _find_gradients(self) -> None:
+        to = self._to
+        held = {id(leaf): leaf for leaf in to.leaves()} | {id(p): p for p in to.modules.parameters()}
+        names = to.modules.names()
+        for key, p in held.items():
+            gradient: Any = p.grad
+            if gradient is not None:
+                local = getattr(gradient, "_local_tensor", gradient)
+                name = names.get(key) or nameless(to.id_of(p))
+                to.gradients[local.data_ptr()] = name
+
+    def saves(self, x: Tensor) -> Tensor:
+        """Remember where autograd keeps what it needs for backward."""
+        with self._to.unseen():
+            kept = x.detach()
+        if not self._to.stepping and type(x) is Tensor:
+            self._to.saved[x.untyped_storage().data_ptr()] = weakref.ref(kept)
+        return kept
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: Any, *_: Any) -> None:
+        """Take down what an optimizer is about to use."""
+        if self._to.quiet:
+            return
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        self._take(held, manual=False)
+        self._to.stepping = True
+
+    def after_step(self, optimizer: Any, *_: Any) -> None:
+        """Take down what it made, and end the program if that was the last."""
+        to = self._to
+        if to.quiet:
+            return
+        to.stepping = False
+        if self._step is not None:
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            with to.unseen():
+                values_after(self._step.params, held)
+        to.forget()
+        self._counted(id(optimizer))
+
+    def writes_itself(self) -> None:
+        """The program is about to step without an optimizer."""
+        to = self._to
+        self._take(to.leaves(), manual=True)
+        to.forget()
+        self._counted(0)
+
+    def _take(self, held: list[Any], *, manual: bool) -> None:
+        to = self._to
+        to.settle()
+        with to.unseen():
+            params: list[Param] = parameters_of(held, to.modules.names(), to.id_of, self._returned)
+            buffers = {name: x.detach().clone() for name, x in to.modules.buffers().items()}
+        self._step = Step(params, buffers, to.site(), manual, to.modules.averaging())
+        self._tape.events.append(self._step)
+        self._returned = {}
+
+    def _counted(self, optimizer: int) -> None:
+        self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
+        self._tape.steps = max(self._counts.values())
+        if min(self._counts.values()) >= self._left or self._tape.steps > self._left:
+            self._to.quiet = True
+            self._enough()
+
+
+def _copied(gradient: Tensor | None) -> Tensor | None:
+    """A copy of a plain tensor; the parts of others are seen elsewhere."""
+    return gradient.detach().clone() if type(gradient) is Tensor else None

@@ -1,0 +1,293 @@
+"""The tape: what one rank's program did, in order, as plain values that another process can read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from gradmesh.checker.findings import Place
+
+__all__ = [
+    "Alias",
+    "Called",
+    "Event",
+    "Given",
+    "Lost",
+    "Op",
+    "Param",
+    "Ref",
+    "Root",
+    "Saved",
+    "Scaled",
+    "Sent",
+    "Step",
+    "Tape",
+    "refs",
+]
+
+
+@dataclass(slots=True)
+class Ref:
+    """A tensor of the tape, by its number, where an operator takes one."""
+
+    id: int
+
+
+@dataclass(slots=True)
+class Given:
+    """A tensor that no recorded operator made: a parameter, data, what was computed without gradients.
+
+    Attributes:
+        id: its number.
+        value: a copy.
+        leaf: whether autograd accumulates a gradient for it.
+        name: of the parameter, as its module calls it; "" for what has none.
+        random: whether a random operator made it.
+        lost: why it is not known where it came from, though autograd follows it; "" where that is known.
+        site: of the line that took it, where it is lost.
+    """
+
+    id: int
+    value: Tensor
+    leaf: bool = False
+    name: str = ""
+    random: bool = False
+    lost: str = ""
+    site: int = -1
+
+
+@dataclass(slots=True)
+class Alias:
+    """Another view of a tensor's memory that no recorded operator made."""
+
+    id: int
+    of: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(slots=True)
+class Op:
+    """An operator that gradients pass through; inside of a hand-written Function's forward too.
+
+    Attributes:
+        name: as "aten.mul.Tensor".
+        args, kwargs: with a `Ref` for each tensor.
+        outs: the numbers of the results' tensors, in order; that of an operand where it was written in place.
+        site: of the line, in the tape's `places`.
+        call: which call of a Function it is in.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outs: list[int]
+    site: int
+    call: int | None
+
+
+@dataclass(slots=True)
+class Sent:
+    """A collective, or a message.
+
+    Attributes:
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter",
+            "send", "recv", "barrier".
+        group: its global ranks; name: what the ranks call it.
+        ins, outs: numbers of what is handed in and of what is written, or made.
+        reduce: how ranks are combined, in lower case; "" where they are not.
+        root: the rank of the group, or the peer of a message.
+        tag: of a message.
+        splits: rows to and from each rank of a flat all-to-all.
+        shapes: of what is handed in, for those whose gradients are not followed too.
+        followed: whether the numbers are there, so that it can be run again.
+        hidden: whether autograd follows an operand and knows nothing of the call.
+        phase: "forward", "backward", or "apart" (no gradients are followed).
+        total: what a sum of one number came to.
+    """
+
+    kind: str
+    group: tuple[int, ...]
+    name: str
+    ins: list[int]
+    outs: list[int]
+    site: int
+    call: int | None
+    reduce: str = ""
+    root: int = -1
+    tag: int = 0
+    splits: tuple[list[int], list[int]] | None = None
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    followed: bool = False
+    hidden: bool = False
+    phase: str = "forward"
+    total: float | None = None
+
+
+@dataclass(slots=True)
+class Called:
+    """A call of a hand-written Function that is over, and what its backward did when that ran.
+
+    Attributes:
+        number: which call.
+        name: of the class.
+        site: where it was called.
+        ins, outs: numbers of its tensors; None for one that the tape does not know.
+        begin: how many events there were before it.
+        sends: whether a collective is in its forward.
+        sends_back: whether one is in its backward.
+        received: the gradients of its results that backward met, and
+        returned: those of its operands that it gave; None until it ran.
+        ours: whether it is of torch itself or of gradmesh.
+    """
+
+    number: int
+    name: str
+    site: int
+    ins: list[int | None]
+    outs: list[int | None]
+    begin: int
+    sends: bool = False
+    sends_back: bool = False
+    received: list[Tensor | None] | None = None
+    returned: list[Tensor | None] | None = None
+    ours: bool = False
+
+
+@dataclass(slots=True)
+class Root:
+    """A tensor that a backward began at.
+
+    Attributes:
+        id: its number.
+        value: a copy, to hold what is run again against.
+        weight: the gradient that it was given.
+        passed_on: whether that came from another rank, which has the loss.
+    """
+
+    id: int
+    value: Tensor
+    weight: Tensor | None
+    passed_on: bool
+    site: int
+
+
+@dataclass(slots=True)
+class Param:
+    """A parameter at an optimizer step.
+
+    Attributes:
+        name: as its module calls it.
+        id: of the leaf of this rank's tape; None where it was not used.
+        value, grad: copies, before the step; of this rank's part.
+        after: the value after the step.
+        mesh: the global ranks of a DTensor's mesh, nested as that is; None for a plain tensor.
+        placements: of a DTensor: ("shard", dim), ("replicate", 0) or ("partial", 0) for each mesh dim.
+        grad_placements: those of its gradient.
+        whole: the DTensor's whole shape.
+    """
+
+    name: str
+    id: int | None
+    value: Tensor
+    grad: Tensor | None
+    after: Tensor | None = None
+    mesh: Any = None
+    placements: list[tuple[str, int]] = field(default_factory=list)
+    grad_placements: list[tuple[str, int]] = field(default_factory=list)
+    whole: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Step:
+    """What an optimizer's step, or the program's own writing to its parameters, begins with."""
+
+    params: list[Param]
+    buffers: dict[str, Tensor]
+    site: int
+    manual: bool = False
+    wrapped: tuple[int, ...] = ()
+    """The ranks of a DistributedDataParallel whose gradients are averaged; () without one."""
+
+
+@dataclass(slots=True)
+class Scaled:
+    """A parameter's gradient was multiplied by a number between backward and step."""
+
+    name: str
+    factor: float
+    site: int
+
+
+@dataclass(slots=True)
+class Saved:
+    """A collective wrote where autograd has saved a tensor for its backward."""
+
+    kind: str
+    site: int
+    where: int
+
+
+@dataclass(slots=True)
+class Lost:
+    """Something that could not be followed, in words."""
+
+    what: str
+    site: int
+
+
+Event = Given | Alias | Op | Sent | Root | Step | Scaled | Saved | Lost
+
+
+@dataclass
+class Tape:
+    """All of it.
+
+    Attributes:
+        rank, size: of the rank.
+        events: in order.
+        calls: of Functions, by number.
+        places: the lines that `site` numbers.
+        steps: how many optimizer steps were seen.
+        ended: "stopped" after the steps asked for, "returned", or "raised".
+        error: the traceback, where it raised, and
+        raised_at: the line of the program.
+        seconds: how long the program ran.
+    """
+
+    rank: int
+    size: int
+    events: list[Event] = field(default_factory=list)
+    calls: dict[int, Called] = field(default_factory=dict)
+    places: list[Place] = field(default_factory=list)
+    steps: int = 0
+    ended: str = "returned"
+    error: str = ""
+    raised_at: int = -1
+    seconds: float = 0.0
+
+
+def refs(event: Event) -> list[int]:
+    """The numbers of the tensors that an event takes."""
+    if isinstance(event, Sent):
+        return event.ins
+    if isinstance(event, Alias):
+        return [event.of]
+    if isinstance(event, Op):
+        return list(_refs((event.args, event.kwargs)))
+    return []
+
+
+def _refs(value: Any) -> Iterator[int]:
+    if isinstance(value, Ref):
+        yield value.id
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _refs(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _refs(part)

@@ -1,0 +1,249 @@
+"""The engine: each rank's events in order, and collectives when all of their ranks are there."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradmesh.checker.recording.tape import Alias, Event, Given, Lost, Op, Ref, Root, Sent
+from gradmesh.checker.replay.collectives import results_of
+
+__all__ = ["Again", "Rank", "UnfaithfulError", "run_again"]
+
+
+class UnfaithfulError(Exception):
+    """What is run again is not what the program did: nothing is said of its gradients then."""
+
+
+@dataclass
+class Rank:
+    """One rank, run again.
+
+    Attributes:
+        tensors: by number, as they are now.
+        leaves: parameters by number, which gradients are asked for.
+        attached: of what the program detached, what it was before.
+        roots: where backwards began.
+        lost: what the recorder could not follow.
+        missing: tensors of which it is not known where they came from, which counts where a loss depends on them.
+    """
+
+    tensors: dict[int, Tensor] = field(default_factory=dict)
+    leaves: dict[int, Tensor] = field(default_factory=dict)
+    attached: dict[int, Tensor] = field(default_factory=dict)
+    roots: list[tuple[Root, Tensor]] = field(default_factory=list)
+    lost: list[Lost] = field(default_factory=list)
+    missing: list[tuple[Lost, Tensor]] = field(default_factory=list)
+
+    def run(self, events: Sequence[Event]) -> Generator[Sent, None, None]:
+        """Do what the events say; stops at each collective, until its results are there."""
+        for event in events:
+            if isinstance(event, Given):
+                value = event.value
+                if event.lost and value.is_floating_point():
+                    missing = value.clone().requires_grad_()
+                    self.missing.append((Lost(event.lost, event.site), missing))
+                    self.tensors[event.id] = missing.clone()
+                elif event.leaf and (value.is_floating_point() or value.is_complex()):
+                    leaf = self.leaves[event.id] = value.clone().requires_grad_()
+                    self.tensors[event.id] = leaf.clone()
+                else:
+                    self.tensors[event.id] = value.clone()
+            elif isinstance(event, Alias):
+                of = self.tensors[event.of]
+                self.tensors[event.id] = of.as_strided(event.shape, event.stride, event.offset)
+            elif isinstance(event, Op):
+                self._operate(event)
+            elif isinstance(event, Sent):
+                yield event
+            elif isinstance(event, Root):
+                self.roots.append((event, self.tensors[event.id]))
+            elif isinstance(event, Lost):
+                self.lost.append(event)
+
+    def _operate(self, event: Op) -> None:
+        if event.name == "aten.detach.default":
+            x = self.tensors[event.args[0].id]
+            self.tensors[event.outs[0]] = x.view_as(x) if event.call is not None else x.detach()
+            self.attached[event.outs[0]] = self.attached.get(event.args[0].id, x)
+            return
+        result = _named(event.name)(*self._valued(event.args), **self._valued(event.kwargs))
+        made = [result] if isinstance(result, Tensor) else _flat(result)
+        for number, x in zip(event.outs, made, strict=True):
+            self.tensors[number] = x
+
+    def _valued(self, value: Any) -> Any:
+        if isinstance(value, Ref):
+            return self.tensors[value.id]
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._valued(part) for part in value)
+        if isinstance(value, dict):
+            return {key: self._valued(part) for key, part in value.items()}
+        return value
+
+    def taken(self, call: Sent) -> list[Tensor]:
+        """What a collective takes; a message takes it as it was before it was detached."""
+        if call.kind == "send":
+            return [self.attached.get(number, self.tensors[number]) for number in call.ins]
+        return [self.tensors[number] for number in call.ins]
+
+    def write(self, call: Sent, values: Sequence[Tensor]) -> None:
+        """Put a collective's results where they belong."""
+        if len(values) != len(call.outs):
+            raise UnfaithfulError(f"the results of {call.kind} do not fit")
+        for number, value in zip(call.outs, values, strict=True):
+            there = self.tensors.get(number)
+            if there is None:
+                self.tensors[number] = value.clone()
+                continue
+            value = value.reshape(there.shape).to(there.dtype)
+            if there._is_view() or self._is_shared(number, there):
+                there.copy_(value)
+            else:  # what autograd has saved of it stays as it was
+                self.tensors[number] = value.clone()
+
+    def _is_shared(self, number: int, x: Tensor) -> bool:
+        store = x.untyped_storage().data_ptr()
+        return any(
+            other.untyped_storage().data_ptr() == store
+            for at, other in self.tensors.items()
+            if at != number and other is not x
+        )
+
+
+@dataclass
+class Again:
+    """All ranks, run again.
+
+    Attributes:
+        ranks: one by one.
+        groups: for each collective that was made by all of its ranks: its call on each of them.
+        messages: who sent which to whom, and how that rank took it.
+        calls: how many collectives gradients pass through.
+    """
+
+    ranks: list[Rank]
+    groups: list[dict[int, Sent]] = field(default_factory=list)
+    messages: list[tuple[int, Sent, int, Sent]] = field(default_factory=list)
+    calls: int = 0
+
+
+def run_again(parts: Sequence[Sequence[Event]]) -> Again:
+    """Run all ranks' events again, in one process.
+
+    Raises:
+        UnfaithfulError: something is missing, or does not come out as it did.
+    """
+    again = Again([Rank() for _ in parts])
+    running = [rank.run(events) for rank, events in zip(again.ranks, parts, strict=True)]
+    waiting: dict[int, Sent] = {}
+    letters: dict[tuple[int, int, int], collections.deque[tuple[Sent, list[Tensor]]]] = (
+        collections.defaultdict(collections.deque)
+    )
+    todo = collections.deque(range(len(parts)))
+    with torch.enable_grad():
+        while todo:
+            rank = todo.popleft()
+            try:
+                call = next(running[rank])
+            except StopIteration:
+                continue
+            except (RuntimeError, KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+                raise UnfaithfulError(f"rank {rank}: {type(error).__name__}: {error}") from error
+            waiting[rank] = call
+            _deliver(again, waiting, letters, todo)
+    if waiting:
+        stuck = ", ".join(f"{call.kind} on rank {rank}" for rank, call in sorted(waiting.items()))
+        raise UnfaithfulError(f"not all ranks make the same calls: {stuck}")
+    for at, each in enumerate(again.ranks):
+        for root, found in each.roots:
+            if not torch.allclose(found.detach(), root.value, rtol=1e-3, atol=1e-5, equal_nan=True):
+                raise UnfaithfulError(f"the loss of rank {at} does not come out again")
+    return again
+
+
+def _deliver(again: Again, waiting: dict[int, Sent], letters: Any, todo: Any) -> None:
+    """Make every call whose ranks are all there."""
+    moved = True
+    while moved:
+        moved = False
+        for rank, call in list(waiting.items()):
+            if call.kind in ("send", "recv"):
+                moved = _message(again, rank, call, waiting, letters, todo) or moved
+                continue
+            there = [waiting.get(other) for other in call.group]
+            if any(other is None or _key(other) != _key(call) for other in there):
+                continue
+            calls = [other for other in there if other is not None]
+            for other in call.group:
+                del waiting[other]
+                todo.append(other)
+            _together(again, call.group, calls)
+            moved = True
+            break
+
+
+def _key(call: Sent) -> tuple[str, tuple[int, ...], str]:
+    return call.kind, call.group, call.name
+
+
+def _message(again: Again, rank: int, call: Sent, waiting: Any, letters: Any, todo: Any) -> bool:
+    peer = call.group[call.root] if 0 <= call.root < len(call.group) else -1
+    if call.kind == "send":
+        letters[rank, peer, call.tag].append((call, again.ranks[rank].taken(call) if call.followed else []))
+    else:
+        box = letters[peer, rank, call.tag]
+        if not box:
+            return False
+        sent, values = box.popleft()
+        if call.followed and values:
+            again.messages.append((peer, sent, rank, call))
+            again.ranks[rank].write(call, values)
+            again.calls += 1
+    del waiting[rank]
+    todo.append(rank)
+    return True
+
+
+def _together(again: Again, group: Sequence[int], calls: Sequence[Sent]) -> None:
+    again.groups.append(dict(zip(group, calls, strict=True)))
+    if not all(call.followed for call in calls):
+        if any(call.followed and call.phase == "forward" for call in calls):
+            for rank, call in zip(group, calls, strict=True):
+                again.ranks[rank].lost.append(Lost(f"{call.kind} is followed on some ranks alone", call.site))
+        return
+    ins = [again.ranks[rank].taken(call) for rank, call in zip(group, calls, strict=True)]
+    shapes = [
+        [
+            again.ranks[rank].tensors[number].shape
+            for number in call.outs
+            if number in again.ranks[rank].tensors
+        ]
+        for rank, call in zip(group, calls, strict=True)
+    ]
+    results = results_of(calls, ins, shapes)
+    if results is None:
+        raise UnfaithfulError(f"{calls[0].kind} cannot be run again")
+    again.calls += 1
+    for rank, call, values in zip(group, calls, results, strict=True):
+        again.ranks[rank].write(call, values)
+
+
+def _named(name: str) -> Any:
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _flat(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [x for part in value for x in _flat(part)]
+    return []

@@ -1,0 +1,113 @@
+"""A verdict as text for people: each finding with its lines and how to mend it, then notes and a line of counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradmesh.checker.findings import Place, Verdict
+from gradmesh.checker.fingerprints import relative, root
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["counted", "ranks_of", "show", "summary"]
+
+_COLOURS = {"error": "bold red", "warning": "bold yellow"}
+
+
+def show(verdict: Verdict, console: Console, base: Path | None = None) -> None:
+    """Print what was found.
+
+    Args:
+        verdict: what was found.
+        console: where to; rich leaves colours away where it is no terminal.
+        base: the folder that files are named from; the repository around the current folder if there is none.
+    """
+    from rich.text import Text
+
+    def line(*parts: tuple[str, str], by: int = 0) -> None:
+        """Wrapped, pushed to the right, and nothing behind it."""
+        for wrapped in Text.assemble(*parts).wrap(console, max(8, console.width - by), overflow="fold"):
+            wrapped.rstrip()
+            console.print(Text(" " * by) + wrapped, soft_wrap=True)
+
+    def place(label: str, where: Place) -> None:
+        """In one piece however wide it is, so that it can be found and clicked; then the source."""
+        name = f"{relative(where.file, base or root())}:{where.line}"
+        inside = f" in {where.function}" if where.function else ""
+        console.print(Text.assemble("  ", (label, "dim"), (name, "cyan"), inside), soft_wrap=True)
+        if where.text:
+            line((where.text, "bold"), by=6)
+
+    for finding in verdict.findings:
+        head = [
+            (f"{finding.severity:<7} ", _COLOURS[finding.severity]),
+            (f"{finding.rule.id} {finding.rule.name}", "bold"),
+        ]
+        told = ", ".join(filter(None, (finding.subject, ranks_of(finding.ranks, verdict.ranks))))
+        line(*head, (f": {told}" if told else "", ""))
+        line((finding.message, ""), by=2)
+        if finding.at:
+            place("at ", finding.at)
+        if finding.began and finding.began != finding.at:
+            place("began at ", finding.began)
+        line(("mend it: ", "dim"), (finding.remedy, ""), by=2)
+        console.print()
+    for note in verdict.notes:
+        line(("note ", "dim"), (note, ""))
+    line((summary(verdict), "bold red" if verdict.errors else "bold"))
+
+
+def summary(verdict: Verdict) -> str:
+    """The verdict in a line: counts, what ran, and how long it took."""
+    counts = [
+        counted(len(found), noun)
+        for found, noun in ((verdict.errors, "error"), (verdict.warnings, "warning"))
+        if found
+    ]
+    ran = f"{counted(verdict.ranks, 'rank')}, {counted(verdict.steps, 'step')}"
+    status = {"complete": "", "stopped": "stopped before the end", "not-run": "it did not run"}
+    told = (", ".join(counts) or "no finding", ran, _times(verdict), status[verdict.status])
+    return "; ".join(filter(None, told))
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "rank"), counted(2, "rank")
+    ('1 rank', '2 ranks')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def ranks_of(ranks: Sequence[int], size: int) -> str:
+    """Ranks in words; nothing if there are none.
+
+    >>> ranks_of((0, 1, 2, 5), 8), ranks_of((1,), 8), ranks_of((0, 1), 2)
+    ('ranks 0-2, 5', 'rank 1', 'all ranks')
+    """
+    own = sorted(set(ranks))
+    if not own or len(own) == 1:
+        return "".join(f"rank {rank}" for rank in own)
+    return "all ranks" if len(own) == size else f"ranks {', '.join(_runs(own))}"
+
+
+def _runs(ranks: Sequence[int]) -> Iterator[str]:
+    first = ranks[0]
+    for rank, following in zip(ranks, [*ranks[1:], None], strict=True):
+        if following != rank + 1:
+            yield str(first) if first == rank else f"{first}{'-' if rank > first + 1 else ', '}{rank}"
+            first = rank if following is None else following
+
+
+def _times(verdict: Verdict) -> str:
+    alone, checked = verdict.seconds.get("script"), verdict.seconds.get("checked")
+    times = [
+        f"{name} {taken:.1f} s"
+        for name, taken in (("script", alone), ("checked", checked))
+        if taken is not None
+    ]
+    factor = f" ({checked / alone:.1f} times)" if alone and checked else ""
+    return ", ".join(times) + factor

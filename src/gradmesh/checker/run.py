@@ -1,0 +1,174 @@
+"""Running a script on local ranks under the recorder, and judging what was recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import pickle
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradmesh.checker.findings import Verdict
+from gradmesh.checker.judging.judge import judged
+from gradmesh.checker.recording.rank import run_rank
+from gradmesh.checker.recording.tape import Tape
+from gradmesh.errors import ArgumentError, message
+
+__all__ = ["Recorded", "Target", "check_script", "recorded"]
+
+_AT_WORK = 0.2
+"""Seconds of a processor: ranks that have used more of it are at work."""
+
+_PRELOADED = ["gradmesh.checker.recording.rank"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to run.
+
+    Attributes:
+        path_or_module: a file, or a module as `python -m` takes it.
+        module: whether it is a module.
+        args: what the script finds in sys.argv behind its name.
+    """
+
+    path_or_module: str
+    module: bool = False
+    args: tuple[str, ...] = ()
+
+
+@dataclass
+class Recorded:
+    """What a script's ranks left.
+
+    Attributes:
+        tapes: of the ranks that ended; None for one that did not.
+        calls: what each rank's collectives were, line by line, also where it did not end.
+        output: what each printed.
+        stuck: whether they were ended because nothing happened any more.
+        seconds: how long the ranks ran.
+    """
+
+    tapes: list[Tape | None]
+    calls: list[list[str]]
+    output: list[str]
+    stuck: bool
+    seconds: float
+
+
+def check_script(target: Target, *, ranks: int, steps: int = 2, timeout: float = 60.0) -> Verdict:
+    """Run a script on ranks, and judge what it did.
+
+    Args:
+        target: what to run.
+        ranks: how many processes.
+        steps: of an optimizer, after which the script is ended.
+        timeout: seconds after which ranks of which no more is heard are ended.
+
+    Raises:
+        ArgumentError: there is no such script.
+    """
+    if not target.module and not Path(target.path_or_module).is_file():
+        raise ArgumentError(
+            message(
+                "there is no such script",
+                op="check",
+                expected="a Python file, or -m and a module",
+                got=target.path_or_module,
+                remedy="give its path",
+            )
+        )
+    found = recorded(target, ranks=ranks, steps=steps, timeout=timeout)
+    begun = time.perf_counter()
+    verdict = judged(found.tapes, found.calls, found.output, stuck=found.stuck, ranks=ranks)
+    verdict.seconds.update(checked=found.seconds, judged=time.perf_counter() - begun)
+    return verdict
+
+
+def recorded(target: Target, *, ranks: int, steps: int, timeout: float, record: bool = True) -> Recorded:
+    """Run a script on ranks, and collect their tapes."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(_PRELOADED)
+    with tempfile.TemporaryDirectory(prefix="gradmesh-check-") as folder:
+        port, begun = _free_port(), time.perf_counter()
+        started: list[Any] = []
+        for rank in range(ranks):
+            process = server.Process(
+                target=run_rank, args=(rank, ranks, port, target, folder, steps, record), daemon=False
+            )
+            process.start()
+            started.append(process)
+        stuck = _waited(started, Path(folder), timeout)
+        seconds = time.perf_counter() - begun
+        return Recorded(
+            [_tape(Path(folder) / f"{rank}.tape") for rank in range(ranks)],
+            [_lines(Path(folder) / f"{rank}.calls") for rank in range(ranks)],
+            ["\n".join(_lines(Path(folder) / f"{rank}.out")) for rank in range(ranks)],
+            stuck,
+            seconds,
+        )
+
+
+def _waited(started: Sequence[Any], folder: Path, timeout: float) -> bool:
+    """Wait for the ranks; end them where nothing happens any more, and say so."""
+    last, seen = time.monotonic(), (0, 0.0)
+    failed = 0.0
+    while any(process.is_alive() for process in started):
+        if all((folder / f"{rank}.tape").exists() for rank in range(len(started))):
+            _end(started)
+            return False
+        time.sleep(0.02)
+        now = time.monotonic()
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        used = sum(_processor_time(process.pid) for process in started)
+        if size != seen[0] or used - seen[1] > _AT_WORK:
+            last, seen = now, (size, used)
+        over = [process for process in started if not process.is_alive()]
+        # Ranks that wait for one that has failed or ended wait for ever, mostly.
+        failed = failed or (now if over and len(over) < len(started) else 0.0)
+        if now - last > timeout or (failed and now - max(failed, last) > min(timeout, 3.0)):
+            _end(started)
+            return True
+    for process in started:
+        process.join()
+    return False
+
+
+def _end(started: Sequence[Any]) -> None:
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    for process in started:
+        process.join()
+
+
+def _processor_time(pid: int) -> float:
+    """Seconds of a processor that a process has used, and waited for; 0.0 where that cannot be told."""
+    try:
+        fields = Path(f"/proc/{pid}/schedstat").read_text().split()
+        return (int(fields[0]) + int(fields[1])) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def _free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+def _tape(path: Path) -> Tape | None:
+    if not path.exists():
+        return None
+    tape = pickle.loads(path.read_bytes())
+    assert isinstance(tape, Tape)
+    return tape
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines() if path.exists() else []

@@ -1,0 +1,117 @@
+"""What shows that a script is wrong, or right, without any types: differences, its twin, and the ranks' values."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from tests.scripts import SCRIPTS, Script
+from tests.scripts.running import Derivative, Played, derivatives, play
+
+__all__ = ["UNDIFFERENTIATED", "common_factor", "shown"]
+
+UNDIFFERENTIATED = {
+    "autocast_bf16": "differences drown in bfloat16",
+    "sgd_by_hand": "steps without an optimizer",
+    "langevin_noise_apart": "steps without an optimizer",
+}
+"""Right scripts, and such with another proof, whose gradients cannot be held against differences."""
+
+HANGS = {"GM401", "GM402"}
+
+
+def common_factor(found: list[Derivative]) -> float | None:
+    """What all gradients are times the true ones; None if they are not the same multiple of them.
+
+    A direction along which the losses do not change says nothing.
+    """
+    factors = [factor for one in found if abs(one.true) > 1e-6 for factor in one.factors]
+    if not factors or any(math.isnan(factor) for factor in factors):
+        return None
+    return factors[0] if all(abs(factor / factors[0] - 1) < 1e-3 for factor in factors) else None
+
+
+def alike(tensors: list[Tensor]) -> bool:
+    return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairwise(tensors))
+
+
+def each(played: Played, which: str, step: int) -> list[list[Tensor]]:
+    """The parameters, or their gradients, of a step: for each of them those of all ranks."""
+    of_ranks = [getattr(seen, which)[step] for seen in played.ranks]
+    return [list(tensors) for tensors in zip(*of_ranks, strict=True)]
+
+
+def same_masks(played: Played) -> bool:
+    """Whether dropout drew the same on all ranks wherever that can be seen: where what it was given is not zero."""
+    for masks in zip(*(seen.masks for seen in played.ranks), strict=True):
+        first = masks[0]
+        if any(m.shape != first.shape or bool(((m >= 0) & (first >= 0) & (m != first)).any()) for m in masks):
+            return False
+    return bool(played.ranks[0].masks)
+
+
+def ratio_to_twin(script: Script, played: Played) -> float | None:
+    """The factor between a script's first gradients and those of its twin, if there is one."""
+    assert script.twin is not None
+    there = play(SCRIPTS[script.twin]).ranks[0].gradients[0]
+    ratios = []
+    for mine, other in zip(played.ranks[0].gradients[0], there, strict=True):
+        assert mine is not None
+        assert other is not None
+        ratio = float((mine * other).sum() / (other * other).sum())
+        if not torch.allclose(mine, ratio * other, rtol=1e-3, atol=1e-6):
+            return None
+        ratios.append(ratio)
+    return ratios[0] if max(ratios) - min(ratios) < 1e-3 else None
+
+
+def drift(played: Played) -> bool:
+    """Whether parameters are the same on the ranks before the first step, and not behind the last one."""
+    last = min(len(seen.after) for seen in played.ranks) - 1
+    return all(map(alike, each(played, "before", 0))) and not all(map(alike, each(played, "after", last)))
+
+
+def shown(script: Script) -> str | None:
+    """What was seen of a script that is expected of it; None if its fault, or that it is right, was not seen."""
+    rule = script.expected
+    played = play(script)
+    failed = any(seen.error for seen in played.ranks)
+    if rule in HANGS:
+        return "hangs" if played.hung else "fails" if failed else None
+    if rule == "GM501":
+        return "a rank raises" if failed and not played.hung else None
+    if failed or played.hung:
+        return None
+    if rule == "GM109":
+        ratio = ratio_to_twin(script, played)
+        return (
+            f"{ratio:.3g} of the twin's gradients" if ratio and abs(ratio * script.ranks - 1) < 1e-3 else None
+        )
+    if rule == "GM201":
+        return "parameters part" if script.name in UNDIFFERENTIATED or drift(played) else None
+    if rule == "GM202":
+        differ = not all(map(alike, each(played, "before", 0)))
+        return "parameters differ, gradients do not" if differ else None
+    if rule == "GM203":
+        differ = any(
+            not alike([seen.buffers[key] for seen in played.ranks]) for key in played.ranks[0].buffers
+        )
+        return "buffers differ" if differ else None
+    if rule == "GM301":
+        assert script.twin is not None
+        inputs = [[seen.first_input for seen in p.ranks] for p in (played, play(SCRIPTS[script.twin]))]
+        known = [[x for x in xs if x is not None] for xs in inputs]
+        return "the same input" if alike(known[0]) and not alike(known[1]) else None
+    if rule == "GM303":
+        return "the same masks" if same_masks(played) else None
+    if rule is None and script.name in UNDIFFERENTIATED:
+        return "runs"
+    factor = common_factor(derivatives(script))
+    if rule is None:
+        fits = factor is not None and any(abs(factor * k - 1) < 1e-3 for k in range(1, script.ranks + 1))
+        clipped = factor is not None and "clip" in script.path.read_text()
+        return f"all gradients {factor:.4g} of the truth" if fits or clipped else None
+    return "gradients are no multiple of the truth" if factor is None else None

@@ -1,0 +1,53 @@
+# about: the head's gradient is summed by hand though DDP has averaged it already
+# ranks: 2
+# expect: GM102
+# twin: ddp_plain
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.LayerNorm(16))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(
+        torch.randn(24, 8, generator=generator), torch.randint(0, 3, (24,), generator=generator)
+    )
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    data = dataset()
+    sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data, shuffle=True)
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    for epoch in range(1):
+        sampler.set_epoch(epoch)
+        for step, (x, y) in enumerate(loader):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            for p in model.module.head.parameters():
+                dist.all_reduce(p.grad)  # <- here
+            optimizer.step()  # <- here
+            if rank == 0:
+                print(f"epoch {epoch} step {step} loss {loss.item():.4f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

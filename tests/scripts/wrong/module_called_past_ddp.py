@@ -1,0 +1,50 @@
+# about: the loop calls model.module(...), so DDP's hooks are never armed and nothing is averaged
+# ranks: 2
+# expect: GM101
+# twin: ddp_two_heads
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+
+class Policy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(4, 16), nn.Tanh())
+        self.actor = nn.Linear(16, 2)
+        self.critic = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.trunk(x)
+        return self.actor(h), self.critic(h)
+
+    def evaluate(self, x: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        logits, value = self(x)
+        return logits.log_softmax(-1).gather(1, action[:, None])[:, 0], value[:, 0]
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    policy = DDP(Policy())
+    optimizer = torch.optim.Adam(policy.parameters(), lr=3e-3)
+    env = torch.Generator().manual_seed(1000 + rank)
+    for update in range(3):
+        obs = torch.randn(6, 4, generator=env)
+        action = torch.randint(0, 2, (6,), generator=env)
+        returns = torch.randn(6, generator=env)
+        logp, value = policy.module.evaluate(obs, action)  # <- here
+        advantage = returns - value.detach()
+        loss = -(logp * advantage).mean() + 0.5 * (value - returns).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()  # <- here
+        if rank == 0:
+            print(f"update {update} loss {loss.item():.4f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

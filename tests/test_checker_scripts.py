@@ -1,0 +1,48 @@
+"""Scripts that know nothing of gradmesh are checked: what is wrong is found, what is right is not accused."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.scripts import RIGHT, WRONG
+from tools import checked
+
+QUICK = {
+    "batch_norm_own_statistics",
+    "bias_before_row_sum",
+    "clip_own_shard",
+    "clip_raw_all_gather",
+    "cp_gather_own_slice",
+    "cp_loss_divided_twice",
+    "megatron_f_without_sum",
+    "megatron_g_sums",
+    "same_batches",
+    "seeds_apart_no_broadcast",
+    "sp_norm_not_summed",
+    "tied_embedding_not_reduced",
+    "clip_gathered",
+    "ddp_no_sync",
+    "dtensor_mlp",
+    "fsdp2",
+    "megatron_mlp",
+    "pipeline_tied",
+}
+"""One of each kind; the others have a sweep of their own: python -m pytest -m slow tests/test_checker_scripts.py."""
+
+pytestmark = pytest.mark.processes
+
+
+def marked(name: str) -> object:
+    return pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow], id=name)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in WRONG])
+def test_what_is_wrong_with_a_script_is_found(name: str) -> None:
+    row = checked.row_of(WRONG[name])
+    assert row.right, row
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in RIGHT])
+def test_a_right_script_is_not_accused(name: str) -> None:
+    row = checked.row_of(RIGHT[name])
+    assert row.right, row

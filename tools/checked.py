@@ -1,0 +1,167 @@
+"""Check the scripts of tests/scripts and say what was found: expected rule, found rules, lines, seconds.
+
+$ python -m tools.checked                          # all of them
+$ python -m tools.checked --only megatron clip     # those whose name has one of these
+$ python -m tools.checked --write docs/check.md    # all of them, and the table into the page
+$ python -m tools.checked --cost                   # each script also without being recorded
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gradmesh.checker.findings import Verdict
+from gradmesh.checker.run import Target, check_script, recorded
+from tests.scripts import SCRIPTS, Script
+
+__all__ = ["Row", "checked", "main", "row_of", "table"]
+
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+STEPS = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a check of a script found.
+
+    Attributes:
+        script: which.
+        found: the rules of its findings, errors first.
+        errors: those of them that are errors.
+        at_line: whether a finding of the expected rule points at a line that the script marks.
+        notes: how many.
+        seconds: of the whole check.
+        plain: of the script alone; None where that was not measured.
+    """
+
+    script: Script
+    found: tuple[str, ...]
+    errors: tuple[str, ...]
+    at_line: bool
+    notes: int
+    seconds: float
+    plain: float | None = None
+
+    @property
+    def right(self) -> bool:
+        """Whether the expected rule was found, or nothing where nothing is wrong."""
+        return not self.errors if self.script.expected is None else self.script.expected in self.found
+
+
+def checked(script: Script) -> Verdict:
+    """Check a script as a user would."""
+    timeout = script.timeout or 60.0
+    return check_script(
+        Target(str(script.path)), ranks=script.ranks, steps=script.steps or STEPS, timeout=timeout
+    )
+
+
+def row_of(script: Script, cost: bool = False) -> Row:
+    """Check a script, and compare with what it says of itself."""
+    plain = None
+    if cost:
+        begun = time.perf_counter()
+        recorded(Target(str(script.path)), ranks=script.ranks, steps=STEPS, timeout=60.0, record=False)
+        plain = time.perf_counter() - begun
+    begun = time.perf_counter()
+    verdict = checked(script)
+    seconds = time.perf_counter() - begun
+    lines = {
+        place.line
+        for finding in verdict.findings
+        if finding.rule.id == script.expected
+        for place in (finding.at, finding.began)
+        if place is not None
+    }
+    return Row(
+        script,
+        tuple(dict.fromkeys(finding.rule.id for finding in verdict.findings)),
+        tuple(dict.fromkeys(finding.rule.id for finding in verdict.errors)),
+        bool(lines.intersection(script.lines)),
+        len(verdict.notes),
+        seconds,
+        plain,
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The page's table, and what it comes to."""
+    wrong = [row for row in rows if row.script.expected is not None]
+    right = [row for row in rows if row.script.expected is None]
+    said = [
+        f"`python -m tools.checked` checks {len(wrong)} wrong scripts and {len(right)} right ones ({_machine()}):",
+        f"the expected rule is found in {sum(row.right for row in wrong)} of {len(wrong)}, "
+        f"at a line that the script marks in {sum(row.at_line for row in wrong)}; "
+        f"an error in {sum(not row.right for row in right)} of {len(right)} right ones.",
+        f"A check takes {_spread([row.seconds for row in rows])} s beyond the imports.",
+    ]
+    factors = [row.seconds / row.plain for row in rows if row.plain]
+    if factors:
+        said.append(f"It takes {_spread(factors)} times what the script takes alone.")
+    lines = ["| script | what is wrong with it | expected | found | line | s |", "|---|---|---|---|---|---|"]
+    for row in wrong:
+        found = " ".join(row.found) or "nothing"
+        lines.append(
+            f"| `{row.script.name}` | {row.script.about} | {row.script.expected} | {found} | "
+            f"{'yes' if row.at_line else 'no'} | {row.seconds:.1f} |"
+        )
+    return "\n".join([*said, "", *lines])
+
+
+def _spread(values: Sequence[float]) -> str:
+    ordered = sorted(values)
+    return f"{statistics.median(ordered):.1f} (median; {ordered[0]:.1f} to {ordered[-1]:.1f})"
+
+
+def _machine() -> str:
+    cores = len(os.sched_getaffinity(0))
+    return f"{platform.machine()}, {cores} cores, torch {torch.__version__}"
+
+
+def _rows(names: Sequence[str], cost: bool) -> Iterator[Row]:
+    for script in SCRIPTS.values():
+        if not names or any(name in script.name for name in names):
+            row = row_of(script, cost)
+            print(
+                f"{'ok ' if row.right else 'BAD'} {row.script.name:36} {row.script.expected or 'none':6} "
+                f"{' '.join(row.found) or '-':20} {'line' if row.at_line else '    '} {row.notes} notes "
+                f"{row.seconds:5.1f} s",
+                flush=True,
+            )
+            yield row
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check what is asked for; 1 where less than 95 % of the wrong ones are found, or a right one is accused."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", default=[], help="parts of names")
+    parser.add_argument("--write", type=Path, help="the page to write the table to")
+    parser.add_argument("--cost", action="store_true", help="run each script alone too")
+    told = parser.parse_args(arguments)
+    rows = list(_rows(told.only, told.cost))
+    text = table(rows)
+    print(text.split("\n\n")[0])
+    if told.write and not told.only:
+        page = told.write.read_text()
+        before, after = page.split(BEGIN)[0], page.split(END)[1]
+        told.write.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+    wrong = [row for row in rows if row.script.expected is not None]
+    accused = any(not row.right for row in rows if row.script.expected is None)
+    return int(accused or sum(row.right for row in wrong) < 0.95 * len(wrong))
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        raise SystemExit(main())

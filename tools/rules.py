@@ -1,0 +1,93 @@
+"""Write the rules of `gradmesh check` into their pages: python -m tools.rules --write docs/rules.
+
+The head of each page and the page that lists them come from the registry; the programs of a page are written by hand.
+Without `--write` it only says which pages are not up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+from gradmesh.checker.rules import RULES, Rule
+
+__all__ = ["index", "pages", "with_rule"]
+
+BEGIN, END = "<!-- rule: begin (python -m tools.rules --write docs/rules) -->", "<!-- rule: end -->"
+
+_INDEX = """# Rules of `gradmesh check`
+
+What [`gradmesh check`](../check.md) can find, each with a wrong and a right program. An error is a wrong number, or no
+answer, and makes the exit status 1; a warning is what goes wrong in some uses and is meant in others. Written by
+`python -m tools.rules --write docs/rules`.
+"""
+
+_GROUPS = {
+    "GM1": "Gradients",
+    "GM2": "Parameters, buffers and steps",
+    "GM3": "Data and random numbers",
+    "GM4": "Calls",
+    "GM5": "The run",
+}
+
+
+def index() -> str:
+    """The page that lists the rules."""
+    lines = [_INDEX]
+    for prefix, title in _GROUPS.items():
+        rows = [
+            f"| [{rule.id}]({rule.id}.md) | {rule.name} | {rule.severity} | {rule.short} |"
+            for rule in RULES.values()
+            if rule.id.startswith(prefix)
+        ]
+        lines += [
+            f"## {title}\n",
+            "| rule | name | severity | what it finds |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def with_rule(text: str, rule: Rule) -> str:
+    """A rule's page with what the registry says of it."""
+    head, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    head = re.sub(r"\A# .*", f"# {rule.id} {rule.name}", head)
+    parts = (f"*{rule.severity}* · {rule.short}", rule.why, f"**To mend it.** {rule.remedy}")
+    told = "\n\n".join(textwrap.fill(part, 119, break_on_hyphens=False) for part in parts)
+    return f"{head}{BEGIN}\n{told}\n{END}{after}"
+
+
+def pages(folder: Path) -> dict[Path, str]:
+    """Every page as it has to be."""
+    found = {folder / "README.md": index()}
+    for rule in RULES.values():
+        path = folder / f"{rule.id}.md"
+        found[path] = with_rule(path.read_text(), rule)
+    return found
+
+
+def main() -> int:
+    """Write the pages, or say which are not up to date."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, help="the folder of the pages")
+    options = parser.parse_args()
+    folder = options.write or Path(__file__).parent.parent / "docs" / "rules"
+    stale = {
+        path: text for path, text in pages(folder).items() if not path.exists() or path.read_text() != text
+    }
+    for path, text in stale.items():
+        if options.write:
+            path.write_text(text)
+        else:
+            print(f"{path} is not up to date")
+    return int(bool(stale) and not options.write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
