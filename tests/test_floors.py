@@ -27,6 +27,7 @@ FLOORS = (
     ("collectives",),
     ("averaging",),
     ("objective",),
+    ("inference",),
     ("nn",),
     ("compat", "verify"),
     ("bench", "checker", "demo", "installation"),

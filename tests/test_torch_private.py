@@ -589,3 +589,56 @@ def test_hooks_of_a_leaf_are_seen() -> None:
         assert not _torch.can_accumulate_later(x)
         handle.remove()
     assert _torch.can_accumulate_later(x)
+
+
+def test_a_dispatch_mode_sees_operators_whose_arguments_are_told_with_what_is_written() -> None:
+    seen: list[tuple[tuple[str, str], tuple[tuple[str, bool], ...]]] = []
+
+    class Mode(_torch.DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append((_torch.dispatched_name(func), _torch.arguments_of(func)))
+            return func(*args, **(kwargs or {}))
+
+    _torch.need_dispatch()
+    with Mode():
+        torch.ones(2).add_(1)
+    assert [name for name, _ in seen] == [("aten", "ones"), ("aten", "add_")]
+    assert seen[1][1] == (("self", True), ("other", False), ("alpha", False))
+
+
+def test_a_write_is_counted_in_the_version_of_every_view_when_the_mode_is_through() -> None:
+    versions: list[int] = []
+
+    class Mode(_torch.DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            versions.append(_torch.version_of(args[0]))
+            return result
+
+    x = torch.ones(2, 2)
+    view, before = x[0], _torch.version_of(x)
+    with Mode():
+        x.mul_(2)
+    assert versions == [before]
+    assert _torch.version_of(x) == _torch.version_of(view) == before + 1
+    with torch.inference_mode():
+        assert _torch.version_of(torch.ones(1)) == -1
+
+
+@pytest.mark.processes
+def test_operators_of_c10d_are_handed_their_group() -> None:
+    assert gm.launch(_groups_seen, 1, backend="gloo") == [True]
+
+
+def _groups_seen() -> bool:
+    found: list[bool] = []
+
+    class Mode(_torch.DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            boxed = [one for one in args if isinstance(one, torch.ScriptObject)]
+            found.append(any(_torch.group_behind(one) is dist.group.WORLD for one in boxed))
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        dist.all_reduce(torch.ones(1))
+    return all(found[-1:])

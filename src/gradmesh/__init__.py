@@ -61,7 +61,9 @@ from gradmesh.errors import (
     ShapeError,
     TorchVersionError,
     TorchWarning,
+    TypeMismatchError,
 )
+from gradmesh.inference import Types, assert_type, typed
 from gradmesh.launch import Ranks, launch
 from gradmesh.no_sync import no_sync
 from gradmesh.objective import objective
@@ -106,10 +108,13 @@ __all__ = [
     "TorchVersionError",
     "TorchWarning",
     "Type",
+    "TypeMismatchError",
+    "Types",
     "V",
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "assert_type",
     "axis",
     "backward",
     "barrier",
@@ -143,6 +148,7 @@ __all__ = [
     "shard",
     "shift",
     "sizes",
+    "typed",
     "use_mesh",
     "world_size",
 ]

@@ -11,6 +11,7 @@ The tree::
     |-- MismatchError         RuntimeError   the ranks called different collectives
     |-- DeadlockError         RuntimeError   ranks wait for something that cannot come
     |-- OrderError            RuntimeError   a chain of ordered collectives is not joined, or used after it was
+    |-- TypeMismatchError     TypeError      types over the ranks do not fit: what gradmesh.typed(strict=True) finds
     |-- GradcheckError        AssertionError gradients of a program are not those of its objective; carries the report
     |-- RankError             RuntimeError   a launched rank failed; carries its rank and traceback
     |   `-- AbortedError                     this rank could not go on because another one failed
@@ -47,6 +48,7 @@ __all__ = [
     "ShapeError",
     "TorchVersionError",
     "TorchWarning",
+    "TypeMismatchError",
     "message",
 ]
 
@@ -108,6 +110,10 @@ class DeadlockError(GradmeshError, RuntimeError):
 
 class OrderError(GradmeshError, RuntimeError):
     """Collectives that have to run backward on every rank are not tied to a loss, or cannot be."""
+
+
+class TypeMismatchError(GradmeshError, TypeError):
+    """What tensors are over the ranks of an axis does not fit what is done with them, or what was declared."""
 
 
 class GradcheckError(GradmeshError, AssertionError):

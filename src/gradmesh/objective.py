@@ -19,6 +19,7 @@ from gradmesh.averaging import divided_by
 from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.collectives import all_gather
 from gradmesh.errors import ArgumentError, MismatchError, message
+from gradmesh.state import FOLLOWED, rank_state
 from gradmesh.structure import Packed
 from gradmesh.types import I, R, Type, V
 from gradmesh.wire import compiling
@@ -118,9 +119,8 @@ def objective(
     own = loss.reshape(())
     by = steps if reduction == "mean" else 1
     if loss_type is not V:
-        return _valued(
-            own * ((divided if loss_type is R else where.size) / (where.size * by)), own.detach() / by
-        )
+        factor = (divided if loss_type is R else where.size) / (where.size * by)
+        return _declared(_valued(own * factor, own.detach() / by), where, loss_type)
     # A mean over samples that are not there is 0 / 0, and stands for nothing.
     kept = own if local == "sum" else torch.where(count > 0, own, 0)
     weight = count if local == "mean" else torch.ones_like(count)
@@ -147,6 +147,13 @@ def objective(
         )
     # One factor, in double precision: counts are more than a narrow dtype of the loss can tell.
     return _valued(kept * (weight * divided / whole).to(own.dtype), (value / whole).to(own.dtype))
+
+
+def _declared(scalar: Tensor, axis: Axis, loss_type: Type) -> Tensor:
+    """Have `gradmesh.typed` know that a loss of type R is scaled, so that the ranks' copies are terms of one loss."""
+    if loss_type is R and FOLLOWED[0] and (follower := rank_state().follower) is not None:
+        follower.declare(scalar, axis, V)
+    return scalar
 
 
 def _check_total(totals: Tensor, axis: Axis) -> None:

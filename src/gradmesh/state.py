@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gradmesh.backends import threads
 from gradmesh.errors import OrderError, message
 
-__all__ = ["Chain", "Owes", "RankState", "Unwaited", "finished", "rank_state"]
+__all__ = ["FOLLOWED", "Chain", "Follower", "Owes", "RankState", "Unwaited", "finished", "rank_state"]
 
 
 T = TypeVar("T")
@@ -103,6 +103,20 @@ class Owes(Protocol):
         """Make a call that becomes a node of the graph."""
 
 
+class Follower(Protocol):
+    """What follows the types of tensors: `gradmesh.typed`."""
+
+    def follow(self, op: Any, x: Tensor, recorded: Any, run: Callable[[], Tensor]) -> Tensor:
+        """Run an op of the library, and note what its result is."""
+
+    def declare(self, x: Tensor, axis: Any, kind: Any) -> None:
+        """Take a tensor for what the library itself says it is."""
+
+
+FOLLOWED = [0]
+"""How many blocks of `typed` are open in this process: mostly none, and then no rank has a follower."""
+
+
 class _OfThread(threading.local):
     """What each thread of a rank has for itself: a program may train in two threads, in groups of their own."""
 
@@ -121,6 +135,7 @@ class RankState:
         mesh: the current mesh.
         mesh_world: the world that it was made in; in another one it counts for nothing.
         check: how much is compared (`gradmesh.checking`); None: what the environment says.
+        follower: what follows the types of tensors.
         reorderable: whether a compiler may move the collectives of the programs that it makes now.
         posted: messages that were sent and may not have gone yet, each with the memory that it is sent from.
         waits_at_exit: whether the process waits for them when it ends.
@@ -132,6 +147,7 @@ class RankState:
     mesh_world: dist.ProcessGroup | None = None
     check: int | None = None
     reorderable: bool = False
+    follower: Follower | None = None
     posted: deque[tuple[Tensor, dist.Work]] = field(default_factory=deque)
     waits_at_exit: bool = False
     begun: Unwaited = field(default_factory=Unwaited)

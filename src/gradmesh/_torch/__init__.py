@@ -19,6 +19,14 @@ from gradmesh._torch.compiled import (
     ordered_effect,
     resolve_group,
 )
+from gradmesh._torch.dispatched import (
+    DispatchMode,
+    arguments_of,
+    dispatched_name,
+    group_behind,
+    need_dispatch,
+    version_of,
+)
 from gradmesh._torch.fresh import fill_fresh_memory
 from gradmesh._torch.fsdp import fully_sharded, ignored_by_fsdp, is_replicated
 from gradmesh._torch.inductor import keep_order_in_inductor
@@ -50,16 +58,19 @@ from gradmesh._torch.twins import is_known, twin
 
 __all__ = [
     "RELIED_ON",
+    "DispatchMode",
     "_RankWorld",
     "accumulates",
     "adopt_thread",
     "after_pass",
+    "arguments_of",
     "backward_pass",
     "can_accumulate_later",
     "checkpoint_region",
     "compiling",
     "constant_to_compilers",
     "default_group",
+    "dispatched_name",
     "enters_graphs",
     "fill_fresh_memory",
     "flash_backward",
@@ -69,6 +80,7 @@ __all__ = [
     "fully_sharded",
     "functional",
     "functorch_active",
+    "group_behind",
     "hashed_by_identity",
     "ignored_by_fsdp",
     "in_backward",
@@ -84,6 +96,7 @@ __all__ = [
     "leaf_behind",
     "modes_active",
     "named_range",
+    "need_dispatch",
     "on_legacy_batch",
     "only_vmap_active",
     "ordered_effect",
@@ -95,6 +108,7 @@ __all__ = [
     "tracing",
     "transforms_active",
     "twin",
+    "version_of",
     "without_autograd",
 ]
 

@@ -27,7 +27,7 @@ from gradmesh.checking import FULL, check_level
 from gradmesh.dtypes import BITS, NEVER_COPIED
 from gradmesh.errors import DTypeError, GradmeshError, ShapeError, message
 from gradmesh.memo import Memo
-from gradmesh.state import rank_state
+from gradmesh.state import FOLLOWED, rank_state
 from gradmesh.types import I, R, Type
 from gradmesh.wire import Carrier, carrier, compiling
 from gradmesh.wire.claims import JOINS, CallClaim, Recorded, Said, calls_of
@@ -155,6 +155,11 @@ class Op(abc.ABC):
             x: the operand.
             recorded: what is to be remembered of the call, and what it comes from.
         """
+        if FOLLOWED[0] and (follower := rank_state().follower) is not None:
+            return follower.follow(self, x, recorded, lambda: self._applied(x, recorded))
+        return self._applied(x, recorded)
+
+    def _applied(self, x: Tensor, recorded: Recorded | None) -> Tensor:
         if is_fake(x):
             self.accepts(x.dtype)
             return x.new_empty(self.out_shape(x.shape))

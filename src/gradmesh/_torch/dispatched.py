@@ -1,0 +1,83 @@
+"""What a dispatch mode sees of an operator: its arguments by name, which of them it writes, and tensors' versions."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradmesh._torch.names import find, refuse
+
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+
+__all__ = ["DispatchMode", "arguments_of", "dispatched_name", "group_behind", "need_dispatch", "version_of"]
+
+_MODE = "torch.utils._python_dispatch.TorchDispatchMode"
+_SCHEMA = "torch.ops.aten.add.Tensor._schema"
+_UNBOX = "torch._C._distributed_c10d.ProcessGroup.unbox"
+_NO_TYPES = "gradmesh.typed is refused"
+_mode, _schema = find(_MODE, without=_NO_TYPES), find(_SCHEMA, without=_NO_TYPES)
+_unbox = find(
+    _UNBOX, without="gradmesh.typed takes what raw collectives return for new tensors, and observes it"
+)
+_version = find("torch.Tensor._version", without="gradmesh.typed looks at a tensor's bits again at every use")
+
+if not TYPE_CHECKING:
+    DispatchMode = object if _mode is None else _mode
+
+
+def need_dispatch() -> None:
+    """Refuse what cannot be had without dispatch modes.
+
+    Raises:
+        TorchVersionError: this torch has none, or does not tell what an operator's arguments are.
+    """
+    if _mode is None or _schema is None:
+        refuse("types of tensors", _MODE, _SCHEMA)
+
+
+@functools.cache
+def arguments_of(func: Any) -> tuple[tuple[str, bool], ...]:
+    """The arguments of an operator, each with whether it is written.
+
+    >>> arguments_of(torch.ops.aten.relu_.default)
+    (('self', True),)
+    """
+    told = func._schema.arguments
+    return tuple((arg.name, arg.alias_info is not None and arg.alias_info.is_write) for arg in told)
+
+
+@functools.cache
+def dispatched_name(func: Any) -> tuple[str, str]:
+    """The namespace and the name of an operator, without the overload.
+
+    >>> dispatched_name(torch.ops.aten.add.Tensor)
+    ('aten', 'add')
+    """
+    space, name = func._schema.name.split("::")
+    return space, name
+
+
+def version_of(x: Tensor) -> int:
+    """How often a tensor's memory has been written; -1 where nobody counts."""
+    if _version is None:
+        return -1
+    try:
+        version: int = x._version
+    except RuntimeError:  # an inference tensor
+        return -1
+    return version
+
+
+def group_behind(boxed: Any) -> torch.distributed.ProcessGroup | None:
+    """The process group that an operator of c10d was handed, None where that cannot be told."""
+    if _unbox is None:
+        return None
+    try:
+        group: torch.distributed.ProcessGroup = _unbox(boxed)
+    except (RuntimeError, TypeError):
+        return None
+    return group

@@ -1,0 +1,62 @@
+"""Numbers that tell values apart: of a tensor's bits, and of what made a value out of others.
+
+Two values with the same number were made by the same operators of the same arguments out of the same bits. So they are
+the same bits, wherever they are, and ranks can compare numbers in the place of values.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradmesh._torch import is_fake
+
+__all__ = ["number_of_bits", "observable", "said", "token"]
+
+
+def token(*words: object) -> int:
+    """64 bits of words and numbers.
+
+    >>> token("add", 1) == token("add", 1) != token("add", 2)
+    True
+    """
+    made = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
+    return int.from_bytes(made, "little", signed=True)
+
+
+def said(value: Any) -> object:
+    """An argument that is no tensor, in words that are the same on every rank that says the same."""
+    if isinstance(value, list | tuple):
+        return [said(one) for one in value]
+    if isinstance(value, torch.device):
+        return value.type
+    if value is None or isinstance(
+        value, bool | int | float | complex | str | torch.dtype | torch.layout | torch.memory_format
+    ):
+        return str(value) if isinstance(value, torch.dtype) else value
+    return type(value).__name__
+
+
+def observable(x: Tensor) -> bool:
+    """Whether a tensor's bits can be looked at."""
+    plain = x.layout is torch.strided and not x.is_quantized and not x.is_nested
+    return plain and x.device.type != "meta" and not is_fake(x)
+
+
+def number_of_bits(x: Tensor) -> int:
+    """64 bits of a tensor's memory, dtype, shape and strides: equal, as far as can be told, for equal tensors alone.
+
+    >>> x = torch.tensor([0.0, 1.0])
+    >>> number_of_bits(x) == number_of_bits(x.clone()) != number_of_bits(x.flip(0))
+    True
+    """
+    whole = x.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    length = whole.numel() * whole.itemsize
+    memory = (ctypes.c_char * length).from_address(whole.data_ptr()) if length else b""
+    made = hashlib.blake2b(memory, digest_size=8)
+    made.update(f"{x.dtype} {tuple(x.shape)} {x.stride()}".encode())
+    return int.from_bytes(made.digest(), "little", signed=True)

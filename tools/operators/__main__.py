@@ -1,0 +1,46 @@
+"""The rules for operators, proven, as a page; and random programs that attack what `gm.typed` makes of them.
+
+python -m tools.operators --write docs/operators.md
+python -m tools.operators --attack 500 --seed 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from tools.operators.attack import attack
+from tools.operators.page import page, proofs, twins
+
+
+def main() -> int:
+    """Run it; the status is 1 where an attack found something."""
+    parser = argparse.ArgumentParser(prog="python -m tools.operators")
+    parser.add_argument("--write", type=Path, help="the page to write; else it is printed")
+    parser.add_argument(
+        "--attack", type=int, help="how many random programs to run, in the place of the page"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=3)
+    told = parser.parse_args()
+    torch.set_num_threads(1)
+    if told.attack:
+        begun = time.perf_counter()
+        report = attack(told.attack, told.seed, told.ranks)
+        print(report)
+        print(f"{time.perf_counter() - begun:.0f} s")
+        return 1 if report.wrong else 0
+    text = page(proofs(), twins())
+    if told.write is None:
+        print(text, end="")
+    else:
+        told.write.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
