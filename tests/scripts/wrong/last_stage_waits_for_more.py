@@ -1,6 +1,7 @@
 # about: the last stage expects one batch more than the first one sends
 # ranks: 2
 # expect: GM402
+# steps: 20
 # twin: pipeline_tied
 # cut: layer.weight layer.bias norm.weight norm.bias
 # timeout: 5

@@ -215,7 +215,7 @@ class Recorder(Numbering, DispatchMode):  # type: ignore[misc]
                 if cut:
                     self._cut[x] = True
                 self._known[x].received = call.kind == "recv"
-        elif phase == "apart" and call.kind == "all_reduce" and call.reduce == "sum" and len(call.ins) == 1:
+        elif call.kind == "all_reduce" and call.reduce == "sum" and len(call.ins) == 1:
             self._remember(event, call.ins[0])
         return result
 
