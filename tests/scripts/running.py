@@ -148,7 +148,8 @@ class Watch:
     def called(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        self.root = self.root or module
+        if self.root is None:
+            self.root = module
         if module is self.root:
             self.seen.weights.append([own(p) for p in module.parameters()])
         if self.seen.first_input is None and args and isinstance(args[0], Tensor):
