@@ -60,9 +60,17 @@ def proven() -> dict[str, proof.Proof]:
     return proofs()
 
 
+def rows(text: str) -> list[list[str]]:
+    """Operators and rules, without the figures."""
+    return [line.split(" | ")[:2] for line in text.splitlines() if line.startswith("| `")]
+
+
 def test_every_rule_is_so_and_the_page_lists_them(proven: dict[str, proof.Proof]) -> None:
     others = twins()
-    assert (ROOT / "docs" / "operators.md").read_text() == page(proven, others)
+    there, made = (ROOT / "docs" / "operators.md").read_text(), page(proven, others)
+    assert rows(there) == rows(made)
+    if f"torch {'.'.join(torch.__version__.split('.')[:2])}." in there:  # others have other derivatives
+        assert there == made
     shown = [one for one in proven.values() if one.values + one.gradients + one.refused]
     assert len(shown) >= 250
     assert sum(map(len, others.values())) >= 100

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 
+import torch
+
 from gradmesh.inference.kinds import S, V
 from gradmesh.inference.raw import CALLS
 from gradmesh.inference.table import TABLE
@@ -86,7 +88,8 @@ def page(proven: dict[str, Proof], others: dict[str, list[str]]) -> str:
     left = sorted(set(TABLE) - set(proven))
     rows.append(
         f"{len(proven)} operators and {count} twins of them are proven; {len(left)} have a rule that is not proven "
-        "here, since they run on other devices, or say nothing of pending sums.\n"
+        "here, since they run on other devices, or say nothing of pending sums. These are the figures of torch "
+        f"{'.'.join(torch.__version__.split('.')[:2])}.\n"
     )
     rows += ["| operator | rule | twins | values | gradients | faults | |", "|---|---|---|---|---|---|---|"]
     for name, one in sorted(proven.items()):
