@@ -293,6 +293,8 @@ def added_before_sums(context: Context, wrong: Sequence[Got]) -> list[Finding]:
             there = [x.detach() for x in values if x is not None]
             if len(there) < len(calls) or not all(near(x, there[0], 1e-6) for x in there):
                 continue
+            if _is_share(context, rank, number, len(calls)):
+                continue
             leaf = number in context.again.ranks[rank].leaves
             if not leaf and not bool(there[0].abs().max() > 0):
                 continue
@@ -315,13 +317,33 @@ def _is_mean(context: Context, rank: int, call: Sent) -> bool:
     made = set(call.outs)
     for event in context.events(rank):
         if isinstance(event, Op) and made.intersection(refs(event)):
-            name, ranks = event.name.split(".")[1], len(call.group)
-            other = event.args[1] if len(event.args) > 1 else None
-            if name in ("div", "div_", "mul", "mul_") and isinstance(other, (int, float)):
-                return abs(other - (ranks if "div" in name else 1 / ranks)) < 1e-9
-            if name in _MOVING:
+            if _divides(event, len(call.group)):
+                return True
+            if event.name.split(".")[1] in _MOVING:
                 made.update(event.outs)
     return False
+
+
+def _is_share(context: Context, rank: int, number: int, ranks: int) -> bool:
+    """Whether a tensor is what was divided by the number of ranks."""
+    made = {out: e for e in context.events(rank) if isinstance(e, Op) for out in e.outs}
+    for _ in range(6):
+        op = made.get(number)
+        if op is None or not refs(op):
+            return False
+        if _divides(op, ranks):
+            return True
+        if op.name.split(".")[1] not in _MOVING:
+            return False
+        number = refs(op)[0]
+    return False
+
+
+def _divides(op: Op, ranks: int) -> bool:
+    name, other = op.name.split(".")[1], op.args[1] if len(op.args) > 1 else None
+    if name not in ("div", "div_", "mul", "mul_") or not isinstance(other, (int, float)):
+        return False
+    return abs(other - (ranks if "div" in name else 1 / ranks)) < 1e-9
 
 
 def _added(context: Context, rank: int, call: Sent) -> list[tuple[int, int]]:
