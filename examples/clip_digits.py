@@ -1,16 +1,17 @@
 """Two encoders learn to find the right half of a handwritten digit by the left one, on four ranks.
 
-python examples/clip_digits.py                     # some 20 seconds on two cores
+python examples/clip_digits.py                                      # some 20 seconds on two cores
 python examples/clip_digits.py --batch 64 --steps 50
+torchrun --nproc-per-node 4 examples/clip_digits.py                 # ranks that torchrun starts
 
 The batch is larger than an encoder is ever given at once (`--chunk`), and all of it are negatives of each sample. The
-digits are scikit-learn's: pip install 'gradmesh[demo]'. Where the ranks are processes of a cluster, drop `gm.launch`,
-call `gm.init()`, and start with torchrun.
+digits are scikit-learn's: pip install 'gradmesh[demo]'.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 
 import torch
 from torch import Tensor, nn
@@ -85,17 +86,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--backend", default="threads", help="threads, shm or gloo")
+    parser.add_argument("--ranks", type=int, default=4, help="where torchrun has not started them")
+    parser.add_argument("--backend", help="threads, which is the default here, shm, gloo or nccl")
     parser.add_argument("--batch", type=int, default=510, help="samples on all ranks together")
     parser.add_argument("--chunk", type=int, default=32, help="samples that an encoder is given at once")
     parser.add_argument("--steps", type=int, default=150)
     told = parser.parse_args()
     torch.manual_seed(0)
-    args = (Model(), told.batch, told.chunk, told.steps, told.backend)
-    found = gm.launch(train, told.ranks, backend=told.backend, args=args)
-    loss, share = found[0]
-    print(f"{told.ranks} ranks, batch {told.batch}: loss {loss:.3f}, recall of held-out halves {share:.3f}")
+    job = (Model(), told.batch, told.chunk, told.steps)
+    if "RANK" in os.environ:
+        gm.init(told.backend)
+        loss, share = train(*job, backend="processes")
+        ranks, chief = gm.world_size(), gm.rank() == 0
+        torch.distributed.destroy_process_group()
+        if not chief:
+            return
+    else:
+        backend, ranks = told.backend or "threads", told.ranks
+        loss, share = gm.launch(train, ranks, backend=backend, args=(*job, backend))[0]
+    print(f"{ranks} ranks, batch {told.batch}: loss {loss:.3f}, recall of held-out halves {share:.3f}")
 
 
 if __name__ == "__main__":

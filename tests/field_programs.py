@@ -60,14 +60,14 @@ def random_program(seed: int, kind: str | None = None) -> tuple[int, Program]:
         shape = [draw.choice([3, 4, 5]) for _ in range(dims)]
         place = draw.randrange(dims)
         shape[place] = sum(parts)
-        options = _options(draw, kind, shape)
+        options = draw_options(draw, kind, shape)
         if options is not None:
             break
     idle = draw.choice([-1, draw.randrange(ranks)]) if ranks > 1 else -1
     return ranks, Program(kind, seed, tuple(shape), parts, place, options, idle, draw.random() < 0.5)
 
 
-def _options(draw: random.Random, kind: str, shape: Sequence[int]) -> dict[str, Any] | None:
+def draw_options(draw: random.Random, kind: str, shape: Sequence[int]) -> dict[str, Any] | None:
     """Options under which the dense layer takes such a field; None: this draw has none."""
     if min(shape) == 0:
         return None
@@ -133,10 +133,16 @@ def _options(draw: random.Random, kind: str, shape: Sequence[int]) -> dict[str, 
     return {"modes": modes} if all(m <= r for m, r in zip(modes, room, strict=True)) else None
 
 
-def layers(program: Program) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], list[Any]]:
-    """The dense one, that of a rank, and both modules where they have parameters."""
-    dim = program.place + 2
-    where: dict[str, Any] = {"dim": dim, "sizes": "auto" if program.auto else program.parts}
+def layers(
+    program: Program, cut: dict[str, Any] | None = None
+) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], list[Any]]:
+    """The dense one, that of a rank, and both modules where they have parameters.
+
+    Args:
+        program: which.
+        cut: how the field is cut; None: as the program says.
+    """
+    where = cut or {"dim": program.place + 2, "sizes": "auto" if program.auto else program.parts}
     options, dims = program.options, len(program.shape)
     draw = torch.Generator().manual_seed(program.seed)
     if program.kind == "spectral":

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations
 
 import gradmesh as gm
 
@@ -150,6 +151,113 @@ def test_dropout_is_the_same_both_times(worlds: Any) -> None:
         assert off < 1e-14
 
 
+class Running(nn.Module):
+    """An encoder whose calls change buffers: its weight's norm is estimated, and its outputs' mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 4).double(), nn.BatchNorm1d(4, momentum=0.3).double()
+        draw = torch.Generator().manual_seed(2)
+        nn.init.uniform_(self.linear.weight, -0.5, 0.5, generator=draw)
+        nn.init.zeros_(self.linear.bias)
+        parametrizations.spectral_norm(self.linear)
+        for name in ("_u", "_v"):
+            estimate = getattr(self.linear.parametrizations["weight"][0], name)  # type: ignore[index]
+            estimate.copy_(nn.functional.normalize(torch.randn(estimate.shape, generator=draw), dim=0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.norm(self.linear(x))
+        return y, y.sin()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_buffers_change_once_and_the_second_run_has_those_of_the_first(named: bool) -> None:
+    def loss(left: Tensor, right: Tensor) -> Tensor:
+        return gm.nn.clip_loss(left, right, 1.0)
+
+    def run() -> float:
+        x = samples()[: 4 + 2 * gm.rank()]
+        model, other = Running(), Running()
+        if named:
+            gm.nn.cached_gradients(lambda part: model(part), x, loss, 3, modules=[model])
+        else:
+            gm.nn.cached_gradients(model, x, loss, 3)
+        left, right = zip(*map(other, x.tensor_split(2)), strict=True)
+        loss(torch.cat(left), torch.cat(right)).backward()
+        found, expected = ([*grads(each), *each.buffers()] for each in (model, other))
+        return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+
+    assert max(gm.launch(run, 2, backend="threads")) < 1e-14
+
+
+def test_random_numbers_of_a_device_that_inputs_are_yet_to_be_moved_to_are_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state, drawn = [torch.zeros(1)], list[float]()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: state[device].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda new, device: state.__setitem__(device, new))
+
+    def encode(x: Tensor) -> Tensor:
+        state[0] = state[0] + 1  # as a kernel on the device would
+        drawn.append(float(state[0]))
+        return x
+
+    gm.launch(lambda: gm.nn.cached_gradients(encode, samples(), lambda x: x.sum(), 3), 1, backend="threads")
+    assert drawn == [1, 2, 3, 1, 2, 3]
+    assert float(state[0]) == 3
+
+
+def test_a_loss_changes_a_buffer_of_the_encoder(threads: Threads) -> None:
+    def run() -> float:
+        model, seen = encoder(), torch.zeros(())
+        model.register_buffer("seen", seen)
+
+        def loss(*z: Tensor) -> Tensor:
+            seen.add_(1)
+            return loss_of(*z)
+
+        gm.nn.cached_gradients(model, samples(), loss, 2)
+        return float(seen)
+
+    assert threads(2)(run) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_complex_embeddings_have_gradients(ordered: bool, threads: Threads) -> None:
+    def loss(z: Tensor) -> Tensor:
+        return (z.abs() ** 3).sum() + z.imag.sum()
+
+    def complex_of(model: Encoder, x: Tensor) -> Tensor:
+        return torch.complex(*model(x)[:2])
+
+    def run() -> float:
+        model, other, x = encoder(), encoder(), samples()
+        with gm.ordered() if ordered else contextlib.nullcontext():
+            gm.nn.cached_gradients(lambda part: complex_of(model, part), x, loss, 2)
+        loss(complex_of(other, x)).backward()
+        return max(float((a - b).abs().max()) for a, b in zip(grads(model), grads(other), strict=True))
+
+    assert max(threads(2)(run)) < 1e-13
+
+
+def test_a_check_warns_of_a_second_run_that_is_not_like_the_first(threads: Threads) -> None:
+    def run() -> list[str]:
+        calls: list[int] = []
+
+        def encode(x: Tensor) -> Tensor:
+            calls.append(1)
+            return encoder()(x)[0] * len(calls)
+
+        with gm.check("full"):
+            gm.nn.cached_gradients(encode, samples(), lambda x: x.sum(), 7)
+        return []
+
+    with pytest.warns(gm.CheckWarning, match="the second run of a chunk has other embeddings"):
+        threads(1)(run)
+
+
 def test_sums_of_replicated_weights_are_taken_once_also_over_micro_batches(threads: Threads) -> None:
     def step(model: Encoder, x: Tensor) -> None:
         def encode(part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,6 +312,23 @@ def test_in_ordered_a_rank_may_leave_its_embeddings_unused(threads: Threads) -> 
         (
             lambda: gm.nn.cached_gradients(lambda x: x.sum(0), samples(), lambda x: x.sum(), 2),
             "something else than embeddings",
+        ),
+        (
+            lambda: gm.nn.cached_gradients(lambda x: None, samples(), lambda x: x.sum(), 2),  # type: ignore[arg-type]
+            "something else than embeddings",
+        ),
+        (
+            lambda: gm.nn.cached_gradients(lambda x: (x,) * len(x), samples(), lambda *x: x[0].sum(), 2),
+            "something else than embeddings",
+        ),
+        (
+            lambda: gm.nn.cached_gradients(lambda x: x, encoder()(samples())[0], lambda x: x.sum(), 2),
+            "an input has a graph behind it",
+        ),
+        (lambda: gm.nn.cached_gradients(encoder(), samples(), lambda *x: x[0], 2), "no loss to run"),
+        (
+            lambda: gm.nn.cached_gradients(encoder(), samples(), lambda *x: x[0].detach().sum(), 2),
+            "no loss to run",
         ),
     ],
 )

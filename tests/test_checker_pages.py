@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from tools import rules as writer
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "rules"
 PROGRAMS = [(rule, kind) for rule in RULES.values() for kind in ("wrong", "right")]
+QUICK = {"GM101", "GM105", "GM201", "GM401"}
+"""Rules whose programs are run in every test run; those of all are with the slow ones."""
 
 
 def program(rule: Rule, kind: str) -> str:
@@ -64,14 +67,21 @@ def test_links_of_the_pages_lead_somewhere() -> None:
             assert (page.parent / target).exists(), (page.name, target)
 
 
+def runs() -> Iterator[object]:
+    """Every program."""
+    for rule, kind in PROGRAMS:
+        marks = [] if rule.id in QUICK else [pytest.mark.slow]
+        yield pytest.param(rule, kind, marks=marks, id=f"{rule.id}-{kind}")
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize(("rule", "kind"), PROGRAMS, ids=lambda each: getattr(each, "id", each))
+@pytest.mark.parametrize(("rule", "kind"), [*runs()])
 def test_the_check_finds_the_pages_rule_in_the_wrong_program_and_no_error_in_the_right_one(
     rule: Rule, kind: str, tmp_path: Path
 ) -> None:
     script = tmp_path / f"{rule.name}.py"
     script.write_text(program(rule, kind))
-    verdict = check_script(Target(str(script)), ranks=2, steps=2, timeout=30.0)
+    verdict = check_script(Target(str(script)), ranks=2, steps=2, timeout=5.0 if rule.id == "GM402" else 30.0)
     found = [finding.rule.id for finding in verdict.findings]
     if kind == "wrong":
         assert rule.id in found, verdict.as_json()

@@ -77,6 +77,10 @@ def test_a_finding_that_looks_like_markup_is_printed_as_it_is(tmp_path: Path) ->
             "2 warnings; 4 ranks, 2 steps; checked 5.0 s; stopped before the end",
         ),
         (
+            Verdict((), (), 2, 1, {"checked": 2.5, "judged": 0.5, "script": 1.5}),
+            "no finding; 2 ranks, 1 step; script 1.5 s, checked 2.5 s, judged 0.5 s (2.0 times)",
+        ),
+        (
             Verdict((), (), 2, 1, {"script": 0.0, "checked": 1.0}),
             "no finding; 2 ranks, 1 step; script 0.0 s, checked 1.0 s",
         ),

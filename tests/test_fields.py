@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gradmesh as gm
+from tests import field_grids
 from tests.field_programs import KINDS, Program, deviation, far, random_program
 
 Run = Callable[..., list[Any]]
@@ -27,6 +28,15 @@ def test_random_layers_have_the_value_and_both_derivatives_of_the_whole(threads:
         assert max(threads(ranks)(deviation, program)) < CLOSE, program
 
 
+def test_random_layers_over_two_axes_have_the_value_and_both_derivatives_of_the_whole(
+    threads: Threads,
+) -> None:
+    for seed in range(16):
+        grid = field_grids.random_grid(seed)
+        ranks = len(grid.parts[0]) * len(grid.parts[1])
+        assert max(threads(ranks)(field_grids.deviation, grid)) < CLOSE, grid
+
+
 def test_outputs_that_no_row_reaches_are_the_bias(threads: Threads) -> None:
     options = {"kernel_size": 1, "stride": 3, "padding": 2, "output_padding": 1}
     assert max(threads(3)(deviation, Program("transposed", 1, (2,), (0, 1, 1), 0, options))) < CLOSE
@@ -40,6 +50,14 @@ def test_many_random_layers_have_the_value_and_both_derivatives_of_the_whole(
     for seed in range(1000, 1400):
         ranks, program = random_program(seed, kind)
         assert max(threads(ranks)(deviation, program)) < CLOSE, program
+
+
+@pytest.mark.slow
+def test_many_random_layers_over_two_axes_have_both_derivatives_of_the_whole(threads: Threads) -> None:
+    for seed in range(1000, 1400):
+        grid = field_grids.random_grid(seed)
+        ranks = len(grid.parts[0]) * len(grid.parts[1])
+        assert max(threads(ranks)(field_grids.deviation, grid)) < CLOSE, grid
 
 
 FIXED = [
@@ -106,6 +124,19 @@ def test_a_rank_without_rows_has_the_dtype_of_autocast(threads: Threads) -> None
             return [y.dtype, back(y).dtype]
 
     assert threads(2)(found) == [[torch.bfloat16] * 2] * 2
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 6), (1, 1, 4, 6)], ids=["1d", "2d"])
+def test_modes_of_halves_are_those_of_float32(threads: Threads, shape: tuple[int, ...]) -> None:
+    x = torch.arange(6.0).sin().expand(shape).bfloat16()
+
+    def found() -> tuple[torch.dtype, bool]:
+        layer = gm.nn.SpectralConv(1, 1, (2,) * (len(shape) - 2), sizes="auto")
+        own = x[:, :, gm.axis().slice((3, 1) if len(shape) == 4 else (5, 1))]
+        y = layer(own)
+        return y.dtype, torch.equal(y, layer(own.float()).bfloat16())
+
+    assert threads(2)(found) == [(torch.bfloat16, True)] * 2
 
 
 def test_a_last_window_may_be_larger_than_the_field(threads: Threads) -> None:
@@ -266,6 +297,10 @@ def test_layers_compile_whole(worlds: Callable[..., Any], kinds: tuple[str, ...]
 X = torch.ones(1, 2, 3)
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "other channels": (lambda: gm.nn.HaloConv1d(3, 1, 3)(X), "other channels"),
+    "other numbers, on a rank without rows too": (
+        lambda: gm.nn.HaloConv1d(2, 1, 3, padding=1, sizes=(0, 3))(X[..., : 3 * gm.rank()].double()),
+        "other numbers than the weight",
+    ),
     "no batch": (lambda: gm.nn.HaloConv1d(2, 1, 3)(X[0]), "other channels"),
     "a cut channel": (lambda: gm.nn.HaloConv1d(2, 1, 3, dim=1)(X), "not cut along its rows"),
     "a padding that there is not": (
@@ -287,9 +322,18 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "no output": (lambda: gm.nn.HaloConvTranspose1d(2, 1, 1, padding=3)(X), "no output along dim 2"),
     "much padding": (lambda: gm.nn.HaloMaxPool(2, padding=2)(X), "half of the kernel"),
     "numbers of other dims": (lambda: gm.nn.HaloAvgPool((2, 2))(X), "each spatial dim"),
+    "a pool of no size": (lambda: gm.nn.HaloMaxPool(0)(X), "each spatial dim"),
+    "a pool with less padding than none": (lambda: gm.nn.HaloAvgPool(2, padding=-1)(X), "each spatial dim"),
+    "means of whole numbers": (lambda: gm.nn.HaloAvgPool(2)(X.long()), "no pool of such numbers"),
+    "the largest whole number": (lambda: gm.nn.HaloMaxPool(2)(X.long()), "no pool of such numbers"),
     "two grids": (
         lambda: gm.nn.fields.interpolate(X, 3, scale_factor=2.0),
         "not told for each spatial dim",
+    ),
+    "a grid of a half": (lambda: gm.nn.fields.interpolate(X, 3.5), "each spatial dim"),  # type: ignore[arg-type]
+    "a grid of four dims": (
+        lambda: gm.nn.fields.interpolate(X[..., None, None, None], 3, mode="linear"),
+        "each spatial dim",
     ),
     "another mode": (
         lambda: gm.nn.fields.interpolate(X, 3, mode="cubic"),  # type: ignore[arg-type]
@@ -297,6 +341,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a grid of none": (lambda: gm.nn.fields.interpolate(X, 0), "no points"),
     "many modes": (lambda: gm.nn.SpectralConv(2, 1, 5)(X), "does not fit the layer"),
+    "modes over two axes": (
+        lambda: gm.nn.SpectralConv(2, 1, 1, axis=(None, None), dim=(2, 3))(X),  # type: ignore[arg-type]
+        "axis argument",
+    ),
     "no modes": (lambda: gm.nn.SpectralConv(2, 1, 0), "no modes to keep"),
 }
 

@@ -149,6 +149,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "a dim twice": (lambda: fields.fftn(X, dims=(0, 0)), "named twice"),
     "two dims for one axis": (lambda: fields.fftn(X, out_dim=(0, 1)), "named twice"),
     "no other dim": (lambda: fields.fftn(X[0]), "no dim to cut"),
+    "another norm": (lambda: fields.fftn(X[: gm.rank()], sizes=(0, 1), norm="no"), "norm is not one"),  # type: ignore[arg-type]
+    "halves": (lambda: fields.fftn(X[: gm.rank()].half(), sizes=(0, 1)), "no transform of such numbers"),
+    "no points": (lambda: fields.irfftn(X[: gm.rank()], sizes=(0, 1), n=0), "has no points"),
+    "no points of one mode": (lambda: fields.irfftn(X[: gm.rank(), :1], sizes=(0, 1)), "has no points"),
     "no rows": (lambda: fields.fftn(X[:0]), "without rows"),
 }
 

@@ -340,7 +340,20 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: fields.spdiags(torch.ones(1, 1), torch.tensor([0]), (2, 2), rows=(2, 2)),
         "no cut of the matrix",
     ),
+    "offsets between diagonals": (
+        lambda: fields.spdiags(torch.ones(1, 1), torch.tensor([0.5]), (2, 2)),
+        "one offset for each diagonal",
+    ),
+    "a matrix of one size": (
+        lambda: fields.spdiags(torch.ones(1, 1), [0], (2,)),  # type: ignore[arg-type]
+        "of no matrix",
+    ),
+    "a range from a half on": (lambda: fields.narrow_copy(torch.ones(2), 0, 0.5, 1), "not in the tensor"),  # type: ignore[arg-type]
     "a range beyond the end": (lambda: fields.narrow_copy(torch.ones(2), 0, 3, 2), "not in the tensor"),
+    "a range over two axes": (
+        lambda: fields.narrow_copy(torch.ones(2, 2), (0, 1), 0, 3, (None, None)),  # type: ignore[arg-type]
+        "axis argument",
+    ),
     "a vector's norm": (
         lambda: fields.spectral_norm(nn.LayerNorm(2)),
         "no matrix",

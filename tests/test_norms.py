@@ -241,3 +241,25 @@ def test_numbers_that_cannot_be_normalised_are_refused(threads: Threads) -> None
 
     for text in threads(2)(refused):
         assert "no floating-point numbers" in text
+
+
+def test_a_batch_norm_under_ddp_has_the_gradient_of_the_whole_batch(threads: Threads) -> None:
+    x = _whole(5, 6, 3)
+
+    def slopes(net: nn.Module, rows: Tensor) -> list[Tensor]:
+        loss = net(rows).sub(0.3).pow(3).mul(torch.arange(1.0, 4.0)).mean()
+        loss.backward()
+        return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+    def on_rank() -> list[Tensor]:
+        net = nn.Sequential(nn.Linear(3, 3), gm.nn.SyncBatchNorm(3)).double()
+        net.load_state_dict(start)
+        return slopes(nn.parallel.DistributedDataParallel(net), gm.shard(x))
+
+    dense = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
+    start = dense.state_dict()
+    right = slopes(dense, x)
+    for found in threads(2)(on_rank):
+        assert len(found) == len(right)
+        for a, b in zip(found, right, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)

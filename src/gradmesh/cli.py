@@ -142,6 +142,11 @@ def commands() -> click.Group:
                     type=click.Path(dir_okay=False, writable=True, path_type=Path),
                     help="Write what is found to this file, and exit with 0.",
                 ),
+                option(
+                    ["--picture"],
+                    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+                    help="Draw the lines of the first step, with the types of what they make, as PNG.",
+                ),
             ],
         )
     )

@@ -16,9 +16,11 @@ __all__ = ["UNDIFFERENTIATED", "common_factor", "shown"]
 UNDIFFERENTIATED = {
     "autocast_bf16": "differences drown in bfloat16",
     "sgd_by_hand": "steps without an optimizer",
-    "langevin_noise_apart": "steps without an optimizer",
+    "codebook_summed": "a gradient that is straight through by intention",
+    "ddp_two_heads": "an advantage that is detached by intention",
+    "moco": "keys that are detached by intention",
 }
-"""Right scripts, and such with another proof, whose gradients cannot be held against differences."""
+"""Scripts whose gradients cannot be held against differences, and why."""
 
 HANGS = {"GM401", "GM402"}
 
@@ -68,10 +70,21 @@ def ratio_to_twin(script: Script, played: Played) -> float | None:
     return ratios[0] if max(ratios) - min(ratios) < 1e-3 else None
 
 
+def apart(played: Played) -> bool:
+    """Whether a parameter that is the same on the ranks at first gets gradients at some step that are not."""
+    same = [alike(values) for values in each(played, "before", 0)]
+    for step in range(len(played.ranks[0].gradients)):
+        of_ranks = zip(same, each(played, "gradients", step), strict=True)
+        if any(known and None not in gradients and not alike(gradients) for known, gradients in of_ranks):
+            return True
+    return False
+
+
 def drift(played: Played) -> bool:
     """Whether parameters are the same on the ranks before the first step, and not behind the last one."""
-    last = min(len(seen.after) for seen in played.ranks) - 1
-    return all(map(alike, each(played, "before", 0))) and not all(map(alike, each(played, "after", last)))
+    first, last = ("before", "after") if played.ranks[0].after else ("weights", "weights")
+    step = min(len(getattr(seen, last)) for seen in played.ranks) - 1
+    return all(map(alike, each(played, first, 0))) and not all(map(alike, each(played, last, step)))
 
 
 def shown(script: Script) -> str | None:
@@ -85,13 +98,19 @@ def shown(script: Script) -> str | None:
         return "a rank raises" if failed and not played.hung else None
     if failed or played.hung:
         return None
+    if rule == "GM101":
+        return "gradients differ where parameters do not" if apart(played) else None
+    if rule == "GM108":
+        assert script.twin is not None
+        losses = [p.ranks[0].losses[0] for p in (played, play(SCRIPTS[script.twin]))]
+        return "another value than the twin's" if abs(losses[0] - losses[1]) > 1e-3 else None
     if rule == "GM109":
         ratio = ratio_to_twin(script, played)
         return (
             f"{ratio:.3g} of the twin's gradients" if ratio and abs(ratio * script.ranks - 1) < 1e-3 else None
         )
     if rule == "GM201":
-        return "parameters part" if script.name in UNDIFFERENTIATED or drift(played) else None
+        return "parameters part" if drift(played) else None
     if rule == "GM202":
         differ = not all(map(alike, each(played, "before", 0)))
         return "parameters differ, gradients do not" if differ else None
@@ -110,8 +129,14 @@ def shown(script: Script) -> str | None:
     if rule is None and script.name in UNDIFFERENTIATED:
         return "runs"
     factor = common_factor(derivatives(script))
-    if rule is None:
-        fits = factor is not None and any(abs(factor * k - 1) < 1e-3 for k in range(1, script.ranks + 1))
-        clipped = factor is not None and "clip" in script.path.read_text()
-        return f"all gradients {factor:.4g} of the truth" if fits or clipped else None
-    return "gradients are no multiple of the truth" if factor is None else None
+    fits = factor is not None and any(abs(factor * k - 1) < 1e-3 for k in range(1, script.ranks + 1))
+    if rule is not None:
+        return (
+            None
+            if fits
+            else "gradients are no multiple of the truth"
+            if factor is None
+            else f"{factor:.4g} of it"
+        )
+    clipped = factor is not None and "clip" in script.path.read_text()
+    return f"all gradients {factor:.4g} of the truth" if fits or clipped else None

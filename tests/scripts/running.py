@@ -46,7 +46,7 @@ class _Enough(BaseException):
 
 @dataclasses.dataclass
 class Seen:
-    """What one rank's run showed: losses that were differentiated, and the optimizers' parameters at each step."""
+    """What one rank's run showed: losses that were differentiated, parameters at each step and call."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
     gradients: list[list[Tensor | None]] = dataclasses.field(default_factory=list)
@@ -54,6 +54,7 @@ class Seen:
     after: list[list[Tensor]] = dataclasses.field(default_factory=list)
     buffers: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     first_input: Tensor | None = None
+    weights: list[list[Tensor]] = dataclasses.field(default_factory=list)
     masks: list[Tensor] = dataclasses.field(default_factory=list)
     dots: dict[str, tuple[bool, float]] = dataclasses.field(default_factory=dict)
     error: str = ""
@@ -104,6 +105,7 @@ class Watch:
         self.script, self.first, self.move, self.cut = script, first, move, cut
         self.seen = Seen()
         self.params: list[Tensor] = []
+        self.root: nn.Module | None = None
         self.buffers: dict[str, Tensor] = {}
 
     def direction(self, index: int, p: Tensor, cut: bool) -> Tensor:
@@ -144,11 +146,17 @@ class Watch:
         self.seen.after.append([own(p) for p in params])
 
     def called(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self.root is None:
+            self.root = module
+        if module is self.root:
+            self.seen.weights.append([own(p) for p in module.parameters()])
         if self.seen.first_input is None and args and isinstance(args[0], Tensor):
             self.seen.first_input = whole(args[0])
 
     def dropped(self, module: nn.Module, args: Any, out: Any) -> None:
-        if isinstance(module, nn.Dropout) and module.training:
+        if not torch.compiler.is_compiling() and isinstance(module, nn.Dropout) and module.training:
             given, left = whole(args[0]), whole(out)
             self.seen.masks.append(torch.where(given == 0, -1, (left == 0).int()))
 
@@ -158,6 +166,7 @@ class Watch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         backward, grad, start = torch.autograd.backward, torch.autograd.grad, torch.optim.Optimizer.__init__
+        init = dist.init_process_group
 
         def noted(root: Any) -> None:
             for x in root if isinstance(root, (tuple, list)) else (root,):
@@ -178,6 +187,10 @@ class Watch:
             start(optimizer, *args, **kwargs)
             self.added(optimizer)
 
+        def seen_init(*args: Any, **kwargs: Any) -> None:
+            if not dist.is_initialized():
+                init(*args, **kwargs)
+
         hooks = [
             register_optimizer_step_pre_hook(self.stepping),
             register_optimizer_step_post_hook(self.stepped),
@@ -189,6 +202,8 @@ class Watch:
             mock.patch("torch.autograd.backward", seen_backward),
             mock.patch("torch.autograd.grad", seen_grad),
             mock.patch("torch.optim.Optimizer.__init__", seen_start),
+            mock.patch("torch.distributed.init_process_group", seen_init),
+            mock.patch("torch.distributed.destroy_process_group"),
         ):
             try:
                 yield
@@ -222,55 +237,52 @@ def once(watch: Watch, rank: int, port: int) -> Seen:
         watch.seen.error = traceback.format_exc()
     finally:
         watch.seen.printed = out.getvalue()
-        if dist.is_initialized():
-            dist.destroy_process_group()
     return watch.seen
 
 
-def _played(script: Script, rank: int, ports: list[int]) -> Seen:
-    return once(Watch(script), rank, ports[0])
+def _played(script: Script, rank: int, port: int) -> Seen:
+    return once(Watch(script), rank, port)
 
 
-def _derived(script: Script, rank: int, ports: list[int]) -> list[Seen]:
+def _derived(script: Script, rank: int, port: int) -> list[Seen]:
     torch.set_default_dtype(torch.float64)
-    runs = [once(Watch(script, first=True), rank, ports[0])]
-    for at, (name, (cut, _)) in enumerate(runs[0].dots.items()):
-        for port, by in zip(ports[1 + 2 * at :][:2], (STEP, -STEP), strict=True):
+    runs = [once(Watch(script, first=True), rank, port)]
+    for name, (cut, _) in runs[0].dots.items():
+        for by in (STEP, -STEP):
             runs.append(once(Watch(script, True, (int(name.split()[0]), by), cut), rank, port))
     return runs
 
 
-def _rank(work: Callable[..., Any], script: Script, rank: int, ports: list[int], pipe: Connection) -> None:
+def _rank(work: Callable[..., Any], script: Script, rank: int, port: int, pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
     sent = io.BytesIO()
-    torch.save(work(script, rank, ports), sent)
+    torch.save(work(script, rank, port), sent)
     pipe.send_bytes(sent.getvalue())
+    # A script's frame often holds DDP longer than its group, which then goes with DDP: it waits for its thread with
+    # the interpreter locked, and the thread for the interpreter. So groups are left to the system.
+    os._exit(0)
 
 
-def _free_ports(count: int) -> list[int]:
-    held = [socket.socket() for _ in range(count)]
-    for one in held:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in held]
-    for one in held:
-        one.close()
-    return ports
+def _free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
 
 
-def _on_ranks(
-    work: Callable[..., Any], script: Script, runs: int, limit: float
-) -> tuple[list[Any], float, bool]:
+def _on_ranks(work: Callable[..., Any], script: Script, limit: float) -> tuple[list[Any], float, bool]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.scripts.running", "torch.distributed.fsdp", "torch.nn.parallel"])
-    pipes, ranks, ports = [], [], _free_ports(runs)
+    context.set_forkserver_preload(
+        ["tests.scripts.running", "tests.scripts.warm", "torch.distributed.fsdp", "torch.nn.parallel"]
+    )
+    pipes, ranks, port = [], [], _free_port()
     start = time.perf_counter()
     for rank in range(script.ranks):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(work, script, rank, ports, theirs), daemon=True)
+        process = context.Process(target=_rank, args=(work, script, rank, port, theirs), daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -294,7 +306,7 @@ def _on_ranks(
 
 def play(script: Script, limit: float = 60.0) -> Played:
     """Run a script once on all its ranks."""
-    results, seconds, hung = _on_ranks(_played, script, 1, script.timeout or limit)
+    results, seconds, hung = _on_ranks(_played, script, script.timeout or limit)
     ranks = [Seen(error="no answer") if seen is None else seen for seen in results]
     return Played(tuple(ranks), seconds, hung)
 
@@ -311,7 +323,7 @@ def derivatives(script: Script, limit: float = 120.0) -> list[Derivative]:
     Raises:
         RuntimeError: a rank raised, or did not answer.
     """
-    results, _, hung = _on_ranks(_derived, script, 61, limit)
+    results, _, hung = _on_ranks(_derived, script, limit)
     if hung or None in results:
         raise RuntimeError(f"{script.name}: no answer")
     errors = [seen.error for runs in results for seen in runs if seen.error]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from gradmesh import __version__
 from gradmesh.checker import baseline as baselines
 from gradmesh.checker.findings import Verdict
+from gradmesh.checker.judging.context import Context
+from gradmesh.checker.lines import Line, lines_of
 from gradmesh.checker.report import counted, show
 from gradmesh.checker.run import Target, check_script
 from gradmesh.checker.sarif import sarif
 from gradmesh.errors import ArgumentError, message
+from gradmesh.extras import require
 
 __all__ = ["FOUND", "NOT_RUN", "check_command"]
 
@@ -32,6 +35,7 @@ def check_command(
     sarif_path: Path | None = None,
     baseline: Path | None = None,
     write_baseline: Path | None = None,
+    picture: Path | None = None,
 ) -> int:
     """Check a script, print and write what was found, and return the exit status.
 
@@ -45,6 +49,7 @@ def check_command(
         sarif_path: where to write a SARIF log.
         baseline: a file of findings that are known, which are hidden.
         write_baseline: where to write what is found, as a baseline for the next time.
+        picture: where to draw the first step's lines with the types of what they make, as PNG.
 
     Returns:
         0 where no error was found, or all of it was written down as known; `FOUND`, or `NOT_RUN`.
@@ -55,7 +60,11 @@ def check_command(
     """
     target = _target(arguments, module)
     known = baselines.read(baseline) if baseline else ()
-    verdict = check_script(target, ranks=ranks, steps=steps, timeout=timeout)
+    seen: list[list[Line]] = []
+    if picture:
+        require("demo", "check --picture")
+    see = _first_lines(seen) if picture else lambda _: None
+    verdict = check_script(target, ranks=ranks, steps=steps, timeout=timeout, see=see)
     found = baselines.beside(verdict.findings, known)
     shown = replace(verdict, findings=found.new)
     gone = found.gone if verdict.status == "complete" else ()
@@ -63,6 +72,11 @@ def check_command(
         script = None if target.module else target.path_or_module
         log = sarif(shown, version=__version__, script=script)
         sarif_path.write_text(json.dumps(log, indent=1) + "\n")
+    if picture and seen:
+        from gradmesh.checker.picture import draw
+
+        title = f"{target.path_or_module}: what each line makes, over {ranks} ranks"
+        draw(seen[0], shown.findings, picture, title)
     if as_json:
         told = {**shown.as_json(), "hidden": len(found.hidden), "gone": [str(each) for each in gone]}
         print(json.dumps(told), flush=True)
@@ -76,6 +90,14 @@ def check_command(
             print(f"{counted(len(verdict.findings), 'finding')} written to {write_baseline}")
         return 0
     return FOUND if shown.errors else 0
+
+
+def _first_lines(seen: list[list[Line]]) -> Callable[[Context], None]:
+    def see(context: Context) -> None:
+        if not seen:
+            seen.append(lines_of(context))
+
+    return see
 
 
 def _show(verdict: Verdict, hidden: Sequence[object], gone: Sequence[baselines.Known]) -> None:

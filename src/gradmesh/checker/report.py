@@ -103,11 +103,8 @@ def _runs(ranks: Sequence[int]) -> Iterator[str]:
 
 
 def _times(verdict: Verdict) -> str:
-    alone, checked = verdict.seconds.get("script"), verdict.seconds.get("checked")
-    times = [
-        f"{name} {taken:.1f} s"
-        for name, taken in (("script", alone), ("checked", checked))
-        if taken is not None
-    ]
-    factor = f" ({checked / alone:.1f} times)" if alone and checked else ""
-    return ", ".join(times) + factor
+    """Seconds by name, and how many times the script's own ones the check took."""
+    taken = verdict.seconds
+    alone, check = taken.get("script"), taken.get("checked", 0.0) + taken.get("judged", 0.0)
+    times = [f"{name} {taken[name]:.1f} s" for name in ("script", "checked", "judged") if name in taken]
+    return ", ".join(times) + (f" ({check / alone:.1f} times)" if alone and check else "")

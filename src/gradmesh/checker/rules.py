@@ -78,13 +78,13 @@ _ALL = (
         "GM103",
         "part-of-the-gradient",
         "error",
-        "A parameter gets a part of its gradient: contributions were cut off on the way back.",
+        "A parameter gets a part of its gradient: contributions were cut off on the way, or averaged away.",
         "What the optimizer is handed is not proportional to the gradient of the objective, or is a fraction of it "
-        "beside the others: a path from the parameter to the loss of another rank carries no gradient back. Cuts "
-        "are detach, no_grad, .data or .item() around a collective, a backward that keeps the own slice, and a "
-        "collective that autograd does not know.",
-        "Let the cut value pass through a differentiable collective; where the cut is meant, cut it on every rank "
-        "and on every path alike.",
+        "beside the others. Either a path from the parameter to the loss carries no gradient back: detach, no_grad, "
+        ".data or .item() around a collective, a backward that keeps the own slice, a collective that autograd does "
+        "not know. Or the ranks hold parts of one gradient, and their mean was taken where the sum was meant.",
+        "Let the cut value pass through a differentiable collective, and sum parts of one gradient; where a cut is "
+        "meant, cut on every rank and on every path alike.",
     ),
     Rule(
         "GM104",

@@ -8,12 +8,13 @@ import pickle
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gradmesh.checker.findings import Verdict
+from gradmesh.checker.judging.context import Context
 from gradmesh.checker.judging.judge import judged
 from gradmesh.checker.recording.rank import run_rank
 from gradmesh.checker.recording.tape import Tape
@@ -24,7 +25,8 @@ __all__ = ["Recorded", "Target", "check_script", "recorded"]
 _AT_WORK = 0.2
 """Seconds of a processor: ranks that have used more of it are at work."""
 
-_PRELOADED = ["gradmesh.checker.recording.rank"]
+_PRELOADED = ["gradmesh.checker.recording.rank", "torch._dynamo", "torch.nn.parallel"]
+"""What ranks need in any case; optimizers load the compiler, which takes seconds on each."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,14 @@ class Recorded:
     seconds: float
 
 
-def check_script(target: Target, *, ranks: int, steps: int = 2, timeout: float = 60.0) -> Verdict:
+def check_script(
+    target: Target,
+    *,
+    ranks: int,
+    steps: int = 2,
+    timeout: float = 60.0,
+    see: Callable[[Context], None] = lambda _: None,
+) -> Verdict:
     """Run a script on ranks, and judge what it did.
 
     Args:
@@ -69,6 +78,7 @@ def check_script(target: Target, *, ranks: int, steps: int = 2, timeout: float =
         ranks: how many processes.
         steps: of an optimizer, after which the script is ended.
         timeout: seconds after which ranks of which no more is heard are ended.
+        see: is shown each step that is judged.
 
     Raises:
         ArgumentError: there is no such script.
@@ -85,7 +95,7 @@ def check_script(target: Target, *, ranks: int, steps: int = 2, timeout: float =
         )
     found = recorded(target, ranks=ranks, steps=steps, timeout=timeout)
     begun = time.perf_counter()
-    verdict = judged(found.tapes, found.calls, found.output, stuck=found.stuck, ranks=ranks)
+    verdict = judged(found.tapes, found.calls, found.output, stuck=found.stuck, ranks=ranks, see=see)
     verdict.seconds.update(checked=found.seconds, judged=time.perf_counter() - begun)
     return verdict
 
@@ -124,7 +134,7 @@ def _waited(started: Sequence[Any], folder: Path, timeout: float) -> bool:
             return False
         time.sleep(0.02)
         now = time.monotonic()
-        size = sum(path.stat().st_size for path in folder.iterdir())
+        size = sum(_size(path) for path in folder.iterdir())
         used = sum(_processor_time(process.pid) for process in started)
         if size != seen[0] or used - seen[1] > _AT_WORK:
             last, seen = now, (size, used)
@@ -160,6 +170,13 @@ def _free_port() -> int:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return int(listening.getsockname()[1])
+
+
+def _size(path: Path) -> int:
+    """The size of a file, which may be gone since it was listed."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
 
 
 def _tape(path: Path) -> Tape | None:

@@ -20,7 +20,8 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
+# Of torch's own SyncBatchNorm no subclass works under DistributedDataParallel without a GPU.
+class SyncBatchNorm(nn.BatchNorm1d):
     """Batch norm over the batches of all ranks, of any sizes, with exact derivatives of every order.
 
     ::
@@ -62,9 +63,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(
-            num_features, eps, momentum, affine, track_running_stats, None, device=device, dtype=dtype
-        )
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.over = axis
 
     @classmethod

@@ -1,6 +1,7 @@
 # about: two pipeline stages by send and recv; the tied embedding's two gradients are summed
 # ranks: 2
 # expect: none
+# cut: layer.weight layer.bias norm.weight norm.bias
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -1,9 +1,11 @@
 # about: the last stage expects one batch more than the first one sends
 # ranks: 2
 # expect: GM402
+# steps: 20
 # twin: pipeline_tied
+# cut: layer.weight layer.bias norm.weight norm.bias
 # timeout: 5
-# also: GM401
+# also: GM401 GM501
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -1,6 +1,7 @@
 # about: torch.distributed.nn's all_reduce, whose backward sums, behind a row-parallel layer under one shared loss
 # ranks: 2
 # expect: GM102
+# also: GM103
 # twin: megatron_mlp
 # cut: up_weight up_bias down_weight
 from typing import Any

@@ -3,6 +3,7 @@
 # expect: GM401
 # steps: 20
 # timeout: 5
+# also: GM501
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -1,6 +1,7 @@
 # about: probabilities are copied into the experts' region, and so is the gate's input before them
 # ranks: 2
 # expect: GM102
+# also: GM103
 # twin: moe_router_replicated
 # cut: expert.0.weight expert.0.bias expert.2.weight expert.2.bias
 from typing import Any

@@ -1,6 +1,7 @@
 # about: exp's output, which its backward needs, is summed over the ranks in place
 # ranks: 2
 # expect: GM107
+# also: GM106
 # twin: attention_cut_keys
 import torch
 import torch.distributed as dist

@@ -63,10 +63,11 @@ def main() -> None:
     torch.manual_seed(0)
     blocks = nn.Sequential(Block(8, 16), Block(8, 16))
     replicated = [p for name, p in blocks.named_parameters() if "norm" in name or "bias" in name]
-    optimizer = torch.optim.SGD(blocks.parameters(), lr=0.1)
+    head = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD([*blocks.parameters(), *head.parameters()], lr=0.1)
     for step in range(3):
         tokens, target = torch.randn(8 * world, 8), torch.randn(8 * world, 8)
-        out = GatherFromSequence.apply(blocks(tokens.chunk(world)[rank]))  # <- here
+        out = head(GatherFromSequence.apply(blocks(tokens.chunk(world)[rank])))  # <- here
         loss = (out - target).square().mean()
         optimizer.zero_grad()
         loss.backward()

@@ -3,6 +3,7 @@
 # expect: GM401
 # steps: 20
 # timeout: 5
+# also: GM501 GM402
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,23 +15,22 @@ def main() -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = DDP(nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     data = torch.Generator().manual_seed(rank)
-    best = float("inf")
+    scale = 0.1 + 5 * rank  # the data are sorted by size, and each rank has a part of them
     for step in range(6):
-        x = torch.randn(8, 4, generator=data)
-        loss = (model(x) - x.sum(-1, keepdim=True) * (1 - 3 * rank)).square().mean()  # <- here
+        x = scale * torch.randn(8, 4, generator=data)
+        loss = (model(x) - x.sum(-1, keepdim=True)).square().mean()
         optimizer.zero_grad()
         loss.backward()  # <- here
         optimizer.step()
         with torch.no_grad():
-            v = torch.randn(8, 4, generator=data)
+            v = scale * torch.randn(8, 4, generator=data)
             validation = (model.module(v) - v.sum(-1, keepdim=True)).square().mean().item()
-        if validation > best * (1 + rank):
-            break  # <- here
-        best = validation
         if rank == 0:
             print(f"step {step} validation {validation:.4f}")
+        if validation < 1.0:
+            break  # <- here
     dist.destroy_process_group()
 
 

@@ -3,6 +3,7 @@
 # expect: GM401
 # twin: hand_averaged
 # timeout: 5
+# also: GM501
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as distnn

@@ -2,6 +2,7 @@
 # ranks: 2
 # expect: GM204
 # twin: pipeline_tied
+# cut: layer.weight layer.bias norm.weight norm.bias
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -36,6 +36,7 @@ def judged(
     *,
     stuck: bool,
     ranks: int,
+    see: Callable[[Context], None] = lambda _: None,
 ) -> Verdict:
     """What is wrong with a program that was recorded.
 
@@ -45,6 +46,7 @@ def judged(
         output: what each rank printed.
         stuck: whether the ranks were ended.
         ranks: how many there are.
+        see: is shown each step that is judged.
     """
     found = endings(tapes, calls, output, stuck)
     notes: list[str] = []
@@ -55,7 +57,7 @@ def judged(
         for number, segment in enumerate(segments(there), 1):
             if not segment.whole:
                 continue
-            more = _step(there, segment, number, notes)
+            more = _step(there, segment, number, notes, see)
             found += more
             if any(each.severity == "error" for each in more):
                 break  # what follows is a consequence
@@ -67,7 +69,9 @@ def judged(
     return Verdict(_once(found), tuple(dict.fromkeys(notes)), ranks, steps, {}, status)
 
 
-def _step(tapes: Sequence[Tape], segment: Segment, number: int, notes: list[str]) -> list[Finding]:
+def _step(
+    tapes: Sequence[Tape], segment: Segment, number: int, notes: list[str], see: Callable[[Context], None]
+) -> list[Finding]:
     try:
         again = run_again(segment.parts)
         truth = truth_of(again)
@@ -84,6 +88,7 @@ def _step(tapes: Sequence[Tape], segment: Segment, number: int, notes: list[str]
         notes.append(f"step {number}: no backward began at a loss that was followed")
         return []
     context = Context(tapes, segment, again, truth, gotten(segment, truth, scales(tapes, segment)))
+    see(context)
     lost = {
         f"step {number}, rank {at}: {each.what} ({context.place(at, each.site)})"
         for at, rank in enumerate(again.ranks)

@@ -71,7 +71,7 @@ def run_rank(
             stack.enter_context(watched(recorder, steps, enough))
             if record:
                 stack.enter_context(recorder)
-            _run(target)
+            kept = _run(target)  # noqa: F841  DDP may never end where its group is destroyed before it
     except SystemExit as error:
         if error.code not in (None, 0):
             _failed(tape, recorder, error)
@@ -94,14 +94,14 @@ def _leave(tape: Tape, recorder: Recorder, folder: Path) -> None:
     partial.rename(folder / f"{tape.rank}.tape")
 
 
-def _run(target: Any) -> None:
+def _run(target: Any) -> dict[str, Any]:
+    """Run it, and return its globals."""
     sys.argv = [target.path_or_module, *target.args]
     if target.module:
         sys.path.insert(0, os.getcwd())
-        runpy.run_module(target.path_or_module, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(target.path_or_module)))
-        runpy.run_path(target.path_or_module, run_name="__main__")
+        return runpy.run_module(target.path_or_module, run_name="__main__", alter_sys=True)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(target.path_or_module)))
+    return runpy.run_path(target.path_or_module, run_name="__main__")
 
 
 def _failed(tape: Tape, recorder: Recorder, error: BaseException) -> None:

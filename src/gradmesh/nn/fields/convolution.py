@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from gradmesh.arguments import Call
 from gradmesh.axis import AxisLike
 from gradmesh.collectives import replicate
+from gradmesh.errors import DTypeError
 from gradmesh.nn.fields.cuts import AxesLike, DimsLike, Rows, cuts_of, nothing
 from gradmesh.nn.fields.taps import Taps, padded, slid
 
@@ -98,14 +100,22 @@ class Halo(nn.Module):
         return dim - 2 if dim >= 0 else dim + len(self.kernel_size)
 
     def known(self, x: Tensor) -> None:
-        """Refuse an input of other channels."""
+        """Refuse an input of other channels or numbers, which torch does where a rank has rows."""
+        axis = self.over[0] if isinstance(self.over, tuple) else self.over
         if x.dim() != len(self.kernel_size) + 2 or x.shape[1] != self.in_channels:
-            axis = self.over[0] if isinstance(self.over, tuple) else self.over
             Call(self.name, x, axis).fail(
                 "the input has other channels or dims",
                 expected=f"(n, {self.in_channels}, ...) with {len(self.kernel_size) + 2} dims",
                 got=f"shape {list(x.shape)}",
                 remedy="the channels are dim 1; add a batch dim where there is none",
+            )
+        if x.dtype != self.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            Call(self.name, x, axis).fail(
+                "the input has other numbers than the weight",
+                expected=f"{self.weight.dtype}, or torch.autocast around the layer",
+                got=str(x.dtype),
+                remedy="cast one of the two",
+                kind=DTypeError,
             )
 
     def parameters_here(self) -> tuple[Tensor, Tensor | None]:
@@ -166,6 +176,7 @@ class HaloConv1d(_HaloConv, nn.Conv1d):
 
     Raises:
         ArgumentError: other channels, another padding mode, or a field smaller than the kernel.
+        DTypeError: numbers of another dtype than the weight's.
 
     The state dict is the dense layer's. Source: Dryden et al., Improving strong-scaling of CNN training by exploiting
     finer-grained parallelism (arXiv:1903.06681), section 3.

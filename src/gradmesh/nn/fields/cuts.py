@@ -14,7 +14,7 @@ from gradmesh.arguments import Call, SizesLike
 from gradmesh.axis import Axis, AxisLike
 from gradmesh.collectives import halo_exchange
 
-__all__ = ["AxesLike", "Cut", "DimsLike", "Rows", "cuts_of", "nothing", "shares", "window"]
+__all__ = ["AxesLike", "Cut", "DimsLike", "Rows", "cut_of", "cuts_of", "nothing", "shares", "window"]
 
 AxesLike = AxisLike | tuple[AxisLike, ...]
 """The axis that a field is cut over, or a tuple of them where several dims are cut."""
@@ -43,6 +43,15 @@ class Cut:
     def spans(self) -> tuple[tuple[int, int], ...]:
         """Each rank's first row, and the one behind its last."""
         return tuple(pairwise(accumulate(self.sizes, initial=0)))
+
+
+def cut_of(verb: str, x: Tensor, axis: AxisLike, dim: int, sizes: SizesLike) -> Cut:
+    """The cut that a caller tells of a layer that takes one.
+
+    Raises:
+        AxisError: several axes.
+    """
+    return cuts_of(verb, x, Call(verb, x, axis).axis, dim, sizes)[0]
 
 
 def cuts_of(verb: str, x: Tensor, axis: AxesLike, dim: DimsLike, sizes: Rows) -> list[Cut]:

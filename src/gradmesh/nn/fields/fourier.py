@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradmesh.arguments import Call
+from gradmesh.arguments import Call, integer
 from gradmesh.axis import Axis, balanced
 from gradmesh.collectives import all_to_all
 from gradmesh.errors import DTypeError, ShapeError
@@ -16,6 +16,8 @@ from gradmesh.nn.fields.lines import Norm, transformed
 
 __all__ = ["fftn", "ifftn", "irfftn", "rfftn"]
 
+_TAKEN = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+_NORMS = dict.fromkeys((None, "backward", "ortho", "forward"), 0)
 _STEPS = {
     "fftn": ("fft", "fft"),
     "ifftn": ("ifft", "ifft"),
@@ -111,8 +113,9 @@ def _transformed(
             remedy="leave it out of dims",
             kind=ShapeError,
         )
-    wanted = dict(zip((axis for axis, _ in axes), outs, strict=True))
     last, others = places[-1], places[:-1]
+    _checked(call, kind, sum(layout.cuts[last][1]) if last in layout.cuts else x.shape[last], n, norm)
+    wanted = dict(zip((axis for axis, _ in axes), outs, strict=True))
     inner, outer = _STEPS[kind]
     # Whole dims come first, since they need no transpose; the real one is the first or the last of all.
     order = [d for d in others if d not in layout.cuts] + [d for d in others if d in layout.cuts]
@@ -122,6 +125,28 @@ def _transformed(
         layout.x = transformed(outer if place == last else inner, layout.x, place, given, norm)
     layout.restore(wanted)
     return layout.x
+
+
+def _checked(call: Call, kind: str, modes: int, n: int | None, norm: Norm) -> None:
+    """Refuse on every rank what torch refuses where a rank has elements."""
+    call.choose("norm", norm, _NORMS)
+    if call.x.dtype not in _TAKEN:
+        call.fail(
+            "there is no transform of such numbers, of any size",
+            expected="float32, float64, or complex numbers of these",
+            got=str(call.x.dtype),
+            remedy="transform x.float()",
+            kind=DTypeError,
+        )
+    points = 2 * (modes - 1) if n is None else integer(n)
+    if kind == "irfftn" and (points is None or points < 1):
+        call.fail(
+            "the real tensor has no points",
+            expected="n of 1 or more; or more than one mode, of which it is the even size",
+            got=f"n={n!r}, {modes} modes",
+            remedy="pass the size of the real tensor as n",
+            kind=ShapeError,
+        )
 
 
 def fftn(
@@ -158,8 +183,9 @@ def fftn(
         norm: as in `torch.fft.fftn`.
 
     Raises:
-        ArgumentError: a dim named twice, or not one for each axis.
+        ArgumentError: a dim named twice, or not one for each axis; another norm.
         ShapeError: all dims are cut.
+        DTypeError: numbers of less than 32 bits.
 
     Source: Frigo and Johnson, The design and implementation of FFTW3 (Proc. IEEE 93, 2005); slabs and pencils as in its
     distributed-memory transforms.
@@ -219,8 +245,7 @@ def rfftn(
         axis, dim, dims, out_dim, sizes, norm: as in `fftn`. The last of `dims` is the one that is halved.
 
     Raises:
-        ArgumentError, ShapeError: as in `fftn`.
-        DTypeError: a complex tensor.
+        ArgumentError, ShapeError, DTypeError: as in `fftn`; and of a complex tensor.
 
     Example:
         >>> def on_each_rank():
@@ -264,7 +289,7 @@ def irfftn(
         axis, dim, dims, out_dim, sizes, norm: as in `fftn`.
 
     Raises:
-        ArgumentError, ShapeError: as in `fftn`.
+        ArgumentError, ShapeError, DTypeError: as in `fftn`; and of a real tensor without points.
 
     Example:
         >>> def on_each_rank():

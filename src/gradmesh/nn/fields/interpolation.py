@@ -162,11 +162,12 @@ def _grids(
     scales: tuple[float, ...] = ()
     if scale_factor is not None:
         scales = (scale_factor,) * dims if isinstance(scale_factor, int | float) else tuple(scale_factor)
-    if min(found) < 2 or {len(sized), len(scales)} != {0, dims} or not dims:
+    if sized is None or min(found) < 2 or {len(sized), len(scales)} != {0, dims} or not 1 <= dims <= 3:
         call.fail(
             "the grid is not told for each spatial dim",
-            expected=f"size or scale_factor, a number or {dims} of them; and a field cut from dim 2 on",
-            got=f"size={size!r}, scale_factor={scale_factor!r}, cut along {', '.join(map(str, found))}",
+            expected=f"size or scale_factor, a number or {dims} of them; and a field of 3 to 5 dims, cut from dim 2 on",
+            got=f"size={size!r}, scale_factor={scale_factor!r}, shape {list(x.shape)}, "
+            f"cut along {', '.join(map(str, found))}",
             remedy="pass one of the two",
         )
     if not linear and (mode not in ("nearest", "nearest-exact") or align_corners is not None):

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradmesh.arguments import Call, SizesLike
+from gradmesh.arguments import Call, SizesLike, integer
 from gradmesh.axis import AxisLike, balanced
 from gradmesh.collectives import all_gather
 from gradmesh.errors import ShapeError
-from gradmesh.nn.fields.cuts import Cut, cuts_of, window
+from gradmesh.nn.fields.cuts import Cut, cut_of, window
 
 __all__ = ["Inverses", "inv_ex", "narrow_copy", "narrowed_sizes", "spdiags"]
 
@@ -111,7 +111,7 @@ def spdiags(
         layout: `torch.sparse_coo`, coalesced, which torch differentiates once; `torch.strided` has every derivative.
 
     Raises:
-        ArgumentError: offsets that are not those of the diagonals, or one twice; rows that are no cut of the matrix.
+        ArgumentError: offsets that are not those of the diagonals, or one twice; a shape or rows of no matrix.
 
     Example:
         >>> def on_each_rank():
@@ -123,13 +123,22 @@ def spdiags(
     """
     verb = "nn.fields.spdiags"
     call = Call(verb, diagonals, axis)
-    places = offsets.reshape(-1).tolist() if isinstance(offsets, Tensor) else list(offsets)
+    told = offsets.reshape(-1).tolist() if isinstance(offsets, Tensor) else list(offsets)
+    places = [place for place in map(integer, told) if place is not None]
+    matrix = [size for size in map(integer, shape) if size is not None and size >= 0]
+    if not len(shape) == len(matrix) == 2:
+        call.fail(
+            "shape is that of no matrix",
+            expected="two numbers of 0 or more, rows and columns of the whole",
+            got=f"shape={shape!r}",
+            remedy="pass (rows, columns)",
+        )
     parts = balanced(shape[0], call.axis.size) if rows is None else tuple(rows)
-    if diagonals.dim() != 2 or not places or len(places) != len(diagonals) or len(set(places)) != len(places):
+    if diagonals.dim() != 2 or not len(set(places)) == len(told) == len(diagonals) > 0:
         call.fail(
             "there is not one offset for each diagonal",
             expected="diagonals (k, columns), k of 1 or more, and as many offsets, none of them twice",
-            got=f"diagonals {list(diagonals.shape)}, offsets {places}",
+            got=f"diagonals {list(diagonals.shape)}, offsets {told}",
             remedy="pass as many offsets",
         )
     if len(parts) != call.axis.size or sum(parts) != shape[0] or min(parts) < 0:
@@ -140,7 +149,7 @@ def spdiags(
             remedy="leave it out for an even cut",
         )
     call.choose("layout", layout, {torch.sparse_coo: 0, torch.strided: 0})
-    cut = cuts_of(verb, diagonals, axis, 1, sizes)[0]
+    cut = cut_of(verb, diagonals, axis, 1, sizes)
     most, ends, needs = min(cut.total, shape[1]), 0, []
     for part in parts:
         low, high = max(ends + min(places), 0), min(ends + part + max(places), most)
@@ -212,17 +221,19 @@ def narrow_copy(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [[2], [3, 4]]
     """
-    cut: Cut = cuts_of("nn.fields.narrow_copy", x, axis, dim, sizes)[0]
-    begin = start + cut.total if start < 0 else start
-    if not 0 <= begin <= begin + length <= cut.total:
+    cut: Cut = cut_of("nn.fields.narrow_copy", x, axis, dim, sizes)
+    begin, rows = integer(start), integer(length)
+    if begin is not None and begin < 0:
+        begin += cut.total
+    if begin is None or rows is None or not 0 <= begin <= begin + rows <= cut.total:
         Call("nn.fields.narrow_copy", x, axis).fail(
             "the range is not in the tensor",
             expected=f"0 <= start <= start + length <= {cut.total}",
-            got=f"start={start}, length={length}",
+            got=f"start={start!r}, length={length!r}",
             remedy="count in the whole tensor, on all ranks",
             kind=ShapeError,
         )
-    own = narrowed_sizes(cut.sizes, begin, length)[cut.axis.rank]
+    own = narrowed_sizes(cut.sizes, begin, rows)[cut.axis.rank]
     low = cut.spans[cut.axis.rank][0]
     return x.narrow(cut.dim, max(begin - low, 0) if own else 0, own).clone(
         memory_format=torch.contiguous_format

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gradmesh.arguments import Call
+from gradmesh.errors import DTypeError
 from gradmesh.nn.fields.cuts import AxesLike, Cut, DimsLike, Rows, cuts_of, nothing
 from gradmesh.nn.fields.taps import Taps, each_dim, padded, slid
 
@@ -49,6 +50,7 @@ def max_pool(
 
     Raises:
         ArgumentError: a field smaller than the kernel, or padding of more than half of it.
+        DTypeError: whole numbers, or complex ones.
 
     Example:
         >>> def on_each_rank():
@@ -102,6 +104,7 @@ def avg_pool(
 
     Raises:
         ArgumentError: a field smaller than the kernel, or padding of more than half of it.
+        DTypeError: whole numbers.
 
     Example:
         >>> def on_each_rank():
@@ -153,20 +156,30 @@ def _taps(
     dilation: Each,
     ceil: bool,
 ) -> list[Taps]:
-    dims = x.dim() - 2
-    numbers = [
-        each_dim(value, dims) for value in (kernel, kernel if stride is None else stride, padding, dilation)
-    ]
-    if not 1 <= dims <= 3 or any(len(each) != dims for each in numbers):
-        Call(verb, x, cuts[0].axis).fail(
+    dims, call = x.dim() - 2, Call(verb, x, cuts[0].axis)
+    given = ((kernel, 1), (kernel if stride is None else stride, 1), (padding, 0), (dilation, 1))
+    found = [each_dim(value, dims, least) for value, least in given]
+    numbers = [each for each in found if each is not None]
+    if not 1 <= dims <= 3 or len(numbers) < len(given):
+        call.fail(
             "there is not one number for each spatial dim",
-            expected="a field of 3 to 5 dims (n, c, ...), and numbers or one for each spatial dim",
-            got=f"shape {list(x.shape)}, kernel_size={kernel!r}, stride={stride!r}, padding={padding!r}",
+            expected="a field of 3 to 5 dims (n, c, ...); for each spatial dim a number, or one for all: of 1 or more, "
+            "padding of 0 or more",
+            got=f"shape {list(x.shape)}, kernel_size={kernel!r}, stride={stride!r}, padding={padding!r}, "
+            f"dilation={dilation!r}",
             remedy="pass one number for all",
+        )
+    if not x.is_floating_point() and (verb.endswith("max_pool") or not x.is_complex()):
+        call.fail(
+            "there is no pool of such numbers",
+            expected="floating-point numbers",
+            got=str(x.dtype),
+            remedy="pass x.float()",
+            kind=DTypeError,
         )
     taps = [Taps(k, s, d, p, p, ceil) for k, s, p, d in zip(*numbers, strict=True)]
     if any(2 * tap.left > tap.kernel for tap in taps):
-        Call(verb, x, cuts[0].axis).fail(
+        call.fail(
             "there is more padding than half of the kernel",
             expected="padding of at most kernel_size / 2",
             got=f"kernel_size={kernel!r}, padding={padding!r}",

@@ -8,12 +8,13 @@ from math import pi, prod
 import torch
 from torch import Tensor, nn
 
-from gradmesh.arguments import Call
+from gradmesh.arguments import Call, SizesLike
 from gradmesh.axis import AxisLike, balanced
 from gradmesh.collectives import all_gather, reduce_scatter, shard
 from gradmesh.errors import ArgumentError, message
-from gradmesh.nn.fields.cuts import Cut, Rows, cuts_of
+from gradmesh.nn.fields.cuts import Cut, cut_of
 from gradmesh.nn.fields.lines import transformed
+from gradmesh.nn.plain import widened
 from gradmesh.types import I, R
 
 __all__ = ["SpectralConv"]
@@ -35,7 +36,8 @@ class SpectralConv(nn.Module):
     The value is `irfftn(W * rfftn(x))` with the modes that are kept: along the last dim the lowest `modes[-1]`, along
     the others the lowest in both directions, 2 `modes[d]`. Since the sum over the rows of a mode is one over the ranks'
     sums, the kept modes alone travel, whatever the number of rows; a whole transform by transposes, which sends the
-    field, is `rfftn`. Each rank works on its part of the modes, so that their work is cut too.
+    field, is `rfftn`. Each rank works on its part of the modes, so that their work is cut too. Fields of bfloat16 and
+    float16 are transformed in float32, and are what they were again.
 
     Args:
         in_channels, out_channels: of the field.
@@ -75,7 +77,7 @@ class SpectralConv(nn.Module):
         axis: AxisLike = None,
         *,
         dim: int = 2,
-        sizes: Rows = None,
+        sizes: SizesLike = None,
         replicated: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -101,7 +103,7 @@ class SpectralConv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Own rows of the output."""
-        cut = cuts_of("nn.SpectralConv", x, self.over, self.dim, self.rows)[0]
+        cut = cut_of("nn.SpectralConv", x, self.over, self.dim, self.rows)
         rows = [cut.total if d == cut.dim else x.shape[d] for d in range(2, x.dim())]
         kept = [*(2 * m for m in self.modes[:-1]), self.modes[-1]]
         room = [*rows[:-1], rows[-1] // 2 + 1 if rows else 0]
@@ -115,7 +117,7 @@ class SpectralConv(nn.Module):
                 remedy="keep fewer modes",
             )
         last = x.dim() - 1
-        y = x
+        y = widened(x)
         if cut.dim != last:
             y = transformed("rfft", y, last).narrow(last, 0, kept[-1])
         waves = self._waves(cut, y)
@@ -137,7 +139,8 @@ class SpectralConv(nn.Module):
             twice = [1 + (k > 0 and 2 * k != cut.total) for k in range(kept[-1])]
             back = back * back.real.new_tensor(twice).unsqueeze(1)
         y = torch.tensordot(y, back, dims=([cut.dim], [0])).movedim(-1, cut.dim)
-        return y.real if cut.dim == last else transformed("irfft", y, last, rows[-1])
+        y = y.real if cut.dim == last else transformed("irfft", y, last, rows[-1])
+        return y.to(x.dtype) if x.is_floating_point() else y
 
     def _waves(self, cut: Cut, like: Tensor) -> Tensor:
         """The kept modes along the cut dim at the own rows, shape (modes, rows_r)."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gradmesh.arguments import Call
+from gradmesh.arguments import Call, integer
 from gradmesh.nn.fields.cuts import Cut, shares, window
 
 __all__ = ["Taps", "each_dim", "padded", "slid"]
@@ -52,9 +52,11 @@ class Taps:
         return (begin, begin + (last - first - 1) * self.stride + self.reach) if first < last else (0, 0)
 
 
-def each_dim(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    """A number for each spatial dim."""
-    return (value,) * dims if isinstance(value, int) else tuple(value)
+def each_dim(value: int | Sequence[int], dims: int, least: int = 0) -> tuple[int, ...] | None:
+    """A number of so many or more for each spatial dim; None where not each has one."""
+    given = value if isinstance(value, Sequence) else (value,) * dims
+    found = tuple(n for n in map(integer, given) if n is not None and n >= least)
+    return found if len(found) == len(given) == dims else None
 
 
 def slid(

@@ -109,6 +109,7 @@ class HaloConvTranspose1d(_HaloConvTranspose, nn.ConvTranspose1d):
 
     Raises:
         ArgumentError: other channels; no output; an `output_size`.
+        DTypeError: numbers of another dtype than the weight's.
 
     Example:
         >>> def on_each_rank():

@@ -1,0 +1,260 @@
+"""Which tensor of the program has which number on the tape."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradmesh._torch.dispatch import WeakTensors
+from gradmesh.call_sites import Site, call_site
+from gradmesh.checker.findings import Place
+from gradmesh.checker.recording.names import Modules
+from gradmesh.checker.recording.tape import Alias, Called, Given, Ref, Tape
+
+__all__ = ["Known", "Numbering", "address", "begin", "mapped", "tensors"]
+
+
+@dataclass(slots=True)
+class Known:
+    """What the recorder knows of a tensor.
+
+    Attributes:
+        id: its number on the tape.
+        active: whether a gradient passes to a parameter from it.
+        version: autograd's count of writes to data, when it was copied.
+        spoilt: whether it was written to where no gradients are followed.
+        leaf: whether it is a parameter.
+        received: whether another rank sent it.
+    """
+
+    id: int
+    active: bool
+    version: int
+    spoilt: bool = False
+    leaf: bool = False
+    received: bool = False
+
+
+class Numbering:
+    """The numbers of tensors, and the lines of the program, on one tape.
+
+    Args:
+        tape: what is written to.
+        modules: the names of the program's parameters.
+    """
+
+    def __init__(self, tape: Tape, modules: Modules) -> None:
+        super().__init__()
+        self.tape, self.modules = tape, modules
+        self.calls: list[Called] = []
+        """The calls of Functions that are going on."""
+        self.quiet = False
+        """Whether the recorder itself is at work."""
+        self.roots = 0
+        """Backwards since the last step."""
+        self.saved: dict[int, weakref.ref[Tensor]] = {}
+        """Where autograd keeps what it needs for backward, and for how long."""
+        self.gradients: dict[int, str] = {}
+        """Where gradients are in memory, and of which parameter."""
+        self._known: Any = WeakTensors()
+        self._stores: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._random: Any = WeakTensors()
+        self._numbers = 0
+        self._sites: dict[tuple[Any, int], int] = {}
+
+    def site(self) -> int:
+        """The number of the program's line that is being run."""
+        return self.number_of(call_site())
+
+    def number_of(self, found: Site) -> int:
+        """The number of a line."""
+        if found is None:
+            return -1
+        code, line = found
+        key = (code, line)
+        if key not in self._sites:
+            self._sites[key] = len(self.tape.places)
+            self.tape.places.append(Place(code.co_filename, line, code.co_qualname, ""))
+        return self._sites[key]
+
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """What is done in here is not the program's."""
+        before, self.quiet = self.quiet, True
+        try:
+            yield
+        finally:
+            self.quiet = before
+
+    def forget(self) -> None:
+        """Begin anew, after a step: parameters have other values."""
+        self._known, self._stores = WeakTensors(), {}
+        self.saved.clear()
+        self.gradients, self.roots = {}, 0
+
+    def id_of(self, x: Tensor) -> int | None:
+        """The number of a tensor, where it has one."""
+        known = self._known.get(x)
+        return None if known is None else known.id
+
+    def alias(self, x: Tensor) -> int | None:
+        """Number another view of known memory."""
+        return self._alias(x)
+
+    def leaves(self) -> list[Tensor]:
+        """The parameters that were met since the last step."""
+        return [x for x, known in self._known.items() if known.leaf]
+
+    def was_received(self, x: Tensor) -> bool:
+        """Whether another rank sent it."""
+        known = self._known.get(x)
+        return known is not None and known.received
+
+    def _number(self, x: Tensor, active: bool, **more: bool) -> int:
+        self._numbers += 1
+        self._known[x] = Known(self._numbers, active, _version(x), **more)
+        if active and type(x) in (Tensor, torch.nn.Parameter):
+            self._stores[address(x)] = (weakref.ref(x), self._numbers)
+        return self._numbers
+
+    def _leaf(self, x: Tensor, name: str) -> int:
+        number = self._number(x, True, leaf=True)
+        self.tape.events.append(Given(number, x.detach().clone(), True, name))
+        return number
+
+    def _is_active(self, x: Tensor) -> bool:
+        known = self._known.get(x)
+        if known is not None:
+            return bool(known.active)
+        if x.requires_grad:
+            return True
+        return bool(self.calls) and self._alias(x) is not None
+
+    def _alias(self, x: Tensor) -> int | None:
+        """Number another view of memory that is known, made without an operator."""
+        entry = self._stores.get(address(x))
+        owner = entry and entry[0]()
+        if entry is None or owner is None or owner.dtype != x.dtype:
+            return None
+        if owner.is_leaf and not self.calls and not x.requires_grad:
+            return None  # `.data` of a parameter
+        number = self._number(x, True)
+        shape, stride = tuple(x.shape), tuple(x.stride())
+        self.tape.events.append(Alias(number, entry[1], shape, stride, int(x.storage_offset())))
+        return number
+
+    def ref(self, x: Tensor) -> int:
+        """The number of a tensor that an operator takes; what is not known is data."""
+        known = self._known.get(x)
+        if known is not None and not known.spoilt and (known.active or known.version == _version(x)):
+            return int(known.id)
+        if known is not None and known.spoilt:
+            return self._lost(x, "a tensor was written to where gradients are off")
+        if x.requires_grad and x.is_leaf:
+            return self._leaf(x, self.modules.name_of(x))
+        if known is None and (x.requires_grad or self.calls):
+            number = self._view(x) if x.requires_grad else None
+            number = self._alias(x) if number is None else number
+            if number is not None:
+                return number
+            if x.requires_grad:
+                return self._lost(x, "where a tensor came from is not known")
+        random = x in self._random
+        number = self._number(x, False)
+        self.tape.events.append(Given(number, x.detach().clone(), random=random))
+        return number
+
+    def _lost(self, x: Tensor, why: str) -> int:
+        """Take a tensor for data, with a word on why, which counts where a loss depends on it."""
+        number = self._number(x, True)
+        self.tape.events.append(Given(number, x.detach().clone(), lost=why, site=self.site()))
+        return number
+
+    def _view(self, x: Tensor) -> int | None:
+        base = x._base
+        known = None if base is None else self._known.get(base)
+        if known is None:
+            return None
+        number = self._number(x, True)
+        self.tape.events.append(
+            Alias(number, known.id, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
+        )
+        return number
+
+    def target(self, x: Tensor) -> int:
+        """The number of a tensor that is about to be written to, with the memory that it is a view of."""
+        if x not in self._known and x._base is not None:
+            base = x._base
+            known = self._known.get(base)
+            whole = self.ref(base) if known is None else known.id
+            number = self._number(x, False)
+            self.tape.events.append(
+                Alias(number, whole, tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
+            )
+            return number
+        return self.ref(x)
+
+    def _holds_gradients(self, x: Tensor) -> None:
+        """Something active was written there."""
+        for each in (x, x._base):
+            known = None if each is None else self._known.get(each)
+            if each is not None and known is not None:
+                known.active, known.spoilt = True, False
+                self._stores[address(each)] = (weakref.ref(each), known.id)
+
+    def _at(self, x: Tensor, store: int) -> Known | None:
+        """What is known of a tensor, or of another in the same memory."""
+        known: Known | None = self._known.get(x)
+        if known is None and store in self._stores:
+            owner = self._stores[store][0]()
+            known = None if owner is None else self._known.get(owner)
+        return known
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def address(x: Tensor) -> int:
+    """Where a tensor's memory begins; 0 where it has none."""
+    try:
+        return x.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # no memory of its own
+        return 0
+
+
+def begin(x: Tensor) -> int:
+    """Where a tensor itself begins; several may share a memory."""
+    try:
+        return x.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def tensors(value: Any) -> Any:
+    """The tensors in arguments or results."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors(part)
+
+
+def mapped(value: Any, ref: Callable[[Tensor], int]) -> Any:
+    """Arguments with numbers in the place of tensors."""
+    if isinstance(value, Tensor):
+        return Ref(ref(value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(mapped(part, ref) for part in value)
+    if isinstance(value, dict):
+        return {key: mapped(part, ref) for key, part in value.items()}
+    return value

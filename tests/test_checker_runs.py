@@ -1,0 +1,90 @@
+"""`gradmesh check` as it is called: scripts with arguments, modules and tests, run on processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+TRAINING = """
+import sys, torch, torch.distributed as dist
+
+def train(steps, summed):
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    norm, head = torch.nn.LayerNorm(8), torch.nn.Linear(8, 4)
+    parameters = [*norm.parameters(), *head.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.01)
+    torch.manual_seed(1 + dist.get_rank())
+    for _ in range(steps):
+        loss = (head(norm(torch.randn(6, 8))) - torch.randn(6, 4)).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in parameters if summed else head.parameters():
+            dist.all_reduce(parameter.grad)
+        optimizer.step()
+    dist.destroy_process_group()
+"""
+
+
+def check(folder: Path, *arguments: str) -> tuple[int, dict[str, Any], list[str]]:
+    """The exit status, what it prints as JSON, and the rules of that."""
+    (folder / "training.py").write_text(TRAINING)
+    (folder / "train.py").write_text(
+        "import sys, training\ntraining.train(int(sys.argv[1]), '--all' in sys.argv)\n"
+    )
+    (folder / "test_train.py").write_text("import training\ndef test_it():\n    training.train(5, False)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "gradmesh", "check", "--json", *arguments],
+        cwd=folder,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    told = json.loads(done.stdout)
+    return done.returncode, told, [finding["rule"] for finding in told["findings"]]
+
+
+def test_a_script_is_given_its_arguments_and_its_line_is_named(tmp_path: Path) -> None:
+    status, told, rules = check(tmp_path, "train.py", "-n", "3", "--", "1")
+    assert (status, rules, told["ranks"], told["steps"]) == (1, ["GM101"], 3, 1)
+    finding: Any = told["findings"][0]
+    assert (Path(finding["at"]["file"]).name, finding["at"]["text"]) == ("training.py", "optimizer.step()")
+    assert finding["ranks"] == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["train.py", "--", "1", "--all"], 0),
+        (["train.py", "--steps", "3", "--", "9", "--all"], 0),
+        (["-m", "train", "--", "3", "--all"], 0),
+        (["-m", "train", "--", "3"], 1),
+        (["-m", "pytest", "--", "-q", "-p", "no:cacheprovider", "test_train.py"], 1),
+    ],
+)
+def test_modules_and_tests_are_run_as_python_m_runs_them(
+    tmp_path: Path, arguments: list[str], status: int
+) -> None:
+    found, told, rules = check(tmp_path, *arguments)
+    assert (found, rules) == (status, ["GM101"] * status), told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments", [["train.py", "--", "no number"], ["-m", "no.such.module"], ["train.py"]]
+)
+def test_what_the_script_raises_is_a_finding(tmp_path: Path, arguments: list[str]) -> None:
+    status, told, rules = check(tmp_path, *arguments)
+    assert (status, set(rules), told["status"]) == (1, {"GM501"}, "stopped"), told
