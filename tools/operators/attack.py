@@ -149,8 +149,8 @@ def _step(name: str, given: list[Tensor], values: list[Tensor], number: int, ran
         case "max":
             return gm.all_reduce(x, op="max", dst=gm.R if number % 2 else gm.I)
         case "all_gather":
-            dst = gm.R if number % 2 else gm.I
-            return gm.all_gather(x, dst=dst).view(ranks, SIZE).mean(0)
+            gathered = gm.all_gather(x, dst=gm.R) if number % 2 else gm.all_gather(x, dst=gm.I)
+            return gathered.view(ranks, SIZE).mean(0)
         case "shard":
             return gm.shard(x, src=gm.R if number % 2 else gm.I).repeat(ranks)
         case "shift":
