@@ -212,6 +212,17 @@ def test_right_programs_have_no_findings(threads: Ranks) -> None:
         once = gm.convert(bias, src=gm.I, dst=gm.P)
         gm.all_reduce(gm.convert(part * 2, src=gm.V, dst=gm.P) + once, dst=gm.I).square().sum().backward()
 
+    def steps_and_counts() -> None:
+        w = nn.Parameter(drawn(4, 3))
+        v = nn.Parameter(own(3, 4))
+        step = torch.optim.AdamW([w, v])
+        for _ in range(3):
+            count = gm.all_reduce(torch.tensor(2.0 + gm.rank()), dst=gm.R)
+            y = gm.all_reduce(gm.replicate(drawn(5, 4) @ w / count) @ v, dst=gm.I)
+            step.zero_grad()
+            (y.square().sum() / count).backward()
+            step.step()
+
     def body(program: Callable[[], None]) -> list[str]:
         with gm.typed(strict=True) as types:
             program()
@@ -225,6 +236,7 @@ def test_right_programs_have_no_findings(threads: Ranks) -> None:
         one_loss_declared,
         sequence_parallel,
         row_parallel_bias,
+        steps_and_counts,
     )
     for program in programs:
         assert threads(2)(body, program) == [[], []], program

@@ -212,10 +212,27 @@ def _hold(
             report.wrong.append(f"program {number}, {name} of {picks} at {at}: {kind}, and differs")
         if kind is not gm.P or name not in OPERATORS:
             continue
-        dense = []
-        for pick in picks:
-            same = claims[0][pick] in (gm.R, gm.I)
-            dense.append(values[0][pick] if same else torch.stack([own[pick] for own in values]).sum(0))
-        made, total = OPERATORS[name][1](*dense), torch.stack(mine).sum(0)
+        made, total = _dense(name, picks, values, claims[0]), torch.stack(mine).sum(0)
         if not torch.allclose(made, total, rtol=1e-4, atol=1e-4 * float(1 + total.abs().max())):
             report.wrong.append(f"program {number}, {name} of {picks} at {at}: P, and the sum is another")
+
+
+def _dense(
+    name: str, picks: tuple[int, ...], values: list[list[Tensor]], claims: list[gm.Type | None]
+) -> Tensor:
+    """What the sum over ranks has to be.
+
+    Of pending sums and what every rank has, that is what the operator makes of the sums. Where something varies beside,
+    it is what the sum is when the ranks' terms have changed places.
+    """
+    run, ranks = OPERATORS[name][1], len(values)
+    if gm.V not in {claims[pick] for pick in picks}:
+        whole = [torch.stack([own[pick] for own in values]).sum(0) for pick in picks]
+        return run(
+            *(x if claims[pick] is gm.P else values[0][pick] for x, pick in zip(whole, picks, strict=True))
+        )
+    turned = [
+        [values[(rank + 1) % ranks if claims[pick] is gm.P else rank][pick] for pick in picks]
+        for rank in range(ranks)
+    ]
+    return torch.stack([run(*given) for given in turned]).sum(0)

@@ -16,7 +16,7 @@ from gradmesh.call_sites import Site, call_site
 from gradmesh.inference import rules
 from gradmesh.inference.digest import said, token
 from gradmesh.inference.findings import Condition, Finding, began_at, types_of
-from gradmesh.inference.kinds import SAMES, UNKNOWN, ZERO, Kind, P, R, S, V, shown
+from gradmesh.inference.kinds import SAMES, UNKNOWN, ZERO, I, Kind, P, R, S, V, shown
 from gradmesh.inference.rules import Operands, Rule, outcome
 from gradmesh.inference.table import rule_of
 from gradmesh.inference.tape import Mark, Node, memory_of
@@ -152,11 +152,14 @@ class _Call:
             if plan.rule is not None and plan.rule.made == "~":
                 tracker.observed(one, [kind for kind, _ in found], written=wrote)
                 continue
+            leaf = one.is_leaf and one.requires_grad
             marks = tuple(
-                Mark(kind, self._number(at, order, one) if kind in SAMES or kind == P else 0)
+                Mark(
+                    I if leaf and kind in SAMES else kind,
+                    self._number(at, order, one) if kind in SAMES or kind == P else 0,
+                )
                 for at, (kind, _) in enumerate(found)
             )
-            leaf = one.is_leaf and one.requires_grad
             # A parameter after a step would else lead back through all steps.
             back = () if leaf else inputs
             node = Node(plan.name, self.site, back, marks, leaf, shape=tuple(one.shape))
@@ -228,7 +231,7 @@ class _Call:
 
     def _expect(self, at: int, problem: str, absent: tuple[int, ...] = ()) -> None:
         marks = [(node, node.marks[at]) for nodes in self.nodes.values() for node in nodes]
-        named = (P, R, "I", S) if problem == rules.COUNTS else (P,)
+        named = (P, R, I, S) if problem == rules.COUNTS else (P,)
         present = tuple(mark.number for _, mark in marks if mark.kind in named)
         number = token("finding", problem, self._base, self._tokens(at))
         types = types_of([(mark.kind, node.shape) for node, mark in marks])
@@ -241,7 +244,7 @@ class _Call:
 
 def kinds_of(met: set[Kind]) -> Kind:
     """What is made of these, all the same on every rank, and of a random number that is."""
-    return R if R in met else "I" if "I" in met else S
+    return R if R in met else I if I in met else S
 
 
 def _begins_backward() -> bool:
@@ -263,8 +266,10 @@ def _begin(tracker: Tracker, root: Node) -> None:
         if mark.kind != R:
             continue
         axis, site = tracker.axes[at].name, call_site()
-        last = next((node for node in root.before() if node.collective and node.marks[at].kind == R), None)
-        began = "" if last is None else f"R since {last.op} {began_at('', last.site)[11:]}"
+        last = root.replicated(at)
+        if last is None:  # R by numbers alone that have no gradient, such as counts
+            continue
+        began = f"R since {last.op} {began_at('', last.site)[11:]}"
         finding = Finding.at(
             "sum-too-many",
             f"backward from {root.op}",

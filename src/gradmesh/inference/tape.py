@@ -43,6 +43,7 @@ class Node:
         leaf: whether it is a leaf that requires grad, and so a parameter.
         collective: whether a collective made it.
         depth: the longest way back.
+        learns: whether that has a backward on this rank.
         declared: whether `assert_type` said what it is.
         shape: the tensor's.
     """
@@ -55,12 +56,25 @@ class Node:
     collective: bool = False
     depth: int = 0
     declared: bool = False
+    learns: bool = False
     shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.depth = 1 + max((one.depth for one in self.inputs), default=0)
         if self.depth > DEEPEST:
             self.inputs, self.depth = (), 1
+
+    def replicated(self, at: int) -> Node | None:
+        """What made it R over an axis: the nearest collective, or declaration, whose gradient is summed there."""
+        seen, row = {id(self)}, [self]
+        for node in row:  # grows, along what is R
+            if node.learns:
+                return node
+            for one in node.inputs:
+                if one.marks[at].kind == "R" and id(one) not in seen:
+                    seen.add(id(one))
+                    row.append(one)
+        return None
 
     def before(self) -> Iterator[Node]:
         """This value and all that it is made of, the nearest first."""

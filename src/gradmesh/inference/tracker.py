@@ -132,6 +132,7 @@ class Tracker:
             node.leaf,
             node.collective,
             declared=node.declared or declared,
+            learns=node.learns or (declared and x.requires_grad),
             shape=node.shape,
         )
         self.keep(x, made)

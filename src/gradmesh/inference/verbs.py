@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from gradmesh._torch import is_fake
@@ -52,7 +53,8 @@ def follow(
         _mark(op, mark, relates, [row[at] for row in rows], number)
         for at, (mark, relates) in enumerate(zip(node.marks, where, strict=True))
     )
-    tracker.keep(y, Node(op.verb, site, (node,), marks, collective=True, shape=tuple(y.shape)))
+    told = learns or (back and torch.is_grad_enabled())
+    tracker.keep(y, Node(op.verb, site, (node,), marks, collective=True, learns=told, shape=tuple(y.shape)))
     return y
 
 
@@ -115,6 +117,8 @@ def _check(
     own = node.marks[at]
     kind = together(rows) if rows else own.kind
     problem = _problem(op, kind, back=back, learns=learns)
+    if problem == "operand-type" and kind == R and node.replicated(at) is None:
+        problem = ""  # R by numbers alone that have no gradient, such as counts
     absent: tuple[int, ...] = ()
     if not problem:
         told_the_same = isinstance(op, LinearOp) and op.src in (Type.R, Type.I)
