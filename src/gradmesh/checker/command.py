@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gradmesh import __version__
 from gradmesh.checker import baseline as baselines
@@ -63,8 +64,8 @@ def check_command(
     seen: list[list[Line]] = []
     if picture:
         require("demo", "check --picture")
-    see = _first_lines(seen) if picture else lambda _: None
-    verdict = check_script(target, ranks=ranks, steps=steps, timeout=timeout, see=see)
+    shown_to: dict[str, Any] = {"see": _first_lines(seen)} if picture else {}
+    verdict = check_script(target, ranks=ranks, steps=steps, timeout=timeout, **shown_to)
     found = baselines.beside(verdict.findings, known)
     shown = replace(verdict, findings=found.new)
     gone = found.gone if verdict.status == "complete" else ()

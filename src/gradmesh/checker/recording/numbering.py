@@ -125,7 +125,8 @@ class Numbering:
 
     def _leaf(self, x: Tensor, name: str) -> int:
         number = self._number(x, True, leaf=True)
-        self.tape.events.append(Given(number, x.detach().clone(), True, name))
+        with self.unseen():
+            self.tape.events.append(Given(number, x.detach().clone(), True, name))
         return number
 
     def _is_active(self, x: Tensor) -> bool:

@@ -88,7 +88,7 @@ class Recorder(Numbering, DispatchMode):  # type: ignore[misc]
         for x in tensors((args, kwargs)):
             local: Any = getattr(x, "_local_tensor", None)
             leaf = x.requires_grad and x.is_leaf and type(local) is Tensor
-            if leaf and self._follows() and local not in self._known:
+            if leaf and self._follows() and not (local in self._known and self._known[local].leaf):
                 self._leaf(local, self.modules.name_of(x))
 
     def _apart(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -188,6 +188,10 @@ class Recorder(Numbering, DispatchMode):  # type: ignore[misc]
         # What autograd follows, sent where gradients are off: they are cut there, on purpose or not.
         cut = not grads and any(self._is_hidden(x) or x in self._cut for x in call.ins)
         followed = not apart and (grads or message or cut)
+        for x in call.outs or ():
+            if x.requires_grad and x.is_leaf:  # a parameter is given its value
+                followed = False
+                self._known.pop(x, None)
         phase = "backward" if self.backward else "forward" if followed else "apart"
         site = self.site()
         event = Sent(call.kind, call.ranks, call.name, [], [], site, self._in_call(), phase=phase)
