@@ -52,6 +52,12 @@ def lines_of(context: Context) -> list[Line]:
                     last[str(context.place(rank, event.site))] = event.outs[0]
         made.append(last)
     summed = _summed(context)
+    summed_in_place = {
+        number
+        for event in context.events(0)
+        if isinstance(event, Sent) and event.kind == "all_reduce" and event.reduce == "sum"
+        for number in set(event.ins) & set(event.outs)
+    }
     order: dict[str, int] = {}
     found: list[Line] = []
     owner: dict[int, int] = {}
@@ -69,7 +75,9 @@ def lines_of(context: Context) -> list[Line]:
         elif place is not None and all(key in each for each in made):
             numbers = [each[key] for each in made]
             values = [x for rank in ranks if (x := context.tensor(rank, numbers[rank])) is not None]
-            kind = _type(context, values, numbers[0] in summed)
+            # What is summed in place is here as it is after that.
+            before_sum = isinstance(event, Op) and numbers[0] in summed_in_place
+            kind = P if before_sum else _type(context, values, numbers[0] in summed)
             order[key] = at = len(found)
             sends = event.kind if isinstance(event, Sent) else ""
             found.append(Line(place, kind, sends, tuple(sorted(takes))))
