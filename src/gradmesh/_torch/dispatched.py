@@ -6,6 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gradmesh._torch.names import find, refuse
@@ -13,7 +14,19 @@ from gradmesh._torch.names import find, refuse
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 
-__all__ = ["DispatchMode", "arguments_of", "dispatched_name", "group_behind", "need_dispatch", "version_of"]
+__all__ = [
+    "DispatchMode",
+    "WeakTensors",
+    "arguments",
+    "arguments_of",
+    "dispatched_name",
+    "group_behind",
+    "is_random",
+    "need_dispatch",
+    "reduction_of",
+    "version_of",
+    "written",
+]
 
 _MODE = "torch.utils._python_dispatch.TorchDispatchMode"
 _SCHEMA = "torch.ops.aten.add.Tensor._schema"
@@ -23,7 +36,11 @@ _mode, _schema = find(_MODE, without=_NO_TYPES), find(_SCHEMA, without=_NO_TYPES
 _unbox = find(
     _UNBOX, without="gradmesh.typed takes what raw collectives return for new tensors, and observes it"
 )
-_version = find("torch.Tensor._version", without="gradmesh.typed looks at a tensor's bits again at every use")
+
+WeakTensors: Any = (
+    find("torch.utils.weak.WeakIdKeyDictionary", without="gradmesh check keeps what a script frees") or dict
+)
+"""A dictionary of tensors by identity that does not keep them alive."""
 
 if not TYPE_CHECKING:
     DispatchMode = object if _mode is None else _mode
@@ -63,11 +80,9 @@ def dispatched_name(func: Any) -> tuple[str, str]:
 
 def version_of(x: Tensor) -> int:
     """How often a tensor's memory has been written; -1 where nobody counts."""
-    if _version is None:
-        return -1
     try:
         version: int = x._version
-    except RuntimeError:  # an inference tensor
+    except (AttributeError, RuntimeError):  # a torch without the name; an inference tensor
         return -1
     return version
 
@@ -81,3 +96,32 @@ def group_behind(boxed: Any) -> torch.distributed.ProcessGroup | None:
     except (RuntimeError, TypeError):
         return None
     return group
+
+
+def arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What an operator was called with, by the names of its arguments."""
+    return {**dict(zip((name for name, _ in arguments_of(func)), args, strict=False)), **kwargs}
+
+
+@functools.cache
+def written(func: Any) -> frozenset[str]:
+    """The names of the arguments that an operator writes to."""
+    return frozenset(name for name, is_written in arguments_of(func) if is_written)
+
+
+@functools.cache
+def is_random(func: Any) -> bool:
+    """Whether an operator draws from a generator."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+_REDUCTIONS = {
+    int(getattr(dist.ReduceOp, name)): name.lower()
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX")
+    if dist.is_available()
+}
+
+
+def reduction_of(boxed: Any) -> str:
+    """How an operator of c10d combines the ranks' tensors, in lower case; "other" where that is no plain way."""
+    return _REDUCTIONS.get(int(boxed.op()), "other")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradmesh._torch.compiled import resolve_group
-from gradmesh._torch.dispatch import arguments, group_of, reduction_of
+from gradmesh._torch.dispatched import arguments, group_behind, reduction_of
 
 __all__ = ["Call", "call_of"]
 
@@ -88,7 +88,9 @@ def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | 
     kind, takes, writes = known
     told = arguments(func, args, kwargs)
     if raw:
-        group = group_of(told["process_group"])
+        group = group_behind(told["process_group"])
+        if group is None:
+            return None
         ranks, label = tuple(dist.get_process_group_ranks(group)), group.group_name
         boxed = told.get("reduce_op")
         reduce = "" if boxed is None else reduction_of(boxed)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradmesh._torch.dispatch import WeakTensors
+from gradmesh._torch.dispatched import WeakTensors, version_of
 from gradmesh.call_sites import Site, call_site
 from gradmesh.checker.findings import Place
 from gradmesh.checker.recording.names import Modules
@@ -118,7 +118,7 @@ class Numbering:
 
     def _number(self, x: Tensor, active: bool, **more: bool) -> int:
         self._numbers += 1
-        self._known[x] = Known(self._numbers, active, _version(x), **more)
+        self._known[x] = Known(self._numbers, active, version_of(x), **more)
         if active and type(x) in (Tensor, torch.nn.Parameter):
             self._stores[address(x)] = (weakref.ref(x), self._numbers)
         return self._numbers
@@ -153,7 +153,7 @@ class Numbering:
     def ref(self, x: Tensor) -> int:
         """The number of a tensor that an operator takes; what is not known is data."""
         known = self._known.get(x)
-        if known is not None and not known.spoilt and (known.active or known.version == _version(x)):
+        if known is not None and not known.spoilt and (known.active or known.version == version_of(x)):
             return int(known.id)
         if known is not None and known.spoilt:
             return self._lost(x, "a tensor was written to where gradients are off")
@@ -216,10 +216,6 @@ class Numbering:
             owner = self._stores[store][0]()
             known = None if owner is None else self._known.get(owner)
         return known
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
 
 
 def address(x: Tensor) -> int:

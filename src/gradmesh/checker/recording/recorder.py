@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradmesh._torch.dispatch import DispatchMode, WeakTensors, arguments, is_random, written
+from gradmesh._torch.dispatched import DispatchMode, WeakTensors, arguments, is_random, written
 from gradmesh.checker.recording.collectives import Call, call_of
 from gradmesh.checker.recording.names import Modules
 from gradmesh.checker.recording.numbering import Numbering, address, begin, mapped, tensors
@@ -23,7 +23,7 @@ _OF_PARTS = {"DTensor", "AsyncCollectiveTensor"}
 _SCALING = {"mul_", "div_", "_foreach_mul_", "_foreach_div_"}
 
 
-class Recorder(Numbering, DispatchMode):  # type: ignore[misc]
+class Recorder(Numbering, DispatchMode):
     """Records what this rank's program does while the context is open.
 
     Args:
