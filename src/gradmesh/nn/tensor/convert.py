@@ -57,10 +57,10 @@ def tensor_parallel(
             module is then as it was.
 
     Example:
+        >>> import copy
+        >>> whole = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.GELU(), torch.nn.Linear(8, 3))
         >>> def on_each_rank():
-        ...     torch.manual_seed(0)
-        ...     net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.GELU(), torch.nn.Linear(8, 3))
-        ...     x = torch.ones(2, 3)
+        ...     net, x = copy.deepcopy(whole), torch.ones(2, 3)
         ...     dense = net(x)
         ...     gm.nn.tensor_parallel(net, {"0": "column", "2": "row"})
         ...     return torch.allclose(net(x), dense), net[0].weight.numel()
