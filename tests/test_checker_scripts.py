@@ -10,24 +10,18 @@ from tools import checked
 QUICK = {
     "batch_norm_own_statistics",
     "bias_before_row_sum",
-    "clip_own_shard",
     "clip_raw_all_gather",
-    "cp_gather_own_slice",
     "cp_loss_divided_twice",
     "megatron_f_without_sum",
     "megatron_g_sums",
-    "same_batches",
     "seeds_apart_no_broadcast",
     "sp_norm_not_summed",
-    "tied_embedding_not_reduced",
-    "clip_gathered",
     "ddp_no_sync",
     "dtensor_mlp",
     "fsdp2",
     "megatron_mlp",
-    "pipeline_tied",
 }
-"""One of each kind; the others have a sweep of their own: python -m pytest -m slow tests/test_checker_scripts.py."""
+"""A few kinds; the others have a sweep of their own: python -m pytest -m slow tests/test_checker_scripts.py."""
 
 pytestmark = pytest.mark.processes
 
