@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing
 import os
 import pickle
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 import gradmesh as gm
 from gradmesh.backends.shm.runs import Run
+from gradmesh.call_sites import current_frames
 from gradmesh.launch import stuck
 from gradmesh.launch.outcomes import Failure, Outcome
 from gradmesh.launch.rank_main import _Parent
@@ -306,6 +308,17 @@ def test_where_others_may_be_at_work_the_main_thread_is_not_said_to_wait(
     thread.join()
     assert seen[False] > 0.2
     assert seen[True] == 0.0
+
+
+def test_the_garbage_collector_does_not_start_while_threads_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collects: list[bool] = []
+    monkeypatch.setattr(sys, "_current_frames", lambda: collects.append(gc.isenabled()) or {})
+    assert gc.isenabled()
+    assert current_frames() == {}
+    assert collects == [False]
+    assert gc.isenabled()
 
 
 def test_a_machine_that_was_held_up_is_no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

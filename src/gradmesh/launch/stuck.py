@@ -14,7 +14,6 @@ import contextlib
 import dis
 import os
 import pickle
-import sys
 import threading
 import time
 import traceback
@@ -23,6 +22,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
+
+from gradmesh.call_sites import current_frames
 
 __all__ = ["MainThread", "Probe", "others_at_work", "waits_in"]
 
@@ -132,7 +133,7 @@ def _wanted() -> float:
 def others_at_work() -> bool:
     """Whether a thread of the program's own, or a process that it started, may yet do what a rank waits for."""
     main = threading.main_thread().ident
-    for thread, innermost in sys._current_frames().items():
+    for thread, innermost in current_frames().items():
         frame: FrameType | None = innermost
         files = []
         while frame is not None:
@@ -150,7 +151,7 @@ def others_at_work() -> bool:
 
 
 def _main_frame() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or -1)
+    return current_frames().get(threading.main_thread().ident or -1)
 
 
 def _place(frame: FrameType | None) -> tuple[tuple[CodeType, int], ...]:

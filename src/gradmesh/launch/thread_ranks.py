@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import queue
-import sys
 import threading
 import time
 import traceback
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from gradmesh import _torch
 from gradmesh.backends import threads
 from gradmesh.backends.threads.waiting import World
+from gradmesh.call_sites import current_frames
 from gradmesh.errors import AbortedError, message
 from gradmesh.launch.outcomes import FAILURE_GRACE, POLL, Failure, Outcome, group_timeout
 from gradmesh.launch.output_lines import prefixes
@@ -135,7 +135,7 @@ class ThreadRanks:
         return contextlib.nullcontext() if self._marks[0] is None else ranks_write_lines()
 
     def _where(self, rank: int) -> str:
-        frame = sys._current_frames().get(self._threads[rank].ident or -1)
+        frame = current_frames().get(self._threads[rank].ident or -1)
         if frame is None:
             return ""
         stack = traceback.extract_stack(frame)
