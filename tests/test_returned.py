@@ -314,7 +314,12 @@ def test_the_garbage_collector_does_not_start_while_threads_are_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     collects: list[bool] = []
-    monkeypatch.setattr(sys, "_current_frames", lambda: collects.append(gc.isenabled()) or {})
+
+    def frames() -> dict[int, FrameType]:
+        collects.append(gc.isenabled())
+        return {}
+
+    monkeypatch.setattr(sys, "_current_frames", frames)
     assert gc.isenabled()
     assert current_frames() == {}
     assert collects == [False]
