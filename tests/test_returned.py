@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
