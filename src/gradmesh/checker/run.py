@@ -182,8 +182,7 @@ def _size(path: Path) -> int:
 def _tape(path: Path) -> Tape | None:
     if not path.exists():
         return None
-    tape = pickle.loads(path.read_bytes())
-    assert isinstance(tape, Tape)
+    tape: Tape = pickle.loads(path.read_bytes())  # which a rank of ours has written
     return tape
 
 

@@ -59,7 +59,7 @@ def wrong_ones(context: Context) -> list[Got]:
         got
         for got in context.got
         if got.kind in ("apart", "bent")
-        or (got.kind == "right" and abs(got.ratio / context.expected - 1) > _NEAR)
+        or (got.kind == "right" and abs(got.ratio - context.expected) > _NEAR * abs(context.expected))
         or (got.kind == "right" and not is_allowed(got.ratio))
     ]
 
@@ -77,6 +77,12 @@ def faults_of_gradients(context: Context, wrong: Sequence[Got]) -> list[Finding]
         line = _division(context)
         at = line or root
         times = context.expected
+        if times == 0:
+            said = "every gradient is zero, and the loss depends on the parameters"
+            return [
+                *found,
+                finding("GM103", said, context.place(0, context.segment.steps[0][0].site), root, ranks),
+            ]
         if times > 1:
             said = f"every gradient is {times:.4g} times the true one: a sum over the ranks is taken once too often"
             return [*found, finding("GM102", said, at, root, ranks)]

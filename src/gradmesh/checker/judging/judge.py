@@ -111,6 +111,8 @@ def _step(
         found += added_before_sums(context, []) or faults_of_gradients(context, [])
         found += drifted(context.got, context)
     for got in context.got:
+        if got.kind == "infinite":
+            notes.append(f"step {number}: the gradient of {got.name} is not finite, and is not compared")
         if got.kind == "ambiguous":
             notes.append(
                 f"{got.name} begins as one number everywhere: whether the ranks share it cannot be told"

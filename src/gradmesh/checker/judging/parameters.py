@@ -46,7 +46,8 @@ class Got:
         got: what each rank's optimizer was given.
         ratio: what was given, in units of the true one, where it is the same on the ranks and proportional.
         kind: "right" (proportional), "apart" (each rank has another), "bent" (the same, and not proportional),
-            "unused" (nothing is to be had), "ambiguous" (whether it is one parameter cannot be told).
+            "unused" (nothing is to be had), "infinite" (there is a NaN or an infinity, which compares with nothing),
+            "ambiguous" (whether it is one parameter cannot be told).
     """
 
     name: str
@@ -142,6 +143,8 @@ def _compared(
 ) -> Got:
     tol = tolerance(group[0].param.value)
     true, given = true.double(), [x.double() for x in given]
+    if not all(bool(x.isfinite().all()) for x in (true, *given, *trues)):
+        return Got(name, group, true, given, 0.0, "infinite")
     largest = max(float(x.abs().max()) if x.numel() else 0.0 for x in (true, *given, *trues))
     if largest <= noise:
         return Got(name, group, true, given, 1.0, "unused")

@@ -128,8 +128,8 @@ class Recorder(Numbering, DispatchMode):
         factors = others[0] if others and isinstance(others[0], (list, tuple)) else others * len(gradients)
         for gradient, factor in zip(gradients, factors, strict=False):
             number = factor.item() if isinstance(factor, Tensor) and factor.numel() == 1 else factor
-            if isinstance(number, (int, float)) and begin(gradient) in self.gradients:
-                of = self.gradients[begin(gradient)]
+            of = self.gradients.get(begin(gradient))
+            if of is not None and isinstance(number, (int, float)) and (number or not inverse):
                 self.tape.events.append(Scaled(of, 1 / number if inverse else float(number), self.site()))
 
     # -- operators -----------------------------------------------------------------------------------------------
@@ -166,12 +166,11 @@ class Recorder(Numbering, DispatchMode):
         made, mask = result
         scale = mask.to(made.dtype) / (1 - args[1]) if args[2] else torch.ones_like(made)
         self._numbers += 1
-        self.tape.events.append(Given(self._numbers, scale, random=True))
+        factor = Ref(self._numbers)
+        self.tape.events.append(Given(factor.id, scale, random=True))
         outs = [self._number(made, True)]
-        of = event.args[0]
-        self.tape.events.append(
-            Op("aten.mul.Tensor", (of, Ref(self._numbers - 1)), {}, outs, event.site, event.call)
-        )
+        product = (event.args[0], factor)
+        self.tape.events.append(Op("aten.mul.Tensor", product, {}, outs, event.site, event.call))
         return result
 
     # -- collectives ---------------------------------------------------------------------------------------------

@@ -1,0 +1,52 @@
+"""Gradients that no ratio can be taken of: zeros, infinities, NaN."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradmesh.checker.findings import Verdict
+from gradmesh.checker.run import Target, check_script
+
+pytestmark = pytest.mark.processes
+
+SCRIPT = """
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rows = torch.Generator().manual_seed(dist.get_rank())
+for _ in range(2):
+    optimizer.zero_grad()
+    model(torch.randn(3, 2, generator=rows)).square().mean().backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+        {change}
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def checked(folder: Path, change: str) -> Verdict:
+    script = folder / "train.py"
+    script.write_text(SCRIPT.format(change=change))
+    return check_script(Target(str(script)), ranks=2, steps=2, timeout=60.0)
+
+
+def test_gradients_that_are_lost_on_the_way_to_the_step_are_named(tmp_path: Path) -> None:
+    verdict = checked(tmp_path, "p.grad.div_(0.0).nan_to_num_(0.0, 0.0, 0.0)")
+    [finding] = verdict.findings
+    assert finding.rule.id == "GM103"
+    assert "every gradient is zero" in finding.message
+    assert finding.at is not None
+    assert finding.at.text == "optimizer.step()"
+
+
+def test_what_is_not_finite_is_a_note_and_no_finding(tmp_path: Path) -> None:
+    verdict = checked(tmp_path, "p.grad.fill_(float('nan'))")
+    assert verdict.status == "complete"
+    assert verdict.findings == ()
+    assert any("weight is not finite" in note for note in verdict.notes)
