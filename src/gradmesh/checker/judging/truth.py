@@ -79,11 +79,14 @@ def _loss(rank: Rank) -> Tensor | None:
 def _classes(again: Again, losses: Sequence[Tensor | None]) -> list[tuple[int, ...]]:
     """Ranks that repeat a loss: it is the same, and not by chance."""
     found: list[tuple[int, ...]] = []
-    for loss in losses:
+    for rank, loss in enumerate(losses):
         alike = tuple(
             at
             for at, other in enumerate(losses)
-            if loss is not None and other is not None and near(loss.detach(), other.detach(), 1e-6)
+            if loss is not None
+            and other is not None
+            # A NaN is not even near itself.
+            and (at == rank or near(loss.detach(), other.detach(), 1e-6))
         )
         found.append(alike)
     if not again.calls:
