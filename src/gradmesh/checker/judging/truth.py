@@ -91,7 +91,10 @@ def _classes(again: Again, losses: Sequence[Tensor | None]) -> list[tuple[int, .
         found.append(alike)
     if not again.calls:
         own = [_own_gradients(rank, loss) for rank, loss in zip(again.ranks, losses, strict=True)]
-        found = [tuple(at for at in group if _same(own[at], own[rank])) for rank, group in enumerate(found)]
+        found = [
+            tuple(at for at in group if at == rank or _same(own[at], own[rank]))
+            for rank, group in enumerate(found)
+        ]
     return found
 
 
