@@ -70,6 +70,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for one in value:
             yield from tensors_in(one)
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from tensors_in(one)
 
 
 def follow(tracker: Tracker, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -20,46 +20,32 @@ from gradmesh.errors import GradmeshError
 from gradmesh.inference.digest import token
 from gradmesh.inference.kinds import UNKNOWN, S, V
 from gradmesh.inference.operators import tensors_in
+from gradmesh.inference.raw_calls import COLLECTIVES
 from gradmesh.inference.tape import Mark, Node
 from gradmesh.inference.tracker import Tracker
 from gradmesh.inference.verbs import beside, relation
 
 __all__ = ["CALLS", "follow"]
 
-CALLS = {
-    "c10d": {
-        "allreduce_": "S",
-        "allreduce_coalesced_": "S",
-        "allgather_": "S",
-        "_allgather_base_": "S",
-        "allgather_coalesced_": "S",
-        "allgather_into_tensor_coalesced_": "S",
-        "broadcast_": "S",
-        "reduce_": "V",
-        "reduce_scatter_": "V",
-        "_reduce_scatter_base_": "V",
-        "reduce_scatter_tensor_coalesced_": "V",
-        "gather_": "V",
-        "scatter_": "V",
-        "alltoall_": "V",
-        "alltoall_base_": "V",
-    },
-    "_c10d_functional": {
-        "all_reduce": "S",
-        "all_reduce_": "S",
-        "all_reduce_coalesced": "S",
-        "all_reduce_coalesced_": "S",
-        "all_gather_into_tensor": "S",
-        "all_gather_into_tensor_out": "S",
-        "all_gather_into_tensor_coalesced": "S",
-        "broadcast": "S",
-        "broadcast_": "S",
-        "reduce_scatter_tensor": "V",
-        "reduce_scatter_tensor_coalesced": "V",
-        "all_to_all_single": "V",
-    },
+_LEAVES = {
+    "all_reduce": "S",
+    "all_gather": "S",
+    "all_gather_each": "S",
+    "broadcast": "S",
+    "reduce": "V",
+    "reduce_scatter": "V",
+    "reduce_scatter_each": "V",
+    "gather": "V",
+    "scatter": "V",
+    "all_to_all": "V",
+    "all_to_all_flat": "V",
 }
-"""The collectives that every rank of a group calls, and what they leave: the same on every rank, or not."""
+"""What the collectives that every rank of a group calls leave: the same on every rank, or not."""
+
+CALLS = {
+    space: {name: _LEAVES[kind] for name, (kind, _, _) in operators.items() if kind in _LEAVES}
+    for space, operators in COLLECTIVES.items()
+}
 
 _IN_PLACE = frozenset({"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_"})
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradmesh._torch.compiled import resolve_group
 from gradmesh._torch.dispatched import arguments, group_behind, reduction_of
+from gradmesh.inference.raw_calls import COLLECTIVES
 
 __all__ = ["Call", "call_of"]
 
@@ -37,52 +38,11 @@ class Call:
     splits: tuple[list[int], list[int]] | None = None
 
 
-_C10D = {
-    "allreduce_": ("all_reduce", "tensors", "tensors"),
-    "allreduce_coalesced_": ("all_reduce", "tensors", "tensors"),
-    "allgather_": ("all_gather", "input_tensors", "output_tensors"),
-    "_allgather_base_": ("all_gather", "input_tensor", "output_tensor"),
-    "allgather_coalesced_": ("all_gather_each", "input_list", "output_lists"),
-    "allgather_into_tensor_coalesced_": ("all_gather_each", "inputs", "outputs"),
-    "reduce_scatter_": ("reduce_scatter", "input_tensors", "output_tensors"),
-    "_reduce_scatter_base_": ("reduce_scatter", "input_tensor", "output_tensor"),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter_each", "inputs", "outputs"),
-    "broadcast_": ("broadcast", "tensors", "tensors"),
-    "reduce_": ("reduce", "tensors", "tensors"),
-    "gather_": ("gather", "input_tensors", "output_tensors"),
-    "scatter_": ("scatter", "input_tensors", "output_tensors"),
-    "alltoall_": ("all_to_all", "input_tensors", "output_tensors"),
-    "alltoall_base_": ("all_to_all_flat", "input", "output"),
-    "send": ("send", "tensors", ""),
-    "recv_": ("recv", "", "tensors"),
-    "recv_any_source_": ("recv", "", "tensors"),
-    "barrier": ("barrier", "", ""),
-    "monitored_barrier_": ("barrier", "", ""),
-}
-"""Operators that write: what they are, what they take and where they write."""
-
-_FUNCTIONAL = {
-    "all_reduce": ("all_reduce", "input", ""),
-    "all_reduce_": ("all_reduce", "input", "input"),
-    "all_reduce_coalesced": ("all_reduce", "inputs", ""),
-    "all_gather_into_tensor": ("all_gather", "input", ""),
-    "all_gather_into_tensor_out": ("all_gather", "input", "out"),
-    "all_gather_into_tensor_coalesced": ("all_gather_each", "inputs", ""),
-    "reduce_scatter_tensor": ("reduce_scatter", "input", ""),
-    "reduce_scatter_tensor_out": ("reduce_scatter", "input", "out"),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter_each", "inputs", ""),
-    "all_to_all_single": ("all_to_all_flat", "input", ""),
-    "broadcast": ("broadcast", "input", ""),
-    "broadcast_": ("broadcast", "input", "input"),
-}
-"""Those that make their result, mostly."""
-
-
 def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """What an operator of torch's namespaces of collectives does; None for one that is not known."""
     name = func.overloadpacket.__name__
     raw = func.namespace == "c10d"
-    known = (_C10D if raw else _FUNCTIONAL).get(name)
+    known = COLLECTIVES[func.namespace].get(name)
     if known is None:
         return None
     kind, takes, writes = known

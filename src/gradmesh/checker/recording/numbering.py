@@ -16,8 +16,9 @@ from gradmesh.call_sites import Site, call_site
 from gradmesh.checker.findings import Place
 from gradmesh.checker.recording.names import Modules
 from gradmesh.checker.recording.tape import Alias, Called, Given, Ref, Tape
+from gradmesh.inference.tape import memory_of
 
-__all__ = ["Known", "Numbering", "address", "begin", "mapped", "tensors"]
+__all__ = ["Known", "Numbering", "begin", "mapped"]
 
 
 @dataclass(slots=True)
@@ -120,7 +121,7 @@ class Numbering:
         self._numbers += 1
         self._known[x] = Known(self._numbers, active, version_of(x), **more)
         if active and type(x) in (Tensor, torch.nn.Parameter):
-            self._stores[address(x)] = (weakref.ref(x), self._numbers)
+            self._stores[memory_of(x)] = (weakref.ref(x), self._numbers)
         return self._numbers
 
     def _leaf(self, x: Tensor, name: str) -> int:
@@ -139,7 +140,7 @@ class Numbering:
 
     def _alias(self, x: Tensor) -> int | None:
         """Number another view of memory that is known, made without an operator."""
-        entry = self._stores.get(address(x))
+        entry = self._stores.get(memory_of(x))
         owner = entry and entry[0]()
         if entry is None or owner is None or owner.dtype != x.dtype:
             return None
@@ -207,7 +208,7 @@ class Numbering:
             known = None if each is None else self._known.get(each)
             if each is not None and known is not None:
                 known.active, known.spoilt = True, False
-                self._stores[address(each)] = (weakref.ref(each), known.id)
+                self._stores[memory_of(each)] = (weakref.ref(each), known.id)
 
     def _at(self, x: Tensor, store: int) -> Known | None:
         """What is known of a tensor, or of another in the same memory."""
@@ -218,32 +219,12 @@ class Numbering:
         return known
 
 
-def address(x: Tensor) -> int:
-    """Where a tensor's memory begins; 0 where it has none."""
-    try:
-        return x.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # no memory of its own
-        return 0
-
-
 def begin(x: Tensor) -> int:
     """Where a tensor itself begins; several may share a memory."""
     try:
         return x.data_ptr()
     except (RuntimeError, NotImplementedError):
         return 0
-
-
-def tensors(value: Any) -> Any:
-    """The tensors in arguments or results."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from tensors(part)
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from tensors(part)
 
 
 def mapped(value: Any, ref: Callable[[Tensor], int]) -> Any:

@@ -13,8 +13,10 @@ from torch import Tensor
 from gradmesh._torch.dispatched import DispatchMode, WeakTensors, arguments, is_random, written
 from gradmesh.checker.recording.collectives import Call, call_of
 from gradmesh.checker.recording.names import Modules
-from gradmesh.checker.recording.numbering import Numbering, address, begin, mapped, tensors
+from gradmesh.checker.recording.numbering import Numbering, begin, mapped
 from gradmesh.checker.recording.tape import Given, Op, Ref, Saved, Scaled, Sent, Tape
+from gradmesh.inference.operators import tensors_in
+from gradmesh.inference.tape import memory_of
 
 __all__ = ["Recorder"]
 
@@ -66,7 +68,7 @@ class Recorder(Numbering, DispatchMode):
             if self._cut and self._is_cut(args, kwargs):
                 return self._record(func, args, kwargs)
             return self._apart(func, args, kwargs)
-        given = list(tensors((args, kwargs)))
+        given = list(tensors_in((args, kwargs)))
         draws = is_random(func) and not written(func) and func.overloadpacket.__name__ != "native_dropout"
         if draws or _is_factory(func) or not any(self._is_active(x) for x in given):
             return self._apart(func, args, kwargs)  # what was drawn cannot be drawn again: it is data
@@ -77,15 +79,15 @@ class Recorder(Numbering, DispatchMode):
 
     def _is_cut(self, args: Any, kwargs: Any) -> bool:
         inside = self.backward or self.stepping
-        return not inside and any(x in self._cut for x in tensors((args, kwargs)))
+        return not inside and any(x in self._cut for x in tensors_in((args, kwargs)))
 
     def _is_about_gradients(self, func: Any, args: Any) -> bool:
         """Whether an operator writes to gradients, with gradients followed though they are not meant to be."""
-        return bool(written(func)) and any(begin(x) in self.gradients for x in tensors(args[:1]))
+        return bool(written(func)) and any(begin(x) in self.gradients for x in tensors_in(args[:1]))
 
     def see_parts(self, args: Any, kwargs: Any) -> None:
         """Take this rank's part of a DTensor that is a parameter for the parameter."""
-        for x in tensors((args, kwargs)):
+        for x in tensors_in((args, kwargs)):
             local: Any = getattr(x, "_local_tensor", None)
             leaf = x.requires_grad and x.is_leaf and type(local) is Tensor
             if leaf and self._follows() and not (local in self._known and self._known[local].leaf):
@@ -98,18 +100,18 @@ class Recorder(Numbering, DispatchMode):
             self._see_writing(func, args, kwargs, targets)
         if not self._random and not is_random(func):
             return func(*args, **kwargs)
-        drawn = is_random(func) or any(x in self._random for x in tensors((args, kwargs)))
+        drawn = is_random(func) or any(x in self._random for x in tensors_in((args, kwargs)))
         result = func(*args, **kwargs)
         if drawn:
-            for x in tensors(result):
+            for x in tensors_in(result):
                 self._random[x] = True
         return result
 
     def _see_writing(self, func: Any, args: Any, kwargs: Any, targets: frozenset[str]) -> None:
         told = arguments(func, args, kwargs)
         for name in targets:
-            for x in tensors(told.get(name)):
-                store = address(x)
+            for x in tensors_in(told.get(name)):
+                store = memory_of(x)
                 if begin(x) in self.gradients:
                     operator = func.overloadpacket.__name__
                     if operator in _SCALING:
@@ -123,7 +125,7 @@ class Recorder(Numbering, DispatchMode):
                     known.spoilt = True
 
     def _scaled(self, told: dict[str, Any], name: str, *, inverse: bool) -> None:
-        gradients = list(tensors(told[name]))
+        gradients = list(tensors_in(told[name]))
         others = [value for key, value in told.items() if key != name][:1]
         factors = others[0] if others and isinstance(others[0], (list, tuple)) else others * len(gradients)
         for gradient, factor in zip(gradients, factors, strict=False):
@@ -138,7 +140,7 @@ class Recorder(Numbering, DispatchMode):
         name = str(func)
         targets = written(func)
         told = arguments(func, args, kwargs) if targets else {}
-        written_to = [x for key in targets for x in tensors(told.get(key))]
+        written_to = [x for key in targets for x in tensors_in(told.get(key))]
         for x in written_to:
             self.target(x)
         taken = mapped(args, self.ref), mapped(kwargs, self.ref)
@@ -148,7 +150,7 @@ class Recorder(Numbering, DispatchMode):
             return self._dropped(event, args, result)
         self.tape.events.append(event)
         drawn = is_random(func)
-        for x in tensors(result):
+        for x in tensors_in(result):
             known = self._known.get(x)
             event.outs.append(
                 known.id if known is not None else self._number(x, x.is_floating_point() or x.is_complex())
@@ -210,7 +212,7 @@ class Recorder(Numbering, DispatchMode):
         result = func(*args, **kwargs)
         self.tape.events.append(event)
         if event.followed:
-            made = list(tensors(result)) if call.outs is None else call.outs
+            made = list(tensors_in(result)) if call.outs is None else call.outs
             if call.outs is None:
                 event.outs = [self._number(x, True) for x in made]
             for x in made:
@@ -239,7 +241,7 @@ class Recorder(Numbering, DispatchMode):
         """An operator that only waits for one, or wraps its result."""
         result = func(*args, **kwargs)
         if func.overloadpacket.__name__ in ("wait_tensor", "_wrap_tensor_autograd"):
-            for old, new in zip(tensors(args), tensors(result), strict=False):
+            for old, new in zip(tensors_in(args), tensors_in(result), strict=False):
                 known = self._known.get(old)
                 if known is not None and new not in self._known and type(new) is Tensor:
                     self._known[new] = known
@@ -257,7 +259,7 @@ class Recorder(Numbering, DispatchMode):
 
     def _see_overwriting(self, call: Call, site: int) -> None:
         for x in call.outs or ():
-            kept = self.saved.get(address(x))
+            kept = self.saved.get(memory_of(x))
             if kept is not None and kept() is not None:
                 self.tape.events.append(Saved(call.kind, site, site))
 
