@@ -31,7 +31,7 @@ suppress_warnings = ["myst.strikethrough"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_preserve_defaults = True
+napoleon_use_ivar = True
 add_module_names = False
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88

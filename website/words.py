@@ -1,7 +1,12 @@
-"""Names in backticks, as docstrings have them: a link where the name is on the site or in an inventory, else code."""
+"""Docstrings and pages as they are written, made into what Sphinx reads.
+
+A name in backticks is a link where the site or an inventory has it, else code; a folder's README.md is the head of the
+pages that it links to.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -17,7 +22,15 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _SHORT = {"gm": "gradmesh", "dist": "torch.distributed"}
 
 
-def named(
+def setup(app: Sphinx) -> None:
+    """Connect all of it."""
+    roles.register_local_role("named", _named)  # type: ignore[arg-type]  # docutils types it by protocol
+    app.connect("autodoc-process-docstring", _as_rst)
+    app.connect("autodoc-process-signature", _without_absent_default)
+    app.connect("source-read", _with_its_pages)
+
+
+def _named(
     _role: str,
     rawtext: str,
     text: str,
@@ -32,21 +45,35 @@ def named(
     if not _NAME.fullmatch(name):
         return [shown], []
     first, dot, rest = name.partition(".")
-    target = f"{_SHORT.get(first, first)}{dot}{rest}"
-    if not dot:
-        target = f"gradmesh.{target}"
+    target = f"{_SHORT.get(first, first)}.{rest}" if dot else f"gradmesh.{first}"
     reference = addnodes.pending_xref(
         rawtext, shown, refdomain="py", reftype="obj", reftarget=target, refexplicit=True, refwarn=False
     )
     return [reference], []
 
 
-def setup(app: Sphinx) -> None:
-    """Make it the role that names in backticks have."""
-    roles.register_local_role("named", named)  # type: ignore[arg-type]  # docutils types it by protocol
-    app.connect("autodoc-process-docstring", _as_rst)
-
-
 def _as_rst(_app: Sphinx, _what: str, _name: str, _obj: object, _options: object, lines: list[str]) -> None:
-    """Docstrings have Markdown's code in double backticks nowhere, and its tables as simple ones; nothing else to do."""
-    lines[:] = [line.replace("\\ ", " ") if "::" in line else line for line in lines]
+    """Plurals of names, and the bars of an absolute value, which would be something else to docutils."""
+    for at, line in enumerate(lines):
+        if not line.startswith("    "):
+            lines[at] = re.sub(r"(`[^`]+`)(?=[A-Za-z])", r"\1\\ ", line).replace("|<", r"\|<")
+
+
+def _without_absent_default(
+    _app: Sphinx, what: str, name: str, _obj: object, _options: object, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """`all_reduce` has no default for `dst`; it is there at run time for its error alone."""
+    if what == "function" and name == "gradmesh.all_reduce" and signature:
+        signature = re.sub(r"(dst: [^=]*?) = None", r"\1", signature)
+    return signature, returns
+
+
+def _with_its_pages(app: Sphinx, name: str, source: list[str]) -> None:
+    """Put the pages that a folder's README.md links to below it."""
+    folder, base = os.path.split(name)
+    if base != "README":
+        return
+    linked = dict.fromkeys(re.findall(r"\]\(([\w-]+)\.(?:md|ipynb)\)", source[0]))
+    if linked:
+        tree = "\n".join(each for each in linked if f"{folder}/{each}" in app.env.found_docs)
+        source[0] += f"\n```{{toctree}}\n:hidden:\n\n{tree}\n```\n"
