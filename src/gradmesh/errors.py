@@ -76,8 +76,18 @@ def message(
     return "\n".join(lines)
 
 
+PAGES = "docs/errors"
+"""Where each class has its page."""
+
+
 class GradmeshError(Exception):
-    """Base of every error that gradmesh raises on purpose."""
+    """Base of every error that gradmesh raises on purpose; its traceback ends with the page that explains it."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        page = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__ == __name__)
+        # A note, and no line of the text: what catches an error and shows it need not repeat it.
+        self.add_note(f"  {'see':<9} {PAGES}/{page}.md")
 
 
 class NotInitializedError(GradmeshError, RuntimeError):
