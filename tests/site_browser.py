@@ -83,7 +83,9 @@ def dom_of(address: str, profile: Path) -> tuple[str, list[str]]:
 
 def seen(address: str, picture: Path, size: tuple[int, int], profile: Path) -> list[str]:
     """Take a picture of a page; returns what it said on the console."""
-    return console(_run(profile, f"--screenshot={picture}", f"--window-size={size[0]},{size[1]}", address).stderr)
+    return console(
+        _run(profile, f"--screenshot={picture}", f"--window-size={size[0]},{size[1]}", address).stderr
+    )
 
 
 def widths(

@@ -50,7 +50,18 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built as `make site` builds it, with no way to any network."""
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", "website", "docs", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-W",
+        "--keep-going",
+        "-q",
+        "-c",
+        "website",
+        "docs",
+        str(folder),
+    ]
     nowhere = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **nowhere})
     assert done.returncode == 0, done.stderr
@@ -82,10 +93,14 @@ def test_no_link_within_the_site_is_dead(site: Path) -> None:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc or name in ("genindex.html", "search.html"):
                 continue
-            target = os.path.normpath(os.path.join(os.path.dirname(name), unquote(parts.path))) if parts.path else name
-            if not (site / target).exists():
-                dead.append((name, link))
-            elif parts.fragment and target in anchors and unquote(parts.fragment) not in anchors[target]:
+            target = (
+                os.path.normpath(os.path.join(os.path.dirname(name), unquote(parts.path)))
+                if parts.path
+                else name
+            )
+            if not (site / target).exists() or (
+                parts.fragment and target in anchors and unquote(parts.fragment) not in anchors[target]
+            ):
                 dead.append((name, link))
     assert not dead
     assert len(texts) > 60
@@ -108,7 +123,9 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     missing = [name for name in gm.__all__ if name not in short and name not in "VRIP"]
     for package in ("nn", "verify", "nn.graph", "nn.fields", "nn.tensor", "nn.contrastive", "nn.attention"):
         module = importlib.import_module(f"gradmesh.{package}")
-        missing += [n for n in module.__all__ if n not in short and not hasattr(getattr(module, n), "__path__")]
+        missing += [
+            n for n in module.__all__ if n not in short and not hasattr(getattr(module, n), "__path__")
+        ]
     assert set(missing) <= {"sequence"}
 
 
@@ -123,8 +140,13 @@ def test_every_error_has_a_page(site: Path) -> None:
 def test_pages_are_light_enough_for_a_phone(site: Path) -> None:
     heavy = {}
     for name, text in pages(site).items():
-        pictures = {os.path.normpath(os.path.join(os.path.dirname(name), each)) for each in re.findall(r'<img[^>]*src="([^"]+)"', text)}
-        weight = len(text.encode()) + sum((site / each).stat().st_size for each in pictures if (site / each).exists())
+        pictures = {
+            os.path.normpath(os.path.join(os.path.dirname(name), each))
+            for each in re.findall(r'<img[^>]*src="([^"]+)"', text)
+        }
+        weight = len(text.encode()) + sum(
+            (site / each).stat().st_size for each in pictures if (site / each).exists()
+        )
         if weight > HEAVIEST_PAGE:
             heavy[name] = weight
     assert not heavy

@@ -31,7 +31,9 @@ def test_every_public_verb_is_drawn_as_the_registry_has_it() -> None:
 
 def test_a_picture_shows_what_a_verb_does_and_what_its_adjoint_does() -> None:
     forward, backward = motions()["all_gather(dst=R)"]
-    assert [[term.rank for cell in cells for term in cell.terms] for cells in forward.after] == [[0, 1, 2]] * 3
+    assert [[term.rank for cell in cells for term in cell.terms] for cells in forward.after] == [
+        [0, 1, 2]
+    ] * 3
     # The gradient of an R value is P: each rank's part of each row, summed where the row came from.
     assert backward.src == "P"
     assert [len(cell.terms) for cells in backward.after for cell in cells] == [3, 3, 3]
@@ -56,7 +58,7 @@ ERRORS = [kind for kind in texts.classes().values() if issubclass(kind, errors.G
 def test_an_errors_traceback_ends_with_its_page_and_its_text_does_not(
     kind: type[errors.GradmeshError],
 ) -> None:
-    class OfAUser(kind):  # type: ignore[valid-type, misc]
+    class OfAUser(kind):  # type: ignore[valid-type]
         pass
 
     for raised in (kind("gradmesh: no"), OfAUser("gradmesh: no")):
@@ -66,9 +68,11 @@ def test_an_errors_traceback_ends_with_its_page_and_its_text_does_not(
         assert (ROOT / note.split()[1]).exists()
 
 
-def test_the_page_is_named_by_an_error_that_came_from_a_rank(threads: Callable[[int], Callable[..., Any]]) -> None:
+def test_the_page_is_named_by_an_error_that_came_from_a_rank(
+    threads: Callable[[int], Callable[..., Any]],
+) -> None:
     with pytest.raises(gm.RankError) as caught:
-        threads(2)(lambda: gm.all_gather([1.0]))  # type: ignore[arg-type]
+        threads(2)(lambda: gm.all_gather([1.0]))  # type: ignore[type-var]
     assert "docs/errors/ArgumentError.md" in caught.value.rank_traceback
     assert caught.value.__cause__ is not None
     assert len(caught.value.__cause__.__notes__) == 1
@@ -98,7 +102,9 @@ needs_jupyter = pytest.mark.skipif(
 
 @needs_jupyter
 @pytest.mark.processes
-@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")), ids=lambda path: path.stem
+)
 def test_a_tutorial_runs_and_prints_what_it_shows(path: Path) -> None:
     import nbformat
 

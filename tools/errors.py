@@ -1,7 +1,8 @@
 """Write every error text that users can meet into the page of its class: python -m tools.errors --write docs/errors.
 
-The texts are read off the source: what is handed to `errors.message`, and to the methods that refuse an argument through
-it. What a text is filled in with is shown as dots. Without `--write` it only says which pages are not up to date.
+The texts are read off the source: what is handed to `errors.message`, and to the methods that refuse an argument
+through it. What a text is filled in with is shown as dots. Without `--write` it only says which pages are not up to
+date.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ FOLDER = Path(__file__).parent.parent / "docs" / "errors"
 SOURCE = Path(gradmesh.__file__).parent
 BEGIN, END = "<!-- texts: begin (python -m tools.errors --write docs/errors) -->", "<!-- texts: end -->"
 
-_REFUSING = {"fail", "_fail", "refuse", "_refuse"}
+_REFUSING = {"fail", "_fail", "_refuse"}
 _NOT_OF_USERS = ("demo", "checker/recording")
 
 _INDEX = """# Errors
 
-Every error that gradmesh raises on purpose is one of these, and its traceback ends with the page to read. A text always has
-the same lines: the verb and the problem, then `axis`, `expected`, `got` and `remedy`. Each page has programs that raise it,
-what to do, and all texts of the kind, written by `python -m tools.errors --write docs/errors`.
+Every error that gradmesh raises on purpose is one of these, and its traceback ends with the page to read. A text
+always has the same lines: the verb and the problem, then `axis`, `expected`, `got` and `remedy`. Each page has programs
+that raise it, what to do, and all texts of the kind, written by `python -m tools.errors --write docs/errors`.
 
 | | it is also | texts | |
 |---|---|---|---|
@@ -81,7 +82,9 @@ def _of_file(file: Path) -> Iterator[Text]:
             told = [_shown(arg) for arg in node.args]
             problem = next((text for text in told if " " in text), "")
             kind = _name(given["kind"]) if "kind" in given else default
-            remedy = _shown(given.get("remedy")) or (told[-1] if len(told) > 2 else "")
+            remedy = _shown(given.get("remedy")) or (
+                told[-1] if len(told) > 2 and "(..." not in told[-1] else ""
+            )
         else:
             continue
         if " " in problem and kind in classes():
@@ -97,7 +100,9 @@ def _around(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:
             if named:
                 return named[0]
         if isinstance(node, ast.FunctionDef):
-            made = {_name(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)} & set(classes())
+            made = {_name(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)} & set(
+                classes()
+            )
             return made.pop() if len(made) == 1 else ""
     return ""
 
@@ -147,7 +152,9 @@ def _table(own: list[Text]) -> str:
 def _cell(text: str) -> str:
     """Text as it reads, in a table; what stands in backticks stays code."""
     parts = text.strip().replace("\n", " ").replace("|", "\\|").split("`")
-    return "`".join(part if at % 2 else re.sub(r"([*_<\[\]])", r"\\\1", part) for at, part in enumerate(parts))
+    return "`".join(
+        part if at % 2 else re.sub(r"([*_<\[\]])", r"\\\1", part) for at, part in enumerate(parts)
+    )
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""What the docstrings name in torch and Python, and where that is described: the part of their inventories that is used.
+"""What the docstrings name in torch and Python, and where that is described: the used part of their inventories.
 
 `objects.txt` has a line for each name; a build makes of it the files that intersphinx reads, and needs no network.
 """

@@ -56,11 +56,21 @@ def _as_rst(_app: Sphinx, _what: str, _name: str, _obj: object, _options: object
     """Plurals of names, and the bars of an absolute value, which would be something else to docutils."""
     for at, line in enumerate(lines):
         if not line.startswith("    "):
-            lines[at] = re.sub(r"(`[^`]+`)(?=[A-Za-z])", r"\1\\ ", line).replace("|<", r"\|<")
+            lines[at] = re.sub(r"(`[^`]+`)([A-Za-z])?", _set_apart, line).replace("|<", r"\|<")
+
+
+def _set_apart(found: re.Match[str]) -> str:
+    return found[1] + (f"\\ {found[2]}" if found[2] else "")
 
 
 def _without_absent_default(
-    _app: Sphinx, what: str, name: str, _obj: object, _options: object, signature: str | None, returns: str | None
+    _app: Sphinx,
+    what: str,
+    name: str,
+    _obj: object,
+    _options: object,
+    signature: str | None,
+    returns: str | None,
 ) -> tuple[str | None, str | None]:
     """`all_reduce` has no default for `dst`; it is there at run time for its error alone."""
     if what == "function" and name == "gradmesh.all_reduce" and signature:

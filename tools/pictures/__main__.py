@@ -20,17 +20,13 @@ __all__ = ["files"]
 
 _PAGE = """# Every verb, drawn
 
-Three ranks; on the left what each hands in, on the right what it gets. A colour is a rank's own value, violet is a value
-that is the same on every rank, and dashes are zeros. The backward half is the verb's adjoint applied to the gradient `g`
-of what came out. Each picture is read off the op's own matrix by `python -m tools.pictures --write docs/pictures`.
+Three ranks; on the left what each hands in, on the right what it gets. A colour is a rank's own value, violet is a
+value that is the same on every rank, and dashes are zeros. The backward half is the verb's adjoint applied to the
+gradient `g` of what came out. Each picture is read off the op's own matrix by
+`python -m tools.pictures --write docs/pictures`.
 """
 
-_NAMES = {
-    "V": "varying: each has its own",
-    "R": "replicated: used differently",
-    "I": "invariant: repeated work",
-    "P": "partial: a sum to be taken",
-}
+_NAMES = {"V": "each its own", "R": "used differently", "I": "repeated work", "P": "a pending sum"}
 
 
 def name_of(call: str) -> str:

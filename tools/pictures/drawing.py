@@ -15,7 +15,8 @@ _STYLE = """<style>
 text{font:11px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;fill:#1b1f24}
 .title{font-weight:700}.small{fill:#57606a}
 .card{fill:#f6f8fa;stroke:#d0d7de}.line{stroke:#8c959f;fill:none}
-.s0{fill:#9cc9f5}.s1{fill:#f7c58b}.s2{fill:#a5dfb5}.same{fill:#d9c6f3}.zero{fill:none;stroke:#8c959f;stroke-dasharray:3 2}
+.s0{fill:#9cc9f5}.s1{fill:#f7c58b}.s2{fill:#a5dfb5}.same{fill:#d9c6f3}
+.zero{fill:none;stroke:#8c959f;stroke-dasharray:3 2}
 .edge{fill:none;stroke:#57606a;stroke-width:.8}
 @media(prefers-color-scheme:dark){text{fill:#e6edf3}.small{fill:#a5b0bb}
 .card{fill:#1c2128;stroke:#444c56}.line,.zero{stroke:#8b949e}.edge{stroke:#8b949e}
@@ -26,9 +27,7 @@ text{font:11px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;fill:#1b1f24
 def picture_of(title: str, forward: Motion, backward: Motion, captions: tuple[str, str]) -> str:
     """A verb's picture: what the ranks hold, forward above backward."""
     upper = _panel(forward, "x", f"forward, {forward.src} to {forward.dst}: {captions[0]}", 34)
-    lower = _panel(
-        backward, "g", f"backward, {backward.src} to {backward.dst}: {captions[1]}", upper[1] + 10
-    )
+    lower = _panel(backward, "g", f"backward, {backward.src} to {backward.dst}: {captions[1]}", upper[1] + 10)
     return _card(title, [upper[0], lower[0]], lower[1])
 
 
@@ -36,22 +35,28 @@ def types_picture(reads: dict[str, tuple[str, str]]) -> str:
     """The four types: what three ranks hold, and the gradient of it. `reads`: of each letter its name and its dual."""
     top, body = 34, []
     for letter, (name, dual) in reads.items():
-        value, gradient = _held(letter, "x"), _held(dual, "g")
-        body.append(_text(14, top + 12, f"{letter} {name}", "title"))
+        value, gradient = _held(letter), _held(dual)
+        body.append(_text(14, top + 12, f"{letter}: {name}", "title"))
         body.append(_text(RIGHT, top + 12, f"its gradient: {dual}", "small"))
         top += 20
         for rank in range(WORLD):
             body.append(_text(14, top + 15, f"rank {rank}", "small"))
-            body.append(_box(LEFT + 10, top, value[rank], "x"))
-            body.append(_box(RIGHT, top, gradient[rank], "g"))
+            body.append(_owned(LEFT + 10, top, value[rank], "x", letter))
+            body.append(_owned(RIGHT, top, gradient[rank], "g", dual))
             top += CELL + 4
         top += 12
     return _card("what the ranks hold", body, top - 12)
 
 
-def _held(letter: str, _: str) -> list[Cell]:
-    ranks = [SAME] * WORLD if letter in "RI" else range(WORLD)
+def _held(kind: str) -> list[Cell]:
+    ranks = [SAME] * WORLD if kind in "RI" else range(WORLD)
     return [Cell((Term(rank, 0, 1.0),)) for rank in ranks]
+
+
+def _owned(left: float, top: float, cell: Cell, letter: str, kind: str) -> str:
+    """A rank's cell; of a pending sum it says that more belongs to it."""
+    pending = "a term, " if kind == "P" else ""
+    return _box(left, top, cell, pending + letter)
 
 
 def _card(title: str, body: Sequence[str], bottom: int) -> str:
@@ -84,9 +89,7 @@ def _panel(motion: Motion, letter: str, caption: str, top: int) -> tuple[str, in
         boxes.append(_text(8, top + tall / 2 + 4, f"rank {rank}", "small"))
         for cells, left in ((before, LEFT), (after, RIGHT)):
             start = top + (tall - len(cells) * CELL) / 2
-            boxes += [
-                _box(left, start + at * CELL, cell, letter, several) for at, cell in enumerate(cells)
-            ]
+            boxes += [_box(left, start + at * CELL, cell, letter, several) for at, cell in enumerate(cells)]
             if not cells:
                 boxes.append(_text(left + 34, top + tall / 2 + 4, "(empty)", "small"))
         middles.append(top + tall / 2)
