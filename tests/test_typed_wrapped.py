@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import gradmesh as gm
 from tests.conftest import Run, Worlds
@@ -25,6 +26,7 @@ def own(*shape: int) -> Tensor:
 
 def functional_collectives() -> object:
     weight, x, group = nn.Parameter(torch.arange(3.0) + 1), own(4, 3), dist.group.WORLD
+    assert group is not None
     with gm.typed() as types:
         total = functional.all_reduce((x * weight).sum(0), "sum", group)
         whole = functional.all_gather_tensor(x, 0, group)
@@ -48,6 +50,7 @@ def dtensors() -> object:
     rows, whole = distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(x, mesh, [Replicate()])
     with gm.typed("tp") as types:
         pending = rows.t() @ rows
+        assert isinstance(pending, DTensor)
         gm.assert_type(whole, {"tp": gm.R})
         told = [str(types.of(one)["tp"]) for one in (rows, whole, pending.redistribute(mesh, [Replicate()]))]
         try:
@@ -94,7 +97,7 @@ def fsdp1() -> object:
 
 def fsdp2() -> object:
     def wrap(model: nn.Module) -> nn.Module:
-        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in model.children():
             if isinstance(layer, nn.Linear):
                 fully_shard(layer, mesh=mesh)
@@ -120,7 +123,7 @@ def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore::gradmesh.CheckWarning")
-def test_a_compiled_function_is_followed_operator_by_operator(threads: Run) -> None:
+def test_a_compiled_function_is_followed_operator_by_operator(threads: Callable[[int], Run]) -> None:
     def on_each_rank() -> list[str]:
         x, weight, bias = own(4, 3), own(3, 5), torch.arange(5.0, requires_grad=True)
         compiled = torch.compile(layer)
