@@ -36,6 +36,7 @@ __all__ = [
     "AbortedError",
     "ArgumentError",
     "AxisError",
+    "CheckWarning",
     "DTypeError",
     "DeadlockError",
     "GradcheckError",
