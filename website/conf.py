@@ -39,6 +39,7 @@ napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 default_role = "named"
+highlight_language = "none"  # of the pictures in docstrings; other blocks say theirs
 
 # The addresses of what the docstrings name in other projects, so that no build needs the network.
 intersphinx_mapping = inventory.mapping(Path(HERE.parent, "build", "inventories"))

@@ -15,11 +15,15 @@ from docutils.parsers.rst import roles
 from docutils.parsers.rst.states import Inliner
 from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.util.nodes import make_refnode
 
 __all__ = ["setup"]
 
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _SHORT = {"gm": "gradmesh", "dist": "torch.distributed"}
+_ARGUMENTS = {"axis", "rank", "sizes"}
+"""Functions, but mostly what an argument is called."""
 
 
 def setup(app: Sphinx) -> None:
@@ -28,6 +32,7 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", _as_rst)
     app.connect("autodoc-process-signature", _without_absent_default)
     app.connect("source-read", _with_its_pages)
+    app.connect("missing-reference", _by_last_name)
 
 
 def _named(
@@ -42,7 +47,7 @@ def _named(
     """The role of text in single backticks."""
     shown = nodes.literal(rawtext, text.replace("\x00", "\\"))
     name = text.removesuffix("()")
-    if not _NAME.fullmatch(name):
+    if not _NAME.fullmatch(name) or name in _ARGUMENTS:
         return [shown], []
     first, dot, rest = name.partition(".")
     target = f"{_SHORT.get(first, first)}.{rest}" if dot else f"gradmesh.{first}"
@@ -76,6 +81,26 @@ def _without_absent_default(
     if what == "function" and name == "gradmesh.all_reduce" and signature:
         signature = re.sub(r"(dst: [^=]*?) = None", r"\1", signature)
     return signature, returns
+
+
+def _by_last_name(
+    app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, shown: nodes.Element
+) -> nodes.Element | None:
+    """What the reference has under another module than the one that is named, such as that of its file."""
+    target = str(node.get("reftarget", ""))
+    if node.get("refdomain") != "py" or target.split(".")[0] != "gradmesh":
+        return None
+    last = target.rsplit(".", 1)[-1]
+    last = "Type" if last in ("V", "R", "I", "P") else last
+    known = env.domains["py"].data["objects"]
+    found = [name for name in known if name.rsplit(".", 1)[-1] == last and known[name].objtype in _TOP]
+    if len(found) != 1:
+        return None
+    entry = known[found[0]]
+    return make_refnode(app.builder, str(node["refdoc"]), entry.docname, entry.node_id, shown, found[0])
+
+
+_TOP = ("class", "exception", "function")
 
 
 def _with_its_pages(app: Sphinx, name: str, source: list[str]) -> None:
