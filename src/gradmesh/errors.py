@@ -18,7 +18,8 @@ The tree::
     |-- MissingExtraError     ImportError    an optional dependency is not installed
     `-- TorchVersionError     RuntimeError   this torch lacks a private name that the feature cannot do without
 
-and one warning, TorchWarning (UserWarning): this torch lacks private names, and what happens instead.
+and two warnings: CheckWarning, of what may be right and mostly is not, and TorchWarning, where this torch lacks private
+names; it says what happens instead.
 
 Every class also derives from the builtin that PyTorch users would catch. A message always has the same
 lines, so that it can be read at a glance and searched for::
@@ -28,6 +29,9 @@ lines, so that it can be read at a glance and searched for::
       expected  -3 <= dim < 3 for a 3-d tensor
       got       dim=5
       remedy    count dimensions of the local tensor from 0, or from -1 at the end
+
+Below it a traceback says which page explains the class, docs/errors/ArgumentError.md: what raises it, in programs that
+run, what to do, and every text that it has.
 """
 
 from __future__ import annotations
