@@ -82,7 +82,7 @@ NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in SELDOM else []) 
 def reports(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What `tests/lacking.py` finds without each of the names that are asked for."""
     tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    asked = {test.callspec.params["name"] for test in tests if "reports" in test.fixturenames}
+    asked = {str(test.callspec.params["name"]) for test in tests if "reports" in test.fixturenames}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.lacking", *sorted(asked)],
         cwd=Path(__file__).parent.parent,
