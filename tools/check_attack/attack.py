@@ -20,6 +20,9 @@ __all__ = ["Outcome", "attacked", "check", "disagreement", "reduced"]
 
 Check = Callable[[Path, int], Verdict]
 
+UNJUDGED = ("nothing is said", "could not be", "cannot be told")
+"""What notes say where the checker has not judged something."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -108,7 +111,7 @@ def _outcome(program: Program, mutant: Mutant | None, truth: str, path: Path, ch
         return Outcome(program.seed, kind, line, truth, (), crash.splitlines()[-1], False, crash, seconds, path.read_text())
     seconds = time.perf_counter() - begun
     errors = tuple(dict.fromkeys(each.rule.id for each in verdict.errors))
-    unjudged = any("nothing is said" in note or "could not be" in note for note in verdict.notes)
+    unjudged = any(any(words in note for words in UNJUDGED) for note in verdict.notes)
     said = "; ".join(f"{each.rule.id} {each.message} ({each.at})" for each in verdict.errors) or "; ".join(verdict.notes)
     return Outcome(program.seed, kind, line, truth, errors, said, unjudged, "", seconds, path.read_text())
 

@@ -9,6 +9,7 @@ import torch
 from gradmesh.checker.findings import Finding, Status, Verdict
 from gradmesh.checker.judging.calls import added_before_sums, faults_of_calls, overwritten
 from gradmesh.checker.judging.context import Context
+from gradmesh.checker.judging.cuts import cut_before_collectives
 from gradmesh.checker.judging.endings import endings
 from gradmesh.checker.judging.gradients import faults_of_gradients, scales, wrong_ones
 from gradmesh.checker.judging.parameters import gotten
@@ -99,6 +100,7 @@ def _step(
         notes.extend(sorted(lost))
         notes.append(f"step {number}: nothing is said of its gradients")
         return found
+    notes.extend(cut_before_collectives(context))
     apart = never_same(context)
     found += apart
     wrong = wrong_ones(context)
