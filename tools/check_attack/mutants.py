@@ -52,7 +52,7 @@ _RULES: tuple[tuple[str, str, str], ...] = (
     ("a rank does not call", _ANY_CALL, r"\g<space>if rank != 0:\n\g<space>    \g<call>"),
     ("a step less", r"for step in range\(2\):", "for step in range(2 - (rank == 0)):"),
     ("other rows", r"rows = slice\(dp_rank \* B // DP_SIZE, \(dp_rank \+ 1\) \* B // DP_SIZE\)", "rows = slice(rank * B // world, (rank + 1) * B // world)"),
-    ("other tokens", r"chunk\(TP_SIZE\)\[tp_rank\]$", "chunk(TP_SIZE)[0]"),
+    ("other tokens", r"arange\(T\)\.chunk\(TP_SIZE\)\[tp_rank\]", "arange(T).chunk(TP_SIZE)[0]"),
     ("added before the sum", r"inner = F\.linear\(inner, self\.down\)\n(?P<rest> +return h \+ .*) \+ self\.bias$", r"inner = F.linear(inner, self.down, self.bias)\n\g<rest>"),
     ("reduced in place of its average", r" / \(B \* T\)", " / (B * T) / world"),
 )

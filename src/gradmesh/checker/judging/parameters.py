@@ -200,7 +200,8 @@ def _is_shared(segment: Segment, group: Sequence[Part]) -> bool:
     is added to a sum over the ranks.
     """
     part = group[0]
-    if part.param.value.numel() == 1 or any(step.wrapped for step in segment.steps[part.rank]):
+    ranks = {each.rank for each in group}
+    if part.param.value.numel() == 1 or any(ranks.issubset(s.wrapped) for s in segment.steps[part.rank]):
         return True
     summed: set[int] = set()
     for event in segment.parts[part.rank]:
