@@ -21,11 +21,11 @@ from tools.check_attack.texts import text_of
 SMALL = Program(5, pieces=(Placed("Norm", "whole"),), sync="flat")
 
 
-def blind(path: Path, ranks: int) -> Verdict:  # noqa: ARG001
+def blind(path: Path, ranks: int) -> Verdict:
     return Verdict((), (), ranks, 2, {}, "complete")
 
 
-def suspicious(path: Path, ranks: int) -> Verdict:  # noqa: ARG001
+def suspicious(path: Path, ranks: int) -> Verdict:
     found = Finding(RULES["GM101"], "everything is wrong", None, None, (0,), "")
     return Verdict((found,), (), ranks, 2, {}, "complete")
 

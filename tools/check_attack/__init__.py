@@ -1,1 +1,1 @@
-"""Random plain training scripts, right by construction and held to it, and faults put into them, for `gradmesh check`."""
+"""Random training scripts, each proven right, and faults put into them, against `gradmesh check`."""

@@ -108,15 +108,30 @@ def _outcome(program: Program, mutant: Mutant | None, truth: str, path: Path, ch
     except Exception:
         seconds = time.perf_counter() - begun
         crash = traceback.format_exc()
-        return Outcome(program.seed, kind, line, truth, (), crash.splitlines()[-1], False, crash, seconds, path.read_text())
+        return Outcome(
+            program.seed,
+            kind,
+            line,
+            truth,
+            (),
+            crash.splitlines()[-1],
+            False,
+            crash,
+            seconds,
+            path.read_text(),
+        )
     seconds = time.perf_counter() - begun
     errors = tuple(dict.fromkeys(each.rule.id for each in verdict.errors))
     unjudged = any(any(words in note for words in UNJUDGED) for note in verdict.notes)
-    said = "; ".join(f"{each.rule.id} {each.message} ({each.at})" for each in verdict.errors) or "; ".join(verdict.notes)
+    said = "; ".join(f"{each.rule.id} {each.message} ({each.at})" for each in verdict.errors) or "; ".join(
+        verdict.notes
+    )
     return Outcome(program.seed, kind, line, truth, errors, said, unjudged, "", seconds, path.read_text())
 
 
-def disagreement(program: Program, kind: str, folder: Path, wanted: str, checked: Check = check) -> Outcome | None:
+def disagreement(
+    program: Program, kind: str, folder: Path, wanted: str, checked: Check = check
+) -> Outcome | None:
     """Whether a program, or one of its mutants of a kind, is one that truth and checker disagree on."""
     found = attacked(program, folder, 4 if kind else 0, checked=checked, kinds=[kind] if kind else [])
     return next((each for each in found if each.wrong == wanted and bool(each.kind) == bool(kind)), None)

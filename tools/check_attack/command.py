@@ -80,7 +80,8 @@ def _kept(outcome: Outcome, folder: Path | None, name: str) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     what = f"program {outcome.seed}" + (f", {outcome.kind} at line {outcome.line}" if outcome.kind else "")
-    head = f"# {outcome.wrong}: {what}\n# is {outcome.truth.splitlines()[-1]}\n# said: {outcome.said.splitlines()[:1]}\n"
+    truth, said = (text.splitlines()[-1:] for text in (outcome.truth, outcome.said))
+    head = f"# {outcome.wrong}: {what}\n# is {truth}\n# said: {said}\n"
     (folder / name).write_text(head + outcome.text)
 
 

@@ -196,6 +196,7 @@ CALLS = {
 }
 """What each operation is called by; the first is the plain one."""
 
+
 def functions(text: str, style: str) -> str:
     """The definitions that a text uses, helpers first."""
     used = [

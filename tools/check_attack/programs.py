@@ -132,7 +132,9 @@ def _drawn(dice: random.Random, seed: int) -> Program:
     for _ in range(dice.randint(1, 4)):
         if dice.random() < 0.35:
             at = dice.choice(layouts)
-        fitting = [p for p in PIECES.values() if at in p.layouts and (not p.axis or _size(p.axis, dp, tp) > 1)]
+        fitting = [
+            p for p in PIECES.values() if at in p.layouts and (not p.axis or _size(p.axis, dp, tp) > 1)
+        ]
         # What talks to other ranks is what this is about.
         talking = [p for p in fitting if p.axis]
         piece = dice.choice(talking if talking and dice.random() < 0.5 else fitting)
@@ -206,8 +208,9 @@ def is_sound(program: Program) -> bool:
         not has("first_rank") or p.sync in ("each", "flat", "async", "zero"),
         not has("broadcast") or (p.tp == 1 and not experts and p.sync != "ddp"),
         not has("device_mesh") or (p.tp > 1 and p.dp > 1),
-        not has("late_division") or (p.micro > 1 and averaged and p.sync in ("each", "flat", "async", "gather")),
-        not has("frozen") or (len(names) > 0 and not p.pieces[0].again),
+        not has("late_division")
+        or (p.micro > 1 and averaged and p.sync in ("each", "flat", "async", "gather")),
+        not has("frozen") or (not experts and len(names) > 0 and not p.pieces[0].again),
         "Dropped" not in names or not tokens,
         "Dropped" not in names or not p.extras.intersection({"eval", "uneven", "frozen"}),
         # torch's all_gather takes ranks of the group for global ones in its backward.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import multiprocessing
 import os
 import socket
@@ -55,7 +56,9 @@ def trained(path: Path, ranks: int) -> list[Ran] | None:
     return _on_ranks(_trained, path, ranks, ())
 
 
-def differences(path: Path, ranks: int, kinds: Sequence[Sequence[int]]) -> list[tuple[float, list[float]]] | None:
+def differences(
+    path: Path, ranks: int, kinds: Sequence[Sequence[int]]
+) -> list[tuple[float, list[float]]] | None:
     """How the ranks' losses change along a direction of each parameter, and what its gradients say of it.
 
     A loss that ranks repeat counts once.
@@ -102,14 +105,16 @@ def _nothing() -> None:
 
 def _total(runs: Sequence[Sequence[float]]) -> float:
     longest = max(map(len, runs))
-    at_once = [{round(run[at], 10) for run in runs if at < len(run)} for at in range(longest)]
-    return sum(sum(each) for each in at_once)
+    at_once = [{round(run[at], 10): run[at] for run in runs if at < len(run)} for at in range(longest)]
+    return sum(sum(each.values()) for each in at_once)
 
 
 class _Moved(Watch):
     """Moves one parameter, copies of it alike and parts of it apart."""
 
-    def __init__(self, script: Script, kinds: Sequence[Sequence[int]], move: tuple[int, float] | None) -> None:
+    def __init__(
+        self, script: Script, kinds: Sequence[Sequence[int]], move: tuple[int, float] | None
+    ) -> None:
         super().__init__(script, first=True, move=move)
         self.kinds = kinds
         self.found: list[float] = []
@@ -122,7 +127,9 @@ class _Moved(Watch):
     def shift(self, index: int, p: Tensor, by: float) -> None:
         v = self.along(index, p)
         with torch.no_grad():
-            p.add_(distribute_tensor(v, p.device_mesh, p.placements) if isinstance(p, DTensor) else v, alpha=by)
+            p.add_(
+                distribute_tensor(v, p.device_mesh, p.placements) if isinstance(p, DTensor) else v, alpha=by
+            )
 
     def stepping(self, optimizer: torch.optim.Optimizer, *rest: Any) -> None:
         for index, p in enumerate(self.params):
@@ -160,7 +167,7 @@ def _trained(path: Path, ranks: int, rank: int, port: int) -> Ran:
     else:  # no optimizer: what was subtracted
         moved = [
             [a - b for a, b in zip(before, after, strict=True)]
-            for before, after in zip(weights, weights[1:], strict=False)
+            for before, after in itertools.pairwise(weights)
         ]
         gradients = [list(each) for each in moved if any(bool(x.abs().max() > 0) for x in each)]
     first, last = (weights[0], weights[-1]) if weights else ([], [])
@@ -185,7 +192,9 @@ def _on_ranks(work: Callable[..., Any], path: Path, ranks: int, more: tuple[Any,
     pipes, started, port = [], [], _free_port()
     for rank in range(ranks):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(work, (path, ranks, rank, port, *more), theirs), daemon=True)
+        process = context.Process(
+            target=_rank, args=(work, (path, ranks, rank, port, *more), theirs), daemon=True
+        )
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -208,7 +217,7 @@ def _on_ranks(work: Callable[..., Any], path: Path, ranks: int, more: tuple[Any,
     for process in started:
         process.kill()
         process.join()
-    return None if waiting or any(each is None for each in results) and work is _trained else results
+    return None if waiting or (any(each is None for each in results) and work is _trained) else results
 
 
 def _processor_time(pid: int | None) -> float:

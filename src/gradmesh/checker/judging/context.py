@@ -42,7 +42,9 @@ class Context:
     def factors(self) -> tuple[float, ...]:
         """What all gradients may be, in units of the true ones: 1, or 1/n for a mean over n ranks with other losses."""
         different = self.truth.different
-        sizes = {len(call.group) for calls in self.again.groups for call in calls.values() if not call.followed}
+        sizes = {
+            len(call.group) for calls in self.again.groups for call in calls.values() if not call.followed
+        }
         return (1.0, *(1 / n for n in sorted({different, *sizes}) if n > 1 and different % n == 0))
 
     def place(self, rank: int, site: int) -> Place | None:

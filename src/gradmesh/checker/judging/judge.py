@@ -105,7 +105,9 @@ def _step(
     found += apart
     wrong = wrong_ones(context)
     if wrong and not all(step.by_gradients for steps in segment.steps for step in steps):
-        notes.append(f"step {number} is written by hand, and not with what is in .grad: nothing is said of it")
+        notes.append(
+            f"step {number} is written by hand, and not with what is in .grad: nothing is said of it"
+        )
         return found
     if wrong and not apart:
         named = {each.subject for each in found if each.rule.id == "GM204"}
