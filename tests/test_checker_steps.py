@@ -50,6 +50,7 @@ ONE_USES_IT = """with torch.no_grad():
     F.linear(x, model.weight, model.bias if dist.get_rank() else None).square().mean().backward()"""
 ATTENTION = """heads = model(x).view(3, 2, 2, 2).transpose(1, 2)
     F.scaled_dot_product_attention(heads, heads, heads).square().mean().backward()"""
+TWICE = f"{MEAN}\n    {MEAN.replace('x', '2 * x')}"
 CLIPPED = """torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     optimizer.step()"""
 
@@ -104,3 +105,16 @@ def test_attention_that_drops_nothing_is_followed(tmp_path: Path) -> None:
     assert not right.findings, right.findings[0].message
     assert is_judged(right)
     assert "GM101" in rules(checked(tmp_path, loss=ATTENTION, sync="pass"))
+
+
+@pytest.mark.parametrize("divided", ["p.grad /= 2", "p.grad /= 4"])
+def test_gradients_may_be_divided_by_the_backwards_of_a_step(tmp_path: Path, divided: str) -> None:
+    verdict = checked(tmp_path, loss=TWICE, sync=f"{SUM}\n        {divided}")
+    assert not verdict.findings, verdict.findings[0].message
+    assert is_judged(verdict)
+
+
+def test_gradients_that_are_averaged_twice_are_named(tmp_path: Path) -> None:
+    halved = "\n        p.grad /= 2"
+    assert "GM109" in rules(checked(tmp_path, sync=SUM + 2 * halved))
+    assert "GM109" in rules(checked(tmp_path, loss=TWICE, sync=SUM + 3 * halved))
