@@ -54,6 +54,8 @@ for _ in range(2):
 """
 PARTS = "loss = last(first(x[3 * (rank % 2) :][:3])).square().mean() / 2 + 0 * bias.sum()"
 OVER_TP = "dist.all_reduce(p.grad, group=TP)"
+IN_TWO = """(last(first(x[:3])).square().sum() / 48 * 2).backward()
+    loss = last(first(x[3:])).square().sum() / 48 * 2 + 0 * bias.sum()"""
 CUT = """out = torch.tanh(Copy.apply(first(x))[:, own] + bias)
     loss = (out - y.tanh()).square().mean() + 0 * sum(p.sum() for p in last.parameters())"""
 NORMED = """h = first(x)
@@ -73,6 +75,12 @@ def checked(folder: Path, loss: str, sync: str) -> Verdict:
 
 def test_a_mean_over_one_axis_of_sums_over_the_other_is_right(tmp_path: Path) -> None:
     verdict = checked(tmp_path, PARTS, OVER_TP)
+    assert not verdict.findings, verdict.findings[0].message
+    assert verdict.status == "complete"
+
+
+def test_a_count_over_all_ranks_that_is_taken_back_is_right(tmp_path: Path) -> None:
+    verdict = checked(tmp_path, IN_TWO, "pass")
     assert not verdict.findings, verdict.findings[0].message
     assert verdict.status == "complete"
 

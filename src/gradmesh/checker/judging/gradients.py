@@ -212,9 +212,9 @@ def _scaled_alone(context: Context) -> list[Finding]:
 
 
 def _division(context: Context) -> Place | None:
-    """The line where a loss is divided by a number that counts all ranks."""
-    ranks = len(context.tapes)
-    for rank in range(ranks):
+    """The line where a loss is divided by a number that counts all ranks, and is not multiplied by theirs."""
+    ranks = context.truth.different
+    for rank in range(len(context.tapes)):
         events = context.events(rank)
         made = {out: e for e in events if isinstance(e, Op) for out in e.outs}
         roots = [e for e in events if isinstance(e, Root)]
@@ -231,7 +231,7 @@ def _division(context: Context) -> Place | None:
                 if value is not None and name in ("div", "div_", "mul", "mul_") and value != 0:
                     factor = 1 / value if name.startswith("div") else value
                     net *= factor
-                    counts = 1 / factor
+                    counts = 1 / net
                     inner = made.get(taken[0])
                     if _counts_all(counts, inner, context, rank, totals, ranks, len(roots)):
                         line = op.site
