@@ -99,9 +99,9 @@ def _classes(again: Again, losses: Sequence[Tensor | None]) -> list[tuple[int, .
 
 
 def _own_gradients(rank: Rank, loss: Tensor | None) -> list[Tensor]:
-    if loss is None:
-        return []
     leaves = list(rank.leaves.values())
+    if loss is None or not leaves:
+        return []
     found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
     return [x for x in found if x is not None]
 
