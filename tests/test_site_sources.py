@@ -49,6 +49,7 @@ def test_the_pages_of_errors_have_every_text_that_the_source_has() -> None:
     assert found["... is out of range"] == "ArgumentError"
     assert found["ordered() ended without join"] == "OrderError"
     assert len(found) > 250
+    assert len(texts.examples(texts.texts())) > 25
 
 
 ERRORS = [kind for kind in texts.classes().values() if issubclass(kind, errors.GradmeshError)]

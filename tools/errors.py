@@ -18,8 +18,9 @@ from pathlib import Path
 
 import gradmesh
 from gradmesh import errors
+from tools.error_cases import cases
 
-__all__ = ["FOLDER", "Text", "classes", "pages", "texts"]
+__all__ = ["FOLDER", "Text", "classes", "examples", "pages", "texts"]
 
 FOLDER = Path(__file__).parent.parent / "docs" / "errors"
 SOURCE = Path(gradmesh.__file__).parent
@@ -32,7 +33,8 @@ _INDEX = """# Errors
 
 Every error that gradmesh raises on purpose is one of these, and its traceback ends with the page to read. A text
 always has the same lines: the verb and the problem, then `axis`, `expected`, `got` and `remedy`. Each page has programs
-that raise it, what to do, and all texts of the kind, written by `python -m tools.errors --write docs/errors`.
+that raise it, what to do, and all texts of the kind, with the shortest of the tests' wrong calls that ends in it
+(`ones` is `torch.ones`); written by `python -m tools.errors --write docs/errors`.
 
 | | it is also | texts | |
 |---|---|---|---|
@@ -69,7 +71,7 @@ def texts() -> list[Text]:
 def _of_file(file: Path) -> Iterator[Text]:
     tree = ast.parse(file.read_text())
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    default = "ShapeError" if file.parent.name == "ops" else "ArgumentError"
+    helpers = {node.name: _only(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not node.args:
             continue
@@ -81,6 +83,8 @@ def _of_file(file: Path) -> Iterator[Text]:
         elif name in _REFUSING:
             told = [_shown(arg) for arg in node.args]
             problem = next((text for text in told if " " in text), "")
+            of_an_op = file.parent.name == "ops" and isinstance(node.func, ast.Attribute)
+            default = (not of_an_op and helpers.get(name)) or ("ShapeError" if of_an_op else "ArgumentError")
             kind = _name(given["kind"]) if "kind" in given else default
             remedy = _shown(given.get("remedy")) or (
                 told[-1] if len(told) > 2 and "(..." not in told[-1] else ""
@@ -100,11 +104,14 @@ def _around(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:
             if named:
                 return named[0]
         if isinstance(node, ast.FunctionDef):
-            made = {_name(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)} & set(
-                classes()
-            )
-            return made.pop() if len(made) == 1 else ""
+            return _only(node)
     return ""
+
+
+def _only(function: ast.FunctionDef) -> str:
+    """The one class of errors that a function names."""
+    named = {_name(node) for node in ast.walk(function) if isinstance(node, ast.Name)} & set(classes())
+    return named.pop() if len(named) == 1 else ""
 
 
 def _name(node: ast.AST) -> str:
@@ -124,16 +131,33 @@ def _shown(node: ast.AST | None) -> str:
     return ""
 
 
+def examples(known: list[Text]) -> dict[Text, str]:
+    """Of each text in which a wrong call of the tests ends, the shortest such call; each has to be known."""
+    found: dict[Text, str] = {}
+    for call, (kind, first) in cases().items():
+        ends = [text for text in known if text.kind == kind and _fits(text.problem, first)]
+        assert ends, f"{call} ends in a text that was not found: {kind}: {first}"
+        text = max(ends, key=lambda text: len(text.problem))  # not one that is dots alone
+        if not re.search(r"\b_[a-z]", call):
+            found[text] = min(found.get(text, call), call, key=len)
+    return found
+
+
+def _fits(problem: str, first: str) -> bool:
+    return re.fullmatch(re.escape(problem).replace(re.escape("..."), ".*"), first) is not None
+
+
 def pages(folder: Path) -> dict[Path, str]:
     """Every page as it has to be."""
     known, found = texts(), {}
+    shown = examples(known)
     index = [_INDEX.rstrip("\n")]
     for name, kind in sorted(classes().items()):
         path = folder / f"{name}.md"
         own = [text for text in known if text.kind == name]
         head, rest = path.read_text().split(BEGIN)
         _, after = rest.split(END)
-        found[path] = f"{head}{BEGIN}\n{_table(own)}{END}{after}"
+        found[path] = f"{head}{BEGIN}\n{_table(own, shown)}{END}{after}"
         bases = [base.__name__ for base in kind.__mro__[1:] if base.__module__ == "builtins"]
         bases = [base for base in bases if base not in ("Exception", "Warning", "BaseException", "object")]
         says = (kind.__doc__ or "").splitlines()[0]
@@ -142,11 +166,19 @@ def pages(folder: Path) -> dict[Path, str]:
     return found
 
 
-def _table(own: list[Text]) -> str:
+def _table(own: list[Text], shown: dict[Text, str]) -> str:
     if not own:
         return ""
-    rows = [f"| {_cell(text.problem)} | {_cell(text.remedy)} |" for text in own]
-    return "\n".join(["\n## All texts\n", "| text | what to do |", "|---|---|", *rows, ""])
+    heads = ["text", "what to do", "for example"]
+    rows = [[_cell(text.problem), _cell(text.remedy), _code(shown.get(text, ""))] for text in own]
+    if not any(row[2] for row in rows):
+        heads, rows = heads[:2], [row[:2] for row in rows]
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(["\n## All texts\n", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
+def _code(call: str) -> str:
+    return f"`{call}`".replace("|", "\\|") if call else ""
 
 
 def _cell(text: str) -> str:
