@@ -53,6 +53,7 @@ html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
 html_show_copyright = False
+smartquotes = False  # much of the text is code
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
