@@ -52,18 +52,9 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built as `make site` builds it, with no way to any network."""
     folder = tmp_path_factory.mktemp("site")
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "-W",
-        "--keep-going",
-        "-q",
-        "-c",
-        "website",
-        "docs",
-        str(folder),
-    ]
+    written = re.search(r"python (-m sphinx .*) build/site", (ROOT / "Makefile").read_text())
+    assert written
+    command = [sys.executable, *written[1].split(), str(folder)]
     nowhere = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **nowhere})
     assert done.returncode == 0, done.stderr

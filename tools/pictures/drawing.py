@@ -137,7 +137,9 @@ def _label(cell: Cell, letter: str, several: bool) -> str:
     shares = {round(term.factor, 6) for term in cell.terms}
     share = shares.pop() if len(shares) == 1 else 1.0
     # A sum over all ranks of one element is too wide to be written out where elements have numbers.
-    told = f"sum of {letter}[{cell.terms[0].element}]" if several and len(names) == WORLD else "+".join(names)
+    over_all = several and len(names) == len({term.rank for term in cell.terms}) == WORLD
+    one_element = len({term.element for term in cell.terms}) == 1
+    told = f"sum of {letter}[{cell.terms[0].element}]" if over_all and one_element else "+".join(names)
     if share == 1.0:
         return told
     by = f"/{round(1 / share)}" if share < 1 else f"*{share:g}"
