@@ -123,6 +123,15 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
 
 
 @needs_sphinx
+def test_names_of_other_projects_are_linked_and_none_is_kept_for_nothing(site: Path) -> None:
+    linked = set()
+    for text in pages(site).values():
+        linked |= set(re.findall(r'href="https://docs\.(?:pytorch|python)\.org/[^"]*#([\w.]+)"', text))
+    lines = (ROOT / "website" / "objects.txt").read_text().splitlines()
+    assert {line.split()[0] for line in lines if not line.startswith("#")} == linked
+
+
+@needs_sphinx
 def test_every_error_has_a_page(site: Path) -> None:
     for name in errors.__all__:
         if name != "message":

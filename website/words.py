@@ -10,6 +10,7 @@ import os
 import re
 from typing import Any
 
+import inventory
 from docutils import nodes
 from docutils.parsers.rst import roles
 from docutils.parsers.rst.states import Inliner
@@ -88,9 +89,11 @@ def _by_last_name(
 ) -> nodes.Element | None:
     """What the reference has under another module than the one that is named, such as that of its file."""
     target = str(node.get("reftarget", ""))
-    if node.get("refdomain") != "py" or target.split(".")[0] != "gradmesh":
+    first, last = target.split(".")[0], target.rsplit(".", 1)[-1]
+    if node.get("refdomain") == "py" and first == "torch":
+        return _of_torch(last, shown)
+    if node.get("refdomain") != "py" or first != "gradmesh":
         return None
-    last = target.rsplit(".", 1)[-1]
     last = "Type" if last in ("V", "R", "I", "P") else last
     known = env.domains["py"].data["objects"]
     found = [name for name in known if name.rsplit(".", 1)[-1] == last and known[name].objtype in _TOP]
@@ -101,6 +104,15 @@ def _by_last_name(
 
 
 _TOP = ("class", "exception", "function")
+
+
+def _of_torch(last: str, shown: nodes.Element) -> nodes.Element | None:
+    """A class of torch, which annotations name by the file that it is in."""
+    address, names = inventory.objects()["torch"]
+    pages = [page for name, role, page in names if role == "class" and name.rsplit(".", 1)[-1] == last]
+    if len(pages) != 1:
+        return None
+    return nodes.reference("", "", shown, internal=False, refuri=address + pages[0], classes=["external"])
 
 
 def _with_its_pages(app: Sphinx, name: str, source: list[str]) -> None:
