@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from gradmesh.checker import run
+
 pytestmark = pytest.mark.processes
 
 TRAINING = """
@@ -88,3 +90,22 @@ def test_modules_and_tests_are_run_as_python_m_runs_them(
 def test_what_the_script_raises_is_a_finding(tmp_path: Path, arguments: list[str]) -> None:
     status, told, rules = check(tmp_path, *arguments)
     assert (status, set(rules), told["status"]) == (1, {"GM501"}, "stopped"), told
+
+
+def test_a_rank_that_takes_its_time_behind_another_that_has_ended_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_GRACE", 0.2)
+    script = tmp_path / "late.py"
+    script.write_text("import os, time\nif os.environ['RANK'] == '1':\n    time.sleep(1.5)\nprint('over')\n")
+    found = run.recorded(run.Target(str(script)), ranks=2, steps=2, timeout=60.0)
+    assert (found.stuck, found.output) == (False, ["over", "over"])
+
+
+def test_a_rank_that_waits_behind_one_that_has_failed_is_ended_soon(tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text("import os, time\nif os.environ['RANK'] == '1':\n    1 / 0\ntime.sleep(100)\n")
+    found = run.recorded(run.Target(str(script)), ranks=2, steps=2, timeout=60.0)
+    assert found.stuck
+    assert found.seconds < 20
+    assert "ZeroDivisionError" in found.output[1]

@@ -6,11 +6,13 @@ import re
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 import gradmesh as gm
 from gradmesh.ops.registry import REGISTRY
+from tools import public_api
 
 CONTRACT = [
     "all_gather",
@@ -46,6 +48,11 @@ def test_the_public_names_are_sorted_and_there() -> None:
     assert gm.__all__ == sorted(gm.__all__)
     assert all(hasattr(gm, name) for name in gm.__all__)
     assert set(CONTRACT) <= set(gm.__all__)
+
+
+def test_what_is_public_changes_with_its_list_alone() -> None:
+    listed = (Path(__file__).parent / "public_api.txt").read_text().splitlines()
+    assert public_api.lines() == listed, "python -m tools.public_api --write tests/public_api.txt"
 
 
 def test_every_verb_of_the_registry_is_public() -> None:

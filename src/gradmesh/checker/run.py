@@ -25,6 +25,9 @@ __all__ = ["Recorded", "Target", "check_script", "recorded"]
 _AT_WORK = 0.2
 """Seconds of a processor: ranks that have used more of it are at work."""
 
+_GRACE = 3.0
+"""Seconds without any work, after which the ranks that are left by one that failed are ended."""
+
 _PRELOADED = ["gradmesh.checker.recording.rank", "torch._dynamo", "torch.nn.parallel"]
 """What ranks need in any case; optimizers load the compiler, which takes seconds on each."""
 
@@ -138,15 +141,19 @@ def _waited(started: Sequence[Any], folder: Path, timeout: float) -> bool:
         used = sum(_processor_time(process.pid) for process in started)
         if size != seen[0] or used - seen[1] > _AT_WORK:
             last, seen = now, (size, used)
-        over = [process for process in started if not process.is_alive()]
-        # Ranks that wait for one that has failed or ended wait for ever, mostly.
-        failed = failed or (now if over and len(over) < len(started) else 0.0)
-        if now - last > timeout or (failed and now - max(failed, last) > min(timeout, 3.0)):
+        # Ranks that wait for one that has failed wait for ever, mostly; one that has ended may be waited for by none.
+        failed = failed or (now if _one_failed(started, folder) else 0.0)
+        if now - last > timeout or (failed and now - max(failed, last) > min(timeout, _GRACE)):
             _end(started)
             return True
     for process in started:
         process.join()
     return False
+
+
+def _one_failed(started: Sequence[Any], folder: Path) -> bool:
+    """Whether a rank has raised, or died."""
+    return any(process.exitcode for process in started) or any(folder.glob("*.failed"))
 
 
 def _end(started: Sequence[Any]) -> None:

@@ -13,7 +13,7 @@ from gradmesh.errors import ArgumentError, TypeMismatchError, message
 from gradmesh.inference import gradients, kinds
 from gradmesh.inference.agreement import gathered
 from gradmesh.inference.block import current
-from gradmesh.inference.digest import number_of_bits, observable, token
+from gradmesh.inference.digest import number_of_bits, observable, token, within
 from gradmesh.inference.findings import Finding, types_of
 from gradmesh.inference.tape import Mark
 from gradmesh.inference.tracker import Tracker, together
@@ -68,6 +68,7 @@ def assert_type(x: Tensor, types: Type | Mapping[str, Type]) -> Tensor:
 
 def _compare(axis: Axis, x: Tensor, kind: Type, tracker: Tracker | None) -> None:
     """Refuse values that are said to be the same and are not."""
+    x = within(x)
     if axis.size == 1 or not observable(x):
         return
     busy = tracker is not None and tracker.busy
@@ -95,7 +96,8 @@ def _compare(axis: Axis, x: Tensor, kind: Type, tracker: Tracker | None) -> None
 
 def _declare(tracker: Tracker, at: int, x: Tensor, kind: Type) -> None:
     """Take the tensor for what it is declared, and say so if it is known to be something else."""
-    node, axis = tracker.node_of(x), tracker.axes[at]
+    part = within(x)
+    node, axis = tracker.node_of(part), tracker.axes[at]
     rows = tracker.meet(axis, f"assert_type {kind}", [node.marks[at]], x.device)
     known = together([row[0] for row in rows])
     learns = x.requires_grad
@@ -115,7 +117,7 @@ def _declare(tracker: Tracker, at: int, x: Tensor, kind: Type) -> None:
         number = 0
     elif kind is P or known not in kinds.SAMES:  # the same bits, made in different ways
         number = token("declared", axis.global_ranks, serial)
-    tracker.mark(x, node, at, Mark(str(kind), number), declared=True)
+    tracker.mark(part, node, at, Mark(str(kind), number), declared=True)
     gradients.watch(tracker, x, at, kind)
 
 

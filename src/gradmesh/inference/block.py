@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from gradmesh._torch import DispatchMode, dispatched_name, need_dispatch
 from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.errors import ArgumentError, TypeMismatchError, message
 from gradmesh.inference import gradients, operators, raw, verbs
+from gradmesh.inference.digest import within
 from gradmesh.inference.findings import Finding
 from gradmesh.inference.kinds import shown
 from gradmesh.inference.tracker import Tracker, together
@@ -52,10 +54,11 @@ class Types:
     def of(self, x: Tensor) -> dict[str, Type | None]:
         """The type of a tensor over each axis, None where it is not known. Every rank calls it.
 
-        A value that is the same on every rank, and of which nothing says whether it is R or I, is R.
+        A value that is the same on every rank, and of which nothing says whether it is R or I, is R. Of a DTensor the
+        rank's own part is looked at.
         """
         tracker = self._tracker
-        node, found = tracker.node_of(x), {}
+        node, found = tracker.node_of(within(x)), {}
         for at, axis in enumerate(tracker.axes):
             rows = tracker.meet(axis, "types.of", [node.marks[at]], x.device)
             found[axis.name] = shown(together([row[0] for row in rows]))
@@ -109,6 +112,7 @@ def current() -> Tracker | None:
 
 _lock = threading.Lock()
 _hook: list[RemovableHandle] = []
+_eager: list[Any] = []
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -122,8 +126,14 @@ def _count(by: int) -> None:
         FOLLOWED[0] += by
         if FOLLOWED[0] and not _hook:
             _hook.append(register_optimizer_step_pre_hook(_before_step))
+            if "torch._dynamo" in sys.modules:
+                # Torch compiles nothing that a mode follows, but the library's own frames below it, one by one.
+                _eager.append(torch.compiler.set_stance("force_eager"))
+                _eager[0].__enter__()
         if not FOLLOWED[0] and _hook:
             _hook.pop().remove()
+            if _eager:
+                _eager.pop().__exit__(None, None, None)
 
 
 @contextlib.contextmanager

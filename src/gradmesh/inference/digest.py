@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradmesh._torch import is_fake
 
-__all__ = ["number_of_bits", "observable", "said", "token"]
+__all__ = ["number_of_bits", "observable", "said", "token", "within"]
 
 
 def token(*words: object) -> int:
@@ -41,10 +41,27 @@ def said(value: Any) -> object:
     return type(value).__name__
 
 
+def within(x: Tensor) -> Tensor:
+    """The tensor with memory that another one wraps: a DTensor's own part, what a functional collective returns."""
+    while _wraps(x) and hasattr(x, "__tensor_flatten__"):
+        if hasattr(x, "trigger_wait"):  # it may be under way
+            x.trigger_wait()
+        parts = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        if len(tensors) != 1:
+            break
+        x = tensors[0]
+    return x
+
+
+def _wraps(x: Tensor) -> bool:
+    return type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
 def observable(x: Tensor) -> bool:
-    """Whether a tensor's bits can be looked at."""
+    """Whether a tensor's bits can be looked at: it has memory of its own, and a value at each place of it."""
     plain = x.layout is torch.strided and not x.is_quantized and not x.is_nested
-    return plain and x.device.type != "meta" and not is_fake(x)
+    return plain and x.device.type != "meta" and not _wraps(x) and not is_fake(x)
 
 
 def number_of_bits(x: Tensor) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from gradmesh.inference.digest import number_of_bits, observable, token
+from gradmesh.inference.digest import number_of_bits, observable, token, within
 from gradmesh.inference.findings import Condition, Finding, began_at
 from gradmesh.inference.kinds import SAMES, I, P, V, shown
 from gradmesh.inference.tape import Node
@@ -101,7 +101,7 @@ def watch(tracker: Tracker, x: Tensor, at: int, kind: Type) -> None:
     def arrived(grad: Tensor) -> None:
         if not tracker.open or tracker.aside:
             return
-        node = tracker.node_of(grad)
+        node = tracker.node_of(within(grad))
         mark = node.marks[at]
         if mark.kind not in SAMES and mark.kind != V:
             return

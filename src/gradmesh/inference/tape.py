@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gradmesh._torch import version_of
+from gradmesh._torch import is_fake, version_of
 from gradmesh.call_sites import Site
 from gradmesh.inference.kinds import Kind
 
@@ -140,6 +140,8 @@ class Tape:
 
 def memory_of(x: Tensor) -> int:
     """Where a tensor's memory is; 0 where it has none."""
+    if type(x) is not Tensor and is_fake(x):
+        return 0
     try:
         return x.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):

@@ -38,7 +38,7 @@ def watched(recorder: Recorder, steps: int, enough: Callable[[], None]) -> Itera
         register_optimizer_step_pre_hook(watcher.before_step),
         register_optimizer_step_post_hook(watcher.after_step),
     )
-    function.apply = classmethod(watcher.applied(apply.__func__))  # type: ignore[assignment, method-assign]
+    function.apply = classmethod(watcher.applied(apply))  # type: ignore[assignment, method-assign]
     torch.autograd.backward = watcher.begun(backward)
     torch.autograd.grad = watcher.asked(grad)
     try:
@@ -63,9 +63,12 @@ class _Watcher:
 
     # -- Functions -----------------------------------------------------------------------------------------------
 
-    def applied(self, original: Any) -> Any:
-        """`Function.apply`, told to the recorder."""
+    def applied(self, method: Any) -> Any:
+        """`Function.apply`, told to the recorder; a method in Python or, from torch 2.15 on, in C."""
         to = self._to
+
+        def original(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            return method.__get__(None, cls)(*args, **kwargs)
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if to.backward or to.stepping or to.quiet:

@@ -74,9 +74,9 @@ def run_rank(
             kept = _run(target)  # noqa: F841  DDP may never end where its group is destroyed before it
     except SystemExit as error:
         if error.code not in (None, 0):
-            _failed(tape, recorder, error)
+            _failed(tape, recorder, error, Path(folder))
     except BaseException as error:
-        _failed(tape, recorder, error)
+        _failed(tape, recorder, error, Path(folder))
     if tape.ended != "stopped":
         tape.seconds = time.perf_counter() - begun
         _leave(tape, recorder, Path(folder))
@@ -104,8 +104,9 @@ def _run(target: Any) -> dict[str, Any]:
     return runpy.run_path(target.path_or_module, run_name="__main__")
 
 
-def _failed(tape: Tape, recorder: Recorder, error: BaseException) -> None:
+def _failed(tape: Tape, recorder: Recorder, error: BaseException, folder: Path) -> None:
     traceback.print_exc()
+    (folder / f"{tape.rank}.failed").touch()
     if tape.ended == "stopped":
         return  # all that was asked for is known
     tape.ended, tape.error = "raised", "".join(traceback.format_exception(error)[-1:]).strip()

@@ -1,0 +1,1 @@
+"""A picture of a SARIF file as a code host shows it."""
