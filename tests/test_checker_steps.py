@@ -147,7 +147,9 @@ def test_a_reduce_scatter_that_copies_when_it_is_waited_for_is_followed(tmp_path
     assert is_judged(verdict)
 
 
-def test_a_call_of_torch_that_has_another_name_by_now_is_seen_at_the_line_of_the_program(tmp_path: Path) -> None:
+def test_a_call_of_torch_that_has_another_name_by_now_is_seen_at_the_line_of_the_program(
+    tmp_path: Path,
+) -> None:
     [finding] = checked(tmp_path, loss=RAW).findings
     assert finding.rule.id == "GM106"
     assert finding.at is not None
