@@ -1,4 +1,4 @@
-"""Write what is generated into README.md and the pages in docs/, and the badges; `--check`: are they up to date?"""
+"""Write what is generated into README.md, pages in docs/ and the badges; `--check` asks whether they are fresh."""
 
 from __future__ import annotations
 
