@@ -26,7 +26,7 @@ lint: .venv/ready
 
 # Writes what is generated into README.md and docs/versions.md.
 docs: .venv/ready
-	$(BIN)/python tools/generate.py
+	$(BIN)/python -m tools.generate
 
 # The documentation site, into build/site; offline, and a warning is an error.
 site: .venv/ready

@@ -20,6 +20,22 @@ torch.manual_seed(0)
 model = nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 rows = torch.Generator().manual_seed(dist.get_rank())
+
+
+class Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        out = x.new_empty(x.shape[0] // 2, *x.shape[1:])
+        dist.reduce_scatter_tensor(out, x)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        out = grad.new_empty(2 * grad.shape[0], *grad.shape[1:])
+        dist.all_gather_into_tensor(out, grad.contiguous())
+        return out
+
+
 for _ in range(2):
     model.zero_grad()
     x = torch.randn(3, 2, 4, generator=rows)
@@ -51,6 +67,11 @@ ONE_USES_IT = """with torch.no_grad():
 ATTENTION = """heads = model(x).view(3, 2, 2, 2).transpose(1, 2)
     F.scaled_dot_product_attention(heads, heads, heads).square().mean().backward()"""
 TWICE = f"{MEAN}\n    {MEAN.replace('x', '2 * x')}"
+SCATTERED = "Scatter.apply(model(x).tanh().flatten()).square().mean().backward()"
+RAW = """y = model(x)
+    out = torch.cat([y, y])
+    dist.all_gather_into_tensor(out, y)
+    out[: 3 * (1 + dist.get_rank())].square().mean().backward()"""
 CLIPPED = """torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
     optimizer.step()"""
 
@@ -118,3 +139,18 @@ def test_gradients_that_are_averaged_twice_are_named(tmp_path: Path) -> None:
     halved = "\n        p.grad /= 2"
     assert "GM109" in rules(checked(tmp_path, sync=SUM + 2 * halved))
     assert "GM109" in rules(checked(tmp_path, loss=TWICE, sync=SUM + 3 * halved))
+
+
+def test_a_reduce_scatter_that_copies_when_it_is_waited_for_is_followed(tmp_path: Path) -> None:
+    verdict = checked(tmp_path, loss=SCATTERED)
+    assert not verdict.findings, verdict.findings[0].message
+    assert is_judged(verdict)
+
+
+def test_a_call_of_torch_that_has_another_name_by_now_is_seen_at_the_line_of_the_program(
+    tmp_path: Path,
+) -> None:
+    [finding] = checked(tmp_path, loss=RAW).findings
+    assert finding.rule.id == "GM106"
+    assert finding.at is not None
+    assert finding.at.text.startswith("dist.all_gather_into_tensor")

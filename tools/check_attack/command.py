@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import math
 import os
 import platform
 import statistics
@@ -31,12 +32,23 @@ SLOW = 5.0
 
 
 def outcomes(
-    seeds: Sequence[int], count: int, folder: Path, *, jobs: int = 2, checked: Check = check
+    seeds: Sequence[int],
+    count: int,
+    folder: Path,
+    *,
+    jobs: int = 2,
+    seconds: float = math.inf,
+    checked: Check = check,
 ) -> Iterator[Outcome]:
-    """What comes of the programs of some seeds, and of their mutants."""
+    """What comes of the programs of some seeds, and of their mutants; none is begun after some seconds."""
     warm()
+    end = time.monotonic() + seconds
+
+    def one(seed: int) -> list[Outcome]:
+        return attacked(draw(seed), folder, count, checked=checked) if time.monotonic() < end else []
+
     with ThreadPoolExecutor(jobs) as pool:
-        for each in pool.map(lambda seed: attacked(draw(seed), folder, count, checked=checked), seeds):
+        for each in pool.map(one, seeds):
             yield from each
 
 
@@ -96,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the first program")
     parser.add_argument("--mutants", type=int, default=3, help="of each program")
     parser.add_argument("--jobs", type=int, default=2, help="programs at once")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no program is begun")
     parser.add_argument("--keep", type=Path, help="where to put what is disagreed on, also made smaller")
     parser.add_argument("--reduce", type=float, default=60.0, help="seconds for making one smaller")
     parser.add_argument("--verbose", action="store_true", help="a line for each script")
@@ -104,7 +117,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="check-attack-") as name:
         folder = Path(name)
         for each in outcomes(
-            range(told.seed, told.seed + told.programs), told.mutants, folder, jobs=told.jobs
+            range(told.seed, told.seed + told.programs),
+            told.mutants,
+            folder,
+            jobs=told.jobs,
+            seconds=told.seconds,
         ):
             found.append(each)
             if each.wrong or told.verbose:

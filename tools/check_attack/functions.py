@@ -188,7 +188,6 @@ CALLS = {
     "gather_whole": ("GatherWhole.apply({x}, {dim}, {group})",),
     "gather_parts": (
         "GatherParts.apply({x}, {dim}, {group})",
-        "torch.cat(distnn.all_gather({x}.contiguous(), group={group}), {dim})",
         "funcol.all_gather_tensor_autograd({x}.contiguous(), {dim}, {group})",
     ),
     "scatter": ("Scatter.apply({x}, {dim}, {group})",),

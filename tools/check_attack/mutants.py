@@ -50,7 +50,6 @@ _RULES: tuple[tuple[str, str, str], ...] = (
         r"\b(?P<call>(?:Copy|Reduce|GatherWhole|GatherParts|Scatter|ReduceScatter|Exchange)\.apply)\((?P<x>[\w.]+),",
         r"\g<call>(\g<x>.detach(),",
     ),
-    ("detached", r"distnn\.all_gather\((?P<x>\w+)", r"distnn.all_gather(\g<x>.detach()"),
     ("detached", r"distnn\.all_reduce\((?P<x>[\w.()]+),", r"distnn.all_reduce(\g<x>.detach(),"),
     (
         "a raw collective",

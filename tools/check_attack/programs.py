@@ -213,8 +213,6 @@ def is_sound(program: Program) -> bool:
         not has("frozen") or (not experts and len(names) > 0 and not p.pieces[0].again),
         "Dropped" not in names or not tokens,
         "Dropped" not in names or not p.extras.intersection({"eval", "uneven", "frozen"}),
-        # torch's all_gather takes ranks of the group for global ones in its backward.
-        p.dp == 1 or p.tp == 1 or all(placed.ways[3] != 1 for placed in p.pieces),
         not has("eval") or "GlobalBatchNorm" not in names,
     )
     return all(rules)

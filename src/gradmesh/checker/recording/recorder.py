@@ -53,6 +53,8 @@ class Recorder(Numbering, DispatchMode):
         """Is called when the program is about to write to a parameter itself: with its gradient, or else."""
         self._cut: Any = WeakTensors()
         """Made of what other ranks sent of tensors that autograd follows, where gradients are off."""
+        self._awaited: Any = WeakTensors()
+        """Results that Gloo copies to their place when the program waits for them."""
         self._totals: list[tuple[Sent, weakref.ref[Tensor]]] = []
         self._log = log.open("w", buffering=1) if log else None
 
@@ -72,6 +74,8 @@ class Recorder(Numbering, DispatchMode):
             return NotImplemented  # what it does to its plain parts comes by itself
         if func.namespace in ("c10d", "_c10d_functional"):
             return self._collective(func, args, kwargs)
+        if self._awaited and self._arrives(func, args):
+            return func(*args, **kwargs)
         if not self._follows() or self._is_about_gradients(func, args):
             if self._cut and self._is_cut(args, kwargs):
                 return self._record(func, args, kwargs)
@@ -84,6 +88,13 @@ class Recorder(Numbering, DispatchMode):
         if self.roots and self._is_step(func, args, kwargs):
             return self._apart(func, args, kwargs)
         return self._record(func, args, kwargs)
+
+    def _arrives(self, func: Any, args: Any) -> bool:
+        """Whether an operator is the end of a collective, which was written down when it began."""
+        if func.overloadpacket.__name__ != "copy_" or args[0] not in self._awaited or args[1] in self._known:
+            return False
+        del self._awaited[args[0]]
+        return True
 
     def _is_step(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether an operator writes to a parameter, through `.data`: autograd lets nobody else."""
@@ -249,6 +260,8 @@ class Recorder(Numbering, DispatchMode):
             if call.outs is None:
                 event.outs = [self._number(x, True) for x in made]
             for x in made:
+                if func.namespace == "c10d" and call.kind == "reduce_scatter":
+                    self._awaited[x] = True
                 self._holds_gradients(x)
                 if cut:
                     self._cut[x] = True
