@@ -1,4 +1,4 @@
-"""What ranks do on GPUs, for test_gpus.py: verbs on a stream of their own, and a race that the sanitizer has to find."""
+"""What ranks do on GPUs, for test_gpus.py: verbs on a stream of their own, and a race for the sanitizer to find."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import gradmesh as gm
 from gradmesh.arguments import call
@@ -295,6 +296,23 @@ def test_operators_give_no_names_and_a_pickled_tensor_keeps_its_own() -> None:
     torch.save(x, file)
     file.seek(0)
     assert gm.names(torch.load(file, weights_only=True)) == ("N", "C")
+
+
+def checkpointed(reentrant: bool) -> tuple[str, bool]:
+    generator = torch.Generator().manual_seed(gm.rank())
+    x = gm.named(torch.randn(2, 4, generator=generator).requires_grad_(), "N", "C")
+
+    def step(x: Tensor) -> Tensor:
+        return ((1 + gm.rank()) * gm.all_gather(x, dim="C") ** 3).sum()
+
+    (expected,) = torch.autograd.grad(step(x), x)
+    error, _ = outcome(lambda: checkpoint(step, x, use_reentrant=reentrant).backward())
+    return error, x.grad is not None and torch.equal(x.grad, expected)
+
+
+def test_names_are_there_in_a_checkpoint_or_it_is_refused(threads: Ranks) -> None:
+    assert threads(2)(checkpointed, False) == [("", True)] * 2
+    assert threads(2)(checkpointed, True) == [("ArgumentError", False)] * 2
 
 
 def compiled() -> list[tuple[str | None, ...]]:

@@ -8,6 +8,7 @@ In a world of one rank, where nothing travels: what is counted is arguments, the
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -22,7 +23,6 @@ BEGIN, END = "<!-- python -m tools.instructions --write docs/benchmark.md -->", 
 LINES = {
     "torch: x.clone()": "x.clone()",
     "gm.all_gather(x)": "gm.all_gather(x)",
-    "gm.all_gather(x), named": "gm.all_gather(named, dim='N')",
     "gm.all_gather(w)": "gm.all_gather(w)",
 }
 """What is counted; `w` requires grad."""
@@ -31,7 +31,7 @@ _SETUP = """
 import torch, gradmesh as gm
 torch.set_num_threads(1)
 gm.init()
-x, w, named = torch.ones(4), torch.ones(4, requires_grad=True), gm.named(torch.ones(4), "N")
+x, w = torch.ones(4), torch.ones(4, requires_grad=True)
 for _ in range(10):
     {line}
 """
@@ -40,11 +40,13 @@ _CALLS = 100
 
 def available() -> bool:
     """Whether instructions can be counted here."""
-    return all(shutil.which(f"{name}") for name in ("valgrind", "callgrind_control", "callgrind_annotate"))
+    return all(shutil.which(name) for name in ("valgrind", "callgrind_control", "callgrind_annotate"))
 
 
 def counted(line: str, calls: int = _CALLS) -> float:
     """Instructions of a statement, a call; in a process of its own, which takes a minute or two."""
+    # torch starts whatever is called python on the path.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     timer = Timer(line, setup=_SETUP.format(line=line))
     return timer.collect_callgrind(number=calls, collect_baseline=False).counts() / calls
 
