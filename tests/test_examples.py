@@ -19,6 +19,7 @@ SMALL = {
     "forces_slab.py": ["--side", "3", "--structures", "2", "--steps", "3", "--md", "2"],
     "lm_chars.py": ["--steps", "2"],
     "ring_attention.py": ["--steps", "3", "--length", "26"],
+    "sharded.py": ["--steps", "2"],
 }
 """What makes each example small."""
 
@@ -28,6 +29,7 @@ SAYS = {
     "forces_slab.py": r"loss [\d.]+ -> [\d.]+ in 3 steps",
     "lm_chars.py": r"step +1  loss [\d.]+",
     "ring_attention.py": r"loss [\d.]+ -> [\d.]+; the furthest step differs by",
+    "sharded.py": r"verbs: loss [\d.]+ -> [\d.]+; the furthest step differs by",
 }
 """What it prints of its end."""
 
