@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gradmesh.checker.findings import Finding, Status, Verdict
-from gradmesh.checker.judging.calls import added_before_sums, faults_of_calls, overwritten
+from gradmesh.checker.judging.added import added_before_sums
+from gradmesh.checker.judging.calls import faults_of_calls, overwritten
 from gradmesh.checker.judging.context import Context
 from gradmesh.checker.judging.cuts import cut_before_collectives
 from gradmesh.checker.judging.endings import endings
