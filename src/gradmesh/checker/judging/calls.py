@@ -280,7 +280,8 @@ def _law(context: Context, calls: dict[int, Called]) -> str:
             own = [adjoint([met[at] / ranks] * len(met))[at] for at in range(len(met))]
             if alike(own):
                 return "every rank has the whole gradient of the result"
-        if alike(_totals(exact, _copies([x.detach() for x in xs]))):
+        copies = _copies([x.detach() for x in xs])
+        if any(len(group) > 1 for group in copies) and alike(_totals(exact, copies)):
             return "the operand is the same on all ranks and each rank has its own part of the gradient"
     return ""
 
