@@ -26,7 +26,7 @@ lint: .venv/ready
 
 # Writes what is generated into README.md and docs/versions.md.
 docs: .venv/ready
-	$(BIN)/python tools/generate.py
+	$(BIN)/python -m tools.generate
 
 # The tables that compare gradmesh with other systems, and their pages. Some ten minutes each.
 bench: .venv/peers

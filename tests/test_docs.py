@@ -19,7 +19,8 @@ import benchmarks
 import gradmesh as gm
 import gradmesh_pytest
 from gradmesh import environment
-from tools import generate
+from tools import generate, point
+from tools.badges import badges
 
 ROOT = Path(__file__).parent.parent
 MODULES = sorted(
@@ -41,6 +42,22 @@ def test_the_page_of_versions_has_every_private_name_of_torch() -> None:
     text = (ROOT / "docs" / "versions.md").read_text()
     assert text == generate.with_names(text)
     assert generate.with_names(text.replace("`torch._add_batch_dim`", "`torch._none`")) == text
+
+
+def test_badges_say_what_the_project_says() -> None:
+    for name, fresh in badges().items():
+        assert (ROOT / "docs" / "badges" / name).read_text() == fresh
+
+
+def test_the_readmes_picture_shows_what_is_computed() -> None:
+    found = point.deviations()
+    assert found["gm.all_gather"] < 1e-14
+    assert {name: f"{far:.0%}" for name, far in found.items() if far > 1e-9} == {
+        "dist.all_gather": "50%",
+        "dist.all_gather, own rows put back": "15%",
+        "a Function whose backward takes its slice": "15%",
+        "a Function whose backward takes the mean": "37%",
+    }
 
 
 def test_the_page_of_environment_variables_has_every_one_and_there_are_no_others() -> None:
