@@ -13,7 +13,18 @@ import gradmesh
 PACKAGE = Path(gradmesh.__file__).parent
 
 FLOORS = (
-    ("errors", "types", "dtypes", "_torch", "call_sites", "environment", "extras", "memo", "structure"),
+    (
+        "errors",
+        "types",
+        "dtypes",
+        "_torch",
+        "call_sites",
+        "environment",
+        "extras",
+        "memo",
+        "structure",
+    ),
+    ("dims",),
     ("backends",),
     ("state",),
     ("checking", "world"),
