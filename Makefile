@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 VERSION ?= 2.15.0
 
-.PHONY: demo test torch lint docs sweep bench modes attack attack-jax attack-check clean
+.PHONY: demo test torch lint docs site sweep bench modes attack attack-jax attack-check clean
 
 demo: .venv/ready
 	$(BIN)/gradmesh demo
@@ -27,6 +27,10 @@ lint: .venv/ready
 # Writes what is generated into README.md and docs/versions.md.
 docs: .venv/ready
 	$(BIN)/python -m tools.generate
+
+# The documentation site, into build/site; offline, and a warning is an error.
+site: .venv/ready
+	$(BIN)/python -m sphinx -W --keep-going -q -j auto -c website docs build/site
 
 # The tables that compare gradmesh with other systems, and their pages. Some ten minutes each.
 bench: .venv/peers

@@ -187,21 +187,27 @@ def numels(x: Tensor, axis: gm.Axis) -> list[int]:
     return counts
 
 
-def matches_dense_autograd_to_third_order(op: LinearOp, shape: Sequence[int]) -> None:
+def matches_dense_autograd_to_third_order(
+    op: LinearOp, shape: Sequence[int], dtype: torch.dtype = torch.float64
+) -> None:
     """Gradient, Hessian times a vector, and the derivative of that along another, against one dense program."""
     axis = op.axis
-    x = laws.sample(op.src, shape, torch.float64, axis, seed=1)
-    directions = [laws.sample(op.src, shape, torch.float64, axis, seed=s) for s in (2, 3)]
+    x = laws.sample(op.src, shape, dtype, axis, seed=1)
+    directions = [laws.sample(op.src, shape, dtype, axis, seed=s) for s in (2, 3)]
     y_shape = op.out_shape(shape)
-    weight = laws.sample(I if op.dst is I else gm.V, y_shape, torch.float64, axis, seed=4)
+    weight = laws.sample(I if op.dst is I else gm.V, y_shape, dtype, axis, seed=4)
+
+    def terms(weight: Tensor, y: Tensor) -> Tensor:
+        """Real, and of complex values no part of an analytic function."""
+        return (weight * torch.sin(y) * (1 + y.conj())).real
 
     def distributed(x: Tensor) -> Tensor:
         y = apply(op, x)
         if op.dst is P:
             y = gm.all_reduce(y, axis, dst=R)
-        return (weight * torch.sin(y)).sum()
+        return terms(weight, y).sum()
 
-    matrix = laws.matrix(op, shape)
+    matrix = laws.matrix(op, shape).to(dtype)
     counts = numels(weight, axis)
     weights = carrier(axis).gather(weight.reshape(-1), counts)
 
@@ -209,8 +215,7 @@ def matches_dense_autograd_to_third_order(op: LinearOp, shape: Sequence[int]) ->
         y = matrix @ flat
         if op.dst is P:
             y = y.view(axis.size, -1).sum(0).repeat(axis.size)
-        terms = weights * torch.sin(y)
-        return terms.sum() / (axis.size if op.dst is I else 1)
+        return terms(weights, y).sum() / (axis.size if op.dst is I else 1)
 
     alike = op.src in (R, I)
     sizes = numels(x, axis)
@@ -226,7 +231,7 @@ def matches_dense_autograd_to_third_order(op: LinearOp, shape: Sequence[int]) ->
         (g,) = torch.autograd.grad(f(x), x, create_graph=True)
         yield g
         for v in along:
-            (g,) = torch.autograd.grad((g * v).sum(), x, create_graph=True)
+            (g,) = torch.autograd.grad((g * v).real.sum(), x, create_graph=True)
             yield g
 
     got = list(derivatives(distributed, x, directions))
@@ -235,6 +240,11 @@ def matches_dense_autograd_to_third_order(op: LinearOp, shape: Sequence[int]) ->
         total = carrier(axis).sum(g.detach()) if op.src is R else g.detach()
         mine = total.reshape(-1) if alike else carrier(axis).gather(total.reshape(-1), sizes)
         torch.testing.assert_close(mine, e.detach(), rtol=1e-12, atol=1e-12)
+
+
+def has_conjugate_wirtinger_gradients_to_third_order(op: LinearOp, shape: Sequence[int]) -> None:
+    """Of complex values, the gradients that torch gives them in one process."""
+    matches_dense_autograd_to_third_order(op, shape, torch.complex128)
 
 
 LAWS: tuple[Check, ...] = (
@@ -251,4 +261,5 @@ LAWS: tuple[Check, ...] = (
     has_itself_as_forward_derivative,
     is_a_loop_under_vmap,
     matches_dense_autograd_to_third_order,
+    has_conjugate_wirtinger_gradients_to_third_order,
 )

@@ -20,8 +20,12 @@ pytestmark = pytest.mark.processes
 Processes = Callable[[int], Callable[..., list[Any]]]
 
 
-# These two send thousands of small messages; four processes on two cores take a minute for each.
-CHATTY = (contract.has_its_transpose_as_adjoint, contract.matches_dense_autograd_to_third_order)
+# These send thousands of small messages; four processes on two cores take a minute for each.
+CHATTY = (
+    contract.has_its_transpose_as_adjoint,
+    contract.matches_dense_autograd_to_third_order,
+    contract.has_conjugate_wirtinger_gradients_to_third_order,
+)
 CASES = [
     pytest.param(
         law,

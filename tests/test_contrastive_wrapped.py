@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,9 +39,14 @@ def gradients(loss: str, kind: str) -> dict[str, list[Tensor]]:
         model = DistributedDataParallel(model)
     elif kind == "fsdp":
         fully_shard(model)
+    elif kind == "fsdp1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
     x, y = (normal(7, 5, seed=s)[gm.axis().slice(SIZES)] for s in (1, 2))
     value = gm.objective(model(x, y), loss_type=gm.R, ddp=model)
     value.backward()
+    if kind == "fsdp1":
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            return {"value": [value.detach()], "grads": [p.grad.clone() for p in inside.parameters()]}
     grads = [p.grad for p in inside.parameters()]
     whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
     if kind == "none":  # each rank has a share
@@ -61,10 +66,30 @@ def alone(loss: str) -> tuple[Tensor, list[Tensor]]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "none"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp", "none"])
 def test_the_averaged_gradient_is_that_of_one_process(loss: str, kind: str, worlds: Any) -> None:
     expected, grads = alone(loss)
     for found in worlds(2, "gloo", 240).run(gradients, loss, kind):
         torch.testing.assert_close(found["value"][0], expected)
         for got, right in zip(found["grads"], grads, strict=True):
             torch.testing.assert_close(got, right)
+
+
+def beyond_its_bound(kind: str) -> Tensor:
+    model: Any = make("clip", scale=50.0, max_scale=10.0, dst=gm.R)
+    if kind == "fsdp1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    elif kind == "fsdp":
+        fully_shard(model)
+    value: Tensor = model(*(normal(7, 5, seed=s)[gm.axis().slice(SIZES)] for s in (1, 2)))
+    return value.detach()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["none", "fsdp1", "fsdp"])
+def test_a_scale_beyond_its_bound_is_used_as_the_bound_in_every_wrapper(kind: str, worlds: Any) -> None:
+    model = make("clip", scale=10.0)
+    inputs = [normal(7, 5, seed=s) for s in (1, 2)]
+    expected = gm.launch(lambda: model(*inputs).detach(), 1, backend="threads")[0]
+    for found in worlds(2, "gloo", 240).run(beyond_its_bound, kind):
+        torch.testing.assert_close(found, expected)

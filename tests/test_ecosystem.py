@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.autograd
 from torch import Tensor, nn
-from torch.distributed import rpc
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -24,7 +20,6 @@ from gradmesh.types import Convention
 pytestmark = pytest.mark.processes
 Processes = Callable[[int], Callable[..., list[Any]]]
 SIZE, ROWS = 2, 6
-dist_autograd: Any = torch.distributed.autograd
 
 
 def close(got: Tensor, want: Tensor) -> None:
@@ -432,60 +427,3 @@ def test_a_dtensor_still_under_way_is_waited_for(processes: Processes) -> None:
     for got, grad in processes(SIZE)(pending):
         assert got == y.tolist()
         close(torch.tensor(grad, dtype=torch.float64), flat.grad)
-
-
-# ---- Distributed autograd --------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def rpc_world(path: str) -> Iterator[None]:
-    rank = gm.axis().rank
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}", rpc_timeout=30)
-    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=SIZE, rpc_backend_options=options)
-    try:
-        yield
-    finally:
-        rpc.shutdown()
-
-
-def remote_layer(y: Tensor, w: Tensor) -> Tensor:
-    return torch.tanh(y @ w)
-
-
-def in_distributed_autograd(path: str) -> tuple[Tensor, Tensor] | str:
-    """Gather rows, send them through a layer on the other rank, and reduce what comes back."""
-    rank = gm.axis().rank
-    x = weights(rank, (2, 3)).requires_grad_()
-    w = weights(5 + rank, (3, 3)).requires_grad_()
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(rpc_world(path))
-        except RuntimeError as error:
-            return str(error)
-        with dist_autograd.context() as context:
-            y = gm.all_gather(x)
-            z = rpc.rpc_sync(f"rank{1 - rank}", remote_layer, (y, w))
-            loss = (1 + rank) * (gm.reduce_scatter(gm.convert(z, src=gm.V, dst=gm.P)) ** 2).sum()
-            dist_autograd.backward(context, [loss])
-            found = dist_autograd.get_gradients(context)
-            result = found[x].clone(), found[w].clone()
-    assert x.grad is None
-    return result
-
-
-@pytest.mark.skipif(not rpc.is_available(), reason="torch is built without RPC")
-def test_verbs_in_distributed_autograd(processes: Processes, tmp_path: Path) -> None:
-    results = processes(SIZE)(in_distributed_autograd, str(tmp_path / "rendezvous"))
-    for result in results:
-        if isinstance(result, str):
-            pytest.skip(f"RPC does not start here: {result}")
-    xs = [weights(rank, (2, 3)).requires_grad_() for rank in range(SIZE)]
-    ws = [weights(5 + rank, (3, 3)).requires_grad_() for rank in range(SIZE)]
-    y = torch.cat(xs)
-    parts = torch.stack([remote_layer(y, w) for w in ws]).sum(0).split(2)
-    torch.stack([(1 + rank) * (part**2).sum() for rank, part in enumerate(parts)]).sum().backward()
-    for x, w, (x_grad, w_grad) in zip(xs, ws, results, strict=True):
-        assert x.grad is not None
-        assert w.grad is not None
-        close(x_grad, x.grad)
-        close(w_grad, w.grad)

@@ -22,6 +22,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from torch.distributed import distributed_c10d as c10d
 from torch.func import hessian, jacfwd, jvp
 
+import gradmesh as gm
 from gradmesh import _torch
 from gradmesh.backends import threads
 from gradmesh.backends.threads import waiting
@@ -299,6 +300,26 @@ def test_a_deadlock_names_who_waits_where() -> None:
     assert "rank 1  waits in recv(from place 2, tag 5)  float32[3]  at " in text
     assert "rank 2  has returned" in text
     assert "of ranks 0, 1, 2" in text
+
+
+def test_a_deadlock_names_a_rank_that_goes_back_through_another_ranks_graph() -> None:
+    kept: list[torch.Tensor] = []
+    made = threading.Event()
+
+    def work() -> None:
+        y = gm.all_reduce(torch.ones(1, requires_grad=True), dst=gm.R).sum()
+        if dist.get_rank() == 0:
+            kept.append(y)
+            made.set()
+            dist.barrier()
+        else:
+            assert made.wait(10)
+            kept[0].backward()
+
+    text = str(failure(work, nprocs=2))
+    assert "DeadlockError" in text
+    assert "rank 0  waits in barrier" in text
+    assert "rank 1  waits in a call that it makes for another rank" in text
 
 
 def test_two_groups_in_different_orders_are_a_deadlock() -> None:

@@ -107,7 +107,8 @@ def truth_of(program: Program, reference: Reference, path: Path) -> Truth:
         given = [any(run.gradients[0][at] is not None for run in before) for at in range(len(found))]
         found = [each for each, there in zip(found, given, strict=True) if there]
         return "open: right for another objective" if _is_multiple(found) else "wrong: by differences"
-    return "right"
+    # Behind clipping a factor is gone, of which the checker may speak.
+    return "open: clipped to the same" if program.clip else "right"
 
 
 def _layout(program: Program, whole: Sequence[Tensor], runs: Sequence[Ran]):  # type: ignore[no-untyped-def]

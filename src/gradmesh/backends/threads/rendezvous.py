@@ -62,7 +62,9 @@ class Meeting(Waitable):
 
     def show(self, rank: int) -> str:
         """What that rank called, on which group, and where."""
-        return f"{self.parts[self.group.ranks.index(rank)]}  (call {self.number} of {self.group})"
+        part = self.parts.get(self.group.ranks.index(rank))
+        made = part or "a call that it makes for another rank, as the ranks share a module or a graph"
+        return f"{made}  (call {self.number} of {self.group})"
 
     def withdraw(self) -> bool:
         """Say whether a rank is missing; it will find the meeting over."""

@@ -55,9 +55,12 @@ class _ScaledLoss(_Loss):
 
     def _bounded(self) -> Tensor:
         """The scale; in training what was learned is first brought below its bound."""
-        if self.training and self.log_scale.requires_grad:
-            with torch.no_grad():
-                self.log_scale.clamp_(max=self._largest)
+        if not (self.training and self.log_scale.requires_grad):
+            return self.scale
+        if not self.log_scale.is_leaf:  # a part of what a wrapper gathered, which must not be written
+            return (self.log_scale - (self.log_scale.detach() - self._largest).clamp(min=0)).exp()
+        with torch.no_grad():
+            self.log_scale.clamp_(max=self._largest)
         return self.scale
 
 
@@ -68,7 +71,8 @@ class ClipLoss(_ScaledLoss):
         scale: the inverse temperature to begin with.
         axis: the ranks.
         learnable: whether it is a parameter, `log_scale`; it belongs into the module that DDP or FSDP wraps.
-        max_scale: what it is kept below in training, as in the paper.
+        max_scale: what it is kept below in training, as in the paper; where FSDP shards the parameter, what is used of
+            it.
         options: as in `clip_loss`.
 
     Example:
