@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 VERSION ?= 2.15.0
 
-.PHONY: demo test torch lint docs sweep bench modes attack attack-jax clean
+.PHONY: demo test torch lint docs site sweep bench modes attack attack-jax attack-check clean
 
 demo: .venv/ready
 	$(BIN)/gradmesh demo
@@ -26,7 +26,11 @@ lint: .venv/ready
 
 # Writes what is generated into README.md and docs/versions.md.
 docs: .venv/ready
-	$(BIN)/python tools/generate.py
+	$(BIN)/python -m tools.generate
+
+# The documentation site, into build/site; offline, and a warning is an error.
+site: .venv/ready
+	$(BIN)/python -m sphinx -W --keep-going -q -j auto -c website docs build/site
 
 # The tables that compare gradmesh with other systems, and their pages. Some ten minutes each.
 bench: .venv/peers
@@ -40,6 +44,10 @@ attack: .venv/ready
 	$(BIN)/python -m tools.attack --programs 10000 --backend threads
 	$(BIN)/python -m tools.attack --programs 1000 --backend shm
 	$(BIN)/python -m tools.attack --programs 1000 --backend gloo
+
+# Random training scripts and faults in them against gradmesh check; half an hour on two cores.
+attack-check: .venv/ready
+	$(BIN)/python -m tools.check_attack --programs 200 --seed 1 --mutants 3
 
 # The same programs under JAX, which has an environment of its own; some seven minutes.
 attack-jax: .venv/ready .venv-jax/ready

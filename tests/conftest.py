@@ -45,6 +45,12 @@ def threads(worlds: Worlds) -> Callable[[int], Run]:
     return lambda n: worlds(n, "threads").run
 
 
+@pytest.fixture(scope="session", params=[pytest.param("gloo", marks=pytest.mark.slow), "shm"])
+def compiling(request: pytest.FixtureRequest, worlds: Worlds) -> Callable[[int], Run]:
+    """`processes` for what compiles for long: on gloo in the sweep only."""
+    return lambda n: worlds(n, request.param, 240).run
+
+
 @pytest.fixture(scope="session", params=["gloo", "shm"])
 def processes(request: pytest.FixtureRequest, worlds: Worlds) -> Callable[[int], Run]:
     """`processes(n)(fn, *args)` runs fn on n processes, of both backends in turn, and returns their results."""

@@ -393,5 +393,5 @@ def _compiled() -> dict[str, str]:
 
 
 @pytest.mark.processes
-def test_compiled_in_one_graph_they_are_the_eager_ones(processes: Any) -> None:
-    assert processes(SIZE)(_compiled) == [{}] * SIZE
+def test_compiled_in_one_graph_they_are_the_eager_ones(compiling: Any) -> None:
+    assert compiling(SIZE)(_compiled) == [{}] * SIZE

@@ -112,8 +112,8 @@ QUICK = ["all_gather", "all_gather, nothing on a rank", "all_to_all", "reduce", 
     ],
     ids=["aot_eager", "inductor", "eager-all", "inductor-all"],
 )
-def test_a_compiled_verb_is_the_eager_one(backend: str, names: list[str], processes: Processes) -> None:
-    assert processes(2)(compare, backend, names) == [{}, {}]
+def test_a_compiled_verb_is_the_eager_one(backend: str, names: list[str], compiling: Processes) -> None:
+    assert compiling(2)(compare, backend, names) == [{}, {}]
 
 
 def changing_sizes() -> list[bool]:

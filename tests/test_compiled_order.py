@@ -60,9 +60,9 @@ def ordered_by(backend: str) -> dict[str, bool]:
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_collectives_keep_their_order_where_the_ranks_programs_differ(
-    backend: str, processes: Processes
+    backend: str, compiling: Processes
 ) -> None:
-    assert processes(2)(ordered_by, backend) == [dict.fromkeys(PROGRAMS, True)] * 2
+    assert compiling(2)(ordered_by, backend) == [dict.fromkeys(PROGRAMS, True)] * 2
 
 
 def _of_one_output(x: Tensor, rank: int) -> Tensor:
@@ -96,8 +96,8 @@ def in_a_chain(backend: str) -> list[bool]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_chain_runs_every_backward_of_a_compiled_function(backend: str, processes: Processes) -> None:
-    assert processes(2)(in_a_chain, backend) == [[True, True]] * 2
+def test_a_chain_runs_every_backward_of_a_compiled_function(backend: str, compiling: Processes) -> None:
+    assert compiling(2)(in_a_chain, backend) == [[True, True]] * 2
 
 
 def different_calls() -> str:
@@ -113,8 +113,8 @@ def different_calls() -> str:
 
 
 @pytest.mark.processes
-def test_compiled_calls_that_do_not_fit_together_are_refused_on_every_rank(processes: Processes) -> None:
-    for text in processes(2)(different_calls):
+def test_compiled_calls_that_do_not_fit_together_are_refused_on_every_rank(compiling: Processes) -> None:
+    for text in compiling(2)(different_calls):
         assert "all_gather(dim=0" in text
         assert "all_gather(dim=1" in text
 
@@ -163,9 +163,9 @@ def differ_inside(reorderable: bool) -> list[str]:
 @pytest.mark.processes
 @pytest.mark.parametrize("reorderable", [False, True])
 def test_second_derivatives_and_batches_inside_a_compiled_function_are_those_outside(
-    reorderable: bool, processes: Processes
+    reorderable: bool, compiling: Processes
 ) -> None:
-    assert processes(2)(differ_inside, reorderable) == [[], []]
+    assert compiling(2)(differ_inside, reorderable) == [[], []]
 
 
 def _linearized(verb: Callable[[Tensor], Tensor], x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,8 +206,8 @@ def constant(how: str) -> list[str]:
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore")  # tracers warn of themselves
 @pytest.mark.parametrize("how", TRACERS)
-def test_what_a_tracer_records_runs_the_collective_again(how: str, processes: Processes) -> None:
-    assert processes(2)(constant, how) == [[], []]
+def test_what_a_tracer_records_runs_the_collective_again(how: str, compiling: Processes) -> None:
+    assert compiling(2)(constant, how) == [[], []]
 
 
 BETWEEN: dict[str, Callable[[Tensor], Tensor]] = {
@@ -240,9 +240,9 @@ def results_of_two_functions(name: str, backend: str, inside: bool) -> object:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", BETWEEN)
 def test_backward_calls_of_two_compiled_functions_are_not_taken_for_each_other(
-    name: str, backend: str, processes: Processes
+    name: str, backend: str, compiling: Processes
 ) -> None:
-    for text in processes(2)(results_of_two_functions, name, backend, False):
+    for text in compiling(2)(results_of_two_functions, name, backend, False):
         assert isinstance(text, str), "a gradient came where the ranks' backward calls do not fit"
         assert "the backward of call" in text
 
@@ -264,8 +264,8 @@ def outputs_of_one_function(backend: str) -> tuple[list[float], list[float]]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_outputs_of_one_compiled_function_may_be_used_differently(backend: str, processes: Processes) -> None:
-    for compiled, eager in processes(2)(outputs_of_one_function, backend):
+def test_outputs_of_one_compiled_function_may_be_used_differently(backend: str, compiling: Processes) -> None:
+    for compiled, eager in compiling(2)(outputs_of_one_function, backend):
         assert compiled == pytest.approx(eager, rel=1e-12)
 
 
@@ -286,9 +286,9 @@ def broadcast_of_a_root_that_alone_requires_grad(dst: Literal[gm.Type.R, gm.Type
 @pytest.mark.processes
 @pytest.mark.parametrize("dst", [gm.R, gm.I])
 def test_where_only_the_roots_operand_counts_the_others_take_part_in_its_backward(
-    dst: gm.Type, processes: Processes
+    dst: gm.Type, compiling: Processes
 ) -> None:
-    root, other = processes(2)(broadcast_of_a_root_that_alone_requires_grad, dst)
+    root, other = compiling(2)(broadcast_of_a_root_that_alone_requires_grad, dst)
     assert root[0] is not None
     assert root[1] == root[0]
     assert other == (None, None)

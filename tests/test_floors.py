@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,18 @@ import gradmesh
 PACKAGE = Path(gradmesh.__file__).parent
 
 FLOORS = (
-    ("errors", "types", "dtypes", "_torch", "call_sites", "environment", "extras", "memo", "structure"),
+    (
+        "errors",
+        "types",
+        "dtypes",
+        "_torch",
+        "call_sites",
+        "environment",
+        "extras",
+        "memo",
+        "structure",
+    ),
+    ("dims",),
     ("backends",),
     ("state",),
     ("checking", "world"),
@@ -73,13 +85,17 @@ def imports(file: Path) -> list[tuple[int, tuple[str, ...]]]:
 
 def is_for_types_alone(file: Path, line: int) -> bool:
     """Whether an import stands under `if TYPE_CHECKING`, so that it is none when the program runs."""
-    guards = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.If)]
-    return any(
-        isinstance(guard.test, ast.Name)
-        and guard.test.id == "TYPE_CHECKING"
-        and guard.lineno <= line <= (guard.end_lineno or guard.lineno)
-        for guard in guards
-    )
+    return any(guard.lineno <= line <= (guard.end_lineno or guard.lineno) for guard in guards(file))
+
+
+@functools.cache
+def guards(file: Path) -> list[ast.If]:
+    """What stands under `if TYPE_CHECKING`."""
+    return [
+        node
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    ]
 
 
 def test_every_room_has_a_floor() -> None:

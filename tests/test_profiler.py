@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
+import random
+import time
 import timeit
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +20,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import gradmesh as gm
 from gradmesh import _torch, profiling
+from gradmesh.verify import Profile
+from gradmesh.verify.profiles import clocks
 
 pytestmark = pytest.mark.filterwarnings("ignore:Profiler clears events at the end of each cycle:UserWarning")
 Threads = Callable[[int], Callable[..., list[Any]]]
@@ -166,3 +172,193 @@ def test_every_process_profiles_its_own_part(processes: Threads) -> None:
         mine, whole = 256 * (1 + rank), 256 * 3
         assert forward[0] == f"gradmesh::all_gather axis=tp bytes={mine}"
         assert backward[-1] == f"gradmesh::reduce_scatter axis=tp bytes={whole} backward"
+
+
+def step(rank: int) -> None:
+    x = torch.full((4, 8), 1.0 + rank, dtype=torch.float64, requires_grad=True)
+    weight = torch.ones(64, 64, dtype=torch.float64, requires_grad=True)
+    coming = gm.all_gather(x, async_op=True)
+    worked = (weight @ weight).sum()
+    loss = (1 + rank) * (gm.all_reduce(coming.wait() * worked, dst=gm.R, comm_dtype=torch.float32) ** 2).sum()
+    loss.backward()
+    gm.scan(x.detach())
+
+
+def whole_step() -> Profile:
+    with gm.verify.profiled() as profile:
+        step(gm.rank())
+    return profile
+
+
+TABLE = {
+    ("all_gather", "forward"): (lambda _: 256, True),
+    ("all_reduce", "forward"): (lambda ranks: 128 * ranks, False),  # of float32
+    ("all_reduce", "backward"): (lambda ranks: 256 * ranks, False),
+    ("reduce_scatter", "backward"): (lambda ranks: 256 * ranks, True),
+    ("scan", "forward"): (lambda _: 256, False),
+}
+"""Bytes that one of so many ranks hands in, and whether the call was begun, so that another thread makes it."""
+
+
+def check_profiles(parts: list[Profile], ranks: int) -> None:
+    whole = Profile.joined(parts)
+    assert {(row.verb, row.direction): (row.calls, row.bytes) for row in whole.rows} == {
+        key: (ranks, ranks * count(ranks)) for key, (count, _) in TABLE.items()
+    }
+    assert {row.axis for row in whole.rows} == {"world"}
+    spans = [entry for entry in whole.entries if entry["ph"] == "X"]
+    assert {entry["pid"] for entry in spans} == set(range(ranks))
+    for rank in range(ranks):
+        mine = [entry for entry in spans if entry["pid"] == rank]
+        assert any("mm" in entry["name"] for entry in mine), "torch's own operators are there too"
+        made_on = {
+            entry["name"].split()[0].removeprefix("gradmesh::"): entry["tid"]
+            for entry in mine
+            if entry["name"].startswith("gradmesh::")
+        }
+        beside = {verb for verb, thread in made_on.items() if thread != made_on["scan"]}
+        assert beside == {verb for (verb, _), (_, begun) in TABLE.items() if begun}
+    names = {e["pid"]: e["args"]["name"] for e in whole.entries if e["name"] == "process_name"}
+    assert names == {rank: f"rank {rank}" for rank in range(ranks)}
+    for verb in ("all_reduce", "scan"):
+        # Nobody has the result before everybody has come, so that on one clock the calls overlap.
+        calls = [
+            e for e in spans if e["name"].startswith(f"gradmesh::{verb} ") and "backward" not in e["name"]
+        ]
+        assert max(e["ts"] for e in calls) < min(e["ts"] + e["dur"] for e in calls)
+
+
+def test_the_profiles_of_ranks_on_threads_are_one_on_one_clock(threads: Threads) -> None:
+    check_profiles(threads(3)(whole_step), 3)
+
+
+@pytest.mark.processes
+def test_the_profiles_of_processes_are_one_on_one_clock(processes: Threads) -> None:
+    check_profiles(processes(2)(whole_step), 2)
+
+
+def in_another_time_zone() -> Profile:
+    """As if rank 1 were another machine, whose clock is an hour ahead."""
+    hour = 3600 * 10**9
+    if gm.rank() == 1:
+        clocks.now, clocks.machine = lambda: time.time_ns() + hour, lambda: "another"
+    try:
+        ahead = clocks.offset()
+    finally:
+        clocks.now, clocks.machine = NOW, MACHINE
+    with gm.verify.profiled() as profile:
+        step(gm.rank())
+    # What a clock that is ahead would have made of it.
+    profile.begun += (hour if gm.rank() == 1 else 0) - ahead
+    return profile
+
+
+NOW, MACHINE = clocks.now, clocks.machine
+
+
+@pytest.mark.processes
+def test_clocks_of_several_machines_are_aligned(processes: Threads) -> None:
+    first, second = processes(2)(in_another_time_zone)
+    begun = first.begun, second.begun
+    assert abs(begun[0] - begun[1]) < 10**9
+    whole = Profile.joined([first, second])
+    assert {row.calls for row in whole.rows} == {2}
+    assert max(entry.get("ts", 0) for entry in whole.entries) < 60e6
+
+
+def one_fails() -> tuple[str, Profile]:
+    said = ""
+    profile = Profile()
+    try:
+        with gm.verify.profiled() as profile:
+            gm.scan(torch.ones(2))
+            if gm.rank() == 1:
+                raise KeyError
+    except KeyError:
+        said = "failed"
+    return said, profile
+
+
+def test_a_rank_that_fails_in_the_block_leaves_the_others_their_profile(threads: Threads) -> None:
+    for _ in range(2):  # the next block is as good
+        found = threads(2)(one_fails)
+        assert [said for said, _ in found] == ["", "failed"]
+        assert [row.calls for row in Profile.joined(profile for _, profile in found).rows] == [2]
+
+
+def test_what_is_not_complete_is_not_joined() -> None:
+    with pytest.raises(gm.ArgumentError, match="nothing to join"):
+        Profile.joined([])
+    with pytest.raises(gm.ArgumentError, match="1 of them without an end"):
+        Profile.joined([Profile()])
+
+
+def test_the_trace_is_a_file_that_says_which_rank_is_which(threads: Threads, tmp_path: Path) -> None:
+    whole = Profile.joined(threads(2)(whole_step))
+    whole.save_trace(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    arrows = [entry["id"] for entry in trace["traceEvents"] if entry["ph"] == "s"]
+    assert len(arrows) == len(set(arrows)) > 0, "no arrow of one rank is one of another"
+    assert str(whole).splitlines()[0].split() == [
+        "verb",
+        "axis",
+        "direction",
+        "calls",
+        "bytes",
+        "ms",
+        "us",
+        "a",
+        "call",
+        "longest",
+        "us",
+    ]
+    assert len(str(whole).splitlines()) == 1 + len(TABLE)
+
+
+def draw(seed: int) -> list[tuple[str, int]]:
+    chosen = random.Random(seed)
+    return [
+        (chosen.choice(["all_gather", "scan", "shift", "all_to_all"]), 2 * chosen.randint(1, 9))
+        for _ in range(12)
+    ]
+
+
+def random_calls(seed: int) -> Profile:
+    rank = gm.rank()
+    with gm.verify.profiled() as profile, gm.ordered():
+        loss = torch.zeros(())
+        for number, (verb, count) in enumerate(draw(seed)):
+            y = getattr(gm, verb)(torch.ones(count, requires_grad=True))
+            if (number + rank) % 2:  # each rank uses others
+                loss = loss + y.sum()
+        gm.backward(loss if rank else None)
+    return profile
+
+
+ADJOINT = {"all_gather": "reduce_scatter"}
+
+
+def test_the_table_counts_every_call_of_random_programs(threads: Threads) -> None:
+    for seed in range(5):
+        expected: dict[tuple[str, str], list[int]] = {}
+        for verb, count in draw(seed):
+            for key, factor in (
+                ((verb, "forward"), 1),
+                ((ADJOINT.get(verb, verb), "backward"), 1 + (verb == "all_gather")),
+            ):
+                expected.setdefault(key, []).append(4 * count * factor)
+        rows = Profile.joined(threads(2)(random_calls, seed)).rows
+        found = {(row.verb, row.direction): (row.calls, row.bytes) for row in rows if row.verb != "convert"}
+        assert found == {key: (2 * len(counts), 2 * sum(counts)) for key, counts in expected.items()}
+
+
+def test_a_profiler_that_is_on_is_not_disturbed() -> None:
+    gm.init()
+    try:
+        with ranges() as names:
+            with pytest.raises(gm.ArgumentError, match="a profiler is on already"), gm.verify.profiled():
+                pass
+            gm.scan(torch.ones(2))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert len(names) == 1

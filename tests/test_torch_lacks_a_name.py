@@ -64,11 +64,27 @@ REFUSED: dict[str, set[str]] = {
 }
 
 
+SELDOM = {
+    *(
+        f"torch.ops._c10d_functional.{op}"
+        for op in ("all_gather_into_tensor", "all_to_all_single", "broadcast")
+    ),
+    "torch.ops._c10d_functional.reduce_scatter_tensor",
+    "torch._library.effects.EffectType.ORDERED",
+    "torch._C._are_functorch_transforms_active",
+}
+"""Names without which programs are compiled, which takes long, and of which others are like them: in the sweep only."""
+
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in SELDOM else []) for name in _torch.RELIED_ON]
+
+
 @pytest.fixture(scope="module")
-def reports() -> dict[str, Any]:
-    """What `tests/lacking.py` finds without each of the names."""
+def reports(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What `tests/lacking.py` finds without each of the names that are asked for."""
+    tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    asked = {str(test.callspec.params["name"]) for test in tests if "reports" in test.fixturenames}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.lacking", *_torch.RELIED_ON],
+        [sys.executable, "-W", "ignore", "-m", "tests.lacking", *sorted(asked)],
         cwd=Path(__file__).parent.parent,
         capture_output=True,
         text=True,
@@ -87,7 +103,7 @@ def test_every_name_that_is_expected_to_be_refused_is_relied_on() -> None:
     assert set.union(*REFUSED.values()) <= set(FEATURES)
 
 
-@pytest.mark.parametrize("name", _torch.RELIED_ON)
+@pytest.mark.parametrize("name", NAMES)
 def test_without_a_name_there_is_one_warning_that_says_what_happens(
     name: str, reports: dict[str, Any]
 ) -> None:
@@ -98,7 +114,7 @@ def test_without_a_name_there_is_one_warning_that_says_what_happens(
     assert text.count("\n") == 3, "it names others"
 
 
-@pytest.mark.parametrize("name", _torch.RELIED_ON)
+@pytest.mark.parametrize("name", NAMES)
 def test_without_a_name_a_feature_is_right_or_refused(name: str, reports: dict[str, Any]) -> None:
     features: dict[str, str] = reports[name]["features"]
     refused = REFUSED.get(name, set())

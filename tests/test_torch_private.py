@@ -642,3 +642,13 @@ def _groups_seen() -> bool:
     with Mode():
         dist.all_reduce(torch.ones(1))
     return all(found[-1:])
+
+
+def test_a_profiler_can_be_asked_for_all_threads() -> None:
+    profiler = _torch.profiler_of_all_threads()
+    profiler.start()
+    other = threading.Thread(target=lambda: torch.ones(3).erfinv())
+    other.start()
+    other.join()
+    profiler.stop()
+    assert "aten::erfinv" in {event.name for event in profiler.events() or ()}

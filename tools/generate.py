@@ -1,4 +1,4 @@
-"""Write what is generated into README.md and the pages in docs/; `--check` only says whether they are up to date."""
+"""Write what is generated into README.md, pages in docs/ and the badges; `--check` asks whether they are fresh."""
 
 from __future__ import annotations
 
@@ -8,22 +8,26 @@ from pathlib import Path
 from gradmesh import environment
 from gradmesh._torch import RELIED_ON
 from gradmesh.ops.registry import table
+from tools.badges import badges
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 VERSIONS, VARIABLES = ROOT / "docs" / "versions.md", ROOT / "docs" / "environment.md"
+MODES = ROOT / "docs" / "modes.md"
+OTHERS = "<!-- modes: begin (make docs) -->", "<!-- modes: end -->"
 BEGIN, END = "<!-- table: begin (make docs) -->", "<!-- table: end -->"
 
 
-def _between_marks(text: str, generated: str) -> str:
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{generated}\n{END}{after}"
+def _between_marks(text: str, generated: str, begin: str = BEGIN, end: str = END) -> str:
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n{generated}\n{end}{after}"
 
 
 def with_table(text: str) -> str:
-    """The text with the table of ops between its marks."""
-    return _between_marks(text, table())
+    """The text with the table of ops between its marks, and the one of other systems as it was measured."""
+    measured = MODES.read_text().split("## In short\n\n")[1].split("\n\n")[0]
+    return _between_marks(_between_marks(text, table()), measured, *OTHERS)
 
 
 def with_names(text: str) -> str:
@@ -49,6 +53,11 @@ def main() -> int:
         stale |= text != fresh
         if "--check" not in sys.argv:
             page.write_text(fresh)
+    for name, fresh in badges().items():
+        path = ROOT / "docs" / "badges" / name
+        stale |= not path.exists() or path.read_text() != fresh
+        if "--check" not in sys.argv:
+            path.write_text(fresh)
     return int(stale and "--check" in sys.argv)
 
 

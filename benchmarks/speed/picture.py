@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
+from PIL import Image
 
 from benchmarks.speed.contenders import CONTENDERS, FLOOR_NAME
 from benchmarks.speed.results import Key, Results
@@ -52,6 +53,8 @@ def draw(results: Results, path: Path) -> None:
         handlelength=3,
     )
     figure.savefig(path, format="png")
+    # Few colours are in it, and a quarter of the bytes is enough for them.
+    Image.open(path).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def _plot(axes: Axes, results: Results, at: Key, lines: dict[str, Line2D]) -> None:

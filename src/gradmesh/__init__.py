@@ -45,6 +45,7 @@ from gradmesh.collectives import (
     shift,
     sizes,
 )
+from gradmesh.dims import named, names
 from gradmesh.errors import (
     ArgumentError,
     AxisError,
@@ -131,6 +132,8 @@ __all__ = [
     "join",
     "launch",
     "mesh",
+    "named",
+    "names",
     "neighbor_all_to_all",
     "no_sync",
     "objective",

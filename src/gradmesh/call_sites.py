@@ -12,6 +12,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+import typing_extensions
 
 __all__ = ["Site", "call_site", "current_frames", "seen_from", "show_site", "show_tensors", "user_frame"]
 
@@ -21,6 +22,7 @@ _INTERNAL = (
     _PACKAGE,
     threading.__file__,
     contextlib.__file__,  # which ends the blocks that send
+    typing_extensions.__file__,  # around torch's calls that have another name by now
     "<frozen",
 )
 

@@ -12,7 +12,8 @@ Every verb takes:
   mesh's only axis, else the world).
 * `comm_dtype`, `backward_dtype`: the dtypes that travel forward and backward, the same on every rank; the results keep
   the operand's. Where nothing travels, the value is rounded alike.
-
+* `dim`, if it takes one: a dimension of the local tensor, by its number, negative from the end, or by its name, where
+  `gradmesh.named` gave it one. The result has the names of the operand, since dimensions stay where they are.
 * `async_op`: begin the call and go on: the verb returns a `gradmesh.Pending`, whose `wait()` gives what it returns
   otherwise, and whose place is where backward begins.
 
@@ -48,6 +49,7 @@ from gradmesh._torch import keyword_fields_last
 from gradmesh.arguments import Call, SizesLike, explained, integer
 from gradmesh.autograd import apply
 from gradmesh.axis import AxisLike
+from gradmesh.dims import DimLike, known_names
 from gradmesh.ops.all_gather import AllGather, ReduceScatter
 from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant, Replicate
 from gradmesh.ops.all_to_all import AllToAll
@@ -182,7 +184,7 @@ def all_reduce(
 def all_gather(
     x: Tensor,
     axis: AxisLike = None,
-    dim: int = 0,
+    dim: DimLike = 0,
     *,
     dst: Convention = R,
     sizes: SizesLike = None,
@@ -219,7 +221,7 @@ def all_gather(
     """
     if type(x) is not Tensor and is_structure(x):
 
-        def gather_one(one: Tensor, along: int = 0) -> Tensor:
+        def gather_one(one: Tensor, along: DimLike = 0) -> Tensor:
             return all_gather(
                 one,
                 axis,
@@ -236,16 +238,16 @@ def all_gather(
         return together.one_by_one("all_gather", x, axis, lambda one: gather_one(one, dim))
     x = _stackable(x)
     call = Call("all_gather", x, axis, comm_dtype, backward_dtype, async_op=async_op)
-    dim = call.dim(dim)
+    along = call.dim(dim)
     kind = call.choose("dst", dst, _ALL_GATHERS, _WHICH_DST)
-    return call.run(call.op(kind, dim, call.sizes(sizes, dim)), call.x)
+    return call.run(call.op(kind, along, call.sizes(sizes, along)), call.x)
 
 
 @begins
 def reduce_scatter(
     x: Tensor,
     axis: AxisLike = None,
-    dim: int = 0,
+    dim: DimLike = 0,
     *,
     op: Literal["sum", "mean"] = "sum",
     sizes: SizesLike = None,
@@ -278,10 +280,10 @@ def reduce_scatter(
         [[0.0, 2.0], [4.0, 6.0]]
     """
     call = Call("reduce_scatter", x, axis, comm_dtype, backward_dtype, async_op=async_op)
-    dim = call.dim(dim)
+    along = call.dim(dim)
     reduction = call.choose("op", op, {"sum": "sum", "mean": "mean"})
-    given = call.sizes(call.not_auto(sizes), dim)
-    return call.run(_scaled(call.op(ReduceScatter, dim, given), reduction), x)
+    given = call.sizes(call.not_auto(sizes), along)
+    return call.run(_scaled(call.op(ReduceScatter, along, given), reduction), x)
 
 
 @begins
@@ -289,8 +291,8 @@ def all_to_all(
     x: Tensor,
     axis: AxisLike = None,
     *,
-    split_dim: int = 0,
-    concat_dim: int = 0,
+    split_dim: DimLike = 0,
+    concat_dim: DimLike = 0,
     split_sizes: Sequence[int] | None = None,
     concat_sizes: Sequence[int] | None = None,
     comm_dtype: torch.dtype | None = None,
@@ -436,7 +438,7 @@ def reduce(
 def gather(
     x: Tensor,
     axis: AxisLike = None,
-    dim: int = 0,
+    dim: DimLike = 0,
     *,
     root: int = 0,
     sizes: SizesLike = None,
@@ -472,16 +474,16 @@ def gather(
     x = _stackable(x)
     call = Call("gather", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     call.refuse_unordered("all_gather")
-    dim = call.dim(dim)
-    given = call.told(sizes, dim)
-    return call.run(call.op(Gather, dim, call.rank(root), given), x)
+    along = call.dim(dim)
+    given = call.told(sizes, along)
+    return call.run(call.op(Gather, along, call.rank(root), given), x)
 
 
 @begins
 def scatter(
     x: Tensor,
     axis: AxisLike = None,
-    dim: int = 0,
+    dim: DimLike = 0,
     *,
     root: int = 0,
     sizes: SizesLike = None,
@@ -520,12 +522,12 @@ def scatter(
         [[0, 1], [2, 3]]
     """
     call = Call("scatter", x, axis, comm_dtype, backward_dtype, async_op=async_op)
-    dim, root = call.dim(dim), call.rank(root)
+    along, root = call.dim(dim), call.rank(root)
     if sizes is None or (isinstance(sizes, str) and sizes == "auto"):
-        given = Sizes.balanced(call.found_sizes(x.shape[dim])[root], call.axis.size)
+        given = Sizes.balanced(call.found_sizes(x.shape[along])[root], call.axis.size)
     else:
-        given = call.sizes(sizes, dim)
-    return call.run(call.op(Scatter, dim, root, given), x)
+        given = call.sizes(sizes, along)
+    return call.run(call.op(Scatter, along, root, given), x)
 
 
 @takes_structures
@@ -575,7 +577,7 @@ def replicate(
 def shard(
     x: Tensor,
     axis: AxisLike = None,
-    dim: int = 0,
+    dim: DimLike = 0,
     *,
     src: Convention = I,
     sizes: SizesLike = None,
@@ -611,12 +613,12 @@ def shard(
         [[0, 1, 2], [3, 4]]
     """
     call = Call("shard", x, axis, comm_dtype, backward_dtype, async_op=async_op)
-    dim = call.dim(dim)
+    along = call.dim(dim)
     kind = call.choose("src", src, {I: Shard, R: ShardReplicated})
-    given = call.sizes(call.not_auto(sizes), dim)
-    if given.equal and x.shape[dim] % call.axis.size:
-        given = Sizes.balanced(x.shape[dim], call.axis.size)
-    return call.run(call.op(kind, dim, given), x)
+    given = call.sizes(call.not_auto(sizes), along)
+    if given.equal and x.shape[along] % call.axis.size:
+        given = Sizes.balanced(x.shape[along], call.axis.size)
+    return call.run(call.op(kind, along, given), x)
 
 
 _CONVERSIONS: dict[tuple[Type, Type], type[LinearOp]] = {
@@ -714,8 +716,8 @@ def convert(
         ways.get((src, dst), "a value of this type needs no conversion") if known else "pass gm.V, R, I or P"
     )
     kind = call.choose("(src, dst)", (src, dst) if known else f"({src!r}, {dst!r})", _CONVERSIONS, way)
-    op = call.op(kind)
-    return begin(op, x) if call.flag(async_op, "async_op") else apply(op, x)
+    op, finish = call.op(kind), call.naming()
+    return begin(op, x, finish) if call.flag(async_op, "async_op") else finish(apply(op, x))
 
 
 @takes_structures
@@ -725,7 +727,7 @@ def shift(
     offset: int = 1,
     *,
     wrap: bool = True,
-    dim: int = 0,
+    dim: DimLike = 0,
     sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
@@ -763,7 +765,7 @@ def shift(
                 axis,
                 offset,
                 wrap=wrap,
-                dim=dim,
+                dim=dim if sizes is not None else 0,
                 sizes=sizes,
                 comm_dtype=comm_dtype,
                 backward_dtype=backward_dtype,
@@ -783,7 +785,8 @@ def shift(
             remedy="pass an int, negative to shift back",
         )
     op = call.op(Shift, None, ranks, call.flag(wrap, "wrap"))
-    return call.run(op if sizes is None else op.along(call.dim(dim), call.told(sizes, dim)), call.x)
+    along = call.dim(dim) if sizes is not None or isinstance(dim, str) else 0
+    return call.run(op if sizes is None else op.along(along, call.told(sizes, along)), call.x)
 
 
 @takes_structures
@@ -792,7 +795,7 @@ def permute(
     axis: AxisLike = None,
     *,
     pairs: Sequence[tuple[int, int]],
-    dim: int = 0,
+    dim: DimLike = 0,
     sizes: SizesLike = None,
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
@@ -831,7 +834,7 @@ def permute(
                 one,
                 axis,
                 pairs=pairs,
-                dim=dim,
+                dim=dim if sizes is not None else 0,
                 sizes=sizes,
                 comm_dtype=comm_dtype,
                 backward_dtype=backward_dtype,
@@ -843,7 +846,8 @@ def permute(
         return together.one_by_one("permute", x, axis, permute_one)
     call = Call("permute", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     op = call.op(Permute, None, call.pairs(pairs))
-    return call.run(op if sizes is None else op.along(call.dim(dim), call.told(sizes, dim)), call.x)
+    along = call.dim(dim) if sizes is not None or isinstance(dim, str) else 0
+    return call.run(op if sizes is None else op.along(along, call.told(sizes, along)), call.x)
 
 
 @begins
@@ -983,8 +987,15 @@ def exchange(
         [[[0], [1]], [[0, 0], [1, 1, 1]]]
     """
     given = list(parts) if isinstance(parts, Iterable) else []
+    alike = {known_names(part) for part in given}
     call = Call(
-        "exchange", given[0] if given else torch.empty(0), axis, comm_dtype, backward_dtype, async_op=async_op
+        "exchange",
+        given[0] if given else torch.empty(0),
+        axis,
+        comm_dtype,
+        backward_dtype,
+        async_op=async_op,
+        names=(alike.pop() if len(alike) == 1 else None) or (),
     )
     call.refuse_compiled("a compiler cannot wait for shapes", "gradmesh.all_to_all with its sizes")
     parts = call.one_for_each(given)
@@ -1008,7 +1019,7 @@ def exchange(
 def halo_exchange(
     x: Tensor,
     axis: AxisLike = None,
-    dim: int = 0,
+    dim: DimLike = 0,
     *,
     halo: int | tuple[int, int] = 1,
     wrap: bool = False,
@@ -1048,11 +1059,11 @@ def halo_exchange(
         [[0, 1, 2], [1, 2, 3, 4], [3, 4, 5]]
     """
     call = Call("halo_exchange", x, axis, comm_dtype, backward_dtype, async_op=async_op)
-    dim = call.dim(dim)
+    along = call.dim(dim)
     left, right = call.halo(halo)
-    given = call.told(sizes, dim)
+    given = call.told(sizes, along)
     wrap = call.flag(wrap, "wrap")
-    return call.run(call.op(HaloExchange, dim, left, right, wrap, given), x)
+    return call.run(call.op(HaloExchange, along, left, right, wrap, given), x)
 
 
 @begins
@@ -1170,7 +1181,7 @@ def exscan(
     return call.run(call.op(Exscan, call.flag(reverse, "reverse")), x)
 
 
-def sizes(x: Tensor, axis: AxisLike = None, dim: int = 0) -> tuple[int, ...]:
+def sizes(x: Tensor, axis: AxisLike = None, dim: DimLike = 0) -> tuple[int, ...]:
     """Every rank's size along `dim`, by one small exchange; what `sizes="auto"` uses.
 
     Args:

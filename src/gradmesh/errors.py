@@ -18,7 +18,8 @@ The tree::
     |-- MissingExtraError     ImportError    an optional dependency is not installed
     `-- TorchVersionError     RuntimeError   this torch lacks a private name that the feature cannot do without
 
-and one warning, TorchWarning (UserWarning): this torch lacks private names, and what happens instead.
+and two warnings: CheckWarning, of what may be right and mostly is not, and TorchWarning, where this torch lacks private
+names; it says what happens instead.
 
 Every class also derives from the builtin that PyTorch users would catch. A message always has the same
 lines, so that it can be read at a glance and searched for::
@@ -28,6 +29,9 @@ lines, so that it can be read at a glance and searched for::
       expected  -3 <= dim < 3 for a 3-d tensor
       got       dim=5
       remedy    count dimensions of the local tensor from 0, or from -1 at the end
+
+Below it a traceback says which page explains the class, docs/errors/ArgumentError.md: what raises it, in programs that
+run, what to do, and every text that it has.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ __all__ = [
     "AbortedError",
     "ArgumentError",
     "AxisError",
+    "CheckWarning",
     "DTypeError",
     "DeadlockError",
     "GradcheckError",
@@ -76,8 +81,18 @@ def message(
     return "\n".join(lines)
 
 
+PAGES = "docs/errors"
+"""Where each class has its page."""
+
+
 class GradmeshError(Exception):
-    """Base of every error that gradmesh raises on purpose."""
+    """Base of every error that gradmesh raises on purpose; its traceback ends with the page that explains it."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        page = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__ == __name__)
+        # A note, and no line of the text: what catches an error and shows it need not repeat it.
+        self.add_note(f"  {'see':<9} {PAGES}/{page}.md")
 
 
 class NotInitializedError(GradmeshError, RuntimeError):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradmesh.arguments import Call
 from gradmesh.axis import Axis, AxisLike, resolve
+from gradmesh.dims import DimLike, known_names, said, with_names
 from gradmesh.errors import ArgumentError, DTypeError
 from gradmesh.overlap.pending import Pending, together
 from gradmesh.structure import Packed, cut, cut_by_rank, leaves, rebuilt
@@ -48,7 +49,7 @@ def packed(verb: str, x: X, axis: AxisLike, run: Run) -> Any:
     return _in_groups(x, found, run, _cut)
 
 
-def gathered(x: X, axis: AxisLike, dim: int, run: Run) -> Any:
+def gathered(x: X, axis: AxisLike, dim: DimLike, run: Run) -> Any:
     """Call `all_gather` along `dim` for all at once, where all ranks have the same sizes.
 
     Args:
@@ -83,7 +84,7 @@ def _in_groups(
     wholes: list[Tensor | Pending[Tensor]] = []
     for group in groups.values():
         flat = torch.cat([leaf.reshape(-1) for _, leaf in group])
-        made_of = ", ".join(f"{name}{list(leaf.shape)}" for name, leaf in group)
+        made_of = ", ".join(f"{name}{list(leaf.shape)}{_names(leaf)}" for name, leaf in group)
         if len(groups) > 1:  # so that ranks whose structures differ in another group part here already
             made_of += f" (one of {len(groups)} dtypes: {', '.join(str(dtype) for dtype, _ in groups)})"
         wholes.append(_named(", ".join(name for name, _ in group), run, Packed(flat, made_of)))
@@ -91,11 +92,16 @@ def _in_groups(
     def finish(results: list[Tensor]) -> X:
         done: dict[str, Tensor] = {}
         for whole, group in zip(results, groups.values(), strict=True):
-            for (name, _), part in zip(group, divide(whole, group), strict=True):
-                done[name] = part
+            for (name, leaf), part in zip(group, divide(whole, group), strict=True):
+                done[name] = with_names(part, known_names(leaf))
         return cast("X", rebuilt(x, iter([done[name] for name, _ in found])))
 
     return _finished(wholes, finish)
+
+
+def _names(leaf: Tensor) -> str:
+    names = known_names(leaf)
+    return "" if names is None else f" of {said(names)}"
 
 
 def _finished(done: list[Tensor | Pending[Tensor]], finish: Callable[[list[Tensor]], X]) -> Any:

@@ -52,6 +52,7 @@ from gradmesh._torch.passes import (
     profiler_on,
     saves_for_a_checkpoint,
 )
+from gradmesh._torch.profiles import profiler_of_all_threads
 from gradmesh._torch.rendezvous import join_through
 from gradmesh._torch.threads import _RankWorld, adopt_thread, stand_in, thread_isolation
 from gradmesh._torch.twins import is_known, twin
@@ -100,6 +101,7 @@ __all__ = [
     "on_legacy_batch",
     "only_vmap_active",
     "ordered_effect",
+    "profiler_of_all_threads",
     "profiler_on",
     "resolve_group",
     "saves_for_a_checkpoint",

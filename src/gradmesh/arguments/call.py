@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from gradmesh._torch import functorch_active, is_fake, only_vmap_active, transforms_active
+from gradmesh.arguments.naming import finished, number_of, refuse_stale
 from gradmesh.arguments.plain import integer, kind_of
 from gradmesh.autograd import apply
 from gradmesh.axis import Axis, AxisLike, resolve
+from gradmesh.dims import DimLike, Names, known_names, said, stale
 from gradmesh.dtypes import NEVER_COPIED
 from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError, message
 from gradmesh.ops.all_gather import AllGather
@@ -47,6 +50,7 @@ class Call:
         axis: the axis, resolved now, so that a later recomputation cannot meet another mesh.
         x: the operand.
         precision: the keyword arguments of the op that say what travels.
+        names: the names of the operand's dimensions; None: it has none.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Call:
         *,
         async_op: object = False,
         peer: object = None,
+        names: Names | None = None,
     ) -> None:
         self.verb = verb
         self._peer, self._async = peer, async_op is True
@@ -76,6 +81,11 @@ class Call:
         if x.dtype in NEVER_COPIED:
             self._refuse_dtype(x)
         self.x = x
+        self.names = known_names(x) if names is None else names or None
+        if self.names is not None:
+            if names is None and stale(x):
+                refuse_stale(self.names, x, self.fail)
+            made_of = said(self.names)
         self.precision = _AS_IT_IS
         if comm_dtype is not None or backward_dtype is not None or made_of is not None:
             self.precision = Precision(comm_dtype=comm_dtype, backward_dtype=backward_dtype, made_of=made_of)
@@ -93,6 +103,8 @@ class Call:
         """
         if x is None:
             x = self.x
+        if self.names is not None:
+            then = self.naming(then)
         if self._async:
             return begin(op, x, then)
         y = apply(op, x)
@@ -100,11 +112,16 @@ class Call:
 
     def run_in_steps(self, op: Op, x: Tensor, then: Callable[[Tensor], Any]) -> Any:
         """Run the op, or begin it, where `then` calls others."""
+        then = self.naming(then)
         return begin(op, x, then, steps=True) if self._async else then(apply(op, x))
 
     def received(self, op: Receive, x: Tensor) -> Any:
         """Receive a message, now or when it is waited for: those of one rank in the order of the calls."""
-        return receive(op, x, later=self._async)
+        return receive(op, x, self.naming(), later=self._async)
+
+    def naming(self, then: Callable[[Tensor], Any] | None = None) -> Callable[[Tensor], Any]:
+        """What makes of a result what the verb returns, with the operand's names."""
+        return partial(finished, self.names, then)
 
     def _begun(self, x: object, async_op: object) -> None:
         """Take the way of calls that are begun, where there is one."""
@@ -178,8 +195,10 @@ class Call:
                 kind=DTypeError,
             )
 
-    def dim(self, dim: int, name: str = "dim") -> int:
+    def dim(self, dim: DimLike, name: str = "dim") -> int:
         """A tensor dimension, counted from 0."""
+        if isinstance(dim, str):
+            return number_of(dim, name, self.names, self.x, self.fail)
         n, whole = self.x.dim(), dim if type(dim) is int else integer(dim)
         if whole is None or not -n <= whole < n:
             self.fail(
@@ -263,7 +282,7 @@ class Call:
             )
         # An op as any other, so that it is compared, and that a torch.func transform does not see the numbers.
         mine = torch.tensor([own], dtype=torch.int64, device=self.x.device)
-        found = apply(AllGather(self.axis, 0, EQUAL), mine)
+        found = apply(AllGather(self.axis, 0, EQUAL, made_of=self.precision["made_of"]), mine)
         return Sizes(tuple(found.tolist()))
 
     def halo(self, halo: int | tuple[int, int]) -> tuple[int, int]:

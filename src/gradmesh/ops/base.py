@@ -30,7 +30,7 @@ from gradmesh.memo import Memo
 from gradmesh.state import FOLLOWED, rank_state
 from gradmesh.types import I, R, Type
 from gradmesh.wire import Carrier, carrier, compiling
-from gradmesh.wire.claims import JOINS, CallClaim, Recorded, Said, calls_of
+from gradmesh.wire.claims import BACKWARD, JOINS, CallClaim, Recorded, Said, calls_of
 from gradmesh.wire.courier import Aside, carried, in_turn
 from gradmesh.wire.values import ValueClaim
 
@@ -172,7 +172,8 @@ class Op(abc.ABC):
             if claim is not None and not self.sends:
                 wire.compare()
             if profiler_on():
-                with profiling.collective(self.verb, self.axis, x, self.comm_dtype):
+                back = recorded is not None and recorded.role == BACKWARD
+                with profiling.collective(self.verb, self.axis, x, self.comm_dtype, backward=back):
                     y = self._run(x, wire)
             else:
                 y = self._run(x, wire)

@@ -44,7 +44,8 @@ class _Pair(LinearOp):
 
     def greeting(self, x: Tensor) -> str:
         """What both ends have to say alike."""
-        return f"{str(x.dtype).removeprefix('torch.')}{list(self.shape)}"
+        said = f"{str(x.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return said if self.made_of is None else f"{said}, made of {self.made_of}"
 
 
 class Send(_Pair):

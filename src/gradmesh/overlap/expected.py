@@ -7,6 +7,7 @@ between two ranks are taken in the order in which they were sent: who waits for 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,26 +52,27 @@ class _Inbox:
                 return
 
 
-def receive(op: Receive, x: Tensor, *, later: bool) -> Any:
+def receive(op: Receive, x: Tensor, then: Callable[[Tensor], Any], *, later: bool) -> Any:
     """Receive a message, now or when it is waited for.
 
     Args:
         op: the op.
         x: its operand.
+        then: makes what is returned of the op's result.
         later: whether to return a `Pending`.
     """
     inbox, key = rank_state().own(_Inbox), (op.axis.group, op.peer)
     if not later:
         inbox.take(key)
-        return apply(op, x)
+        return then(apply(op, x))
     message = _Expected(op, x)
     inbox.expected.setdefault(key, deque()).append(message)
 
-    def wait() -> Tensor:
+    def wait() -> Any:
         if message.y is None and message.error is None:
             inbox.take(key, message)
         if message.error is not None:
             raise message.error
-        return message.y  # type: ignore[return-value]  # it is one or the other
+        return then(message.y)  # type: ignore[arg-type]  # it is one or the other
 
     return Pending(op.verb, str(op.axis), wait, over=None)

@@ -20,6 +20,7 @@ from gradmesh._torch import (
 )
 from gradmesh.autograd import apply, differentiable, refuse_lost
 from gradmesh.call_sites import Site, call_site, show_site
+from gradmesh.dims import known_names, with_names
 from gradmesh.errors import OrderError, message
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.overlap.begun import Begun, begun, ended
@@ -342,7 +343,7 @@ def _promised(job: Job[Tensor], finish: Callable[[Tensor], T]) -> torch.futures.
 
 
 def _detached(value: Any) -> Any:
-    found = [leaf.detach() for _, leaf in leaves(value, "future", "")]
+    found = [with_names(leaf.detach(), known_names(leaf)) for _, leaf in leaves(value, "future", "")]
     return rebuilt(value, iter(found))
 
 

@@ -6,6 +6,7 @@
 * `simulate`: many ranks in one process, in an order that a seed brings back, with a log of every collective, and at
   the speed of a `CostModel` of `Link`s.
 * `timeline`: what each rank of a real run worked, began, sent and waited for, as a trace file and a picture.
+* `profiled`: torch's profiler on every rank, as one trace and one table by verb, axis and direction.
 * `delayed`: a wire that is as slow as a test says, on any backend.
 * `adjoint_error`, `as_matrix`: the law and the matrix of anyone's map, whatever it is made of.
 
@@ -41,6 +42,7 @@ from gradmesh.verify.gradients import (
 )
 from gradmesh.verify.laws import adjoint_matrix_error, inner_product_error, matrix, pairing, sample
 from gradmesh.verify.maps import adjoint_error, as_matrix
+from gradmesh.verify.profiles import Profile, profiled
 from gradmesh.verify.simulator import CostModel, Link, Simulation, simulate
 from gradmesh.verify.timelines import Timeline, delayed, timeline
 
@@ -51,6 +53,7 @@ __all__ = [
     "GradcheckReport",
     "Input",
     "Link",
+    "Profile",
     "Shard",
     "Simulation",
     "SingleReport",
@@ -64,6 +67,7 @@ __all__ = [
     "inner_product_error",
     "matrix",
     "pairing",
+    "profiled",
     "same_as_single",
     "sample",
     "simulate",

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from gradmesh.checker.findings import Finding
+from gradmesh.checker.judging.added import added_before_sums, listed, upstream
 from gradmesh.checker.judging.context import Context, finding
 from gradmesh.checker.judging.parameters import Got, ratio_of, tolerance
 from gradmesh.checker.judging.truth import near
-from gradmesh.checker.recording.tape import Called, Op, Saved, Sent, refs
+from gradmesh.checker.recording.tape import Called, Saved, Sent
 
-__all__ = ["added_before_sums", "faults_of_calls", "overwritten"]
+__all__ = ["faults_of_calls", "overwritten"]
 
 
 @dataclass
@@ -52,27 +53,6 @@ def overwritten(context: Context) -> list[Finding]:
     return list(found.values())
 
 
-def _upstream(context: Context, tensors: Sequence[Tensor], wrong: Sequence[Got]) -> list[str]:
-    """The names of the wrong parameters that tensors of a rank are made of."""
-    tensors = [x for x in tensors if x.requires_grad]
-    if not tensors:
-        return []
-    leaves = [
-        (got.name, context.again.ranks[r].leaves[number])
-        for got in wrong
-        for part in got.parts
-        for r, number in ((part.rank, number) for number in part.ids)
-        if number in context.again.ranks[r].leaves
-    ]
-    if not leaves:
-        return []
-    ones = [torch.ones_like(x) for x in tensors]
-    found = torch.autograd.grad(
-        tensors, [leaf for _, leaf in leaves], ones, retain_graph=True, allow_unused=True
-    )
-    return sorted({name for (name, _), gradient in zip(leaves, found, strict=True) if gradient is not None})
-
-
 def _hidden(context: Context, wrong: Sequence[Got]) -> list[Finding]:
     found: dict[int, Finding] = {}
     for group in context.again.groups:
@@ -82,11 +62,11 @@ def _hidden(context: Context, wrong: Sequence[Got]) -> list[Finding]:
             outs = [x for n in call.outs if (x := context.tensor(rank, n)) is not None and x.requires_grad]
             if not outs or all(g is None or not g.abs().max() > 0 for g in context.truth.at(outs)):
                 continue  # the loss does not depend on it
-            names = _upstream(context, outs, wrong)
+            names = upstream(context, outs, wrong)
             if names:
                 said = (
                     f"{call.kind} is called on a tensor that autograd follows, and autograd does not know of it: "
-                    f"the gradient of {_listed(names)} lacks what goes through the other ranks"
+                    f"the gradient of {listed(names)} lacks what goes through the other ranks"
                 )
                 found[call.site] = finding(
                     "GM106", said, context.place(rank, call.site), None, list(group), names[0]
@@ -99,11 +79,11 @@ def _hidden(context: Context, wrong: Sequence[Got]) -> list[Finding]:
         ):
             continue  # gradients of a pipeline go back by messages of their own
         outs = [x for n in call.outs if (x := context.tensor(rank, n)) is not None and x.requires_grad]
-        names = _upstream(context, outs, wrong)
+        names = upstream(context, outs, wrong)
         if names and any(g is not None and bool(g.abs().max() > 0) for g in context.truth.at(outs)):
             said = (
                 "a tensor that autograd follows is sent to another rank, and autograd does not know of it: "
-                f"no gradient comes back to {_listed(names)}"
+                f"no gradient comes back to {listed(names)}"
             )
             at, began = context.place(source, sent.site), context.place(rank, call.site)
             found[sent.site] = finding("GM106", said, at, began, [source, rank], names[0])
@@ -135,7 +115,7 @@ def _functions(context: Context, wrong: Sequence[Got]) -> list[Finding]:
         rank, call = next(iter(calls.items()))
         ins = [x for n in call.ins if n is not None and (x := context.tensor(rank, n)) is not None]
         names = sorted(
-            {name for r, c in calls.items() for name in _upstream(context, _ins(context, r, c), wrong)}
+            {name for r, c in calls.items() for name in upstream(context, _ins(context, r, c), wrong)}
         )
         if not names or not ins:
             continue
@@ -166,7 +146,7 @@ def _said(call: Called, law: str, arrived: _Form, left: _Form, names: Sequence[s
     )
     if arrived.parts is not None and arrived.whole is not None:
         got = "the gradient arrives"
-    end = f"the gradient of {_listed(names)} is wrong from here"
+    end = f"the gradient of {listed(names)} is wrong from here"
     if law:
         return f"{call.name}: backward is right where {law}; here {got}, so {end}"
     del left
@@ -187,16 +167,37 @@ def _is_right(form: _Form) -> bool:
     return any(ratio is not None and abs(ratio - 1) < 0.02 for ratio in (form.parts, form.whole))
 
 
-def _form(given: list[Tensor], true: list[Tensor]) -> _Form:
+def _form(given: list[Tensor], true: list[Tensor], copies: Sequence[Sequence[int]]) -> _Form:
+    """How gradients are to the true ones, on ranks of which some have copies of the tensor."""
     tol = max(tolerance(x) for x in given)
     given, true = [x.double() for x in given], [x.double() for x in true]
     one = torch.cat([x.flatten() for x in given])
     parts = ratio_of(one, torch.cat([x.flatten() for x in true]), tol)
     whole = None
-    if len({x.shape for x in true}) == 1:
-        total = torch.stack(true).sum(0)
-        whole = ratio_of(one, torch.cat([total.flatten()] * len(given)), tol)
+    if any(len(group) > 1 for group in copies):
+        whole = ratio_of(one, torch.cat([x.flatten() for x in _totals(true, copies)]), tol)
     return _Form(parts, whole)
+
+
+def _totals(parts: Sequence[Tensor], copies: Sequence[Sequence[int]]) -> list[Tensor]:
+    """For each part the sum over the ranks that have copies."""
+    found = list(parts)
+    for group in copies:
+        for at in group:
+            found[at] = torch.stack([parts[other] for other in group]).sum(0)
+    return found
+
+
+def _copies(values: Sequence[Tensor]) -> list[list[int]]:
+    """Which of some ranks' tensors are the same."""
+    groups: list[list[int]] = []
+    for at, x in enumerate(values):
+        group = next((g for g in groups if near(x, values[g[0]], 1e-6)), None)
+        if group is None:
+            groups.append([at])
+        else:
+            group.append(at)
+    return groups
 
 
 def _pairs(
@@ -218,28 +219,33 @@ def _pairs(
 
 
 def _arrived(context: Context, calls: dict[int, Called]) -> _Form | None:
-    return _compared(context, calls, "outs", "received")
+    pairs = _pairs(context, calls, "outs", "received")
+    if pairs is None:
+        return None
+    return _compared(calls, pairs, context.truth.at([y for _, each in pairs for y, _ in each]))
 
 
 def _left(context: Context, calls: dict[int, Called]) -> _Form | None:
-    return _compared(context, calls, "ins", "returned")
-
-
-def _compared(context: Context, calls: dict[int, Called], numbers: str, gradients: str) -> _Form | None:
-    pairs = _pairs(context, calls, numbers, gradients)
-    if pairs is None:
+    pairs, outs = _pairs(context, calls, "ins", "returned"), _pairs(context, calls, "outs", "received")
+    if pairs is None or outs is None:
         return None
-    given, true, values = [], [], []
-    for _, each in pairs:
-        found = context.truth.at([x for x, _ in each])
-        for (x, gradient), right in zip(each, found, strict=True):
-            given.append(gradient)
-            values.append(x.detach())
-            true.append(torch.zeros_like(x) if right is None else right)
-    form = _form(given, true)
+    xs = [x for _, each in pairs for x, _ in each]
+    ys = [y for _, each in outs for y, _ in each]
+    # An operand may have other uses, whose gradient does not come from here.
+    right = [torch.zeros_like(y) if g is None else g for y, g in zip(ys, context.truth.at(ys), strict=True)]
+    return _compared(calls, pairs, torch.autograd.grad(ys, xs, right, retain_graph=True, allow_unused=True))
+
+
+def _compared(
+    calls: dict[int, Called],
+    pairs: Sequence[tuple[int, list[tuple[Tensor, Tensor]]]],
+    right: Sequence[Tensor | None],
+) -> _Form:
+    values = [x.detach() for _, each in pairs for x, _ in each]
+    given = [gradient for _, each in pairs for _, gradient in each]
+    true = [torch.zeros_like(x) if g is None else g for x, g in zip(values, right, strict=True)]
     # Only what is the same on the ranks can have its whole gradient on each.
-    alike = len(values) == len(calls) and all(near(x, values[0], 1e-6) for x in values)
-    return form if alike else _Form(form.parts, None)
+    return _form(given, true, _copies(values) if len(values) == len(calls) else [])
 
 
 def _law(context: Context, calls: dict[int, Called]) -> str:
@@ -270,118 +276,19 @@ def _law(context: Context, calls: dict[int, Called]) -> str:
         return "each rank's gradient of the result is its own part"
     if len(met) == len(calls) and len(xs) == len(calls):
         if len({x.shape for x in met}) == 1:
-            own = [adjoint([met[at] / len(calls)] * len(met))[at] for at in range(len(met))]
+            ranks = _ranks_of(context, calls)
+            own = [adjoint([met[at] / ranks] * len(met))[at] for at in range(len(met))]
             if alike(own):
                 return "every rank has the whole gradient of the result"
-        if len({x.shape for x in exact}) == 1 and alike([torch.stack(exact).sum(0)] * len(exact)):
+        copies = _copies([x.detach() for x in xs])
+        if any(len(group) > 1 for group in copies) and alike(_totals(exact, copies)):
             return "the operand is the same on all ranks and each rank has its own part of the gradient"
     return ""
 
 
-def added_before_sums(context: Context, wrong: Sequence[Got]) -> list[Finding]:
-    """What is the same on ranks and is added to what is then summed over them."""
-    for group in context.again.groups:
-        calls = list(group.items())
-        if calls[0][1].kind not in ("all_reduce", "reduce_scatter", "reduce") or not calls[0][1].followed:
-            continue
-        if calls[0][1].reduce not in ("sum", ""):
-            continue
-        terms = [_added(context, rank, call) for rank, call in calls]
-        for at in range(min(map(len, terms))):
-            (rank, call), (number, site) = calls[0], terms[0][at]
-            values = [context.tensor(r, each[at][0]) for (r, _), each in zip(calls, terms, strict=True)]
-            there = [x.detach() for x in values if x is not None]
-            if len(there) < len(calls) or not all(near(x, there[0], 1e-6) for x in there):
-                continue
-            if _is_share(context, rank, number, len(calls)):
-                continue
-            leaf = number in context.again.ranks[rank].leaves
-            if not leaf and not bool(there[0].abs().max() > 0):
-                continue
-            x = context.tensor(rank, number)
-            names = _upstream(context, [x], wrong) if x is not None else []
-            if not names and x is not None and x.numel() > 1 and not _is_mean(context, rank, call):
-                names = _upstream(context, [x], context.got)
-            if names:
-                said = (
-                    f"{names[0] if leaf else 'a tensor'} that is the same on {len(calls)} ranks is added before the "
-                    f"sum over them, so that it counts {len(calls)} times; so does what backward gives {_listed(names)}"
-                )
-                began = context.place(rank, call.site)
-                return [finding("GM108", said, context.place(rank, site), began, list(group), names[0])]
-    return []
-
-
-def _is_mean(context: Context, rank: int, call: Sent) -> bool:
-    """Whether the sum is divided by the number of ranks."""
-    made = set(call.outs)
-    for event in context.events(rank):
-        if isinstance(event, Op) and made.intersection(refs(event)):
-            if _divides(event, len(call.group)):
-                return True
-            if event.name.split(".")[1] in _MOVING:
-                made.update(event.outs)
-    return False
-
-
-def _is_share(context: Context, rank: int, number: int, ranks: int) -> bool:
-    """Whether a tensor is what was divided by the number of ranks."""
-    made = {out: e for e in context.events(rank) if isinstance(e, Op) for out in e.outs}
-    for _ in range(6):
-        op = made.get(number)
-        if op is None or not refs(op):
-            return False
-        if _divides(op, ranks):
-            return True
-        if op.name.split(".")[1] not in _MOVING:
-            return False
-        number = refs(op)[0]
-    return False
-
-
-def _divides(op: Op, ranks: int) -> bool:
-    name, other = op.name.split(".")[1], op.args[1] if len(op.args) > 1 else None
-    if name not in ("div", "div_", "mul", "mul_") or not isinstance(other, (int, float)):
-        return False
-    return abs(other - (ranks if "div" in name else 1 / ranks)) < 1e-9
-
-
-def _added(context: Context, rank: int, call: Sent) -> list[tuple[int, int]]:
-    """The tensors that are added on the way to what a collective takes, with the lines; the nearest first."""
-    made = {out: e for e in context.events(rank) if isinstance(e, Op) for out in e.outs}
-    found: list[tuple[int, int]] = []
-    level = list(call.ins)
-    for _ in range(8):
-        nearer = []
-        for number in level:
-            op = made.get(number)
-            name = op.name.split(".")[1] if op else ""
-            taken = refs(op) if op else []
-            if op is not None and name in _ADDING:
-                terms = taken[:1] if name in ("addmm", "baddbmm") else taken
-                found += [(term, op.site) for term in terms]
-                nearer += terms
-            elif name in _MOVING:
-                nearer += taken[:1]
-        level = nearer
-    return found
-
-
-_ADDING = {"addmm", "baddbmm", "add", "add_"}
-_MOVING = {
-    "view",
-    "_unsafe_view",
-    "clone",
-    "detach",
-    "alias",
-    "reshape",
-    "transpose",
-    "t",
-    "permute",
-    "expand",
-    "cat",
-}
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _ranks_of(context: Context, calls: dict[int, Called]) -> int:
+    """How many ranks the collective has that a Function calls in forward: there may be several groups of them."""
+    rank, call = next(iter(calls.items()))
+    events = context.events(rank)
+    sizes = (len(e.group) for e in events if isinstance(e, Sent) and e.call == call.number)
+    return next(sizes, len(calls))

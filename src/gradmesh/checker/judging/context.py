@@ -39,6 +39,20 @@ class Context:
     got: list[Got]
     expected: float = 1.0
 
+    def factors(self) -> tuple[float, ...]:
+        """What all gradients may be, in units of the true ones: 1, or 1/n for a mean over n losses.
+
+        These are the ranks' losses, those of a group of ranks, or those of several backwards before a step.
+        """
+        different = self.truth.different
+        sizes = {
+            len(call.group) for calls in self.again.groups for call in calls.values() if not call.followed
+        }
+        over_ranks = {1, *(n for n in {different, *sizes} if n and different % n == 0)}
+        each = {sum(isinstance(event, Root) for event in part) for part in self.segment.parts}
+        backwards = {1, *(each if len(each) == 1 else ())} - {0}
+        return tuple(1 / n for n in sorted({a * b for a in over_ranks for b in backwards}))
+
     def place(self, rank: int, site: int) -> Place | None:
         """A line, with its text."""
         return with_text(self.tapes[rank].places, site)

@@ -37,8 +37,7 @@ def _is_mean(factor: float, ranks: int) -> bool:
 
 def wrong_ones(context: Context) -> list[Got]:
     """The parameters whose gradient is wrong beside those of the others; sets what is expected of all."""
-    different = context.truth.different
-    allowed = {1.0, 1.0 / different}
+    allowed = context.factors()
     ratios = [got.ratio for got in context.got if got.kind == "right"]
     groups: list[list[float]] = []
     for ratio in sorted(ratios):
@@ -68,8 +67,7 @@ def faults_of_gradients(context: Context, wrong: Sequence[Got]) -> list[Finding]
     """What is wrong with the gradients themselves."""
     ranks = range(len(context.tapes))
     found = [*_scaled_alone(context)]
-    different = context.truth.different
-    allowed = (1.0, 1.0 / different)
+    different, allowed = context.truth.different, context.factors()
     right = [got for got in context.got if got.kind == "right"]
     odd = not any(abs(context.expected - each) < _NEAR * each for each in allowed)
     root = context.place(0, context.root_site(0)) or _first_root(context)
@@ -195,17 +193,13 @@ def _fraction(ratio: float) -> str:
 
 def _scaled_alone(context: Context) -> list[Finding]:
     """Gradients that ranks multiply by different numbers."""
-    factors: list[dict[int, tuple[float, int]]] = []
-    for part in context.segment.parts:
-        own: dict[int, tuple[float, int]] = {}
-        for event in part:
-            if isinstance(event, Scaled):
-                product = own.get(event.site, (1.0, 0))[0] * 1.0
-                own[event.site] = (event.factor * product, event.site)
-        factors.append(own)
+    factors = [
+        {event.site: event.factor for event in part if isinstance(event, Scaled)}
+        for part in context.segment.parts
+    ]
     lines: dict[str, list[tuple[int, float, int]]] = {}
     for rank, own in enumerate(factors):
-        for site, (factor, _) in own.items():
+        for site, factor in own.items():
             lines.setdefault(str(context.place(rank, site)), []).append((rank, factor, site))
     for each in lines.values():
         values = [factor for _, factor, _ in each]
@@ -218,9 +212,9 @@ def _scaled_alone(context: Context) -> list[Finding]:
 
 
 def _division(context: Context) -> Place | None:
-    """The line where a loss is divided by a number that counts all ranks."""
-    ranks = len(context.tapes)
-    for rank in range(ranks):
+    """The line where a loss is divided by a number that counts all ranks, and is not multiplied by theirs."""
+    ranks = context.truth.different
+    for rank in range(len(context.tapes)):
         events = context.events(rank)
         made = {out: e for e in events if isinstance(e, Op) for out in e.outs}
         roots = [e for e in events if isinstance(e, Root)]
@@ -237,7 +231,7 @@ def _division(context: Context) -> Place | None:
                 if value is not None and name in ("div", "div_", "mul", "mul_") and value != 0:
                     factor = 1 / value if name.startswith("div") else value
                     net *= factor
-                    counts = 1 / factor
+                    counts = 1 / net
                     inner = made.get(taken[0])
                     if _counts_all(counts, inner, context, rank, totals, ranks, len(roots)):
                         line = op.site

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from gradmesh.checker.findings import Finding, Status, Verdict
-from gradmesh.checker.judging.calls import added_before_sums, faults_of_calls, overwritten
+from gradmesh.checker.judging.added import added_before_sums
+from gradmesh.checker.judging.calls import faults_of_calls, overwritten
 from gradmesh.checker.judging.context import Context
+from gradmesh.checker.judging.cuts import cut_before_collectives
 from gradmesh.checker.judging.endings import endings
 from gradmesh.checker.judging.gradients import faults_of_gradients, scales, wrong_ones
 from gradmesh.checker.judging.parameters import gotten
@@ -94,14 +96,22 @@ def _step(
         for at, rank in enumerate(again.ranks)
         for each in rank.lost
     }
-    found = [*masks(context), *statistics(context), *same_data(context), *tied(context)]
+    found = [*masks(context), *statistics(context), *same_data(context)]
+    if number == 1:  # later on gains of one may be alike by chance: Adam's first step is one of two for each
+        found += tied(context)
     if lost:
         notes.extend(sorted(lost))
         notes.append(f"step {number}: nothing is said of its gradients")
         return found
+    notes.extend(cut_before_collectives(context))
     apart = never_same(context)
     found += apart
     wrong = wrong_ones(context)
+    if wrong and not all(step.by_gradients for steps in segment.steps for step in steps):
+        notes.append(
+            f"step {number} is written by hand, and not with what is in .grad: nothing is said of it"
+        )
+        return found
     if wrong and not apart:
         named = {each.subject for each in found if each.rule.id == "GM204"}
         wrong = [got for got in wrong if got.name not in named]

@@ -17,6 +17,9 @@ from gradmesh.checker.recording.tape import Alias, Given, Op, Param, Sent, refs
 
 __all__ = ["Got", "Part", "gotten", "tolerance"]
 
+_ROUNDING = 1e-5
+"""How much of the terms of a sum may remain where they take each other away."""
+
 
 @dataclass
 class Part:
@@ -145,19 +148,35 @@ def _compared(
     true, given = true.double(), [x.double() for x in given]
     if not all(bool(x.isfinite().all()) for x in (true, *given, *trues)):
         return Got(name, group, true, given, 0.0, "infinite")
-    largest = max(float(x.abs().max()) if x.numel() else 0.0 for x in (true, *given, *trues))
-    if largest <= noise:
+    # Where the ranks' parts take each other away, as in front of a batch norm, what remains is their rounding.
+    noise = max(noise, _ROUNDING * max(_largest(x) for x in trues))
+    if max(_largest(x) for x in (true, *given)) <= noise:
         return Got(name, group, true, given, 1.0, "unused")
     if not all(near(x, given[0], tol) for x in given):
-        ratios = {ratio_of(x, t.double(), tol) for x, t in zip(given, trues, strict=True)}
         kind = "apart"
-        if _is_constant(group[0].param.value) and None not in ratios and not shared(group):
+        if _is_constant(group[0].param.value) and _is_parted(given, trues, tol) and not shared(group):
             kind = "ambiguous"
         return Got(name, group, true, given, _mean_ratio(given, true), kind)
     ratio = ratio_of(given[0], true, tol)
     if ratio is None:
         return Got(name, group, true, given, _mean_ratio(given, true), "bent")
     return Got(name, group, true, given, ratio, "right")
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def _is_parted(given: Sequence[Tensor], trues: Sequence[Tensor], tol: float) -> bool:
+    """Whether ranks that were given the same have a parameter of their own, whose whole gradient that is."""
+    left = list(range(len(given)))
+    while left:
+        alike = [at for at in left if near(given[at], given[left[0]], tol)]
+        whole = torch.stack([trues[at].double() for at in alike]).sum(0)
+        if ratio_of(given[alike[0]], whole, tol) is None:
+            return False
+        left = [at for at in left if at not in alike]
+    return True
 
 
 def ratio_of(x: Tensor, true: Tensor, tol: float) -> float | None:
@@ -181,7 +200,8 @@ def _is_shared(segment: Segment, group: Sequence[Part]) -> bool:
     is added to a sum over the ranks.
     """
     part = group[0]
-    if part.param.value.numel() == 1 or any(step.wrapped for step in segment.steps[part.rank]):
+    ranks = {each.rank for each in group}
+    if part.param.value.numel() == 1 or any(ranks.issubset(s.wrapped) for s in segment.steps[part.rank]):
         return True
     summed: set[int] = set()
     for event in segment.parts[part.rank]:

@@ -33,7 +33,7 @@ class Truth:
     def at(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         """The objective's derivative with respect to tensors of the graph."""
         wanted = [x for x in tensors if x.requires_grad]
-        found = iter(torch.autograd.grad(self.objective, wanted, retain_graph=True, allow_unused=True))
+        found = iter(_derivatives(self.objective, wanted))
         return [next(found) if x.requires_grad else None for x in tensors]
 
 
@@ -47,12 +47,10 @@ def truth_of(again: Again) -> Truth | None:
     # A rank's own copy of the sum is not on its tape: that is done here.
     objective = torch.stack([term.real if term.is_complex() else term for term in terms]).sum()
     flat = [(at, number, leaf) for at, rank in enumerate(again.ranks) for number, leaf in rank.leaves.items()]
-    found = torch.autograd.grad(objective, [leaf for *_, leaf in flat], retain_graph=True, allow_unused=True)
+    found = _derivatives(objective, [leaf for *_, leaf in flat])
     for rank in again.ranks:
         if rank.missing:
-            reached = torch.autograd.grad(
-                objective, [x for _, x in rank.missing], retain_graph=True, allow_unused=True
-            )
+            reached = _derivatives(objective, [x for _, x in rank.missing])
             rank.lost += [why for (why, _), x in zip(rank.missing, reached, strict=True) if x is not None]
     gradients: list[dict[int, Tensor | None]] = [{} for _ in again.ranks]
     for (at, number, _), gradient in zip(flat, found, strict=True):
@@ -101,9 +99,12 @@ def _classes(again: Again, losses: Sequence[Tensor | None]) -> list[tuple[int, .
 def _own_gradients(rank: Rank, loss: Tensor | None) -> list[Tensor]:
     if loss is None:
         return []
-    leaves = list(rank.leaves.values())
-    found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
-    return [x for x in found if x is not None]
+    return [x for x in _derivatives(loss, list(rank.leaves.values())) if x is not None]
+
+
+def _derivatives(y: Tensor, xs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """None of none, which torch 2.11 refuses to be asked for."""
+    return torch.autograd.grad(y, xs, retain_graph=True, allow_unused=True) if xs else ()
 
 
 def _same(a: list[Tensor], b: list[Tensor]) -> bool:

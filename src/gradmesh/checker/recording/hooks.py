@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gradmesh.checker.recording.params import nameless, parameters_of, values_after
+from gradmesh.checker.recording.params import parameters_of, values_after
 from gradmesh.checker.recording.recorder import Recorder
 from gradmesh.checker.recording.tape import Called, Lost, Param, Root, Step
 
@@ -38,7 +38,7 @@ def watched(recorder: Recorder, steps: int, enough: Callable[[], None]) -> Itera
         register_optimizer_step_pre_hook(watcher.before_step),
         register_optimizer_step_post_hook(watcher.after_step),
     )
-    function.apply = classmethod(watcher.applied(apply.__func__))  # type: ignore[assignment, method-assign]
+    function.apply = classmethod(watcher.applied(apply))  # type: ignore[assignment, method-assign]
     torch.autograd.backward = watcher.begun(backward)
     torch.autograd.grad = watcher.asked(grad)
     try:
@@ -63,9 +63,12 @@ class _Watcher:
 
     # -- Functions -----------------------------------------------------------------------------------------------
 
-    def applied(self, original: Any) -> Any:
-        """`Function.apply`, told to the recorder."""
+    def applied(self, method: Any) -> Any:
+        """`Function.apply`, told to the recorder; a method in Python or, from torch 2.15 on, in C."""
         to = self._to
+
+        def original(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            return method.__get__(None, cls)(*args, **kwargs)
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if to.backward or to.stepping or to.quiet:
@@ -132,7 +135,7 @@ class _Watcher:
             finally:
                 to.backward -= not builds
             if not to.backward and not to.quiet:
-                self._find_gradients()
+                to.gradients.find()
 
         return backward
 
@@ -156,6 +159,7 @@ class _Watcher:
                 to.backward -= not builds
             if outer:
                 self._returned = {id(x): g for x, g in zip(wanted, found, strict=True) if g is not None}
+                to.gradients.find()
             return found
 
         return grad
@@ -176,17 +180,6 @@ class _Watcher:
                 copy = None if weight is None else getattr(weight, "_local_tensor", weight).detach().clone()
                 value = local.detach().clone()
             self._tape.events.append(Root(number, value, copy, passed, site))
-
-    def _find_gradients(self) -> None:
-        to = self._to
-        held = {id(leaf): leaf for leaf in to.leaves()} | {id(p): p for p in to.modules.parameters()}
-        names = to.modules.names()
-        for key, p in held.items():
-            gradient: Any = p.grad
-            if gradient is not None:
-                local = getattr(gradient, "_local_tensor", gradient)
-                name = names.get(key) or nameless(to.id_of(p))
-                to.gradients[local.data_ptr()] = name
 
     def saves(self, x: Tensor) -> Tensor:
         """Remember where autograd keeps what it needs for backward."""
@@ -219,10 +212,12 @@ class _Watcher:
         to.forget()
         self._counted(id(optimizer))
 
-    def writes_itself(self) -> None:
+    def writes_itself(self, with_gradients: bool) -> None:
         """The program is about to step without an optimizer."""
         to = self._to
         self._take(to.leaves(), manual=True)
+        if self._step is not None:
+            self._step.by_gradients = with_gradients
         to.forget()
         self._counted(0)
 

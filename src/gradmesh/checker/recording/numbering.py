@@ -14,11 +14,13 @@ from torch import Tensor
 from gradmesh._torch.dispatched import WeakTensors, version_of
 from gradmesh.call_sites import Site, call_site
 from gradmesh.checker.findings import Place
+from gradmesh.checker.recording.gradients import Gradients
 from gradmesh.checker.recording.names import Modules
+from gradmesh.checker.recording.params import nameless
 from gradmesh.checker.recording.tape import Alias, Called, Given, Ref, Tape
 from gradmesh.inference.tape import memory_of
 
-__all__ = ["Known", "Numbering", "begin", "mapped"]
+__all__ = ["Known", "Numbering", "mapped"]
 
 
 @dataclass(slots=True)
@@ -61,10 +63,12 @@ class Numbering:
         """Backwards since the last step."""
         self.saved: dict[int, weakref.ref[Tensor]] = {}
         """Where autograd keeps what it needs for backward, and for how long."""
-        self.gradients: dict[int, str] = {}
-        """Where gradients are in memory, and of which parameter."""
+        self.gradients = Gradients(self._parameters)
+        """Which tensors are gradients, and of which parameter."""
         self._known: Any = WeakTensors()
         self._stores: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._held: dict[int, weakref.ref[Tensor]] = {}
+        """Parameters by their memory, of which there may be other views."""
         self._random: Any = WeakTensors()
         self._numbers = 0
         self._sites: dict[tuple[Any, int], int] = {}
@@ -95,9 +99,10 @@ class Numbering:
 
     def forget(self) -> None:
         """Begin anew, after a step: parameters have other values."""
-        self._known, self._stores = WeakTensors(), {}
+        self._known, self._stores, self._held = WeakTensors(), {}, {}
         self.saved.clear()
-        self.gradients, self.roots = {}, 0
+        self.gradients.forget()
+        self.roots = 0
 
     def id_of(self, x: Tensor) -> int | None:
         """The number of a tensor, where it has one."""
@@ -111,6 +116,12 @@ class Numbering:
     def leaves(self) -> list[Tensor]:
         """The parameters that were met since the last step."""
         return [x for x, known in self._known.items() if known.leaf]
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        names = self.modules.names()
+        held = {id(leaf): leaf for leaf in self.leaves()} | {id(p): p for p in self.modules.parameters()}
+        for key, p in held.items():
+            yield names.get(key) or nameless(self.id_of(p)), p
 
     def was_received(self, x: Tensor) -> bool:
         """Whether another rank sent it."""
@@ -126,6 +137,7 @@ class Numbering:
 
     def _leaf(self, x: Tensor, name: str) -> int:
         number = self._number(x, True, leaf=True)
+        self._held[memory_of(x)] = weakref.ref(x)
         with self.unseen():
             self.tape.events.append(Given(number, x.detach().clone(), True, name))
         return number
@@ -211,20 +223,12 @@ class Numbering:
                 self._stores[memory_of(each)] = (weakref.ref(each), known.id)
 
     def _at(self, x: Tensor, store: int) -> Known | None:
-        """What is known of a tensor, or of another in the same memory."""
-        known: Known | None = self._known.get(x)
-        if known is None and store in self._stores:
-            owner = self._stores[store][0]()
-            known = None if owner is None else self._known.get(owner)
-        return known
-
-
-def begin(x: Tensor) -> int:
-    """Where a tensor itself begins; several may share a memory."""
-    try:
-        return x.data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return 0
+        """What is known of the parameter in a tensor's memory, of the tensor, or of another that is there."""
+        held, other = self._held.get(store), self._stores.get(store, (None,))[0]
+        parameter = None if held is None else held()
+        owner = None if other is None else other()
+        found = (self._known.get(each) for each in (parameter, x, owner) if each is not None)
+        return next((known for known in found if known is not None), None)
 
 
 def mapped(value: Any, ref: Callable[[Tensor], int]) -> Any:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradmesh._torch.dispatched import DispatchMode, WeakTensors, arguments, is_random, written
+from gradmesh._torch.dispatched import (
+    DispatchMode,
+    WeakTensors,
+    arguments,
+    arguments_of,
+    is_random,
+    written,
+)
 from gradmesh.checker.recording.collectives import Call, call_of
+from gradmesh.checker.recording.gradients import gradient_of, is_multiple
 from gradmesh.checker.recording.names import Modules
-from gradmesh.checker.recording.numbering import Numbering, begin, mapped
+from gradmesh.checker.recording.numbering import Numbering, mapped
 from gradmesh.checker.recording.tape import Given, Op, Ref, Saved, Scaled, Sent, Tape
 from gradmesh.inference.operators import tensors_in
 from gradmesh.inference.tape import memory_of
@@ -41,10 +49,12 @@ class Recorder(Numbering, DispatchMode):
         self.backward = 0
         """Depth of backwards that build no graph."""
         self.stepping = False
-        self.written_by_hand: Callable[[], None] = lambda: None
-        """Is called when the program is about to write to a parameter itself."""
+        self.written_by_hand: Callable[[bool], None] = lambda _: None
+        """Is called when the program is about to write to a parameter itself: with its gradient, or else."""
         self._cut: Any = WeakTensors()
         """Made of what other ranks sent of tensors that autograd follows, where gradients are off."""
+        self._awaited: Any = WeakTensors()
+        """Results that Gloo copies to their place when the program waits for them."""
         self._totals: list[tuple[Sent, weakref.ref[Tensor]]] = []
         self._log = log.open("w", buffering=1) if log else None
 
@@ -64,15 +74,33 @@ class Recorder(Numbering, DispatchMode):
             return NotImplemented  # what it does to its plain parts comes by itself
         if func.namespace in ("c10d", "_c10d_functional"):
             return self._collective(func, args, kwargs)
-        if not self._follows() or (self.gradients and self._is_about_gradients(func, args)):
+        if self._awaited and self._arrives(func, args):
+            return func(*args, **kwargs)
+        if not self._follows() or self._is_about_gradients(func, args):
             if self._cut and self._is_cut(args, kwargs):
                 return self._record(func, args, kwargs)
             return self._apart(func, args, kwargs)
         given = list(tensors_in((args, kwargs)))
-        draws = is_random(func) and not written(func) and func.overloadpacket.__name__ != "native_dropout"
+        name = func.overloadpacket.__name__
+        draws = _draws(func, args, kwargs) and not written(func) and name != "native_dropout"
         if draws or _is_factory(func) or not any(self._is_active(x) for x in given):
             return self._apart(func, args, kwargs)  # what was drawn cannot be drawn again: it is data
+        if self.roots and self._is_step(func, args, kwargs):
+            return self._apart(func, args, kwargs)
         return self._record(func, args, kwargs)
+
+    def _arrives(self, func: Any, args: Any) -> bool:
+        """Whether an operator is the end of a collective, which was written down when it began."""
+        if func.overloadpacket.__name__ != "copy_" or args[0] not in self._awaited or args[1] in self._known:
+            return False
+        del self._awaited[args[0]]
+        return True
+
+    def _is_step(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an operator writes to a parameter, through `.data`: autograd lets nobody else."""
+        told = arguments(func, args, kwargs) if written(func) else {}
+        targets = (x for key in written(func) for x in tensors_in(told.get(key)))
+        return any((known := self._at(x, memory_of(x))) is not None and known.leaf for x in targets)
 
     def _follows(self) -> bool:
         return (bool(self.calls) or torch.is_grad_enabled()) and not self.backward and not self.stepping
@@ -83,7 +111,7 @@ class Recorder(Numbering, DispatchMode):
 
     def _is_about_gradients(self, func: Any, args: Any) -> bool:
         """Whether an operator writes to gradients, with gradients followed though they are not meant to be."""
-        return bool(written(func)) and any(begin(x) in self.gradients for x in tensors_in(args[:1]))
+        return bool(written(func)) and any(self.gradients.name_at(x) for x in tensors_in(args[:1]))
 
     def see_parts(self, args: Any, kwargs: Any) -> None:
         """Take this rank's part of a DTensor that is a parameter for the parameter."""
@@ -98,9 +126,10 @@ class Recorder(Numbering, DispatchMode):
         targets = written(func)
         if targets and not self.backward and not self.stepping:
             self._see_writing(func, args, kwargs, targets)
-        if not self._random and not is_random(func):
+        draws = _draws(func, args, kwargs)
+        if not self._random and not draws:
             return func(*args, **kwargs)
-        drawn = is_random(func) or any(x in self._random for x in tensors_in((args, kwargs)))
+        drawn = draws or any(x in self._random for x in tensors_in((args, kwargs)))
         result = func(*args, **kwargs)
         if drawn:
             for x in tensors_in(result):
@@ -112,17 +141,32 @@ class Recorder(Numbering, DispatchMode):
         for name in targets:
             for x in tensors_in(told.get(name)):
                 store = memory_of(x)
-                if begin(x) in self.gradients:
+                if self.gradients.name_at(x):
                     operator = func.overloadpacket.__name__
                     if operator in _SCALING:
                         self._scaled(told, name, inverse="div" in operator)
                     return
                 known = self._at(x, store)
                 if known is not None and known.leaf and self.roots:
-                    self.written_by_hand()
+                    operands = [y for key, value in told.items() if key != name for y in tensors_in(value)]
+                    self.written_by_hand(self._is_of_gradient(x, operands))
                     return
                 if known is not None and known.active and not known.leaf:
                     known.spoilt = True
+
+    def _is_of_gradient(self, x: Tensor, operands: Sequence[Tensor]) -> bool:
+        """Whether what a parameter moves by, or becomes, comes from its gradient alone."""
+        held = self._held.get(memory_of(x), lambda: None)()
+        gradient = None if held is None else gradient_of(held)
+        if gradient is None:
+            return False
+        with self.unseen(), torch.no_grad():
+            return any(
+                is_multiple(way, gradient)
+                for y in operands
+                if y.numel() == x.numel() == gradient.numel()
+                for way in (y, y.reshape(x.shape) - x)
+            )
 
     def _scaled(self, told: dict[str, Any], name: str, *, inverse: bool) -> None:
         gradients = list(tensors_in(told[name]))
@@ -130,7 +174,7 @@ class Recorder(Numbering, DispatchMode):
         factors = others[0] if others and isinstance(others[0], (list, tuple)) else others * len(gradients)
         for gradient, factor in zip(gradients, factors, strict=False):
             number = factor.item() if isinstance(factor, Tensor) and factor.numel() == 1 else factor
-            of = self.gradients.get(begin(gradient))
+            of = self.gradients.name_at(gradient)
             if of is not None and isinstance(number, (int, float)) and (number or not inverse):
                 self.tape.events.append(Scaled(of, 1 / number if inverse else float(number), self.site()))
 
@@ -149,7 +193,7 @@ class Recorder(Numbering, DispatchMode):
         if func.overloadpacket.__name__ == "native_dropout":
             return self._dropped(event, args, result)
         self.tape.events.append(event)
-        drawn = is_random(func)
+        drawn = _draws(func, args, kwargs)
         for x in tensors_in(result):
             known = self._known.get(x)
             event.outs.append(
@@ -184,7 +228,7 @@ class Recorder(Numbering, DispatchMode):
         self.sends += 1
         message = call.kind in ("send", "recv")
         grads = torch.is_grad_enabled() or bool(self.calls)
-        gradients = any(begin(x) in self.gradients for x in call.ins) if self.gradients else False
+        gradients = any(self.gradients.name_at(x) for x in call.ins)
         apart = call.kind == "barrier" or gradients or self.backward or self.stepping
         # What autograd follows, sent where gradients are off: they are cut there, on purpose or not.
         cut = not grads and any(self._is_hidden(x) or x in self._cut for x in call.ins)
@@ -216,6 +260,8 @@ class Recorder(Numbering, DispatchMode):
             if call.outs is None:
                 event.outs = [self._number(x, True) for x in made]
             for x in made:
+                if func.namespace == "c10d" and call.kind == "reduce_scatter":
+                    self._awaited[x] = True
                 self._holds_gradients(x)
                 if cut:
                     self._cut[x] = True
@@ -262,6 +308,15 @@ class Recorder(Numbering, DispatchMode):
             kept = self.saved.get(memory_of(x))
             if kept is not None and kept() is not None:
                 self.tape.events.append(Saved(call.kind, site, site))
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operator's result is random: attention is not, where it drops nothing."""
+    if not is_random(func):
+        return False
+    told = arguments(func, args, kwargs)
+    may_drop = any(name == "dropout_p" for name, _ in arguments_of(func))
+    return not may_drop or told.get("dropout_p", 0.0) != 0.0
 
 
 def _is_factory(func: Any) -> bool:

@@ -212,6 +212,8 @@ class Step:
     manual: bool = False
     wrapped: tuple[int, ...] = ()
     """The ranks of a DistributedDataParallel whose gradients are averaged; () without one."""
+    by_gradients: bool = True
+    """Whether parameters move along what is in their `.grad`, as far as the first of them tells."""
 
 
 @dataclass(slots=True)

@@ -1,22 +1,22 @@
 """Drop-in for `megatron.core.tensor_parallel.mappings`: the regions of tensor and sequence parallelism.
 
-==================================================  ========  =============================  =====================
-name                                                type      forward                        backward
-==================================================  ========  =============================  =====================
-`copy_to_tensor_model_parallel_region`              I -> R    identity                       sum
-`reduce_from_tensor_model_parallel_region`          P -> I    sum                            identity
-`scatter_to_tensor_model_parallel_region`           I -> V    own part of the last dim       concatenate
-`gather_from_tensor_model_parallel_region`          V -> I    concatenate along the last     own part
-`all_gather_last_dim_from_tensor_parallel_region`   V -> R    concatenate along the last     sum, own part
-`reduce_scatter_last_dim_to_tensor_parallel_region` P -> V    sum, own part of the last      concatenate
-`scatter_to_sequence_parallel_region`               I -> V    own part of the first dim      concatenate
-`gather_from_sequence_parallel_region`              V -> R    concatenate along the first    sum, own part
-the same, `tensor_parallel_output_grad=False`       V -> I    concatenate along the first    own part
-`reduce_scatter_to_sequence_parallel_region`        P -> V    sum, own part of the first     concatenate
-`all_to_all`                                        V -> V    exchange parts of the first    the way back
-`all_to_all_sp2hp`                                  V -> V    rows whole, columns cut        `all_to_all_hp2sp`
-`all_to_all_hp2sp`                                  V -> V    columns whole, rows cut        `all_to_all_sp2hp`
-==================================================  ========  =============================  =====================
+===================================================  ========  =============================  =====================
+name                                                 type      forward                        backward
+===================================================  ========  =============================  =====================
+`copy_to_tensor_model_parallel_region`               I -> R    identity                       sum
+`reduce_from_tensor_model_parallel_region`           P -> I    sum                            identity
+`scatter_to_tensor_model_parallel_region`            I -> V    own part of the last dim       concatenate
+`gather_from_tensor_model_parallel_region`           V -> I    concatenate along the last     own part
+`all_gather_last_dim_from_tensor_parallel_region`    V -> R    concatenate along the last     sum, own part
+`reduce_scatter_last_dim_to_tensor_parallel_region`  P -> V    sum, own part of the last      concatenate
+`scatter_to_sequence_parallel_region`                I -> V    own part of the first dim      concatenate
+`gather_from_sequence_parallel_region`               V -> R    concatenate along the first    sum, own part
+the same, `tensor_parallel_output_grad=False`        V -> I    concatenate along the first    own part
+`reduce_scatter_to_sequence_parallel_region`         P -> V    sum, own part of the first     concatenate
+`all_to_all`                                         V -> V    exchange parts of the first    the way back
+`all_to_all_sp2hp`                                   V -> V    rows whole, columns cut        `all_to_all_hp2sp`
+`all_to_all_hp2sp`                                   V -> V    columns whole, rows cut        `all_to_all_sp2hp`
+===================================================  ========  =============================  =====================
 
 `group` is a ProcessGroup or whatever else `gradmesh.axis` takes. None is the axis "tp" of the current mesh if it has
 one, else the current mesh's only axis, else the world. Results are always fresh memory, also on a group of one rank,

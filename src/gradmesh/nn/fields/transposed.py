@@ -103,8 +103,8 @@ class HaloConvTranspose1d(_HaloConvTranspose, nn.ConvTranspose1d):
     the other's sums: with a stride these are fewer. Output j is on the rank that has row min(j // stride, rows - 1).
 
     Args:
-        in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode,
-            device, dtype: as in `torch.nn.ConvTranspose1d`.
+        in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias: as in
+            `torch.nn.ConvTranspose1d`, and so are dilation, padding_mode, device and dtype.
         axis, dim, sizes, replicated: as in `HaloConv1d`.
 
     Raises:

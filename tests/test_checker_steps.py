@@ -1,0 +1,156 @@
+"""Gradients that a program replaces, scales and steps with by itself, and factors that all of them share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradmesh.checker.findings import Verdict
+from gradmesh.checker.run import Target, check_script
+
+pytestmark = pytest.mark.processes
+
+SCRIPT = """
+import torch, torch.distributed as dist, torch.nn.functional as F
+from torch import nn
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+rows = torch.Generator().manual_seed(dist.get_rank())
+
+
+class Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        out = x.new_empty(x.shape[0] // 2, *x.shape[1:])
+        dist.reduce_scatter_tensor(out, x)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        out = grad.new_empty(2 * grad.shape[0], *grad.shape[1:])
+        dist.all_gather_into_tensor(out, grad.contiguous())
+        return out
+
+
+for _ in range(2):
+    model.zero_grad()
+    x = torch.randn(3, 2, 4, generator=rows)
+    {loss}
+    for p in model.parameters():
+        {sync}
+    {step}
+"""
+MEAN = "model(x).square().mean().backward()"
+SUM = "dist.all_reduce(p.grad)"
+REPLACED = """parts = [torch.empty_like(p.grad) for _ in range(2)]
+        dist.all_gather(parts, p.grad)
+        p.grad = torch.stack(parts).sum(0)
+        p.grad /= 64.0"""
+BY_DATA = """for p in model.parameters():
+        p.data.add_(p.grad, alpha=-0.1)"""
+OF_A_COPY = """flat = torch.cat([p.grad.flatten() for p in model.parameters()])
+    dist.all_reduce(flat)
+    for p, part in zip(model.parameters(), flat.split([16, 4])):
+        p.data.sub_(part.view_as(p), alpha=0.1)"""
+ASKED = """for p, g in zip(model.parameters(), torch.autograd.grad(model(x).square().mean(), [*model.parameters()])):
+        p.grad = g"""
+LATE = """if model.bias.grad is None:
+            model.bias.grad = torch.zeros(4)
+        dist.all_reduce(p.grad)"""
+ONE_USES_IT = """with torch.no_grad():
+        model(x)
+    F.linear(x, model.weight, model.bias if dist.get_rank() else None).square().mean().backward()"""
+ATTENTION = """heads = model(x).view(3, 2, 2, 2).transpose(1, 2)
+    F.scaled_dot_product_attention(heads, heads, heads).square().mean().backward()"""
+TWICE = f"{MEAN}\n    {MEAN.replace('x', '2 * x')}"
+SCATTERED = "Scatter.apply(model(x).tanh().flatten()).square().mean().backward()"
+RAW = """y = model(x)
+    out = torch.cat([y, y])
+    dist.all_gather_into_tensor(out, y)
+    out[: 3 * (1 + dist.get_rank())].square().mean().backward()"""
+CLIPPED = """torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    optimizer.step()"""
+
+
+def checked(folder: Path, loss: str = MEAN, sync: str = SUM, step: str = "optimizer.step()") -> Verdict:
+    script = folder / "train.py"
+    script.write_text(SCRIPT.format(loss=loss, sync=sync, step=step))
+    return check_script(Target(str(script)), ranks=2, steps=2, timeout=60.0)
+
+
+def rules(verdict: Verdict) -> set[str]:
+    return {each.rule.id for each in verdict.findings}
+
+
+def is_judged(verdict: Verdict) -> bool:
+    return verdict.status == "complete" and verdict.steps == 2 and not verdict.notes
+
+
+def test_a_gradient_that_is_replaced_is_still_known(tmp_path: Path) -> None:
+    verdict = checked(tmp_path, sync=REPLACED)
+    assert not verdict.findings, verdict.findings[0].message
+    assert is_judged(verdict)
+
+
+def test_a_gradient_that_was_asked_for_is_known_when_it_is_clipped(tmp_path: Path) -> None:
+    verdict = checked(tmp_path, loss=ASKED, step=CLIPPED)
+    assert not verdict.findings, verdict.findings[0].message
+    assert is_judged(verdict)
+
+
+def test_a_gradient_that_one_rank_makes_of_zeros_is_known(tmp_path: Path) -> None:
+    verdict = checked(tmp_path, loss=ONE_USES_IT, sync=LATE, step=CLIPPED)
+    assert not verdict.findings, verdict.findings[0].message
+    assert is_judged(verdict)
+
+
+def test_a_step_through_data_is_a_step(tmp_path: Path) -> None:
+    right = checked(tmp_path, step=BY_DATA)
+    assert not right.findings, right.findings[0].message
+    assert is_judged(right)
+    assert "GM101" in rules(checked(tmp_path, sync="pass", step=BY_DATA))
+
+
+def test_a_step_by_hand_along_something_else_is_a_note(tmp_path: Path) -> None:
+    verdict = checked(tmp_path, sync="pass", step=OF_A_COPY)
+    assert not verdict.findings, verdict.findings[0].message
+    assert any("written by hand" in note for note in verdict.notes)
+
+
+def test_attention_that_drops_nothing_is_followed(tmp_path: Path) -> None:
+    right = checked(tmp_path, loss=ATTENTION)
+    assert not right.findings, right.findings[0].message
+    assert is_judged(right)
+    assert "GM101" in rules(checked(tmp_path, loss=ATTENTION, sync="pass"))
+
+
+@pytest.mark.parametrize("divided", ["p.grad /= 2", "p.grad /= 4"])
+def test_gradients_may_be_divided_by_the_backwards_of_a_step(tmp_path: Path, divided: str) -> None:
+    verdict = checked(tmp_path, loss=TWICE, sync=f"{SUM}\n        {divided}")
+    assert not verdict.findings, verdict.findings[0].message
+    assert is_judged(verdict)
+
+
+def test_gradients_that_are_averaged_twice_are_named(tmp_path: Path) -> None:
+    halved = "\n        p.grad /= 2"
+    assert "GM109" in rules(checked(tmp_path, sync=SUM + 2 * halved))
+    assert "GM109" in rules(checked(tmp_path, loss=TWICE, sync=SUM + 3 * halved))
+
+
+def test_a_reduce_scatter_that_copies_when_it_is_waited_for_is_followed(tmp_path: Path) -> None:
+    verdict = checked(tmp_path, loss=SCATTERED)
+    assert not verdict.findings, verdict.findings[0].message
+    assert is_judged(verdict)
+
+
+def test_a_call_of_torch_that_has_another_name_by_now_is_seen_at_the_line_of_the_program(
+    tmp_path: Path,
+) -> None:
+    [finding] = checked(tmp_path, loss=RAW).findings
+    assert finding.rule.id == "GM106"
+    assert finding.at is not None
+    assert finding.at.text.startswith("dist.all_gather_into_tensor")

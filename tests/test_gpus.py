@@ -1,0 +1,73 @@
+"""Streams and the CUDA sanitizer under the verbs; what needs a GPU is skipped where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.cuda._sanitizer import CUDASanitizerDispatchMode
+
+import gradmesh as gm
+from tests import gpu_programs
+
+Ranks = Callable[[int], Callable[..., list[Any]]]
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def on_gpus(program: Callable[[], Any]) -> list[Any]:
+    return gm.launch(program, torch.cuda.device_count(), backend="cpu:gloo,cuda:nccl", timeout=300)
+
+
+@needs_gpu
+def test_verbs_on_a_side_stream_give_what_they_give_on_the_default_one() -> None:
+    assert all(on_gpus(gpu_programs.on_side_stream))
+
+
+@needs_gpu
+def test_verbs_on_an_external_stream_give_what_they_give_on_the_default_one() -> None:
+    assert all(on_gpus(gpu_programs.on_external_stream))
+
+
+@needs_gpu
+def test_the_sanitizer_finds_no_race_in_the_verbs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDA_SANITIZER", "1")  # the ranks' processes begin with it
+    assert all(on_gpus(gpu_programs.on_side_stream))
+
+
+@needs_gpu
+def test_the_sanitizer_finds_the_race_of_a_program_that_does_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the test above would show nothing."""
+    monkeypatch.setenv("TORCH_CUDA_SANITIZER", "1")
+    with pytest.raises(gm.RankError, match=r"CUDASanitizerErrors|data race"):
+        on_gpus(gpu_programs.race)
+
+
+def under_the_sanitizer() -> bool:
+    expected = gpu_programs.values("cpu")
+    with CUDASanitizerDispatchMode():
+        return gpu_programs.values("cpu") == expected
+
+
+@pytest.fixture
+def a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sanitizer asks for the current stream at every operator, also of CPU tensors."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+
+
+@pytest.mark.usefixtures("a_stream")
+def test_the_sanitizers_mode_takes_every_verb_on_a_cpu(threads: Ranks) -> None:
+    """It reads the schema of every operator that is dispatched; the verbs' results and gradients are the same in it."""
+    assert threads(2)(under_the_sanitizer) == [True, True]
+
+
+def test_the_programs_are_right_where_there_is_no_gpu(threads: Ranks) -> None:
+    first, second = threads(2)(gpu_programs.values, "cpu")
+    assert first["all_gather"][0] == second["all_gather"][0]
+    assert first["later"] == first["all_gather"]
+    assert first["all_gather"][1] != second["all_gather"][1]

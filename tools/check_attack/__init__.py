@@ -1,0 +1,1 @@
+"""Random training scripts, each proven right, and faults put into them, against `gradmesh check`."""

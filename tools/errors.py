@@ -1,0 +1,207 @@
+"""Write every error text that users can meet into the page of its class: python -m tools.errors --write docs/errors.
+
+The texts are read off the source: what is handed to `errors.message`, and to the methods that refuse an argument
+through it. What a text is filled in with is shown as dots. Without `--write` it only says which pages are not up to
+date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import gradmesh
+from gradmesh import errors
+from tools.error_cases import cases
+
+__all__ = ["FOLDER", "Text", "classes", "examples", "pages", "texts"]
+
+FOLDER = Path(__file__).parent.parent / "docs" / "errors"
+SOURCE = Path(gradmesh.__file__).parent
+BEGIN, END = "<!-- texts: begin (python -m tools.errors --write docs/errors) -->", "<!-- texts: end -->"
+
+_REFUSING = {"fail", "_fail", "_refuse"}
+_NOT_OF_USERS = ("demo", "checker/recording")
+
+_INDEX = """# Errors
+
+Every error that gradmesh raises on purpose is one of these, and its traceback ends with the page to read. A text
+always has the same lines: the verb and the problem, then `axis`, `expected`, `got` and `remedy`. Each page has programs
+that raise it, what to do, and all texts of the kind, with the shortest of the tests' wrong calls that ends in it
+(`ones` is `torch.ones`); written by `python -m tools.errors --write docs/errors`.
+
+| | it is also | texts | |
+|---|---|---|---|
+"""
+
+
+@dataclass(frozen=True, order=True)
+class Text:
+    """What an error says: its problem, what to do about it, and its class's name."""
+
+    problem: str
+    remedy: str
+    kind: str
+
+
+def classes() -> dict[str, type[Exception]]:
+    """The errors and warnings, by name."""
+    return {
+        name: found
+        for name, found in vars(errors).items()
+        if inspect.isclass(found) and issubclass(found, Exception) and found.__module__ == errors.__name__
+    }
+
+
+def texts() -> list[Text]:
+    """Every text that the source has."""
+    found = set()
+    for file in sorted(SOURCE.rglob("*.py")):
+        if not str(file.relative_to(SOURCE)).startswith(_NOT_OF_USERS):
+            found |= set(_of_file(file))
+    return sorted(found)
+
+
+def _of_file(file: Path) -> Iterator[Text]:
+    tree = ast.parse(file.read_text())
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    helpers = {node.name: _only(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        if name == "message":
+            problem, kind = _shown(node.args[0]), _around(node, parents)
+            remedy = _shown(given.get("remedy"))
+        elif name in _REFUSING:
+            told = [_shown(arg) for arg in node.args]
+            problem = next((text for text in told if " " in text), "")
+            of_an_op = file.parent.name == "ops" and isinstance(node.func, ast.Attribute)
+            default = (not of_an_op and helpers.get(name)) or ("ShapeError" if of_an_op else "ArgumentError")
+            kind = _name(given["kind"]) if "kind" in given else default
+            remedy = _shown(given.get("remedy")) or (
+                told[-1] if len(told) > 2 and "(..." not in told[-1] else ""
+            )
+        else:
+            continue
+        if " " in problem and kind in classes():
+            yield Text(problem, remedy, kind)
+
+
+def _around(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:
+    """The class of the error that a text is for: the call around it, or the only one that its function makes."""
+    while node in parents:
+        node = parents[node]
+        if isinstance(node, ast.Call):
+            named = [_name(each) for each in (node.func, *node.args) if _name(each) in classes()]
+            if named:
+                return named[0]
+        if isinstance(node, ast.FunctionDef):
+            return _only(node)
+    return ""
+
+
+def _only(function: ast.FunctionDef) -> str:
+    """The one class of errors that a function names."""
+    named = {_name(node) for node in ast.walk(function) if isinstance(node, ast.Name)} & set(classes())
+    return named.pop() if len(named) == 1 else ""
+
+
+def _name(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _shown(node: ast.AST | None) -> str:
+    """A string of the source as text, with dots for what it is filled in with."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return _shown(node.left) + _shown(node.right)
+    if isinstance(node, ast.IfExp):
+        return " / ".join(filter(None, (_shown(node.body), _shown(node.orelse))))
+    return ""
+
+
+def examples(known: list[Text]) -> dict[Text, str]:
+    """Of each text in which a wrong call of the tests ends, the shortest such call; each has to be known."""
+    found: dict[Text, str] = {}
+    for call, (kind, first) in cases().items():
+        ends = [text for text in known if text.kind == kind and _fits(text.problem, first)]
+        assert ends, f"{call} ends in a text that was not found: {kind}: {first}"
+        text = max(ends, key=lambda text: len(text.problem))  # not one that is dots alone
+        if not re.search(r"\b_[a-z]", call):
+            found[text] = min(found.get(text, call), call, key=len)
+    return found
+
+
+def _fits(problem: str, first: str) -> bool:
+    return re.fullmatch(re.escape(problem).replace(re.escape("..."), ".*"), first) is not None
+
+
+def pages(folder: Path) -> dict[Path, str]:
+    """Every page as it has to be."""
+    known, found = texts(), {}
+    shown = examples(known)
+    index = [_INDEX.rstrip("\n")]
+    for name, kind in sorted(classes().items()):
+        path = folder / f"{name}.md"
+        own = [text for text in known if text.kind == name]
+        head, rest = path.read_text().split(BEGIN)
+        _, after = rest.split(END)
+        found[path] = f"{head}{BEGIN}\n{_table(own, shown)}{END}{after}"
+        bases = [base.__name__ for base in kind.__mro__[1:] if base.__module__ == "builtins"]
+        bases = [base for base in bases if base not in ("Exception", "Warning", "BaseException", "object")]
+        says = (kind.__doc__ or "").splitlines()[0]
+        index.append(f"| [{name}]({name}.md) | {', '.join(bases)} | {len(own) or ''} | {says} |")
+    found[folder / "README.md"] = "\n".join(index) + "\n"
+    return found
+
+
+def _table(own: list[Text], shown: dict[Text, str]) -> str:
+    if not own:
+        return ""
+    heads = ["text", "what to do", "for example"]
+    rows = [[_cell(text.problem), _cell(text.remedy), _code(shown.get(text, ""))] for text in own]
+    if not any(row[2] for row in rows):
+        heads, rows = heads[:2], [row[:2] for row in rows]
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(["\n## All texts\n", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
+def _code(call: str) -> str:
+    return f"`{call}`".replace("|", "\\|") if call else ""
+
+
+def _cell(text: str) -> str:
+    """Text as it reads, in a table; what stands in backticks stays code."""
+    parts = text.strip().replace("\n", " ").replace("|", "\\|").split("`")
+    return "`".join(
+        part if at % 2 else re.sub(r"([*_<\[\]])", r"\\\1", part) for at, part in enumerate(parts)
+    )
+
+
+def main() -> int:
+    """Write the pages, or say which are not up to date."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, help="the folder of the pages")
+    options = parser.parse_args()
+    stale = {path: text for path, text in pages(options.write or FOLDER).items() if path.read_text() != text}
+    for path, text in stale.items():
+        if options.write:
+            path.write_text(text)
+        else:
+            print(f"{path} is not up to date")
+    return int(bool(stale) and not options.write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Instructions that a verb takes around its transfer, counted by valgrind's Callgrind through torch's Timer.
+
+$ python -m tools.instructions --write docs/benchmark.md
+
+In a world of one rank, where nothing travels: what is counted is arguments, the op, the result's memory, the graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from torch.utils.benchmark import Timer
+
+__all__ = ["LINES", "available", "counted", "main"]
+
+BEGIN, END = "<!-- python -m tools.instructions --write docs/benchmark.md -->", "<!-- end -->"
+
+LINES = {
+    "torch: x.clone()": "x.clone()",
+    "gm.all_gather(x)": "gm.all_gather(x)",
+    "gm.all_gather(w)": "gm.all_gather(w)",
+}
+"""What is counted; `w` requires grad."""
+
+_SETUP = """
+import torch, gradmesh as gm
+torch.set_num_threads(1)
+gm.init()
+x, w = torch.ones(4), torch.ones(4, requires_grad=True)
+for _ in range(10):
+    {line}
+"""
+_CALLS = 100
+
+
+def available() -> bool:
+    """Whether instructions can be counted here."""
+    return all(shutil.which(name) for name in ("valgrind", "callgrind_control", "callgrind_annotate"))
+
+
+def counted(line: str, calls: int = _CALLS) -> float:
+    """Instructions of a statement, a call; in a process of its own, which takes a minute or two."""
+    # torch starts whatever is called python on the path.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    timer = Timer(line, setup=_SETUP.format(line=line))
+    return timer.collect_callgrind(number=calls, collect_baseline=False).counts() / calls
+
+
+def main() -> None:
+    """Count, and print or write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--write", type=Path, help="the page")
+    page = parser.parse_args().write
+    if not available():
+        sys.exit("valgrind, callgrind_control and callgrind_annotate are needed: apt-get install valgrind")
+    rows = [f"| `{name}` | {counted(line) / 1000:.1f} |" for name, line in LINES.items()]
+    text = "\n".join(["| statement | thousand instructions a call |", "|---|---|", *rows])
+    text += f"\n\nA world of one rank, 4 numbers of float32, torch {torch.__version__}."
+    if page is None:
+        print(text)
+        return
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END, 1)[1]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""python -m tools.pictures --write docs/pictures: a picture of every verb and of the types, and the page of them.
+
+Without `--write` it only says which files are not up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from gradmesh.axis import Axis
+from gradmesh.ops.registry import table
+from gradmesh.types import Type
+from tools.pictures.drawing import picture_of, types_picture
+from tools.pictures.motion import drawn, motions
+
+__all__ = ["files"]
+
+_PAGE = """# Every verb, drawn
+
+Three ranks; on the left what each hands in, on the right what it gets. A colour is a rank's own value, violet is a
+value that is the same on every rank, and dashes are zeros. The backward half is the verb's adjoint applied to the
+gradient `g` of what came out. Each picture is read off the op's own matrix by
+`python -m tools.pictures --write docs/pictures`.
+"""
+
+_NAMES = {"V": "each its own", "R": "used differently", "I": "repeated work", "P": "a pending sum"}
+
+
+def name_of(call: str) -> str:
+    """The file name of a call's picture."""
+    return re.sub(r"[^a-z_A-Z]+", "-", call.replace("'", "")).strip("-") + ".svg"
+
+
+def files() -> dict[str, str]:
+    """Every file of the folder as it has to be, by its name."""
+    adjoints = {line.split("`")[1]: line.rstrip(" |").rsplit("| ", 1)[1] for line in table().splitlines()[2:]}
+    found = {
+        "types.svg": types_picture({letter: (_NAMES[letter], Type(letter).dual.value) for letter in "VRIP"})
+    }
+    page = [_PAGE]
+    axis = Axis("any", 0, 3, None)  # type: ignore[arg-type]  # nothing is sent
+    moved = motions()
+    for row in drawn():
+        op = row.examples(axis)[0][0]
+        back = adjoints[row.call]
+        name = name_of(row.call)
+        found[name] = picture_of(row.call, *moved[row.call], (row.forward, back))
+        page.append(
+            f"## `{row.call}`\n\n`{op.src} -> {op.dst}`: {row.forward}; backward: {back}.\n\n"
+            f"![{row.call}: what three ranks hold, forward and backward]({name})\n"
+        )
+    found["README.md"] = "\n".join(page)
+    return found
+
+
+def main() -> int:
+    """Write the files, or say which are not up to date."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", type=Path, help="the folder of the pictures")
+    options = parser.parse_args()
+    folder = options.write or Path(__file__).parents[2] / "docs" / "pictures"
+    stale = {
+        name: text
+        for name, text in files().items()
+        if not (folder / name).exists() or (folder / name).read_text() != text
+    }
+    for name, text in stale.items():
+        if options.write:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        else:
+            print(f"{folder / name} is not up to date")
+    return int(bool(stale) and not options.write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

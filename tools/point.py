@@ -1,0 +1,154 @@
+"""The gradient of one contrastive step on four ranks, gathered in the usual ways, beside that of one process.
+
+$ python -m tools.point --write docs/point.svg
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+import gradmesh as gm
+
+__all__ = ["deviations", "main"]
+
+RANKS, ROWS, WIDTH = 4, 8, 16
+
+
+def raw(x: Tensor) -> Tensor:
+    """What `torch.distributed` has: no gradient comes back through it."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.detach())
+    return torch.cat(parts)
+
+
+def spliced(x: Tensor) -> Tensor:
+    """The own rows put back in, as CLIP's training code has it."""
+    parts = list(raw(x).split(len(x)))
+    parts[dist.get_rank()] = x
+    return torch.cat(parts)
+
+
+class OwnSlice(torch.autograd.Function):
+    """The Function that takes its own slice of the gradient, without the sum."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        """Gather."""
+        return raw(x)
+
+    @staticmethod
+    def backward(_: Any, *grads: Tensor) -> Tensor:
+        """The own slice."""
+        return grads[0].chunk(dist.get_world_size())[dist.get_rank()]
+
+
+class Averaged(torch.autograd.Function):
+    """The Function that averages the gradient over the ranks before it takes its slice."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        """Gather."""
+        return raw(x)
+
+    @staticmethod
+    def backward(_: Any, *grads: Tensor) -> Tensor:
+        """The own slice of the mean."""
+        grad = grads[0].clone()
+        dist.all_reduce(grad)
+        return grad.chunk(dist.get_world_size())[dist.get_rank()] / dist.get_world_size()
+
+
+WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dist.all_gather": raw,
+    "dist.all_gather, own rows put back": spliced,
+    "a Function whose backward takes its slice": OwnSlice.apply,
+    "a Function whose backward takes the mean": Averaged.apply,
+    "gm.all_gather": gm.all_gather,
+}
+
+
+def loss_of(a: Tensor, b: Tensor, first: int, scale: int) -> Tensor:
+    """The share of some rows in the contrastive loss of all."""
+    target = torch.arange(first, first + len(a))
+    return functional.cross_entropy(4 * a @ b.T, target, reduction="sum") / scale
+
+
+def deviations() -> dict[str, float]:
+    """How far the gradient of the towers is from that of one process, relative to its norm."""
+    torch.manual_seed(0)
+    one, two = torch.randn(2, RANKS * ROWS, WIDTH, dtype=torch.float64)
+    towers = torch.randn(2, WIDTH, WIDTH, dtype=torch.float64)
+
+    def step(gather: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, first: int) -> Tensor:
+        weights = towers.clone().requires_grad_()
+        a, b = (functional.normalize(rows @ weight) for rows, weight in zip((x, y), weights, strict=True))
+        loss = loss_of(a, gather(b), first, len(one)) + loss_of(b, gather(a), first, len(one))
+        (grad,) = torch.autograd.grad(loss, weights)
+        return grad
+
+    def on_each_rank(way: str) -> Tensor:
+        rows = gm.axis().slice(len(one))
+        return gm.all_reduce(step(WAYS[way], one[rows], two[rows], rows.start), dst=gm.R)
+
+    whole = step(lambda x: x, one, two, 0)
+    found = {}
+    for way in WAYS:
+        grad = gm.launch(on_each_rank, RANKS, backend="threads", args=(way,))[0]
+        found[way] = float((grad - whole).norm() / whole.norm())
+    return found
+
+
+def draw(found: dict[str, float], path: Path) -> None:
+    """A bar for each way."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update({"svg.hashsalt": "gradmesh", "font.family": "DejaVu Sans Mono", "font.size": 10})
+    figure, axes = plt.subplots(figsize=(8.4, 2.6))
+    names = list(found)[::-1]
+    for place, name in enumerate(names):
+        far, right = found[name], found[name] < 1e-9
+        axes.barh(place, far, color="#2e9e5b" if right else "#c8503c", height=0.62)
+        told = f"{far:.0e}" if right else f"{far:.0%}"
+        axes.text(
+            far + 0.01, place, told, va="center", weight="bold", color="#2e9e5b" if right else "#c8503c"
+        )
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xticks([])
+    axes.set_xlim(0, 1.15 * max(found.values()))
+    for side in ("top", "right", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.set_title(
+        "How far the gradient of a CLIP step on 4 ranks is from one process's",
+        fontsize=11,
+        loc="left",
+        x=-0.62,
+    )
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None}, facecolor="white")
+
+
+def main() -> None:
+    """Print the figures, and draw them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--write", type=Path, help="the picture")
+    path = parser.parse_args().write
+    found = deviations()
+    for way, far in found.items():
+        print(f"{way:45} {far:.1e}")
+    if path:
+        draw(found, path)
+
+
+if __name__ == "__main__":
+    main()

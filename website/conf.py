@@ -1,0 +1,63 @@
+"""How the documentation site is built: `make site`, which is sphinx-build -W -c website docs build/site."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "src")]
+
+import inventory  # noqa: E402
+import words  # noqa: E402
+from sphinx.application import Sphinx  # noqa: E402
+
+import gradmesh  # noqa: E402
+
+project = "gradmesh"
+author = "the authors of gradmesh"
+version = release = gradmesh.__version__
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.intersphinx"]
+
+# Tutorials come with what they printed; tests/test_tutorials.py runs them.
+nb_execution_mode = "off"
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 4
+
+exclude_patterns = ["**/.ipynb_checkpoints"]
+# What is run or generated stands beside the page that it belongs to.
+suppress_warnings = ["myst.strikethrough"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+napoleon_use_ivar = True
+add_module_names = False
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+default_role = "named"
+highlight_language = "none"  # of the pictures in docstrings; other blocks say theirs
+
+# The addresses of what the docstrings name in other projects, so that no build needs the network.
+intersphinx_mapping = inventory.mapping(Path(HERE.parent, "build", "inventories"))
+intersphinx_timeout = 1
+
+html_theme = "furo"
+html_title = f"gradmesh {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sourcelink = False
+html_show_sphinx = False
+html_show_copyright = False
+smartquotes = False  # much of the text is code
+pygments_style = "friendly"
+pygments_dark_style = "monokai"
+
+
+def setup(app: Sphinx) -> None:
+    """Tell Sphinx what docstrings mean by names in backticks."""
+    words.setup(app)
