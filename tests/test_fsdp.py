@@ -297,8 +297,9 @@ def random_steps(seed: int, dense: bool) -> Trained:
     told = drawn(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        net: nn.Module = Random(told).double()
-    units = [layer for layer, is_one in zip(net.layers, told["units"], strict=False) if is_one]
+        made = Random(told).double()
+    net: nn.Module = made
+    units = [layer for layer, is_one in zip(made.layers, told["units"], strict=False) if is_one]
     if not dense and told["wrapped"] == "FSDP2":
         for unit in (*units, net):
             fully_shard(unit, mesh=gm.mesh(dp=-1), reshard_after_forward=told["reshard"])
@@ -327,7 +328,7 @@ def random_steps(seed: int, dense: bool) -> Trained:
     return values, left(net, optimizer)
 
 
-def random_programs(seeds: range) -> list[Trained | str]:
+def random_programs(seeds: range) -> list[Trained]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # NO_SHARD is told to be DDP's job
         return [random_steps(seed, gm.world_size() == 1) for seed in seeds]
