@@ -58,7 +58,10 @@ def main() -> None:
     page = parser.parse_args().write
     if not available():
         sys.exit("valgrind, callgrind_control and callgrind_annotate are needed: apt-get install valgrind")
-    rows = [f"| `{name}` | {counted(line) / 1000:.1f} |" for name, line in LINES.items()]
+    rows = []
+    for name, line in LINES.items():
+        rows.append(f"| `{name}` | {counted(line) / 1000:.1f} |")
+        print(rows[-1], file=sys.stderr, flush=True)
     text = "\n".join(["| statement | thousand instructions a call |", "|---|---|", *rows])
     text += f"\n\nA world of one rank, 4 numbers of float32, torch {torch.__version__}."
     if page is None:

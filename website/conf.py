@@ -20,14 +20,12 @@ version = release = gradmesh.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.intersphinx"]
 
-# Tutorials come with what they printed; tests/test_tutorials.py runs them.
+# Tutorials come with what they printed; tests/test_site_sources.py runs them.
 nb_execution_mode = "off"
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
 
 exclude_patterns = ["**/.ipynb_checkpoints"]
-# What is run or generated stands beside the page that it belongs to.
-suppress_warnings = ["myst.strikethrough"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
