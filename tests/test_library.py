@@ -110,6 +110,23 @@ def test_an_exported_program_has_the_operators_and_runs_them(processes: Ranks) -
         ]
 
 
+def test_on_an_axis_of_one_rank_an_exported_program_has_no_collective() -> None:
+    gm.init()
+    try:
+        gm.mesh(tp=-1)
+        program = torch.export.export(Alone(), (torch.ones(2, 3),))
+    finally:
+        torch.distributed.destroy_process_group()
+    names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert names
+    assert not [name for name in names if "gradmesh" in name or "c10d" in name]
+
+
+class Alone(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return gm.all_gather(x * 2, "tp")
+
+
 def faked() -> tuple[tuple[int, ...], tuple[int, ...]]:
     gm.mesh(tp=-1)
     with FakeTensorMode():

@@ -48,7 +48,8 @@ def counted(line: str, calls: int = _CALLS) -> float:
     # torch starts whatever is called python on the path.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     timer = Timer(line, setup=_SETUP.format(line=line))
-    return timer.collect_callgrind(number=calls, collect_baseline=False).counts() / calls
+    stats = timer.collect_callgrind(calls, repeats=None, collect_baseline=False, retain_out_file=False)
+    return float(stats.counts()) / calls
 
 
 def main() -> None:
@@ -58,7 +59,10 @@ def main() -> None:
     page = parser.parse_args().write
     if not available():
         sys.exit("valgrind, callgrind_control and callgrind_annotate are needed: apt-get install valgrind")
-    rows = [f"| `{name}` | {counted(line) / 1000:.1f} |" for name, line in LINES.items()]
+    rows = []
+    for name, line in LINES.items():
+        rows.append(f"| `{name}` | {counted(line) / 1000:.1f} |")
+        print(rows[-1], file=sys.stderr, flush=True)
     text = "\n".join(["| statement | thousand instructions a call |", "|---|---|", *rows])
     text += f"\n\nA world of one rank, 4 numbers of float32, torch {torch.__version__}."
     if page is None:

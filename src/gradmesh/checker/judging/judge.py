@@ -14,6 +14,7 @@ from gradmesh.checker.judging.cuts import cut_before_collectives
 from gradmesh.checker.judging.endings import endings
 from gradmesh.checker.judging.gradients import faults_of_gradients, scales, wrong_ones
 from gradmesh.checker.judging.parameters import gotten
+from gradmesh.checker.judging.rounding import forgive_rounding
 from gradmesh.checker.judging.segments import Segment, segments
 from gradmesh.checker.judging.truth import Truth, truth_of
 from gradmesh.checker.judging.values import (
@@ -107,6 +108,8 @@ def _step(
     apart = never_same(context)
     found += apart
     wrong = wrong_ones(context)
+    if wrong and forgive_rounding(context, wrong):
+        wrong = wrong_ones(context)
     if wrong and not all(step.by_gradients for steps in segment.steps for step in steps):
         notes.append(
             f"step {number} is written by hand, and not with what is in .grad: nothing is said of it"

@@ -30,6 +30,7 @@ class Rank:
         attached: of what the program detached, what it was before.
         roots: where backwards began.
         lost: what the recorder could not follow.
+        shaken: whether the last bits of its parameters are changed.
         missing: tensors of which it is not known where they came from, which counts where a loss depends on them.
     """
 
@@ -39,6 +40,7 @@ class Rank:
     roots: list[tuple[Root, Tensor]] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
     missing: list[tuple[Lost, Tensor]] = field(default_factory=list)
+    shaken: bool = False
 
     def run(self, events: Sequence[Event]) -> Generator[Sent, None, None]:
         """Do what the events say; stops at each collective, until its results are there."""
@@ -50,7 +52,8 @@ class Rank:
                     self.missing.append((Lost(event.lost, event.site), missing))
                     self.tensors[event.id] = missing.clone()
                 elif event.leaf and (value.is_floating_point() or value.is_complex()):
-                    leaf = self.leaves[event.id] = value.clone().requires_grad_()
+                    value = _shaken(value) if self.shaken else value.clone()
+                    leaf = self.leaves[event.id] = value.requires_grad_()
                     self.tensors[event.id] = leaf.clone()
                 else:
                     self.tensors[event.id] = value.clone()
@@ -133,13 +136,24 @@ class Again:
     calls: int = 0
 
 
-def run_again(parts: Sequence[Sequence[Event]]) -> Again:
+def _shaken(x: Tensor) -> Tensor:
+    """The same with other last bits, on every rank that has it in the same way."""
+    size = x.abs() + x.abs().max() if x.numel() else x.abs()
+    way = torch.arange(x.numel(), dtype=torch.float64).mul(12.9898).sin().reshape(x.shape)
+    return x + (4 * torch.finfo(x.dtype).eps * size * way).to(x.dtype)
+
+
+def run_again(parts: Sequence[Sequence[Event]], *, shaken: bool = False) -> Again:
     """Run all ranks' events again, in one process.
+
+    Args:
+        parts: of each rank.
+        shaken: change the last bits of all parameters.
 
     Raises:
         UnfaithfulError: something is missing, or does not come out as it did.
     """
-    again = Again([Rank() for _ in parts])
+    again = Again([Rank(shaken=shaken) for _ in parts])
     running = [rank.run(events) for rank, events in zip(again.ranks, parts, strict=True)]
     waiting: dict[int, Sent] = {}
     letters: dict[tuple[int, int, int], collections.deque[tuple[Sent, list[Tensor]]]] = (

@@ -54,7 +54,7 @@ class _Session:
             trace = json.loads(path.read_text())
         base = int(trace.get("baseTimeNanoseconds", 0))
         ranks = SEEN | {part.thread: part.rank for part in self.parts}
-        alone = len({part.rank for part in self.parts}) == 1
+        alone = len(set(ranks.values())) == 1
         for part in self.parts:
             begin, end = ((moment - base) / 1e3 for moment in (part.begin, part.end))
             taken = [
