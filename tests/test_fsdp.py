@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType, StateDictType
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    OptimStateKeyType,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.utils.checkpoint import checkpoint
 
 import gradmesh as gm
 from tests.fsdp_programs import (
     ADAM,
+    ROWS,
     SGD,
     WHOLE,
     State,
     apart,
     from_full,
     left,
+    passing,
     state_of,
     stepped,
     to_full,
@@ -217,3 +228,124 @@ def test_full_rekeyed_and_sharded_state_of_a_model_with_collectives(processes: P
     held = [numbers for *_, numbers in found]
     assert sum(held) == 5 * 8
     assert max(held) < 5 * 8
+
+
+# ---- Random models ---------------------------------------------------------------------------------------------------
+
+
+def drawn(seed: int) -> dict[str, Any]:
+    """A model, a way to shard it, and a way to train it."""
+    draw = random.Random(seed)
+    return {
+        "depth": draw.choice([1, 2, 3]),
+        "norm": draw.choice(["SyncBatchNorm", "LayerNorm"]),
+        "gather": draw.choice(["R", "scan", "none"]),
+        "loss": draw.choice(["clip", "siglip", "vic_reg", "rows"]),
+        "wrapped": draw.choice(["FSDP1", "FSDP1", "FSDP2"]),
+        "strategy": draw.choice(["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]),
+        "original": draw.random() < 0.5,
+        "units": [draw.random() < 0.6 for _ in range(3)],
+        "reshard": draw.random() < 0.5,
+        "micro": [draw.choice([(4, 3), (1, 6), (7, 0)]) for _ in range(draw.choice([1, 2, 3]))],
+        "checkpoint": draw.random() < 0.3,
+    }
+
+
+class Layer(nn.Module):
+    def __init__(self, told: dict[str, Any]) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.norm = gm.nn.SyncBatchNorm(4) if told["norm"] == "SyncBatchNorm" else nn.LayerNorm(4)
+        self.told = told
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = torch.tanh(self.norm(self.up(x)))
+        if self.told["gather"] == "R":
+            return made + gm.all_gather(made, sizes="auto").square().mean(0)
+        if self.told["gather"] == "scan":
+            behind = gm.exscan(made.sum(0), reverse=True)  # the sum of each row and all behind it
+            return made + (made.flip(0).cumsum(0).flip(0) + behind) / ROWS
+        return made
+
+
+class Random(nn.Module):
+    def __init__(self, told: dict[str, Any]) -> None:
+        super().__init__()
+        self.told = told
+        self.layers = nn.ModuleList(Layer(told) for _ in range(told["depth"]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            # A checkpoint runs a norm a second time, which would move its statistics again.
+            again = self.told["checkpoint"] and self.told["norm"] == "LayerNorm"
+            x = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+        return x
+
+
+def value(told: dict[str, Any], y: Tensor, x: Tensor) -> Tensor:
+    """The loss of all ranks' rows, the same on every rank."""
+    if told["loss"] == "clip":
+        return gm.nn.clip_loss(y, x, 3.0, dst=gm.R)
+    if told["loss"] == "siglip":
+        return gm.nn.siglip_loss(y, x, 3.0, -1.0, dst=gm.R)
+    if told["loss"] == "vic_reg":
+        return gm.nn.vic_reg_loss(y, x, dst=gm.R)
+    return gm.all_reduce((y * x.roll(1, 1)).sin().sum(), dst=gm.R) / ROWS
+
+
+def random_steps(seed: int, dense: bool) -> Trained:
+    told = drawn(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = Random(told).double()
+    net: nn.Module = made
+    units = [layer for layer, is_one in zip(made.layers, told["units"], strict=False) if is_one]
+    if not dense and told["wrapped"] == "FSDP2":
+        for unit in (*units, net):
+            fully_shard(unit, mesh=gm.mesh(dp=-1), reshard_after_forward=told["reshard"])
+    elif not dense:
+        net = FullyShardedDataParallel(
+            net,
+            auto_wrap_policy=CustomPolicy(lambda module: any(module is unit for unit in units)),
+            sharding_strategy=ShardingStrategy[told["strategy"]],
+            use_orig_params=told["original"],
+            device_id=torch.device("cpu"),
+        )
+    optimizer = SGD(net.parameters())
+    values = []
+    for step in range(2):
+        optimizer.zero_grad()
+        for part, sizes in enumerate(told["micro"]):
+            rows = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(10 * step + part)).double()
+            own = rows[gm.axis().slice(sizes if gm.world_size() == 2 else ROWS)]
+            with passing(net, part == len(told["micro"]) - 1):
+                loss = gm.objective(
+                    value(told, net(own), own), loss_type=gm.R, ddp=net, steps=len(told["micro"])
+                )
+                loss.backward()
+            values.append(loss.item())
+        optimizer.step()
+    return values, left(net, optimizer)
+
+
+def random_programs(seeds: range) -> list[Trained]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # NO_SHARD is told to be DDP's job
+        return [random_steps(seed, gm.world_size() == 1) for seed in seeds]
+
+
+def holds(seeds: range, worlds: Any) -> None:
+    alone = gm.launch(random_programs, 1, backend="threads", args=(seeds,))[0]
+    for found in worlds(2, "gloo", 240).run(random_programs, seeds):
+        for seed, (told, kept), (values, right) in zip(seeds, found, alone, strict=True):
+            assert told == pytest.approx(values, rel=1e-10), drawn(seed)
+            assert apart(kept, right) < 1e-10, drawn(seed)
+
+
+def test_random_models_in_random_wrappers(worlds: Any) -> None:
+    holds(range(12), worlds)
+
+
+@pytest.mark.slow
+def test_many_random_models_in_random_wrappers(worlds: Any) -> None:
+    holds(range(100, 250), worlds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import subprocess
 import sys
@@ -106,6 +107,63 @@ def test_verbs_on_both_sides_of_a_call(processes: Processes, tmp_path: Path) -> 
         assert w.grad is not None
         close(x_grad, x.grad)
         close(w_grad, w.grad)
+
+
+VERBS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gather and slice": lambda y: gm.reduce_scatter(gm.all_gather(y) * (1 + gm.rank())),
+    "shift": lambda y: gm.shift(y),
+    "exchange": lambda y: gm.all_to_all(y),
+    "scan": lambda y: gm.scan(y),
+    "mean": lambda y: y - gm.all_reduce(y, op="mean", dst=gm.R).mean(0),
+}
+
+
+def at_random(seed: int, remote: bool) -> tuple[Tensor, Tensor]:
+    """Verbs and layers in some order, each layer on this rank or asked of the other; a rank may have no loss."""
+    draw, rank = random.Random(seed), gm.rank()
+    x, w = drawn(30 + rank, 2, 3).requires_grad_(), drawn(40 + rank, 3, 3).requires_grad_()
+    silent, asked = draw.choice([None, 0, 1]), False
+    with contextlib.ExitStack() as stack:
+        context = stack.enter_context(dist_autograd.context()) if remote else None
+        with gm.ordered():
+            y = x * 1
+            for _ in range(draw.choice([1, 2, 3, 4])):
+                y, asked = VERBS[draw.choice(sorted(VERBS))](y), draw.random() < 0.7
+                if asked:
+                    y = (
+                        rpc.rpc_sync(f"rank{1 - rank}", remote_layer, (y, w))
+                        if remote
+                        else remote_layer(y, w)
+                    )
+            loss: Tensor | None = ((1 + rank) * y**2).sum() + (w**2).sum()
+            if rank == silent:
+                # Distributed autograd waits for the gradient of whatever was sent, so that must be used.
+                loss = 0 * y.sum() if asked else None
+            loss = gm.join(loss)
+        if context is None:
+            loss.backward()
+            found = {leaf: leaf.grad for leaf in (x, w)}
+        else:
+            dist_autograd.backward(context, [loss])
+            found = dist_autograd.get_gradients(context)
+        none = torch.zeros(())
+        x_grad, w_grad = ((found.get(leaf) if found.get(leaf) is not None else none) for leaf in (x, w))
+        assert x_grad is not None
+        assert w_grad is not None
+        return x_grad.clone(), w_grad.clone()
+
+
+def many_at_random(_: object) -> list[tuple[Tensor, Tensor]]:
+    return [at_random(seed, True) for seed in range(12)]
+
+
+def test_random_programs_have_the_gradients_they_have_without_rpc(worlds: Worlds, tmp_path: Path) -> None:
+    results = on_ranks(worlds(WORKERS, "gloo", 240).run, many_at_random, tmp_path)
+    for seed in range(12):
+        right = gm.launch(at_random, WORKERS, backend="threads", args=(seed, False))
+        for found, want in zip([each[seed] for each in results], right, strict=True):
+            close(found[0], want[0])
+            close(found[1], want[1])
 
 
 # ---- Verbs inside a stage that is asked ------------------------------------------------------------------------------

@@ -39,12 +39,12 @@ def _said() -> dict[str, tuple[str, str]]:
 
 def _written(module: ModuleType) -> dict[str, str]:
     """The calls of a file's tables by their names, each on one line."""
-    found = {}
+    found: dict[str, str] = {}
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "_rows":
             verb, _, rows = node.args
             if isinstance(verb, ast.Constant) and isinstance(rows, ast.Dict):
-                found |= {f"{verb.value}: {name}": call for name, call in _calls(rows).items()}
+                found |= {f"{verb.value!s}: {name}": call for name, call in _calls(rows).items()}
         elif isinstance(node, ast.Dict):
             found |= {name: call for name, call in _calls(node).items() if name not in found}
     return found

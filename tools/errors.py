@@ -123,7 +123,7 @@ def _shown(node: ast.AST | None) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values)
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
     if isinstance(node, ast.BinOp):
         return _shown(node.left) + _shown(node.right)
     if isinstance(node, ast.IfExp):

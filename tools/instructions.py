@@ -48,7 +48,8 @@ def counted(line: str, calls: int = _CALLS) -> float:
     # torch starts whatever is called python on the path.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     timer = Timer(line, setup=_SETUP.format(line=line))
-    return timer.collect_callgrind(number=calls, collect_baseline=False).counts() / calls
+    stats = timer.collect_callgrind(calls, repeats=None, collect_baseline=False, retain_out_file=False)
+    return float(stats.counts()) / calls
 
 
 def main() -> None:
