@@ -61,6 +61,7 @@ def test_compare_has_a_row_for_each_verb_and_a_column_for_each_way(threads: Rank
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.skipif(not instructions.available(), reason="valgrind is not installed")
 def test_instructions_are_counted_and_are_the_same_again() -> None:
     clone, gather, again = (

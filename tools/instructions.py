@@ -44,7 +44,7 @@ def available() -> bool:
 
 
 def counted(line: str, calls: int = _CALLS) -> float:
-    """Instructions of a statement, a call; in a process of its own, which takes a minute or two."""
+    """Instructions of a statement, a call; in a process of its own, which takes minutes."""
     # torch starts whatever is called python on the path.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     timer = Timer(line, setup=_SETUP.format(line=line))
