@@ -30,7 +30,9 @@ def forgive_rounding(context: Context, wrong: Sequence[Got]) -> bool:
     if shaken is None:
         return False
     forgiven = False
-    for got in wrong:
+    for got in (
+        got for got in wrong if got.kind in ("apart", "bent")
+    ):  # a multiple of the true one is no rounding
         reach = 0.0
         for part in got.parts:
             others = [shaken.gradients[part.rank].get(number) for number in part.ids]
