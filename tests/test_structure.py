@@ -203,7 +203,7 @@ WRONG: dict[str, tuple[type[gm.GradmeshError], str, Callable[[], object]]] = {
     ),
     "dtype": (
         gm.DTypeError,
-        r"operand   x\['n'\]$",
+        r"(?m)operand   x\['n'\]$",
         lambda: gm.all_reduce({"x": torch.ones(1), "n": torch.arange(2)}, op="mean", dst=gm.R),
     ),
     "sparse": (

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 import gradmesh as gm
-from tools.fault_ranks import FAULTS, WAYS, take_part
+from tools.fault_ranks import FAULTS, WAYS, opened_in_dev_shm, take_part
 
 __all__ = ["Trial", "trial", "trials"]
 
@@ -214,8 +214,8 @@ def _alive(pid: int) -> bool:
 
 
 def _held() -> tuple[set[str], set[int]]:
-    """The descriptors and the threads of this process."""
-    held = set()
+    """What this process has in /dev/shm, its descriptors, and its threads."""
+    held = set(opened_in_dev_shm())
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             held.add(f"descriptor {fd} {os.readlink(f'/proc/self/fd/{fd}')}")
@@ -232,7 +232,7 @@ def _left(notes: dict[int, dict[str, object]], before: tuple[set[str], set[int]]
         t for t in threading.enumerate() if t.ident not in before[1] and t.name.startswith("gradmesh rank")
     ]
     left |= {f"thread {thread.name}" for thread in own}
-    return sorted(left | (_held()[0] - before[0]))
+    return sorted((left | _held()[0]) - before[0])
 
 
 # ---- many worlds

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
+from gradmesh._torch import compiling
 from gradmesh.errors import ArgumentError, message
 
 __all__ = ["DimLike", "Names", "known_names", "named", "names", "said", "stale", "with_names"]
@@ -109,7 +109,7 @@ def known_names(x: Any) -> Names | None:
 
 def stale(x: Tensor) -> bool:
     """Whether a named tensor was given another shape in place since, by which its dimensions may have moved."""
-    if torch.compiler.is_compiling():  # where sizes may have no numbers
+    if compiling():  # where sizes may have no numbers
         return False
     _, shape, strides = getattr(x, _RECORD)
     return shape is not None and (shape, strides) != (tuple(x.shape), x.stride())
@@ -118,7 +118,7 @@ def stale(x: Tensor) -> bool:
 def with_names(x: TensorT, given: Names | None) -> TensorT:
     """Note the names of a tensor that has as many dimensions; where there are none to note, it stays as it is."""
     if given and x.dim() == len(given):
-        plain = torch.compiler.is_compiling()
+        plain = compiling()
         setattr(x, _RECORD, (given, None, None) if plain else (given, tuple(x.shape), x.stride()))
     return x
 

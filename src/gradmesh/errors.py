@@ -88,11 +88,20 @@ PAGES = "docs/errors"
 class GradmeshError(Exception):
     """Base of every error that gradmesh raises on purpose; its traceback ends with the page that explains it."""
 
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)
-        page = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__ == __name__)
-        # A note, and no line of the text: what catches an error and shows it need not repeat it.
-        self.add_note(f"  {'see':<9} {PAGES}/{page}.md")
+    # A note, and no line of the text: what catches an error and shows it need not repeat it. It is the class's, since
+    # compilers do not follow an `__init__` of an error.
+    __notes__ = [f"  {'see':<9} {PAGES}/GradmeshError.md"]  # noqa: RUF012  changed on a copy alone
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        if cls.__module__ == __name__:
+            cls.__notes__ = [f"  {'see':<9} {PAGES}/{cls.__name__}.md"]
+
+    def add_note(self, note: str, /) -> None:
+        """Note something on this error alone."""
+        if "__notes__" not in vars(self):
+            self.__notes__ = list(type(self).__notes__)
+        super().add_note(note)
 
 
 class NotInitializedError(GradmeshError, RuntimeError):
