@@ -114,8 +114,8 @@ class Numbering:
         return self._alias(x)
 
     def leaves(self) -> list[Tensor]:
-        """The parameters that were met since the last step."""
-        return [x for x, known in self._known.items() if known.leaf]
+        """The parameters that were met since the last step, but those whose memory was let go of, as FSDP does."""
+        return [x for x, known in self._known.items() if known.leaf and (memory_of(x) or not x.numel())]
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         names = self.modules.names()
@@ -154,7 +154,7 @@ class Numbering:
         """Number another view of memory that is known, made without an operator."""
         entry = self._stores.get(memory_of(x))
         owner = entry and entry[0]()
-        if entry is None or owner is None or owner.dtype != x.dtype:
+        if entry is None or owner is None or owner.dtype != x.dtype or memory_of(owner) != memory_of(x):
             return None
         if owner.is_leaf and not self.calls and not x.requires_grad:
             return None  # `.data` of a parameter

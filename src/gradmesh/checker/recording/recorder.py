@@ -137,6 +137,8 @@ class Recorder(Numbering, DispatchMode):
         return result
 
     def _see_writing(self, func: Any, args: Any, kwargs: Any, targets: frozenset[str]) -> None:
+        if func.namespace == "fsdp":  # it fills parameters that it has let go of, which is no step
+            return
         told = arguments(func, args, kwargs)
         for name in targets:
             for x in tensors_in(told.get(name)):
