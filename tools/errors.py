@@ -7,7 +7,6 @@ date.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import inspect
 import re
@@ -19,6 +18,7 @@ from pathlib import Path
 import gradmesh
 from gradmesh import errors
 from tools.error_cases import cases
+from tools.pages import written
 
 __all__ = ["FOLDER", "Text", "classes", "examples", "pages", "texts"]
 
@@ -191,16 +191,7 @@ def _cell(text: str) -> str:
 
 def main() -> int:
     """Write the pages, or say which are not up to date."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, help="the folder of the pages")
-    options = parser.parse_args()
-    stale = {path: text for path, text in pages(options.write or FOLDER).items() if path.read_text() != text}
-    for path, text in stale.items():
-        if options.write:
-            path.write_text(text)
-        else:
-            print(f"{path} is not up to date")
-    return int(bool(stale) and not options.write)
+    return written(__doc__, FOLDER, pages)
 
 
 if __name__ == "__main__":

@@ -106,6 +106,11 @@ def deviations() -> dict[str, float]:
     return found
 
 
+def said(far: float) -> str:
+    """A deviation as the picture has it."""
+    return "none but rounding" if far < 1e-9 else f"{far:.0%}"
+
+
 def draw(found: dict[str, float], path: Path) -> None:
     """A bar for each way."""
     import matplotlib as mpl
@@ -113,13 +118,14 @@ def draw(found: dict[str, float], path: Path) -> None:
     mpl.use("svg")
     from matplotlib import pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": "gradmesh", "font.family": "DejaVu Sans Mono", "font.size": 10})
+    plt.rcParams.update({"svg.hashsalt": "gradmesh", "svg.fonttype": "none", "font.size": 10})
+    plt.rcParams["font.family"] = ["DejaVu Sans Mono", "monospace"]
     figure, axes = plt.subplots(figsize=(8.4, 2.6))
     names = list(found)[::-1]
     for place, name in enumerate(names):
         far, right = found[name], found[name] < 1e-9
         axes.barh(place, far, color="#2e9e5b" if right else "#c8503c", height=0.62)
-        told = f"{far:.0e}" if right else f"{far:.0%}"
+        told = said(far)
         axes.text(
             far + 0.01, place, told, va="center", weight="bold", color="#2e9e5b" if right else "#c8503c"
         )

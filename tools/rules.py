@@ -6,13 +6,13 @@ Without `--write` it only says which pages are not up to date.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import textwrap
 from pathlib import Path
 
 from gradmesh.checker.rules import RULES, Rule
+from tools.pages import written
 
 __all__ = ["index", "pages", "with_rule"]
 
@@ -74,19 +74,7 @@ def pages(folder: Path) -> dict[Path, str]:
 
 def main() -> int:
     """Write the pages, or say which are not up to date."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, help="the folder of the pages")
-    options = parser.parse_args()
-    folder = options.write or Path(__file__).parent.parent / "docs" / "rules"
-    stale = {
-        path: text for path, text in pages(folder).items() if not path.exists() or path.read_text() != text
-    }
-    for path, text in stale.items():
-        if options.write:
-            path.write_text(text)
-        else:
-            print(f"{path} is not up to date")
-    return int(bool(stale) and not options.write)
+    return written(__doc__, Path(__file__).parent.parent / "docs" / "rules", pages)
 
 
 if __name__ == "__main__":

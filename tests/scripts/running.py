@@ -16,7 +16,6 @@ import itertools
 import multiprocessing
 import os
 import runpy
-import socket
 import sys
 import time
 import traceback
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from gradmesh.launch.ports import free_port
 from tests.scripts import Script
 
 __all__ = ["Derivative", "Played", "derivatives", "play"]
@@ -267,18 +267,12 @@ def _rank(work: Callable[..., Any], script: Script, rank: int, port: int, pipe: 
     os._exit(0)
 
 
-def _free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])
-
-
 def _on_ranks(work: Callable[..., Any], script: Script, limit: float) -> tuple[list[Any], float, bool]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["tests.scripts.running", "tests.scripts.warm", "torch.distributed.fsdp", "torch.nn.parallel"]
     )
-    pipes, ranks, port = [], [], _free_port()
+    pipes, ranks, port = [], [], free_port()
     start = time.perf_counter()
     for rank in range(script.ranks):
         ours, theirs = context.Pipe()

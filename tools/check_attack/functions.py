@@ -74,6 +74,25 @@ _HELPERS = {
 }
 STYLES = tuple(_HELPERS)
 
+_ALONG_A_DIM = """
+        class {}(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, dim, group):
+                ctx.dim, ctx.group = dim, group
+                return {}(x, dim, group)
+
+            @staticmethod
+            def backward(ctx, grad):
+                return {}(grad, ctx.dim, ctx.group), None, None
+        """
+_MAPS = {
+    "GatherWhole": ("gathered", "own_part"),
+    "GatherParts": ("gathered", "sum_then_own_part"),
+    "Scatter": ("own_part", "gathered"),
+    "ReduceScatter": ("sum_then_own_part", "gathered"),
+}
+"""Functions along a dimension: what they are forward and backward."""
+
 _FUNCTIONS = {
     "Copy": """
         class Copy(torch.autograd.Function):
@@ -96,50 +115,7 @@ _FUNCTIONS = {
             def backward(ctx, grad):
                 return grad, None
         """,
-    "GatherWhole": """
-        class GatherWhole(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x, dim, group):
-                ctx.dim, ctx.group = dim, group
-                return gathered(x, dim, group)
-
-            @staticmethod
-            def backward(ctx, grad):
-                return own_part(grad, ctx.dim, ctx.group), None, None
-        """,
-    "GatherParts": """
-        class GatherParts(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x, dim, group):
-                ctx.dim, ctx.group = dim, group
-                return gathered(x, dim, group)
-
-            @staticmethod
-            def backward(ctx, grad):
-                return sum_then_own_part(grad, ctx.dim, ctx.group), None, None
-        """,
-    "Scatter": """
-        class Scatter(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x, dim, group):
-                ctx.dim, ctx.group = dim, group
-                return own_part(x, dim, group)
-
-            @staticmethod
-            def backward(ctx, grad):
-                return gathered(grad, ctx.dim, ctx.group), None, None
-        """,
-    "ReduceScatter": """
-        class ReduceScatter(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x, dim, group):
-                ctx.dim, ctx.group = dim, group
-                return sum_then_own_part(x, dim, group)
-
-            @staticmethod
-            def backward(ctx, grad):
-                return gathered(grad, ctx.dim, ctx.group), None, None
-        """,
+    **{name: _ALONG_A_DIM.format(name, *maps) for name, maps in _MAPS.items()},
     "Exchange": """
         class Exchange(torch.autograd.Function):
             @staticmethod

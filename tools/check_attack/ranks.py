@@ -6,7 +6,6 @@ import io
 import itertools
 import multiprocessing
 import os
-import socket
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from gradmesh.checker.run import processor_time
+from gradmesh.launch.ports import free_port
 from tests.scripts import Script
 from tests.scripts.running import STEP, Watch, once, own
 
@@ -189,7 +190,7 @@ def _rank(work: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> 
 
 def _on_ranks(work: Callable[..., Any], path: Path, ranks: int, more: tuple[Any, ...]) -> list[Any] | None:
     context = multiprocessing.get_context("forkserver")
-    pipes, started, port = [], [], _free_port()
+    pipes, started, port = [], [], free_port()
     for rank in range(ranks):
         ours, theirs = context.Pipe()
         process = context.Process(
@@ -211,24 +212,10 @@ def _on_ranks(work: Callable[..., Any], path: Path, ranks: int, more: tuple[Any,
             except (EOFError, ConnectionResetError):
                 results[rank] = None
             last = time.monotonic()
-        now = sum(_processor_time(started[rank].pid) for rank in waiting)
+        now = sum(processor_time(started[rank].pid) for rank in waiting)
         if abs(now - used) > 0.05:
             last, used = time.monotonic(), now
     for process in started:
         process.kill()
         process.join()
     return None if waiting or (any(each is None for each in results) and work is _trained) else results
-
-
-def _processor_time(pid: int | None) -> float:
-    try:
-        fields = Path(f"/proc/{pid}/schedstat").read_text().split()
-        return (int(fields[0]) + int(fields[1])) / 1e9
-    except (OSError, IndexError, ValueError):
-        return 0.0
-
-
-def _free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return int(held.getsockname()[1])

@@ -5,7 +5,6 @@ Without `--write` it only says which files are not up to date.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from gradmesh.axis import Axis
 from gradmesh.ops.registry import table
 from gradmesh.types import Type
+from tools.pages import written
 from tools.pictures.drawing import picture_of, types_picture
 from tools.pictures.motion import drawn, motions
 
@@ -26,6 +26,7 @@ gradient `g` of what came out. Each picture is read off the op's own matrix by
 `python -m tools.pictures --write docs/pictures`.
 """
 
+FOLDER = Path(__file__).parents[2] / "docs" / "pictures"
 _NAMES = {"V": "each its own", "R": "used differently", "I": "repeated work", "P": "a pending sum"}
 
 
@@ -58,22 +59,7 @@ def files() -> dict[str, str]:
 
 def main() -> int:
     """Write the files, or say which are not up to date."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", type=Path, help="the folder of the pictures")
-    options = parser.parse_args()
-    folder = options.write or Path(__file__).parents[2] / "docs" / "pictures"
-    stale = {
-        name: text
-        for name, text in files().items()
-        if not (folder / name).exists() or (folder / name).read_text() != text
-    }
-    for name, text in stale.items():
-        if options.write:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text)
-        else:
-            print(f"{folder / name} is not up to date")
-    return int(bool(stale) and not options.write)
+    return written(__doc__, FOLDER, lambda folder: {folder / name: text for name, text in files().items()})
 
 
 if __name__ == "__main__":

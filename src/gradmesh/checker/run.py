@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import pickle
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +18,9 @@ from gradmesh.checker.judging.judge import judged
 from gradmesh.checker.recording.rank import run_rank
 from gradmesh.checker.recording.tape import Tape
 from gradmesh.errors import ArgumentError, message
+from gradmesh.launch.ports import free_port
 
-__all__ = ["Recorded", "Target", "check_script", "recorded"]
+__all__ = ["Recorded", "Target", "check_script", "processor_time", "recorded"]
 
 _AT_WORK = 0.2
 """Seconds of a processor: ranks that have used more of it are at work."""
@@ -108,7 +108,7 @@ def recorded(target: Target, *, ranks: int, steps: int, timeout: float, record: 
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory(prefix="gradmesh-check-") as folder:
-        port, begun = _free_port(), time.perf_counter()
+        port, begun = free_port(), time.perf_counter()
         started: list[Any] = []
         for rank in range(ranks):
             process = server.Process(
@@ -138,7 +138,7 @@ def _waited(started: Sequence[Any], folder: Path, timeout: float) -> bool:
         time.sleep(0.02)
         now = time.monotonic()
         size = sum(_size(path) for path in folder.iterdir())
-        used = sum(_processor_time(process.pid) for process in started)
+        used = sum(processor_time(process.pid) for process in started)
         if size != seen[0] or used - seen[1] > _AT_WORK:
             last, seen = now, (size, used)
         # Ranks that wait for one that has failed wait for ever, mostly; one that has ended may be waited for by none.
@@ -164,19 +164,13 @@ def _end(started: Sequence[Any]) -> None:
         process.join()
 
 
-def _processor_time(pid: int) -> float:
+def processor_time(pid: int | None) -> float:
     """Seconds of a processor that a process has used, and waited for; 0.0 where that cannot be told."""
     try:
         fields = Path(f"/proc/{pid}/schedstat").read_text().split()
         return (int(fields[0]) + int(fields[1])) / 1e9
     except (OSError, IndexError, ValueError):
         return 0.0
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
 
 
 def _size(path: Path) -> int:

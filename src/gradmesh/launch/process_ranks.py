@@ -6,7 +6,6 @@ import contextlib
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 from gradmesh.launch.outcomes import FAILURE_GRACE, POLL, START_LIMIT, Failure, Outcome
 from gradmesh.launch.output_pipes import OutputPipes
 from gradmesh.launch.pickling import dumps
+from gradmesh.launch.ports import free_port
 from gradmesh.launch.private_store import PrivateStore
 from gradmesh.launch.stuck import Probe
 
@@ -52,7 +52,7 @@ class ProcessRanks:
         self._pipes: list[Connection[Any, Any]] = []
         self._output = OutputPipes(size, prefix)
         self._store = PrivateStore()
-        self._free_port = _free_port()
+        self._free_port = free_port()  # for programs that make a store of their own from the environment
         try:
             for rank in range(size):
                 self._start(rank, backend)
@@ -229,11 +229,3 @@ class ProcessRanks:
                         kind, payload = pipe.recv()
                         if kind == "where":
                             outcome.unfinished[pipes[pipe]] = payload.decode()
-
-
-def _free_port() -> int:
-    """A port for programs that make a store of their own from the environment; nobody listens there."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-    return port

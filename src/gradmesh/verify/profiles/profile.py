@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from gradmesh.errors import ArgumentError, message
+from gradmesh.verify.joining import complete
 
 __all__ = ["Entry", "Profile", "Row"]
 
@@ -61,17 +61,7 @@ class Profile:
         Raises:
             ArgumentError: there is none, or one that is not complete, as its block has not ended.
         """
-        parts = list(ranks)
-        if not parts or not all(part.begun for part in parts):
-            raise ArgumentError(
-                message(
-                    "there is nothing to join",
-                    op="Profile.joined",
-                    expected="what `with profiled() as profile:` gave on each rank, after the block",
-                    got=f"{len(parts)} profiles, {sum(not part.begun for part in parts)} of them without an end",
-                    remedy="return the profile from the function that each rank runs",
-                )
-            )
+        parts = complete(ranks, "Profile", "with profiled() as profile:")
         begun = min(part.begun for part in parts)
         moved = [
             {**entry, "ts": entry["ts"] + (part.begun - begun) / 1e3} if "ts" in entry else entry

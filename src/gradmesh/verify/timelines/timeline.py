@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 
 import torch.distributed as dist
 
-from gradmesh.errors import ArgumentError, MissingExtraError, message
+from gradmesh.errors import MissingExtraError, message
+from gradmesh.verify.joining import complete
 from gradmesh.verify.simulator.events import Event, Events
 from gradmesh.verify.simulator.trace import Work, trace_of
 from gradmesh.verify.timelines.recorder import Noted, Passes, Recorder
@@ -46,17 +47,7 @@ class Timeline:
         Raises:
             ArgumentError: there is none, or one that is not complete, as its block has not ended.
         """
-        parts = list(ranks)
-        if not parts or not all(part.begun for part in parts):
-            raise ArgumentError(
-                message(
-                    "there is nothing to join",
-                    op="Timeline.joined",
-                    expected="what `with timeline() as line:` gave on each rank, after the block",
-                    got=f"{len(parts)} timelines, {sum(not part.begun for part in parts)} of them without an end",
-                    remedy="return `line` from the function that each rank runs",
-                )
-            )
+        parts = complete(ranks, "Timeline", "with timeline() as line:")
         begun = min(part.begun for part in parts)
         events: list[Event] = []
         work: list[Work] = []
