@@ -22,6 +22,7 @@ FLOORS = (
         "environment",
         "extras",
         "memo",
+        "stacks",
         "structure",
     ),
     ("dims",),

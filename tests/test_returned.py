@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import gc
-import multiprocessing
-import os
 import pickle
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -21,11 +17,10 @@ import torch.distributed as dist
 
 import gradmesh as gm
 from gradmesh.backends.shm.runs import Run
-from gradmesh.call_sites import current_frames
 from gradmesh.launch import stuck
 from gradmesh.launch.outcomes import Failure, Outcome
-from gradmesh.launch.rank_main import _Parent
 from gradmesh.launch.stuck import MainThread, Probe, waits_in
+from gradmesh.stacks import Place, stack_of
 
 BACKENDS = [
     "threads",
@@ -185,14 +180,13 @@ def test_a_process_that_no_launcher_counts_takes_nobody_for_returned() -> None:
 # ---- the guess about a rank that waits inside C++
 
 
-def innermost(fn: Callable[[threading.Event], object]) -> Any:
-    """The frame in which a thread stands that runs fn, and what ends it."""
+def stands_in(fn: Callable[[threading.Event], object]) -> tuple[list[Place], threading.Event]:
+    """Where a thread stands that runs fn, and what ends it."""
     end = threading.Event()
     thread = threading.Thread(target=fn, args=(end,), daemon=True)
     thread.start()
     time.sleep(0.1)
-    frame = sys._current_frames()[thread.ident or 0]
-    return frame, end
+    return stack_of(thread.ident), end
 
 
 class _Work:
@@ -214,8 +208,8 @@ def test_only_a_wait_for_other_ranks_is_taken_for_one() -> None:
         (lambda end: _Work().wait(), True),
     ]
     for number, (fn, expected) in enumerate(waits):
-        frame, end = innermost(fn)
-        assert waits_in(frame) is expected, number
+        stack, end = stands_in(fn)
+        assert waits_in(stack) is expected, number
         end.set()
 
 
@@ -262,33 +256,6 @@ def test_a_process_with_a_thread_of_the_program_or_a_child_may_be_at_work() -> N
     assert said == ["False", "True", "False", "True", "False"]
 
 
-def test_a_look_at_the_main_thread_that_fails_is_answered_and_leaves_the_rank_in_reach(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Python 3.11 may hand out a frame that is over, whose caller is no frame."""
-
-    def spoilt(_: MainThread) -> float:
-        raise AttributeError("'str' object has no attribute 'f_code'")
-
-    ended: list[int] = []
-    monkeypatch.setattr(os, "_exit", ended.append)  # what the thread does when its parent has gone
-    monkeypatch.setattr(MainThread, "waits", spoilt)
-    ours, theirs = multiprocessing.Pipe()
-    parent = _Parent(os.dup(theirs.fileno()))
-    for _ in range(2):
-        ours.send(("waits", b""))
-        assert ours.poll(10)
-        kind, payload = ours.recv()
-        assert (kind, pickle.loads(payload)) == ("waits", (0.0, ""))
-    ours.send(("call", b"a call"))
-    assert parent.calls.get(timeout=10) == b"a call"
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "gradmesh parent")
-    ours.close()
-    theirs.close()
-    thread.join(10)
-    assert ended == [1]
-
-
 def test_where_others_may_be_at_work_the_main_thread_is_not_said_to_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -309,22 +276,6 @@ def test_where_others_may_be_at_work_the_main_thread_is_not_said_to_wait(
     thread.join()
     assert seen[False] > 0.2
     assert seen[True] == 0.0
-
-
-def test_the_garbage_collector_does_not_start_while_threads_are_looked_at(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    collects: list[bool] = []
-
-    def frames() -> dict[int, FrameType]:
-        collects.append(gc.isenabled())
-        return {}
-
-    monkeypatch.setattr(sys, "_current_frames", frames)
-    assert gc.isenabled()
-    assert current_frames() == {}
-    assert collects == [False]
-    assert gc.isenabled()
 
 
 def test_a_machine_that_was_held_up_is_no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:

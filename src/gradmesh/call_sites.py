@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
 import typing_extensions
 
-__all__ = ["Site", "call_site", "current_frames", "seen_from", "show_site", "show_tensors", "user_frame"]
+__all__ = ["Site", "call_site", "seen_from", "show_site", "show_tensors", "user_frame"]
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _INTERNAL = (
@@ -84,17 +83,3 @@ def user_frame(trace: Any) -> Site:
             found = code, trace.tb_lineno
         trace = trace.tb_next
     return found
-
-
-def current_frames() -> dict[int, FrameType]:
-    """The innermost frame of each thread, by the thread's number.
-
-    Some Pythons, 3.11.7 among them, wait for ever where the garbage collector starts meanwhile: it wants the same lock.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        return sys._current_frames()
-    finally:
-        if collects:
-            gc.enable()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import faulthandler
 import io
 import itertools
 import os
@@ -63,11 +64,7 @@ class _Parent:
                 if kind == "where":
                     self.tell("where", main_thread.stack(__file__).encode())
                 elif kind == "waits":
-                    try:
-                        waits = main_thread.waits(), main_thread.stack(__file__)
-                    except Exception:
-                        # Python 3.11 may hand out frames of a thread that are over meanwhile: then it does not wait.
-                        waits = 0.0, ""
+                    waits = main_thread.waits(), main_thread.stack(__file__)
                     self.tell("waits", pickle.dumps(waits))
                 elif kind == "origin":
                     self.origin = pickle.loads(payload)
@@ -81,6 +78,7 @@ def main(fd: int, backend: str, timeout: float | None, store: str) -> None:
     """Join the world through a store, serve calls until the parent says that it is over, and leave the world."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     _set_up_output()
+    faulthandler.enable(all_threads=False)  # a rank that a signal kills says where it was
     parent = _Parent(fd)
     rank = int(os.environ["RANK"])
     if os.environ["OMP_NUM_THREADS"].isdigit():  # torch built without OpenMP does not read it itself

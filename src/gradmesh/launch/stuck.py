@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import itertools
 import os
 import pickle
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 
 import torch
 
-from gradmesh.call_sites import current_frames
+from gradmesh.stacks import Place, main_stack, shown, stacks
 
 __all__ = ["MainThread", "Probe", "others_at_work", "waits_in"]
 
@@ -64,9 +64,9 @@ class MainThread:
 
         At the first look, and at the first after it moved, that is 0.0 too.
         """
-        frame = _main_frame()
+        stack = main_stack()
         now, wanted = time.monotonic(), _wanted()
-        place = _place(frame) if frame is not None and waits_in(frame) else ()
+        place = tuple((code, instruction) for code, instruction, _ in stack) if waits_in(stack) else ()
         between = now - self._seen
         busy = wanted - self._wanted > _BUSY * between or others_at_work()
         stands = bool(place) and place == self._place and not busy
@@ -76,9 +76,7 @@ class MainThread:
 
     def stack(self, below: str) -> str:
         """Where it is, as text, from the last frame of a file on."""
-        stack = traceback.extract_stack(_main_frame())
-        inside = [i for i, entry in enumerate(stack) if entry.filename == below]
-        return "".join(traceback.format_list(stack[inside[-1] + 1 :] if inside else stack))
+        return shown(main_stack(), below)
 
 
 class Probe:
@@ -133,13 +131,8 @@ def _wanted() -> float:
 def others_at_work() -> bool:
     """Whether a thread of the program's own, or a process that it started, may yet do what a rank waits for."""
     main = threading.main_thread().ident
-    for thread, innermost in current_frames().items():
-        frame: FrameType | None = innermost
-        files = []
-        while frame is not None:
-            files.append(frame.f_code.co_filename)
-            frame = frame.f_back
-        begun = [name for name in files if name != threading.__file__]
+    for thread, stack in stacks().items():
+        begun = [code.co_filename for code, _, _ in stack if code.co_filename != threading.__file__]
         # A thread with no frame outside of the standard library's is a timer.
         if thread != main and not (begun and begun[-1].startswith(_GRADMESH)):
             return True
@@ -150,34 +143,22 @@ def others_at_work() -> bool:
         return False
 
 
-def _main_frame() -> FrameType | None:
-    return current_frames().get(threading.main_thread().ident or -1)
-
-
-def _place(frame: FrameType | None) -> tuple[tuple[CodeType, int], ...]:
-    place = []
-    while frame is not None:
-        place.append((frame.f_code, frame.f_lasti))
-        frame = frame.f_back
-    return tuple(place)
-
-
-def waits_in(innermost: FrameType) -> bool:
+def waits_in(stack: Sequence[Place]) -> bool:
     """Whether a thread that stands still there waits for other ranks: it is inside of a call that does."""
-    frame: FrameType | None = innermost
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _GRADMESH)):
-        if frame.f_code.co_filename.startswith(_WAITS):
-            return True
-        frame = frame.f_back
+    files = [code.co_filename for code, _, _ in stack]
+    inside = itertools.takewhile(lambda file: file.startswith((_TORCH, _GRADMESH)), files)
+    if any(file.startswith(_WAITS) for file in inside):
+        return True
     # A work is waited for in C++, which has no frame of Python's.
-    return frame is innermost and _called(innermost) in _WAIT_NAMES
+    outside = bool(stack) and not files[0].startswith((_TORCH, _GRADMESH))
+    return outside and _called(*stack[0][:2]) in _WAIT_NAMES
 
 
-def _called(frame: FrameType) -> str | None:
+def _called(code: CodeType, last: int) -> str | None:
     """The name of the method that a frame is in the middle of calling, as far as its code tells."""
     name = None
-    for instruction in dis.get_instructions(frame.f_code):
-        if instruction.offset > frame.f_lasti:
+    for instruction in dis.get_instructions(code):
+        if instruction.offset > last:
             break
         if instruction.opname in ("LOAD_METHOD", "LOAD_ATTR"):
             name = instruction.argval

@@ -7,7 +7,6 @@ import ctypes
 import queue
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,11 +16,11 @@ import torch.distributed as dist
 from gradmesh import _torch
 from gradmesh.backends import threads
 from gradmesh.backends.threads.waiting import World
-from gradmesh.call_sites import current_frames
 from gradmesh.errors import AbortedError, message
 from gradmesh.launch.outcomes import FAILURE_GRACE, POLL, Failure, Outcome, group_timeout
 from gradmesh.launch.output_lines import prefixes
 from gradmesh.launch.output_streams import finish_lines, mark_thread, ranks_write_lines, thread_mark
+from gradmesh.stacks import shown, stack_of
 from gradmesh.state import RankState, finished
 
 __all__ = ["ThreadRanks"]
@@ -135,12 +134,7 @@ class ThreadRanks:
         return contextlib.nullcontext() if self._marks[0] is None else ranks_write_lines()
 
     def _where(self, rank: int) -> str:
-        frame = current_frames().get(self._threads[rank].ident or -1)
-        if frame is None:
-            return ""
-        stack = traceback.extract_stack(frame)
-        inside = [i for i, entry in enumerate(stack) if entry.filename == __file__]
-        return "".join(traceback.format_list(stack[inside[-1] + 1 :] if inside else stack))
+        return shown(stack_of(self._threads[rank].ident), below=__file__)
 
     def _end_threads(self) -> None:
         for jobs in self._jobs:
