@@ -135,7 +135,7 @@ def objective(
         _check_total(rows[:, 2], where)
     counts, value = rows[:, :2].sum(0).unbind()
     if reduction == "sum":
-        return _valued(kept * (weight * divided).to(own.dtype), value.to(own.dtype))
+        return _declared(_valued(kept * (weight * divided).to(own.dtype), value.to(own.dtype)), where, V)
     whole = counts * steps if over is None else over
     if _readable(whole) and not whole > 0:
         _refuse(
@@ -146,12 +146,13 @@ def objective(
             "leave the step out on every rank",
         )
     # One factor, in double precision: counts are more than a narrow dtype of the loss can tell.
-    return _valued(kept * (weight * divided / whole).to(own.dtype), (value / whole).to(own.dtype))
+    term = kept * (weight * divided / whole).to(own.dtype)
+    return _declared(_valued(term, (value / whole).to(own.dtype)), where, V)
 
 
 def _declared(scalar: Tensor, axis: Axis, loss_type: Type) -> Tensor:
-    """Have `gradmesh.typed` know that a loss of type R is scaled, so that the ranks' copies are terms of one loss."""
-    if loss_type is R and FOLLOWED[0] and (follower := rank_state().follower) is not None:
+    """Have who follows tensors know that the ranks' losses are terms of one: a loss of type R is scaled to be that."""
+    if loss_type is not I and FOLLOWED[0] and (follower := rank_state().follower) is not None:
         follower.declare(scalar, axis, V)
     return scalar
 

@@ -19,7 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from gradmesh.backends import threads
 from gradmesh.errors import OrderError, message
 
-__all__ = ["FOLLOWED", "Chain", "Follower", "Owes", "RankState", "Unwaited", "finished", "rank_state"]
+__all__ = [
+    "FOLLOWED",
+    "Chain",
+    "Follower",
+    "Owes",
+    "RankState",
+    "Unwaited",
+    "finished",
+    "one_by_one",
+    "rank_state",
+]
 
 
 T = TypeVar("T")
@@ -104,7 +114,17 @@ class Owes(Protocol):
 
 
 class Follower(Protocol):
-    """What follows the types of tensors: `gradmesh.typed`."""
+    """What follows tensors through the library's calls: `gradmesh.typed`, `gradmesh check`.
+
+    Attributes:
+        plain: whether a layer that makes several calls with a derivative of its own is to make them one by one, with
+            that of autograd.
+    """
+
+    plain: bool
+
+    def begins(self, op: Any, x: Tensor, recorded: Any) -> None:
+        """Hear of a call that another thread is about to make."""
 
     def follow(self, op: Any, x: Tensor, recorded: Any, run: Callable[[], Tensor]) -> Tensor:
         """Run an op of the library, and note what its result is."""
@@ -114,7 +134,13 @@ class Follower(Protocol):
 
 
 FOLLOWED = [0]
-"""How many blocks of `typed` are open in this process: mostly none, and then no rank has a follower."""
+"""How many followers there are in this process: mostly none, and then no rank has one."""
+
+
+def one_by_one() -> bool:
+    """Whether a layer is to make its calls one by one, for who follows them; see `Follower`."""
+    follower = rank_state().follower if FOLLOWED[0] else None
+    return follower is not None and follower.plain
 
 
 class _OfThread(threading.local):
@@ -135,7 +161,7 @@ class RankState:
         mesh: the current mesh.
         mesh_world: the world that it was made in; in another one it counts for nothing.
         check: how much is compared (`gradmesh.checking`); None: what the environment says.
-        follower: what follows the types of tensors.
+        follower: what follows tensors through the library's calls.
         reorderable: whether a compiler may move the collectives of the programs that it makes now.
         posted: messages that were sent and may not have gone yet, each with the memory that it is sent from.
         waits_at_exit: whether the process waits for them when it ends.

@@ -92,8 +92,13 @@ class _Mode(DispatchMode):
 class _Follower:
     """The seam to the library's own calls."""
 
+    plain = False
+
     def __init__(self, tracker: Tracker) -> None:
         self.tracker = tracker
+
+    def begins(self, op: Op, x: Tensor, recorded: Recorded | None) -> None:
+        """Nothing: a call is looked at when it is made."""
 
     def follow(self, op: Op, x: Tensor, recorded: Recorded | None, run: Callable[[], Tensor]) -> Tensor:
         """Run an op of the library, and note what its result is."""

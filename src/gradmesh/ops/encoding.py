@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from gradmesh._torch import constant_to_compilers, resolve_group
 from gradmesh.axis import Axis
@@ -22,7 +23,7 @@ from gradmesh.ops.neighbor import Picked
 from gradmesh.ops.permute import Extents
 from gradmesh.ops.sizes import Sizes
 
-__all__ = ["Encoded", "decode", "encode", "recalled"]
+__all__ = ["Encoded", "decode", "decoded_on", "encode", "recalled"]
 
 
 class Encoded(NamedTuple):
@@ -93,12 +94,17 @@ def _fields(kind: type[Any]) -> list[str]:
 def decode(code: Encoded) -> Op:
     """The op that the arguments stand for, on the calling rank."""
     group = None if code.group == _NONE else resolve_group(code.group)
+    if group is None:
+        return decoded_on(code, 0, 1, None)
+    return decoded_on(code, group.rank(), group.size(), group)
+
+
+def decoded_on(code: Encoded, rank: int, size: int, group: ProcessGroup | None) -> Op:
+    """The op that the arguments stand for, on a rank of an axis; without a group it cannot be called."""
     words, numbers, tensors = iter(code.words.split(_END)), iter(code.numbers), iter(code.tensors)
 
     def axis(name: str) -> Axis:
-        if group is None:
-            return Axis(name.removeprefix(_TEXT), 0, 1, None)  # type: ignore[arg-type]
-        return Axis(name.removeprefix(_TEXT), group.rank(), group.size(), group)
+        return Axis(name.removeprefix(_TEXT), rank, size, group)  # type: ignore[arg-type]
 
     found: Op = _take(words, numbers, tensors, axis)
     return found

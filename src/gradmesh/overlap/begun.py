@@ -22,6 +22,7 @@ from gradmesh.autograd import LOOSE, differentiable, join_late, leaf, linked, th
 from gradmesh.call_sites import call_site
 from gradmesh.errors import OrderError, message
 from gradmesh.ops.base import LinearOp, Op
+from gradmesh.state import FOLLOWED, rank_state
 from gradmesh.wire.claims import BACKWARD, CAN_JOIN, JOINS, NOTHING, Recorded
 from gradmesh.wire.courier import Aside, Job
 
@@ -55,6 +56,8 @@ class Begun:
         axis: Aside = self.op.axis  # type: ignore[assignment]  # on no other is a call begun
         op, call, given = self.op, self.call, x.detach()
         call.site = call_site()
+        if FOLLOWED[0] and (follower := rank_state().follower) is not None:
+            follower.begins(op, given, call)
         self.job = Job(lambda: op.apply(given, call))
         axis.courier.begin(self.job)
 

@@ -13,7 +13,7 @@ from gradmesh.checker.findings import Finding
 from gradmesh.checker.judging.added import added_before_sums, listed, upstream
 from gradmesh.checker.judging.context import Context, finding
 from gradmesh.checker.judging.parameters import Got, ratio_of, tolerance
-from gradmesh.checker.judging.truth import near
+from gradmesh.checker.judging.truth import exact, near
 from gradmesh.checker.recording.tape import Called, Saved, Sent
 
 __all__ = ["faults_of_calls", "overwritten"]
@@ -170,7 +170,7 @@ def _is_right(form: _Form) -> bool:
 def _form(given: list[Tensor], true: list[Tensor], copies: Sequence[Sequence[int]]) -> _Form:
     """How gradients are to the true ones, on ranks of which some have copies of the tensor."""
     tol = max(tolerance(x) for x in given)
-    given, true = [x.double() for x in given], [x.double() for x in true]
+    given, true = [exact(x) for x in given], [exact(x) for x in true]
     one = torch.cat([x.flatten() for x in given])
     parts = ratio_of(one, torch.cat([x.flatten() for x in true]), tol)
     whole = None
@@ -264,8 +264,8 @@ def _law(context: Context, calls: dict[int, Called]) -> str:
 
     def alike(candidate: list[Tensor]) -> bool:
         tol = max(tolerance(x) for x in gave)
-        one = torch.cat([x.flatten().double() for x in gave])
-        other = torch.cat([x.flatten().double() for x in candidate])
+        one = torch.cat([exact(x).flatten() for x in gave])
+        other = torch.cat([exact(x).flatten() for x in candidate])
         ratio = ratio_of(one, other, tol)
         return ratio is not None and abs(ratio - 1) < 0.01
 

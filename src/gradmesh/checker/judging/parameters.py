@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradmesh.checker.judging.segments import Segment
-from gradmesh.checker.judging.truth import Truth, near
+from gradmesh.checker.judging.truth import Truth, exact, near
 from gradmesh.checker.recording.params import nameless
 from gradmesh.checker.recording.tape import Alias, Given, Op, Param, Sent, refs
 
@@ -145,7 +145,7 @@ def _compared(
     noise: float,
 ) -> Got:
     tol = tolerance(group[0].param.value)
-    true, given = true.double(), [x.double() for x in given]
+    true, given, trues = exact(true), [exact(x) for x in given], [exact(x) for x in trues]
     if not all(bool(x.isfinite().all()) for x in (true, *given, *trues)):
         return Got(name, group, true, given, 0.0, "infinite")
     # Where the ranks' parts take each other away, as in front of a batch norm, what remains is their rounding.
@@ -172,7 +172,7 @@ def _is_parted(given: Sequence[Tensor], trues: Sequence[Tensor], tol: float) -> 
     left = list(range(len(given)))
     while left:
         alike = [at for at in left if near(given[at], given[left[0]], tol)]
-        whole = torch.stack([trues[at].double() for at in alike]).sum(0)
+        whole = torch.stack([trues[at] for at in alike]).sum(0)
         if ratio_of(given[alike[0]], whole, tol) is None:
             return False
         left = [at for at in left if at not in alike]
@@ -266,10 +266,10 @@ def _spread(name: str, group: list[Part], shared: Callable[[list[Part]], bool], 
         true = _assembled(first, parts, trues)
     if true is None or true.shape != got.shape:
         return None
-    own = [x.double() for x in whole_grads.values() if x is not None]
+    own = [exact(x) for x in whole_grads.values() if x is not None]
     everywhere = all(kind == "replicate" for kind, _ in first.grad_placements)
     if everywhere and not all(near(x, own[0], tolerance(first.value)) for x in own):
-        return Got(name, group, true.double(), own, 0.0, "apart")  # said to be the same, and is not
+        return Got(name, group, exact(true), own, 0.0, "apart")  # said to be the same, and is not
     return _compared(name, group, true, [got], [true], shared, noise)
 
 

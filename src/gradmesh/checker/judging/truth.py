@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradmesh.checker.replay.engine import Again, Rank
 
-__all__ = ["Truth", "near", "truth_of"]
+__all__ = ["Truth", "exact", "near", "truth_of"]
 
 
 @dataclass
@@ -45,7 +45,7 @@ def truth_of(again: Again) -> Truth | None:
     classes = _classes(again, losses)
     terms = [loss / len(group) for loss, group in zip(losses, classes, strict=True) if loss is not None]
     # A rank's own copy of the sum is not on its tape: that is done here.
-    objective = torch.stack([term.real if term.is_complex() else term for term in terms]).sum()
+    objective = torch.stack(terms).sum()
     flat = [(at, number, leaf) for at, rank in enumerate(again.ranks) for number, leaf in rank.leaves.items()]
     found = _derivatives(objective, [leaf for *_, leaf in flat])
     for rank in again.ranks:
@@ -56,6 +56,11 @@ def truth_of(again: Again) -> Truth | None:
     for (at, number, _), gradient in zip(flat, found, strict=True):
         gradients[at][number] = gradient
     return Truth(objective, len({group for group in classes if group}), classes, gradients)
+
+
+def exact(x: Tensor) -> Tensor:
+    """A tensor in double precision; a complex one with another dim for its two parts."""
+    return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).double()
 
 
 def near(a: Tensor, b: Tensor, rtol: float) -> bool:
@@ -70,7 +75,8 @@ def _loss(rank: Rank) -> Tensor | None:
         if root.passed_on or not x.requires_grad:
             continue
         weight = torch.ones_like(x) if root.weight is None else root.weight
-        terms.append((x * weight.reshape(x.shape).to(x.dtype)).sum().double())
+        term = (x * weight.reshape(x.shape).to(x.dtype)).sum()
+        terms.append((term.real if term.is_complex() else term).double())
     return torch.stack(terms).sum() if terms else None
 
 
@@ -83,6 +89,7 @@ def _classes(again: Again, losses: Sequence[Tensor | None]) -> list[tuple[int, .
             for at, other in enumerate(losses)
             if loss is not None
             and other is not None
+            and (at == rank or at not in again.ranks[rank].terms)
             # A NaN is not even near itself.
             and (at == rank or near(loss.detach(), other.detach(), 1e-6))
         )

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gradmesh.checker.recording.params import parameters_of, values_after
 from gradmesh.checker.recording.recorder import Recorder
 from gradmesh.checker.recording.tape import Called, Lost, Param, Root, Step
+from gradmesh.ops.base import Op
 
 __all__ = ["watched"]
 
@@ -41,10 +43,24 @@ def watched(recorder: Recorder, steps: int, enough: Callable[[], None]) -> Itera
     function.apply = classmethod(watcher.applied(apply))  # type: ignore[assignment, method-assign]
     torch.autograd.backward = watcher.begun(backward)
     torch.autograd.grad = watcher.asked(grad)
+    disable, hooked = graph.disable_saved_tensors_hooks, saved_tensors_hooks(watcher.saves, lambda x: x)
+
+    @contextlib.contextmanager
+    def without(words: str) -> Iterator[None]:
+        """Transforms of torch.func refuse hooks of the program; ours are no hindrance."""
+        hooked.__exit__()
+        try:
+            with disable(words):
+                yield
+        finally:
+            hooked.__enter__()
+
+    graph.disable_saved_tensors_hooks = without  # type: ignore[assignment]
     try:
-        with saved_tensors_hooks(watcher.saves, lambda x: x):
+        with hooked:
             yield
     finally:
+        graph.disable_saved_tensors_hooks = disable
         function.apply = apply  # type: ignore[method-assign]
         torch.autograd.backward, torch.autograd.grad = backward, grad
         for hook in hooks:
@@ -76,23 +92,33 @@ class _Watcher:
             number = len(self._tape.calls)
             name, begin = f"{cls.__module__}.{cls.__qualname__}", len(self._tape.events)
             to.see_parts(args, {})
-            call = Called(number, cls.__qualname__, to.site(), [], [], begin, ours=name.startswith(_OURS))
+            op = getattr(args[0], "op", args[0]) if args else None
+            label = f"gm.{op.verb}" if isinstance(op, Op) else cls.__qualname__
+            call = Called(number, label, to.site(), [], [], begin, ours=name.startswith(_OURS))
             self._tape.calls[number] = call
             to.calls.append(call)
             try:
                 result = original(cls, *args, **kwargs)
             finally:
                 to.calls.pop()
-            self._over(call, args, result)
+            self._over(call, args, result, followed=isinstance(op, Op))
             return result
 
         return apply
 
-    def _over(self, call: Called, args: tuple[Any, ...], result: Any) -> None:
+    def _over(self, call: Called, args: tuple[Any, ...], result: Any, *, followed: bool) -> None:
+        """A call has been made.
+
+        Args:
+            call: what the tape has of it.
+            args: what it was given.
+            result: what it returned.
+            followed: whether it is one of the library's own, which is followed without what it returns beside.
+        """
         to = self._to
         call.ins = [to.id_of(x) for x in args if isinstance(x, Tensor)]
         made = [x for x in (result if isinstance(result, tuple) else (result,)) if isinstance(x, Tensor)]
-        for x in made:
+        for x in made if not followed else ():
             if to.id_of(x) is None and x.requires_grad and type(x) is Tensor and to.alias(x) is None:
                 self._tape.events.append(Lost(f"what {call.name} computes is not seen", call.site))
         call.outs = [to.id_of(x) for x in made]

@@ -130,10 +130,13 @@ class Numbering:
 
     def _number(self, x: Tensor, active: bool, **more: bool) -> int:
         self._numbers += 1
-        self._known[x] = Known(self._numbers, active, version_of(x), **more)
+        return self._numbered(x, self._numbers, active, **more)
+
+    def _numbered(self, x: Tensor, number: int, active: bool, **more: bool) -> int:
+        self._known[x] = Known(number, active, version_of(x), **more)
         if active and type(x) in (Tensor, torch.nn.Parameter):
-            self._stores[memory_of(x)] = (weakref.ref(x), self._numbers)
-        return self._numbers
+            self._stores[memory_of(x)] = (weakref.ref(x), number)
+        return number
 
     def _leaf(self, x: Tensor, name: str) -> int:
         number = self._number(x, True, leaf=True)

@@ -20,6 +20,8 @@ from gradmesh.checker.recording.hooks import watched
 from gradmesh.checker.recording.names import Modules
 from gradmesh.checker.recording.recorder import Recorder
 from gradmesh.checker.recording.tape import Tape
+from gradmesh.checker.recording.verbs import Verbs
+from gradmesh.state import FOLLOWED, rank_state
 
 __all__ = ["run_rank"]
 
@@ -71,6 +73,8 @@ def run_rank(
             stack.enter_context(watched(recorder, steps, enough))
             if record:
                 stack.enter_context(recorder)
+                rank_state().follower = Verbs(recorder)
+                FOLLOWED[0] += 1
             kept = _run(target)  # noqa: F841  DDP may never end where its group is destroyed before it
     except SystemExit as error:
         if error.code not in (None, 0):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,28 @@ from gradmesh.checker.recording.collectives import Call, call_of
 from gradmesh.checker.recording.gradients import gradient_of, is_multiple
 from gradmesh.checker.recording.names import Modules
 from gradmesh.checker.recording.numbering import Numbering, mapped
-from gradmesh.checker.recording.tape import Given, Op, Ref, Saved, Scaled, Sent, Tape
+from gradmesh.checker.recording.tape import Given, Op, Ref, Saved, Scaled, Sent, Tape, Verb
 from gradmesh.inference.operators import tensors_in
 from gradmesh.inference.tape import memory_of
 
-__all__ = ["Recorder"]
+__all__ = ["Begun", "Recorder"]
 
 _PLAIN = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 _OF_PARTS = {"DTensor", "AsyncCollectiveTensor"}
 _SCALING = {"mul_", "div_", "_foreach_mul_", "_foreach_div_"}
+
+
+@dataclass(slots=True)
+class Begun:
+    """A collective or a message that is under way.
+
+    Attributes:
+        event: what the tape has of it.
+        cut: whether autograd follows what is handed in, and not what comes.
+    """
+
+    event: Sent
+    cut: bool
 
 
 class Recorder(Numbering, DispatchMode):
@@ -227,6 +241,30 @@ class Recorder(Numbering, DispatchMode):
         call = call_of(func, args, kwargs)
         if call is None:
             return self._waited(func, args, kwargs)
+        begun = self.begins(call)
+        if begun.event.followed:
+            begun.event.outs = [self.target(x) for x in call.outs or ()]
+        result = func(*args, **kwargs)
+        self.tape.events.append(begun.event)
+        if begun.event.followed:
+            made = list(tensors_in(result)) if call.outs is None else call.outs
+            if call.outs is None:
+                begun.event.outs = [self._number(x, True) for x in made]
+            if func.namespace == "c10d" and call.kind == "reduce_scatter":
+                for x in made:
+                    self._awaited[x] = True
+            self.came(begun, made)
+        elif call.kind == "all_reduce" and call.reduce == "sum" and len(call.ins) == 1:
+            self._remember(begun.event, call.ins[0])
+        return result
+
+    def begins(self, call: Call, *, may_follow: bool = True) -> Begun:
+        """Say that a collective or a message is about to be made, and take down what is handed in.
+
+        Args:
+            call: which.
+            may_follow: whether it can be run again.
+        """
         self.sends += 1
         message = call.kind in ("send", "recv")
         grads = torch.is_grad_enabled() or bool(self.calls)
@@ -234,7 +272,7 @@ class Recorder(Numbering, DispatchMode):
         apart = call.kind == "barrier" or gradients or self.backward or self.stepping
         # What autograd follows, sent where gradients are off: they are cut there, on purpose or not.
         cut = not grads and any(self._is_hidden(x) or x in self._cut for x in call.ins)
-        followed = not apart and (grads or message or cut)
+        followed = may_follow and not apart and (grads or message or cut)
         for x in call.outs or ():
             if x.requires_grad and x.is_leaf:  # a parameter is given its value
                 followed = False
@@ -254,23 +292,31 @@ class Recorder(Numbering, DispatchMode):
         self._see_overwriting(call, site)
         if event.followed:
             event.ins = [self.ref(x) for x in call.ins]
-            event.outs = [self.target(x) for x in call.outs or ()]
-        result = func(*args, **kwargs)
-        self.tape.events.append(event)
-        if event.followed:
-            made = list(tensors_in(result)) if call.outs is None else call.outs
-            if call.outs is None:
-                event.outs = [self._number(x, True) for x in made]
-            for x in made:
-                if func.namespace == "c10d" and call.kind == "reduce_scatter":
-                    self._awaited[x] = True
-                self._holds_gradients(x)
-                if cut:
-                    self._cut[x] = True
-                self._known[x].received = call.kind == "recv"
-        elif call.kind == "all_reduce" and call.reduce == "sum" and len(call.ins) == 1:
-            self._remember(event, call.ins[0])
-        return result
+        return Begun(event, cut)
+
+    def came(self, begun: Begun, made: Sequence[Tensor]) -> None:
+        """Say what a followed call wrote to, or made, all of which has its number."""
+        for x in made:
+            self._holds_gradients(x)
+            if begun.cut:
+                self._cut[x] = True
+            self._known[x].received = begun.event.kind == "recv"
+
+    def begins_verb(self, call: Call, verb: Verb, *, may_follow: bool) -> Begun:
+        """Say that one of the library's own calls is about to be made, which makes one tensor, and take it down."""
+        begun = self.begins(call, may_follow=may_follow)
+        begun.event.verb, begun.event.hidden = verb, False
+        if begun.event.followed:
+            self._numbers += 1
+            begun.event.outs = [self._numbers]
+        self.tape.events.append(begun.event)
+        return begun
+
+    def made_verb(self, begun: Begun, y: Tensor) -> None:
+        """Say what came of it, maybe in another thread and later."""
+        if begun.event.followed:
+            self._numbered(y, begun.event.outs[0], True)
+            self.came(begun, [y])
 
     def _remember(self, event: Sent, x: Tensor) -> None:
         if x.numel() == 1:

@@ -25,6 +25,8 @@ __all__ = [
     "Sent",
     "Step",
     "Tape",
+    "Term",
+    "Verb",
     "refs",
 ]
 
@@ -91,6 +93,22 @@ class Op:
 
 
 @dataclass(slots=True)
+class Verb:
+    """The op of one of the library's own calls, as `gradmesh.ops.encoding` has it.
+
+    Attributes:
+        words, numbers, tensors: what it is made of.
+        rank, size: of the axis.
+    """
+
+    words: str
+    numbers: list[int]
+    tensors: list[Tensor]
+    rank: int
+    size: int
+
+
+@dataclass(slots=True)
 class Sent:
     """A collective, or a message.
 
@@ -108,6 +126,8 @@ class Sent:
         hidden: whether autograd follows an operand and knows nothing of the call.
         phase: "forward", "backward", or "apart" (no gradients are followed).
         total: what a sum of one number came to.
+        verb: where it is one of the library's own calls, by all ranks of `group`, or by this one alone where nothing is
+            sent.
     """
 
     kind: str
@@ -126,6 +146,7 @@ class Sent:
     hidden: bool = False
     phase: str = "forward"
     total: float | None = None
+    verb: Verb | None = None
 
 
 @dataclass(slots=True)
@@ -174,6 +195,19 @@ class Root:
     weight: Tensor | None
     passed_on: bool
     site: int
+
+
+@dataclass(slots=True)
+class Term:
+    """A loss that `gradmesh.objective` made: its ranks' losses are terms of one, and have its value all of them.
+
+    Attributes:
+        id: its number.
+        group: the ranks.
+    """
+
+    id: int
+    group: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -242,7 +276,7 @@ class Lost:
     site: int
 
 
-Event = Given | Alias | Op | Sent | Root | Step | Scaled | Saved | Lost
+Event = Given | Alias | Op | Sent | Root | Term | Step | Scaled | Saved | Lost
 
 
 @dataclass

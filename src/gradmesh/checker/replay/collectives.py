@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradmesh.checker.recording.tape import Sent
+from gradmesh.checker.replay.verbs import results_of_verb
 
 __all__ = ["results_of"]
 
@@ -23,6 +24,9 @@ def results_of(
         shapes: of each rank's results, where they are written.
     """
     kind, first = calls[0].kind, calls[0]
+    if first.verb is not None:
+        verbs = [call.verb for call in calls if call.verb is not None]
+        return [[y] for y in results_of_verb(verbs, [each[0] for each in ins])]
     if kind == "all_reduce":
         sums = [combined([each[at] for each in ins], first.reduce) for at in range(len(ins[0]))]
         return [list(sums) for _ in calls]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradmesh.checker.recording.tape import Alias, Event, Given, Lost, Op, Ref, Root, Sent
+from gradmesh.checker.recording.tape import Alias, Event, Given, Lost, Op, Ref, Root, Sent, Term, refs
 from gradmesh.checker.replay.collectives import results_of
 
 __all__ = ["Again", "Rank", "UnfaithfulError", "run_again"]
@@ -30,6 +30,9 @@ class Rank:
         attached: of what the program detached, what it was before.
         roots: where backwards began.
         lost: what the recorder could not follow.
+        declared: tensors that are terms of a sum over some ranks, though all of these have its value, as told,
+            and what is made of them.
+        terms: those ranks, of a loss that is such a term.
         shaken: whether the last bits of its parameters are changed.
         missing: tensors of which it is not known where they came from, which counts where a loss depends on them.
     """
@@ -40,6 +43,8 @@ class Rank:
     roots: list[tuple[Root, Tensor]] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
     missing: list[tuple[Lost, Tensor]] = field(default_factory=list)
+    declared: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    terms: set[int] = field(default_factory=set)
     shaken: bool = False
 
     def run(self, events: Sequence[Event]) -> Generator[Sent, None, None]:
@@ -66,6 +71,9 @@ class Rank:
                 yield event
             elif isinstance(event, Root):
                 self.roots.append((event, self.tensors[event.id]))
+                self.terms.update(self.declared.get(event.id, ()))
+            elif isinstance(event, Term):
+                self.declared[event.id] = event.group
             elif isinstance(event, Lost):
                 self.lost.append(event)
 
@@ -75,6 +83,9 @@ class Rank:
             self.tensors[event.outs[0]] = x.view_as(x) if event.call is not None else x.detach()
             self.attached[event.outs[0]] = self.attached.get(event.args[0].id, x)
             return
+        if self.declared:
+            told = [self.declared[number] for number in refs(event) if number in self.declared]
+            self.declared.update({number: told[0] for number in event.outs if told})
         result = _named(event.name)(*self._valued(event.args), **self._valued(event.kwargs))
         made = [result] if isinstance(result, Tensor) else _flat(result)
         for number, x in zip(event.outs, made, strict=True):
@@ -209,7 +220,10 @@ def _key(call: Sent) -> tuple[str, tuple[int, ...], str]:
 def _message(again: Again, rank: int, call: Sent, waiting: Any, letters: Any, todo: Any) -> bool:
     peer = call.group[call.root] if 0 <= call.root < len(call.group) else -1
     if call.kind == "send":
-        letters[rank, peer, call.tag].append((call, again.ranks[rank].taken(call) if call.followed else []))
+        values = again.ranks[rank].taken(call) if call.followed else []
+        letters[rank, peer, call.tag].append((call, values))
+        for number in call.outs:  # an empty tensor is left
+            again.ranks[rank].tensors[number] = values[0].new_empty(0)
     else:
         box = letters[peer, rank, call.tag]
         if not box:

@@ -15,7 +15,7 @@ from gradmesh.nn.attention import composed
 from gradmesh.nn.attention.blocks import exact
 from gradmesh.nn.attention.ring import Ring, backward, forward
 from gradmesh.ops.permute import Shift
-from gradmesh.state import rank_state
+from gradmesh.state import one_by_one, rank_state
 from gradmesh.wire import compiling
 from gradmesh.wire.claims import BACKWARD, CAN_JOIN, JOINS, NOTHING, Recorded
 
@@ -25,7 +25,7 @@ __all__ = ["attend"]
 def attend(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """What this rank's rows see, differentiably; inside `ordered()`, as the next link of the chain."""
     traced = compiling() or tracing() or is_fake(q)
-    if traced or transforms_active() or any(is_legacy_batched(x) for x in (q, k, v)):
+    if traced or transforms_active() or one_by_one() or any(is_legacy_batched(x) for x in (q, k, v)):
         return composed.attention(ring, q, k, v, apply)
     recording = torch.is_grad_enabled()
     requires = recording and (q.requires_grad or k.requires_grad or v.requires_grad)

@@ -19,7 +19,7 @@ from gradmesh.collectives import all_gather, shift
 from gradmesh.nn.contrastive.kernels import Adjoint, Batched, Logits, Tangent, Tensors, grouped
 from gradmesh.nn.contrastive.tiles import Job, log_sums, merged, tiled_sum
 from gradmesh.overlap.pending import Pending
-from gradmesh.state import rank_state
+from gradmesh.state import one_by_one, rank_state
 from gradmesh.structure import Packed
 
 __all__ = ["Round", "ring_log_sums", "ring_sum"]
@@ -143,6 +143,7 @@ def ring_sum(way: Round, job: Job, operands: Sequence[Tensor], known: Sequence[T
 
     Every rank takes part in the backward, whether its operands require grad or not.
     """
+    known = () if one_by_one() else known
     joins = torch.zeros(1, requires_grad=True)
     found: Tensors = _RingSum.apply(way, job, len(known), joins, *known, *operands)  # type: ignore[no-untyped-call]
     return found

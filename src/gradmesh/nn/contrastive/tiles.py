@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gradmesh.nn.contrastive.kernels import Adjoint, Batched, Kernel, Logits, Tangent, Tensors, grouped
+from gradmesh.state import one_by_one
 from gradmesh.wire import compiling
 
 __all__ = ["Job", "log_sums", "merged", "runs", "table_sum", "tiled_sum", "widened"]
@@ -85,6 +86,7 @@ def table_sum(job: Job, operands: Sequence[Tensor], known: Sequence[Tensor] = ()
     """
     if compiling():
         return _traced(job, operands)
+    known = () if one_by_one() else known
     found: Tensors = _TableSum.apply(job, len(known), *known, *operands)  # type: ignore[no-untyped-call]
     return found
 

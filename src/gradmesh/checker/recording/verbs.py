@@ -1,0 +1,82 @@
+"""The library's own verbs, as the recorder sees them: one call each, whatever travels for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from gradmesh._torch import is_fake
+from gradmesh.axis import Axis
+from gradmesh.checker.recording.collectives import Call
+from gradmesh.checker.recording.recorder import Begun, Recorder
+from gradmesh.checker.recording.tape import Lost, Term, Verb
+from gradmesh.ops.base import Op
+from gradmesh.ops.encoding import encode
+from gradmesh.ops.extremum import Extremum
+from gradmesh.ops.mean import Mean
+from gradmesh.ops.pair import Receive, Send
+from gradmesh.types import Type
+from gradmesh.wire.courier import job_here
+
+__all__ = ["Verbs"]
+
+
+class Verbs:
+    """What the library asks at each of its calls.
+
+    Args:
+        recorder: what writes them down.
+    """
+
+    plain = True
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._to = recorder
+        self._begun: dict[int, Begun] = {}
+        """Calls that another thread makes, by what autograd remembers of them."""
+
+    def begins(self, op: Op, x: Tensor, recorded: Any) -> None:
+        """Write down a call that another thread is about to make."""
+        if not self._to.quiet and not is_fake(x):
+            self._begun[id(recorded)] = self._write(op, x)
+
+    def follow(self, op: Op, x: Tensor, recorded: Any, run: Callable[[], Tensor]) -> Tensor:
+        """Run an op of the library, and write it down."""
+        if job_here() is not None:  # what is recorded of a thread is that of the program's own
+            y = run()
+            begun = self._begun.pop(id(recorded), None)
+            if begun is not None:
+                self._to.made_verb(begun, y)
+            return y
+        if self._to.quiet or is_fake(x):
+            return run()
+        begun = self._write(op, x)
+        with self._to.unseen():
+            y = run()
+        self._to.made_verb(begun, y)
+        return y
+
+    def declare(self, x: Tensor, axis: Axis, kind: Type) -> None:
+        """Remember of a loss that its ranks' are the terms of a sum."""
+        number = self._to.id_of(x)
+        if kind is Type.V and number is not None and not self._to.quiet:
+            self._to.tape.events.append(Term(number, tuple(axis.global_ranks)))
+
+    def _write(self, op: Op, x: Tensor) -> Begun:
+        alone = op.axis.size == 1 or not (op.sends or isinstance(op, Send | Receive))
+        ranks = (self._to.tape.rank,) if alone else tuple(op.axis.global_ranks)
+        call = Call(op.verb, ranks, f"gradmesh {op.axis.name}", [x], None)
+        call.reduce = "max" if isinstance(op, Extremum) else "avg" if isinstance(op, Mean) else "sum"
+        if isinstance(op, Send | Receive):
+            call.root = op.peer
+            if isinstance(op, Receive):
+                call.ins = []
+        rounds = op.comm_dtype is not None or op.backward_dtype is not None
+        code = encode(op)
+        verb = Verb(code.words, code.numbers, code.tensors, op.axis.rank, op.axis.size)
+        begun = self._to.begins_verb(call, verb, may_follow=not rounds)
+        if rounds and begun.event.phase == "apart":
+            self._to.tape.events.append(Lost(f"{op.verb} rounds what travels", begun.event.site))
+        return begun
