@@ -109,3 +109,17 @@ def test_a_rank_that_waits_behind_one_that_has_failed_is_ended_soon(tmp_path: Pa
     assert found.stuck
     assert found.seconds < 20
     assert "ZeroDivisionError" in found.output[1]
+
+
+def test_a_rank_that_a_signal_kills_is_told_with_its_line(tmp_path: Path) -> None:
+    script = tmp_path / "dies.py"
+    script.write_text(
+        "import ctypes, os\nimport torch\nimport torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\ndist.all_reduce(torch.ones(2))\n"
+        "if os.environ['RANK'] == '1':\n    ctypes.string_at(0)\ndist.all_reduce(torch.ones(2))\n"
+    )
+    (found,) = run.check_script(run.Target(str(script)), ranks=2).findings
+    assert (found.rule.id, found.ranks) == ("GM501", (1,))
+    assert "rank 1 was killed by SIGSEGV" in found.message
+    assert found.at is not None
+    assert (found.at.line, found.at.text) == (7, "ctypes.string_at(0)")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import typing_extensions
 
-__all__ = ["Site", "call_site", "seen_from", "show_site", "show_tensors", "user_frame"]
+__all__ = ["Site", "call_site", "is_of_the_program", "seen_from", "show_site", "show_tensors", "user_frame"]
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _INTERNAL = (
@@ -74,12 +74,17 @@ def show_tensors(tensors: Sequence[torch.Tensor]) -> str:
     return " ".join(shown) + (f" and {len(tensors) - 4} more" if len(tensors) > 4 else "")
 
 
+def is_of_the_program(file: str) -> bool:
+    """Whether code of a file is neither torch's, gradmesh's nor of Python's own start."""
+    return not file.startswith(_INTERNAL)
+
+
 def user_frame(trace: Any) -> Site:
     """The innermost frame of a traceback that is neither torch's, gradmesh's nor of Python's own start."""
     found: Site = None
     while trace is not None:
         code = trace.tb_frame.f_code
-        if not code.co_filename.startswith(_INTERNAL):
+        if is_of_the_program(code.co_filename):
             found = code, trace.tb_lineno
         trace = trace.tb_next
     return found

@@ -56,6 +56,7 @@ class Recorded:
         calls: what each rank's collectives were, line by line, also where it did not end.
         output: what each printed.
         stuck: whether they were ended because nothing happened any more.
+        killed: the signals that killed ranks, by rank.
         seconds: how long the ranks ran.
     """
 
@@ -63,6 +64,7 @@ class Recorded:
     calls: list[list[str]]
     output: list[str]
     stuck: bool
+    killed: dict[int, int]
     seconds: float
 
 
@@ -98,7 +100,9 @@ def check_script(
         )
     found = recorded(target, ranks=ranks, steps=steps, timeout=timeout)
     begun = time.perf_counter()
-    verdict = judged(found.tapes, found.calls, found.output, stuck=found.stuck, ranks=ranks, see=see)
+    verdict = judged(
+        found.tapes, found.calls, found.output, stuck=found.stuck, killed=found.killed, ranks=ranks, see=see
+    )
     verdict.seconds.update(checked=found.seconds, judged=time.perf_counter() - begun)
     return verdict
 
@@ -116,24 +120,40 @@ def recorded(target: Target, *, ranks: int, steps: int, timeout: float, record: 
             )
             process.start()
             started.append(process)
-        stuck = _waited(started, Path(folder), timeout)
+        stuck, killed = _waited(started, Path(folder), timeout)
         seconds = time.perf_counter() - begun
         return Recorded(
             [_tape(Path(folder) / f"{rank}.tape") for rank in range(ranks)],
             [_lines(Path(folder) / f"{rank}.calls") for rank in range(ranks)],
             ["\n".join(_lines(Path(folder) / f"{rank}.out")) for rank in range(ranks)],
             stuck,
+            killed,
             seconds,
         )
 
 
-def _waited(started: Sequence[Any], folder: Path, timeout: float) -> bool:
-    """Wait for the ranks; end them where nothing happens any more, and say so."""
+def _waited(started: Sequence[Any], folder: Path, timeout: float) -> tuple[bool, dict[int, int]]:
+    """Wait for the ranks; end them where nothing happens any more.
+
+    Returns:
+        Whether that was so, and the signals that killed ranks before, by rank.
+    """
+    stuck = _stand_still(started, folder, timeout)
+    codes = [process.exitcode for process in started]
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+    for process in started:
+        process.join()
+    return stuck, {rank: -code for rank, code in enumerate(codes) if code is not None and code < 0}
+
+
+def _stand_still(started: Sequence[Any], folder: Path, timeout: float) -> bool:
+    """Wait until all ranks are over, or have left their tapes, or nothing happens any more: whether it is that."""
     last, seen = time.monotonic(), (0, 0.0)
     failed = 0.0
     while any(process.is_alive() for process in started):
         if all((folder / f"{rank}.tape").exists() for rank in range(len(started))):
-            _end(started)
             return False
         time.sleep(0.02)
         now = time.monotonic()
@@ -144,24 +164,13 @@ def _waited(started: Sequence[Any], folder: Path, timeout: float) -> bool:
         # Ranks that wait for one that has failed wait for ever, mostly; one that has ended may be waited for by none.
         failed = failed or (now if _one_failed(started, folder) else 0.0)
         if now - last > timeout or (failed and now - max(failed, last) > min(timeout, _GRACE)):
-            _end(started)
             return True
-    for process in started:
-        process.join()
     return False
 
 
 def _one_failed(started: Sequence[Any], folder: Path) -> bool:
     """Whether a rank has raised, or died."""
     return any(process.exitcode for process in started) or any(folder.glob("*.failed"))
-
-
-def _end(started: Sequence[Any]) -> None:
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-    for process in started:
-        process.join()
 
 
 def processor_time(pid: int | None) -> float:

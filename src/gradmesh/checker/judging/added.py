@@ -55,7 +55,7 @@ def added_before_sums(context: Context, wrong: Sequence[Got]) -> list[Finding]:
             if _is_share(context, rank, number, len(calls)):
                 continue
             leaf = number in context.again.ranks[rank].leaves
-            if not leaf and not bool(there[0].abs().max() > 0):
+            if not leaf and not bool(there[0].any()):
                 continue
             x = context.tensor(rank, number)
             names = upstream(context, [x], wrong) if x is not None else []

@@ -13,7 +13,7 @@ from gradmesh.checker.findings import Finding
 from gradmesh.checker.judging.added import added_before_sums, listed, upstream
 from gradmesh.checker.judging.context import Context, finding
 from gradmesh.checker.judging.parameters import Got, ratio_of, tolerance
-from gradmesh.checker.judging.truth import exact, near
+from gradmesh.checker.judging.truth import in_double, near
 from gradmesh.checker.recording.tape import Called, Saved, Sent
 
 __all__ = ["faults_of_calls", "overwritten"]
@@ -60,7 +60,7 @@ def _hidden(context: Context, wrong: Sequence[Got]) -> list[Finding]:
             if not call.hidden or call.site in found:
                 continue
             outs = [x for n in call.outs if (x := context.tensor(rank, n)) is not None and x.requires_grad]
-            if not outs or all(g is None or not g.abs().max() > 0 for g in context.truth.at(outs)):
+            if not outs or all(g is None or not g.any() for g in context.truth.at(outs)):
                 continue  # the loss does not depend on it
             names = upstream(context, outs, wrong)
             if names:
@@ -80,7 +80,7 @@ def _hidden(context: Context, wrong: Sequence[Got]) -> list[Finding]:
             continue  # gradients of a pipeline go back by messages of their own
         outs = [x for n in call.outs if (x := context.tensor(rank, n)) is not None and x.requires_grad]
         names = upstream(context, outs, wrong)
-        if names and any(g is not None and bool(g.abs().max() > 0) for g in context.truth.at(outs)):
+        if names and any(g is not None and bool(g.any()) for g in context.truth.at(outs)):
             said = (
                 "a tensor that autograd follows is sent to another rank, and autograd does not know of it: "
                 f"no gradient comes back to {listed(names)}"
@@ -170,7 +170,7 @@ def _is_right(form: _Form) -> bool:
 def _form(given: list[Tensor], true: list[Tensor], copies: Sequence[Sequence[int]]) -> _Form:
     """How gradients are to the true ones, on ranks of which some have copies of the tensor."""
     tol = max(tolerance(x) for x in given)
-    given, true = [exact(x) for x in given], [exact(x) for x in true]
+    given, true = [in_double(x) for x in given], [in_double(x) for x in true]
     one = torch.cat([x.flatten() for x in given])
     parts = ratio_of(one, torch.cat([x.flatten() for x in true]), tol)
     whole = None
@@ -264,8 +264,8 @@ def _law(context: Context, calls: dict[int, Called]) -> str:
 
     def alike(candidate: list[Tensor]) -> bool:
         tol = max(tolerance(x) for x in gave)
-        one = torch.cat([exact(x).flatten() for x in gave])
-        other = torch.cat([exact(x).flatten() for x in candidate])
+        one = torch.cat([in_double(x).flatten() for x in gave])
+        other = torch.cat([in_double(x).flatten() for x in candidate])
         ratio = ratio_of(one, other, tol)
         return ratio is not None and abs(ratio - 1) < 0.01
 

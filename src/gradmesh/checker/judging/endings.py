@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Sequence
+import re
+import signal
+from collections.abc import Mapping, Sequence
 
+from gradmesh.call_sites import is_of_the_program
 from gradmesh.checker.findings import Finding, Place
 from gradmesh.checker.judging.context import finding
 from gradmesh.checker.recording.tape import Tape
@@ -22,11 +25,18 @@ _FOLLOWS = (
 )
 """What a rank says when another has gone."""
 
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in ', re.MULTILINE)
+"""A line of the stack that Python prints when a signal kills it."""
+
 _SAME_SHAPES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 
 
 def endings(
-    tapes: Sequence[Tape | None], calls: Sequence[Sequence[str]], output: Sequence[str], stuck: bool
+    tapes: Sequence[Tape | None],
+    calls: Sequence[Sequence[str]],
+    output: Sequence[str],
+    stuck: bool,
+    killed: Mapping[int, int],
 ) -> list[Finding]:
     """What is wrong with how the ranks ended."""
     raised = [(rank, tape) for rank, tape in enumerate(tapes) if tape is not None and tape.ended == "raised"]
@@ -35,6 +45,9 @@ def endings(
     ended = all(tape is not None and tape.ended != "raised" for tape in tapes)
     if ended:
         return []
+    dead = sorted(rank for rank in killed if tapes[rank] is None)
+    if dead and not first:
+        return [_killed(dead[0], killed[dead[0]], output[dead[0]])]
     of_calls = stuck or not first or any(text in first[0][1].error for text in ("size", "shape", "mismatch"))
     differ = _differing(calls, stopped) if of_calls else None
     if differ is not None:
@@ -55,6 +68,18 @@ def endings(
     gone = [rank for rank, tape in enumerate(tapes) if tape is None]
     said = f"rank {gone[0]} ended without a word: {output[gone[0]][-300:].strip()}"
     return [finding("GM501", said, None, None, gone)]
+
+
+def _killed(rank: int, number: int, printed: str) -> Finding:
+    """A rank that a signal killed, at the innermost line of the program, as Python printed it at the end."""
+    name = signal.Signals(number).name
+    why = ", as one does that has taken all the memory" if name == "SIGKILL" else ""
+    stack = printed.partition("Fatal Python error")[2]
+    lines = [
+        Place(file, int(line), "", "") for file, line in _FRAME.findall(stack) if is_of_the_program(file)
+    ]
+    at = _with_text(lines[0]) if lines else None
+    return finding("GM501", f"rank {rank} was killed by {name}{why}", at, None, [rank])
 
 
 def _differing(calls: Sequence[Sequence[str]], stopped: set[int]) -> Finding | None:

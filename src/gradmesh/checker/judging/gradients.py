@@ -10,7 +10,7 @@ from gradmesh.checker.findings import Finding, Place
 from gradmesh.checker.judging.context import Context, finding
 from gradmesh.checker.judging.parameters import Got, ratio_of, tolerance
 from gradmesh.checker.judging.segments import Segment
-from gradmesh.checker.judging.truth import exact
+from gradmesh.checker.judging.truth import in_double
 from gradmesh.checker.recording.tape import Op, Root, Scaled, Sent, Tape, refs
 
 __all__ = ["faults_of_gradients", "scales", "wrong_ones"]
@@ -135,7 +135,7 @@ def _apart(context: Context, got: Got) -> Finding:
     total = ratio_of(torch.stack(got.got).sum(0), got.true, tol)
     zero = torch.zeros_like(got.true)
     own = [
-        ratio_of(given, zero if part.true is None else exact(part.true), tol)
+        ratio_of(given, zero if part.true is None else in_double(part.true), tol)
         for given, part in zip(got.got, got.parts, strict=True)
     ]
     lines = {str(context.place(part.rank, context.used_at(part.rank, part.ids))) for part in got.parts}

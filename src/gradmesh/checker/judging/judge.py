@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -38,6 +38,7 @@ def judged(
     output: Sequence[str],
     *,
     stuck: bool,
+    killed: Mapping[int, int],
     ranks: int,
     see: Callable[[Context], None] = lambda _: None,
 ) -> Verdict:
@@ -48,10 +49,11 @@ def judged(
         calls: each rank's collectives, as its log has them.
         output: what each rank printed.
         stuck: whether the ranks were ended.
+        killed: the signals that killed ranks before that, by rank.
         ranks: how many there are.
         see: is shown each step that is judged.
     """
-    found = endings(tapes, calls, output, stuck)
+    found = endings(tapes, calls, output, stuck, killed)
     notes: list[str] = []
     there = [tape for tape in tapes if tape is not None]
     if len(there) == ranks and not found:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradmesh.checker.judging.segments import Segment
-from gradmesh.checker.judging.truth import Truth, exact, near
+from gradmesh.checker.judging.truth import Truth, in_double, near
 from gradmesh.checker.recording.params import nameless
 from gradmesh.checker.recording.tape import Alias, Given, Op, Param, Sent, refs
 
@@ -145,7 +145,7 @@ def _compared(
     noise: float,
 ) -> Got:
     tol = tolerance(group[0].param.value)
-    true, given, trues = exact(true), [exact(x) for x in given], [exact(x) for x in trues]
+    true, given, trues = in_double(true), [in_double(x) for x in given], [in_double(x) for x in trues]
     if not all(bool(x.isfinite().all()) for x in (true, *given, *trues)):
         return Got(name, group, true, given, 0.0, "infinite")
     # Where the ranks' parts take each other away, as in front of a batch norm, what remains is their rounding.
@@ -266,10 +266,10 @@ def _spread(name: str, group: list[Part], shared: Callable[[list[Part]], bool], 
         true = _assembled(first, parts, trues)
     if true is None or true.shape != got.shape:
         return None
-    own = [exact(x) for x in whole_grads.values() if x is not None]
+    own = [in_double(x) for x in whole_grads.values() if x is not None]
     everywhere = all(kind == "replicate" for kind, _ in first.grad_placements)
     if everywhere and not all(near(x, own[0], tolerance(first.value)) for x in own):
-        return Got(name, group, exact(true), own, 0.0, "apart")  # said to be the same, and is not
+        return Got(name, group, in_double(true), own, 0.0, "apart")  # said to be the same, and is not
     return _compared(name, group, true, [got], [true], shared, noise)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradmesh.checker.replay.engine import Again, Rank
 
-__all__ = ["Truth", "exact", "near", "truth_of"]
+__all__ = ["Truth", "in_double", "near", "truth_of"]
 
 
 @dataclass
@@ -58,7 +58,7 @@ def truth_of(again: Again) -> Truth | None:
     return Truth(objective, len({group for group in classes if group}), classes, gradients)
 
 
-def exact(x: Tensor) -> Tensor:
+def in_double(x: Tensor) -> Tensor:
     """A tensor in double precision; a complex one with another dim for its two parts."""
     return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).double()
 

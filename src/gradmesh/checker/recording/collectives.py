@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradmesh._torch.compiled import resolve_group
 from gradmesh._torch.dispatched import arguments, group_behind, reduction_of
+from gradmesh.checker.recording.tape import Verb
 from gradmesh.inference.raw_calls import COLLECTIVES
 
 __all__ = ["Call", "call_of"]
@@ -24,7 +25,7 @@ class Call:
         ranks, name: of the group.
         ins: what is handed in.
         outs: where the result is written; None where the operator makes it.
-        reduce, root, tag, splits: as `Sent` has them.
+        reduce, root, tag, splits, verb: as `Sent` has them.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Call:
     root: int = -1
     tag: int = 0
     splits: tuple[list[int], list[int]] | None = None
+    verb: Verb | None = None
 
 
 def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:

@@ -13,9 +13,11 @@ from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from gradmesh._torch import functorch_active
 from gradmesh.checker.recording.params import parameters_of, values_after
 from gradmesh.checker.recording.recorder import Recorder
 from gradmesh.checker.recording.tape import Called, Lost, Param, Root, Step
+from gradmesh.inference.tape import memory_of
 from gradmesh.ops.base import Op
 
 __all__ = ["watched"]
@@ -87,7 +89,7 @@ class _Watcher:
             return method.__get__(None, cls)(*args, **kwargs)
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if to.backward or to.stepping or to.quiet:
+            if to.backward or to.stepping or to.quiet or functorch_active():
                 return original(cls, *args, **kwargs)
             number = len(self._tape.calls)
             name, begin = f"{cls.__module__}.{cls.__qualname__}", len(self._tape.events)
@@ -118,6 +120,8 @@ class _Watcher:
         to = self._to
         call.ins = [to.id_of(x) for x in args if isinstance(x, Tensor)]
         made = [x for x in (result if isinstance(result, tuple) else (result,)) if isinstance(x, Tensor)]
+        for x in made[1:] if followed else ():  # ties calls to one another
+            to.constant(x)
         for x in made if not followed else ():
             if to.id_of(x) is None and x.requires_grad and type(x) is Tensor and to.alias(x) is None:
                 self._tape.events.append(Lost(f"what {call.name} computes is not seen", call.site))
@@ -198,6 +202,8 @@ class _Watcher:
             local = getattr(x, "_local_tensor", x)
             weight = given[at] if at < len(given) else None
             number = to.id_of(local)
+            if number is None and local.is_leaf:
+                continue  # the end of a chain of calls, on a rank without a loss
             if number is None:
                 self._tape.events.append(Lost("a backward begins at what was not followed", site))
                 continue
@@ -209,10 +215,13 @@ class _Watcher:
 
     def saves(self, x: Tensor) -> Tensor:
         """Remember where autograd keeps what it needs for backward."""
+        if functorch_active():
+            return x
         with self._to.unseen():
             kept = x.detach()
         if not self._to.stepping and type(x) is Tensor:
-            self._to.saved[x.untyped_storage().data_ptr()] = weakref.ref(kept)
+            self._to.saved[memory_of(x)] = weakref.ref(kept)
+            self._to.keep(kept)
         return kept
 
     # -- steps ---------------------------------------------------------------------------------------------------

@@ -66,9 +66,12 @@ class Numbering:
         self.gradients = Gradients(self._parameters)
         """Which tensors are gradients, and of which parameter."""
         self._known: Any = WeakTensors()
-        self._stores: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._stores: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], int]] = {}
+        """What was last seen to be followed of each memory, by how that is read."""
         self._held: dict[int, weakref.ref[Tensor]] = {}
         """Parameters by their memory, of which there may be other views."""
+        self._kept: Any = WeakTensors()
+        """What autograd keeps for backward, as its hooks see it."""
         self._random: Any = WeakTensors()
         self._numbers = 0
         self._sites: dict[tuple[Any, int], int] = {}
@@ -135,7 +138,7 @@ class Numbering:
     def _numbered(self, x: Tensor, number: int, active: bool, **more: bool) -> int:
         self._known[x] = Known(number, active, version_of(x), **more)
         if active and type(x) in (Tensor, torch.nn.Parameter):
-            self._stores[memory_of(x)] = (weakref.ref(x), number)
+            self._stores[_read(x)] = (weakref.ref(x), number)
         return number
 
     def _leaf(self, x: Tensor, name: str) -> int:
@@ -155,16 +158,46 @@ class Numbering:
 
     def _alias(self, x: Tensor) -> int | None:
         """Number another view of memory that is known, made without an operator."""
-        entry = self._stores.get(memory_of(x))
-        owner = entry and entry[0]()
-        if entry is None or owner is None or owner.dtype != x.dtype or memory_of(owner) != memory_of(x):
-            return None
-        if owner.is_leaf and not self.calls and not x.requires_grad:
+        owner = self._owner(x)
+        if owner is None or (owner.is_leaf and not self.calls and not x.requires_grad):
             return None  # `.data` of a parameter
+        of = self._known[owner].id
         number = self._number(x, True)
         shape, stride = tuple(x.shape), tuple(x.stride())
-        self.tape.events.append(Alias(number, entry[1], shape, stride, int(x.storage_offset())))
+        self.tape.events.append(Alias(number, of, shape, stride, int(x.storage_offset())))
         return number
+
+    def _owner(self, x: Tensor) -> Tensor | None:
+        """A tensor that is followed, or a parameter, whose memory another tensor shares and reads in the same way."""
+        if not memory_of(x):
+            return None
+        latest, held = self._stores.get(_read(x)), self._held.get(memory_of(x))
+        there = (None if latest is None else latest[0](), None if held is None else held())
+        for owner in there:
+            if owner is not None and owner in self._known and _read(owner) == _read(x):
+                return owner
+        return None
+
+    def keep(self, x: Tensor) -> None:
+        """Autograd keeps this for backward, and of the program's own tensor of that memory maybe no more."""
+        self._kept[x] = True
+        owner = self._owner(x)
+        known = None if owner is None else self._known[owner]
+        if owner is None or known is None or known.leaf:
+            return
+        if (owner.shape, owner.stride(), owner.storage_offset()) == (x.shape, x.stride(), x.storage_offset()):
+            self._known[x] = known
+            self._stores[_read(x)] = weakref.ref(x), known.id
+        elif not owner.is_leaf:
+            self._alias(x)
+
+    def taken_back(self, kept: Tensor, x: Tensor) -> None:
+        """Autograd takes it back, as another tensor."""
+        if kept not in self._kept:  # a checkpoint's own, of what it computes again
+            self.keep(kept)
+        self._kept[x] = True
+        if kept in self._known:
+            self._known[x] = self._known[kept]
 
     def ref(self, x: Tensor) -> int:
         """The number of a tensor that an operator takes; what is not known is data."""
@@ -174,18 +207,33 @@ class Numbering:
         if known is not None and known.spoilt:
             return self._lost(x, "a tensor was written to where gradients are off")
         if x.requires_grad and x.is_leaf:
-            return self._leaf(x, self.modules.name_of(x))
+            known = self._parameter_at(x)
+            return self._leaf(x, self.modules.name_of(x)) if known is None else known.id
         if known is None and (x.requires_grad or self.calls):
             number = self._view(x) if x.requires_grad else None
             number = self._alias(x) if number is None else number
             if number is not None:
                 return number
-            if x.requires_grad:
+            if x.requires_grad and x.numel():  # where there is nothing, nothing is lost
                 return self._lost(x, "where a tensor came from is not known")
         random = x in self._random
         number = self._number(x, False)
         self.tape.events.append(Given(number, x.detach().clone(), random=random))
         return number
+
+    def _parameter_at(self, x: Tensor) -> Known | None:
+        """What is known of a parameter that autograd hands out as another tensor."""
+        held = self._held.get(memory_of(x), lambda: None)()
+        if held is None or (held.shape, held.stride(), _read(held)) != (x.shape, x.stride(), _read(x)):
+            return None
+        known: Known | None = self._known.get(held)
+        return known
+
+    def constant(self, x: Tensor) -> None:
+        """Take a tensor for data that autograd follows, and whose gradient goes nowhere."""
+        number = self._number(x, True)
+        with self.unseen():
+            self.tape.events.append(Given(number, x.detach().clone()))
 
     def _lost(self, x: Tensor, why: str) -> int:
         """Take a tensor for data, with a word on why, which counts where a loss depends on it."""
@@ -223,15 +271,20 @@ class Numbering:
             known = None if each is None else self._known.get(each)
             if each is not None and known is not None:
                 known.active, known.spoilt = True, False
-                self._stores[memory_of(each)] = (weakref.ref(each), known.id)
+                self._stores[_read(each)] = (weakref.ref(each), known.id)
 
     def _at(self, x: Tensor, store: int) -> Known | None:
         """What is known of the parameter in a tensor's memory, of the tensor, or of another that is there."""
-        held, other = self._held.get(store), self._stores.get(store, (None,))[0]
+        held, other = self._held.get(store), self._stores.get(_read(x), (None,))[0]
         parameter = None if held is None else held()
         owner = None if other is None else other()
         found = (self._known.get(each) for each in (parameter, x, owner) if each is not None)
         return next((known for known in found if known is not None), None)
+
+
+def _read(x: Tensor) -> tuple[Any, ...]:
+    """The memory of a tensor, and how it is read."""
+    return memory_of(x), x.dtype, x.is_conj(), x.is_neg()
 
 
 def mapped(value: Any, ref: Callable[[Tensor], int]) -> Any:

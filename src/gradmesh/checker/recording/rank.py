@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import pickle
 import runpy
@@ -44,6 +45,7 @@ def run_rank(
     stream = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for standard in (1, 2):
         os.dup2(stream, standard)
+    faulthandler.enable(all_threads=False)  # says where, if a signal kills the rank
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

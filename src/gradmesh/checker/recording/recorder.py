@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from gradmesh._torch.dispatched import (
@@ -23,12 +25,14 @@ from gradmesh.checker.recording.collectives import Call, call_of
 from gradmesh.checker.recording.gradients import gradient_of, is_multiple
 from gradmesh.checker.recording.names import Modules
 from gradmesh.checker.recording.numbering import Numbering, mapped
-from gradmesh.checker.recording.tape import Given, Op, Ref, Saved, Scaled, Sent, Tape, Verb
+from gradmesh.checker.recording.tape import Given, Op, Ref, Saved, Scaled, Sent, Tape
 from gradmesh.inference.operators import tensors_in
 from gradmesh.inference.tape import memory_of
 
 __all__ = ["Begun", "Recorder"]
 
+_CHECKPOINT = torch.utils.checkpoint.__file__
+"""What is detached in here is what autograd keeps."""
 _PLAIN = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 _OF_PARTS = {"DTensor", "AsyncCollectiveTensor"}
 _SCALING = {"mul_", "div_", "_foreach_mul_", "_foreach_div_"}
@@ -96,6 +100,12 @@ class Recorder(Numbering, DispatchMode):
             return self._apart(func, args, kwargs)
         given = list(tensors_in((args, kwargs)))
         name = func.overloadpacket.__name__
+        if name == "detach" and (
+            given[0] in self._kept or sys._getframe(1).f_code.co_filename == _CHECKPOINT
+        ):
+            result = func(*args, **kwargs)
+            self.taken_back(given[0], result)
+            return result
         draws = _draws(func, args, kwargs) and not written(func) and name != "native_dropout"
         if draws or _is_factory(func) or not any(self._is_active(x) for x in given):
             return self._apart(func, args, kwargs)  # what was drawn cannot be drawn again: it is data
@@ -281,6 +291,7 @@ class Recorder(Numbering, DispatchMode):
         site = self.site()
         event = Sent(call.kind, call.ranks, call.name, [], [], site, self._in_call(), phase=phase)
         event.reduce, event.root, event.tag, event.splits = call.reduce, call.root, call.tag, call.splits
+        event.verb = call.verb
         event.shapes = [tuple(x.shape) for x in call.ins or call.outs or []]
         event.followed = followed and all(
             x.is_floating_point() or x.is_complex() for x in (*call.ins, *(call.outs or ()))
@@ -288,7 +299,8 @@ class Recorder(Numbering, DispatchMode):
         event.hidden = followed and not self.calls and any(self._is_hidden(x) for x in call.ins)
         if self._log is not None:
             place = self.tape.places[site] if site >= 0 else None
-            self._log.write(f"{call.kind}\t{call.name}\t{call.ranks}\t{event.shapes}\t{call.root}\t{place}\n")
+            kind = f"gm.{call.kind}" if call.verb else call.kind
+            self._log.write(f"{kind}\t{call.name}\t{call.ranks}\t{event.shapes}\t{call.root}\t{place}\n")
         self._see_overwriting(call, site)
         if event.followed:
             event.ins = [self.ref(x) for x in call.ins]
@@ -302,10 +314,10 @@ class Recorder(Numbering, DispatchMode):
                 self._cut[x] = True
             self._known[x].received = begun.event.kind == "recv"
 
-    def begins_verb(self, call: Call, verb: Verb, *, may_follow: bool) -> Begun:
+    def begins_verb(self, call: Call, *, may_follow: bool) -> Begun:
         """Say that one of the library's own calls is about to be made, which makes one tensor, and take it down."""
         begun = self.begins(call, may_follow=may_follow)
-        begun.event.verb, begun.event.hidden = verb, False
+        begun.event.hidden = False
         if begun.event.followed:
             self._numbers += 1
             begun.event.outs = [self._numbers]

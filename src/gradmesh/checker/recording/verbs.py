@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from gradmesh._torch import is_fake
+from gradmesh._torch import functorch_active, is_fake
 from gradmesh.axis import Axis
 from gradmesh.checker.recording.collectives import Call
 from gradmesh.checker.recording.recorder import Begun, Recorder
@@ -52,6 +53,12 @@ class Verbs:
             return y
         if self._to.quiet or is_fake(x):
             return run()
+        if functorch_active():  # what comes is no tensor that another process could read
+            self._to.tape.events.append(
+                Lost(f"{op.verb} inside of a transform of torch.func", self._to.site())
+            )
+            with self._to.unseen():
+                return run()
         begun = self._write(op, x)
         with self._to.unseen():
             y = run()
@@ -73,10 +80,22 @@ class Verbs:
             call.root = op.peer
             if isinstance(op, Receive):
                 call.ins = []
+        followed = torch.is_grad_enabled() or bool(self._to.calls)  # else it is stopped on purpose
         rounds = op.comm_dtype is not None or op.backward_dtype is not None
         code = encode(op)
-        verb = Verb(code.words, code.numbers, code.tensors, op.axis.rank, op.axis.size)
-        begun = self._to.begins_verb(call, verb, may_follow=not rounds)
-        if rounds and begun.event.phase == "apart":
+        call.verb = Verb(
+            code.words, code.numbers, list(map(_readable, code.tensors)), op.axis.rank, op.axis.size
+        )
+        begun = self._to.begins_verb(call, may_follow=followed and not rounds)
+        if rounds and followed and begun.event.phase == "apart":
             self._to.tape.events.append(Lost(f"{op.verb} rounds what travels", begun.event.site))
         return begun
+
+
+def _readable(x: Tensor) -> Tensor:
+    """An index as another process can read it: not what a transform of torch.func has left of one."""
+    try:
+        x.untyped_storage()
+    except NotImplementedError:
+        return torch.tensor(x.tolist(), dtype=x.dtype)
+    return x

@@ -52,7 +52,7 @@ class Rank:
         for event in events:
             if isinstance(event, Given):
                 value = event.value
-                if event.lost and value.is_floating_point():
+                if event.lost and (value.is_floating_point() or value.is_complex()):
                     missing = value.clone().requires_grad_()
                     self.missing.append((Lost(event.lost, event.site), missing))
                     self.tensors[event.id] = missing.clone()
