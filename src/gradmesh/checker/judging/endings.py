@@ -6,6 +6,7 @@ import ast
 import linecache
 import re
 import signal
+import sysconfig
 from collections.abc import Mapping, Sequence
 
 from gradmesh.call_sites import is_of_the_program
@@ -28,6 +29,8 @@ _FOLLOWS = (
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in ', re.MULTILINE)
 """A line of the stack that Python prints when a signal kills it."""
 
+_PYTHON = sysconfig.get_path("stdlib")
+
 _SAME_SHAPES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 
 
@@ -46,7 +49,9 @@ def endings(
     if ended:
         return []
     dead = sorted(rank for rank in killed if tapes[rank] is None)
-    if dead and not first:
+    # Gloo aborts where what comes does not fit.
+    aborted = bool(dead) and killed[dead[0]] == signal.SIGABRT
+    if dead and not first and not (aborted and _differing(calls, stopped)):
         return [_killed(dead[0], killed[dead[0]], output[dead[0]])]
     of_calls = stuck or not first or any(text in first[0][1].error for text in ("size", "shape", "mismatch"))
     differ = _differing(calls, stopped) if of_calls else None
@@ -76,7 +81,9 @@ def _killed(rank: int, number: int, printed: str) -> Finding:
     why = ", as one does that has taken all the memory" if name == "SIGKILL" else ""
     stack = printed.partition("Fatal Python error")[2]
     lines = [
-        Place(file, int(line), "", "") for file, line in _FRAME.findall(stack) if is_of_the_program(file)
+        Place(file, int(line), "", "")
+        for file, line in _FRAME.findall(stack)
+        if is_of_the_program(file) and not file.startswith(_PYTHON)
     ]
     at = _with_text(lines[0]) if lines else None
     return finding("GM501", f"rank {rank} was killed by {name}{why}", at, None, [rank])
