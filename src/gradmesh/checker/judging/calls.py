@@ -38,6 +38,12 @@ def faults_of_calls(context: Context, wrong: Sequence[Got]) -> list[Finding]:
     return found or added_before_sums(context, wrong)
 
 
+_OF_VERBS = (
+    "Say what the result is: dst=gm.R where each rank goes on with it in its own way, dst=gm.I where all ranks do the "
+    "same with it, up to one loss that they share."
+)
+
+
 def overwritten(context: Context) -> list[Finding]:
     """Collectives that write where autograd has saved something."""
     found: dict[int, Finding] = {}
@@ -134,7 +140,10 @@ def _functions(context: Context, wrong: Sequence[Got]) -> list[Finding]:
         if call.ours:  # it does what it says; the program wants another
             ratio = left.parts if left.parts is not None else left.whole
             rule = "GM102" if ratio is not None and ratio > 1 else "GM103"
-        found.setdefault((call.name, call.site), finding(rule, said, place, inside, list(calls), call.name))
+        remedy = _OF_VERBS if call.name.startswith("gm.") else ""
+        found.setdefault(
+            (call.name, call.site), finding(rule, said, place, inside, list(calls), call.name, remedy)
+        )
     return list(found.values())
 
 

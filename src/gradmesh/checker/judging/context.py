@@ -98,7 +98,14 @@ def with_text(places: Sequence[Place], site: int) -> Place | None:
 
 
 def finding(
-    rule: str, said: str, at: Place | None, began: Place | None, ranks: Sequence[int], subject: str = ""
+    rule: str,
+    said: str,
+    at: Place | None,
+    began: Place | None,
+    ranks: Sequence[int],
+    subject: str = "",
+    remedy: str = "",
 ) -> Finding:
-    """A finding of a rule; the same line twice is said once."""
-    return Finding(RULES[rule], said, at, None if began == at else began, tuple(sorted(set(ranks))), subject)
+    """A finding of a rule; the same line twice is said once, and the rule's remedy where there is no other."""
+    began = None if began == at else began
+    return Finding(RULES[rule], said, at, began, tuple(sorted(set(ranks))), subject, remedy)

@@ -24,6 +24,9 @@ def cut_before_collectives(context: Context) -> list[str]:
             for at, event in enumerate(events)
             if isinstance(event, Sent)
             and event.phase == "forward"
+            and not (
+                event.verb is not None and event.reduce == "max"
+            )  # which has no gradient, as the library knows
             and (event.call is None or tape.calls[event.call].ours)
         ]
         for call in tape.calls.values():
