@@ -23,8 +23,9 @@ from gradmesh.checker.findings import Verdict
 from gradmesh.checker.run import Target, check_script
 from tools.attack.calls import HELPERS, Verb
 from tools.attack.draw import drawn
+from tools.attack.meanings import Invalid
 from tools.attack.programs import HEADER, Program, Region, source
-from tools.attack.run import Failure, Pools
+from tools.attack.run import Failure, Pools, judged
 from tools.attack.statements import Leaf
 
 __all__ = ["Outcome", "faulty", "outcomes", "script", "suited"]
@@ -126,13 +127,13 @@ def outcomes(seed: int, count: int, folder: Path) -> Iterator[Outcome]:
         while count:
             index += 1
             program = drawn(seed, index)
-            if not suited(program):
+            if not suited(program) or not _runs(program, pools):
                 continue
             count -= 1
             yield Outcome(index, False, _checked(program, folder / f"{seed}_{index}.py"))
             changed = faulty(program)
-            if changed is not None:
-                wrong = _gradients(program, pools) != _gradients(changed, pools)
+            if changed is not None and (gradients := _gradients(changed, pools)):
+                wrong = gradients != _gradients(program, pools)
                 yield Outcome(index, wrong, _checked(changed, folder / f"{seed}_{index}_faulty.py"))
 
 
@@ -141,16 +142,22 @@ def _checked(program: Program, file: Path) -> Verdict:
     return check_script(Target(str(file)), ranks=program.ranks)
 
 
+def _runs(program: Program, pools: Pools) -> bool:
+    """Whether it is a program, and comes out as its dense run."""
+    try:
+        return judged(program, pools).kind == "right"
+    except Invalid:
+        return False
+
+
 def _gradients(program: Program, pools: Pools) -> list[object]:
-    """The gradients of each rank, in few digits."""
+    """The gradients of each rank, in few digits; none where it does not run."""
     told: list[object] = []
     for outcome in pools.run(program):
-        assert not isinstance(outcome, Failure), outcome.text
-        told += [
-            _rounded(value)
-            for name, value in outcome.items()
-            if name.startswith("grad ") and value is not None
-        ]
+        if isinstance(outcome, Failure):
+            return []
+        kept = [x for name, x in outcome.items() if name.startswith("grad ")]
+        told += [None if x is None else _rounded(x) for x in kept]
     return told
 
 

@@ -59,7 +59,9 @@ def added_before_sums(context: Context, wrong: Sequence[Got]) -> list[Finding]:
                 continue
             x = context.tensor(rank, number)
             names = upstream(context, [x], wrong) if x is not None else []
-            if not names and x is not None and x.numel() > 1 and not _is_mean(context, rank, call):
+            # A verb's operand is what it is said to be: only a gradient that is wrong tells against it.
+            plain = call.verb is None and x is not None and x.numel() > 1
+            if not names and x is not None and plain and not _is_mean(context, rank, call):
                 names = upstream(context, [x], context.got)
             if names:
                 said = (

@@ -202,8 +202,9 @@ class _Watcher:
             local = getattr(x, "_local_tensor", x)
             weight = given[at] if at < len(given) else None
             number = to.id_of(local)
-            if number is None and local.is_leaf:
-                continue  # the end of a chain of calls, on a rank without a loss
+            if number is None and local.is_leaf:  # the end of a chain of calls, on a rank without a loss
+                to.constant(local)
+                number = to.id_of(local)
             if number is None:
                 self._tape.events.append(Lost("a backward begins at what was not followed", site))
                 continue

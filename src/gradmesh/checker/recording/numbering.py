@@ -66,8 +66,8 @@ class Numbering:
         self.gradients = Gradients(self._parameters)
         """Which tensors are gradients, and of which parameter."""
         self._known: Any = WeakTensors()
-        self._stores: dict[tuple[Any, ...], tuple[weakref.ref[Tensor], int]] = {}
-        """What was last seen to be followed of each memory, by how that is read."""
+        self._stores: dict[tuple[Any, ...], list[weakref.ref[Tensor]]] = {}
+        """The tensors that are followed, by their memory and how they read it, in the order in which they came."""
         self._held: dict[int, weakref.ref[Tensor]] = {}
         """Parameters by their memory, of which there may be other views."""
         self._kept: Any = WeakTensors()
@@ -138,8 +138,13 @@ class Numbering:
     def _numbered(self, x: Tensor, number: int, active: bool, **more: bool) -> int:
         self._known[x] = Known(number, active, version_of(x), **more)
         if active and type(x) in (Tensor, torch.nn.Parameter):
-            self._stores[_read(x)] = (weakref.ref(x), number)
+            self._share(x)
         return number
+
+    def _share(self, x: Tensor) -> None:
+        """Remember a tensor that is followed by its memory."""
+        there = [each for each in self._stores.get(_read(x), ()) if each() is not None]
+        self._stores[_read(x)] = [*there, weakref.ref(x)]
 
     def _leaf(self, x: Tensor, name: str) -> int:
         number = self._number(x, True, leaf=True)
@@ -168,15 +173,17 @@ class Numbering:
         return number
 
     def _owner(self, x: Tensor) -> Tensor | None:
-        """A tensor that is followed, or a parameter, whose memory another tensor shares and reads in the same way."""
+        """A tensor that is followed, or a parameter, whose memory another one shares and reads in the same way.
+
+        The same part of it if there is one, else the largest: gradients pass through what both have.
+        """
         if not memory_of(x):
             return None
-        latest, held = self._stores.get(_read(x)), self._held.get(memory_of(x))
-        there = (None if latest is None else latest[0](), None if held is None else held())
-        for owner in there:
-            if owner is not None and owner in self._known and _read(owner) == _read(x):
-                return owner
-        return None
+        there = [each() for each in self._stores.get(_read(x), ())]
+        there.append(self._held.get(memory_of(x), lambda: None)())
+        alive = [y for y in there if y is not None and y in self._known and _read(y) == _read(x)]
+        alike = (y for y in alive if _part(y) == _part(x))
+        return next(alike, max(alive, key=Tensor.numel, default=None))
 
     def keep(self, x: Tensor) -> None:
         """Autograd keeps this for backward, and of the program's own tensor of that memory maybe no more."""
@@ -185,9 +192,9 @@ class Numbering:
         known = None if owner is None else self._known[owner]
         if owner is None or known is None or known.leaf:
             return
-        if (owner.shape, owner.stride(), owner.storage_offset()) == (x.shape, x.stride(), x.storage_offset()):
+        if _part(owner) == _part(x):
             self._known[x] = known
-            self._stores[_read(x)] = weakref.ref(x), known.id
+            self._share(x)
         elif not owner.is_leaf:
             self._alias(x)
 
@@ -224,7 +231,7 @@ class Numbering:
     def _parameter_at(self, x: Tensor) -> Known | None:
         """What is known of a parameter that autograd hands out as another tensor."""
         held = self._held.get(memory_of(x), lambda: None)()
-        if held is None or (held.shape, held.stride(), _read(held)) != (x.shape, x.stride(), _read(x)):
+        if held is None or (_part(held), _read(held)) != (_part(x), _read(x)):
             return None
         known: Known | None = self._known.get(held)
         return known
@@ -271,20 +278,24 @@ class Numbering:
             known = None if each is None else self._known.get(each)
             if each is not None and known is not None:
                 known.active, known.spoilt = True, False
-                self._stores[_read(each)] = (weakref.ref(each), known.id)
+                self._share(each)
 
     def _at(self, x: Tensor, store: int) -> Known | None:
         """What is known of the parameter in a tensor's memory, of the tensor, or of another that is there."""
-        held, other = self._held.get(store), self._stores.get(_read(x), (None,))[0]
-        parameter = None if held is None else held()
-        owner = None if other is None else other()
-        found = (self._known.get(each) for each in (parameter, x, owner) if each is not None)
+        parameter = self._held.get(store, lambda: None)()
+        others = [each() for each in self._stores.get(_read(x), ())]
+        found = (self._known.get(each) for each in (parameter, x, *reversed(others)) if each is not None)
         return next((known for known in found if known is not None), None)
 
 
 def _read(x: Tensor) -> tuple[Any, ...]:
     """The memory of a tensor, and how it is read."""
     return memory_of(x), x.dtype, x.is_conj(), x.is_neg()
+
+
+def _part(x: Tensor) -> tuple[Any, ...]:
+    """Which part of its memory a tensor is."""
+    return x.shape, x.stride(), x.storage_offset()
 
 
 def mapped(value: Any, ref: Callable[[Tensor], int]) -> Any:

@@ -115,7 +115,7 @@ def _failed(tape: Tape, recorder: Recorder, error: BaseException, folder: Path) 
     (folder / f"{tape.rank}.failed").touch()
     if tape.ended == "stopped":
         return  # all that was asked for is known
-    tape.ended, tape.error = "raised", "".join(traceback.format_exception(error)[-1:]).strip()
+    tape.ended, tape.error = "raised", traceback.format_exception_only(error)[0].strip()
     tape.raised_at = recorder.number_of(user_frame(error.__traceback__))
 
 
