@@ -48,6 +48,7 @@ attack: .venv/ready
 # Random training scripts and faults in them against gradmesh check; half an hour on two cores.
 attack-check: .venv/ready
 	$(BIN)/python -m tools.check_attack --programs 200 --seed 1 --mutants 3
+	$(BIN)/python -m tools.check_attack.verbs --programs 200 --seed 1
 
 # The same programs under JAX, which has an environment of its own; some seven minutes.
 attack-jax: .venv/ready .venv-jax/ready

@@ -23,11 +23,17 @@ QUICK = {
 }
 """A few kinds; the others have a sweep of their own: python -m pytest -m slow tests/test_checker_scripts.py."""
 
+MISSED = {"softmax_detached_denominator": "a gradient may be stopped on purpose: a note says so"}
+"""What is known not to be found, and why."""
+
 pytestmark = pytest.mark.processes
 
 
 def marked(name: str) -> object:
-    return pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow], id=name)
+    marks = [] if name in QUICK else [pytest.mark.slow]
+    if name in MISSED:
+        marks.append(pytest.mark.xfail(strict=True, reason=MISSED[name]))
+    return pytest.param(name, marks=marks, id=name)
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in WRONG])

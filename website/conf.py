@@ -18,7 +18,16 @@ project = "gradmesh"
 author = "the authors of gradmesh"
 version = release = gradmesh.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.intersphinx"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.intersphinx",
+    "sphinx_copybutton",
+]
+# What is typed, without the prompt and what came of it.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 
 # Tutorials come with what they printed; tests/test_site_sources.py runs them.
 nb_execution_mode = "off"

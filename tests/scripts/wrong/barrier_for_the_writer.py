@@ -2,7 +2,7 @@
 # ranks: 2
 # expect: GM401
 # twin: ema_and_schedule
-# timeout: 5
+# timeout: 3
 import copy
 
 import torch

@@ -4,7 +4,7 @@
 # steps: 20
 # twin: pipeline_tied
 # cut: layer.weight layer.bias norm.weight norm.bias
-# timeout: 5
+# timeout: 3
 # also: GM401 GM501
 import torch
 import torch.distributed as dist

@@ -2,7 +2,7 @@
 # ranks: 2
 # expect: GM401
 # twin: ddp_two_heads
-# timeout: 5
+# timeout: 3
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -2,7 +2,7 @@
 # ranks: 2
 # expect: GM401
 # steps: 20
-# timeout: 5
+# timeout: 3
 # also: GM501
 import torch
 import torch.distributed as dist

@@ -1,7 +1,7 @@
 # about: both ranks wait for the other's message before they send theirs
 # ranks: 2
 # expect: GM402
-# timeout: 5
+# timeout: 3
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

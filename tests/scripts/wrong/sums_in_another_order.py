@@ -2,7 +2,7 @@
 # ranks: 2
 # expect: GM401
 # twin: hand_averaged
-# timeout: 5
+# timeout: 3
 # also: GM501
 import torch
 import torch.distributed as dist

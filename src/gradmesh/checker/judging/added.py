@@ -141,6 +141,9 @@ _MOVING = {
     "permute",
     "expand",
     "cat",
+    "split",
+    "split_with_sizes",
+    "slice",
 }
 
 

@@ -21,6 +21,7 @@ from gradmesh.checker.judging.values import (
     drifted,
     masks,
     never_same,
+    parted,
     same_data,
     statistics,
     steps_apart,
@@ -59,10 +60,13 @@ def judged(
     if len(there) == ranks and not found:
         found += steps_apart(there)
     if len(there) == ranks and not found:
-        for number, segment in enumerate(segments(there), 1):
+        every = segments(there)
+        for number, segment in enumerate(every, 1):
             if not segment.whole:
                 continue
             more = _step(there, segment, number, notes, see)
+            if segment.by_hand and not more:
+                more = parted(there, segment, every[number : number + 1])
             found += more
             if any(each.severity == "error" for each in more):
                 break  # what follows is a consequence
@@ -112,7 +116,7 @@ def _step(
     wrong = wrong_ones(context)
     if wrong and forgive_rounding(context, wrong):
         wrong = wrong_ones(context)
-    if wrong and not all(step.by_gradients for steps in segment.steps for step in steps):
+    if wrong and segment.by_hand:
         notes.append(
             f"step {number} is written by hand, and not with what is in .grad: nothing is said of it"
         )

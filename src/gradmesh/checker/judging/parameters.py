@@ -15,7 +15,7 @@ from gradmesh.checker.judging.truth import Truth, in_double, near
 from gradmesh.checker.recording.params import nameless
 from gradmesh.checker.recording.tape import Alias, Given, Op, Param, Sent, refs
 
-__all__ = ["Got", "Part", "gotten", "tolerance"]
+__all__ = ["Got", "Part", "gotten", "is_constant", "tolerance"]
 
 _ROUNDING = 1e-5
 """How much of the terms of a sum may remain where they take each other away."""
@@ -154,7 +154,7 @@ def _compared(
         return Got(name, group, true, given, 1.0, "unused")
     if not all(near(x, given[0], tol) for x in given):
         kind = "apart"
-        if _is_constant(group[0].param.value) and _is_parted(given, trues, tol) and not shared(group):
+        if is_constant(group[0].param.value) and _is_parted(given, trues, tol) and not shared(group):
             kind = "ambiguous"
         return Got(name, group, true, given, _mean_ratio(given, true), kind)
     ratio = ratio_of(given[0], true, tol)
@@ -240,7 +240,8 @@ _SAME_NUMBERS = {
 }
 
 
-def _is_constant(x: Tensor) -> bool:
+def is_constant(x: Tensor) -> bool:
+    """Whether all its entries are one number."""
     return x.numel() > 0 and bool((x == x.flatten()[0]).all())
 
 

@@ -29,6 +29,11 @@ class Segment:
         """Whether there is a backward."""
         return any(isinstance(event, Root) for part in self.parts for event in part)
 
+    @property
+    def by_hand(self) -> bool:
+        """Whether the program writes a step itself, along something else than what is in `.grad`."""
+        return not all(step.by_gradients for steps in self.steps for step in steps)
+
 
 def segments(tapes: Sequence[Tape]) -> list[Segment]:
     """All of it that ends in a step on every rank."""

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from gradmesh.checker.findings import Finding
 from gradmesh.checker.judging.context import Context, finding, with_text
-from gradmesh.checker.judging.parameters import Got
+from gradmesh.checker.judging.parameters import Got, is_constant
+from gradmesh.checker.judging.segments import Segment
 from gradmesh.checker.judging.truth import near
 from gradmesh.checker.recording.tape import Given, Op, Param, Root, Step, Tape, refs
 
-__all__ = ["drifted", "masks", "never_same", "same_data", "statistics", "steps_apart", "tied"]
+__all__ = ["drifted", "masks", "never_same", "parted", "same_data", "statistics", "steps_apart", "tied"]
 
 
 def never_same(context: Context) -> list[Finding]:
@@ -219,6 +220,25 @@ def drifted(before: Sequence[Got], context: Context) -> list[Finding]:
             )
             found.append(finding("GM201", said, context.place(rank, site), None, got.ranks, got.name))
     return found[:1]
+
+
+def parted(tapes: Sequence[Tape], segment: Segment, following: Sequence[Segment]) -> list[Finding]:
+    """Parameters that were one before a step that the program writes itself, and are not one before the next."""
+    for later in following:
+        before, after = ([_values(steps) for steps in each.steps] for each in (segment, later))
+        for name, first in before[0].items():
+            then = [own.get(name) for own in before]
+            now = [own.get(name) for own in after]
+            one = all(x is not None and near(x, first, 1e-6) for x in then) and not is_constant(first)
+            if one and now[0] is not None and not all(x is not None and near(x, now[0], 1e-5) for x in now):
+                said = f"{name} is the same on all ranks before the step, and is not the same after it"
+                place = with_text(tapes[0].places, segment.steps[0][0].site)
+                return [finding("GM201", said, place, None, range(len(tapes)), name)]
+    return []
+
+
+def _values(steps: Sequence[Step]) -> dict[str, Tensor]:
+    return {param.name: param.value for step in steps for param in step.params if not param.whole}
 
 
 def steps_apart(tapes: Sequence[Tape]) -> list[Finding]:
