@@ -53,6 +53,15 @@ def test_a_right_function_has_a_reading_and_no_finding() -> None:
     assert "no finding" in str(found)
 
 
+@pytest.mark.parametrize("now", ["(\n", "'\n", "def build(:\n", ""])
+def test_a_function_is_audited_whose_file_was_edited_since(tmp_path: Path, now: str) -> None:
+    file = tmp_path / "edited.py"
+    names: dict[str, Any] = {"gm": gm, "torch": torch}
+    exec(compile("fn = lambda x: gm.all_gather(x)\nbuild = lambda: (fn, torch.ones(2))", file, "exec"), names)
+    file.write_text(now)
+    assert audit(names["build"]).arrows == ("V -> R",)
+
+
 def test_the_same_function_twice_gives_the_same_answer() -> None:
     one, two = (audit(audit_targets.wrong) for _ in range(2))
     assert (one.findings, one.arrows, one.left_out) == (two.findings, two.arrows, two.left_out)

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import os
 import threading
+import tokenize
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -242,7 +243,8 @@ def line_of(code: Any) -> str | None:
     of = getattr(code, "__self__", None)
     by_class = getattr(of if inspect.isclass(of) else type(code), "forward", None)
     for candidate in (by_class, code, getattr(code, "func", None)):
-        with contextlib.suppress(TypeError, OSError):
+        # The file may have been edited since it was imported, and be no Python at that line any more.
+        with contextlib.suppress(TypeError, OSError, SyntaxError, tokenize.TokenError):
             plain = inspect.unwrap(candidate)  # type: ignore[arg-type]
             return f"{inspect.getsourcefile(plain)}:{inspect.getsourcelines(plain)[1]}"
     return None
