@@ -139,6 +139,17 @@ def test_complex_parameters_count_with_both_parts(tmp_path: Path) -> None:
     assert checked(tmp_path, wrong.format(gather=RIGHT["at once"])).findings
 
 
+def test_a_script_may_follow_types_itself(tmp_path: Path) -> None:
+    text = CONTRASTIVE.replace(
+        "    own = model", "    block = gm.typed()\n    types = block.__enter__()\n    own = model"
+    )
+    text = text.format(gather=RIGHT["begun"]) + (
+        "    block.__exit__(None, None, None)\n    assert str(types.of(everyone)) == \"{'world': R}\", types.of(everyone)\n"
+    )
+    verdict = checked(tmp_path, text)
+    assert (verdict.status, verdict.steps, verdict.findings, verdict.notes) == ("complete", 2, (), ())
+
+
 def test_transforms_of_torch_func_run_under_the_check(tmp_path: Path) -> None:
     text = CONTRASTIVE.format(gather="everyone = torch.func.vmap(gm.all_gather, 1, 1)(own)").replace(
         "loss.backward()", "loss.backward(); torch.func.grad(lambda x: x.square().sum())(torch.ones(2))"

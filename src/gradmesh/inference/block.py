@@ -22,7 +22,7 @@ from gradmesh.inference.findings import Finding
 from gradmesh.inference.kinds import shown
 from gradmesh.inference.tracker import Tracker, together
 from gradmesh.ops.base import Op
-from gradmesh.state import FOLLOWED, rank_state
+from gradmesh.state import FOLLOWED, Follower, rank_state
 from gradmesh.types import Type
 from gradmesh.wire.claims import Recorded
 from gradmesh.world import current_mesh
@@ -90,23 +90,36 @@ class _Mode(DispatchMode):
 
 
 class _Follower:
-    """The seam to the library's own calls."""
+    """The seam to the library's own calls.
 
-    plain = False
+    Args:
+        tracker: what follows types.
+        around: another follower that was there before, and goes on with its work: `gradmesh check` on a script that
+            has blocks of its own.
+    """
 
-    def __init__(self, tracker: Tracker) -> None:
+    def __init__(self, tracker: Tracker, around: Follower | None) -> None:
         self.tracker = tracker
+        self._around = around
+        self.plain = around is not None and around.plain
 
     def begins(self, op: Op, x: Tensor, recorded: Recorded | None) -> None:
-        """Nothing: a call is looked at when it is made."""
+        """For the other one alone: a call is looked at when it is made."""
+        if self._around is not None:
+            self._around.begins(op, x, recorded)
 
     def follow(self, op: Op, x: Tensor, recorded: Recorded | None, run: Callable[[], Tensor]) -> Tensor:
         """Run an op of the library, and note what its result is."""
-        return verbs.follow(self.tracker, op, x, recorded, run)
+        around = self._around
+        if around is None:
+            return verbs.follow(self.tracker, op, x, recorded, run)
+        return verbs.follow(self.tracker, op, x, recorded, lambda: around.follow(op, x, recorded, run))
 
     def declare(self, x: Tensor, axis: Axis, kind: Type) -> None:
         """Take a tensor for what the library itself says it is."""
         self.tracker.declare(x, axis, kind)
+        if self._around is not None:
+            self._around.declare(x, axis, kind)
 
 
 def current() -> Tracker | None:
@@ -179,7 +192,8 @@ def typed(axis: AxisLike = None, strict: bool = False) -> Iterator[Types]:
     """
     need_dispatch()
     state = rank_state()
-    if state.follower is not None and FOLLOWED[0]:
+    around = state.follower if FOLLOWED[0] else None
+    if isinstance(around, _Follower):
         raise ArgumentError(
             message(
                 "there is a block already",
@@ -190,7 +204,7 @@ def typed(axis: AxisLike = None, strict: bool = False) -> Iterator[Types]:
             )
         )
     tracker = Tracker([one for one in _axes(axis) if one.size > 1], strict=strict)
-    state.follower = _Follower(tracker)
+    state.follower = _Follower(tracker, around)
     _count(1)
     try:
         with _Mode(tracker):
@@ -198,7 +212,7 @@ def typed(axis: AxisLike = None, strict: bool = False) -> Iterator[Types]:
         _end(tracker)
     finally:
         tracker.open = False
-        state.follower = None
+        state.follower = around
         _count(-1)
     if not strict:
         tracker.warn()
