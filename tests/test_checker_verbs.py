@@ -140,12 +140,9 @@ def test_complex_parameters_count_with_both_parts(tmp_path: Path) -> None:
 
 
 def test_a_script_may_follow_types_itself(tmp_path: Path) -> None:
-    text = CONTRASTIVE.replace(
-        "    own = model", "    block = gm.typed()\n    types = block.__enter__()\n    own = model"
-    )
-    text = text.format(gather=RIGHT["begun"]) + (
-        "    block.__exit__(None, None, None)\n    assert str(types.of(everyone)) == \"{'world': R}\", types.of(everyone)\n"
-    )
+    begins = "    block = gm.typed()\n    types = block.__enter__()\n    own = model"
+    ends = "    assert str(types.of(everyone)) == \"{'world': R}\"\n    block.__exit__(None, None, None)\n"
+    text = CONTRASTIVE.replace("    own = model", begins).format(gather=RIGHT["begun"]) + ends
     verdict = checked(tmp_path, text)
     assert (verdict.status, verdict.steps, verdict.findings, verdict.notes) == ("complete", 2, (), ())
 
