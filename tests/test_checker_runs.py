@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -123,3 +124,12 @@ def test_a_rank_that_a_signal_kills_is_told_with_its_line(tmp_path: Path) -> Non
     assert "rank 1 was killed by SIGSEGV" in found.message
     assert found.at is not None
     assert (found.at.line, found.at.text) == (7, "ctypes.string_at(0)")
+
+
+@pytest.mark.parametrize(("number", "name"), [(int(signal.SIGKILL), "SIGKILL"), (40, "signal 40")])
+def test_a_signal_is_told_by_its_name_where_it_has_one(number: int, name: str, tmp_path: Path) -> None:
+    script = tmp_path / "dies.py"
+    script.write_text(f"import os\nif os.environ['RANK'] == '0':\n    os.kill(os.getpid(), {number})\n")
+    (found,) = run.check_script(run.Target(str(script)), ranks=2).findings
+    assert (found.rule.id, found.ranks) == ("GM501", (0,))
+    assert f"rank 0 was killed by {name}" in found.message

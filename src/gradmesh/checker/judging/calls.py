@@ -18,6 +18,12 @@ from gradmesh.checker.recording.tape import Called, Saved, Sent
 
 __all__ = ["faults_of_calls", "overwritten"]
 
+_OF_VERBS = (
+    "Say what the result is: dst=gm.R where each rank goes on with it in its own way, dst=gm.I where all ranks do the "
+    "same with it, up to one loss that they share."
+)
+"""The remedy where a verb's result is of another type than what the program does with it."""
+
 
 @dataclass
 class _Form:
@@ -36,12 +42,6 @@ def faults_of_calls(context: Context, wrong: Sequence[Got]) -> list[Finding]:
     """What goes wrong at calls between the loss and the parameters whose gradient is wrong."""
     found = [*overwritten(context), *_hidden(context, wrong), *_functions(context, wrong)]
     return found or added_before_sums(context, wrong)
-
-
-_OF_VERBS = (
-    "Say what the result is: dst=gm.R where each rank goes on with it in its own way, dst=gm.I where all ranks do the "
-    "same with it, up to one loss that they share."
-)
 
 
 def overwritten(context: Context) -> list[Finding]:

@@ -24,9 +24,7 @@ def cut_before_collectives(context: Context) -> list[str]:
             for at, event in enumerate(events)
             if isinstance(event, Sent)
             and event.phase == "forward"
-            and not (
-                event.verb is not None and event.reduce == "max"
-            )  # which has no gradient, as the library knows
+            and not _has_no_gradient(event)
             and (event.call is None or tape.calls[event.call].ours)
         ]
         for call in tape.calls.values():
@@ -40,6 +38,11 @@ def cut_before_collectives(context: Context) -> list[str]:
                     "result: whether that is meant cannot be told"
                 )
     return list(dict.fromkeys(found.values()))
+
+
+def _has_no_gradient(event: Sent) -> bool:
+    """Whether it is an extremum that a verb takes of what it has detached itself, with a rule of its own."""
+    return event.verb is not None and event.reduce == "max"
 
 
 def _cut(context: Context, rank: int) -> set[int]:

@@ -77,7 +77,8 @@ def endings(
 
 def _killed(rank: int, number: int, printed: str) -> Finding:
     """A rank that a signal killed, at the innermost line of the program, as Python printed it at the end."""
-    name = signal.Signals(number).name
+    names = {each.value: each.name for each in signal.Signals}
+    name = names.get(number, f"signal {number}")  # those of real time have none
     why = ", as one does that has taken all the memory" if name == "SIGKILL" else ""
     stack = printed.partition("Fatal Python error")[2]
     lines = [
