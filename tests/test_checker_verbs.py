@@ -89,6 +89,14 @@ def test_what_travels_rounded_is_not_judged(tmp_path: Path) -> None:
     assert "all_gather rounds what travels" in verdict.notes[0]
 
 
+def test_losses_of_an_objective_are_terms_of_one_though_all_ranks_read_its_value(tmp_path: Path) -> None:
+    text = CONTRASTIVE.format(gather="everyone = gm.all_gather(own)").replace(
+        " * (1 + rank)\n", "\n    loss = gm.objective(loss, weights=1 + rank)\n"
+    )
+    verdict = checked(tmp_path, text)
+    assert (verdict.status, verdict.findings, verdict.notes) == ("complete", (), ())
+
+
 FORCES = """
 import torch
 import gradmesh as gm
