@@ -32,6 +32,7 @@ def test_help_names_every_command() -> None:
         "bench",
         "check",
         "demo",
+        "explain",
         "info",
     ]
 

@@ -44,6 +44,7 @@ FLOORS = (
     ("nn",),
     ("compat", "verify"),
     ("bench", "checker", "demo", "installation"),
+    ("explaining",),
     ("cli",),
 )
 """The rooms from the ground up: a file imports from its own room and from the floors below it alone."""

@@ -31,10 +31,11 @@ _NOT_OF_USERS = ("demo", "checker/recording")
 
 _INDEX = """# Errors
 
-Every error that gradmesh raises on purpose is one of these, and its traceback ends with the page to read. A text
-always has the same lines: the verb and the problem, then `axis`, `expected`, `got` and `remedy`. Each page has programs
-that raise it, what to do, and all texts of the kind, with the shortest of the tests' wrong calls that ends in it
-(`ones` is `torch.ones`); written by `python -m tools.errors --write docs/errors`.
+Every error that gradmesh raises on purpose is one of these, and its traceback ends with the page to read, which
+`gradmesh explain AxisError` shows where there is no clone. A text always has the same lines: the verb and the problem,
+then `axis`, `expected`, `got` and `remedy`. Each page has programs that raise it, what to do, and all texts of the
+kind, with the shortest of the wrong calls of the tests that ends in it (`ones` is `torch.ones`); written by
+`python -m tools.errors --write docs/errors`.
 
 | | it is also | texts | |
 |---|---|---|---|

@@ -11,6 +11,7 @@ import argparse
 import os
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -24,6 +25,8 @@ LINES = {
     "torch: x.clone()": "x.clone()",
     "gm.all_gather(x)": "gm.all_gather(x)",
     "gm.all_gather(w)": "gm.all_gather(w)",
+    "torch: w.clone().sum().backward()": "w.clone().sum().backward()",
+    "gm.all_gather(w).sum().backward()": "gm.all_gather(w).sum().backward()",
 }
 """What is counted; `w` requires grad."""
 
@@ -46,7 +49,9 @@ def available() -> bool:
 def counted(line: str, calls: int = _CALLS) -> float:
     """Instructions of a statement, a call; in a process of its own, which takes minutes."""
     # torch starts whatever is called python on the path.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    own = str(Path(sys.executable).parent)
+    if not os.environ.get("PATH", "").startswith(own):
+        os.environ["PATH"] = f"{own}{os.pathsep}{os.environ.get('PATH', '')}"
     timer = Timer(line, setup=_SETUP.format(line=line))
     stats = timer.collect_callgrind(calls, repeats=None, collect_baseline=False, retain_out_file=False)
     return float(stats.counts()) / calls
@@ -59,10 +64,9 @@ def main() -> None:
     page = parser.parse_args().write
     if not available():
         sys.exit("valgrind, callgrind_control and callgrind_annotate are needed: apt-get install valgrind")
-    rows = []
-    for name, line in LINES.items():
-        rows.append(f"| `{name}` | {counted(line) / 1000:.1f} |")
-        print(rows[-1], file=sys.stderr, flush=True)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each is a process, and what else runs does not change a count
+        counts = pool.map(counted, LINES.values())
+        rows = [f"| `{name}` | {count / 1000:.1f} |" for name, count in zip(LINES, counts, strict=True)]
     text = "\n".join(["| statement | thousand instructions a call |", "|---|---|", *rows])
     text += f"\n\nA world of one rank, 4 numbers of float32, torch {torch.__version__}."
     if page is None:

@@ -1,4 +1,4 @@
-"""The command line: `gradmesh audit`, `gradmesh bench`, `gradmesh check`, `gradmesh demo` and `gradmesh info`.
+"""The command line: `gradmesh audit`, `bench`, `check`, `demo`, `explain` and `info`.
 
 Every command is a plain function, and `commands` is the one place that says how its options are spelled. What the
 extras bring is imported when it is used, so that without them there is a text and no traceback.
@@ -18,6 +18,7 @@ from gradmesh.bench.command import bench
 from gradmesh.checker.command import check_command
 from gradmesh.demo.command import demo_group
 from gradmesh.errors import GradmeshError, MissingExtraError
+from gradmesh.explaining import explain_command
 from gradmesh.extras import EXTRAS, missing, require
 from gradmesh.ops.registry import table as ops_table
 from gradmesh.verify.auditing.command import NOT_RUN, audit_command
@@ -179,6 +180,16 @@ def commands() -> click.Group:
     )
     group.add_command(
         click.Command(
+            "explain",
+            callback=_told(explain_command),
+            short_help="Show the page of an error, or of a rule of gradmesh check.",
+            help="Show the pages of errors (AxisError) and of rules of gradmesh check (GM101, or missing-sum): what "
+            "raises it in programs that run, and what to do. Without a name, list what has a page.",
+            params=[click.Argument(["names"], nargs=-1, metavar="[NAME...]")],
+        )
+    )
+    group.add_command(
+        click.Command(
             "info",
             callback=_told(info),
             short_help="Say what is installed here and what gradmesh can run on.",
@@ -238,6 +249,8 @@ def _status(command: Callable[..., int]) -> Callable[..., None]:
     def told(**options: object) -> None:
         try:
             status = command(**options)
+        except BrokenPipeError:  # who reads has enough: click ends without a word
+            raise
         except (GradmeshError, OSError) as error:
             click.echo(str(error), err=True)
             status = NOT_RUN
@@ -275,6 +288,8 @@ def _told(command: Callable[..., None]) -> Callable[..., None]:
     def told(**options: object) -> None:
         try:
             command(**options)
+        except BrokenPipeError:
+            raise
         except (GradmeshError, OSError) as error:
             raise click.ClickException(str(error)) from error
 

@@ -30,8 +30,8 @@ lines, so that it can be read at a glance and searched for::
       got       dim=5
       remedy    count dimensions of the local tensor from 0, or from -1 at the end
 
-Below it a traceback says which page explains the class, docs/errors/ArgumentError.md: what raises it, in programs that
-run, what to do, and every text that it has.
+Below it a traceback says how to read the page of the class, `gradmesh explain ArgumentError`, which is
+docs/errors/ArgumentError.md: what raises it, in programs that run, what to do, and every text that it has.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def message(
     return "\n".join(lines)
 
 
-PAGES = "docs/errors"
-"""Where each class has its page."""
+def _note(kind: str) -> str:
+    """Where the page of a class is: the command is there with the package, the file in a clone."""
+    return f"  {'see':<9} gradmesh explain {kind}, or docs/errors/{kind}.md"
 
 
 class GradmeshError(Exception):
@@ -90,12 +91,12 @@ class GradmeshError(Exception):
 
     # A note, and no line of the text: what catches an error and shows it need not repeat it. It is the class's, since
     # compilers do not follow an `__init__` of an error.
-    __notes__ = [f"  {'see':<9} {PAGES}/GradmeshError.md"]  # noqa: RUF012  changed on a copy alone
+    __notes__ = [_note("GradmeshError")]  # noqa: RUF012  changed on a copy alone
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         if cls.__module__ == __name__:
-            cls.__notes__ = [f"  {'see':<9} {PAGES}/{cls.__name__}.md"]
+            cls.__notes__ = [_note(cls.__name__)]
 
     def add_note(self, note: str, /) -> None:
         """Note something on this error alone."""

@@ -55,6 +55,8 @@ def show(verdict: Verdict, console: Console, base: Path | None = None) -> None:
             place("began at ", finding.began)
         line(("mend it: ", "dim"), (finding.remedy, ""), by=2)
         console.print()
+    if rules := sorted({finding.rule.id for finding in verdict.findings}):
+        line(("a wrong and a right program: ", "dim"), (f"gradmesh explain {' '.join(rules)}", "cyan"))
     for note in verdict.notes:
         line(("note ", "dim"), (note, ""))
     line((summary(verdict), "bold red" if verdict.errors else "bold"))

@@ -70,7 +70,7 @@ def _descriptor(rule: Rule) -> dict[str, Any]:
         "help": {
             "text": f"{rule.why}\n\nTo mend it: {rule.remedy}",
             "markdown": f"**{rule.short}**\n\n{rule.why}\n\n**To mend it.** {rule.remedy}\n\n"
-            f"A wrong and a right program: `{rule.page}` of gradmesh.",
+            f"A wrong and a right program: `gradmesh explain {rule.id}`.",
         },
         "defaultConfiguration": {"level": rule.severity},
         "properties": {"page": rule.page, "tags": ["correctness", "distributed"], "precision": "high"},

@@ -1,0 +1,94 @@
+"""`gradmesh explain`: every error and every rule has a page that is read without a clone."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import gradmesh as gm
+from gradmesh import cli, errors, explaining
+from gradmesh.checker.rules import RULES
+
+ROOT = Path(__file__).parent.parent
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.commands(), ["explain", *arguments])
+
+
+@pytest.mark.parametrize("name", explaining.titles())
+def test_everything_that_is_listed_has_a_page(name: str) -> None:
+    text = explaining.page(name)
+    assert text.startswith(f"# {name}")
+    assert "<!--" not in text
+    assert not re.search(r"\]\([^)]*\.md", text)
+
+
+def test_every_error_and_every_rule_is_listed() -> None:
+    kinds = {name for name in errors.__all__ if name != "message"}
+    assert set(explaining.titles()) == kinds | set(RULES)
+    assert all(explaining.titles().values())
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("AxisError", "AxisError"),
+        ("axiserror", "AxisError"),
+        ("gm.AxisError", "AxisError"),
+        ("gradmesh.errors.AxisError", "AxisError"),
+        ("GM101", "GM101"),
+        ("gm101", "GM101"),
+        ("missing-sum", "GM101"),
+    ],
+)
+def test_a_page_is_found_by_any_spelling(asked: str, found: str) -> None:
+    assert explaining.page(asked).startswith(f"# {found}")
+
+
+def test_links_to_other_pages_are_their_names() -> None:
+    assert "(docs/conventions.md)" in explaining.page("ArgumentError")
+    assert "own call raises `MismatchError` with" in explaining.page("ArgumentError")
+
+
+def test_a_name_without_a_page_is_told_what_is_near() -> None:
+    with pytest.raises(gm.ArgumentError, match=r"did you mean AxisError\?"):
+        explaining.page("AxisErorr")
+    with pytest.raises(gm.ArgumentError, match="gradmesh explain lists"):
+        explaining.page("weather")
+
+
+def test_the_command_prints_pages_and_lists_them() -> None:
+    told = _run("AxisError", "missing-sum")
+    assert told.exit_code == 0
+    assert told.output == explaining.page("AxisError") + "\n" + explaining.page("GM101") + "\n"
+    assert [line.split()[0] for line in _run().output.splitlines() if line[0] != " "] == list(
+        explaining.titles()
+    )
+    wrong = _run("AxisError", "weather")
+    assert wrong.exit_code == 1
+    assert wrong.stdout == ""
+    assert "nothing that has a page" in wrong.stderr
+
+
+def test_a_wheel_has_the_same_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Laid out as pyproject.toml says."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    for source, target in project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"].items():
+        shutil.copytree(ROOT / source, tmp_path / target)
+    there = {name: explaining.page(name) for name in explaining.titles()}
+    monkeypatch.setattr(explaining, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(explaining, "_INSTALLED", tmp_path / explaining._INSTALLED.relative_to(ROOT / "src"))
+    assert {name: explaining.page(name) for name in there} == there
+
+
+def test_a_package_without_its_pages_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(explaining, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(explaining, "_INSTALLED", tmp_path)
+    with pytest.raises(gm.ArgumentError, match="the pages are not there"):
+        explaining.page("GM101")
