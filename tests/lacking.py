@@ -229,6 +229,29 @@ def _attention(gm: Any) -> bool:
     return all(gm.launch(on_each_rank, 2, backend="threads"))
 
 
+def _by_hand(gm: Any) -> bool:
+    """A Function whose backward calls the adjoint by hand, and every rank uses both of its results."""
+
+    class Gathered(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = gm.all_gather(x)
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = gm.reduce_scatter(grad)
+            return result
+
+    def on_rank() -> list[float]:
+        x = torch.tensor([1.0 + gm.rank()], requires_grad=True)
+        (Gathered.apply(x) * Gathered.apply(2 * x) * (1 + gm.rank())).sum().backward()
+        assert x.grad is not None
+        return x.grad.tolist()
+
+    return bool(gm.launch(on_rank, 2, backend="threads", timeout=60) == [[12.0], [24.0]])
+
+
 FEATURES: dict[str, Callable[[Any], bool]] = {
     "threads": _backward,
     "forward mode on threads": _forward_on_threads,
@@ -237,6 +260,7 @@ FEATURES: dict[str, Callable[[Any], bool]] = {
     "ordered": _ordered,
     "vmap in ordered": _ordered_vmap,
     "begun calls": _begun,
+    "by hand": _by_hand,
     "attention": _attention,
     "no_sync": _no_sync,
     "profile": _profile,

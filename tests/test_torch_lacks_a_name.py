@@ -20,6 +20,7 @@ THREADS = {
     "threads",
     "attention",
     "begun calls",
+    "by hand",
     "forward mode on threads",
     "no_sync",
     "ordered",

@@ -221,6 +221,48 @@ def test_a_backward_pass_a_checkpoint_and_its_kind_can_be_told() -> None:
     assert (hidden, entered) == ((False, False, True), (True, False, True))
 
 
+class _Numbered(torch.autograd.Function):
+    seen: ClassVar[list[tuple[int | None, int | None]]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        _Numbered.seen.append((_torch.function_forward(), _torch.function_backward()))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        ctx.saved_tensors  # noqa: B018  a checkpoint computes again here
+        _Numbered.seen.append((_torch.function_forward(), _torch.function_backward()))
+        return grad * 2
+
+
+def test_a_function_is_told_by_the_number_of_its_node_in_both_passes_of_every_order() -> None:
+    x = torch.ones(1, requires_grad=True)
+    for create_graph in (False, True):
+        _Numbered.seen.clear()
+        y: torch.Tensor = _Numbered.apply(x.sin())
+        assert y.grad_fn is not None
+        number = y.grad_fn._sequence_nr()
+        torch.autograd.grad(y, x, create_graph=create_graph)
+        assert _Numbered.seen == [(number, None), (None, number)]
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            assert (_torch.function_forward(), _torch.function_backward()) == (None, None)
+
+
+def test_what_a_checkpoint_computes_again_is_a_forward() -> None:
+    x = torch.ones(1, requires_grad=True)
+    y = checkpoint(lambda x: _Numbered.apply(x).sin(), x, use_reentrant=False)
+    _Numbered.seen.clear()
+    y.backward()
+    (again, within), (_, number) = _Numbered.seen
+    assert again is not None
+    assert within is None
+    assert number is not None
+    assert number != again
+
+
 def test_transforms_tell_vmap_from_derivatives() -> None:
     seen: list[bool] = []
 

@@ -64,7 +64,9 @@ def main() -> None:
     page = parser.parse_args().write
     if not available():
         sys.exit("valgrind, callgrind_control and callgrind_annotate are needed: apt-get install valgrind")
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each is a process, and what else runs does not change a count
+    with ThreadPoolExecutor(
+        os.cpu_count()
+    ) as pool:  # each is a process, and what else runs does not change a count
         counts = pool.map(counted, LINES.values())
         rows = [f"| `{name}` | {count / 1000:.1f} |" for name, count in zip(LINES, counts, strict=True)]
     text = "\n".join(["| statement | thousand instructions a call |", "|---|---|", *rows])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
+    "BY_HAND",
     "DERIVATIVES",
     "HELPERS",
     "STRUCTURES",
@@ -32,6 +33,9 @@ STRUCTURES = ("({0}, 2 * {0})", "{{'k': {0}, 'v': [-{0}, {0}[:1]]}}", "[{0}.flip
 VMAPS = ("vmap 0", "vmap 1")
 """Which dim is the batch's."""
 
+BY_HAND = "by hand"
+"""Inside of an autograd Function, whose backward calls the adjoint."""
+
 DERIVATIVES = ("grad", "vjp", "jvp")
 """Derivatives of `torch.func` that are taken on the spot."""
 
@@ -48,6 +52,19 @@ def messages(x, axis, sends, receives):
         gm.send(x, axis, to=to)
     got = [gm.recv(x.new_empty(shape), axis, source=source) for source, shape in receives]
     return torch.cat([x.new_zeros(0, 1), *(one.reshape(-1, 1) for one in got)])
+""",
+    "by_hand": """\
+class ByHand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, run, adjoint):
+        ctx.adjoint = adjoint
+        return run(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.adjoint(g), None, None
+
+by_hand = ByHand.apply
 """,
     "energy": """\
 def energy(y):
@@ -89,7 +106,8 @@ class Verb:
         axis: over which it runs.
         params: what else it is called with.
         recorded: whether gradients are.
-        way: "", or one of `STRUCTURES`, `VMAPS`, `DERIVATIVES`.
+        way: "", `BY_HAND`, or one of `STRUCTURES`, `VMAPS`, `DERIVATIVES`.
+        adjoint: of a call by hand, the verb that its backward calls.
         later: after how many further statements a call that is begun is waited for, at the latest; None: none is begun.
         coalesced: whether, if it is, in a block of `gradmesh.coalesce` with those beside it.
     """
@@ -101,6 +119,7 @@ class Verb:
     params: tuple[tuple[str, Any], ...] = ()
     recorded: bool = True
     way: str = ""
+    adjoint: Verb | None = None
     later: int | None = None
     coalesced: bool = False
 
@@ -126,6 +145,8 @@ def literal(key: str, value: Any) -> str:
 
 def call(verb: Verb, operand: str) -> str:
     """The expression that every rank evaluates."""
+    if verb.adjoint is not None:
+        return f"by_hand({operand}, lambda t: {_plain(verb, 't')}, lambda g: {_plain(verb.adjoint, 'g')})"
     if verb.way in DERIVATIVES:
         inner = _plain(verb, "t")
         if verb.way == "grad":

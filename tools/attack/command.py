@@ -117,6 +117,7 @@ def attack(
     shrink: bool = True,
     seconds: float = float("inf"),
     begun: float = 0.0,
+    by_hand: float = 0.0,
 ) -> Summary:
     """Run random programs until there are enough, or enough findings.
 
@@ -131,13 +132,14 @@ def attack(
         shrink: whether findings are made small.
         seconds: when to stop, however many there have been.
         begun: the share of the calls that are begun and waited for later.
+        by_hand: the share of the calls in a Function whose backward calls the adjoint by hand.
     """
     summary, begin, index = Summary(), time.monotonic(), start
     known: collections.Counter[tuple[str, str, str]] = collections.Counter()
     while summary.programs < programs and len(summary.findings) < most_findings:
         if time.monotonic() - begin > seconds:
             break
-        program, number, index = drawn(seed, index, ranks, begun=begun), index, index + 1
+        program, number, index = drawn(seed, index, ranks, begun=begun, by_hand=by_hand), index, index + 1
         try:
             verdict = judged(program, pools, expected(program))
         except Invalid:
@@ -193,6 +195,12 @@ def main(arguments: list[str] | None = None) -> int:
         "--seconds", type=float, default=float("inf"), help="stop after so long, to go on later"
     )
     parser.add_argument("--begun", type=float, default=0.0, help="the share of the calls with async_op=True")
+    parser.add_argument(
+        "--by-hand",
+        type=float,
+        default=0.0,
+        help="the share of the calls in a Function with a backward by hand",
+    )
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--write", type=Path, help="a folder for the findings, each as a file")
     given = parser.parse_args(arguments)
@@ -217,6 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
             shrink=not given.no_shrink,
             seconds=given.seconds,
             begun=given.begun,
+            by_hand=given.by_hand,
         )
     print(summary)
     return 1 if summary.findings else 0

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from tools.attack.arguments import Arguments, Shapes
+from tools.attack.by_hand import with_by_hand
 from tools.attack.calls import DERIVATIVES, STRUCTURES, TAKES_STRUCTURES, VMAPS, Verb
 from tools.attack.dense import CONSTANT, LINEAR, Dense, Invalid
 from tools.attack.later import with_begun
@@ -214,7 +215,9 @@ class _Draw(Arguments):
         return (self.terms(made[::-1], 0.8, grads=False), *later)[:orders]
 
 
-def drawn(seed: int, index: int, ranks: tuple[int, int] = (2, 4), *, begun: float = 0.0) -> Program:
+def drawn(
+    seed: int, index: int, ranks: tuple[int, int] = (2, 4), *, begun: float = 0.0, by_hand: float = 0.0
+) -> Program:
     """A random program.
 
     Args:
@@ -222,6 +225,8 @@ def drawn(seed: int, index: int, ranks: tuple[int, int] = (2, 4), *, begun: floa
         index: the program's number in the run; each is drawn by itself.
         ranks: the least and the largest number of ranks.
         begun: the share of the calls that are begun and waited for later; the program is else the same.
+        by_hand: the share of the calls that a Function makes whose backward calls the adjoint by hand. None is in a
+            program of `ordered()`, which does not see them, or of forward mode, which they do not have.
     """
     rng = random.Random(f"{seed}/{index}")
     size = rng.randint(*ranks)
@@ -252,6 +257,8 @@ def drawn(seed: int, index: int, ranks: tuple[int, int] = (2, 4), *, begun: floa
     made = [name for name in draw.dense.values if name not in draw.dense.leaves]
     after = _after(draw, rng)
     losses = draw.losses(made)
+    if by_hand and not program.ordered and "forward" not in mode:
+        statements = list(with_by_hand(statements, rng, by_hand))
     if begun:
         statements = list(with_begun(statements, rng, begun))
     return replace(program, statements=tuple(statements), losses=losses, after=after)

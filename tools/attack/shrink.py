@@ -83,7 +83,7 @@ def _simpler_statements(program: Program) -> Iterator[Program]:
             if not statement.recorded:
                 yield put(at, replace(statement, recorded=True))
             if statement.way:
-                yield put(at, replace(statement, way=""))
+                yield put(at, replace(statement, way="", adjoint=None))
             if statement.later is not None:
                 yield put(at, replace(statement, later=None, coalesced=False))
             if statement.coalesced:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.attack.calls import DERIVATIVES, VMAPS
+from tools.attack.calls import BY_HAND, DERIVATIVES, VMAPS
 from tools.attack.meanings import MEANINGS, Params, need
 
 __all__ = ["meaning"]
@@ -89,10 +89,10 @@ def meaning(verb: str, way: str) -> Meaning:
 
     Args:
         verb: its name.
-        way: "", or one of `STRUCTURES`, `VMAPS`, `DERIVATIVES`.
+        way: "", `BY_HAND`, or one of `STRUCTURES`, `VMAPS`, `DERIVATIVES`.
     """
     plain = MEANINGS[verb]
-    if not way:
+    if way in ("", BY_HAND):
         return plain
     if way in DERIVATIVES:
         return partial(_derived, plain, way)

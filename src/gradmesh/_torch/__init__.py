@@ -46,6 +46,8 @@ from gradmesh._torch.names import RELIED_ON, warn_of_what_is_gone
 from gradmesh._torch.passes import (
     backward_pass,
     checkpoint_region,
+    function_backward,
+    function_forward,
     in_backward,
     in_reentrant_checkpoint,
     named_range,
@@ -79,6 +81,8 @@ __all__ = [
     "flash_takes",
     "forward_level_open",
     "fully_sharded",
+    "function_backward",
+    "function_forward",
     "functional",
     "functorch_active",
     "group_behind",

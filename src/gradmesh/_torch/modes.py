@@ -12,9 +12,11 @@ from torch.autograd import forward_ad
 from gradmesh._torch.names import find, refuse, there
 
 __all__ = [
+    "UNNUMBERED",
     "dispatch_modes",
     "forward_level_open",
     "functorch_active",
+    "in_function",
     "in_plain_mode",
     "is_legacy_batched",
     "modes_active",
@@ -104,10 +106,11 @@ def only_vmap_active() -> bool:
 
 
 _KERNELS_RECORD = "forward mode may record what a raw collective of an own backend does inside a level"
+UNNUMBERED = "two calls of a Function whose backward calls verbs by hand may be taken for each other"
 _set_grad = find(
     "torch._C._set_grad_enabled", without="grad mode is switched by torch.no_grad, which takes longer"
 )
-_forward_on = find("torch._C._is_fwd_grad_enabled", without=_KERNELS_RECORD)
+_forward_on = find("torch._C._is_fwd_grad_enabled", without=f"{_KERNELS_RECORD}; {UNNUMBERED}")
 _set_forward = find("torch._C._set_fwd_grad_enabled", without=_KERNELS_RECORD)
 
 if None in (_set_grad, _forward_on, _set_forward):
@@ -136,6 +139,23 @@ else:
         finally:
             _set_forward(forward)
             _set_grad(grad)
+
+
+if _forward_on is None:
+
+    def in_function() -> bool:
+        """False: nothing tells."""
+        return False
+
+else:
+
+    def in_function() -> bool:
+        """Whether the caller runs in the forward of an autograd Function, which torch enters in neither mode.
+
+        >>> in_function()
+        False
+        """
+        return not (torch.is_grad_enabled() or _forward_on() or torch.is_inference_mode_enabled())
 
 
 def _perhaps_one() -> int:

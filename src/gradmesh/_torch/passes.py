@@ -13,7 +13,7 @@ import torch
 from torch.profiler import record_function
 from torch.utils import checkpoint
 
-from gradmesh._torch.modes import dispatch_modes
+from gradmesh._torch.modes import UNNUMBERED, dispatch_modes, in_function
 from gradmesh._torch.names import find, there
 
 if there(
@@ -25,6 +25,8 @@ if there(
 __all__ = [
     "backward_pass",
     "checkpoint_region",
+    "function_backward",
+    "function_forward",
     "in_backward",
     "in_reentrant_checkpoint",
     "named_range",
@@ -95,6 +97,44 @@ else:
         }
         running = set(_calling_code())
         return running.isdisjoint(reentrant) and any(map(_of_checkpoint, running))
+
+
+_next_node = find("torch._C._autograd._get_sequence_nr", without=UNNUMBERED)
+_running_node = find("torch._C._current_autograd_node", without=UNNUMBERED)
+
+if _next_node is None:
+
+    def function_forward() -> int | None:
+        """None: nothing tells."""
+        return None
+
+else:
+
+    def function_forward() -> int | None:
+        """In the forward of an autograd Function the number of its node, by torch's count on this thread; else None.
+
+        It is that of the node that was made last: of a Function inside of the one that is meant, where there was one.
+        """
+        return _next_node() - 1 if in_function() else None
+
+
+if _graph_task is None or _running_node is None:
+
+    def function_backward() -> int | None:
+        """None: nothing tells."""
+        return None
+
+else:
+
+    def function_backward() -> int | None:
+        """In a backward pass the number of the node that runs, else None.
+
+        None too where a checkpoint computes again: which node makes it do so differs from rank to rank.
+        """
+        if _graph_task() == -1 or (node := _running_node()) is None or saves_for_a_checkpoint():
+            return None
+        number: int = node._sequence_nr()
+        return number
 
 
 def checkpoint_region() -> object:

@@ -5,6 +5,9 @@ A backward call says of which call it is the backward: two backward calls of one
 two ranks used differently, would else be taken for each other. What is called without anything being sent, and whose
 backward sends, is numbered too, and told with the next call that sends.
 
+A backward that a user wrote calls verbs by hand. In the backward of a Function, or of a custom operator, a call says
+which call the Function's forward made, if it made one in this group: that is its place among the ranks' calls.
+
 Beside what is compared, a rank tells whether its call will have a backward: see `JOINS`.
 """
 
@@ -19,12 +22,14 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
+from gradmesh._torch import function_backward, function_forward
 from gradmesh.backends.claim import Claim
 from gradmesh.call_sites import Site, call_site, show_site
 from gradmesh.errors import MismatchError, message
 
 __all__ = [
     "BACKWARD",
+    "BY_HAND",
     "CAN_JOIN",
     "JOINS",
     "NOTHING",
@@ -50,13 +55,19 @@ OWED = 4
 
 BACKWARD = "the backward of"
 TANGENT = "the tangent of"
-_ROLE_NUMBER = {"": 0, BACKWARD: 1, TANGENT: 2}
+BY_HAND = "in the backward of the function that made"
+_ROLE_NUMBER = {"": 0, BACKWARD: 1, TANGENT: 2, BY_HAND: 3}
 
 _ORDERED = (
     "run forward and backward inside gradmesh.ordered(): there every rank takes part in the backward of every call, "
     "in one order, whatever its loss uses"
 )
+_OUTSIDE = (
+    "have every rank use every result of that function, loss + 0 * y.sum(), or call the verb outside of it, where "
+    "gradmesh.ordered() sees to its backward"
+)
 _SHOWN_LOCAL = 4
+_KEPT_FUNCTIONS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +105,7 @@ class Recorded:
     """What autograd remembers of one call on this rank.
 
     Attributes:
-        role: what it is to the call that it comes from: `BACKWARD` or `TANGENT`; "" for a call of its own.
+        role: what it is to the call that it comes from: `BACKWARD`, `TANGENT` or `BY_HAND`; "" for a call of its own.
         origin: that call.
         flags: `JOINS`, `CAN_JOIN`, and `NOTHING` or `OWED`.
         linked: whether it is a link of the chain of `ordered()`.
@@ -159,7 +170,7 @@ class Recorded:
 class Calls:
     """The calls of a group, as one of its ranks counts them."""
 
-    __slots__ = ("local", "number", "since", "words")
+    __slots__ = ("local", "made_in", "number", "since", "words")
 
     def __init__(self) -> None:
         self.number = 0
@@ -169,6 +180,15 @@ class Calls:
         self.since = 0
         """A number made of those."""
         self.words: list[str] = []
+        self.made_in: dict[int, Recorded] = {}
+        """Of Functions whose forward makes calls by hand, by the number of their node: the last call of each."""
+
+    def note_in(self, node: int, recorded: Recorded) -> None:
+        """Keep what a Function's forward calls; the oldest go, on every rank the same ones."""
+        self.made_in.pop(node, None)
+        self.made_in[node] = recorded
+        if len(self.made_in) > _KEPT_FUNCTIONS:
+            del self.made_in[next(iter(self.made_in))]
 
     def note(self, said: Said, recorded: Recorded) -> None:
         """Count a call that sends nothing."""
@@ -198,7 +218,7 @@ class CallClaim(Claim):
         recorded: what is remembered of it; None where nobody will ask.
     """
 
-    __slots__ = ("_before", "_recorded", "_what")
+    __slots__ = ("_before", "_made_in", "_recorded", "_what", "_within")
 
     def __init__(self, said: Said, recorded: Recorded | None) -> None:
         self.digest = said.digest
@@ -206,6 +226,10 @@ class CallClaim(Claim):
         self.heard = None
         self._what, self._recorded = said, recorded
         self._before: list[str] = []
+        # Asked now: what moves the bytes switches autograd off.
+        by_hand = recorded is None or recorded.origin is None
+        self._within = function_backward() if by_hand else None
+        self._made_in = function_forward() if recorded is None else None  # else in a node of gradmesh's own
 
     @property
     def verb(self) -> str:
@@ -220,6 +244,13 @@ class CallClaim(Claim):
     def count(self, calls: Calls) -> None:
         """Take a number, as the call is about to be made, and say of which call it is the backward."""
         calls.number += 1
+        if self._within is not None and self._within in calls.made_in:
+            self._recorded = Recorded() if self._recorded is None else self._recorded
+            self._recorded.role, self._recorded.origin = BY_HAND, calls.made_in[self._within]
+        if self._made_in is not None:
+            calls.note_in(
+                self._made_in, Recorded(number=calls.number, text=self._what.text, site=call_site())
+            )
         of: tuple[int, ...] = ()
         if (recorded := self._recorded) is not None:
             recorded.number = calls.number
@@ -275,6 +306,9 @@ class CallClaim(Claim):
         if any(f", {BACKWARD} call " in said for said in words):
             expected = "the backward of the same call on every rank, in the same order"
             remedy = _ORDERED
+        elif any(f", {BY_HAND} call " in said for said in words):
+            expected = "the backward of the same call of a function on every rank, in the same order"
+            remedy = _OUTSIDE
         elif any(", after " in said for said in words):
             expected = "the same calls on every rank, those before it that send nothing themselves among them"
             remedy = (
