@@ -13,7 +13,7 @@ test: .venv/ready
 
 # The tests on another torch: `make torch VERSION=2.11.0`, in an environment of its own (several GB with CUDA's parts).
 torch: .venv-$(VERSION)/ready
-	.venv-$(VERSION)/bin/pytest -m "not slow"
+	.venv-$(VERSION)/bin/pytest -n 2 --dist loadfile -m "not slow" --junitxml build/torch-$(VERSION).xml
 
 # The long form of the law tests: more ranks, more dtypes, more random cases.
 sweep: .venv/ready

@@ -11,7 +11,8 @@ import argparse
 import os
 import shutil
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -64,9 +65,8 @@ def main() -> None:
     page = parser.parse_args().write
     if not available():
         sys.exit("valgrind, callgrind_control and callgrind_annotate are needed: apt-get install valgrind")
-    with ThreadPoolExecutor(
-        os.cpu_count()
-    ) as pool:  # each is a process, and what else runs does not change a count
+    # What else runs does not change a count. torch also runs each statement once here, so each has a process for it.
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
         counts = pool.map(counted, LINES.values())
         rows = [f"| `{name}` | {count / 1000:.1f} |" for name, count in zip(LINES, counts, strict=True)]
     text = "\n".join(["| statement | thousand instructions a call |", "|---|---|", *rows])

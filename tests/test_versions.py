@@ -1,0 +1,32 @@
+"""The table of what the tests did on other versions of torch is made of pytest's own reports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools.versions import BEGIN, END, read, table
+
+ROOT = Path(__file__).parent.parent
+REPORT = """<?xml version="1.0"?><testsuites><testsuite name="pytest" timestamp="2026-01-02T03:04:05">
+<testcase classname="tests.test_a" name="test_right"/>
+<testcase classname="tests.test_a" name="test_wrong[2]"><failure message="assert"/></testcase>
+<testcase classname="tests.test_a" name="test_unclean"/>
+<testcase classname="tests.test_a" name="test_unclean"><error message="teardown"/></testcase>
+<testcase classname="tests.test_b" name="test_left_out"><skipped message="no GPU"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_a_report_is_counted_and_what_failed_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "torch-2.15.0.xml"
+    path.write_text(REPORT)
+    found = read(path)
+    assert (found.torch, found.day, found.tests, found.skipped) == ("2.15.0", "2026-01-02", 4, 1)
+    assert found.failed == ("tests/test_a.py::test_unclean", "tests/test_a.py::test_wrong[2]")
+    lines = table([found]).splitlines()
+    assert lines[2] == "| 2.15.0 | 2026-01-02 | 1 | 2 | 1 |"
+    assert lines[-1] == "* 2.15.0: `tests/test_a.py::test_wrong[2]`"
+
+
+def test_the_page_has_a_place_for_it() -> None:
+    text = (ROOT / "docs" / "versions.md").read_text()
+    assert text.index(BEGIN) < text.index(END)

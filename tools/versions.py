@@ -1,0 +1,84 @@
+"""What the tests did on other versions of torch.
+
+$ python -m tools.versions build/torch-*.xml --write docs/versions.md
+
+`make torch VERSION=2.15.0` leaves its report in build/torch-2.15.0.xml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Report", "main", "read", "table"]
+
+BEGIN, END = "<!-- runs: begin (python -m tools.versions) -->", "<!-- runs: end -->"
+
+
+@dataclass(frozen=True)
+class Report:
+    """One run of the tests.
+
+    Attributes:
+        torch: the version.
+        day: when it was.
+        tests: how many there were.
+        skipped: how many of them did not run.
+        failed: the names of those that failed, or could not be set up.
+    """
+
+    torch: str
+    day: str
+    tests: int
+    skipped: int
+    failed: tuple[str, ...]
+
+
+def read(path: Path) -> Report:
+    """A report as pytest writes it, torch's version in the file's name."""
+    suites = list(ET.parse(path).getroot().iter("testsuite"))
+    cases = [case for suite in suites for case in suite.iter("testcase")]
+    failed = {
+        f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+        for case in cases
+        if case.find("failure") is not None or case.find("error") is not None
+    }
+    return Report(
+        torch=path.stem.removeprefix("torch-"),
+        day=suites[0].get("timestamp", "")[:10],
+        tests=len({(case.get("classname"), case.get("name")) for case in cases}),
+        skipped=sum(case.find("skipped") is not None for case in cases),
+        failed=tuple(sorted(failed)),
+    )
+
+
+def table(reports: Sequence[Report]) -> str:
+    """The reports as Markdown, a row each, and what failed."""
+    rows = [
+        f"| {one.torch} | {one.day} | {one.tests - one.skipped - len(one.failed)} | {len(one.failed)} | {one.skipped} |"
+        for one in reports
+    ]
+    failed = [f"* {one.torch}: `{name}`" for one in reports for name in one.failed]
+    lines = ["| torch | day | passed | failed | skipped |", "|---|---|---|---|---|", *rows]
+    return "\n".join([*lines, "", *failed] if failed else lines)
+
+
+def main() -> None:
+    """Print the table, or write it into the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("reports", type=Path, nargs="+", metavar="REPORT")
+    parser.add_argument("--write", type=Path, metavar="PAGE")
+    options = parser.parse_args()
+    made = table([read(path) for path in sorted(options.reports)])
+    if options.write is None:
+        print(made)
+        return
+    before, rest = options.write.read_text().split(BEGIN)
+    options.write.write_text(f"{before}{BEGIN}\n{made}\n{END}{rest.split(END, 1)[1]}")
+
+
+if __name__ == "__main__":
+    main()
