@@ -10,7 +10,6 @@ a further backward pass runs the backward of both on every rank that ran the fir
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any, NoReturn
 
@@ -167,11 +166,15 @@ def join_late(op: Op, x: Tensor, y: Tensor, call: Recorded) -> Tensor:
 
 def _recorded(op: Op | _Done, x: Tensor, thread: Tensor, call: Recorded) -> tuple[Tensor, Tensor]:
     """Run an op as a node of the graph."""
-    transformed = functorch_active()
-    run = functools.partial((_Rule if transformed else _Node).apply, op, x, thread, call)
-    owed = None if transformed else rank_state().owed
-    result: tuple[Tensor, Tensor] = run() if owed is None else owed.recorded(op, x, call, run)
-    return result
+    rule: Any = _Rule if functorch_active() else _Node
+
+    def run() -> tuple[Tensor, Tensor]:
+        # Called by Python itself: where torch has `apply` in C++, a profile function sees no other call of it.
+        result: tuple[Tensor, Tensor] = rule.apply(op, x, thread, call)
+        return result
+
+    owed = None if rule is _Rule else rank_state().owed
+    return run() if owed is None else owed.recorded(op, x, call, run)
 
 
 def thread_of(ctx: Any) -> Tensor | None:
