@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import gradmesh as gm
 from gradmesh.axis import axis
-from gradmesh.wire import claims
-from gradmesh.wire.claims import Calls, calls_of
+from gradmesh.wire import by_hand as places
+from gradmesh.wire.by_hand import Functions, Made, apart, shown, told
+from gradmesh.wire.claims import calls_of
 from tests.by_hand_programs import by_hand, drawn, outcome, verdict
+from tools.attack.command import attack
+from tools.attack.draw import drawn as drawn_program
+from tools.attack.programs import source
+from tools.attack.run import Pools
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
 
@@ -58,11 +66,21 @@ def test_many_functions_by_hand_are_right_or_refused(backend: str, count: int, r
     assert set(found) == {"right", "refused"}, found
 
 
+def test_random_programs_of_verbs_are_right_too_where_functions_call_some_of_them_by_hand() -> None:
+    with Pools("threads") as pools:
+        summary = attack(60, pools, seed=1789, by_hand=0.8)
+    assert not summary.findings, str(summary)
+    programs = [drawn_program(1789, index, by_hand=0.8) for index in range(60)]
+    calls = sum(source(program).count("by_hand(") for program in programs)
+    assert calls > 20
+    assert not any("by_hand(" in source(program) for program in programs if program.ordered)
+
+
 def test_without_the_numbers_random_programs_are_wrong_without_a_word(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else the tests above would show nothing."""
-    monkeypatch.setattr(Calls, "note_in", lambda *_: None)
+    monkeypatch.setattr(Functions, "note", lambda *_: None)
     assert any(said.startswith("wrong") for said in verdicts(60, 2))
 
 
@@ -77,12 +95,50 @@ def each_uses_another() -> str:
 
 
 def test_the_error_names_the_calls_that_the_function_made(threads: Ranks) -> None:
-    for said in threads(2)(each_uses_another):
-        first, second = [line for line in said.splitlines() if "shift(offset=-1" in line]
-        assert "in the backward of the function that made call" in first
-        assert "shift(offset=1, wrap=True) of float64[12]" in second
-        assert first.split("made call ")[1].split(":")[0] != second.split("made call ")[1].split(":")[0]
-        assert "have every rank use every result of that function" in said
+    said = threads(2)(each_uses_another)
+    for rank, text in enumerate(said):
+        lines = [
+            line.rpartition("made call ")[2]
+            for line in text.splitlines()
+            if "rank " in line and "made call" in line
+        ]
+        assert int(lines[1]) == int(lines[0]) + 1
+        assert f"made call {lines[rank]}: shift(offset=1, wrap=True) of float64[12]" in text
+        assert "have every rank use every result of that function" in text
+
+
+def test_with_every_value_compared_they_are_told_apart_too(threads: Ranks) -> None:
+    def full() -> str:
+        with gm.check("full"):
+            return each_uses_another()
+
+    assert all("different calls of a function" in text for text in threads(2)(full))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "different"),
+    [
+        (((7, 7), (7, 7)), False),
+        (((7, 7), (8, 8)), True),
+        (((7, 8), (8, 8), (7, 7)), True),  # the last two
+        (((7, 9), (8, 8), None), False),
+        ((None, (8, 8)), False),
+        (((1022, 1024), (1023, 1023)), False),
+        (((1022, 1022), (1023, 1023)), True),
+        (((1, 5000), (4000, 4000)), False),
+    ],
+)
+def test_what_is_known_on_two_ranks_has_to_have_a_call_in_common(
+    ranks: tuple[tuple[int, int] | None, ...], different: bool
+) -> None:
+    made = [one and Made(*one, "", None) for one in ranks]
+    heard = [0 if one is None else told(one) | 5 for one in made]
+    assert apart(heard) == different
+    text = shown(heard, made[0])
+    assert ("not known" in text) == (None in ranks)
+    assert (
+        made[0] is None or f"rank 0: in the backward of the function that made call {made[0].first}" in text
+    )
 
 
 class Batch(torch.autograd.Function):
@@ -122,7 +178,7 @@ def kept(mode: str) -> list[int]:
     with modes[mode]():
         for run in (lambda: by_hand(x, "shift"), lambda: gm.shift(x), lambda: gm.shift(x.clone())):
             run()
-            found.append(len(calls_of(axis().group).made_in))
+            found.append(len(calls_of(axis().group).functions))
     return found
 
 
@@ -143,14 +199,14 @@ def many() -> list[float]:
         y = by_hand(y, "shift")
     y.sum().backward()
     assert x.grad is not None
-    assert len(calls_of(axis().group).made_in) <= 3
+    assert len(calls_of(axis().group).functions) <= 3
     return x.grad.tolist()
 
 
 def test_the_oldest_are_forgotten_on_every_rank_alike(
     threads: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "_KEPT_FUNCTIONS", 3)
+    monkeypatch.setattr(places, "_KEPT", 3)
     assert gm.launch(many, 2, backend="threads") == [[1.0] * 12] * 2
 
 
@@ -164,3 +220,107 @@ def twice() -> bool:
 
 def test_a_graph_that_is_run_through_twice_is_right(threads: Ranks) -> None:
     assert threads(2)(twice) == [True, True]
+
+
+def local(x: Tensor) -> Tensor:
+    """A Function that sends nothing: work of a rank's own."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    return Own.apply(x) if gm.rank() == 0 else x
+
+
+class LocalFirst(torch.autograd.Function):
+    """Rank 0 does something of its own before the verb."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        if gm.rank() == 0:
+            with torch.enable_grad():
+                own = x.detach().requires_grad_()
+                torch.autograd.grad(own.sin().sum(), own)
+        return gm.all_reduce(local(x), dst=gm.R)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return gm.all_reduce(grad, dst=gm.R)
+
+
+def experts(x: Tensor) -> Tensor:
+    return gm.all_reduce(local(gm.all_reduce(local(x), dst=gm.R)), dst=gm.R)
+
+
+def hooked(x: Tensor) -> Tensor:
+    """A hook that calls a verb runs at another node on each rank."""
+    y = by_hand(x, "all_reduce")
+    y = y if gm.rank() == 0 else 1 * y
+    y.register_hook(lambda grad: gm.all_reduce(grad, dst=gm.R))
+    return y
+
+
+def offloaded(x: Tensor) -> Tensor:
+    """One rank keeps what it saves elsewhere, in both passes."""
+    return by_hand(x, "all_reduce")
+
+
+APART: dict[str, Callable[[Tensor], Tensor]] = {
+    "a Function before the verb": lambda x: LocalFirst.apply(x),
+    "experts under the older checkpoint": lambda x: checkpoint(experts, x, use_reentrant=True),
+    "experts under a checkpoint": lambda x: checkpoint(experts, x, use_reentrant=False),
+    "a hook": hooked,
+    "what one rank saves elsewhere": offloaded,
+}
+
+
+def apart_ranks(name: str) -> tuple[list[float], list[float]]:
+    x = torch.full((12,), 1.0, dtype=torch.float64, requires_grad=True)
+    saving = gm.rank() == 0 and name.startswith("what one")
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+        if saving
+        else contextlib.nullcontext()
+    ):
+        (by_hand(x, "scan") + APART[name](x)).sum().backward()
+    assert x.grad is not None
+    found, x = x.grad, x.detach().requires_grad_()
+    with gm.ordered():
+        y = experts(x) if name.startswith("experts") else gm.all_reduce(x, dst=gm.R)
+        y = y if name != "a hook" else gm.all_reduce(y, dst=gm.R)
+        gm.backward((gm.scan(x) + y).sum())
+    assert x.grad is not None
+    return found.tolist(), x.grad.tolist()
+
+
+@pytest.mark.parametrize("name", APART)
+def test_ranks_that_do_something_of_their_own_are_not_accused(threads: Ranks, name: str) -> None:
+    for found, right in threads(2)(apart_ranks, name):
+        assert found == right
+
+
+def in_other_threads() -> list[float]:
+    """Nodes are numbered by thread: a number of another one's is not taken for this one's."""
+    x = torch.ones(12, dtype=torch.float64, requires_grad=True)
+    found = []
+
+    def step(scale: float) -> None:
+        y = local(x * scale) if scale > 1 else x
+        (grad,) = torch.autograd.grad(by_hand(y, "scan").sum() * (1 + gm.rank()), x)
+        found.append(grad.sum().item())
+
+    for scale in (1.0, 2.0, 3.0):
+        thread = threading.Thread(target=step, args=(scale,))
+        thread.start()
+        thread.join()
+    return found
+
+
+@pytest.mark.processes
+def test_what_other_threads_number_is_left_alone(processes: Ranks) -> None:
+    assert processes(2)(in_other_threads) == [[36.0, 72.0, 108.0], [24.0, 48.0, 72.0]]

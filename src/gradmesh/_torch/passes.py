@@ -131,7 +131,7 @@ else:
 
         None too where a checkpoint computes again: which node makes it do so differs from rank to rank.
         """
-        if _graph_task() == -1 or (node := _running_node()) is None or saves_for_a_checkpoint():
+        if _graph_task() == -1 or (node := _running_node()) is None or checkpoint_region() is not None:
             return None
         number: int = node._sequence_nr()
         return number

@@ -5,8 +5,7 @@ A backward call says of which call it is the backward: two backward calls of one
 two ranks used differently, would else be taken for each other. What is called without anything being sent, and whose
 backward sends, is numbered too, and told with the next call that sends.
 
-A backward that a user wrote calls verbs by hand. In the backward of a Function, or of a custom operator, a call says
-which call the Function's forward made, if it made one in this group: that is its place among the ranks' calls.
+A backward that a user wrote calls verbs by hand: what it tells of itself is in `by_hand`.
 
 Beside what is compared, a rank tells whether its call will have a backward: see `JOINS`.
 """
@@ -26,10 +25,10 @@ from gradmesh._torch import function_backward, function_forward
 from gradmesh.backends.claim import Claim
 from gradmesh.call_sites import Site, call_site, show_site
 from gradmesh.errors import MismatchError, message
+from gradmesh.wire import by_hand
 
 __all__ = [
     "BACKWARD",
-    "BY_HAND",
     "CAN_JOIN",
     "JOINS",
     "NOTHING",
@@ -55,8 +54,7 @@ OWED = 4
 
 BACKWARD = "the backward of"
 TANGENT = "the tangent of"
-BY_HAND = "in the backward of the function that made"
-_ROLE_NUMBER = {"": 0, BACKWARD: 1, TANGENT: 2, BY_HAND: 3}
+_ROLE_NUMBER = {"": 0, BACKWARD: 1, TANGENT: 2}
 
 _ORDERED = (
     "run forward and backward inside gradmesh.ordered(): there every rank takes part in the backward of every call, "
@@ -64,10 +62,9 @@ _ORDERED = (
 )
 _OUTSIDE = (
     "have every rank use every result of that function, loss + 0 * y.sum(), or call the verb outside of it, where "
-    "gradmesh.ordered() sees to its backward"
+    "gradmesh.ordered() sees to its backward; for a region of checkpoint() say use_reentrant=False"
 )
 _SHOWN_LOCAL = 4
-_KEPT_FUNCTIONS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +102,7 @@ class Recorded:
     """What autograd remembers of one call on this rank.
 
     Attributes:
-        role: what it is to the call that it comes from: `BACKWARD`, `TANGENT` or `BY_HAND`; "" for a call of its own.
+        role: what it is to the call that it comes from: `BACKWARD` or `TANGENT`; "" for a call of its own.
         origin: that call.
         flags: `JOINS`, `CAN_JOIN`, and `NOTHING` or `OWED`.
         linked: whether it is a link of the chain of `ordered()`.
@@ -170,7 +167,7 @@ class Recorded:
 class Calls:
     """The calls of a group, as one of its ranks counts them."""
 
-    __slots__ = ("local", "made_in", "number", "since", "words")
+    __slots__ = ("functions", "local", "number", "since", "words")
 
     def __init__(self) -> None:
         self.number = 0
@@ -180,15 +177,8 @@ class Calls:
         self.since = 0
         """A number made of those."""
         self.words: list[str] = []
-        self.made_in: dict[int, Recorded] = {}
-        """Of Functions whose forward makes calls by hand, by the number of their node: the last call of each."""
-
-    def note_in(self, node: int, recorded: Recorded) -> None:
-        """Keep what a Function's forward calls; the oldest go, on every rank the same ones."""
-        self.made_in.pop(node, None)
-        self.made_in[node] = recorded
-        if len(self.made_in) > _KEPT_FUNCTIONS:
-            del self.made_in[next(iter(self.made_in))]
+        self.functions = by_hand.Functions()
+        """Those that call by hand."""
 
     def note(self, said: Said, recorded: Recorded) -> None:
         """Count a call that sends nothing."""
@@ -218,7 +208,10 @@ class CallClaim(Claim):
         recorded: what is remembered of it; None where nobody will ask.
     """
 
-    __slots__ = ("_before", "_made_in", "_recorded", "_what", "_within")
+    __slots__ = ("_before", "_made", "_made_in", "_recorded", "_what", "_within")
+
+    tells_places: bool = True
+    """Whether there is room to tell the places of calls by hand."""
 
     def __init__(self, said: Said, recorded: Recorded | None) -> None:
         self.digest = said.digest
@@ -226,10 +219,10 @@ class CallClaim(Claim):
         self.heard = None
         self._what, self._recorded = said, recorded
         self._before: list[str] = []
-        # Asked now: what moves the bytes switches autograd off.
-        by_hand = recorded is None or recorded.origin is None
-        self._within = function_backward() if by_hand else None
-        self._made_in = function_forward() if recorded is None else None  # else in a node of gradmesh's own
+        self._made: by_hand.Made | None = None
+        # Asked now: what moves the bytes switches autograd off. A call of gradmesh's own nodes is recorded.
+        self._within = function_backward() if recorded is None or recorded.origin is None else None
+        self._made_in = function_forward() if recorded is None else None
 
     @property
     def verb(self) -> str:
@@ -244,13 +237,11 @@ class CallClaim(Claim):
     def count(self, calls: Calls) -> None:
         """Take a number, as the call is about to be made, and say of which call it is the backward."""
         calls.number += 1
-        if self._within is not None and self._within in calls.made_in:
-            self._recorded = Recorded() if self._recorded is None else self._recorded
-            self._recorded.role, self._recorded.origin = BY_HAND, calls.made_in[self._within]
+        if self._within is not None and self.tells_places:
+            self._made = calls.functions.of(self._within)
+            self.flags |= 0 if self._made is None else by_hand.told(self._made)
         if self._made_in is not None:
-            calls.note_in(
-                self._made_in, Recorded(number=calls.number, text=self._what.text, site=call_site())
-            )
+            calls.functions.note(self._made_in, calls.number, self._what.text)
         of: tuple[int, ...] = ()
         if (recorded := self._recorded) is not None:
             recorded.number = calls.number
@@ -269,13 +260,25 @@ class CallClaim(Claim):
         """Look at what the others said of their part in the backward.
 
         Raises:
-            MismatchError: some rank will take part in the backward of this call, and another one cannot.
+            MismatchError: some rank will take part in the backward of this call, and another one cannot; or the call is
+                made by hand in the backward of two different calls.
         """
         heard = self.heard
         if heard is None:
             return
         if self._recorded is not None:
             self._recorded.heard = heard
+        if self.tells_places and by_hand.apart(heard):
+            raise MismatchError(
+                message(
+                    "the ranks are in the backward of different calls of a function",
+                    op=self._what.verb,
+                    axis=self._what.axis,
+                    expected="the backward of the same call on every rank, in the same order",
+                    got=f"{by_hand.shown(heard, self._made)}\nin {self.said()}",
+                    remedy=_OUTSIDE,
+                )
+            )
         if any(flags & JOINS for flags in heard) and not all(flags & (JOINS | CAN_JOIN) for flags in heard):
             raise MismatchError(
                 message(
@@ -299,6 +302,8 @@ class CallClaim(Claim):
         said = f"{self._what.text} {show_site(call_site())}"
         if self._recorded is not None:
             said += self._recorded.of()
+        if self._made is not None:
+            said += f", {self._made}"
         return f"{said}, after {' and '.join(self._before)}" if self._before else said
 
     def refusal(self, words: list[str]) -> Exception:
@@ -306,9 +311,6 @@ class CallClaim(Claim):
         if any(f", {BACKWARD} call " in said for said in words):
             expected = "the backward of the same call on every rank, in the same order"
             remedy = _ORDERED
-        elif any(f", {BY_HAND} call " in said for said in words):
-            expected = "the backward of the same call of a function on every rank, in the same order"
-            remedy = _OUTSIDE
         elif any(", after " in said for said in words):
             expected = "the same calls on every rank, those before it that send nothing themselves among them"
             remedy = (

@@ -84,7 +84,7 @@ class ValueClaim(CallClaim):
         src: the operand's type over the ranks; None: it has none.
     """
 
-    __slots__ = ("_loss", "_src")
+    __slots__ = ("_loss", "_src", "tells_places")
 
     def __init__(self, said: Said, recorded: Recorded | None, x: Tensor, src: Type | None) -> None:
         super().__init__(said, recorded)
@@ -92,6 +92,7 @@ class ValueClaim(CallClaim):
         # What a backward pass starts with is one, and it comes to the gradient of a sum only if that is the loss.
         self._loss = self._backward and src is I and said.verb == "replicate" and _is_one(x)
         counts = src in (R, I) or self._summed
+        self.tells_places = not counts
         finite, number = in_plain_mode(lambda: (_finite(x), number_of(x) if counts else 0))
         self.flags |= (0 if finite else _NOT_FINITE) | _line() << _LINE_SHIFT | number << _SHIFT
 
