@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from gradmesh._torch import default_group
 from gradmesh.axis import Axis
 from gradmesh.errors import ArgumentError, GradmeshError, NotInitializedError, message
 from gradmesh.state import rank_state
@@ -45,7 +46,7 @@ def _made() -> _Groups | None:
 def _groups() -> _Groups | None:
     """This rank's groups, unless the world they were made in is gone."""
     found = _made()
-    return found if found is not None and found.world is dist.group.WORLD else None
+    return found if found is not None and found.world is default_group() else None
 
 
 def ensure_div(a: int, b: int) -> None:
