@@ -324,3 +324,59 @@ def in_other_threads() -> list[float]:
 @pytest.mark.processes
 def test_what_other_threads_number_is_left_alone(processes: Ranks) -> None:
     assert processes(2)(in_other_threads) == [[36.0, 72.0, 108.0], [24.0, 48.0, 72.0]]
+
+
+def test_what_a_function_calls_first_and_last_is_kept_of_one_thread_alone() -> None:
+    functions = Functions()
+    functions.note(3, 7, "first")
+    functions.note(3, 9, "last")
+    made = functions.of(3)
+    assert made is not None
+    assert (made.first, made.last, made.text) == (7, 9, "first")
+    found: list[Made | None] = []
+
+    def elsewhere() -> None:
+        functions.note(4, 10, "of another count")
+        found.append(functions.of(3))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert found == [None]
+    assert functions.of(4) is None
+    assert len(functions) == 1
+
+
+def saved_elsewhere() -> str:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        return each_uses_another()
+
+
+def test_they_are_told_apart_where_every_rank_saves_elsewhere(threads: Ranks) -> None:
+    assert all("different calls of a function" in text for text in threads(2)(saved_elsewhere))
+
+
+class Repeated(torch.autograd.Function):
+    """Its backward says of its gradient that it is the same on every rank; rank 0 does something of its own before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return gm.all_reduce(local(x), dst=gm.I)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return gm.replicate(grad)
+
+
+def compared_in_full() -> list[float]:
+    x = torch.ones(12, dtype=torch.float64, requires_grad=True)
+    found = []
+    with gm.check("full"):
+        for scale in range(1, 9):  # a place may be in the bits of one value by chance
+            (grad,) = torch.autograd.grad(scale * Repeated.apply(x).square().sum(), x)
+            found.append(grad.sum().item())
+    return found
+
+
+def test_what_is_told_of_a_function_is_not_taken_for_a_value(threads: Ranks) -> None:
+    assert threads(2)(compared_in_full) == [[48.0 * scale for scale in range(1, 9)]] * 2

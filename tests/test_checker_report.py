@@ -35,6 +35,7 @@ def test_all_of_a_finding_is_said_at_every_width(tmp_path: Path, width: int) -> 
         for part in wanted:
             assert joined(part) in text, part
     assert "acellwasnotfollowed" in text
+    assert joined("gradmesh explain " + " ".join(sorted({each.rule.id for each in verdict.findings}))) in text
 
 
 @pytest.mark.parametrize("width", [20, 100])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 import tomllib
@@ -85,6 +86,20 @@ def test_a_wheel_has_the_same_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(explaining, "_CHECKOUT", tmp_path)
     monkeypatch.setattr(explaining, "_INSTALLED", tmp_path / explaining._INSTALLED.relative_to(ROOT / "src"))
     assert {name: explaining.page(name) for name in there} == there
+
+
+@pytest.mark.parametrize("command", [["explain"], ["check", __file__]])
+def test_a_reader_that_has_enough_ends_a_command_without_a_word(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(*_: object, **__: object) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    monkeypatch.setattr(cli, "explain_command", closed)
+    monkeypatch.setattr(cli, "check_command", closed)
+    told = CliRunner().invoke(cli.commands(), command)
+    assert told.exit_code == 1
+    assert "pipe" not in told.output + told.stderr
 
 
 def test_a_package_without_its_pages_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

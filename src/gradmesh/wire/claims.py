@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -269,33 +269,36 @@ class CallClaim(Claim):
         if self._recorded is not None:
             self._recorded.heard = heard
         if self.tells_places and by_hand.apart(heard):
-            raise MismatchError(
-                message(
-                    "the ranks are in the backward of different calls of a function",
-                    op=self._what.verb,
-                    axis=self._what.axis,
-                    expected="the backward of the same call on every rank, in the same order",
-                    got=f"{by_hand.shown(heard, self._made)}\nin {self.said()}",
-                    remedy=_OUTSIDE,
-                )
+            self._refuse(
+                "the ranks are in the backward of different calls of a function",
+                expected="the backward of the same call on every rank, in the same order",
+                got=by_hand.shown(heard, self._made),
+                remedy=_OUTSIDE,
             )
         if any(flags & JOINS for flags in heard) and not all(flags & (JOINS | CAN_JOIN) for flags in heard):
-            raise MismatchError(
-                message(
-                    "a rank will take part in the backward of this call, and another one cannot",
-                    op=self._what.verb,
-                    axis=self._what.axis,
-                    expected="gradients recorded on every rank, or on none",
-                    got="\n".join(
-                        f"rank {rank}: {_JOINING[flags & (JOINS | CAN_JOIN)]}"
-                        for rank, flags in enumerate(heard)
-                    )
-                    + f"\nin {self.said()}",
-                    remedy="enter torch.no_grad() on every rank or on none, or detach() the operand on all; inside a "
-                    "torch.func transform, make it depend on what is differentiated on every rank; compile "
-                    "the function on every rank or on none",
-                )
+            self._refuse(
+                "a rank will take part in the backward of this call, and another one cannot",
+                expected="gradients recorded on every rank, or on none",
+                got="\n".join(
+                    f"rank {rank}: {_JOINING[flags & (JOINS | CAN_JOIN)]}" for rank, flags in enumerate(heard)
+                ),
+                remedy="enter torch.no_grad() on every rank or on none, or detach() the operand on all; inside a "
+                "torch.func transform, make it depend on what is differentiated on every rank; compile "
+                "the function on every rank or on none",
             )
+
+    def _refuse(self, problem: str, *, expected: str, got: str, remedy: str) -> NoReturn:
+        """Raise the error of what the ranks told, which is the same on all of them but for the call in words."""
+        raise MismatchError(
+            message(
+                problem,
+                op=self._what.verb,
+                axis=self._what.axis,
+                expected=expected,
+                got=f"{got}\nin {self.said()}",
+                remedy=remedy,
+            )
+        )
 
     def said(self) -> str:
         """The call, where it is, what it is the backward of, and what went before it without being sent."""
