@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 VERSION ?= 2.15.0
 
-.PHONY: demo test torch lint docs site sweep bench modes attack attack-jax attack-check clean
+.PHONY: demo test torch python lint docs site sweep bench modes attack attack-jax attack-check clean
 
 demo: .venv/ready
 	$(BIN)/gradmesh demo
@@ -14,6 +14,10 @@ test: .venv/ready
 # The tests on another torch: `make torch VERSION=2.11.0`, in an environment of its own (several GB with CUDA's parts).
 torch: .venv-$(VERSION)/ready
 	.venv-$(VERSION)/bin/pytest -n 2 --dist loadfile -m "not slow" --junitxml build/torch-$(VERSION).xml
+
+# The tests on another Python: `make python VERSION=3.13`, in an environment of its own, with the torch of constraints.txt.
+python: .venv-py$(VERSION)/ready
+	.venv-py$(VERSION)/bin/pytest -n 2 --dist loadfile -m "not slow"
 
 # The long form of the law tests: more ranks, more dtypes, more random cases.
 sweep: .venv/ready
@@ -66,6 +70,11 @@ attack-jax: .venv/ready .venv-jax/ready
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+.venv-py%/ready: pyproject.toml constraints.txt
+	python$* -m venv .venv-py$*
+	.venv-py$*/bin/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
 .venv-%/ready: pyproject.toml constraints.txt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class Program:
         seed: of the values.
         by: "ring" or "heads".
         sizes: of the ranks' parts.
+        queries: of the ranks' parts of the queries, in cross attention; None: queries and keys are of one sequence.
         batch: how many sequences.
         heads: of queries.
         groups: heads of keys.
@@ -56,20 +58,24 @@ class Program:
     ordered: bool = False
     idle: int = -1
     frozen: int = -1
+    queries: tuple[int, ...] | None = None
 
     @property
     def whole(self) -> list[Tensor]:
         """Queries, keys and values of all ranks."""
         generator = torch.Generator().manual_seed(self.seed)
         length, (d, e) = sum(self.sizes), self.features
-        shapes = (self.heads, length, d), (self.groups, length, d), (self.groups, length, e)
+        rows = length if self.queries is None else sum(self.queries)
+        shapes = (self.heads, rows, d), (self.groups, length, d), (self.groups, length, e)
         drawn = [
             torch.randn(self.batch, *shape, generator=generator, dtype=torch.float64) for shape in shapes
         ]
         return [x.to(self.dtype) for x in drawn]
 
-    def part(self, x: Tensor, rank: int) -> Tensor:
-        """A rank's part."""
+    def part(self, x: Tensor, rank: int, *, queries: bool = False) -> Tensor:
+        """A rank's part, of queries and of what they see or of keys and values."""
+        if queries and self.queries is not None:
+            return x.split(self.queries, 2)[rank]
         held = spans(self.order, self.sizes)[rank]
         return torch.cat([x[:, :, start:stop] for start, stop in held], 2)
 
@@ -94,17 +100,24 @@ def random_program(seed: int, ranks: int) -> Program:
     narrow = dtype is torch.bfloat16
     layers = 1 if narrow or features[0] != features[1] else draw.choice([1, 2])
     lone = draw.randrange(ranks)
+    by, causal = draw.choice(["ring", "ring", "heads"]), draw.random() < 0.6
+    lengths = _lengths(draw, length, batch)
+    other = random.Random(-1 - seed)
+    queries = None
+    if not causal and lengths is None and length and other.random() < 0.7:
+        queries = tuple(other.choice([0, 1, 3, 6]) for _ in range(ranks))
     return Program(
         seed,
-        draw.choice(["ring", "ring", "heads"]),
+        by,
         sizes,
         batch,
         heads,
         groups,
         features,
-        causal=draw.random() < 0.6,
+        causal=causal,
         order=order,
-        lengths=_lengths(draw, length, batch),
+        lengths=lengths,
+        queries=queries,
         dtype=dtype,
         layers=layers,
         # What is told its inputs leaves out a rank of which nothing requires grad, but in ordered().
@@ -130,7 +143,12 @@ def _cut(draw: random.Random, length: int) -> tuple[int, ...]:
 
 
 def attend_on_ranks(program: Program, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    verb = gm.nn.ring_attention if program.by == "ring" else gm.nn.ulysses_attention
+    verb: Any = gm.nn.ring_attention
+    if program.by == "heads":
+        verb = gm.nn.ulysses_attention
+        if program.queries is not None:
+            told: Any = program.queries if program.seed % 3 else "auto"
+            verb = partial(verb, query_sizes=told)
     for _ in range(program.layers):
         q = verb(
             q,
@@ -146,8 +164,8 @@ def attend_on_ranks(program: Program, q: Tensor, k: Tensor, v: Tensor) -> Tensor
 
 def attend_densely(program: Program, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention with all scores at once, and a mask; a row that sees nothing gives 0."""
-    length = q.shape[2]
-    seen = torch.ones(program.batch, length, length, dtype=torch.bool)
+    length = k.shape[2]
+    seen = torch.ones(program.batch, q.shape[2], length, dtype=torch.bool)
     if program.lengths is not None:
         nested = program.lengths and isinstance(program.lengths[0], tuple)
         for one in range(program.batch):
@@ -179,7 +197,7 @@ def _second(gradients: list[Tensor], rank: int) -> Tensor:
 def on_rank(program: Program) -> list[Tensor | None]:
     """What the rank's queries see, and the gradients by its queries, keys and values: of its loss, and of these."""
     rank = gm.rank()
-    leaves = [program.part(x, rank).clone() for x in program.whole]
+    leaves = [program.part(x, rank, queries=not n).clone() for n, x in enumerate(program.whole)]
     for leaf in leaves:
         leaf.requires_grad_(rank != program.frozen)
     if not program.ordered:
@@ -211,19 +229,26 @@ def densely(program: Program) -> list[list[Tensor | None]]:
     leaves = [x.double().requires_grad_() for x in program.whole]
     ranks = range(len(program.sizes))
     out = attend_densely(program, *leaves)
-    used = [_loss(program, program.part(out, rank), rank) for rank in ranks if rank != program.idle]
+    used = [
+        _loss(program, program.part(out, rank, queries=True), rank) for rank in ranks if rank != program.idle
+    ]
     found = list(torch.autograd.grad(sum(used, 0 * out.sum()), leaves, create_graph=True))
     results = [out, *found]
     if program.orders > 1:
         # A rank that is frozen has no gradients to go on with.
         terms = [
-            _second([program.part(g, rank) for g in found], rank) for rank in ranks if rank != program.frozen
+            _second([program.part(g, rank, queries=not n) for n, g in enumerate(found)], rank)
+            for rank in ranks
+            if rank != program.frozen
         ]
         nothing = torch.stack([0 * g.sum() for g in found]).sum()
         results += torch.autograd.grad(sum(terms, nothing), leaves)
     parts: list[list[Tensor | None]] = []
     for rank in ranks:
-        mine: list[Tensor | None] = [program.part(x.detach(), rank) for x in results]
+        # What the queries see, and the gradients by the queries; the others are by keys and values.
+        mine: list[Tensor | None] = [
+            program.part(x.detach(), rank, queries=n in (0, 1, 4)) for n, x in enumerate(results)
+        ]
         if rank == program.frozen:
             mine[1:] = [None] * (len(mine) - 1)
         parts.append(mine)

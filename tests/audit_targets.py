@@ -89,3 +89,43 @@ def sleeping() -> Any:
 def gathering(group: Any = None, parts: Any = None) -> Any:
     sizes = parts or [2] * dist.get_world_size(group)
     return (lambda x: gm.all_gather(x, group, sizes=sizes)), torch.randn(sizes[dist.get_rank(group)], 3)
+
+
+class _FromFirst(torch.autograd.Function):
+    """What the first rank has, as it lies in memory; the gradient is right."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.clone() if dist.get_rank() == 0 else torch.empty(x.shape, dtype=x.dtype)
+        dist.broadcast(y, 0)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total * (dist.get_rank() == 0)
+
+
+def memory_order() -> Any:
+    return _FromFirst.apply, torch.randn(4, 3)
+
+
+class _EndsOnGloo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        if dist.get_backend() == "gloo" and not grad.is_contiguous():
+            os.kill(os.getpid(), signal.SIGKILL)
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad)
+        return grad
+
+
+def ending_on_gloo() -> Any:
+    return _EndsOnGloo.apply, torch.randn(4, 3)

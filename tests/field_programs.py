@@ -77,14 +77,16 @@ def draw_options(draw: random.Random, kind: str, shape: Sequence[int]) -> dict[s
     reach = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
     options: dict[str, Any]
     if kind == "conv":
-        mode = draw.choice(["zeros", "circular"])
+        mode = draw.choice(["zeros", "circular", "reflect", "replicate"])
         padding: Any = [draw.choice([0, 1, 2, 3]) for _ in shape]
         options = {"kernel_size": kernel, "stride": stride, "dilation": dilation, "padding": padding}
         options |= {"padding_mode": mode, "groups": draw.choice([1, 2]), "bias": draw.random() < 0.7}
         if draw.random() < 0.3:
             options |= {"padding": "same", "stride": 1}
             padding = [r // 2 for r in reach]
-        if mode == "circular" and any(p > n for p, n in zip(padding, shape, strict=True)):
+        if mode in ("circular", "reflect") and any(
+            p + (mode == "reflect") > n for p, n in zip(padding, shape, strict=True)
+        ):
             return None
         if any(n + 2 * p < r for n, p, r in zip(shape, padding, reach, strict=True)):
             return None

@@ -140,7 +140,7 @@ def _no_sync(gm: Any) -> bool:
     """Two micro-batches of a parameter that every rank has."""
 
     def body() -> list[float]:
-        w = torch.ones(2, requires_grad=True)
+        w = torch.nn.Parameter(torch.ones(2))
         with gm.no_sync():
             (gm.replicate(w).sum() * (1 + gm.rank())).backward()
         gm.replicate(w).sum().backward()

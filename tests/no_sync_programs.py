@@ -1,20 +1,25 @@
 """Random programs of several micro-batches inside and outside of `no_sync`, and the same on one dense process.
 
 A program has leaves on every rank, which verbs are applied to, and a loss of each rank and micro-batch that uses some
-of the results. The dense run has every rank's leaves in one process, and a formula for each verb. Autograd's gradient
-of the sum of the losses is what each rank's leaves have to have in the end.
+of the results. Most leaves are parameters; some are received, as a pipeline stage's inputs are: plain tensors made anew
+for each micro-batch, whose gradients are read right after its backward, inside of the block where that runs there. A
+verb may be called in a region that backward runs again. The dense run has every rank's leaves in one process, and a
+formula for each verb. Autograd's gradient of the sum of the losses is what each rank's leaves have to have in the end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gradmesh as gm
 from gradmesh.verify import simulate
@@ -43,6 +48,7 @@ class Use:
         used: which ranks' losses use the result, for each micro-batch.
         direct: whether the losses use the leaf itself too.
         derived: whether the operand is no leaf, but made of it.
+        region: how backward runs the call again; "" if it does not.
     """
 
     leaf: int
@@ -52,6 +58,7 @@ class Use:
     used: tuple[tuple[bool, ...], ...]
     direct: bool
     derived: bool
+    region: str
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,7 @@ class Program:
         seed: that it was drawn from.
         mesh: the axes.
         leaves: for each leaf its dtype and whether ranks have different numbers of rows.
+        received: for each leaf whether it is no parameter, but an input of each micro-batch.
         uses: the calls of a micro-batch, in order.
         put_off: for each micro-batch whether its forward runs inside of the block; the last does not.
         inside: whether backward runs inside of the block too.
@@ -73,6 +81,7 @@ class Program:
     seed: int
     mesh: str
     leaves: tuple[tuple[int, bool], ...]
+    received: tuple[bool, ...]
     uses: tuple[Use, ...]
     put_off: tuple[bool, ...]
     inside: bool
@@ -150,6 +159,44 @@ UNEVEN: dict[str, Verb] = {
 }
 
 
+# ---- regions that backward runs again ----------------------------------------------------------------------------
+
+
+class Again(torch.autograd.Function):
+    """Runs a function of one tensor without a graph, and once more on a detached copy when its gradient comes."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """What the function makes."""
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        """Its gradient, read off the copy."""
+        copy = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(copy)
+        y.backward(grad)
+        return None, copy.grad
+
+
+def _closed_over(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """In a reentrant checkpoint that has the operand from around, and not for an input."""
+    nothing = torch.zeros((), dtype=x.dtype, requires_grad=True)
+    return checkpoint(lambda zero: function(x) + zero, nothing, use_reentrant=True)
+
+
+REGIONS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "": lambda function, x: function(x),
+    "checkpoint": lambda function, x: checkpoint(function, x, use_reentrant=False),
+    "reentrant": lambda function, x: checkpoint(function, x, use_reentrant=True),
+    "reentrant, closed over": _closed_over,
+    "by hand": Again.apply,
+}
+
+
 # ---- programs ----------------------------------------------------------------------------------------------------
 
 
@@ -184,13 +231,22 @@ def draw(seed: int, *, wild: bool = False) -> Program:
                 used,
                 rng.random() < 0.2,
                 rng.random() < 0.15,
+                region="",
             )
         )
     put_off = (*(rng.random() < 0.8 for _ in range(steps - 1)), False)
+    again = random.Random(f"{seed}, run again")
+    # Inside of ordered() a region that hides its calls from the chain is refused.
+    regions = ("",) if wild else ("", "checkpoint") if ordered else tuple(REGIONS)
+    if again.random() < 0.5:
+        uses = [replace(use, region=again.choice(regions)) for use in uses]
+        # What is closed over is no part of the checkpoint's own graph: its first backward would free it.
+        uses = [replace(use, derived=use.derived and use.region != "reentrant, closed over") for use in uses]
     return Program(
         seed,
         mesh,
         leaves,
+        tuple(again.random() < 0.25 for _ in leaves),
         tuple(uses),
         put_off,
         inside=rng.random() < 0.7,
@@ -206,12 +262,13 @@ def _generator(*key: int) -> torch.Generator:
 
 def _leaves(program: Program, rank: int) -> list[Tensor]:
     """The leaves of a rank. Those with the same rows everywhere have the same values, as `replicate` wants."""
-    made = []
+    made: list[Tensor] = []
     for number, (dtype, uneven) in enumerate(program.leaves):
         place = rank if program.mesh != "grid" else rank // 2
         shape = (ROWS // 2 + place, 2) if uneven else (ROWS, 2)
         generator = _generator(program.seed, number, rank if uneven else 99)
-        made.append(torch.randn(shape, dtype=DTYPES[dtype], generator=generator).requires_grad_())
+        drawn = torch.randn(shape, dtype=DTYPES[dtype], generator=generator)
+        made.append(drawn.requires_grad_() if program.received[number] else nn.Parameter(drawn))
     return made
 
 
@@ -224,6 +281,10 @@ def _term(program: Program, x: Tensor, *key: int) -> Tensor:
 
 def _operand(use: Use, leaf: Tensor) -> Tensor:
     return leaf * 0.5 if use.derived else leaf
+
+
+def _call(use: Use, operand: Tensor) -> Tensor:
+    return ALL[use.verb][0](operand, use.axis)
 
 
 def gradients(program: Program, *, off: bool = True) -> list[Tensor | None] | str:
@@ -241,8 +302,17 @@ def gradients(program: Program, *, off: bool = True) -> list[Tensor | None] | st
 
 def _gradients(program: Program, off: bool) -> list[Tensor | None]:
     rank = dist.get_rank()
-    leaves = _leaves(program, rank)
-    losses = []
+    parameters = _leaves(program, rank)
+    whole: list[Tensor | None] = [None] * len(parameters)
+    losses, inputs = [], []
+
+    def read(leaves: list[Tensor]) -> None:
+        """Read the gradients of what a micro-batch has received."""
+        for number, leaf in enumerate(leaves):
+            if program.received[number] and leaf.grad is not None:
+                before = whole[number]
+                whole[number] = leaf.grad.clone() if before is None else before + leaf.grad
+
     for step, wanted in enumerate(program.put_off):
         with contextlib.ExitStack() as blocks:
             block = blocks.enter_context(contextlib.ExitStack())
@@ -251,10 +321,18 @@ def _gradients(program: Program, off: bool) -> list[Tensor | None]:
             if program.ordered:
                 blocks.enter_context(gm.ordered())
             loss: Tensor | None = None
+            leaves = [
+                new if received else kept
+                for new, kept, received in zip(
+                    _leaves(program, rank), parameters, program.received, strict=True
+                )
+            ]
+            inputs.append(leaves)
             for number, use in enumerate(program.uses):
                 if not use.active[step]:
                     continue
-                y = ALL[use.verb][0](_operand(use, leaves[use.leaf]), use.axis)
+                called = functools.partial(_call, use)
+                y = REGIONS[use.region](called, _operand(use, leaves[use.leaf]))
                 if use.used[step][rank]:
                     term = _term(program, y, step, number, rank)
                     if use.direct:
@@ -268,13 +346,17 @@ def _gradients(program: Program, off: bool) -> list[Tensor | None]:
                 gm.backward(loss, retain_graph=False)
             elif loss is not None:
                 _back(program, loss)
-    for loss in losses:
+            if not program.late:
+                read(leaves)
+    for loss, leaves in zip(losses, inputs, strict=False):
         if loss is not None:
             _back(program, loss)
-    optimizer = torch.optim.SGD(leaves, lr=0.0)
+            read(leaves)
+    optimizer = torch.optim.SGD(parameters, lr=0.0)
     optimizer.step()  # refuses if something is owed
     dist.barrier()  # a rank whose loss used nothing hears of what the others could not do
-    return [leaf.grad for leaf in leaves]
+    pairs = zip(parameters, whole, program.received, strict=True)
+    return [grad if received else leaf.grad for leaf, grad, received in pairs]
 
 
 def _back(program: Program, loss: Tensor) -> None:

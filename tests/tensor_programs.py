@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, one_hot
 
 import gradmesh as gm
 from gradmesh.axis import balanced
@@ -34,6 +34,7 @@ class Program:
         head: how the loss is made: of whole logits, of the ranks' own, or of tiles; or of own rows, differently on each
             rank.
         smoothing: of the labels.
+        others: whether it is over all words but the target.
         z_loss: its weight.
         tile: tokens at a time.
         idle: a rank whose loss leaves its rows out; -1: there is none.
@@ -53,6 +54,7 @@ class Program:
     z_loss: float = 0.0
     tile: int = 3
     idle: int = -1
+    others: bool = False
 
 
 def random_program(seed: int, ranks: int) -> Program:
@@ -74,6 +76,7 @@ def random_program(seed: int, ranks: int) -> Program:
         z_loss=draw.choice([0.0, 0.01]),
         tile=draw.choice([1, 3, 100]),
         idle=draw.choice([-1, draw.randrange(ranks)]),
+        others=draw.random() < 0.5,
     )
 
 
@@ -125,6 +128,15 @@ def factors(program: Program, ranks: int) -> Tensor:
     return each.view(-1, 1, 1) if dim == 0 else each.view(1, -1, 1)
 
 
+def _labels(program: Program, target: Tensor) -> Tensor:
+    """Each token's distribution over the words; zeros for an ignored one."""
+    kept = (target != IGNORED).unsqueeze(-1)
+    once = one_hot(torch.where(target != IGNORED, target, 0), program.words).double()
+    rest = (1 - once) / max(program.words - 1, 1) if program.others else torch.ones_like(once) / program.words
+    e = program.smoothing if program.words > 1 else 0.0
+    return torch.where(kept, (1 - e) * once + e * rest, 0)
+
+
 def dense_loss(program: Program, model: Model, ids: Tensor, target: Tensor, ranks: int) -> Tensor:
     x = model(ids)
     if program.head == "rows":
@@ -132,7 +144,7 @@ def dense_loss(program: Program, model: Model, ids: Tensor, target: Tensor, rank
     logits = model.head(x).view(-1, program.words)
     flat = target.view(-1)
     kept = flat != IGNORED
-    loss = cross_entropy(logits, flat, label_smoothing=program.smoothing, reduction="none")
+    loss = cross_entropy(logits, _labels(program, flat), reduction="none")
     z = torch.where(kept, logits.logsumexp(-1) ** 2, 0)
     return (loss + program.z_loss * z).sum() / kept.sum()
 
@@ -143,6 +155,8 @@ def loss_in_parts(program: Program, model: Model, ids: Tensor, target: Tensor) -
     if program.head == "rows":
         return x.sum() * 0 if gm.rank() == program.idle else (1 + gm.rank()) * (x**3).sum()
     form: dict[str, Any] = {"label_smoothing": program.smoothing, "z_loss": program.z_loss}
+    if program.others:
+        form["smoothing_over"] = "others"
     if program.head == "tiles":
         whole = x if program.sequence is None else gm.all_gather(x, dim=program.sequence, sizes="auto")
         head: gm.nn.ColumnParallelLinear = model.head  # type: ignore[assignment]
@@ -160,7 +174,7 @@ def loss_in_parts(program: Program, model: Model, ids: Tensor, target: Tensor) -
         return gm.nn.vocab_parallel_cross_entropy(logits, target, **form)
     logits, flat = logits.view(-1, program.words), target.view(-1)
     kept = flat != IGNORED
-    loss = cross_entropy(logits, flat, label_smoothing=program.smoothing, reduction="none")
+    loss = cross_entropy(logits, _labels(program, flat), reduction="none")
     z = torch.where(kept, logits.logsumexp(-1) ** 2, 0)
     return (loss + program.z_loss * z).sum() / kept.sum()
 

@@ -77,7 +77,7 @@ def test_an_audit_finds_nothing(by: str, kind: str) -> None:
             lambda group=None: build(group, [3] * torch.distributed.get_world_size(group))
         )
     else:
-        found = gm.verify.audit(lambda parts=None: build(None, parts or [3, 3]))
+        found = gm.verify.audit(lambda parts=None: build(None, parts or [3, 3]), world_size=2)
     assert found.ok, found
     assert "V -> V" in found.arrows
 
@@ -374,6 +374,39 @@ def test_rows_need_not_be_as_many_as_keys(by: str, threads: Ranks) -> None:
         return max(near, furthest([k.grad, v.grad], program, [whole_k.grad, whole_v.grad]))  # type: ignore[list-item]
 
     assert max(threads(2)(on_each_rank)) < 1e-12
+
+
+def test_uneven_numbers_of_queries_by_heads_are_passed_or_refused_by_name(threads: Ranks) -> None:
+    program = Program(by="heads", sizes=(3, 5))
+
+    def on_each_rank(told: Any) -> float | str:
+        _, k, v = parts(program)
+        whole = torch.randn(1, 2, 7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+        q = whole[:, :, gm.axis().slice((3, 4))]  # on rank 0 as many as keys, by chance
+        if told is None:
+            with pytest.raises(gm.MismatchError) as error:
+                gm.nn.ulysses_attention(q, k, v, sizes=program.sizes)
+            return str(error.value)
+        seen = gm.nn.ulysses_attention(q, k, v, sizes=program.sizes, query_sizes=told)
+        dense = (q @ program.whole[1].mT / 2).softmax(-1) @ program.whole[2]
+        return float((seen - dense).abs().max())
+
+    for told in ((3, 4), "auto"):
+        assert max(threads(2)(on_each_rank, told)) < 1e-12
+    for text in threads(2)(on_each_rank, None):
+        assert "query_sizes=(3, 5)" in text
+        assert "query_sizes=(4, 4)" in text
+
+
+def test_query_sizes_that_are_not_this_ranks_are_refused(threads: Ranks) -> None:
+    def on_each_rank() -> str:
+        x = torch.ones(1, 2, 3, 4)
+        with pytest.raises(gm.ShapeError) as error:
+            gm.nn.ulysses_attention(x, x, x, query_sizes=(2, 4))
+        return str(error.value)
+
+    for text in threads(2)(on_each_rank):
+        assert "query_sizes is not what this rank has" in text
 
 
 @BY

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import pickle
 import subprocess
@@ -104,9 +105,11 @@ def test_a_function_that_is_not_linear_is_audited_at_its_inputs() -> None:
     assert not found.linear
     assert "not linear" in str(found)
     assert found.arrows == ("V -> R",)
-    wrong = audit(lambda: ((lambda x: Squares.apply(x)), torch.rand(2, 3) + 1))
+    wrong = audit(lambda: ((lambda x: Squares.apply(x)), torch.rand(2, 3) + 1), arrow="V -> V")
     assert wrong.kinds[0] == "not-adjoint"
     assert "3 times too large" in wrong.findings[0].text
+    by_law = audit(lambda: ((lambda x: Squares.apply(x)), torch.rand(2, 3) + 1))  # on 3 ranks, as I -> P
+    assert "unusual-reading" in by_law.kinds
 
 
 class Squares(torch.autograd.Function):
@@ -169,6 +172,128 @@ def test_a_function_that_ends_its_process_is_a_finding_in_isolation() -> None:
     assert audit(audit_targets.ending, isolate=True).kinds == ("aborts",)
 
 
+class KeepsGradient(torch.autograd.Function):
+    """A ring shift that hands back gradients as they came."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return gm.shift(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone()
+
+
+class WrongRows(torch.autograd.Function):
+    """The own rows, whose gradient goes to the next rank's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.chunk(gm.world_size())[gm.rank()].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        size = gm.world_size()
+        return torch.cat([grad if at == (gm.rank() + 1) % size else 0 * grad for at in range(size)])
+
+
+class ShiftsOn(KeepsGradient):
+    """A ring shift whose gradient is shifted in the same direction."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return gm.shift(grad)
+
+
+class CopyToRegion(torch.autograd.Function):
+    """The identity, whose gradient has to be summed and is not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone()
+
+
+LAW = ["not-adjoint", "unusual-reading"]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("fn", "reading", "meant"), [(KeepsGradient, "P -> P", "V -> V"), (WrongRows, "R -> P", "R -> V")]
+)
+def test_a_reading_that_nobody_means_is_a_warning_and_the_one_that_is_meant_can_be_asked_for(
+    fn: Any, reading: str, meant: str, size: int
+) -> None:
+    def asked(arrow: str | None = None) -> Any:
+        return audit(lambda: (fn.apply, torch.randn(2 * size, 2)), arrow=arrow, world_size=size, kinds=LAW)
+
+    found = asked()
+    assert found.kinds == ("unusual-reading",)
+    assert reading in found.findings[0].text
+    assert __file__ in str(found.findings[0].line)
+    assert asked(reading).ok
+    wrong = asked(meant)
+    assert wrong.kinds == ("not-adjoint",)
+    assert meant in wrong.findings[0].text
+    assert wrong.arrow == meant
+
+
+def test_a_ring_that_turns_the_wrong_way_back_is_found_by_default() -> None:
+    assert audit(lambda: (ShiftsOn.apply, torch.randn(2)), kinds=LAW).kinds == ("not-adjoint",)
+
+
+def test_a_name_says_what_is_meant() -> None:
+    found = audit(lambda: (CopyToRegion.apply, torch.randn(2)), kinds=LAW)
+    assert found.kinds == ("unusual-reading",)
+    assert "CopyToRegion is meant as I -> R" in found.findings[0].text
+    assert audit(lambda: (CopyToRegion.apply, torch.randn(2)), arrow="V -> V", kinds=LAW).ok
+
+
+def test_what_the_losses_have_to_be_is_told_where_backward_does_not_sum() -> None:
+    slices = audit(lambda: ((lambda x: gm.all_gather(x, dst=gm.I)), torch.randn(2)), kinds=LAW)
+    assert slices.ok
+    assert "one and the same loss" in slices.assumes[0]
+    assert "V -> R" in slices.assumes[0]
+    assert slices.assumes[0][:20] in str(slices)
+    assert json.loads(slices.json())["assumes"] == list(slices.assumes)
+    assert audit(audit_targets.right, kinds=LAW).assumes == ()
+    assert audit(audit_targets.right, arrow="V -> R", kinds=LAW).assumes == ()
+
+
+@pytest.mark.parametrize("arrow", ["V", "V -> X", "V, V -> R", "V -> R -> V", ""])
+def test_an_arrow_that_names_no_reading_is_refused(arrow: str) -> None:
+    with pytest.raises(gm.ArgumentError, match="arrow names no reading"):
+        audit(audit_targets.right, arrow=arrow)
+
+
+def test_a_value_of_another_shape_on_each_rank_is_v() -> None:
+    def build() -> Any:
+        return (lambda x: gm.all_gather(x, sizes="auto")), torch.randn(1 + gm.rank())
+
+    assert audit(build, arrow="V -> R", kinds=LAW).ok
+    found = audit(build, arrow="R -> R", kinds=LAW)
+    assert "operand 0 has another shape" in found.findings[0].text
+
+
+def test_strided_tensors_are_tried_on_gloo_where_torch_distributed_is_called() -> None:
+    strided = ["strided-operand", "strided-gradient"]
+    found = audit(audit_targets.memory_order, kinds=strided, timeout=120)
+    assert found.kinds == ("strided-operand",)
+    assert "Gloo" in found.findings[0].text
+    assert audit(audit_targets.memory_order, kinds=strided, gloo=False).ok
+
+
+def test_a_process_that_ends_on_gloo_is_a_finding_and_the_audit_goes_on() -> None:
+    found = audit(audit_targets.ending_on_gloo, kinds=["strided-gradient", *LAW], timeout=120)
+    assert found.kinds == ("strided-gradient",)
+    assert "Gloo" in found.findings[0].text
+    assert "process ends" in found.findings[0].text
+    assert found.arrows == ("P -> R",)
+
+
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_processes_find_what_threads_find(backend: str) -> None:
     kinds = [
@@ -197,6 +322,10 @@ def test_the_command_says_by_its_status_what_it_found() -> None:
     told = _run("tests.audit_targets:right", f"{ROOT}/tests/audit_targets.py:wrong", "--kind", "not-adjoint")
     assert told.exit_code == 1
     assert "not-adjoint" in told.output
+    assert _run("tests.audit_targets:right", "--arrow", "V -> R", "--kind", "not-adjoint").exit_code == 0
+    told = _run("tests.audit_targets:right", "--arrow", "V -> I", "--kind", "not-adjoint")
+    assert told.exit_code == 1
+    assert "V -> I" in told.output
     for target in ("tests.audit_targets:broken", "tests.audit_targets:none", "no_module:f", "words"):
         told = _run(target)
         assert told.exit_code == 2
@@ -238,3 +367,45 @@ def test_a_kind_says_all_there_is_to_say_of_a_finding() -> None:
     finding = Finding("not-adjoint", "text", (0,), "file:1")
     assert finding.severity == KINDS["not-adjoint"].severity
     assert KINDS["not-adjoint"].means in table()
+
+
+class _Parsing:
+    """`ast.parse`, slow enough for threads to meet in it; notes how many were inside at once."""
+
+    def __init__(self) -> None:
+        self.parse, self.inside, self.most, self.calls = ast.parse, 0, 0, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.inside += 1
+        self.calls += 1
+        self.most = max(self.most, self.inside)
+        time.sleep(0.05)
+        try:
+            return self.parse(*args, **kwargs)
+        finally:
+            self.inside -= 1
+
+
+class _Called:
+    """Called as a class: its line is found by parsing the file."""
+
+    def __new__(cls, x: Tensor) -> Any:
+        return gm.all_gather(x)
+
+
+def _raises_in_a_part_of_a_line() -> None:
+    part = [1, 2]
+    "".join(["a", *map(str, part)]) + part[0]  # type: ignore[operator]
+
+
+def test_ranks_that_are_threads_parse_source_code_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython 3.11 raises SystemError where two threads are in `ast.parse` at once."""
+    monkeypatch.setattr(ast, "parse", parsing := _Parsing())
+    with pytest.raises(gm.RankError, match="TypeError"):
+        gm.launch(_raises_in_a_part_of_a_line, 3, backend="threads")
+    failed = parsing.calls
+    assert audit(lambda: (_Called, torch.randn(2)), world_size=3, kinds=["not-adjoint"]).arrows
+    if sys.version_info < (3, 13):  # which knows the line of a class without parsing
+        assert parsing.calls > failed
+    assert failed >= 2
+    assert parsing.most == 1

@@ -203,3 +203,177 @@ def test_many_right_chains(seed: int) -> None:
 def test_many_wrong_chains(fault: str) -> None:
     for seed in range(15):
         check_wrong(2000 + seed, 2 + seed % 3, fault)
+
+
+Arrow = tuple[gm.Type, gm.Type]
+
+VERBS: dict[str, tuple[dict[Arrow, Step], int]] = {
+    "shift": ({(gm.V, gm.V): gm.shift}, 0),
+    "back": ({(gm.V, gm.V): lambda x: gm.shift(x, offset=-1)}, 0),
+    "all_to_all": ({(gm.V, gm.V): gm.all_to_all}, 0),
+    "scan": ({(gm.V, gm.V): gm.scan}, 0),
+    "all_reduce": (
+        {
+            (gm.P, gm.R): lambda x: gm.all_reduce(x, dst=gm.R),
+            (gm.P, gm.I): lambda x: gm.all_reduce(x, dst=gm.I),
+        },
+        0,
+    ),
+    "all_gather": (
+        {(gm.V, gm.R): gm.all_gather, (gm.V, gm.I): lambda x: gm.all_gather(x, dst=gm.I)},
+        1,
+    ),
+    "reduce_scatter": ({(gm.P, gm.V): gm.reduce_scatter}, -1),
+    "shard": (
+        {(gm.R, gm.V): lambda x: gm.shard(x, src=gm.R), (gm.I, gm.V): lambda x: gm.shard(x, src=gm.I)},
+        -1,
+    ),
+}
+"""Verbs by the arrows that they are meant under, and whether the result has more rows or fewer."""
+
+
+def _slot(x: Tensor, off: int) -> Tensor:
+    size, rank = gm.world_size(), gm.axis().rank
+    return torch.cat([x if at == (rank + off) % size else 0 * x for at in range(size)])
+
+
+BACKWARDS: dict[int, dict[str, Step]] = {
+    0: {
+        "as it came": lambda g: 1 * g,
+        "from the next": lambda g: gm.shift(g, offset=-1),
+        "from the one before": gm.shift,
+        "summed": lambda g: gm.all_reduce(g, dst=gm.R),
+        "averaged": lambda g: gm.all_reduce(g, dst=gm.R, op="mean"),
+        "exchanged": gm.all_to_all,
+        "of the first": lambda g: g * (gm.axis().rank == 0),
+        "scanned": lambda g: gm.scan(g, reverse=True),
+        "scanned forth": gm.scan,
+    },
+    1: {
+        "own rows": lambda g: 1 * g.chunk(gm.world_size())[gm.axis().rank],
+        "the next one's rows": lambda g: 1 * g.chunk(gm.world_size())[(gm.axis().rank + 1) % gm.world_size()],
+        "summed": gm.reduce_scatter,
+        "averaged": lambda g: gm.reduce_scatter(g) / gm.world_size(),
+        "the first one's rows": lambda g: 1 * g.chunk(gm.world_size())[0],
+        "summed, of the next": lambda g: gm.shift(gm.reduce_scatter(g), offset=-1),
+    },
+    -1: {
+        "own rows": lambda g: _slot(g, 0),
+        "the next one's rows": lambda g: _slot(g, 1),
+        "gathered": gm.all_gather,
+        "gathered, times W": lambda g: gm.all_gather(g) * gm.world_size(),
+        "gathered by the first": lambda g: gm.all_gather(g) * (gm.axis().rank == 0),
+        "repeated": lambda g: g.repeat(gm.world_size(), 1),
+    },
+}
+"""What a backward may do, by the rows that it has to hand back."""
+
+
+def paired_with(forward: Step, back: Step) -> Step:
+    """A forward with a backward that need not be its own."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return forward(x)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return back(grad)
+
+    return Own.apply
+
+
+def right_under(verb: str, arrow: Arrow, back: Step, size: int) -> bool:
+    """Whether a backward gives what the verb's own gives: for an R operand the sum over ranks counts."""
+    forward = VERBS[verb][0][arrow]
+    src, dst = arrow
+
+    def drawn_as(alike: bool, shape: tuple[int, ...], seed: int) -> Tensor:
+        seed = seed if alike else 10 * seed + 1 + gm.axis().rank
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+    def body() -> tuple[Tensor, Tensor]:
+        x = drawn_as(src in (gm.R, gm.I), (2 * size, 2), 5).requires_grad_()
+        y = forward(x)
+        grad = drawn_as(dst.dual in (gm.R, gm.I), tuple(y.shape), 6)
+        return torch.autograd.grad(y, x, grad)[0], back(grad)
+
+    told = gm.launch(body, size, backend="threads")
+    if src is gm.R:
+        return torch.allclose(sum(one for one, _ in told), sum(other for _, other in told))  # type: ignore[arg-type]
+    return all(torch.allclose(one, other) for one, other in told)
+
+
+UNMEANT = ["not-adjoint", "unusual-reading"]
+
+
+def held_against_what_is_meant(verb: str, size: int) -> tuple[int, int, int]:
+    """Audit every backward of a verb; how many are right as meant, right as something else alone, and wrong."""
+    arrows, grows = VERBS[verb]
+    accepted = unmeant = wrong = 0
+    for name, back in BACKWARDS[grows].items():
+        right = {arrow for arrow in arrows if right_under(verb, arrow, back, size)}
+        forward = next(iter(arrows.values()))
+
+        def build(forward: Step = forward, back: Step = back) -> Any:
+            return paired_with(forward, back), torch.randn(2 * size, 2)
+
+        found = audit(build, kinds=UNMEANT, world_size=size)
+        # A backward that sends what every rank has already is right by law, and has to be asked for.
+        assert right or not found.ok, f"{verb}, {name}: {found}"
+        for arrow in arrows:
+            text = f"{arrow[0]} -> {arrow[1]}"
+            meant = audit(build, arrow=text, kinds=UNMEANT, world_size=size)
+            assert meant.ok == meant.holds(text) == (arrow in right), f"{verb}, {name}, {text}\n{meant}"
+        accepted += found.ok
+        unmeant += bool(found.readings) and not right
+        wrong += not found.readings and not right
+    return accepted, unmeant, wrong
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_backward_that_no_meant_reading_fits_is_found(verb: str) -> None:
+    """Also where another reading fits, as P -> P does for a ring shift that hands back gradients as they came."""
+    accepted, unmeant, wrong = held_against_what_is_meant(verb, 3)
+    assert accepted == len(VERBS[verb][0])
+    assert unmeant >= (verb in ("shift", "back", "shard"))
+    assert wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_backward_that_no_meant_reading_fits_is_found_on_other_sizes(verb: str, size: int) -> None:
+    held_against_what_is_meant(verb, size)
+
+
+@pytest.mark.parametrize("seed", range(300, 306))
+def test_a_right_chain_is_accepted_as_it_is_meant(seed: int) -> None:
+    """Of the sixteen readings those that hold without asking are accepted too, and none that does not hold."""
+    size = 3
+    src, dst, steps = drawn(seed, size)
+
+    def build() -> Any:
+        calls = [step(name, kind, rows, seed + i) for i, (name, kind, rows) in enumerate(steps)]
+
+        def fn(x: Tensor) -> Tensor:
+            for call in calls:
+                x = call(x)
+            return x
+
+        return fn, torch.randn(2 * size, WIDTH)
+
+    plain = audit(build, kinds=UNMEANT)
+    assert plain.ok, plain
+    for one in gm.Type:
+        for other in gm.Type:
+            text = f"{one} -> {other}"
+            asked = audit(build, arrow=text, kinds=UNMEANT)
+            assert asked.ok == asked.holds(text), f"{text}\n{asked}"
+            assert asked.ok or not plain.holds(text), f"{text}\n{asked}"
+            assert asked.ok or text != f"{src} -> {dst}", asked

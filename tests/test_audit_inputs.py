@@ -200,7 +200,11 @@ def test_equal_infinities_are_no_distance() -> None:
     assert distance(torch.tensor([-inf, 1.0]), torch.tensor([inf, 1.0])) == inf
     assert distance(torch.tensor([nan, 1.0]), torch.tensor([2.0, 1.0])) == inf
     mask = torch.tensor([True, False, False, True, False, False])
-    found = audit(lambda: ((lambda x: gm.all_gather(x).masked_fill(mask, -inf)), torch.randn(3)), kinds=FEW)
+    found = audit(
+        lambda: ((lambda x: gm.all_gather(x).masked_fill(mask, -inf)), torch.randn(3)),
+        kinds=FEW,
+        world_size=2,
+    )
     assert found.ok, found
     assert found.arrows
 

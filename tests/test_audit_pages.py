@@ -53,7 +53,7 @@ def test_the_page_names_the_kinds_that_there_are() -> None:
 @pytest.mark.parametrize("call", SOME)
 def test_a_call_of_gradmesh_has_no_finding(call: str) -> None:
     build: Any = OWN[call]
-    found = audit(build)
+    found = audit(build, world_size=2)
     assert found.ok, found
     assert found.arrows
 

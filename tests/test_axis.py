@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -122,6 +124,51 @@ def test_a_barrier_lets_no_rank_pass_before_all_have_come(threads: Threads) -> N
     assert min(threads(4)(on_each_rank, None, 0.02)) == 4
     came.clear()
     assert min(threads(4)(on_each_rank, "gp", 0.02)) >= 2
+
+
+def other_calls_during_a_barrier() -> tuple[str, list[list[str]], float]:
+    """What a barrier on one rank raises while the other is in a verb; the same between two threads of each rank."""
+
+    def outcome(call: Callable[[], object]) -> str:
+        try:
+            call()
+        except gm.MismatchError as error:
+            return str(error)
+        return "passed"
+
+    def verb() -> None:
+        gm.all_reduce(torch.ones(3), dst=gm.R)
+
+    one = outcome(gm.barrier if gm.rank() == 0 else verb)
+    two: list[list[str]] = []
+    for _ in range(5):
+        found: list[str] = []
+        other = threading.Thread(target=lambda found=found: found.append(outcome(verb)))
+        if gm.rank() == 0:
+            other.start()
+            time.sleep(0.05)
+            found.append(outcome(gm.barrier))
+        else:
+            threading.Timer(0.05, other.start).start()
+            found.append(outcome(gm.barrier))
+            while other.ident is None:
+                time.sleep(0.01)
+        other.join()
+        two.append(found)
+    gm.barrier()
+    x = torch.ones((), requires_grad=True)
+    gm.all_reduce(x, dst=gm.R).backward()
+    assert x.grad is not None
+    return one, two, x.grad.item()
+
+
+@pytest.mark.processes
+def test_a_barrier_is_compared_with_the_calls_of_other_ranks_and_threads(processes: Threads) -> None:
+    for one, two, after in processes(2)(other_calls_during_a_barrier):
+        assert re.search(r"rank 0: barrier.* in outcome(?s:.)*rank 1: all_reduce", one)
+        assert [len(found) for found in two] == [2] * 5
+        assert all("the ranks' calls do not fit together" in text for found in two for text in found)
+        assert after == 2
 
 
 def test_an_offset_is_where_the_own_rows_begin(threads: Threads) -> None:

@@ -68,9 +68,9 @@ def test_many_functions_by_hand_are_right_or_refused(backend: str, count: int, r
 
 def test_random_programs_of_verbs_are_right_too_where_functions_call_some_of_them_by_hand() -> None:
     with Pools("threads") as pools:
-        summary = attack(120, pools, seed=1789, by_hand=0.8)
+        summary = attack(160, pools, seed=1789, by_hand=0.8)
     assert not summary.findings, str(summary)
-    programs = [drawn_program(1789, index, by_hand=0.8) for index in range(120)]
+    programs = [drawn_program(1789, index, by_hand=0.8) for index in range(160)]
     calls = sum(source(program).count("by_hand(") for program in programs)
     assert calls > 20
     assert not any("by_hand(" in source(program) for program in programs if program.ordered)

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +135,43 @@ def test_a_signal_is_told_by_its_name_where_it_has_one(number: int, name: str, t
     (found,) = run.check_script(run.Target(str(script)), ranks=2).findings
     assert (found.rule.id, found.ranks) == ("GM501", (0,))
     assert f"rank 0 was killed by {name}" in found.message
+
+
+def test_processes_that_a_script_starts_end_with_the_check_also_where_it_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "starts.py"
+    script.write_text(
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "open(f'pids.{os.environ[\"RANK\"]}.new', 'w').write(f'{os.getpid()} {child.pid}')\n"
+        "os.rename(f'pids.{os.environ[\"RANK\"]}.new', f'pids.{os.environ[\"RANK\"]}')\n"
+        "time.sleep(600)\n"
+    )
+    check = subprocess.Popen(
+        [sys.executable, "-m", "gradmesh", "check", "starts.py", "-n", "2"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert _comes_true(lambda: len(list(tmp_path.glob("pids.?"))) == 2, 200)
+        pids = [int(pid) for path in tmp_path.glob("pids.?") for pid in path.read_text().split()]
+        assert all(map(_is_alive, pids))
+    finally:
+        check.kill()
+        check.wait()
+    assert _comes_true(lambda: not any(map(_is_alive, pids)), 30), pids
+
+
+def _comes_true(told: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not told() and time.monotonic() < end:
+        time.sleep(0.05)
+    return told()
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from gradmesh.checker.findings import Verdict
+from gradmesh.checker.judging import judge
 from gradmesh.checker.run import Target, check_script
+from tests.scripts import RIGHT, WRONG
 
 pytestmark = pytest.mark.processes
 
@@ -46,6 +48,10 @@ for _ in range(2):
 """
 MEAN = "model(x).square().mean().backward()"
 SUM = "dist.all_reduce(p.grad)"
+SHOWN = """loss = model(x).square().mean()
+    loss.backward()
+    shown = loss.detach()
+    dist.all_reduce(shown)"""
 REPLACED = """parts = [torch.empty_like(p.grad) for _ in range(2)]
         dist.all_gather(parts, p.grad)
         p.grad = torch.stack(parts).sum(0)
@@ -115,6 +121,13 @@ def test_a_step_through_data_is_a_step(tmp_path: Path) -> None:
     assert "GM101" in rules(checked(tmp_path, sync="pass", step=BY_DATA))
 
 
+def test_a_loss_that_is_summed_in_place_after_its_backward_is_followed(tmp_path: Path) -> None:
+    verdict = checked(tmp_path, loss=SHOWN)
+    assert not verdict.findings, verdict.findings[0].message
+    assert is_judged(verdict)
+    assert "GM101" in rules(checked(tmp_path, loss=SHOWN, sync="pass"))
+
+
 def test_a_step_by_hand_along_something_else_is_a_note(tmp_path: Path) -> None:
     verdict = checked(tmp_path, sync="pass", step=OF_A_COPY)
     assert not verdict.findings, verdict.findings[0].message
@@ -154,3 +167,67 @@ def test_a_call_of_torch_that_has_another_name_by_now_is_seen_at_the_line_of_the
     assert finding.rule.id == "GM106"
     assert finding.at is not None
     assert finding.at.text.startswith("dist.all_gather_into_tensor")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "instead", "rule"),
+    [
+        (
+            "flat_master_shards",
+            "dist.reduce_scatter_tensor(own, gradients)",
+            "own.copy_(gradients.chunk(world)[rank])",
+            "GM103",
+        ),
+        (
+            "scaled_clipped_noised",
+            "noise = torch.Generator().manual_seed(5)",
+            "noise = torch.Generator().manual_seed(rank)",
+            "GM201",
+        ),
+        (
+            "sparse_embedding",
+            "bags, head = DDP(nn.EmbeddingBag(20, 4, sparse=True)), DDP(",
+            "bags, head = nn.EmbeddingBag(20, 4, sparse=True), DDP(",
+            "GM101",
+        ),
+        ("deliberate_gradients", "model = DDP(Net())", "model = Net()", "GM101"),
+        ("last_layer_held_still", "if step == 0:", "for last in [model]:", "GM103"),
+    ],
+)
+def test_a_fault_beside_what_is_done_to_gradients_on_purpose_is_found(
+    tmp_path: Path, name: str, text: str, instead: str, rule: str
+) -> None:
+    source = RIGHT[name].path.read_text()
+    assert source.count(text) == 1
+    script = tmp_path / "train.py"
+    script.write_text(source.replace(text, instead))
+    found = check_script(Target(str(script)), ranks=RIGHT[name].ranks).errors
+    assert {finding.rule.id for finding in found} == {rule}
+
+
+@pytest.mark.parametrize(
+    "name", ["fsdp1", "sparse_embedding", "deliberate_gradients", "float32_masters", "torch_pipelining"]
+)
+def test_what_is_done_to_gradients_on_purpose_is_no_finding(name: str) -> None:
+    verdict = check_script(Target(str(RIGHT[name].path)), ranks=RIGHT[name].ranks)
+    assert verdict.ok
+    assert not verdict.findings
+
+
+def test_what_cannot_be_analysed_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(*_: object) -> None:
+        raise RuntimeError("this cannot be done")
+
+    monkeypatch.setattr(judge, "masks", raises)
+    verdict = checked(tmp_path)
+    assert verdict.ok
+    assert verdict.notes[0] == "not analysed: step 1 (RuntimeError: this cannot be done)"
+
+
+def test_torchs_clipping_of_shards_is_named_with_what_to_call_instead() -> None:
+    script = WRONG["clip_own_shard"]
+    [finding] = check_script(Target(str(script.path)), ranks=script.ranks).errors
+    assert finding.rule.id == "GM205"
+    assert "clip_grad_norm_ takes the norm of what each rank holds" in finding.message
+    assert "gm.nn.clip_grad_norm_" in finding.remedy
+    assert "dist.all_reduce" in finding.remedy

@@ -142,8 +142,9 @@ def test_complex_parameters_count_with_both_parts(tmp_path: Path) -> None:
     ).replace("torch.randn(4, 5)", "torch.randn(4, 5, dtype=torch.complex64)")
     text = text.replace("own @ everyone.T", "(own @ everyone.mH).abs()")
     assert checked(tmp_path, text.format(gather=RIGHT["at once"])).findings == ()
-    imaginary = "dist.all_reduce(parameter.grad)\n        parameter.grad.imag.mul_(2)"
-    wrong = text.replace("dist.all_reduce(parameter.grad)", imaginary)
+    real = "real = parameter.grad.real.clone()\n        dist.all_reduce(real)\n        "  # and not the imaginary part
+    real += "parameter.grad = torch.complex(real, parameter.grad.imag)"
+    wrong = text.replace("dist.all_reduce(parameter.grad)", real)
     assert checked(tmp_path, wrong.format(gather=RIGHT["at once"])).findings
 
 

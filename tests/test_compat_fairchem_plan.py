@@ -105,6 +105,77 @@ def test_a_context_is_what_its_definition_says(atoms: int, seed: int, ranks: int
     assert threads(ranks)(contexts, atoms, seed) == [[]] * ranks
 
 
+def with_edges_to_others(atoms: int, seed: int) -> list[str]:
+    """Edges are dealt to any rank that has or receives both ends; rows are exchanged for sources alone."""
+    with graph_parallel(dist.get_world_size()) as rank:
+        size, draw = fc.get_gp_world_size(), torch.Generator().manual_seed(seed)
+        owner = torch.randint(0, size, (atoms,), generator=draw)
+        pairs = edges_of(atoms, seed + rank)
+        mine = owner == rank
+        reached = mine.clone()
+        reached[pairs[0]] = True
+        pairs = pairs[:, reached[pairs[1]]]
+        context = fc.build_gp_context(pairs, owner, rank, size)
+        x = torch.sin(torch.arange(1.0, 1 + 2 * atoms, dtype=torch.float64)).view(atoms, 2)
+        own = x[mine].requires_grad_()
+        received = fc.all_to_all_collect(own, context, context.send_indices)
+        byhand = fc.AllToAllCollect.apply(
+            own, context.send_indices, context.send_counts, context.recv_counts, fc.get_gp_group(), rank, size
+        )
+        whole = torch.cat([own, received])
+        sources, targets = context.edge_index_local
+        loss = (1 + rank) * (whole[sources] * whole[targets] ** 2).sum()
+        (gradient,) = torch.autograd.grad(loss + 0 * byhand.sum(), own)
+        every = fc.all_reduce_sum_with_grad(
+            torch.zeros_like(x).index_put((mine.nonzero().squeeze(1),), gradient)
+        )
+
+        dense = x.clone().requires_grad_()
+        whole_gradient = fc.all_reduce_sum_with_grad(
+            torch.autograd.grad((1 + rank) * (dense[pairs[0]] * dense[pairs[1]] ** 2).sum(), dense)[0]
+        )
+        checks = {
+            "rows": torch.equal(whole.detach(), x[torch.cat((context.node_partition, context.needed_atoms))]),
+            "by hand": torch.equal(received, byhand),
+            "gradient": torch.allclose(every, whole_gradient, rtol=1e-12, atol=1e-12),
+            "numbers": torch.equal(context.global_to_local[pairs], context.edge_index_local),
+            "owners": torch.equal(context.needed_from_ranks, owner[context.needed_atoms]),
+            "amount": context.total_needed_atoms == len(received),
+        }
+        return [name for name, right in checks.items() if not right]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("atoms", "seed"), [(9, 0), (12, 1), (5, 20)])
+def test_edges_may_end_at_an_atom_that_is_received(atoms: int, seed: int, ranks: int, threads: Ranks) -> None:
+    assert threads(ranks)(with_edges_to_others, atoms, seed) == [[]] * ranks
+
+
+@pytest.mark.processes
+def test_between_processes_edges_may_end_at_an_atom_that_is_received(processes: Ranks) -> None:
+    assert processes(2)(with_edges_to_others, 9, 0) == [[]] * 2
+
+
+def with_a_lost_target() -> str:
+    with graph_parallel(2) as rank:
+        edges = torch.tensor([[rank], [1]])  # rank 0's edge ends at an atom that it neither has nor receives
+        with pytest.raises((gm.ArgumentError, gm.MismatchError)) as error:
+            fc.build_gp_context(edges, torch.tensor([0, 1]), rank, 2)
+        return str(error.value)
+
+
+def test_an_edge_that_ends_at_an_atom_that_is_not_there_is_told_to_every_rank(threads: Ranks) -> None:
+    assert all("neither owns nor receives" in said for said in threads(2)(with_a_lost_target))
+
+
+def test_a_context_without_groups_takes_edges_of_other_ranks() -> None:
+    edges, owner = torch.tensor([[0, 1, 2, 3, 2], [1, 0, 3, 2, 0]]), torch.tensor([0, 0, 1, 1])
+    context = fc.build_gp_context(edges, owner, rank=0, world_size=2)
+    assert context.plan is None
+    assert context.needed_atoms.tolist() == [2, 3]
+    assert context.edge_index_local.tolist() == edges.tolist()
+
+
 def of_other_ranks() -> list[str]:
     owner, said = torch.tensor([0, 1, 2]), []
     rank = dist.get_rank()

@@ -18,7 +18,7 @@ from torch.autograd import Function, forward_ad
 from torch.autograd.function import once_differentiable
 
 import gradmesh as gm
-from gradmesh.compat import fairchem, gp_utils
+from gradmesh.compat import fairchem, gp_utils, megatron
 from gradmesh.compat.ksuit import AllGatherGradAutograd
 from gradmesh.compat.towhee import AllGather
 
@@ -61,8 +61,41 @@ CASES = {
     "fairchem parts, sum": Case(
         fairchem.GatherFromModelParallelRegionSumGradPadded, (), lambda x: halves(gm.all_gather(x))
     ),
+    "megatron copy": Case(megatron._CopyToModelParallelRegion, (None,), gm.replicate),
+    "megatron reduce": Case(
+        megatron._ReduceFromModelParallelRegion, (None,), lambda x: gm.all_reduce(x, dst=gm.I)
+    ),
+    "megatron scatter": Case(megatron._ScatterToModelParallelRegion, (None,), lambda x: gm.shard(x, dim=-1)),
+    "megatron gather": Case(
+        megatron._GatherFromModelParallelRegion, (None,), lambda x: gm.all_gather(x, dim=-1, dst=gm.I)
+    ),
+    "megatron scatter to sequence": Case(
+        megatron._ScatterToSequenceParallelRegion, (None,), lambda x: gm.shard(x)
+    ),
+    "megatron gather from sequence": Case(
+        megatron._GatherFromSequenceParallelRegion, (None, True, None, False), lambda x: gm.all_gather(x)
+    ),
+    "megatron gather from sequence, repeated work": Case(
+        megatron._GatherFromSequenceParallelRegion,
+        (None, False, None, False),
+        lambda x: gm.all_gather(x, dst=gm.I),
+    ),
+    "megatron reduce_scatter to sequence": Case(
+        megatron._ReduceScatterToSequenceParallelRegion, (None, None, False), lambda x: gm.reduce_scatter(x)
+    ),
+    "megatron all_gather": Case(
+        megatron._AllGatherFromTensorParallelRegion, (None,), lambda x: gm.all_gather(x, dim=-1)
+    ),
+    "megatron reduce_scatter": Case(
+        megatron._ReduceScatterToTensorParallelRegion, (None,), lambda x: gm.reduce_scatter(x, dim=-1)
+    ),
 }
-FUNCTIONS = [*(case.function for case in CASES.values()), gp_utils.ScaleBackwardGrad]
+FUNCTIONS = [
+    *dict.fromkeys(case.function for case in CASES.values()),
+    gp_utils.ScaleBackwardGrad,
+    megatron._AllToAll,
+    fairchem.AllToAllCollect,
+]
 every_case = pytest.mark.parametrize("name", list(CASES))
 
 
@@ -175,7 +208,7 @@ def _by_hand(name: str) -> None:
     case = CASES[name]
     function, others = case.function, case.others
     with graph_parallel() as rank:
-        x = random(rank, 3, 2).requires_grad_()
+        x = random(rank, 4, 2).requires_grad_()
         result = function.apply(x, *others)
         incoming = [
             random(20 + 10 * rank + i, *part.shape).requires_grad_() for i, part in enumerate(listed(result))
@@ -187,7 +220,7 @@ def _by_hand(name: str) -> None:
                 grads = by_hand(ctx, *incoming)
                 grad = grads[0] if others else grads
                 torch.testing.assert_close(grad, expected)
-                assert not others or grads[1:] == (None,)
+                assert not others or grads[1:] == (None,) * len(others)
             bent = torch.autograd.grad((grad**2).sum(), incoming)
             (again,) = torch.autograd.grad(listed(result), x, incoming, create_graph=True)
             torch.testing.assert_close(bent, torch.autograd.grad((again**2).sum(), incoming))
@@ -373,7 +406,7 @@ COMPILED: dict[str, Callable[[Tensor], Result]] = {
     "scale": gp_utils.scale_backward_grad,
     "subclass": lambda x: Scaled.apply(x, ARGS),
     "own Function": lambda x: Own.apply(x),
-    "fairchem gather": lambda x: fairchem.gather_from_model_parallel_region_sum_grad(x, 6),
+    "fairchem gather": lambda x: fairchem.gather_from_model_parallel_region_sum_grad(x, 8),
     "scatter_to_model_parallel_region": lambda x: gp_utils.scatter_to_model_parallel_region(x, 1),
 }
 
@@ -381,7 +414,7 @@ COMPILED: dict[str, Callable[[Tensor], Result]] = {
 def _compiled() -> dict[str, str]:
     wrong = {}
     with graph_parallel() as rank:
-        x = random(rank, 3, 2).requires_grad_()
+        x = random(rank, 4, 2).requires_grad_()
         for name, run in COMPILED.items():
             value = lambda x, run=run: loss(run(x.sin()), rank)
             expected = torch.autograd.grad(value(x), x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -34,7 +35,7 @@ def random(seed: int, *shape: int) -> Tensor:
 
 
 def test_the_names_and_arguments_are_megatrons() -> None:
-    assert megatron.__all__ == sorted(ARGUMENTS)
+    assert megatron.__all__ == sorted([*ARGUMENTS, "set_default_group"])
     for name, arguments in ARGUMENTS.items():
         assert " ".join(inspect.signature(getattr(megatron, name)).parameters) == arguments
 
@@ -51,6 +52,113 @@ def _without_a_group() -> list[int]:
 
 def test_without_a_group_the_axis_is_tp_of_the_mesh_or_else_the_world() -> None:
     assert gm.launch(_without_a_group, 4, backend="threads") == [[4, 4, 2, 2]] * 4
+
+
+class Sized:
+    """A group as Megatron's callers make them: a rank and a size, and perhaps the group that it stands for."""
+
+    def __init__(self, rank: int, size: int, held: object = None) -> None:
+        self._rank, self._size, self.held = rank, size, held
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+REGIONS = {name: getattr(megatron, name) for name in ARGUMENTS if name != "all_to_all"}
+
+
+def _held(name: str) -> None:
+    rank, size = gm.rank(), gm.world_size()
+    group = gm.axis().group
+    for x in (random(rank, 4, 4).requires_grad_(),):
+        weight = 1 + rank
+        results = []
+        for which in (group, Sized(rank, size, group)):
+            y = REGIONS[name](x, group=which)
+            (first,) = torch.autograd.grad(weight * (y**3).sum(), x, create_graph=True)
+            (second,) = torch.autograd.grad((first**2).sum(), x)
+            results.append((y, first, second))
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_an_object_that_holds_a_group_stands_for_it(name: str, threads: Any) -> None:
+    threads(2)(_held, name)
+
+
+@pytest.mark.parametrize("name", REGIONS)
+def test_on_an_object_of_one_rank_a_region_is_the_identity_without_any_process_group(name: str) -> None:
+    x = random(1, 4, 4).requires_grad_()
+    y = REGIONS[name](x, group=Sized(0, 1))
+    assert torch.equal(y, x)
+    assert y.data_ptr() != x.data_ptr()
+    torch.testing.assert_close(torch.autograd.grad((y**3).sum(), x)[0], 3 * x.detach() ** 2)
+
+
+def _unconnected() -> str:
+    with pytest.raises(gm.AxisError) as error:
+        megatron.copy_to_tensor_model_parallel_region(torch.ones(1), Sized(gm.rank(), 2))
+    return str(error.value)
+
+
+def test_an_object_of_several_ranks_that_holds_no_group_is_refused(threads: Any) -> None:
+    for said in threads(2)(_unconnected):
+        assert "nothing that connects its ranks" in said
+        assert "Sized, rank" in said
+
+
+def _with_a_default() -> list[float]:
+    x = torch.ones(1)
+    mesh = gm.mesh(dp=2, tp=2)
+    found = [megatron.reduce_from_tensor_model_parallel_region(x * gm.rank(mesh.get_group("dp"))).item()]
+    megatron.set_default_group(lambda: mesh.get_group("dp"))
+    found.append(megatron.reduce_from_tensor_model_parallel_region(x).item() + 10)
+    found.append(megatron.reduce_from_tensor_model_parallel_region(x * gm.rank("dp")).item())
+    megatron.set_default_group("tp")
+    found.append(megatron.reduce_from_tensor_model_parallel_region(x * gm.rank("dp")).item())
+    megatron.set_default_group(None)
+    return found
+
+
+def test_the_group_of_none_can_be_said(threads: Any) -> None:
+    assert gm.launch(_with_a_default, 4, backend="threads") == [
+        [0.0, 12.0, 1.0, 0.0],
+        [0.0, 12.0, 1.0, 0.0],
+        [2.0, 12.0, 1.0, 2.0],
+        [2.0, 12.0, 1.0, 2.0],
+    ]
+
+
+def _exchange_as_a_function() -> None:
+    rank = gm.rank()
+    x = random(rank, 5, 2).requires_grad_()
+    send, receive = ([2, 3], [2, 1]) if rank == 0 else ([1, 4], [3, 4])
+    y = megatron._AllToAll.apply(None, x, torch.tensor(receive), send)
+    expected = megatron.all_to_all(None, x, receive, send)
+    assert torch.equal(y, expected)
+    weight = random(7 + rank, *y.shape)
+    (ours,) = torch.autograd.grad((weight * y**2).sum(), x)
+    (theirs,) = torch.autograd.grad((weight * expected**2).sum(), x)
+    assert torch.equal(ours, theirs)
+
+    class Context:
+        pass
+
+    context = Context()
+    assert torch.equal(megatron._AllToAll.forward(context, None, x, receive, send), expected)
+    nothing, back, *more = megatron._AllToAll.backward(context, 2 * weight * y.detach())
+    assert nothing is None
+    assert more == [None, None]
+    assert back is not None
+    assert torch.equal(back, ours)
+
+
+def test_the_exchange_is_a_function_whose_group_comes_first(threads: Any) -> None:
+    threads(2)(_exchange_as_a_function)
 
 
 def _mlp(weights: bool) -> tuple[Tensor, ...]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
 
 import gradmesh as gm
 from gradmesh.ops.all_gather import AllGather
@@ -271,3 +274,88 @@ def test_fake_and_meta_tensors_get_their_shape_without_communication(row: int) -
             assert x.grad is not None
             assert x.grad.shape == x.shape
         assert apply(op, torch.empty(tuple(shape), device="meta")).shape == op.out_shape(shape)
+
+
+class Gathering(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(gm.all_gather(self.up(x)))
+
+
+def compiled_ddp(**options: Any) -> float:
+    """How far gradients of a compiled DDP module are from those of an uncompiled one, over rows of changing number."""
+    module, plain = (
+        DistributedDataParallel(Gathering(), **options),
+        DistributedDataParallel(Gathering(), **options),
+    )
+    compiled = torch.compile(module, backend="aot_eager")
+    draw = torch.Generator().manual_seed(gm.rank())
+    for step in range(4):
+        x = torch.randn(2 + step, 4, generator=draw)
+        for model in (compiled, plain):
+            (model(x).sum() * (1 + gm.rank())).backward()
+    pairs = zip(module.parameters(), plain.parameters(), strict=True)
+    return max((p.grad - q.grad).abs().max().item() for p, q in pairs)  # type: ignore[operator]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"find_unused_parameters": True}], ids=str)
+def test_a_compiled_ddp_module_is_trained_for_several_steps(
+    options: dict[str, bool], compiling: Processes
+) -> None:
+    for apart in compiling(2)(functools.partial(compiled_ddp, **options)):
+        assert apart < 1e-5
+
+
+def called_by_torch() -> list[float]:
+    """Calls of torch.distributed at which Dynamo breaks the graph: torch calls the process group while it runs."""
+    rank = gm.rank()
+
+    def gathered(y: Tensor) -> Tensor:
+        parts = [torch.empty_like(y) for _ in range(2)] if rank == 0 else None
+        dist.gather(y, parts)
+        return torch.cat(parts) if parts else y
+
+    def begun(y: Tensor) -> Tensor:
+        work = dist.broadcast(y, 0, async_op=True)
+        assert work is not None
+        work.wait()
+        return y
+
+    def sent(y: Tensor) -> Tensor:
+        came = torch.empty_like(y)
+        ends = [dist.P2POp(dist.isend, y, 1 - rank), dist.P2POp(dist.irecv, came, 1 - rank)]
+        for work in dist.batch_isend_irecv(ends):
+            work.wait()
+        return came
+
+    found = []
+    for call in (gathered, begun, sent):
+        for rows in (2, 3):
+            x = torch.full((rows,), 1.0 + rank)
+            found.append(torch.compile(call, backend="aot_eager")(x * 2).sum().item())
+        dist.barrier()
+    return found
+
+
+@pytest.mark.processes
+def test_a_graph_break_may_call_the_own_backend(compiling: Processes) -> None:
+    assert compiling(2)(called_by_torch) == [[12, 18, 4, 6, 8, 12], [8, 12, 4, 6, 4, 6]]
+
+
+def future_in_a_compiled_program() -> list[float]:
+    @torch.compile(backend="aot_eager")
+    def doubled(x: Tensor) -> Tensor:
+        pending = gm.all_gather(x * 2, async_op=True)
+        return pending.future().wait() + pending.wait()
+
+    return doubled(torch.ones(2)).tolist()
+
+
+@pytest.mark.processes
+def test_a_pending_call_has_a_future_in_a_compiled_program(compiling: Processes) -> None:
+    assert compiling(2)(future_in_a_compiled_program) == [[4.0] * 4] * 2

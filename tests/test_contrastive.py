@@ -80,7 +80,7 @@ def test_an_audit_finds_nothing(loss: str, gather: str) -> None:
         x, y = normal(rows, 3, seed=here.rank), normal(rows, 3, seed=9 + here.rank)
         return of(loss, gather, axis=group), (x, y)
 
-    found = audit(build)
+    found = audit(build, world_size=2)
     assert found.findings == ()
     assert found.arrows == ("V -> I",)
 
@@ -414,12 +414,12 @@ def test_a_learned_scale_is_kept_below_its_bound_in_training_alone(alone: None) 
     assert "gather='ring'" in repr(gm.nn.SigLipLoss(gather="ring"))
 
 
-def compiled(names: list[tuple[str, str]], backend: str) -> list[str]:
+def compiled(names: list[tuple[str, str]], backend: str, tile: int | None) -> list[str]:
     sizes, wrong = (2, 3), []
     mine = gm.axis().slice(sizes)
     for name, gather in names:
         leaves = [normal(5, 3, seed=s)[mine].clone().requires_grad_() for s in (1, 2)]
-        run = of(name, gather, sizes=sizes)
+        run = of(name, gather, tile, sizes=sizes)
         expected = torch.autograd.grad(run(*leaves), leaves)
         torch._dynamo.reset()
         found = torch.autograd.grad(torch.compile(run, fullgraph=True, backend=backend)(*leaves), leaves)
@@ -430,13 +430,47 @@ def compiled(names: list[tuple[str, str]], backend: str) -> list[str]:
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("names", "backend"),
+    ("names", "backend", "tile"),
     [
-        ([("barlow_twins", "all")], "eager"),
-        pytest.param(GATHERS, "aot_eager", marks=pytest.mark.slow),
-        pytest.param(GATHERS, "inductor", marks=pytest.mark.slow),
+        ([("barlow_twins", "all")], "eager", 2),
+        pytest.param([(loss, "all") for loss in TABLES], "aot_eager", None, marks=pytest.mark.slow),
+        pytest.param(GATHERS, "aot_eager", 2, marks=pytest.mark.slow),
+        pytest.param(GATHERS, "inductor", 2, marks=pytest.mark.slow),
     ],
-    ids=["traced", "aot_eager", "inductor"],
+    ids=["traced", "one_tile", "aot_eager", "inductor"],
 )
-def test_compiled_whole_it_is_the_eager_one(names: Any, backend: str, worlds: Any) -> None:
-    assert worlds(2, "shm", 240).run(compiled, names, backend) == [[], []]
+def test_compiled_whole_it_is_the_eager_one(names: Any, backend: str, tile: int | None, worlds: Any) -> None:
+    assert worlds(2, "shm", 240).run(compiled, names, backend, tile) == [[], []]
+
+
+class Products(TorchDispatchMode):
+    """How many matrix products have a table's number of multiplications."""
+
+    def __init__(self, multiplications: int) -> None:
+        super().__init__()
+        self.multiplications, self.count = multiplications, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            (rows, inner), (_, cols) = args[0].shape, args[1].shape
+            self.count += rows * inner * cols == self.multiplications
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("loss", sorted(TABLES))
+def test_a_table_of_one_tile_is_made_once_for_a_step(alone: None, loss: str) -> None:
+    x, y = normal(24, 4, seed=1).requires_grad_(), normal(24, 4, seed=2).requires_grad_()
+    views = 2 if loss in ("nt_xent", "sup_con") else 1
+    with Products(24 * views * 24 * views * 4) as whole:
+        of(loss, "all", None)(x, y).backward()
+    assert whole.count == 3  # the table, and the gradients of its rows and of its columns
+
+
+@pytest.mark.parametrize(("rows", "whole"), [(2048, True), (2049, False)])
+def test_by_default_a_table_is_in_memory_up_to_a_size_and_then_a_tile_of_it(
+    alone: None, rows: int, whole: bool
+) -> None:
+    x, y = (normal(rows, 2, seed=s, dtype=torch.float32).requires_grad_() for s in (1, 2))
+    with Largest() as seen:
+        gm.nn.clip_loss(x, y, 2.0).backward()
+    assert seen.elements == (2**22 if whole else 2**20)

@@ -78,3 +78,29 @@ def test_memory_does_not_grow_with_the_number_of_tiles() -> None:
 
     run()
     assert peak(run) < 24 * 4 * tile * tile  # of 128 tiles
+
+
+SCALED: dict[str, Callable[[Tensor, Tensor, float | Tensor], Tensor]] = {
+    "scale": gm.nn.clip_loss,
+    "scale ": gm.nn.siglip_loss,
+    "temperature": gm.nn.nt_xent_loss,
+    "temperature ": lambda x, y, t: gm.nn.sup_con_loss(torch.stack([x, y], 1), temperature=t),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_scale_that_differs_between_ranks_is_named_on_every_rank(name: str, learned: bool) -> None:
+    def on_each_rank(of_ranks: tuple[float, float]) -> str:
+        x, y = _embeddings()
+        value = of_ranks[gm.rank()]
+        try:
+            loss = SCALED[name](x, y, torch.tensor(value, requires_grad=True) if learned else value)
+        except gm.MismatchError as error:
+            return str(error)
+        return "" if loss.isfinite() else "not finite"
+
+    assert gm.launch(on_each_rank, 2, backend="threads", args=((0.5, 0.5 + 1e-6),)) == ["", ""]
+    for text in gm.launch(on_each_rank, 2, backend="threads", args=((0.5, 0.6),)):
+        assert f"{name.strip()} differs between the ranks" in text
+        assert f"rank 1: {name.strip()}=0.6" in text

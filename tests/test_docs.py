@@ -57,8 +57,9 @@ def test_badges_say_what_the_project_says() -> None:
 
 def test_the_readmes_picture_shows_what_is_computed() -> None:
     found, picture = point.deviations(), (ROOT / "docs" / "point.svg").read_text()
-    assert found["gm.all_gather"] < 1e-14
-    wrong = [far for way, far in found.items() if way != "gm.all_gather"]
+    right = {"gm.all_gather", "torch.distributed.nn.functional.all_gather"}
+    assert all(found[way] < 1e-14 for way in right)
+    wrong = [far for way, far in found.items() if way not in right]
     assert min(wrong) > 0.1
     told = re.findall(r">([^<>]+)</text>", picture)
     assert told[: 2 * len(found)] == [*reversed(found), *map(point.said, reversed(found.values()))]

@@ -94,6 +94,51 @@ def test_scalars_stack_and_pass_through(threads: Threads) -> None:
     ]
 
 
+def scattered_wholes() -> list[tuple[Tensor, Tensor]]:
+    """Parts and gradients of a tensor that every rank has, each rank another one."""
+    rank, found = gm.rank(), []
+    for dim in (0, 1):
+        for sizes in (None, "auto", (3, 0, 2)):
+            x = torch.randn(5, 5, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+            part = gm.scatter(x, dim=dim, root=1, sizes=sizes)
+            ((1 + rank) * part**2).sum().backward()
+            assert x.grad is not None
+            found.append((part.detach(), x.grad))
+    return found
+
+
+def hold_scattered_wholes(got: list[list[tuple[Tensor, Tensor]]]) -> None:
+    whole = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
+    cases = [(dim, sizes) for dim in (0, 1) for sizes in ((2, 2, 1), (2, 2, 1), (3, 0, 2))]
+    for (dim, sizes), *ranks in zip(cases, *got, strict=True):
+        for rank, (part, gradient) in enumerate(ranks):
+            torch.testing.assert_close(part, whole.split(sizes, dim)[rank])
+            weights = torch.cat(
+                [torch.full_like(w, 2.0 * (1 + r)) for r, w in enumerate(whole.split(sizes, dim))], dim
+            )
+            torch.testing.assert_close(
+                gradient, weights * whole if rank == 1 else torch.zeros(5, 5), rtol=1e-6, atol=1e-6
+            )
+
+
+def test_scatter_takes_a_whole_from_every_rank_and_reads_that_of_the_root(threads: Threads) -> None:
+    hold_scattered_wholes(threads(3)(scattered_wholes))
+
+
+@pytest.mark.processes
+def test_between_processes_scatter_takes_a_whole_from_every_rank(processes: Threads) -> None:
+    hold_scattered_wholes(processes(3)(scattered_wholes))
+
+
+def test_scatter_refuses_what_is_neither_empty_nor_whole(threads: Threads) -> None:
+    def on_each_rank() -> str:
+        with pytest.raises((gm.ShapeError, gm.MismatchError)) as caught:
+            gm.scatter(torch.ones(4 - gm.rank()))
+        return str(caught.value)
+
+    assert all("size 0, or 4 as at rank 0" in text for text in threads(3)(on_each_rank))
+
+
 def test_scatter_takes_nothing_from_the_other_ranks_and_splits_evenly_or_as_told(threads: Threads) -> None:
     def on_each_rank() -> tuple[list[int], list[int], list[float]]:
         at_root = gm.axis().rank == 1

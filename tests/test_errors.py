@@ -52,8 +52,16 @@ BAD: dict[str, tuple[type[gm.GradmeshError], str, Callable[[], object]]] = {
     "from nobody": (gm.ArgumentError, "recv", lambda: gm.recv(ones(2), source=2)),
     "too few parts": (gm.ArgumentError, "exchange", lambda: gm.exchange([ones(1)])),
     "parts of two dtypes": (gm.ArgumentError, "exchange", lambda: gm.exchange([ones(1), torch.arange(1)])),
-    "reduce outside of ordered": (gm.OrderError, "reduce", lambda: gm.reduce(ones(2).requires_grad_())),
-    "gather outside of ordered": (gm.OrderError, "gather", lambda: gm.gather(ones(2).requires_grad_())),
+    "reduce outside of ordered": (
+        gm.OrderError,
+        "reduce",
+        lambda: gm.reduce(ones(2).requires_grad_(), async_op=True),
+    ),
+    "gather outside of ordered": (
+        gm.OrderError,
+        "gather",
+        lambda: gm.gather(ones(2).requires_grad_(), async_op=True),
+    ),
     "sizes of bools": (gm.ArgumentError, "shard", lambda: gm.shard(ones(2), sizes=(True, True))),
     "sizes without an order": (gm.ArgumentError, "shard", lambda: gm.shard(ones(4), sizes={3, 1})),
     "splits that ask": (gm.ArgumentError, "all_to_all", lambda: gm.all_to_all(ones(2), split_sizes="auto")),

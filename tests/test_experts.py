@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +34,10 @@ class Program:
         balance: the weight of the balance loss.
         hot: whether the router likes one expert far more than the others.
         idle: a rank whose loss leaves its tokens out; -1: there is none.
+        ordered: whether it runs inside `gm.ordered()`.
+        capacity: the capacity factor; None: nothing is dropped.
+        batched: whether tokens have two dims.
+        constant: an expert whose results do not depend on its rows; -1: there is none.
     """
 
     seed: int
@@ -42,6 +48,10 @@ class Program:
     balance: float = 0.0
     hot: bool = False
     idle: int = -1
+    ordered: bool = True
+    capacity: float | None = None
+    batched: bool = False
+    constant: int = -1
 
 
 def random_program(seed: int) -> tuple[int, Program]:
@@ -56,13 +66,17 @@ def random_program(seed: int) -> tuple[int, Program]:
     tokens = tuple(draw.choice([0, 1, 3, 6]) for _ in range(ranks))
     return ranks, Program(
         seed,
-        tokens if sum(tokens) else (*tokens[1:], 2),
+        tokens if sum(tokens) or draw.random() < 0.2 else (*tokens[1:], 2),
         experts,
         draw.randint(1, min(3, total)),
         draw.random() < 0.5,
         draw.choice([0.0, 0.5]),
         draw.random() < 0.3,
         draw.choice([-1, -1, draw.randrange(ranks)]),
+        draw.random() < 0.5,
+        draw.choice([None, None, 0.25, 0.5, 1.0, 1.5]),
+        draw.random() < 0.3,
+        draw.choice([-1, -1, draw.randrange(total)]),
     )
 
 
@@ -82,6 +96,31 @@ class Dense(nn.Module):
                 self.router.bias[-1] += 20
 
 
+class Expert(nn.Module):
+    """A linear layer and an activation, or, as the constant expert, its bias for each row."""
+
+    def __init__(self, linear: nn.Linear, *, constant: bool) -> None:
+        super().__init__()
+        self.linear, self.constant = linear, constant
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dim() == 2
+        return torch.tanh(self.linear.bias.expand(len(x), -1) if self.constant else self.linear(x))
+
+
+def _accepted(chosen: Tensor, experts: int, factor: float | None) -> Tensor:
+    """Which (token, expert) pairs are within the capacity, one by one: first choices first, then tokens in order."""
+    if factor is None:
+        return torch.ones_like(chosen, dtype=torch.bool)
+    capacity = math.ceil(factor * chosen.numel() / experts)
+    accepted, filled = torch.zeros_like(chosen, dtype=torch.bool), [0] * experts
+    for j in range(chosen.shape[1]):
+        for token, expert in enumerate(chosen[:, j].tolist()):
+            accepted[token, j] = filled[expert] < capacity
+            filled[expert] += 1
+    return accepted
+
+
 def _tokens(program: Program) -> Tensor:
     draw = torch.Generator().manual_seed(program.seed + 1)
     return torch.randn(sum(program.tokens), WIDTH, generator=draw, dtype=torch.float64)
@@ -94,12 +133,14 @@ def _dense(program: Program) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     weights, chosen = scores.softmax(-1).topk(program.k)
     if program.normalize:
         weights = weights / weights.sum(-1, keepdim=True)
-    every = torch.stack([torch.tanh(expert(x)) for expert in model.experts], 1)
+    weights = weights * _accepted(chosen, len(model.experts), program.capacity)
+    each_expert = enumerate(model.experts)
+    every = torch.stack([Expert(e, constant=n == program.constant)(x) for n, e in each_expert], 1)  # type: ignore[arg-type]
     y = (every.gather(1, chosen.unsqueeze(-1).expand(-1, -1, WIDTH)) * weights.unsqueeze(-1)).sum(1)
     counts = [(1.0 + rank) * (rank != program.idle) for rank in range(len(program.tokens))]
     each = torch.cat([torch.full((n, 1), c) for n, c in zip(program.tokens, counts, strict=True)])
     loss = (each * y**3).sum()
-    if program.balance:
+    if program.balance and len(x):
         total = len(model.experts)
         share = torch.bincount(chosen.reshape(-1), minlength=total).double() / chosen.numel()
         loss = loss + program.balance * (total * (share * scores.softmax(-1).mean(0)).sum()) ** 2
@@ -116,16 +157,19 @@ def deviation(program: Program) -> float:
     dense, axis = Dense(program), gm.axis()
     layer = gm.nn.ExpertParallel(
         gm.nn.Replicated(dense.router),
-        lambda number: nn.Sequential(dense.experts[number], nn.Tanh()),
+        lambda number: Expert(dense.experts[number], constant=number == program.constant),  # type: ignore[arg-type]
         program.experts,
         program.k,
         normalize=program.normalize,
+        capacity_factor=program.capacity,
     )
     rows, own = axis.slice(program.tokens), axis.slice(program.experts)
     x = _tokens(program)[rows].requires_grad_()
-    with gm.ordered():
-        scores = layer.router(x)
-        y = layer.routed(x, scores)
+    tokens = x.view(-1, 3 if len(x) % 3 == 0 else 1, WIDTH) if program.batched else x
+    with gm.ordered() if program.ordered else contextlib.nullcontext():
+        scores = layer.router(tokens)
+        y = layer.routed(tokens, scores)
+        assert y.shape == tokens.shape
         loss = y.sum() * 0 if axis.rank == program.idle else (1 + axis.rank) * (y**3).sum()
         told = gm.all_reduce(loss.detach(), dst=gm.I)
         if program.balance:
@@ -134,8 +178,9 @@ def deviation(program: Program) -> float:
             loss, told = loss + balance, told + balance.detach()
         leaves = [x, *layer.parameters()]
         options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
-        first = gm.grad(loss, leaves, create_graph=True, **options)
-        second = gm.grad(torch.stack([(slope**2).sum() for slope in first]).sum(), leaves, **options)
+        grad = gm.grad if program.ordered else torch.autograd.grad
+        first = grad(loss, leaves, create_graph=True, **options)
+        second = grad(torch.stack([(slope**2).sum() for slope in first]).sum(), leaves, **options)
     far = [float((told.detach() - value).abs())]
     for got, (by_x, weight, bias, *experts) in zip((first, second), right, strict=True):
         expected = [by_x[rows], weight, bias, *experts[2 * own.start : 2 * own.stop]]
@@ -174,7 +219,7 @@ def test_an_audit_finds_nothing_on_the_way_there_and_back() -> None:
 
         return there_and_back, torch.ones(len(chosen), 2, dtype=torch.float64, requires_grad=True)
 
-    assert not gm.verify.audit(build).findings
+    assert not gm.verify.audit(build, world_size=2).findings
 
 
 def test_gradcheck_passes_for_the_balance_loss_which_is_over_all_ranks() -> None:
@@ -241,6 +286,22 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: gm.nn.Replicated(gm.nn.ExpertParallel(nn.Linear(1, 2), lambda _: nn.Linear(1, 1), 2, 1)),
         "its own way over these ranks",
     ),
+    "a capacity below 0": (
+        lambda: gm.nn.ExpertDispatch(torch.tensor([[0]]), 2, capacity_factor=-1.0),
+        "capacity_factor is not a positive number",
+    ),
+    "a layer's capacity that is no number": (
+        lambda: gm.nn.ExpertParallel(
+            nn.Linear(1, 2), lambda _: nn.Identity(), 2, 1, capacity_factor=float("nan")
+        ),
+        "capacity_factor is not a positive number",
+    ),
+    "scores of a layer's other tokens": (
+        lambda: gm.nn.ExpertParallel(nn.Linear(1, 2), lambda _: nn.Identity(), 2, 1).routed(
+            torch.ones(2, 3, 1), torch.ones(2, 2, 2)
+        ),
+        "each token of x [2, 3, 1]",
+    ),
     "scores of other tokens": (
         lambda: gm.nn.balance_loss(torch.ones(2, 3), torch.tensor([[0]])),
         "of the same tokens",
@@ -286,3 +347,79 @@ def test_ranks_may_choose_different_numbers_of_experts(threads: Threads) -> None
         return gm.nn.balance_loss(torch.zeros(2, 3), chosen).item()
 
     assert threads(2)(found) == pytest.approx([1.0, 1.0])
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("tokens", [(2, 2, 2), (6, 0, 0), (0, 1, 5)])
+def test_a_rank_without_experts_takes_part_in_every_derivative_by_the_tokens(
+    threads: Threads, tokens: tuple[int, ...], ordered: bool, k: int
+) -> None:
+    program = Program(5, tokens, (1, 1, 0), k, ordered=ordered)
+    assert max(threads(3)(deviation, program)) < 1e-9
+
+
+def test_first_gradients_by_the_tokens_of_more_ranks_than_experts(threads: Threads) -> None:
+    def slopes() -> tuple[list[float], float]:
+        torch.manual_seed(0)
+        router, expert = nn.Linear(3, 2), nn.Linear(3, 3)
+        layer = gm.nn.ExpertParallel(gm.nn.Replicated(router), lambda _: expert, 2, 1)
+        x = torch.ones(2, 3, requires_grad=True)
+        ((1 + gm.rank()) * layer(x).square().sum()).backward()
+        right = torch.ones(2, 3, requires_grad=True)
+        ((1 + gm.rank()) * expert(right).square().sum()).backward()
+        assert x.grad is not None
+        assert right.grad is not None
+        return (x.grad - right.grad).abs().flatten().tolist(), float(right.grad.abs().sum())
+
+    for apart, size in threads(3)(slopes):
+        assert max(apart) < 1e-6
+        assert size > 0.1
+
+
+def test_what_is_dropped_does_not_depend_on_the_number_of_ranks(threads: Threads) -> None:
+    chosen = torch.tensor([[0, 1], [0, 2], [1, 0], [0, 1], [2, 0], [0, 1]])
+    # ceil(1.0 * 12 / 3) = 4 rows for each expert: expert 0 has 4 first choices, so that no second choice is accepted.
+    right = [[True, True], [True, True], [True, False], [True, True], [True, False], [True, True]]
+
+    def found(sizes: tuple[int, ...]) -> tuple[list[list[bool]], list[int]]:
+        plan = gm.nn.ExpertDispatch(chosen[gm.axis().slice(sizes)], 3, capacity_factor=1.0)
+        return plan.kept.tolist(), plan.counts
+
+    for sizes in ((6,), (3, 3), (1, 5), (2, 0, 4), (0, 2, 2, 2)):
+        results = threads(len(sizes))(found, sizes)
+        assert [row for kept, _ in results for row in kept] == right
+        assert [n for _, counts in results for n in counts] == [4, 4, 2]
+
+
+def test_tokens_over_the_capacity_get_zeros_and_no_gradient(threads: Threads) -> None:
+    def found() -> tuple[list[list[float]], list[list[float]]]:
+        router = nn.Linear(1, 2)
+        nn.init.zeros_(router.weight)
+        nn.init.constant_(router.bias, 0.0)
+        with torch.no_grad():
+            router.bias[0] = 1.0  # every token chooses expert 0
+        layer = gm.nn.ExpertParallel(
+            gm.nn.Replicated(router), lambda _: nn.Identity(), 2, 1, capacity_factor=1.0
+        )
+        x = torch.tensor([[1.0], [2.0]], requires_grad=True)
+        y = layer(x)
+        y.sum().backward()
+        assert x.grad is not None
+        return y.tolist(), x.grad.tolist()
+
+    # 4 tokens and 2 experts: expert 0 accepts the first 2 of all ranks' tokens, which are rank 0's.
+    ones, zeros = [[1.0], [1.0]], [[0.0], [0.0]]
+    assert threads(2)(found) == [([[1.0], [2.0]], ones), (zeros, zeros)]
+
+
+def test_the_balance_loss_without_tokens_on_any_rank_is_zero_with_zero_gradients(threads: Threads) -> None:
+    def found() -> tuple[float, float]:
+        bias = torch.zeros(3, requires_grad=True)
+        scores = torch.zeros(0, 3) + bias
+        loss = gm.nn.balance_loss(scores, scores.topk(2).indices)
+        loss.backward()
+        assert bias.grad is not None
+        return loss.item(), float(bias.grad.abs().sum())
+
+    assert threads(2)(found) == [(0.0, 0.0)] * 2

@@ -153,6 +153,7 @@ def _made(kind: str) -> nn.Module:
     where: dict[str, Any] = {"sizes": (3, 1)}
     made: dict[str, Callable[[], nn.Module]] = {
         "conv": lambda: gm.nn.HaloConv1d(2, 2, 3, padding=1, **where).double(),
+        "reflected": lambda: gm.nn.HaloConv1d(2, 2, 3, padding=2, padding_mode="reflect", **where).double(),
         "transposed": lambda: gm.nn.HaloConvTranspose1d(2, 2, 3, stride=2, **where).double(),
         "max_pool": lambda: gm.nn.HaloMaxPool(2, stride=1, **where),
         "avg_pool": lambda: gm.nn.HaloAvgPool(2, stride=1, **where),
@@ -166,7 +167,7 @@ def _made(kind: str) -> nn.Module:
     return layer
 
 
-MADE = ("conv", "transposed", "max_pool", "avg_pool", "spectral")
+MADE = ("conv", "reflected", "transposed", "max_pool", "avg_pool", "spectral")
 
 
 def _rows(rank: int) -> Tensor:
@@ -303,9 +304,9 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "no batch": (lambda: gm.nn.HaloConv1d(2, 1, 3)(X[0]), "other channels"),
     "a cut channel": (lambda: gm.nn.HaloConv1d(2, 1, 3, dim=1)(X), "not cut along its rows"),
-    "a padding that there is not": (
-        lambda: gm.nn.HaloConv1d(2, 1, 3, padding_mode="reflect")(X),
-        "no such padding",
+    "a reflection of more than the field": (
+        lambda: gm.nn.HaloConv1d(2, 1, 3, padding=6, padding_mode="reflect")(X),
+        "one less with 'reflect'",
     ),
     "a small field": (lambda: gm.nn.HaloConv1d(2, 1, 9)(X), "too small"),
     "too much of a circle": (

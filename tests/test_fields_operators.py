@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,7 +22,10 @@ fields = gm.nn.fields
 CLOSE = 1e-9
 
 # torch 2.11 says so of any sparse tensor, whatever is told.
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
+    pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support is in beta"),
+]
 
 
 def _parts(draw: random.Random) -> tuple[int, ...]:
@@ -41,7 +45,7 @@ def bce(seed: int, parts: tuple[int, ...]) -> float:
     """The loss of rows, or of classes, over ranks."""
     draw = random.Random(seed)
     dim = draw.choice([0, 1])
-    reduction: Any = draw.choice(["mean", "sum"])
+    reduction: Any = draw.choice(["mean", "sum", "none"])
     shape = (sum(parts), 3) if dim == 0 else (3, sum(parts))
     x, target = _random(seed, *shape).requires_grad_(), (_random(seed + 1, *shape) > 0).double()
     weights = [torch.rand(3, 1).double() if dim else None, _random(seed + 2, shape[1]).abs()]
@@ -53,9 +57,10 @@ def bce(seed: int, parts: tuple[int, ...]) -> float:
         loss = fields.bce_with_logits(
             own, target[index], weight=here[0], pos_weight=here[1], reduction=reduction
         )
-        got = slopes(loss**2, [own])
+        got = slopes((loss**2).sum(), [own])
     right = binary_cross_entropy_with_logits(x, target, weights[0], None, None, reduction, weights[1])
-    expected = [slope[index] for slope in dense_slopes(right**2, [x])]
+    expected = [slope[index] for slope in dense_slopes((right**2).sum(), [x])]
+    right = right[index] if reduction == "none" else right
     # A penalty of own slopes counts them on each rank, so that its slopes are their sum: as of the whole.
     return _apart([loss, *got], [right, *expected])
 
@@ -97,9 +102,12 @@ def diagonals(seed: int, parts: tuple[int, ...]) -> float:
     with gm.ordered():
         found = fields.spdiags(own, torch.tensor(offsets), shape, layout=torch.strided, **options)
         got = slopes((1 + gm.rank()) * (found**3).sum() + (own**2).sum(), [own])
+    # One diagonal may have one dim, and its offset none, as torch.sparse.spdiags accepts them.
+    given = (own[0], torch.tensor(offsets[0])) if len(offsets) == 1 else (own, torch.tensor(offsets))
+    layout = draw.choice([torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
     with gm.ordered():
-        sparse = fields.spdiags(own, torch.tensor(offsets), shape, **options)
-        assert sparse.layout is torch.sparse_coo
+        sparse = fields.spdiags(*given, shape, layout=layout, **options)
+        assert sparse.layout is layout
         # torch differentiates what is sparse once.
         got += gm.grad((1 + gm.rank()) * (sparse.to_dense() ** 3).sum() + (own**2).sum(), [own])
     factors = torch.cat([torch.full((n, 1), 1.0 + r) for r, n in enumerate(rows)]).double()
@@ -141,7 +149,28 @@ def narrowed(seed: int, parts: tuple[int, ...]) -> float:
     return _apart([found, *got], [right[:, gm.axis().slice(rows)], expected])
 
 
-PROGRAMS = {each.__name__: each for each in (bce, inverses, diagonals, narrowed)}
+def narrowed_sparse(seed: int, parts: tuple[int, ...]) -> float:
+    """A range of a sparse tensor with zeros, cut and narrowed along a sparse or a dense dim."""
+    draw, total = random.Random(seed), sum(parts)
+    start = draw.randrange(total + 1)
+    length = draw.randrange(total - start + 1)
+    x = _random(seed, 2, total, 2)
+    x = x.where(_random(seed + 1, 2, total, 2) > 0, 0).requires_grad_()
+    index = gm.axis().slice(parts)
+    own = x.detach()[:, index].requires_grad_()
+    dims = draw.choice([1, 2, 3])
+    found = fields.narrow_copy(own.to_sparse(dims), 1, start, length, sizes=parts)
+    assert found.layout is torch.sparse_coo
+    assert found.sparse_dim() == dims
+    assert found.is_coalesced()
+    got = torch.autograd.grad((found.to_dense() ** 3).sum() + 0 * own.sum(), own)
+    right = torch.narrow_copy(x.detach().to_sparse(dims), 1, start, length).to_dense()
+    expected = torch.autograd.grad((x.narrow(1, start, length) ** 3).sum(), x)[0][:, index]
+    rows = fields.narrowed_sizes(parts, start, length)
+    return _apart([found.to_dense(), *got], [right[:, gm.axis().slice(rows)], expected])
+
+
+PROGRAMS = {each.__name__: each for each in (bce, inverses, diagonals, narrowed, narrowed_sparse)}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -231,6 +260,59 @@ def test_spectral_norm_takes_the_rows_of_a_transposed_convolution_as_torch_does(
 
     whole = torch.cat(threads(2)(found), 1).movedim(1, 0).flatten(1)
     assert far(torch.linalg.matrix_norm(whole, 2), torch.ones((), dtype=whole.dtype)) < 1e-6
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True])
+def test_spectral_norm_refuses_less_than_one_power_iteration(threads: Threads, steps: Any) -> None:
+    def found() -> str:
+        layer = nn.Linear(3, 2)
+        with pytest.raises(gm.ArgumentError) as caught:
+            fields.spectral_norm(layer, n_power_iterations=steps)
+        assert "parametrizations" not in dict(layer.named_modules())
+        return str(caught.value)
+
+    assert all(f"n_power_iterations={steps}" in text for text in threads(2)(found))
+
+
+@pytest.mark.parametrize("kind", ["parametrization", "older", "own", "own, older"])
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("cut", ["rows", "columns"])
+def test_spectral_norm_takes_the_states_of_torchs(threads: Threads, cut: Any, dim: int, kind: str) -> None:
+    weight, parts = _random(0, 4, 4, 2), (1, 0, 3)
+    along = dim if cut == "rows" else 1 - dim
+    dense: Any = nn.Module()
+    dense.weight = nn.Parameter(weight.clone())
+    if kind == "older":
+        conv: Any = nn.Conv1d(4, 4, 2, bias=False).double()
+        conv.weight.data = weight.clone()
+        nn.utils.spectral_norm(conv, dim=dim)
+        conv(torch.zeros(1, 4, 2, dtype=torch.float64))
+        dense = conv.eval()
+        conv(torch.zeros(1, 4, 2, dtype=torch.float64))
+    else:
+        parametrizations.spectral_norm(dense, dim=dim)
+        dense.eval()
+    state, expected = dense.state_dict(), dense.weight.detach()
+
+    def found(state: dict[str, Tensor]) -> Tensor:
+        def module() -> Any:
+            made: Any = nn.Module()
+            made.weight = nn.Parameter(torch.zeros_like(weight).narrow(along, 0, parts[gm.rank()]) + 1)
+            return fields.spectral_norm(made, dim=dim, cut=cut).eval()
+
+        one: Any = module()
+        one.load_state_dict(state)
+        if kind.startswith("own"):
+            own = one.state_dict()
+            if kind == "own, older":  # gradmesh's own earlier names
+                own = {name.replace("_u", "u").replace("_v", "v"): value for name, value in own.items()}
+            one = module()
+            one.load_state_dict(own)
+        own_part: Tensor = copy.deepcopy(one).weight.detach()
+        return own_part
+
+    parts_found = threads(3)(found, state)
+    assert far(torch.cat(parts_found, along), expected) < CLOSE
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -329,7 +411,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "not of the logits' shape",
     ),
     "another reduction": (
-        lambda: fields.bce_with_logits(torch.ones(2), torch.ones(2), reduction="none"),  # type: ignore[arg-type]
+        lambda: fields.bce_with_logits(torch.ones(2), torch.ones(2), reduction="batchmean"),  # type: ignore[arg-type]
         "reduction is not one",
     ),
     "offsets twice": (
@@ -347,6 +429,18 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "a matrix of one size": (
         lambda: fields.spdiags(torch.ones(1, 1), [0], (2,)),  # type: ignore[arg-type]
         "of no matrix",
+    ),
+    "an offset that is no number": (
+        lambda: fields.spdiags(torch.ones(1, 1), None, (2, 2)),  # type: ignore[arg-type]
+        "one offset for each diagonal",
+    ),
+    "a block layout": (
+        lambda: fields.spdiags(torch.ones(1, 1), [0], (2, 2), layout=torch.sparse_bsr),
+        "layout is not one",
+    ),
+    "a sparse range beyond the end": (
+        lambda: fields.narrow_copy(torch.ones(2).to_sparse(), 0, 3, 2),
+        "not in the tensor",
     ),
     "a range from a half on": (lambda: fields.narrow_copy(torch.ones(2), 0, 0.5, 1), "not in the tensor"),  # type: ignore[arg-type]
     "a range beyond the end": (lambda: fields.narrow_copy(torch.ones(2), 0, 3, 2), "not in the tensor"),

@@ -303,3 +303,108 @@ def test_the_background_thread_does_not_wake_up_while_nothing_is_begun(ranks: Ru
             return switches() - before
 
     assert all(woken <= 4 for woken in ranks(work))
+
+
+def late_futures(count: int) -> list[str]:
+    """Futures that are not done when the wait for their call has returned, or when it is said to be over."""
+    wrong = []
+    for number in range(count):
+        x = torch.full((3,), float(number))
+        pending = gm.all_reduce(x, dst=gm.R, async_op=True)
+        ours = pending.future()
+        with gm.coalesce():
+            parts = [gm.all_gather(x, async_op=True), gm.all_gather(2 * x, async_op=True)]
+        of_parts = [part.future() for part in parts]
+        structure = gm.all_gather({"a": x, "b": x.to(torch.int64)}, async_op=True)
+        of_structure = structure.future()
+        work: Any = dist.all_reduce(x.clone(), async_op=True)
+        futures: list[tuple[Any, Any]] = [
+            (ours, pending),
+            *zip(of_parts, parts, strict=True),
+            (of_structure, structure),
+        ]
+        for future, call in futures:
+            if number % 2:
+                while not call.done():
+                    time.sleep(0)
+            else:
+                call.wait()
+            if not future.done():
+                wrong.append(f"{number}: {call!r}")
+            call.wait()
+            future.value()
+        its = work.get_future()
+        if number % 2:
+            while not work.is_completed():
+                time.sleep(0)
+        else:
+            work.wait()
+        if not its.done():
+            wrong.append(f"{number}: a work of torch.distributed")
+        work.wait()
+        its.value()
+    return wrong
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", "threads"])
+def test_a_future_is_done_when_the_wait_for_its_call_has_returned(backend: str, worlds: Worlds) -> None:
+    assert worlds(2, backend, 60).run(late_futures, 60) == [[], []]
+
+
+def failed_futures() -> list[bool]:
+    """Whether the futures of calls that fail are done when `wait` raises."""
+    done = []
+    for _ in range(20):
+        pending = gm.all_reduce(torch.ones(2 + gm.rank()), dst=gm.R, async_op=True)
+        future = pending.future()
+        with contextlib.suppress(gm.MismatchError):
+            pending.wait()
+        done.append(future.done() and "MismatchError" in failure(future))
+    return done
+
+
+def test_a_future_of_a_call_that_failed_is_done_when_wait_raises(worlds: Worlds) -> None:
+    assert worlds(2, "shm", 60).run(failed_futures) == [[True] * 20] * 2
+
+
+def waits_in_callbacks() -> list[float]:
+    """A callback may wait for its own call, and ask it for another future."""
+    found = []
+    for _ in range(20):
+        pending = gm.all_reduce(torch.ones(3), dst=gm.R, async_op=True)
+        then: Any = pending.future().then(
+            lambda _, pending=pending: pending.wait()[0] + pending.future().value()[0]
+        )
+        found.append(then.wait().item())
+        pending.wait()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["shm", "threads"])
+def test_a_callback_may_wait_for_its_own_call(backend: str, worlds: Worlds) -> None:
+    assert worlds(2, backend, 60).run(waits_in_callbacks) == [[4.0] * 20] * 2
+
+
+def waits_on_both_threads() -> list[float]:
+    """The program waits for a call while a callback of its future does, also for a structure and in a block."""
+    found: list[float] = []
+    x = torch.ones(3)
+    for _ in range(20):
+        with gm.coalesce():
+            member = gm.all_reduce(x, dst=gm.R, async_op=True)
+        structure = gm.all_reduce({"a": x, "b": x.double()}, dst=gm.R, async_op=True)
+        for pending in (gm.all_reduce(x, dst=gm.R, async_op=True), member, structure):
+
+            def then(_: Any, pending: Any = pending) -> None:
+                y = pending.wait()
+                found.append(float(sum(each.sum() for each in (y.values() if isinstance(y, dict) else [y]))))
+
+            done: Any = pending.future().then(then)
+            pending.wait()
+            done.wait()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm", "threads"])
+def test_a_callback_and_the_program_may_wait_for_one_call(backend: str, worlds: Worlds) -> None:
+    assert worlds(2, backend, 60).run(waits_on_both_threads) == [[6.0, 6.0, 12.0] * 20] * 2

@@ -21,7 +21,7 @@ SLOWER = {"plan.exchange, of_state", "plan.exchange, root=0", "plan.exchange, ow
     "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOWER else ()) for name in CASES]
 )
 def test_the_audit_finds_nothing(name: str) -> None:
-    found = gm.verify.audit(CASES[name])
+    found = gm.verify.audit(CASES[name], world_size=2)
     assert found.findings == ()
     assert ARROWS.get(name, "V -> I" if "pool" in name else "V -> V") in found.arrows
 
@@ -49,8 +49,8 @@ def forgetful() -> tuple[Callable[[Tensor], Tensor], Tensor]:
 
 
 def test_the_audit_finds_a_narrow_wire_and_rows_that_are_not_sent_back() -> None:
-    assert gm.verify.audit(lossy).kinds == ("precision-lost",)
-    assert "not-adjoint" in gm.verify.audit(forgetful).kinds
+    assert gm.verify.audit(lossy, world_size=2).kinds == ("precision-lost",)
+    assert "not-adjoint" in gm.verify.audit(forgetful, world_size=2).kinds
 
 
 @pytest.mark.parametrize(

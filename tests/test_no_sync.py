@@ -152,8 +152,8 @@ def test_gradients_on_processes_are_those_without(processes: Ranks) -> None:
 
 
 def a_step_too_early() -> tuple[str, list[float], str]:
-    w = torch.ones(3, 2, requires_grad=True)
-    other = torch.ones(1, requires_grad=True)
+    w = nn.Parameter(torch.ones(3, 2))
+    other = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([w], lr=1.0)
     with gm.no_sync() as owed:
         gm.replicate(w).sum().backward()
@@ -181,7 +181,7 @@ def test_a_step_on_what_is_owed_is_refused_until_that_is_dropped(threads: Ranks)
 
 
 def steps_after_the_sum() -> list[float]:
-    w = torch.zeros(1, requires_grad=True)
+    w = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([w], lr=1.0)
     seen = []
     for step in range(6):
@@ -204,7 +204,7 @@ def test_every_step_has_the_sum_of_its_micro_batches(threads: Ranks) -> None:
 
 
 def a_forward_alone() -> float:
-    w = torch.zeros(1, requires_grad=True)
+    w = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([w], lr=1.0)
     with gm.no_sync():
         gm.replicate(w)  # looked at, and left
@@ -220,7 +220,7 @@ def test_a_forward_without_backward_owes_nothing(threads: Ranks) -> None:
 
 def all_forwards_first() -> tuple[bool, float]:
     """As in a pipeline: the last micro-batch goes backward first."""
-    w = torch.ones(1, requires_grad=True)
+    w = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([w], lr=0.0)
     losses = []
     with gm.no_sync() as owed:
@@ -243,7 +243,7 @@ def test_what_goes_backward_after_the_sum_is_owed_again(threads: Ranks) -> None:
 
 def all_forwards_first_in_any_order() -> list[Any]:
     """What is owed again comes in another order on each rank."""
-    w, v = (torch.ones(n, requires_grad=True) for n in (2, 3))
+    w, v = (nn.Parameter(torch.ones(n)) for n in (2, 3))
     with gm.no_sync() as owed:
         losses = [(gm.replicate(x) * (i + 1)).sum() for i, x in enumerate((w, v))]
     (gm.replicate(w).sum() + gm.replicate(v).sum()).backward()
@@ -258,7 +258,7 @@ def test_the_order_of_what_is_owed_again_is_that_of_the_forward(threads: Ranks) 
 
 
 def one_axis_of_two() -> list[Any]:
-    a, b = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([a, b], lr=0.0)
     with gm.use_mesh(gm.mesh(dp=2, tp=2)):
         with gm.no_sync() as owed:
@@ -282,7 +282,7 @@ def test_the_sums_of_an_axis_are_taken_when_a_pass_comes_to_that_axis(threads: R
 
 
 def some_ranks_alone(ordered: bool) -> list[Any]:
-    a, b, c = (torch.ones(2, requires_grad=True) for _ in range(3))
+    a, b, c = (nn.Parameter(torch.ones(2)) for _ in range(3))
     for step in range(2):
         with block(step < 1), gm.ordered() if ordered else contextlib.nullcontext():
             xs = [gm.replicate(x) for x in (a, b, c)]
@@ -298,7 +298,7 @@ def test_a_leaf_that_no_rank_uses_has_no_gradient(ordered: bool, threads: Ranks)
 
 
 def ranks_that_part() -> str:
-    w, v = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    w, v = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
     with gm.no_sync() as owed:
         x = gm.all_gather(w)
         if gm.rank():
@@ -320,7 +320,7 @@ def test_ranks_that_owe_different_sums_are_refused(threads: Ranks) -> None:
 
 
 def one_rank_outside() -> str:
-    w = torch.ones(2, requires_grad=True)
+    w = nn.Parameter(torch.ones(2))
     try:
         with gm.no_sync() if gm.rank() else contextlib.nullcontext():
             gm.replicate(w).sum().backward()
@@ -336,8 +336,8 @@ def test_a_rank_outside_of_the_block_is_refused() -> None:
 
 
 def leaves_on_some_ranks(verb: str) -> list[Any]:
-    """The operand is a leaf on rank 0 alone: nobody puts the sum off."""
-    w = torch.ones(2, requires_grad=True)
+    """The operand is a parameter on rank 0 alone: nobody puts the sum off."""
+    w = nn.Parameter(torch.ones(2))
     for step in range(2):
         with block(step < 1):
             operand = w if gm.rank() == 0 else torch.zeros(2)
@@ -368,7 +368,7 @@ def test_a_leaf_at_the_root_alone_is_summed_at_once_where_nothing_is_compared(th
 
 def asked_for(ordered: bool) -> list[Any]:
     """A gradient that is handed out is whole at once, also one with a graph."""
-    w, found = torch.full((1,), 2.0, dtype=T, requires_grad=True), []
+    w, found = nn.Parameter(torch.full((1,), 2.0, dtype=T)), []
     with gm.no_sync() as owed, gm.ordered() if ordered else contextlib.nullcontext():
         loss = (gm.replicate(w) ** 3 * (1 + gm.rank())).sum()
         take: Any = gm.grad if ordered else torch.autograd.grad
@@ -386,7 +386,7 @@ def test_a_gradient_that_is_asked_for_is_whole(ordered: bool, threads: Ranks) ->
 
 
 def asked_for_outside() -> list[Any]:
-    w = torch.ones(1, requires_grad=True)
+    w = nn.Parameter(torch.ones(1))
     with gm.no_sync() as owed:
         gm.replicate(w).sum().backward()
     (g,) = torch.autograd.grad((gm.replicate(w) * 3).sum(), w)
@@ -402,7 +402,7 @@ def test_a_gradient_that_is_asked_for_leaves_what_is_owed(threads: Ranks) -> Non
 
 def a_gradient_that_is_a_leaf() -> list[Any]:
     """The backward of a call is no call of the block's, though its operand is a leaf."""
-    x, v = torch.ones(2, requires_grad=True), torch.ones(4, requires_grad=True)
+    x, v = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(4))
     with gm.no_sync() as owed:
         y = gm.all_gather(x)
         (g,) = torch.autograd.grad(y, x, v, create_graph=True)
@@ -418,7 +418,7 @@ def test_the_backward_of_a_call_is_put_off_by_its_forward_alone(threads: Ranks) 
 
 
 def in_forward_mode() -> list[Any]:
-    w = torch.full((1,), 3.0, requires_grad=True)
+    w = nn.Parameter(torch.full((1,), 3.0))
     with gm.no_sync() as owed, forward_ad.dual_level():
         y = gm.replicate(w) * forward_ad.make_dual(torch.full((1,), 2.0), torch.ones(1))
         y.sum().backward()
@@ -434,7 +434,7 @@ def test_forward_mode_goes_along(threads: Ranks) -> None:
 
 
 def with_a_graph() -> list[Any]:
-    w = torch.full((1,), 2.0, dtype=T, requires_grad=True)
+    w = nn.Parameter(torch.full((1,), 2.0, dtype=T))
     with gm.no_sync() as owed:
         (gm.replicate(w) ** 2 * (1 + gm.rank())).sum().backward(create_graph=True)
     grad = w.grad
@@ -451,7 +451,7 @@ def test_a_backward_with_a_graph_sums_at_once(threads: Ranks) -> None:
 
 def other_inputs() -> list[Any]:
     """A pass that leaves the leaf out adds nothing to what is owed."""
-    w, x = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    w, x = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     with gm.no_sync() as owed, gm.ordered():
         y = gm.replicate(w) * x
         (force,) = gm.grad(y.sum(), x, retain_graph=True)
@@ -465,7 +465,7 @@ def test_a_pass_that_leaves_a_leaf_out_owes_it_nothing(threads: Ranks) -> None:
 
 
 def checkpointed(reentrant: bool, inside: bool, ordered: bool) -> list[Any]:
-    w = torch.full((2,), 0.5, dtype=T, requires_grad=True)
+    w = nn.Parameter(torch.full((2,), 0.5, dtype=T))
 
     def layer(x: Tensor) -> Tensor:
         return (gm.replicate(w) * x).sin()
@@ -499,16 +499,86 @@ def checkpointed(reentrant: bool, inside: bool, ordered: bool) -> list[Any]:
 def test_a_checkpoint_owes_what_its_first_pass_did(
     reentrant: bool, inside: bool, ordered: bool, threads: Ranks
 ) -> None:
-    w = torch.full((2,), 0.5, dtype=T, requires_grad=True)
+    w = nn.Parameter(torch.full((2,), 0.5, dtype=T))
     sum((w * (1.0 + step + rank)).sin().sum() for step in range(3) for rank in range(2)).backward()  # type: ignore[union-attr]
     assert w.grad is not None
     for found in threads(2)(checkpointed, reentrant, inside, ordered):
         assert found == pytest.approx(w.grad.tolist(), rel=1e-12)
 
 
+class Recomputing(torch.autograd.Function):
+    """A checkpoint by hand, which takes the gradient off detached copies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        with torch.no_grad():
+            return gm.replicate(x) * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = (each.detach().requires_grad_() for each in ctx.saved_tensors)
+        with torch.enable_grad():
+            y = gm.replicate(x) * w
+        y.backward(grad)
+        return x.grad, w.grad
+
+
+def of_detached_inputs(how: str, activation: bool, off: bool) -> list[Any]:
+    w = nn.Parameter(torch.tensor([1.0, 2.0], dtype=T))
+    v = nn.Parameter(torch.tensor([0.5, 0.7], dtype=T))
+    for step in range(3):
+        with block(off and step < 2):
+            x = w * 2 if activation else w
+            if how == "by hand":
+                y: Tensor = Recomputing.apply(x, v)
+            else:
+                y = checkpoint(lambda x, v: gm.replicate(x) * v, x, v, use_reentrant=True)
+            (y * (1.0 + step + gm.rank())).sum().backward()
+    torch.optim.SGD([w, v], lr=0.0).step()
+    return [p.grad.tolist() for p in (w, v) if p.grad is not None]
+
+
+@pytest.mark.parametrize("how", ["reentrant", "by hand"])
+@pytest.mark.parametrize("activation", [True, False])
+def test_a_recomputation_on_detached_inputs_has_every_micro_batchs_gradient(
+    how: str, activation: bool, threads: Ranks
+) -> None:
+    factor, weights = 2.0 if activation else 1.0, range(1, 4)
+    for rank, (w, v) in enumerate(threads(2)(of_detached_inputs, how, activation, True)):
+        # The step's loss is (step + 1) times the product on rank 0, and (step + 2) times on rank 1.
+        assert w == pytest.approx([factor * 15 * 0.5, factor * 15 * 0.7])
+        own = sum(weights) + 3 * rank
+        assert v == pytest.approx([factor * own * 1.0, factor * own * 2.0])
+
+
+def stage_inputs(verb: str) -> list[Any]:
+    """What a pipeline stage has received, and sends the gradient of back before the block ends."""
+    w, seen = nn.Parameter(torch.ones(2, dtype=T)), []
+    buffer = torch.ones(2, dtype=T, requires_grad=True)  # kept for all micro-batches, as pipelines do
+    for step in range(3):
+        with block(step < 2) as owed:
+            made_now = torch.ones(2, dtype=T).requires_grad_()
+            for x in (buffer, made_now):
+                (getattr(gm, verb)(x).sum() * gm.replicate(w).sum() * (step + gm.rank())).backward()
+                assert x.grad is not None
+                seen.append(x.grad.tolist())
+            buffer.grad = None
+            assert step == 2 or len(owed) == 1
+    assert w.grad is not None
+    return [seen, w.grad.tolist()]
+
+
+@pytest.mark.parametrize("verb", ["replicate", "all_gather"])
+def test_a_received_input_has_its_gradient_inside_the_block(verb: str, threads: Ranks) -> None:
+    whole = {"replicate": 2, "all_gather": 4}[verb]
+    inputs = [[2.0 * (2 * step + 1)] * 2 for step in range(3) for _ in range(2)]
+    assert threads(2)(stage_inputs, verb) == [[inputs, [2.0 * whole * (1 + 3 + 5)] * 2]] * 2
+
+
 def run_again_inside() -> list[Any]:
     """The forward ran outside, and what a checkpoint runs again in the block is not put off."""
-    w = torch.ones(1, requires_grad=True)
+    w = nn.Parameter(torch.ones(1))
     x = torch.ones(1, requires_grad=True)
     loss = checkpoint(lambda x: (gm.replicate(w) * x).sin(), x, use_reentrant=False).sum()
     with gm.no_sync() as owed:
@@ -524,7 +594,7 @@ def test_what_a_checkpoint_runs_again_owes_nothing() -> None:
 
 
 def failing_on_the_way() -> list[Any]:
-    w, v = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    w, v = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     with gm.no_sync() as owed:
         gm.replicate(w).sum().backward()
 
@@ -547,7 +617,7 @@ def test_a_pass_that_fails_leaves_nothing_stuck(threads: Ranks) -> None:
 
 
 def hooked() -> list[Any]:
-    w, seen, after = torch.ones(1, requires_grad=True), list[float](), list[float]()
+    w, seen, after = nn.Parameter(torch.ones(1)), list[float](), list[float]()
     w.register_hook(lambda g: seen.append(g.item()))
     w.register_post_accumulate_grad_hook(lambda p: after.append(p.grad.item()))
     for step in range(2):
@@ -561,7 +631,7 @@ def test_a_leaf_with_hooks_is_summed_at_once(threads: Ranks) -> None:
 
 
 def hooked_later() -> list[Any]:
-    w, seen, after = torch.ones(1, requires_grad=True), list[float](), list[float]()
+    w, seen, after = nn.Parameter(torch.ones(1)), list[float](), list[float]()
     with gm.no_sync():
         gm.replicate(w).sum().backward()
     w.register_hook(lambda g: seen.append(g.item()))
@@ -575,7 +645,7 @@ def test_hooks_that_come_later_see_the_sum_and_what_was_owed(threads: Ranks) -> 
 
 
 def hooked_between() -> list[Any]:
-    w, seen = torch.ones(1, requires_grad=True), list[float]()
+    w, seen = nn.Parameter(torch.ones(1)), list[float]()
     with gm.no_sync() as owed:
         loss = gm.replicate(w).sum()
         w.register_hook(lambda g: seen.append(g.item()))
@@ -590,7 +660,7 @@ def test_a_hook_that_comes_between_forward_and_backward_sees_the_sum(threads: Ra
 
 
 def memory_of_their_own() -> list[bool]:
-    xs = [torch.ones(2, requires_grad=True) for _ in range(3)]
+    xs = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     for step in range(2):
         with block(step < 1):
             loss = sum((gm.replicate(x) * 2).sum() for x in xs)
@@ -606,7 +676,7 @@ def test_every_gradient_is_memory_of_its_own(threads: Ranks) -> None:
 
 
 def the_callers_gradient() -> float:
-    w, given = torch.ones(2, requires_grad=True), torch.ones(2)
+    w, given = nn.Parameter(torch.ones(2)), torch.ones(2)
     with gm.no_sync() as owed:
         gm.replicate(w).backward(given)
     given.zero_()  # what was handed in is the caller's again
@@ -623,7 +693,7 @@ def test_what_is_kept_is_a_copy(threads: Ranks) -> None:
 
 
 def of_dtype(dtype: torch.dtype, wire: torch.dtype | None) -> list[Any]:
-    xs = [torch.ones(3, dtype=dtype, requires_grad=True) for _ in range(2)]
+    xs = [nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2)]
     for step in range(3):
         with block(step < 2):
             ys = [gm.replicate(xs[0], backward_dtype=wire), gm.all_gather(xs[1], backward_dtype=wire)]
@@ -653,7 +723,7 @@ def test_any_dtype_is_put_off(dtype: torch.dtype, wire: torch.dtype | None, thre
 
 
 def nested() -> list[Any]:
-    w = torch.ones(1, requires_grad=True)
+    w = nn.Parameter(torch.ones(1))
     with gm.no_sync() as outer:
         with gm.no_sync() as inner:
             gm.replicate(w).sum().backward()
@@ -671,7 +741,7 @@ def test_a_block_in_a_block_is_the_same_one(threads: Ranks) -> None:
 def two_threads() -> list[Any]:
     """Each thread of a rank trains in a group of its own; one of them in the block."""
     groups = [dist.new_group(), dist.new_group()]
-    ws = [torch.ones(2, requires_grad=True) for _ in groups]
+    ws = [nn.Parameter(torch.ones(2)) for _ in groups]
     errors: list[str] = []
     turn = threading.Barrier(2)
 
@@ -760,7 +830,7 @@ def test_a_parameter_that_a_wrapper_frees_is_refused(processes: Ranks) -> None:
 
 def compiled() -> list[Any]:
     torch._dynamo.reset()
-    w = torch.full((2,), 0.5, requires_grad=True)
+    w = nn.Parameter(torch.full((2,), 0.5))
     program = torch.compile(
         lambda w, x: (gm.replicate(w) * x).sin().sum(), fullgraph=True, backend="aot_eager"
     )
@@ -781,7 +851,7 @@ def compiled() -> list[Any]:
 
 @pytest.mark.processes
 def test_a_compiled_program_sums_at_once_and_cannot_enter(processes: Ranks) -> None:
-    w = torch.full((2,), 0.5, requires_grad=True)
+    w = nn.Parameter(torch.full((2,), 0.5))
     (2 * (w.sin() + (2 * w).sin())).sum().backward()
     assert w.grad is not None
     for weights, _ in processes(2)(compiled):
@@ -801,7 +871,7 @@ def test_a_transform_sums_at_once(threads: Ranks) -> None:
 
 def begun_and_coalesced() -> list[Any]:
     """What is begun is summed in each pass, and what is called on the same leaf is put off beside it."""
-    w, v = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    w, v = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     seen = []
     for step in range(3):
         with block(step < 2):
@@ -822,7 +892,7 @@ def test_calls_that_are_begun_are_summed_in_each_pass(threads: Ranks) -> None:
 
 
 def frozen_meanwhile() -> list[Any]:
-    w, v, u = (torch.ones(1, requires_grad=True) for _ in range(3))
+    w, v, u = (nn.Parameter(torch.ones(1)) for _ in range(3))
     with gm.no_sync() as owed:
         (gm.replicate(w) + gm.replicate(v) + gm.replicate(u)).sum().backward()
     for x in (w, u):
@@ -838,7 +908,7 @@ def test_a_leaf_that_was_frozen_meanwhile_has_what_came_before(threads: Ranks) -
 
 def one_frozen_for_the_other(off: bool) -> list[Any]:
     """As of two models in turn: the sums are taken while one of them is frozen."""
-    one, other = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    one, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     for step in range(3):
         with block(off and step < 2):
             other.requires_grad_(False)
@@ -854,7 +924,7 @@ def test_sums_that_are_taken_while_a_leaf_is_frozen_reach_it(off: bool, threads:
 
 
 def in_a_closure() -> list[str]:
-    w, found = torch.ones(1, requires_grad=True), []
+    w, found = nn.Parameter(torch.ones(1)), []
     optimizer = torch.optim.SGD([w], lr=1.0)
 
     def closure() -> float:
@@ -878,7 +948,7 @@ def test_a_closure_that_leaves_sums_owed_is_refused(threads: Ranks) -> None:
 
 
 def a_closure_of_micro_batches(off: bool) -> list[float]:
-    w = torch.ones(3, dtype=T, requires_grad=True)
+    w = nn.Parameter(torch.ones(3, dtype=T))
     optimizer = torch.optim.LBFGS([w], lr=0.1, max_iter=4)
 
     def closure() -> float:
@@ -903,7 +973,7 @@ def test_a_closure_of_micro_batches_steps_as_without_the_block(threads: Ranks) -
 
 
 def checked() -> list[float]:
-    w = torch.ones(2, requires_grad=True)
+    w = nn.Parameter(torch.ones(2))
     with gm.check("full"):
         for step in range(2):
             with block(step < 1):
@@ -918,7 +988,7 @@ def test_the_full_check_goes_along(threads: Ranks) -> None:
 
 
 def alone() -> list[Any]:
-    w = torch.ones(2, requires_grad=True)
+    w = nn.Parameter(torch.ones(2))
     with gm.no_sync() as owed:
         gm.replicate(w).sum().backward()
     assert w.grad is not None

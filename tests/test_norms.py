@@ -103,7 +103,7 @@ def test_an_audit_finds_nothing(kind: str) -> None:
         shape = (3, 4, 3) if kind == "batch" else (2, 4, 3)
         return module, _whole(gm.rank(), *shape).requires_grad_()
 
-    assert not gm.verify.audit(build).findings
+    assert not gm.verify.audit(build, world_size=2).findings
 
 
 @pytest.mark.parametrize("momentum", [0.3, None])

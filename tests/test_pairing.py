@@ -47,12 +47,12 @@ USES = {
     "each rank uses another one linearly": Use(
         lambda r, a, b: a.sum() + (b**3).sum() if r else (a**3).sum() + b.sum(), True, True
     ),
-    "every rank uses both linearly": Use(lambda r, a, b: ((1 + r) * a + b).sum(), True, True),
+    "every rank uses both linearly": Use(lambda r, a, b: ((1 + r) * a).sum() + b.sum(), True, True),
     "each rank uses another one": Use(lambda r, a, b: (b**3).sum() if r else (a**3).sum(), False, False),
     "a rank leaves one out": Use(
         lambda r, a, b: (b**3).sum() if r else (a**3).sum() + (b**2).sum(), False, False
     ),
-    "a rank has no loss": Use(lambda r, a, b: None if r else (a * b).sum(), False, False),
+    "a rank has no loss": Use(lambda r, a, b: None if r else (2 + a.sum()) * (b**2).sum(), False, False),
 }
 
 
@@ -60,28 +60,34 @@ def operand(rank: int) -> Tensor:
     return torch.tensor([0.5 + rank, 0.8], dtype=T, requires_grad=True)
 
 
-def outputs(x: Tensor) -> tuple[Tensor, Tensor]:
+def outputs(x: Tensor, rooted: bool = False) -> tuple[Tensor, Tensor]:
+    if rooted:
+        return gm.gather(x.sin(), root=1), gm.reduce(x**2, root=0)
     return gm.all_gather(x.sin()), gm.all_gather(x**2)
 
 
-def dense(name: str, order: int) -> list[list[float]]:
+def dense(name: str, order: int, rooted: bool = False) -> list[list[float]]:
     """The gradients of all ranks, from the sum of the losses in one process."""
     xs = [operand(rank) for rank in range(2)]
     a, b = torch.cat([x.sin() for x in xs]), torch.cat([x**2 for x in xs])
-    losses = [USES[name].loss(rank, a, b) for rank in range(2)]
+    outputs = [(a, b)] * 2
+    if rooted:  # what is gathered is on rank 1 alone, and the sum on rank 0
+        total = xs[0] ** 2 + xs[1] ** 2
+        outputs = [(a[:0], total), (a, 0 * total.detach())]
+    losses = [USES[name].loss(rank, *outputs[rank]) for rank in range(2)]
     grads = torch.autograd.grad(sum(x for x in losses if x is not None), xs, create_graph=True)  # type: ignore[arg-type]
     if order == 2:
         grads = torch.autograd.grad(sum((g**3).sum() for g in grads), xs)  # type: ignore[arg-type]
     return [g.tolist() for g in grads]
 
 
-def gradient(name: str, order: int, inside: bool) -> object:
+def gradient(name: str, order: int, inside: bool, rooted: bool = False) -> object:
     """This rank's gradient, or what it raised."""
     x, rank = operand(gm.rank()), gm.rank()
     try:
         if inside:
             with gm.ordered():
-                loss = USES[name].loss(rank, *outputs(x))
+                loss = USES[name].loss(rank, *outputs(x, rooted))
                 if order == 1:
                     gm.backward(loss)
                 else:
@@ -89,7 +95,7 @@ def gradient(name: str, order: int, inside: bool) -> object:
                     gm.backward((first**3).sum())
             assert x.grad is not None
             return x.grad.tolist()
-        loss = USES[name].loss(rank, *outputs(x))
+        loss = USES[name].loss(rank, *outputs(x, rooted))
         grads: tuple[Tensor, ...] = (torch.zeros(()),)
         if loss is not None:
             grads = torch.autograd.grad(loss, x, create_graph=order == 2)
@@ -103,22 +109,22 @@ def gradient(name: str, order: int, inside: bool) -> object:
         return str(error)
 
 
+@pytest.mark.parametrize("rooted", [False, True])
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("name", USES)
 def test_inside_ordered_every_use_has_the_gradient_of_the_sum_of_the_losses(
-    name: str, order: int, threads: Ranks
+    name: str, order: int, rooted: bool, threads: Ranks
 ) -> None:
-    got = threads(2)(gradient, name, order, True)
-    torch.testing.assert_close(torch.tensor(got), torch.tensor(dense(name, order)), rtol=1e-11, atol=1e-11)
+    got, wanted = threads(2)(gradient, name, order, True, rooted), dense(name, order, rooted)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), rtol=1e-11, atol=1e-11)
 
 
-def held(name: str, order: int, run: Callable[..., list[Any]]) -> None:
+def held(name: str, order: int, run: Callable[..., list[Any]], rooted: bool = False) -> None:
     use = USES[name]
-    got = run(gradient, name, order, False)
+    got = run(gradient, name, order, False, rooted)
     if use.first if order == 1 else use.second:
-        torch.testing.assert_close(
-            torch.tensor(got), torch.tensor(dense(name, order)), rtol=1e-11, atol=1e-11
-        )
+        wanted = torch.tensor(dense(name, order, rooted))
+        torch.testing.assert_close(torch.tensor(got), wanted, rtol=1e-11, atol=1e-11)
         return
     for text in got:
         assert isinstance(text, str), "a gradient came where the ranks' backward calls do not fit"
@@ -129,19 +135,23 @@ def held(name: str, order: int, run: Callable[..., list[Any]]) -> None:
         assert "gradmesh.ordered()" in text
 
 
+@pytest.mark.parametrize("rooted", [False, True])
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("name", USES)
 def test_outside_of_ordered_a_use_is_right_or_refused_on_every_rank(
-    name: str, order: int, threads: Ranks
+    name: str, order: int, rooted: bool, threads: Ranks
 ) -> None:
-    held(name, order, threads(2))
+    held(name, order, threads(2), rooted)
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("rooted", [False, True])
 @pytest.mark.parametrize("name", USES)
-def test_between_processes_a_use_is_right_or_refused_on_every_rank(name: str, processes: Ranks) -> None:
-    held(name, 1, processes(2))
-    held(name, 2, processes(2))
+def test_between_processes_a_use_is_right_or_refused_on_every_rank(
+    name: str, rooted: bool, processes: Ranks
+) -> None:
+    held(name, 1, processes(2), rooted)
+    held(name, 2, processes(2), rooted)
 
 
 # ---- who takes part

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import random
+import sys
 import time
 import timeit
 from collections.abc import Callable, Iterator
@@ -362,3 +363,30 @@ def test_a_profiler_that_is_on_is_not_disturbed() -> None:
     finally:
         torch.distributed.destroy_process_group()
     assert len(names) == 1
+
+
+def imported_in_a_profile() -> tuple[list[str], list[str]]:
+    """The modules that verbs import while a profile with stacks is on, and the names in it that are of such modules."""
+    attention = gm.nn.ring_attention  # which imports the layers
+    with profile(
+        activities=[ProfilerActivity.CPU], with_stack=True, record_shapes=True, profile_memory=True
+    ) as done:
+        before = set(sys.modules)
+        x = torch.ones(2, 3, requires_grad=True)
+        with gm.ordered():
+            gm.backward(gm.all_reduce(gm.all_gather(x), dst=gm.R).sum() + gm.shift(x).sum())
+        gm.all_gather(x, async_op=True).wait().sum().backward()
+        gm.barrier()
+        q, k, v = torch.ones(3, 1, 1, 2, 4, requires_grad=True)
+        attention(q, k, v).sum().backward()
+        new = sorted(set(sys.modules) - before)
+        litter = [bytes([128 + n % 100]) * (n % 64) for n in range(20000)]  # where names were that are gone
+    return new, [event.name for event in done.events() or () if "(0): " in event.name and litter]
+
+
+@pytest.mark.processes
+def test_a_profile_with_stacks_can_be_read_as_nothing_is_imported_inside_of_it() -> None:
+    """A profile points at the names of code, and the code of a module is freed when it has been imported."""
+    for new, names in gm.launch(imported_in_a_profile, 2, backend="shm", timeout=120):
+        assert not new
+        assert not names

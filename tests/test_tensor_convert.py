@@ -109,6 +109,16 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {"0": "column"},
         "made of other parameters",
     ),
+    "sizes of a pattern without a layer": (
+        lambda: nn.Sequential(nn.Linear(2, 4)),
+        {"0": "column", "sizes": {"1": (2, 2)}},
+        "sizes are given for what is not cut",
+    ),
+    "sizes that are no cut": (
+        lambda: nn.Sequential(nn.Linear(2, 4)),
+        {"0": "column", "sizes": {"0": (2, 1)}},
+        "no cut",
+    ),
     "a part of torch's attention": (
         lambda: nn.MultiheadAttention(4, 2),
         {"out_proj": "row"},
@@ -137,12 +147,13 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", WRONG)
 def test_what_cannot_be_converted_is_refused_and_left_as_it_was(threads: Threads, what: str) -> None:
     make, styles, words = WRONG[what]
+    sizes, styles = styles.get("sizes"), {name: style for name, style in styles.items() if name != "sizes"}
 
     def refused() -> tuple[str, bool]:
         net = make()
         before = str(net)
         with pytest.raises(gm.GradmeshError) as error:
-            gm.nn.tensor_parallel(net, styles)
+            gm.nn.tensor_parallel(net, styles, sizes=sizes)
         return str(error.value), str(net) == before
 
     for text, same in threads(2)(refused):
@@ -152,7 +163,7 @@ def test_what_cannot_be_converted_is_refused_and_left_as_it_was(threads: Threads
 
 def test_a_subclass_without_a_forward_and_the_mode_of_a_layer_are_kept(threads: Threads) -> None:
     def found() -> tuple[str, bool]:
-        net: Any = gm.nn.tensor_parallel(nn.Sequential(Named(2, 4)).eval(), {"0": "column"})
+        net: Any = gm.nn.tensor_parallel(_filled(nn.Sequential(Named(2, 4))).eval(), {"0": "column"})
         return type(net[0]).__name__, net[0].training
 
     assert threads(2)(found) == [("ColumnParallelLinear", False)] * 2
@@ -209,3 +220,187 @@ def test_under_autocast_a_row_layer_has_the_dtype_of_the_dense_one(threads: Thre
             return [whole.dtype, rows.dtype, nn.Linear(4, 3)(torch.ones(2, 4)).dtype]
 
     assert threads(2)(found) == [[torch.bfloat16] * 3] * 2
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_modules_that_differ_from_rank_to_rank_are_refused_on_every_rank_and_left_as_they_were(
+    threads: Threads, bias: bool
+) -> None:
+    def found(check: Any) -> tuple[str, bool]:
+        net: Any = _filled(nn.Sequential(nn.Linear(2, 4, bias=bias), nn.LayerNorm(4)))
+        with torch.no_grad():
+            net[1].weight += gm.rank() == 2  # not even a layer that is converted
+        with gm.check(check):
+            try:
+                gm.nn.tensor_parallel(net, {"0": "column"})
+            except gm.MismatchError as error:
+                return str(error), type(net[0]) is nn.Linear
+        return "", type(net[0]) is nn.Linear
+
+    for text, kept in threads(3)(found, 1):
+        assert kept
+        assert "1.weight on rank 2" in text
+        assert "0.weight" not in text
+    assert threads(3)(found, 0) == [("", False)] * 3
+
+
+def test_arguments_that_differ_from_rank_to_rank_are_refused(threads: Threads) -> None:
+    def found(which: str) -> str:
+        net, other = _filled(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))), gm.rank() == 1
+        styles: dict[str, Any] = {"0": "column", **({"1": "row"} if which != "styles" or other else {})}
+        with pytest.raises(gm.MismatchError) as caught:
+            gm.nn.tensor_parallel(
+                net,
+                styles,
+                sequence_dim=int(other) if which == "sequence_dim" else None,
+                sizes={"0": (3, 1) if other else (1, 3)} if which == "sizes" else None,
+            )
+        return str(caught.value)
+
+    for which in ("styles", "sequence_dim", "sizes"):
+        for text in threads(2)(found, which):
+            assert which in text or "'1': 'row'" in text
+
+
+def test_a_second_conversion_over_the_same_or_another_axis_is_compared_without_the_shards(
+    threads: Threads,
+) -> None:
+    def found() -> bool:
+        gm.mesh(dp=2, tp=2)
+        net = _filled(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))))
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        expected = net(x)
+        gm.nn.tensor_parallel(net, {"0": "column", "1": "row"}, "tp")
+        gm.nn.tensor_parallel(net, {"2": "column, gathered"}, "tp")
+        gm.nn.tensor_parallel(net, {"3": "column, gathered"}, "dp")
+        return torch.allclose(net(x), expected)
+
+    assert all(threads(4)(found))
+
+
+@pytest.mark.parametrize(
+    "styles", [{"linear1": "column", "linear2": "row"}, {"norm?": "replicated"}, {"": ""}]
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_encoder_of_torch_takes_a_padding_mask_in_evaluation(
+    threads: Threads, grad: bool, styles: dict[str, Any]
+) -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    dense = _filled(nn.TransformerEncoder(layer, 2)).eval()
+    x = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    pad = torch.zeros(2, 5, dtype=torch.bool)
+    pad[1, 3:] = True
+    chosen: Any = {f"layers.*.{name}": style for name, style in styles.items() if name}
+
+    def found() -> Tensor:
+        net = copy.deepcopy(gm.nn.tensor_parallel(copy.deepcopy(dense), chosen or {"layers.?": "replicated"}))
+        with torch.set_grad_enabled(grad):
+            y: Tensor = net(x, src_key_padding_mask=pad)
+        return y.detach()
+
+    with torch.set_grad_enabled(grad):
+        expected = dense(x, src_key_padding_mask=pad).detach()
+    for y in threads(2)(found):
+        torch.testing.assert_close(y[~pad], expected[~pad])
+
+
+class Conv1D(nn.Module):
+    """A linear layer with a weight of shape (in, out), as that of transformers."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = nn.Parameter(torch.empty(nx, nf)), nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], self.nf)
+
+
+@pytest.mark.parametrize("sizes", [None, {"0": (1, 0, 4), "2": (1, 0, 4)}])
+@pytest.mark.parametrize("kind", [Conv1D, lambda nf, nx: nn.Linear(nx, nf)])
+@pytest.mark.parametrize("first", ["column", "column, gathered"])
+def test_layers_with_a_transposed_weight_and_given_sizes_are_those_of_the_dense_model(
+    threads: Threads, kind: Callable[[int, int], nn.Module], sizes: Any, first: Any
+) -> None:
+    dense = _filled(nn.Sequential(kind(5, 3), nn.Tanh(), kind(3, 5)))
+    x = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    dense(x).pow(3).sum().backward()
+
+    def found() -> tuple[Any, Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        net: Any = copy.deepcopy(dense)
+        net.zero_grad()
+        gm.nn.tensor_parallel(net, {"0": first, "2": "row"}, sizes=sizes)
+        net[2].split_input = first != "column"
+        y = net(x)
+        y.pow(3).sum().backward()
+        state = {name: value.clone() for name, value in gm.nn.dense_state_dict(net).items()}
+        gm.nn.load_dense_state_dict(net, state)
+        cut = net[0].cuts["bias"].sizes
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.copy_(parameter.grad)
+        return cut, y.detach(), state, gm.nn.dense_state_dict(net)
+
+    for cut, y, state, slopes in threads(3)(found):
+        assert cut == (sizes["0"] if sizes else (2, 2, 1))
+        torch.testing.assert_close(y, dense(x).detach())
+        for name, parameter in dense.named_parameters():
+            assert torch.equal(state[name], parameter)
+            torch.testing.assert_close(slopes[name], parameter.grad)
+
+
+class Adapted(nn.Module):
+    """A layer with low-rank weights of its own beside the one that it wraps, as peft makes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer, self.down, self.up = nn.Linear(4, 4), nn.Linear(4, 1), nn.Linear(1, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base_layer(x) + self.up(self.down(x))
+        return y
+
+
+@pytest.mark.parametrize("pattern", ["blocks.0.q", "blocks.0.q.base_layer", "blocks.0.q.up"])
+def test_a_layer_in_an_adapter_is_refused_by_its_name(threads: Threads, pattern: str) -> None:
+    def found() -> str:
+        net = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"q": Adapted()})])})
+        with pytest.raises(gm.ArgumentError) as caught:
+            gm.nn.tensor_parallel(net, {pattern: "column"})
+        return str(caught.value)
+
+    for text in threads(2)(found):
+        assert f"'{pattern}'" in text
+        assert "adapter" in text
+        assert "before adapters" in text or "without adapters" in text
+
+
+def test_a_parallel_layer_shows_the_name_that_it_has_in_its_module(threads: Threads) -> None:
+    def found() -> tuple[str, str]:
+        net: Any = nn.ModuleDict({"a": _filled(nn.Sequential(nn.Linear(2, 4)))})
+        gm.nn.tensor_parallel(net, {"a.0": "column"})
+        with pytest.raises(gm.ArgumentError) as caught:
+            net["a"](torch.zeros(1, 3, dtype=torch.float64))
+        return repr(net["a"][0]), str(caught.value)
+
+    for text, error in threads(2)(found):
+        assert text == "ColumnParallelLinear(2, 4, own part (2, 2), 'a.0')"
+        assert "'a.0'" in error
+
+
+@pytest.mark.parametrize("kind", ["column", "row", "vocab"])
+def test_a_sequence_that_the_ranks_do_not_divide_has_a_remedy(threads: Threads, kind: Any) -> None:
+    def found(rows: Any) -> str:
+        layer: nn.Module = nn.Embedding(4, 4) if kind == "vocab" else nn.Linear(4, 4)
+        net = gm.nn.tensor_parallel(nn.Sequential(_filled(layer)), {"0": kind}, sequence_dim=0, rows=rows)
+        x = torch.zeros(5, 2 if kind == "row" else 4, dtype=torch.float64)
+        x = x[:, 0].long() if kind == "vocab" else gm.shard(x) if kind == "column" else x
+        try:
+            return str(tuple(net(x).shape))
+        except (gm.ShapeError, gm.MismatchError) as error:
+            return str(error)
+
+    for text in threads(2)(found, None):
+        assert 'remedy    pass rows="balanced" to gradmesh.nn.tensor_parallel' in text
+    assert threads(2)(found, "balanced") == ["(5, 2)"] * 2 if kind == "column" else ["(3, 4)", "(2, 4)"]

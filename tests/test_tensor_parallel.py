@@ -96,6 +96,27 @@ def test_cross_entropy_is_that_of_torch(threads: Threads, ranks: int, reduction:
             torch.testing.assert_close(loss, expected)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_smoothing_over_the_other_words_leaves_the_target_the_rest(threads: Threads, ranks: int) -> None:
+    x, table, target = _data()
+    words = len(table)
+    labels = torch.full((len(x), words), 0.2 / (words - 1), dtype=x.dtype)
+    labels[torch.arange(len(x)), target] = 0.8
+    expected = cross_entropy(x @ table.T, labels)
+
+    def found() -> tuple[Tensor, Tensor]:
+        own = gm.shard(table)
+        form: dict[str, Any] = {"label_smoothing": 0.2, "smoothing_over": "others"}
+        return (
+            gm.nn.vocab_parallel_cross_entropy(x @ own.T, target, **form),
+            gm.nn.linear_cross_entropy(x, own, target, tile=4, **form),
+        )
+
+    for each in threads(ranks)(found):
+        for loss in each:
+            torch.testing.assert_close(loss, expected)
+
+
 @pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
 def test_large_logits_overflow_nowhere(threads: Threads, shift: float) -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0], [-torch.inf, 3.0, 1.0], [-torch.inf, 0.0, -torch.inf]]) + shift
@@ -239,7 +260,7 @@ def test_an_audit_of_a_layer_finds_nothing(layer: str) -> None:
         fn, x = LAYERS[layer]()
         return fn, x.double().requires_grad_()
 
-    assert not gm.verify.audit(build).findings
+    assert not gm.verify.audit(build, world_size=2).findings
 
 
 def test_gradcheck_of_second_order_passes_for_a_pair_of_layers() -> None:
@@ -303,7 +324,11 @@ def test_a_dense_state_goes_in_and_comes_out_on_any_number_of_ranks(threads: Thr
     expected = model.state_dict()
 
     def through() -> bool:
-        made = in_parts(program, Model(program))
+        other = Model(program)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        made = in_parts(program, other)
         result = gm.nn.load_dense_state_dict(made, expected)
         back = gm.nn.dense_state_dict(made)
         tied = made.head.weight is made.table.weight

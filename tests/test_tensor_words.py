@@ -121,6 +121,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: gm.nn.vocab_parallel_cross_entropy(X, TARGET, label_smoothing="a"),  # type: ignore[arg-type]
         "label_smoothing is no weight",
     ),
+    "a smoothing over no words": (
+        lambda: gm.nn.vocab_parallel_cross_entropy(X, TARGET, smoothing_over="some"),  # type: ignore[arg-type]
+        "smoothing_over is not one",
+    ),
     "a negative z-loss": (
         lambda: gm.nn.linear_cross_entropy(X, X[:3], TARGET, z_loss=-1.0),
         "z_loss is no weight",

@@ -490,17 +490,46 @@ def _fsdp_tells() -> dict[str, Any]:
     sharded = torch.nn.Linear(2, 1, bias=False)
     wrapper: Any = fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
     parameters = fsdp.fully_sharded(sharded)
-    found["sharded"] = parameters is not None and list(parameters.values())
+    found["sharded"] = parameters is not None and [divisor for divisor, _ in parameters.values()]
     found["its own"] = parameters is not None and list(parameters) == [id(sharded.weight)]
     wrapper.set_gradient_divide_factor(3.0)
     parameters = fsdp.fully_sharded(sharded)
-    found["told"] = parameters is not None and list(parameters.values())
+    found["told"] = parameters is not None and [divisor for divisor, _ in parameters.values()]
+    gathered: list[Any] = []
+    sharded.register_forward_hook(lambda *_: gathered.append(sharded.weight))
+    sharded(torch.ones(1, 2))
+    parameters = fsdp.fully_sharded(sharded)
+    found["gathered"] = parameters is not None and parameters.keys() == {id(gathered[0]), id(sharded.weight)}
+    found["over"] = parameters is not None and all(mesh.size() == 1 for _, mesh in parameters.values())
 
     kept = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 1, bias=False))
     wrapped = FullyShardedDataParallel(
         kept, ignored_modules=[kept[0]], use_orig_params=True, device_id=torch.device("cpu")
     )
     found["ignored"] = fsdp.ignored_by_fsdp(wrapped) == {id(kept[0].weight)}
+    for kind in (True, False):
+        both = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1, bias=False))
+        whole: Any = FullyShardedDataParallel(both, use_orig_params=kind, device_id=torch.device("cpu"))
+        whole(torch.ones(1, 2)).sum().backward()
+        rows = list(fsdp.flattened(whole))
+        where = [(owner, name, part) for _, _, owner, name, part in rows]
+        parts = [None] * 3 if kind else [slice(0, 4), slice(4, 6), slice(6, 8)]
+        names = [(both[0], "weight"), (both[0], "bias"), (both[1], "weight")]
+        found[f"flattened, {kind}"] = where == [(*n, part) for n, part in zip(names, parts, strict=True)]
+        found[f"its gradients, {kind}"] = [
+            (held.grad if part is None else held.grad[part]).numel()  # type: ignore[union-attr,index]
+            for held, _, _, _, part in rows
+        ]
+        found[f"held, {kind}"] = [fsdp.is_flattened(each) for each in whole.parameters()]
+    found["not held"] = (
+        any(map(fsdp.is_flattened, kept[0].parameters())) or list(fsdp.flattened(kept[0])) != []
+    )
+    y: Any = wrapped(torch.ones(1, 2))
+    leaves, nodes = set(), [y.grad_fn]
+    while nodes:
+        nodes += [after for after, _ in nodes.pop().next_functions if after is not None]
+        leaves |= {id(node.variable) for node in nodes if hasattr(node, "variable")}
+    found["flat"] = {id(flat) for flat in fsdp.flat_parameters(wrapped)} <= leaves != set()
     return found
 
 
@@ -516,7 +545,17 @@ def test_the_wrappers_that_average_tell_of_which_parameters_and_by_what(
             "sharded": [1.0],
             "its own": True,
             "told": [3.0],
+            "gathered": True,
+            "over": True,
+            "flat": True,
             "ignored": True,
+            "flattened, True": True,
+            "its gradients, True": [4, 2, 2],
+            "held, True": [True] * 3,
+            "flattened, False": True,
+            "its gradients, False": [4, 2, 2],
+            "held, False": [True],
+            "not held": False,
         }
     ]
 
@@ -622,8 +661,9 @@ def test_work_after_a_pass_may_go_backward_itself_and_is_left_out_if_the_pass_fa
 
 
 def test_hooks_of_a_leaf_are_seen() -> None:
-    x = torch.ones(2, requires_grad=True)
+    x = torch.nn.Parameter(torch.ones(2))
     assert _torch.can_accumulate_later(x)
+    assert not _torch.can_accumulate_later(torch.ones(2, requires_grad=True))
     assert not _torch.can_accumulate_later(x * 2)
     assert not _torch.can_accumulate_later(x.detach())
     for register in (x.register_hook, x.register_post_accumulate_grad_hook):
@@ -694,3 +734,20 @@ def test_a_profiler_can_be_asked_for_all_threads() -> None:
     other.join()
     profiler.stop()
     assert "aten::erfinv" in {event.name for event in profiler.events() or ()}
+
+
+def test_the_context_of_a_compilation_is_that_of_its_thread() -> None:
+    seen: list[bool] = []
+    context: Any = torch._guards.CompileContext
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        other = threading.Thread(target=lambda: seen.append(context.try_get() is None))
+        other.start()
+        other.join()
+        seen.append(context.try_get() is not None)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(torch.sin, backend=backend)(torch.ones(2))
+    assert seen == [True, True]
+    assert context.try_get() is None

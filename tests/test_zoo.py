@@ -178,7 +178,7 @@ OTHERS = {"V -> R": "V -> I", "V -> I": "V -> R", "P -> R": "P -> I", "P -> I": 
 
 @pytest.mark.parametrize("name", ARROWS)
 def test_the_audit_reads_a_verb_as_its_table_does_and_not_by_the_other_convention(name: str) -> None:
-    found = gm.verify.audit(PROGRAMS[name].build, kinds=["not-adjoint"])
+    found = gm.verify.audit(PROGRAMS[name].build, kinds=["not-adjoint"], world_size=2)
     assert found.holds(ARROWS[name]), found.arrows
     other = OTHERS.get(ARROWS[name])
     assert other is None or not found.holds(other), found.arrows

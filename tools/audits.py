@@ -57,10 +57,11 @@ print(found.kinds[0], found.findings[0].ranks)
 
 ```text
 ('P -> R',)
-gradient-overwritten (0, 1)
+gradient-overwritten (0, 1, 2)
 ```
 
-`build` may take `group=`, `parts=` and `local_rank=`; what it does not take is left out. From the command line,
+`build` may take `group=`, `parts=` and `local_rank=`; what it does not take is left out. `arrow="P -> R"` asks for the
+reading that is meant. From the command line,
 `gradmesh audit module:build` prints the whole report; its exit status is 0 where nothing is found, 1 where something
 is, 2 where the function could not be audited.
 
@@ -107,7 +108,7 @@ def audits(timeout: float = 20.0) -> dict[str, dict[str, Audit | str]]:
 
 def _one(build: Build, timeout: float) -> Audit | str:
     try:
-        return audit(build, timeout=timeout)
+        return audit(build, world_size=2, timeout=timeout)
     except gm.GradmeshError as error:
         lines = [line.strip() for line in str(error).splitlines()]
         told = next((line.removeprefix("got").strip() for line in lines if line.startswith("got")), lines[0])

@@ -19,8 +19,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from gradmesh.axis import Axis, axis, barrier, rank, world_size
+from gradmesh.axis import Axis, axis, rank, world_size
 from gradmesh.backends import shm as _shm
+from gradmesh.barriers import barrier
 from gradmesh.checking import check
 from gradmesh.collectives import (
     all_gather,
@@ -72,6 +73,7 @@ from gradmesh.order import Order, backward, grad, join, ordered
 from gradmesh.overlap.coalesce import coalesce
 from gradmesh.overlap.pending import Pending
 from gradmesh.reordering import reorderable
+from gradmesh.scaling import scale_gradient
 from gradmesh.types import I, P, R, Type, V
 from gradmesh.world import init, mesh, use_mesh
 
@@ -145,6 +147,7 @@ __all__ = [
     "reduce_scatter",
     "reorderable",
     "replicate",
+    "scale_gradient",
     "scan",
     "scatter",
     "send",

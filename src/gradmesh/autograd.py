@@ -24,8 +24,10 @@ from gradmesh._torch import (
     is_fake,
     is_legacy_batched,
     on_legacy_batch,
+    outside_modes,
     saves_for_a_checkpoint,
     tracing,
+    tracing_script,
     transforms_active,
 )
 from gradmesh.call_sites import call_site
@@ -51,7 +53,7 @@ __all__ = [
 ]
 
 
-LOOSE = torch.zeros(1, device="cpu")
+LOOSE = outside_modes(lambda: torch.zeros(1, device="cpu"))
 """The thread of a call that is tied to none before it. Only the edges of threads count."""
 
 
@@ -134,6 +136,8 @@ def unlinked(op: Op, x: Tensor, call: Recorded | None = None, thread: Tensor | N
         return _compiled(op, x)
     if is_legacy_batched(x):
         return on_legacy_batch(x, lambda whole: unlinked(op.batched(), whole, call, thread))
+    if isinstance(op, Traced) and tracing_script():
+        return op.apply(x, call)  # a node would be recorded as a call of Python's, which no file can hold
     recording, transforms = torch.is_grad_enabled(), transforms_active()
     if recording and op.rooted and not x.requires_grad and thread is None and differentiable(x):
         # Only the root's operand counts, and a rank whose own does not require grad would miss the backward.
@@ -195,7 +199,7 @@ def leaf() -> Tensor:
     return torch.zeros(1, device="cpu", requires_grad=True)
 
 
-_KNOWN_LEAF = leaf()
+_KNOWN_LEAF = outside_modes(leaf)
 """A leaf for compiled programs: what does not come from outside of one requires no gradient in it."""
 
 
@@ -241,7 +245,8 @@ def _in_graph(
 ) -> Tensor:
     """Run an op in the graph that Dynamo has made: from here on autograd follows it, and not Dynamo."""
     op = decode(Encoded(words, numbers, tensors, group))
-    return unlinked(Traced(op, reorderable=reorderable), x, thread=None if functorch_active() else thread)
+    traced = Traced(op, reorderable=reorderable, followed=not torch.compiler.is_exporting())
+    return unlinked(traced, x, thread=None if functorch_active() else thread)
 
 
 def _linked_in_graph(
@@ -254,7 +259,7 @@ def _linked_in_graph(
     reorderable: bool,
 ) -> tuple[Tensor, Tensor]:
     op = decode(Encoded(words, numbers, tensors, group))
-    return linked(Traced(op, reorderable=reorderable), x, token)
+    return linked(Traced(op, reorderable=reorderable, followed=not torch.compiler.is_exporting()), x, token)
 
 
 tell_dynamo = enters_graphs(_in_graph, _linked_in_graph)

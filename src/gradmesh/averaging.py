@@ -1,25 +1,390 @@
-"""By what a wrapper divides gradients after backward."""
+"""Which parameters wrappers average after backward, and the factor that each parameter's gradient needs for that.
+
+A wrapper divides the sum over its ranks by their number, and `gradmesh.objective` multiplies the loss by that number.
+This is right for a parameter that the wrapper averages. It is not for one that no wrapper averages, as an expert's, nor
+for one whose gradient a verb sums over the same ranks already, as `gradmesh.replicate` does: the average of equal sums
+is that sum. So the graph of the loss is walked to its parameters. Where the factor is another one, gradients are scaled
+in the backward passes of this loss alone: what comes to a verb that sums, and what goes to a parameter that needs
+another factor than the rest.
+"""
 
 from __future__ import annotations
 
+import functools
+import gc
+import math
 import sys
+import warnings
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn, TypeAlias
+from weakref import WeakSet, ref
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from gradmesh._torch import fully_sharded, ignored_by_fsdp, is_replicated
-from gradmesh.axis import Axis
-from gradmesh.errors import ArgumentError, message
+from gradmesh._torch import (
+    LastPass,
+    flat_parameters,
+    fully_sharded,
+    ignored_by_fsdp,
+    is_replicated,
+    only_others_compile,
+    transforms_active,
+)
+from gradmesh.axis import Axis, resolve
+from gradmesh.call_sites import show_site
+from gradmesh.checking import FULL, check_level
+from gradmesh.errors import ArgumentError, CheckWarning, message
+from gradmesh.ops.base import LinearOp
+from gradmesh.ops.opaque import Traced
+from gradmesh.types import I
+from gradmesh.wire import compiling
 
-__all__ = ["divided_by"]
+__all__ = ["Averaging", "averaging"]
 
 _PASS_A_NUMBER = "pass the number of ranks that gradients are averaged over"
+_METADATA = "gradmesh.objective"
 
 
-def divided_by(ddp: bool | float | nn.Module, axis: Axis) -> float:
-    """The number that gradients are divided by after backward; 1: they are not averaged.
+class Averaged(NamedTuple):
+    """How a wrapper averages the gradient of one parameter: what it divides by, and the group or mesh."""
+
+    divisor: float
+    over: dist.ProcessGroup | DeviceMesh | None
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The ranks, by their numbers in the world."""
+        if isinstance(self.over, DeviceMesh):
+            return frozenset(self.over.mesh.flatten().tolist())
+        return frozenset(() if self.over is None else dist.get_process_group_ranks(self.over))
+
+
+_NOT = Averaged(1, None)
+"""A parameter that nothing averages."""
+
+
+End: TypeAlias = tuple[Any, int, nn.Parameter, Averaged]
+"""An edge to a parameter: the node before it, the edge's place there, the parameter, and how it is averaged."""
+Crossed: TypeAlias = frozenset[tuple[frozenset[int], int]]
+"""What lies between the loss and a place in its graph: the ranks on each of which the gradient there is whole, and how
+many of these a wrapper averages over."""
+_NOTHING: Crossed = frozenset()
+
+
+@dataclass
+class Averaging:
+    """What divides gradients after backward.
+
+    Attributes:
+        divisor: what most gradients are divided by, and the loss is multiplied by; 1: they are not averaged.
+        axis: the ranks that the loss is over.
+        module: the `ddp` argument, if it is a module.
+        wrapped: the parameters that wrappers in the module average, by identity.
+    """
+
+    divisor: float
+    axis: Axis
+    module: nn.Module | None = None
+    wrapped: dict[int, Averaged] = field(default_factory=dict)
+
+    def correct(self, loss: Tensor) -> LastPass | None:
+        """See that each parameter that the loss depends on gets the factor that is right for it.
+
+        Args:
+            loss: this rank's loss.
+
+        Returns:
+            A hook for the returned loss, which marks the backward passes in which gradients are scaled; None if no
+            gradient needs another factor.
+
+        Raises:
+            ArgumentError: no factor is right for a parameter, or it cannot be seen.
+        """
+        if (compiling() and not only_others_compile()) or transforms_active():
+            self._refuse_uneven()
+            return None
+        if loss.grad_fn is None:
+            return None
+        if self.module is None:
+            if self.divisor != 1 and check_level() == FULL:
+                self._warn_of_unwrapped(loss)
+            return None
+        if not self.wrapped:
+            return None
+        graph = _Graph(loss.grad_fn)
+        # An activation that is a leaf is none of these: its gradient goes on elsewhere.
+        ends = [
+            (node, index, leaf, self._how(leaf))
+            for node, index, leaf in graph.edges
+            if isinstance(leaf, nn.Parameter)
+        ]
+        coming: dict[Any, float] = {}
+        crossed = self._cross(graph, ends, coming) if graph.ops else {}
+        going: dict[Any, dict[int, float]] = {}
+        for node, index, leaf, how in ends:
+            self._check_invisible(node, leaf, how)
+            # What a wrapper averages is counted as often as the wrapper has ranks, whatever lies between.
+            ways = crossed.get(node, {_NOTHING}) if how is _NOT else {_NOTHING}
+            factors = {how.divisor / self.divisor * math.prod(n for _, n in way) for way in ways}
+            if len(factors) > 1:
+                self._refuse_both_ways(self._name(leaf))
+            (factor,) = factors
+            if factor != 1:
+                going.setdefault(node, {})[index] = factor
+        for node in graph.hiding:
+            self._check_hidden(node)
+        if not coming and not going:
+            return None
+        passed = LastPass()
+        for node in dict.fromkeys([*coming, *going]):
+            self._scale(node, coming.get(node, 1.0), going.get(node, {}), passed)
+        return passed
+
+    def _cross(self, graph: _Graph, ends: list[End], coming: dict[Any, float]) -> dict[Any, set[Crossed]]:
+        """Go from the loss down its graph.
+
+        Args:
+            graph: the graph.
+            ends: the parameters, and how they are averaged.
+            coming: gets the factor for what comes to each verb that needs one.
+
+        Returns:
+            For each node what lies between the loss and what it hands on, on each of the ways there.
+        """
+        found: dict[Any, set[Crossed]] = {}
+        for node, ways in graph.downwards(found):
+            op = graph.ops.get(node)
+            if op is None:
+                continue
+            ranks = frozenset(op.axis.global_ranks)
+            counts = self._overlaps(graph, node, ranks, ends)
+            if len(counts) > 1:
+                self._refuse(
+                    f"{op.verb} on axis {op.axis} {_place(node)}, behind which are parameters that are averaged over "
+                    f"{' and '.join(map(str, sorted(counts)))} of its ranks",
+                    "parameters that are averaged over as many of the ranks whose gradients the verb sums",
+                    "call the verb for each kind of parameters by itself",
+                )
+            n = counts.pop() if counts else 1
+            if n == 1:
+                continue
+            if op.dst is not I:
+                coming[node] = 1 / n
+                found[node] = {way | {(ranks, n)} for way in ways}
+            elif all((ranks, n) in way for way in ways):
+                coming[node] = float(n)
+                found[node] = {way - {(ranks, n)} for way in ways}
+            elif any((ranks, n) in way for way in ways):
+                self._refuse_both_ways(f"what {op.verb} made on axis {op.axis} {_place(node)}")
+            else:
+                _warn_of_unpaired(op, node)
+        return found
+
+    def _overlaps(
+        self,
+        graph: _Graph,
+        node: Any,
+        ranks: frozenset[int],
+        ends: list[End],
+    ) -> set[int]:
+        """How many of some ranks the parameters behind a node are averaged over."""
+        counts = {how.over: len(ranks & how.ranks) for *_, how in ends if how.over is not None}
+        if len(set(counts.values())) > 1:
+            below = graph.below(node)
+            counts = {
+                how.over: counts[how.over] for end, _, _, how in ends if how.over in counts and end in below
+            }
+        return set(counts.values())
+
+    def _refuse_both_ways(self, what: str) -> NoReturn:
+        self._refuse(
+            f"{what}, to which gradients come both through replicate over these ranks and past it",
+            "a gradient that is summed over the ranks on each of its ways, or on none",
+            "use what replicate returned in every place on this rank, or in none",
+        )
+
+    def _how(self, leaf: Tensor) -> Averaged:
+        """How a parameter is averaged."""
+        if (found := self.wrapped.get(id(leaf))) is not None:
+            return found
+        if self._names.get(id(leaf)) is not None:
+            return _NOT
+        if type(leaf).__name__ == "FlatParameter":  # of a torch in which its module cannot be found
+            return Averaged(self.divisor, None)
+        elsewhere = self._elsewhere(leaf)
+        if elsewhere is None and gc.get_freeze_count():
+            self._refuse(
+                f"{self._name(leaf)}, which `ddp` does not hold, in a process with gc.freeze(), where no other "
+                "wrapper can be found",
+                "a module that holds all parameters of the loss",
+                "pass ddp=torch.nn.ModuleList([wrapped, the others])",
+            )
+        return elsewhere or _NOT
+
+    def _elsewhere(self, leaf: Tensor) -> Averaged | None:
+        """How a parameter that the module does not hold is averaged by any wrapper of this process; None: by none."""
+        _count_wrappers()
+        known = _known.get(id(leaf))
+        if known is None or known[0]() is not leaf or known[2] != _wrappers_made[0]:
+            for key in [key for key, (there, *_) in _known.items() if there() is None]:
+                _known.pop(key, None)
+            made = _wrappers_made[0]
+            known = _known[id(leaf)] = ref(leaf), self._everywhere.get(id(leaf)), made
+        return known[1]
+
+    @functools.cached_property
+    def _everywhere(self) -> dict[int, Averaged]:
+        """What all wrappers of this process average."""
+        fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+        kinds = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+        found: dict[int, Averaged] = {}
+        for each in gc.get_objects():
+            # Asked of the type, as an object may make up its class.
+            if issubclass(type(each), (DistributedDataParallel, *kinds)):
+                try:
+                    found |= _averaged_by(each, self.axis)
+                except AttributeError:  # one that is still being made, or that torch refused to make
+                    continue
+                except ArgumentError:  # its divisor is unknown: assume that of the others
+                    found |= {id(p): Averaged(self.divisor, None) for p in each.parameters()}
+        return found
+
+    @functools.cached_property
+    def _names(self) -> dict[int, str]:
+        """The names of the module's parameters."""
+        return {} if self.module is None else {id(p): name for name, p in self.module.named_parameters()}
+
+    def _name(self, leaf: Tensor) -> str:
+        return f"parameter {self._names.get(id(leaf), '')} of shape {list(leaf.shape)}".replace("  ", " ")
+
+    def _refuse_uneven(self) -> None:
+        """Refuse parameters that need different factors where the graph of the loss cannot be seen."""
+        if self.module is None or not self.wrapped:
+            return
+        parameters = self.module.named_parameters()
+        outside = [name for name, p in parameters if p.requires_grad and id(p) not in self.wrapped]
+        numbers = {each.divisor for each in self.wrapped.values()}
+        if outside or len(numbers) > 1:
+            self._refuse(
+                f"{', '.join(outside[:3])} outside of the wrapper"
+                if outside
+                else f"gradients divided by {' and '.join(f'{n:g}' for n in sorted(numbers))}",
+                "one factor for all parameters, as the graph of the loss is not visible here",
+                "call gradmesh.objective outside of the compiled function or the torch.func transform",
+            )
+
+    def _summed_by_layers(self, module: nn.Module, how: Averaged) -> Iterator[nn.Module]:
+        """The layers in a module that sum their own parameters' gradients over ranks that a wrapper averages over."""
+        for part in module.modules():
+            if getattr(part, "replicated", False) is True and hasattr(part, "over"):
+                given: Any = part.over
+                for over in given if isinstance(given, tuple) else (given,):
+                    if len(how.ranks.intersection(resolve(over, "objective").global_ranks)) > 1:
+                        yield part
+
+    def _check_invisible(self, node: Any, leaf: Tensor, how: Averaged) -> None:
+        """Refuse a compiled region in which a layer sums the gradient of a parameter that is averaged too."""
+        if self.module is None or type(node).__name__ != "CompiledFunctionBackward" or how.over is None:
+            return
+        for layer in self._summed_by_layers(self.module, how):
+            if any(p is leaf for p in layer.parameters()):
+                self._refuse(
+                    f"{self._name(leaf)} of a compiled {type(layer).__name__}, which sums its gradient by itself",
+                    "layers that sum their gradients where the graph of the loss shows it",
+                    "leave the layer out of torch.compile, or say replicated=False where the layer has it",
+                )
+
+    def _check_hidden(self, node: Any) -> None:
+        """Refuse what a reentrant checkpoint runs, if a parameter in there needs a factor of its own."""
+        for held in _held(getattr(node, "run_function", None)):
+            inside = list(held.parameters()) if isinstance(held, nn.Module) else [held]
+            for parameter in inside:
+                if isinstance(parameter, nn.Parameter) and parameter.requires_grad:
+                    how = self._how(parameter)
+                    if how.divisor != self.divisor:
+                        self._refuse(
+                            f"{self._name(parameter)} in a reentrant checkpoint, which hides it, and divided by "
+                            f"{how.divisor:g} instead of {self.divisor:g}",
+                            "parameters with a factor of their own where the graph of the loss shows them",
+                            "pass use_reentrant=False to the checkpoint",
+                        )
+                    if isinstance(held, nn.Module) and how.over is not None:
+                        for layer in self._summed_by_layers(held, how):
+                            self._refuse(
+                                f"{type(layer).__name__} in a reentrant checkpoint, which hides it, that sums its "
+                                "gradients over ranks that the wrapper averages over",
+                                "layers that sum their gradients where the graph of the loss shows it",
+                                "pass use_reentrant=False to the checkpoint",
+                            )
+
+    def _scale(self, node: Any, coming: float, going: dict[int, float], passed: LastPass) -> None:
+        """Scale what comes to a node, and what it hands to some of its next ones, in the passes of a loss."""
+        if going and hasattr(node, "op"):
+            # What comes to a verb, as `no_sync` may keep it instead of handing it on.
+            coming, going = coming * going.pop(0), going
+        there = node.metadata.get(_METADATA)
+        if there is not None and there[:2] == (coming, going):  # another loss of the same graph
+            there[2].add(passed)
+            return
+        if there is not None:
+            self._refuse(
+                "two objectives of one graph, of which the other one has another factor for a parameter",
+                "one factor for each parameter",
+                "run their backward passes on graphs of their own",
+            )
+        # A graph that is kept may have many losses, one in each step: each lives as long as its hook.
+        passes = WeakSet([passed])
+        node.metadata[_METADATA] = coming, going, passes
+
+        def active() -> bool:
+            return any(each.running for each in passes)
+
+        def before(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+            first, *others = grads
+            return (first * coming, *others) if first is not None and active() else None
+
+        def behind(grads: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...] | None:
+            scaled = (
+                g if g is None or index not in going else g * going[index] for index, g in enumerate(grads)
+            )
+            return tuple(scaled) if active() else None
+
+        if coming != 1:
+            node.register_prehook(before)
+        if going:
+            node.register_hook(behind)
+
+    def _warn_of_unwrapped(self, loss: Tensor) -> None:
+        """Warn of parameters that get the factor of an average, and that no wrapper averages, where others are."""
+        leaves = {
+            id(leaf): leaf for _, _, leaf in _Graph(loss.grad_fn).edges if isinstance(leaf, nn.Parameter)
+        }
+        alone = [leaf for leaf in leaves.values() if id(leaf) not in self._everywhere]
+        if alone and len(alone) < len(leaves):
+            shapes = ", ".join(str(list(leaf.shape)) for leaf in alone[:3])
+            text = message(
+                "parameters that no wrapper averages get the factor of an average",
+                op="objective",
+                axis=str(self.axis),
+                got=f"{len(alone)} of {len(leaves)} parameters, of shape {shapes}, with gradients "
+                f"{self.divisor:g} times as large",
+                remedy="pass the wrapped module for ddp, so that each parameter gets its own factor",
+            )
+            warnings.warn(text, CheckWarning, stacklevel=4)
+
+    def _refuse(self, got: str, expected: str, remedy: str) -> NoReturn:
+        _refuse(self.axis, got, remedy, expected)
+
+
+def averaging(ddp: bool | float | nn.Module, axis: Axis) -> Averaging:
+    """What divides gradients after backward.
 
     Args:
         ddp: what `gradmesh.objective` was told.
@@ -29,73 +394,211 @@ def divided_by(ddp: bool | float | nn.Module, axis: Axis) -> float:
         ArgumentError: the number cannot be found.
     """
     if isinstance(ddp, bool):
-        return axis.size if ddp else 1
+        return Averaging(axis.size if ddp else 1, axis)
     if isinstance(ddp, int | float):
         if not ddp > 0:
             _refuse(axis, f"ddp={ddp}", _PASS_A_NUMBER)
-        return ddp
+        return Averaging(ddp, axis)
     if not isinstance(ddp, nn.Module):
         _refuse(axis, f"ddp={ddp!r}", "pass the wrapped module, or True")
-    divided: dict[int, float] = {}
-    for part in _wrappers(ddp, axis):
-        divided |= part
-    if not divided:
-        return 1
-    outside = [name for name, p in ddp.named_parameters() if p.requires_grad and id(p) not in divided]
-    if outside:
-        _refuse(
-            axis,
-            f"a module with parameters outside of the wrapper, or ignored by it: {', '.join(outside[:3])}",
-            "wrap the whole module, so that one factor is right for all parameters",
-        )
-    numbers = set(divided.values())
-    if len(numbers) > 1:
-        _refuse(
-            axis,
-            f"a module whose gradients are divided by {' and '.join(f'{n:g}' for n in sorted(numbers))}",
-            "wrap all of it in one group, so that one factor is right for all parameters",
-        )
-    return numbers.pop()
+    wrapped: dict[int, Averaged] = {}
+    for part in ddp.modules():
+        wrapped |= _averaged_by(part, axis)
+    return Averaging(max((each.divisor for each in wrapped.values()), default=1), axis, ddp, wrapped)
 
 
-def _wrappers(module: nn.Module, axis: Axis) -> Iterator[dict[int, float]]:
-    """For each module that averages gradients, its parameters that require grad, and what it divides by."""
+def _averaged_by(part: nn.Module, axis: Axis) -> dict[int, Averaged]:
+    """The parameters that require grad and that a module itself averages, if it is a wrapper."""
     # Who has such a module has loaded these; gradmesh does not, as that takes as long as loading torch.distributed.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    for part in module.modules():
-        if isinstance(part, DistributedDataParallel):
-            left_out = {
-                id(p) for name, p in part.module.named_parameters() if name in part.parameters_to_ignore
-            }
-            yield _all_of(part, part.process_group.size(), left_out)
-        elif fsdp is not None and isinstance(part, fsdp.FullyShardedDataParallel):
-            if "HYBRID" in part.sharding_strategy.name:
-                _refuse(
-                    axis,
-                    f"FSDP with {part.sharding_strategy.name}, which averages over two groups",
-                    "pass the number of ranks of both together",
-                )
-            yield _all_of(part, part.process_group.size(), ignored_by_fsdp(part))
-        elif fsdp is not None and isinstance(part, fsdp.FSDPModule):
-            own = fully_sharded(part)
-            if own is None:
-                _refuse(axis, "a module of fully_shard in a torch that does not tell it", _PASS_A_NUMBER)
-            yield own
-        elif is_replicated(part):
-            _refuse(axis, "a module that replicate was applied to, which does not tell it", _PASS_A_NUMBER)
+    if isinstance(part, DistributedDataParallel):
+        left_out = {id(p) for name, p in part.module.named_parameters() if name in part.parameters_to_ignore}
+        return _all_of(part, left_out)
+    if fsdp is not None and isinstance(part, fsdp.FullyShardedDataParallel):
+        if "HYBRID" in part.sharding_strategy.name:
+            _refuse(
+                axis,
+                f"FSDP with {part.sharding_strategy.name}, which averages over two groups",
+                "pass the number of ranks of both together",
+            )
+        return _all_of(part, ignored_by_fsdp(part)) | {
+            id(flat): Averaged(part.process_group.size(), part.process_group)
+            for flat in flat_parameters(part)
+        }
+    if fsdp is not None and isinstance(part, fsdp.FSDPModule):
+        own = fully_sharded(part)
+        if own is None:
+            _refuse(axis, "a module of fully_shard in a torch that does not tell it", _PASS_A_NUMBER)
+        return {key: Averaged(*how) for key, how in own.items()}
+    if is_replicated(part):
+        _refuse(axis, "a module that replicate was applied to, which does not tell it", _PASS_A_NUMBER)
+    return {}
 
 
-def _all_of(part: nn.Module, size: float, left_out: set[int]) -> dict[int, float]:
-    return {id(p): size for p in part.parameters() if p.requires_grad and id(p) not in left_out}
+def _all_of(part: Any, left_out: set[int]) -> dict[int, Averaged]:
+    how = Averaged(part.process_group.size(), part.process_group)
+    return {id(p): how for p in part.parameters() if p.requires_grad and id(p) not in left_out}
 
 
-def _refuse(axis: Axis, got: str, remedy: str) -> NoReturn:
+_known: dict[int, tuple[ref[Tensor], Averaged | None, int]] = {}
+"""How parameters outside of `ddp` are averaged, as far as it was looked up, which visits every object of the process.
+
+The number is how many DDP modules had been made: another one may hold a parameter that none held before.
+"""
+
+_wrappers_made = [0]
+
+
+@functools.cache
+def _count_wrappers() -> None:
+    """Count the DDP modules that are made from here on; FSDP makes parameters of its own, which are looked up."""
+
+    def registered(module: nn.Module, name: str, _: nn.Module | None) -> None:
+        if isinstance(module, DistributedDataParallel) and name == "module":
+            _wrappers_made[0] += 1
+
+    register_module_module_registration_hook(registered)
+
+
+_warned: set[Any] = set()
+
+
+def _warn_of_unpaired(op: LinearOp, node: Any) -> None:
+    """Warn once for each line of a loss that goes back through dst=gm.I to what is averaged over the same ranks."""
+    site = node.call.site if hasattr(node, "call") else None
+    if site in _warned:
+        return
+    _warned.add(site)
+    text = message(
+        "a loss that differs between the ranks goes back through dst=gm.I to parameters that a wrapper averages",
+        op="objective",
+        axis=str(op.axis),
+        got=f"{op.verb} with dst=gm.I {show_site(site)}",
+        remedy="say dst=gm.R there, or put gradmesh.replicate around its result: with dst=gm.I each rank's parameters "
+        "get their own share of the gradient alone, and the average makes it too small by the number of ranks",
+    )
+    place = ("<unknown>", 0) if site is None else (site[0].co_filename, site[1])
+    warnings.warn_explicit(text, CheckWarning, *place)
+
+
+# ---- the graph of a loss
+
+
+class _Graph:
+    """The graph of a loss.
+
+    Attributes:
+        edges: each edge to a leaf: the node before it, its place among the node's edges, and the leaf.
+        hiding: the nodes of reentrant checkpoints, which make their graphs in backward.
+        ops: the nodes of verbs that take or return what is the same on every rank and counts once.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._nodes = {root}
+        self.edges: list[tuple[Any, int, Tensor]] = []
+        self.hiding: list[Any] = []
+        self.ops: dict[Any, LinearOp] = {}
+        nodes, stack = self._nodes, [root]
+        while stack:
+            node = stack.pop()
+            if isinstance(node, BackwardCFunction):
+                op = _op_of(node)
+                if op is not None and op.axis.size > 1 and I in (op.src, op.dst):
+                    self.ops[node] = op
+                elif type(node).__name__ == "CheckpointFunctionBackward":
+                    self.hiding.append(node)
+            for index, (after, _) in enumerate(node.next_functions):
+                if after in nodes or after is None:
+                    continue
+                if type(after).__name__ == "AccumulateGrad":
+                    self.edges.append((node, index, after.variable))
+                else:
+                    nodes.add(after)
+                    stack.append(after)
+
+    def downwards(self, found: dict[Any, set[Crossed]]) -> Iterator[tuple[Any, set[Crossed]]]:
+        """Each node after all those before it, and what lies between it and the loss, on each of the ways there.
+
+        Args:
+            found: gets the same for what each node hands on, which the caller may change before it goes on.
+        """
+        before = Counter(after for node in self._nodes for after, _ in node.next_functions)
+        found.update({node: set() for node in self._nodes})
+        found[self._root].add(_NOTHING)
+        ready = [self._root]
+        while ready:
+            node = ready.pop()
+            yield node, found[node]
+            for after, _ in node.next_functions:
+                if after in found:
+                    found[after] |= found[node]
+                    before[after] -= 1
+                    if not before[after]:
+                        ready.append(after)
+
+    def below(self, node: Any) -> set[Any]:
+        """A node, and all that come after it."""
+        found, stack = {node}, [node]
+        while stack:
+            for after, _ in stack.pop().next_functions:
+                if after in self._nodes and after not in found:
+                    found.add(after)
+                    stack.append(after)
+        return found
+
+
+def _place(node: Any) -> str:
+    return show_site(node.call.site if hasattr(node, "call") else None)
+
+
+def _op_of(node: Any) -> LinearOp | None:
+    """The op that a node of the graph is of."""
+    made = getattr(node, "made", None) if type(node).__name__ == "_EndBackward" else None
+    op = getattr(node, "op", None) if made is None else made.op
+    op = op.op if isinstance(op, Traced) else op
+    return op if isinstance(op, LinearOp) and hasattr(op, "axis") else None
+
+
+_DEEP = 4
+
+
+def _held(what: object, deep: int = 0) -> Iterator[nn.Module | Tensor]:
+    """The modules and tensors that a function holds."""
+    if isinstance(what, nn.Module | Tensor):
+        yield what
+        return
+    inside: list[object] = []
+    if isinstance(what, functools.partial):
+        inside = [what.func, *what.args, *what.keywords.values()]
+    elif isinstance(what, list | tuple):
+        inside = list(what)
+    elif isinstance(what, dict):
+        inside = list(what.values())
+    elif callable(what):
+        inside = [getattr(what, "__self__", None), *(getattr(what, "__defaults__", None) or ())]
+        for cell in getattr(what, "__closure__", None) or ():
+            try:
+                inside.append(cell.cell_contents)
+            except ValueError:  # nothing yet
+                continue
+    if deep < _DEEP:
+        for each in inside:
+            yield from _held(each, deep + 1)
+
+
+def _refuse(
+    axis: Axis,
+    got: str,
+    remedy: str,
+    expected: str = "a module of which DDP or FSDP averages gradients; or True, False or a number",
+) -> NoReturn:
     raise ArgumentError(
         message(
             "by what gradients are divided is not to be seen",
             op="objective",
             axis=str(axis),
-            expected="a module of which DDP or FSDP averages all gradients alike; or True, False or a number",
+            expected=expected,
             got=got,
             remedy=remedy,
         )

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradmesh.backends.process_group import kept_by
-from gradmesh.errors import ArgumentError, AxisError, NotInitializedError, message
+from gradmesh.errors import ArgumentError, AxisError, message
 from gradmesh.types import Reduction
 from gradmesh.world import current_mesh, world_group
 
-__all__ = ["Axis", "AxisLike", "axis", "balanced", "barrier", "rank", "resolve", "world_size"]
+__all__ = ["Axis", "AxisLike", "axis", "balanced", "rank", "resolve", "world_size"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,36 +139,6 @@ def world_size(axis: AxisLike = None) -> int:
         [3, 3, 3]
     """
     return resolve(axis, "world_size").size
-
-
-def barrier(axis: AxisLike = None) -> None:
-    """Wait until every rank of an axis has come here: `torch.distributed.barrier` of its group.
-
-    Args:
-        axis: as in `gradmesh.axis`.
-
-    Example:
-        >>> def on_each_rank():
-        ...     if gm.rank() == 0:
-        ...         pass  # write a file
-        ...     gm.barrier()
-        ...     return gm.rank()  # and here every rank can read it
-        >>> gm.launch(on_each_rank, 2, backend="threads")
-        [0, 1]
-    """
-    here = resolve(axis, "barrier")
-    try:
-        dist.barrier(group=here.group)
-    except ValueError as error:  # torch no longer knows the group
-        raise NotInitializedError(
-            message(
-                "the group is over",
-                op="barrier",
-                axis=str(here),
-                got=str(error),
-                remedy="make a new group",
-            )
-        ) from error
 
 
 def balanced(total: int, ranks: int) -> tuple[int, ...]:

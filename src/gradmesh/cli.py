@@ -69,8 +69,9 @@ def commands() -> click.Group:
             "function could not be audited.",
             params=[
                 click.Argument(["targets"], nargs=-1, required=True, metavar="MODULE:FUNCTION..."),
+                option(["--arrow"], help='The types that are meant, such as "V -> R".'),
                 option(
-                    ["--world-size"], type=click.IntRange(min=1), default=2, help="Number of local ranks."
+                    ["--world-size"], type=click.IntRange(min=1), default=3, help="Number of local ranks."
                 ),
                 option(
                     ["--backend"],
@@ -93,6 +94,11 @@ def commands() -> click.Group:
                     ["--isolate"],
                     is_flag=True,
                     help="Give ranks that are threads a process of their own, so that its end is a finding.",
+                ),
+                option(
+                    ["--gloo/--no-gloo"],
+                    default=True,
+                    help="Try strided tensors on Gloo processes too where torch.distributed is called.",
                 ),
                 option(["--json", "as_json"], is_flag=True, help="Print a line of JSON for each function."),
             ],

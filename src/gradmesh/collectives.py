@@ -30,7 +30,11 @@ it is not defined for; each before anything is sent. A rank that refuses its cal
 raises `MismatchError` with what that rank said and where. To do so it waits for the others to make their call, for no
 longer than the group's timeout; only of a wrong axis can nobody be told. After either error the next call is right.
 
-Results are always fresh memory, and operands are only read.
+Results are always fresh memory, and operands are only read. Of an operand in another dense memory format, such as
+channels_last, the result has that format, forward and backward, if it has the operand's shape or differs from it along
+the outermost dimension in memory alone, as in a gather of batches. Any other result is contiguous, and so are those of
+tuples, lists and dicts. Ranks may use different formats.
+
 In forward mode every rank has to give its operand a tangent, zero if need be, as every rank takes part in
 moving them.
 """
@@ -407,8 +411,9 @@ def reduce(
 ) -> Tensor:
     """Sum the ranks' tensors at the root; zeros elsewhere.
 
-    With a tensor that requires grad it has to be called inside `ordered()`, since a rank that has no use for its
-    zeros would not join the backward collective; or use `all_reduce`.
+    For gradients every rank has to join the backward collective. Outside of `ordered()` it does where its loss uses its
+    result, the zeros too, as in `loss + y.sum()`; a rank whose loss does not is found when the ranks' calls are
+    compared, and every rank raises `MismatchError`. Inside `ordered()` every rank joins, whatever its loss uses.
 
     ::
 
@@ -422,6 +427,8 @@ def reduce(
 
     Raises:
         ArgumentError: root is not a rank of the axis.
+        OrderError: a tensor that requires grad outside of `ordered()`, where a rank that does not join would not be
+            found: on a device, at `gm.check(0)`, or with `async_op`.
 
     Example:
         >>> def on_each_rank():
@@ -430,7 +437,7 @@ def reduce(
         [0.0, 3.0]
     """
     call = Call("reduce", x, axis, comm_dtype, backward_dtype, async_op=async_op)
-    call.refuse_unordered("all_reduce")
+    call.refuse_unordered("all_reduce", of_all=True)
     return call.run(call.op(Reduce, call.rank(root)), x)
 
 
@@ -448,8 +455,9 @@ def gather(
 ) -> Tensor:
     """Concatenate the ranks' tensors along `dim` at the root; the others get a tensor empty along `dim`.
 
-    With a tensor that requires grad it has to be called inside `ordered()`, since a rank that has no use for its
-    empty tensor would not join the backward collective; or use `all_gather`.
+    For gradients every rank has to join the backward collective. Outside of `ordered()` it does where its loss uses its
+    result, the empty one too, as in `loss + y.sum()`; a rank whose loss does not is found when the ranks' calls are
+    compared, and every rank raises `MismatchError`. Inside `ordered()` every rank joins, whatever its loss uses.
 
     ::
 
@@ -465,6 +473,10 @@ def gather(
         sizes: each rank's size along `dim`.
         axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
+    Raises:
+        OrderError: a tensor that requires grad outside of `ordered()`, where a rank that does not join would not be
+            found: on a device, at `gm.check(0)`, or with `async_op`.
+
     Example:
         >>> def on_each_rank():
         ...     return gm.gather(torch.tensor(gm.axis().rank)).tolist()
@@ -473,7 +485,7 @@ def gather(
     """
     x = _stackable(x)
     call = Call("gather", x, axis, comm_dtype, backward_dtype, async_op=async_op)
-    call.refuse_unordered("all_gather")
+    call.refuse_unordered("all_gather", of_all=True)
     along = call.dim(dim)
     given = call.told(sizes, along)
     return call.run(call.op(Gather, along, call.rank(root), given), x)
@@ -504,7 +516,8 @@ def scatter(
                                 []      -> x1      []      <- g1
 
     Args:
-        x: the whole at the root; on the other ranks a tensor that is empty along `dim` and else of the same shape.
+        x: the whole at the root; on the other ranks a tensor that is empty along `dim` and else of the same shape, or
+            one of the root's shape, whose values do not count and whose gradient is zero.
         dim: the tensor dimension to cut.
         root: the rank of the axis that has the whole.
         sizes: the size of each rank's part; None or "auto": the balanced split of the root's size, which one small
@@ -512,7 +525,7 @@ def scatter(
         axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
-        ShapeError: the sizes do not add up, or a rank that is not the root hands in more than nothing.
+        ShapeError: the sizes do not add up, or a rank that is not the root hands in neither nothing nor a whole.
 
     Example:
         >>> def on_each_rank():
@@ -527,6 +540,8 @@ def scatter(
         given = Sizes.balanced(call.found_sizes(x.shape[along])[root], call.axis.size)
     else:
         given = call.sizes(sizes, along)
+    if call.axis.rank != root and x.shape[along] == given.total:
+        x = x.narrow(along, 0, 0)  # of which autograd makes zeros of the operand's shape
     return call.run(call.op(Scatter, along, root, given), x)
 
 

@@ -19,7 +19,7 @@ class Owed:
 
     Example:
         >>> def on_each_rank():
-        ...     w = torch.ones(2, requires_grad=True)
+        ...     w = torch.nn.Parameter(torch.ones(2))
         ...     with gm.no_sync() as owed:
         ...         gm.replicate(w).sum().backward()
         ...     before, grad = len(owed), w.grad
@@ -51,24 +51,25 @@ class Owed:
 
 @contextlib.contextmanager
 def no_sync() -> Iterator[Owed]:
-    """Put off the sums over ranks that backward owes to leaves, until the last micro-batch; DDP's word.
+    """Defer the gradient reductions of parameters until the last micro-batch, as DDP's `no_sync` does.
 
     ::
 
         for micro-batches 1 to k - 1, inside:   w.grad stays as it is; this rank's gradients are added up
         for micro-batch k, outside:             w.grad += the sum over the ranks of what k micro-batches gave
 
-    What counts is where the forward ran. Inside of the block a verb that is applied to a leaf (`replicate`,
+    What counts is where the forward ran. Inside of the block a verb that is applied to an `nn.Parameter` (`replicate`,
     `broadcast`, `all_gather` of a parameter's shard, any linear verb whose backward sends) sends nothing in backward.
-    The first backward pass through such a call on the same leaf that was made outside takes the sums at its end: all
-    that the axis owes, of one kind in one message. Gradients are those without the block to rounding, and the bytes
-    for them 1/k. Summed at once as ever is what is no leaf, as `w * 2` or a list of parameters in one call; calls with
-    `async_op=True`; what `torch.autograd.grad` asks for; what is differentiated under `create_graph=True`, in
-    torch.func transforms and in compiled programs; leaves with hooks; and all inside of DDP.
+    The first backward pass through such a call on the same parameter that was made outside takes the sums at its end:
+    all deferred ones of the axis, of one kind in one message. Gradients are those without the block to rounding, and
+    the bytes for them 1/k. Reduced at once as ever are other tensors that require grad, whose `.grad` may be read
+    inside of the block, as a pipeline stage's input; what is not a leaf, as `w * 2` or a list of parameters in one
+    call; calls with `async_op=True`; what `torch.autograd.grad` asks for; what is differentiated under
+    `create_graph=True`, in torch.func transforms and in compiled programs; parameters with hooks; and all in DDP.
 
-    Every rank enters the block alike. Until the sums are taken, each leaf has a gradient of the result of its call in
-    memory: for an `all_gather` that is as large as what was gathered. An optimizer step on a parameter that is owed
-    something is refused. `zero_grad` clears `.grad` alone.
+    Every rank enters the block alike. Until the sums are taken, each parameter has a gradient of the result of its
+    call in memory: for an `all_gather` that is as large as what was gathered. An optimizer step on a parameter with
+    deferred reductions is refused. `zero_grad` clears `.grad` alone.
 
     Yields:
         What is put off, with `sync()` to take the sums at another time and `clear()` to drop them.
@@ -78,7 +79,7 @@ def no_sync() -> Iterator[Owed]:
 
     Example:
         >>> def on_each_rank():
-        ...     w = torch.ones(1, requires_grad=True)
+        ...     w = torch.nn.Parameter(torch.ones(1))
         ...     for step in range(3):
         ...         with gm.no_sync() if step < 2 else contextlib.nullcontext():
         ...             loss = (gm.replicate(w) * (step + gm.rank())).sum()

@@ -1,4 +1,4 @@
-"""The loss that is meant, declared: its factor under averaging, accumulation and uneven counts follows from that.
+"""Loss scaling: the factor of a rank's loss under averaging, accumulation and uneven batches.
 
 The law of the ops makes backward the gradient of the sum of the ranks' losses. What is meant is mostly a mean, over
 samples that the ranks have in different numbers, and wrappers such as DDP divide by the number of ranks once more.
@@ -14,15 +14,17 @@ from typing import Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from gradmesh._torch import transforms_active
-from gradmesh.averaging import divided_by
+from gradmesh._torch import LastPass, transforms_active
+from gradmesh.averaging import averaging
 from gradmesh.axis import Axis, AxisLike, resolve
+from gradmesh.checking import FULL, check_level
 from gradmesh.collectives import all_gather
 from gradmesh.errors import ArgumentError, MismatchError, message
 from gradmesh.state import FOLLOWED, rank_state
 from gradmesh.structure import Packed
 from gradmesh.types import I, R, Type, V
 from gradmesh.wire import compiling
+from gradmesh.wire.values import DeclaredAlike
 from gradmesh.withdrawal import withdraw
 
 __all__ = ["objective"]
@@ -49,8 +51,8 @@ def objective(
         V -> I    shape () -> ()    L = sum_r n_r l_r / sum_r n_r       value: L on every rank
                                     gradient: that of (n_r / sum n) l_r on rank r, whose sum over the ranks is that of L
 
-    With `ddp`, the gradient is multiplied by the number of ranks that the wrapper divides by. Parameters may stand
-    before and behind any collective.
+    With `ddp`, the gradient of each parameter that the wrapper averages is multiplied by the number of ranks that it
+    divides by. Parameters may stand before and behind any collective.
 
     Args:
         loss: this rank's loss, one real element.
@@ -65,8 +67,11 @@ def objective(
             divided by the number itself, `(losses * mask).sum() / mask.sum()`, has a gradient of NaN there: hand in the
             sum and say local="sum".
         ddp: whether gradients are averaged over the ranks of `axis` after backward, as DDP, FSDP1 and `fully_shard` do.
-            A module finds out: it, or modules in it, are such wrappers, and all parameters that require grad are in
-            one; in a module without any nothing is averaged. A number says over how many ranks.
+            A module: it, or modules in it, are such wrappers; in one without any nothing is averaged. Then each
+            parameter that the loss depends on gets its own factor: by what its wrapper divides; 1 where no wrapper of
+            this process averages it, as an expert's; and what a verb sums over the same ranks already (`gm.replicate`,
+            `gm.nn.Replicated`) is not counted twice. True, or a number of ranks: all parameters are averaged over as
+            many, and nothing else multiplies their gradients by the number of ranks; nothing is looked up.
         local: "mean": `loss` is the mean over this rank's samples; "sum": their sum, which is what a rank without
             samples can have without dividing by zero.
         total: what the weights are divided by in a mean, where it is not their sum over the ranks: with gradient
@@ -84,7 +89,8 @@ def objective(
         ArgumentError: the loss is not one real element; weights that are negative, or 0 on every rank; weights of a
             loss that is the same on every rank; `gm.I` together with `ddp`, since behind a collective with `dst=gm.I`
             parameters have whole gradients and before it shares, and an average is right for one of both; a module
-            whose gradients are averaged over different numbers of ranks, or in which that cannot be seen.
+            in which it cannot be seen by what gradients are divided; a parameter that needs another factor than the
+            rest where the graph of the loss does not show it, as in a reentrant checkpoint.
         MismatchError: the ranks declare different objectives, among them different totals, or one of them was refused.
 
     In forward mode the tangent is that of this rank's term, as the gradient is.
@@ -103,7 +109,10 @@ def objective(
     where = resolve(axis, "objective")
     try:
         _check(loss, where, reduction, loss_type, local, steps)
-        divided = divided_by(ddp, where)
+        if isinstance(loss, nn.Parameter):
+            loss = loss.view_as(loss)  # a leaf has no node at which its gradient could be scaled
+        averaged = averaging(ddp, where)
+        divided = averaged.divisor
         if loss_type is V:
             count = _count("weights", 1 if weights is None else weights, loss, where)
             over = None if total is None else _count("total", total, loss, where)
@@ -113,6 +122,7 @@ def objective(
                 )
         else:
             _check_same(where, loss_type, divided, weights, total, local)
+        passed = averaged.correct(loss)
     except ArgumentError as error:
         withdraw("objective", where, loss, error)
         raise
@@ -120,7 +130,7 @@ def objective(
     by = steps if reduction == "mean" else 1
     if loss_type is not V:
         factor = (divided if loss_type is R else where.size) / (where.size * by)
-        return _declared(_valued(own * factor, own.detach() / by), where, loss_type)
+        return _declared(_valued(own * factor, own.detach() / by), where, loss_type, passed)
     # A mean over samples that are not there is 0 / 0, and stands for nothing.
     kept = own if local == "sum" else torch.where(count > 0, own, 0)
     weight = count if local == "mean" else torch.ones_like(count)
@@ -135,7 +145,9 @@ def objective(
         _check_total(rows[:, 2], where)
     counts, value = rows[:, :2].sum(0).unbind()
     if reduction == "sum":
-        return _declared(_valued(kept * (weight * divided).to(own.dtype), value.to(own.dtype)), where, V)
+        return _declared(
+            _valued(kept * (weight * divided).to(own.dtype), value.to(own.dtype)), where, V, passed
+        )
     whole = counts * steps if over is None else over
     if _readable(whole) and not whole > 0:
         _refuse(
@@ -147,11 +159,22 @@ def objective(
         )
     # One factor, in double precision: counts are more than a narrow dtype of the loss can tell.
     term = kept * (weight * divided / whole).to(own.dtype)
-    return _declared(_valued(term, (value / whole).to(own.dtype)), where, V)
+    return _declared(_valued(term, (value / whole).to(own.dtype)), where, V, passed)
 
 
-def _declared(scalar: Tensor, axis: Axis, loss_type: Type) -> Tensor:
-    """Have who follows tensors know that the ranks' losses are terms of one: a loss of type R is scaled to be that."""
+def _declared(scalar: Tensor, axis: Axis, loss_type: Type, passed: LastPass | None) -> Tensor:
+    """Have tracers and checks take the ranks' losses as terms of one: a loss of type R is scaled to be that.
+
+    Args:
+        scalar: the declared loss.
+        axis: the ranks.
+        loss_type: what the loss was on the ranks.
+        passed: the hook that marks the backward passes of the loss.
+    """
+    if passed is not None and scalar.requires_grad:
+        scalar.register_hook(passed)
+    if loss_type is R and scalar.requires_grad and not compiling() and check_level() == FULL:
+        scalar.register_hook(rank_state().own(DeclaredAlike))
     if loss_type is not I and FOLLOWED[0] and (follower := rank_state().follower) is not None:
         follower.declare(scalar, axis, V)
     return scalar

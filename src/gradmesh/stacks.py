@@ -19,7 +19,14 @@ from itertools import accumulate, chain, islice, repeat
 from operator import attrgetter, methodcaller
 from types import CodeType
 
-__all__ = ["Place", "main_stack", "shown", "stack_of", "stacks"]
+__all__ = ["PARSING", "Place", "main_stack", "shown", "stack_of", "stacks"]
+
+PARSING = threading.RLock()
+"""Held around what parses source code on a rank's thread: tracebacks as text, signatures, lines of a class.
+
+`ast.parse` counts its depth once for a process in CPython 3.11 and 3.12: of two threads that parse at once, one raises
+SystemError("AST constructor recursion depth mismatch").
+"""
 
 Place = tuple[CodeType, int, int]
 """The code of a frame, its last instruction, and the line."""

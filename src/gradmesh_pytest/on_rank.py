@@ -112,8 +112,9 @@ def run(fn: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, obj
     world, dtype, grad_mode = dist.group.WORLD, torch.get_default_dtype(), torch.is_grad_enabled()
     rank = dist.get_rank()
     _forget()
-    if task.is_process:
-        _seed(task.seed + rank)
+    torch.manual_seed(task.seed + rank)
+    if task.is_process:  # ranks that are threads share these
+        _seed_python(task.seed + rank)
     try:
         with _warnings(task, answer.warned):
             value = fn(*args, **resolved(kwargs, rank, subtests))
@@ -149,9 +150,8 @@ def _forget() -> None:
     state.reorderable = False
 
 
-def _seed(seed: int) -> None:
+def _seed_python(seed: int) -> None:
     random.seed(seed)
-    torch.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import torch
 from torch import Tensor
@@ -19,6 +19,19 @@ UNDIFFERENTIATED = {
     "codebook_summed": "a gradient that is straight through by intention",
     "ddp_two_heads": "an advantage that is detached by intention",
     "moco": "keys that are detached by intention",
+    "deliberate_gradients": "gradients that are no derivatives by intention",
+    "scaled_clipped_noised": "gradients that are clipped by value, and noise",
+    "gradient_surgery": "gradients that are projected by intention",
+    "last_layer_held_still": "gradients that are taken away by intention",
+    "peer_predictions": "predictions that are data by intention",
+    "weighted_by_rows": "the sum of losses that are weighted by rows",
+    "zero1_by_hand": "optimizers of other parameters on each rank",
+    "flat_master_shards": "an optimizer of copies",
+    "float32_masters": "an optimizer of copies, and bfloat16",
+    "fsdp1": "parameters that are views of a flat one",
+    "sparse_embedding": "sparse gradients",
+    "torch_pipelining": "micro-batches whose losses another rank computes",
+    "loader_with_workers": "a loop over batches of workers",
 }
 """Scripts whose gradients cannot be held against differences, and why."""
 
@@ -72,17 +85,21 @@ def ratio_to_twin(script: Script, played: Played) -> float | None:
 
 def apart(played: Played) -> bool:
     """Whether a parameter that is the same on the ranks at first gets gradients at some step that are not."""
-    same = [alike(values) for values in each(played, "before", 0)]
+    values = each(played, "before", 0)
     for step in range(len(played.ranks[0].gradients)):
-        of_ranks = zip(same, each(played, "gradients", step), strict=True)
-        if any(known and None not in gradients and not alike(gradients) for known, gradients in of_ranks):
-            return True
+        for held, gradients in zip(values, each(played, "gradients", step), strict=True):
+            for a, b in combinations(range(len(held)), 2):
+                there = gradients[a] is not None and gradients[b] is not None
+                if there and alike([held[a], held[b]]) and not alike([gradients[a], gradients[b]]):
+                    return True
     return False
 
 
 def drift(played: Played) -> bool:
     """Whether parameters are the same on the ranks before the first step, and not behind the last one."""
-    first, last = ("before", "after") if played.ranks[0].after else ("weights", "weights")
+    shapes = [[[x.shape for x in values] for values in seen.before[:1]] for seen in played.ranks]
+    of_all = bool(played.ranks[0].after) and all(own == shapes[0] for own in shapes)
+    first, last = ("before", "after") if of_all else ("weights", "weights")
     step = min(len(getattr(seen, last)) for seen in played.ranks) - 1
     return all(map(alike, each(played, first, 0))) and not all(map(alike, each(played, last, step)))
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import Function
 
+import gradmesh as gm
 from tests.zoo.program import wrong
 from tests.zoo.raw import exchanged, gathered, operand, own, rank, reduce_scattered, summed, world
 
@@ -156,6 +157,25 @@ def all_to_all_back_along_the_wrong_dim() -> Any:
             return exchanged(grad.reshape(grad.shape[0] * world(), -1))
 
     return Exchange.apply, (operand(4, 2),)
+
+
+@wrong(
+    "audit",
+    "unusual-reading",
+    "a ring shift that keeps the gradient: right for pending sums alone",
+    also=COLLECTIVE,
+)
+def ring_shift_that_is_right_for_pending_sums() -> Any:
+    class Shift(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return gm.shift(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad.clone()
+
+    return Shift.apply, (operand(3, 2),)
 
 
 @wrong(

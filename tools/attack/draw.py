@@ -104,8 +104,6 @@ class _Draw(Arguments):
         axis = self.rng.choice(self.program.axes)
         if "I" in self.dense.values[arg].types.values() and self.chance(0.7):
             verb = self.rng.choice(("replicate", "shard", "convert"))
-        if verb in ("reduce", "gather") and not self.program.ordered:
-            need(self.chance(0.02))
         before: list[Local | Verb] = []
         dim = self.rng.randrange(2)
         shapes = self.shapes(arg)
@@ -113,6 +111,8 @@ class _Draw(Arguments):
             root = self.rng.randrange(len(self.program.groups(axis)[0]))
             empty = "({0} * 1)[:0]" if dim == 0 else "({0} * 1)[:, :0]"
             roots = [group[root] for group in self.program.groups(axis)]
+            if self.chance(0.4):  # a whole on every rank
+                empty = "{0} * 1"
             texts = tuple("{0} * 1" if rank in roots else empty for rank in range(self.program.ranks))
             before.append(Local(next(self.names), texts, (arg,)))
             arg = before[0].name

@@ -63,7 +63,7 @@ def _cut(x: Tensor, dim: int, sizes: Sequence[int] | str | None, ranks: int, bal
 def _scatter(xs: list[Tensor], ps: list[Params]) -> list[Tensor]:
     dim, root = ps[0]["dim"], ps[0]["root"]
     _same_shapes(xs, dim)
-    need(all(x.shape[dim] == 0 for rank, x in enumerate(xs) if rank != root))
+    need(all(x.shape[dim] in (0, xs[root].shape[dim]) for x in xs))
     return _cut(xs[root], dim, ps[0].get("sizes"), len(xs), balanced=True)
 
 

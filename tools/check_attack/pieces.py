@@ -27,6 +27,7 @@ class Piece:
         axis: which ranks it needs several of: "", "tp" or "dp".
         local: whether a row's result depends on that row alone.
         random: whether it draws what a single process would not.
+        deliberate: whether its gradient is on purpose not its derivative, so that differences say nothing of it.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Piece:
     axis: str = ""
     local: bool = True
     random: bool = False
+    deliberate: bool = False
 
 
 _BOTH = frozenset({"whole", "tokens"})
@@ -53,6 +55,74 @@ _ALL = (
                 return h + self.down(F.gelu(self.up(h)))
         """,
         _BOTH,
+    ),
+    Piece(
+        "ScaledBack",
+        """
+        class ScaledBack(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.up = nn.Linear(D, D)
+
+            def forward(self, h):
+                return h + torch.tanh(self.up(MultipliedGradient.apply(h, -0.3)))
+
+
+        class MultipliedGradient(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, factor):
+                ctx.factor = factor
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                return grad * ctx.factor, None
+        """,
+        _BOTH,
+        deliberate=True,
+    ),
+    Piece(
+        "StraightThrough",
+        """
+        class StraightThrough(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.up, self.down = nn.Linear(D, D), nn.Linear(D, D)
+
+            def forward(self, h):
+                return h + self.down(Sign.apply(self.up(h)))
+
+
+        class Sign(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.save_for_backward(x)
+                return x.sign()
+
+            @staticmethod
+            def backward(ctx, grad):
+                (x,) = ctx.saved_tensors
+                return grad * (x.abs() <= 1)
+        """,
+        _BOTH,
+        deliberate=True,
+    ),
+    Piece(
+        "HookedMlp",
+        """
+        class HookedMlp(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.up, self.down = nn.Linear(D, D), nn.Linear(D, D)
+
+            def forward(self, h):
+                inner = torch.tanh(self.up(h))
+                if inner.requires_grad:
+                    inner.register_hook(lambda grad: 0.4 * grad)
+                return h + self.down(inner)
+        """,
+        _BOTH,
+        deliberate=True,
     ),
     Piece(
         "InPlaceMlp",

@@ -44,6 +44,8 @@ EXTRAS = (
     "uneven",
     "device_mesh",
     "late_division",
+    "scaler",
+    "clip_value",
 )
 
 
@@ -109,6 +111,11 @@ class Program:
     def random(self) -> bool:
         """Whether it draws what a single process would not."""
         return any(PIECES[placed.piece].random for placed in self.pieces)
+
+    @property
+    def deliberate(self) -> bool:
+        """Whether some of its gradients are on purpose no derivatives."""
+        return any(PIECES[placed.piece].deliberate for placed in self.pieces)
 
     def has(self, extra: str) -> bool:
         """Whether it does this too."""
@@ -213,6 +220,10 @@ def is_sound(program: Program) -> bool:
         not has("frozen") or (not experts and len(names) > 0 and not p.pieces[0].again),
         "Dropped" not in names or not tokens,
         "Dropped" not in names or not p.extras.intersection({"eval", "uneven", "frozen"}),
+        not p.random or not (p.deliberate or has("clip_value")),
+        not has("scaler") or not (has("scale") or p.optimizer.startswith("manual")),
+        not has("scaler") or (p.sync not in ("hooks", "late_hooks", "asked", "fsdp2") and not has("unused")),
+        not has("clip_value") or (p.sync != "fsdp2" and not p.optimizer.startswith("manual")),
         not has("eval") or "GlobalBatchNorm" not in names,
     )
     return all(rules)

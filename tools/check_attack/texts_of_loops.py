@@ -35,6 +35,8 @@ def built(p: Program) -> str:
             "adamw": "optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)",
         }.get(p.optimizer, "lr = 0.1")
     )
+    if p.has("scaler"):
+        lines.append('scaler = torch.amp.GradScaler("cpu", init_scale=512.0)')
     return "\n".join(lines)
 
 
@@ -129,18 +131,24 @@ def loop(p: Program) -> str:
         lines += inner
     if synchronised(p).startswith("def sync_gradients") or "\ndef sync_gradients" in synchronised(p):
         lines.append("sync_gradients()")
+    if p.has("scaler"):
+        lines.append("scaler.unscale_(optimizer)")
     if p.has("scale"):
         lines += ["for p in model.parameters():", "    if p.grad is not None:", "        p.grad /= 64.0"]
     if p.clip:
         lines.append(
             "clip_gradients(0.3)" if clipped(p) else "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)"
         )
+    if p.has("clip_value"):
+        lines.append("torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)")
     if p.optimizer == "manual":
         lines += ["with torch.no_grad():", "    for p in model.parameters():"]
         lines += ["        if p.grad is not None:", "            p -= lr * p.grad"]
     elif p.optimizer == "manual_data":
         lines += ["for p in model.parameters():"]
         lines += ["    if p.grad is not None:", "        p.data.add_(p.grad, alpha=-lr)"]
+    elif p.has("scaler"):
+        lines += ["scaler.step(optimizer)", "scaler.update()"]
     else:
         lines.append("optimizer.step()")
     if p.has("ema"):
@@ -156,7 +164,7 @@ def loop(p: Program) -> str:
 
 def _backward(p: Program) -> list[str]:
     lines = []
-    scale = "(loss * 64.0)" if p.has("scale") else "loss"
+    scale = "(loss * 64.0)" if p.has("scale") else "scaler.scale(loss)" if p.has("scaler") else "loss"
     if p.has("aux") and p.has("twice"):
         lines += [
             "losses, others = losses_of(x, y)",

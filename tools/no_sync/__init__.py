@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gradmesh as gm
 from gradmesh.verify import simulate
@@ -27,7 +27,7 @@ Layers = list[tuple[Tensor, Callable[[Tensor], Tensor]]]
 
 def _leaf(rows: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(rows, WIDTH, dtype=torch.float64, generator=generator) / WIDTH).requires_grad_()
+    return nn.Parameter(torch.randn(rows, WIDTH, dtype=torch.float64, generator=generator) / WIDTH)
 
 
 def replicated() -> Layers:

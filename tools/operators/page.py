@@ -31,9 +31,11 @@ A rule says what becomes of a pending sum, P. Numbers are the places of the argu
 | `0+1*2` | a sum of such terms |
 | `0/1` | linear in 0 for a given 1, and not in 1 |
 | `0\\|1` | linear in 0 for a given 1; nothing is said of 1: a note |
+| `0@1` | linear in 0; 1, a mask or indices, chooses elements: P and V give a finding |
 | `!0` | not linear in 0: a finding |
 | `-0` | 0 is overwritten |
 | `=S`, `=Z`, `=V` | made of shapes alone: the same on every rank; zeros, which are a pending sum too; not written yet |
+| `=1` | made of shapes and the number 1: zeros if that is 0, else the same on every rank |
 | `~` | random: observed when the program runs |
 | none | nothing is said of pending sums: a note |
 

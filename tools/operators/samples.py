@@ -133,11 +133,12 @@ _FAMILIES = {
     "p": "view_as_complex view_as_complex_copy",
     "x, [4, 3]": "view view_copy repeat _unsafe_view new_empty new_zeros new_ones",
     "x, [4, 3], 2.0": "new_full",
+    "x, [4, 3], 0.0": "new_full",
     "x, [4, 3], [3, 1]": "_reshape_alias new_empty_strided",
     "x, 0": """
         cumsum unsqueeze unsqueeze_copy cumprod cummax cummin logcumsumexp mode diag_embed prod.dim_int
         median.dim nanmedian.dim max.dim min.dim squeeze.dim all.dim any.dim argmax argmin squeeze_copy.dim
-        argsort sort eq.Scalar ne.Scalar
+        argsort sort eq.Scalar ne.Scalar full_like
     """,
     "x, 1, 0": "kthvalue select.int select_copy.int",
     "x, [0]": "sum.dim_IntList mean.dim flip amax amin logsumexp nansum var.dim std.dim var_mean.dim std_mean.dim",
@@ -179,6 +180,8 @@ _FAMILIES = {
         mish_backward gelu_backward logit_backward clamp_min.Tensor clamp_max.Tensor clamp.Tensor
         _prelu_kernel
     """,
+    "x, y, alpha=0": "add.Tensor sub.Tensor rsub.Tensor",
+    "x, y, z, value=0": "addcmul addcdiv",
     "h, x": "special_zeta",
     "x, s": "fill.Tensor",
     "x, y, rounding_mode='floor'": "div.Tensor_mode",
@@ -199,6 +202,8 @@ _FAMILIES = {
     "x, u": "mv bucketize.Tensor",
     "X, Z": "linalg_cross",
     "g, y, m": "addmm",
+    "g, y, m, beta=0": "addmm",
+    "g, y, m, beta=0.5, alpha=0": "addmm",
     "d, u, e": "addr",
     "j, x, u": "addmv",
     "g, a, c": "addbmm",
@@ -249,6 +254,7 @@ _FAMILIES = {
     "x, 0, I, y, reduce='multiply'": "scatter.reduce",
     "x, 0, I, y, reduce='amax'": "scatter_reduce.two",
     "x, 0, i, d2": "index_add index_copy",
+    "x, 0, i, d2, alpha=0": "index_add",
     "x, 0, i, d2, reduce='amax'": "index_reduce",
     "x, 0, i, 0.5": "index_fill.int_Scalar",
     "x, 0, i, s": "index_fill.int_Tensor",
@@ -291,6 +297,8 @@ _FAMILIES = {
     "I, I": "bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor",
     "[3]": "zeros ones rand randn empty.memory_format",
     "[3], 2.0": "full",
+    "[3], 0.0": "full",
+    "0.0": "scalar_tensor",
     "3": "eye arange bartlett_window blackman_window hamming_window hann_window randperm scalar_tensor",
     "0, 1, 5": "linspace logspace",
     "3, 4": "tril_indices triu_indices",

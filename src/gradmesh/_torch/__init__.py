@@ -16,6 +16,8 @@ from gradmesh._torch.compiled import (
     hashed_by_identity,
     is_fake,
     keyword_fields_last,
+    never_compiled,
+    only_others_compile,
     ordered_effect,
     resolve_group,
 )
@@ -28,7 +30,14 @@ from gradmesh._torch.dispatched import (
     version_of,
 )
 from gradmesh._torch.fresh import fill_fresh_memory
-from gradmesh._torch.fsdp import fully_sharded, ignored_by_fsdp, is_replicated
+from gradmesh._torch.fsdp import (
+    flat_parameters,
+    flattened,
+    fully_sharded,
+    ignored_by_fsdp,
+    is_flattened,
+    is_replicated,
+)
 from gradmesh._torch.inductor import keep_order_in_inductor
 from gradmesh._torch.modes import (
     forward_level_open,
@@ -38,12 +47,15 @@ from gradmesh._torch.modes import (
     modes_active,
     on_legacy_batch,
     only_vmap_active,
+    outside_modes,
     tracing,
+    tracing_script,
     transforms_active,
     without_autograd,
 )
 from gradmesh._torch.names import RELIED_ON, warn_of_what_is_gone
 from gradmesh._torch.passes import (
+    LastPass,
     backward_pass,
     checkpoint_region,
     function_backward,
@@ -62,6 +74,7 @@ from gradmesh._torch.twins import is_known, twin
 __all__ = [
     "RELIED_ON",
     "DispatchMode",
+    "LastPass",
     "_RankWorld",
     "accumulates",
     "adopt_thread",
@@ -79,6 +92,8 @@ __all__ = [
     "flash_backward",
     "flash_forward",
     "flash_takes",
+    "flat_parameters",
+    "flattened",
     "forward_level_open",
     "fully_sharded",
     "function_backward",
@@ -92,6 +107,7 @@ __all__ = [
     "in_plain_mode",
     "in_reentrant_checkpoint",
     "is_fake",
+    "is_flattened",
     "is_known",
     "is_legacy_batched",
     "is_replicated",
@@ -102,9 +118,12 @@ __all__ = [
     "modes_active",
     "named_range",
     "need_dispatch",
+    "never_compiled",
     "on_legacy_batch",
+    "only_others_compile",
     "only_vmap_active",
     "ordered_effect",
+    "outside_modes",
     "profiler_of_all_threads",
     "profiler_on",
     "resolve_group",
@@ -112,6 +131,7 @@ __all__ = [
     "stand_in",
     "thread_isolation",
     "tracing",
+    "tracing_script",
     "transforms_active",
     "twin",
     "version_of",

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradmesh._torch.names import find
@@ -27,10 +27,15 @@ _there = None not in (_executes, _after, _hooks, _hooks_behind)
 def can_accumulate_later(x: Tensor) -> bool:
     """Whether nobody would see that a tensor gets its gradient in a later pass, and all at once.
 
-    Not so for a leaf with hooks, which torch calls in each pass, with None where there is nothing yet; nor inside of
-    DDP, which takes what is in `.grad` as soon as its own hook is called.
+    True for an `nn.Parameter` alone. Any other leaf may be an input whose `.grad` is read after this pass: a received
+    pipeline activation, the copy that a reentrant checkpoint makes of its inputs, a cached representation. Nothing
+    else distinguishes these from a parameter: neither when they were made nor whether they are used again, as
+    pipelines keep their receive buffers.
+
+    Not so for a parameter with hooks, which torch calls in each pass, with None where there is nothing yet; nor inside
+    of DDP, which takes what is in `.grad` as soon as its own hook is called.
     """
-    if not (_there and x.is_leaf and x.requires_grad):
+    if not (_there and isinstance(x, nn.Parameter) and x.is_leaf and x.requires_grad):
         return False
     return not (_hooks.__get__(x) or _hooks_behind.__get__(x) or _inside_ddp())
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from gradmesh._torch.levels import of_thread
 from gradmesh._torch.names import find, gone, refuse, there
 
 __all__ = [
@@ -20,6 +22,8 @@ __all__ = [
     "hashed_by_identity",
     "is_fake",
     "keyword_fields_last",
+    "never_compiled",
+    "only_others_compile",
     "ordered_effect",
     "resolve_group",
 ]
@@ -122,6 +126,18 @@ def constant_to_compilers(function: F) -> F:
     return function
 
 
+_compile_context = find(
+    "torch._guards.CompileContext.try_get",
+    without="while one rank that is a thread compiles, gm.objective on the others is taken to be compiled too",
+)
+
+
+@constant_to_compilers
+def only_others_compile() -> bool:
+    """Whether no program is being compiled on the calling thread; `compiling` is true for all threads of a process."""
+    return _compile_context is not None and hasattr(of_thread, "world") and _compile_context() is None
+
+
 def enters_graphs(*functions: Callable[..., Any]) -> Callable[[], None]:
     """Have Dynamo put calls of functions into its graphs as they are, so that autograd follows them and not Dynamo.
 
@@ -135,6 +151,31 @@ def enters_graphs(*functions: Callable[..., Any]) -> Callable[[], None]:
             torch.compiler.allow_in_graph(function)
 
     return tell
+
+
+_EVAL_FRAME = "torch._C._dynamo.eval_frame"
+_NAMES = [
+    f"{_EVAL_FRAME}.{name}" for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction.SKIP")
+]
+_UNMARKED = (
+    "Dynamo may refuse a compiled program in which torch itself calls an own backend (DDP, a graph break)"
+)
+_mark, _strategy, _skip = [find(path, without=_UNMARKED) for path in _NAMES]
+
+
+def never_compiled(kind: type[Any]) -> None:
+    """Exclude the functions of a class, and whatever they call, from Dynamo when it meets their frames at run time.
+
+    torch's C++ calls the methods of a Python process group, of its works and of autograd Functions, also inside the
+    call of a compiled function. There Dynamo compiles every frame outside of torch's own files. As a recursive
+    `torch.compiler.disable`, which imports Dynamo, and Dynamo can still inline the functions.
+    """
+    if None in (_mark, _strategy, _skip):
+        return
+    for value in vars(kind).values():
+        function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if isinstance(function, FunctionType):
+            _mark(function.__code__, _strategy(_skip, _skip))
 
 
 _ORDERED = "torch._library.effects.EffectType.ORDERED"

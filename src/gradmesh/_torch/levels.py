@@ -7,6 +7,7 @@ any thread is inside one. Where torch counts otherwise, a rank that is a thread 
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any, SupportsInt
@@ -15,13 +16,19 @@ import torch
 from torch.autograd import forward_ad
 
 from gradmesh._torch.names import RELIED_ON, calls, find, gone, refuse, there
+from gradmesh.stacks import PARSING
 
-__all__ = ["of_thread", "shared_level"]
+__all__ = ["level_is_known", "of_thread", "shared_level"]
 
 of_thread = threading.local()  # .world: a rank thread's groups; .in_level: whether it is inside a dual level
 
 _REFUSED = "forward mode is refused on ranks that are threads"
 _LEVEL = "torch.autograd.forward_ad._current_level"
+level_is_known = there(
+    _LEVEL,
+    without="an open forward-mode level is detected by whether torch makes a dual tensor, which takes longer; "
+    "ranks that are threads refuse forward mode",
+)
 _ENTER, _EXIT = "torch._C._enter_dual_level", "torch._C._exit_dual_level"
 _TRANSFORMS = "torch._functorch.eager_transforms"
 _NESTING = f"{_TRANSFORMS}.JVP_NESTING"
@@ -45,6 +52,13 @@ def _load_vmap() -> None:
         torch.func.vmap(torch.sin)(torch.ones(1))
     elif predispatch.DECOMPOSITIONS_LOCK is None:
         predispatch.DECOMPOSITIONS_LOCK = threading.Lock()
+
+
+@functools.cache
+def _load_forward_mode() -> None:
+    """Have torch compile what it compiles with the first dual tensor, while no other rank parses source code."""
+    with PARSING:
+        forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
 
 
 class _NestingOfThread:
@@ -148,6 +162,7 @@ class _SharedLevel:
                 forward_ad._current_level = _LevelOfThread(0)
             self.holders += 1
             of_thread.in_level = True
+            _load_forward_mode()
         return 0
 
     def leave(self, *, level: int | None = None) -> None:

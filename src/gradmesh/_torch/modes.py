@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 from torch.autograd import forward_ad
 
-from gradmesh._torch.names import find, refuse, there
+from gradmesh._torch.levels import level_is_known
+from gradmesh._torch.names import find, refuse
 
 __all__ = [
     "UNNUMBERED",
@@ -22,7 +24,9 @@ __all__ = [
     "modes_active",
     "on_legacy_batch",
     "only_vmap_active",
+    "outside_modes",
     "tracing",
+    "tracing_script",
     "transforms_active",
     "without_autograd",
 ]
@@ -33,13 +37,7 @@ _functorch_active = find(
     "torch._C._are_functorch_transforms_active",
     without="a torch.func transform is told by what torch refuses inside of one, which takes longer",
 )
-_LEVEL = there(
-    "torch.autograd.forward_ad._current_level",
-    without="a forward-mode level is told by whether torch makes a dual tensor, which takes longer; "
-    "ranks that are threads refuse forward mode",
-)
-
-if _LEVEL:
+if level_is_known:
 
     def forward_level_open() -> bool:
         """Whether a forward-mode level is open."""
@@ -76,7 +74,7 @@ else:
         return False
 
 
-if _LEVEL and _functorch_active is not None:
+if level_is_known and _functorch_active is not None:
 
     def transforms_active() -> bool:
         """Whether a tensor may carry more than its values: a torch.func transform or a forward-mode level is on.
@@ -186,11 +184,20 @@ def tracing() -> bool:
     >>> tracing()
     False
     """
-    if _jit is not None and _jit() is not None:
+    if tracing_script():
         return True
     if None in (_mode, _proxy, _functional) or dispatch_modes() == 0:
         return False
     return _mode(_proxy) is not None or _mode(_functional) is not None
+
+
+def tracing_script() -> bool:
+    """Whether torch.jit.trace records the ops that are run.
+
+    >>> tracing_script()
+    False
+    """
+    return _jit is not None and _jit() is not None
 
 
 def modes_active() -> bool:
@@ -208,6 +215,34 @@ def in_plain_mode(work: Callable[[], T]) -> T:
         return without_autograd(work)
     with _no_functions(), _no_dispatch():
         return without_autograd(work)
+
+
+def outside_modes(work: Callable[[], T]) -> T:
+    """Run `work` as a program does that is in no mode at all: no transform, trace, inference mode or default device.
+
+    For what is made once and kept, by whichever call needs it first, and for tensors that a module makes when it is
+    imported. All these modes belong to a thread, so the work is done in a new one.
+
+    >>> with torch.inference_mode():
+    ...     kept = outside_modes(lambda: torch.zeros(1))
+    >>> kept.is_inference()
+    False
+    """
+    done: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="gradmesh outside of modes")
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+    return done[0]
 
 
 _NO_BATCH = "torch.autograd.grad(is_grads_batched=True) through a collective is refused"

@@ -10,10 +10,11 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.profiler import record_function
 from torch.utils import checkpoint
 
-from gradmesh._torch.modes import UNNUMBERED, dispatch_modes, in_function
+from gradmesh._torch.modes import UNNUMBERED, dispatch_modes, in_function, outside_modes
 from gradmesh._torch.names import find, there
 
 if there(
@@ -23,6 +24,7 @@ if there(
     from torch.autograd import profiler as autograd_profiler
 
 __all__ = [
+    "LastPass",
     "backward_pass",
     "checkpoint_region",
     "function_backward",
@@ -65,6 +67,22 @@ else:
         depth = sum(code in starts for code in running)
         first = inspect.unwrap(checkpoint.checkpoint).__code__ in running
         return depth or (1 if not first and any(map(_of_checkpoint, running)) else -1)
+
+
+class LastPass:
+    """A hook for a tensor that remembers the last backward pass in which the tensor got a gradient."""
+
+    def __init__(self) -> None:
+        self._number = -2
+
+    def __call__(self, _: Tensor) -> None:
+        """The hook."""
+        self._number = backward_pass()
+
+    @property
+    def running(self) -> bool:
+        """Whether that pass is the one that runs."""
+        return self._number == backward_pass()
 
 
 def in_backward() -> bool:
@@ -188,3 +206,16 @@ def named_range(name: str) -> contextlib.AbstractContextManager[Any]:
         fast: contextlib.AbstractContextManager[Any] = _fast_range(name)
         return fast
     return record_function(name)
+
+
+def _enter_once() -> None:
+    """Enter a range, for what torch imports when the first one is entered.
+
+    A profile with stacks reads the names of code objects when it ends. The code of a module is freed when the module
+    has been imported, so that a name of one that was imported inside of the profile may be anything.
+    """
+    with record_function("gradmesh"):
+        pass
+
+
+outside_modes(_enter_once)

@@ -1,8 +1,9 @@
 """Ranks as threads: what torch keeps once per process, kept per thread.
 
-torch keeps three things once per process that a rank needs for itself: the registry of process groups in Python
-(`distributed_c10d._world`), the one in C++ (which has a thread isolation mode of its own), and the level of
-forward-mode AD (`gradmesh._torch.levels`). While `thread_isolation` is open each of them is kept per thread.
+torch keeps four things once per process that a rank needs for itself: the registry of process groups in Python
+(`distributed_c10d._world`), the one in C++ (which has a thread isolation mode of its own), the level of forward-mode AD
+(`gradmesh._torch.levels`), and the default random generator (`gradmesh._torch.generators`). While `thread_isolation` is
+open each of them is kept per thread.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from gradmesh._torch.generators import generator_per_rank
 from gradmesh._torch.levels import of_thread, shared_level
 from gradmesh._torch.names import find, gone, refuse, there
 
@@ -96,17 +98,21 @@ class _Isolation:
     saved: Any = None
 
 
-def adopt_thread() -> None:
-    """Give the calling thread a torch.distributed world of its own, seen while `thread_isolation` is open."""
+def adopt_thread(seed: int) -> None:
+    """Give the calling thread a torch.distributed world of its own, seen while `thread_isolation` is open.
+
+    It also gets a default random generator of its own, with that seed.
+    """
     of_thread.world = _RankWorld()
+    of_thread.generator = torch.Generator().manual_seed(seed)
 
 
 def stand_in() -> Callable[[], None]:
     """What gives another thread the torch.distributed world of the calling one, when it is called there."""
-    world = of_thread.world
+    world, generator = of_thread.world, of_thread.generator
 
     def adopt() -> None:
-        of_thread.world = world
+        of_thread.world, of_thread.generator = world, generator
 
     return adopt
 
@@ -121,6 +127,7 @@ def thread_isolation() -> Iterator[None]:
     if not set(gone).isdisjoint(_NEEDED):
         refuse("the threads backend", *_NEEDED)
     _prepare_fake_mode()
+    generator_per_rank()
     with _isolation_lock:
         _Isolation.opened += 1
         if _Isolation.opened == 1:

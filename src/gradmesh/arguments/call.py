@@ -14,6 +14,7 @@ from gradmesh.arguments.naming import finished, number_of, refuse_stale
 from gradmesh.arguments.plain import integer, kind_of
 from gradmesh.autograd import apply
 from gradmesh.axis import Axis, AxisLike, resolve
+from gradmesh.checking import check_level
 from gradmesh.dims import DimLike, Names, known_names, said, stale
 from gradmesh.dtypes import NEVER_COPIED
 from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError, message
@@ -374,10 +375,18 @@ class Call:
                 kind=OrderError,
             )
 
-    def refuse_unordered(self, instead: str) -> None:
-        """Refuse a gradient that not all ranks would join in."""
+    def refuse_unordered(self, instead: str, *, of_all: bool = False) -> None:
+        """Refuse a gradient that not all ranks would join in.
+
+        Args:
+            instead: a verb that has it.
+            of_all: every rank makes the call, so that a rank that does not join is found where calls are compared.
+                Async calls are compared only with each other.
+        """
         asked = torch.is_grad_enabled() and self.x.requires_grad and self.axis.size > 1
         if not asked or compiling() or functorch_active():
+            return
+        if of_all and self.x.is_cpu and not self._async and check_level():
             return
         if rank_state().chain is None:
             self.fail(

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from gradmesh._torch import never_compiled
 from gradmesh.backends.monitored import pass_monitored
 from gradmesh.errors import ArgumentError, message
 from gradmesh.memo import Memo
@@ -38,6 +39,10 @@ class TorchNames(dist.ProcessGroup):
     """
 
     backend: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        never_compiled(cls)
 
     def __init__(self, name: str, place: int, count: int, timeout: datetime.timedelta) -> None:
         super().__init__(place, count)  # type: ignore[call-arg]
@@ -225,3 +230,6 @@ class TorchNames(dist.ProcessGroup):
     def end_coalescing(self, device: torch.device) -> dist.Work:
         """`_end_coalescing`."""
         return self._end_coalescing(device)
+
+
+never_compiled(TorchNames)

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
+from gradmesh._torch import never_compiled
+
 __all__ = ["Done", "OwnWork", "Promise", "Together", "promised"]
 
 
@@ -27,11 +29,19 @@ class OwnWork(dist.Work):
 
     Args:
         result: what `result()` and the future hand out.
+
+    Attributes:
+        future: a future that was handed out before the call was over, which another thread completes.
     """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        never_compiled(cls)
 
     def __init__(self, result: object) -> None:
         super().__init__()
         self.given = result
+        self.future: torch.futures.Future[Any] | None = None
 
     # -- owed by a subclass
 
@@ -43,9 +53,8 @@ class OwnWork(dist.Work):
             GradmeshError: it failed, or the time is over.
         """
 
-    @override
     @abc.abstractmethod
-    def is_completed(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the call is over, well or badly; goes on with it if it can, and does not wait."""
 
     @override
@@ -60,10 +69,20 @@ class OwnWork(dist.Work):
     # -- what torch asks
 
     @override
+    def is_completed(self) -> bool:
+        """Whether `wait` would return, or raise, at once: the call is over, and a future of it is done."""
+        return self.is_over() and (self.future is None or self.future.done())
+
+    @override
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Wait until the call is over; torch passes None, or a timeout of zero, for the group's own."""
+        """Wait until the call is over and its future is done; torch passes None, or zero, for the group's timeout."""
         seconds = timeout.total_seconds() if timeout else 0.0
-        self.finish(seconds if seconds > 0 else None)
+        try:
+            self.finish(seconds if seconds > 0 else None)
+        finally:
+            if self.future is not None and self.is_over():
+                with contextlib.suppress(Exception):  # which is that of the call
+                    self.future.wait()
         return True
 
     @override
@@ -94,6 +113,9 @@ class OwnWork(dist.Work):
         return self
 
 
+never_compiled(OwnWork)
+
+
 class Done(OwnWork):
     """A call that was over when it was made."""
 
@@ -102,7 +124,7 @@ class Done(OwnWork):
         """Nothing is left to wait for."""
 
     @override
-    def is_completed(self) -> bool:
+    def is_over(self) -> bool:
         return True
 
     @override
@@ -123,8 +145,8 @@ class Together(OwnWork):
             work.finish(seconds)
 
     @override
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+    def is_over(self) -> bool:
+        return all(work.is_over() for work in self._works)
 
     @override
     def exception(self) -> BaseException | None:
@@ -169,12 +191,15 @@ class Promise:
 
 
 def promised(work: OwnWork) -> torch.futures.Future[Any]:
-    """A future of a work that a thread waits for."""
+    """The future of a work, completed by a thread that waits for the call."""
+    if work.future is not None:
+        return work.future
     promise = Promise()
+    work.future = promise.future
 
     def wait() -> None:
         try:
-            work.wait()
+            work.finish(None)
         except BaseException as error:
             promise.fail(error)
         else:

@@ -201,9 +201,11 @@ _ALL = (
         "Gradients are scaled by a number that differs from rank to rank.",
         "The norm was taken over what the own rank holds, so each rank scales by another factor. The parts of a "
         "sharded gradient then point in a direction that is not the gradient's, and copies of a replicated "
-        "parameter go apart.",
-        "Sum the squared norms of the shards over their group, count what is replicated once, and scale by the "
-        "norm of all of it on every rank.",
+        "parameter diverge. Where ranks clip their own gradients, by norm or by value, before these are averaged, "
+        "the average is not the gradient of the objective.",
+        "Call gm.nn.clip_grad_norm_, which takes the norm of the whole model; or sum the squared norms of the shards "
+        "over their group, count what is replicated once, and scale by the norm of all of it on every rank. Clip after "
+        "gradients are averaged.",
     ),
     Rule(
         "GM301",

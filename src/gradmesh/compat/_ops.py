@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import Tensor
 
 from gradmesh.arguments import Call, SizesLike
-from gradmesh.axis import Axis
-from gradmesh.ops.all_gather import AllGather
+from gradmesh.axis import Axis, AxisLike
+from gradmesh.ops.all_gather import AllGather, ReduceScatter
 from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant, Replicate
+from gradmesh.ops.all_to_all import AllToAll
 from gradmesh.ops.base import LinearOp, SameShape
 from gradmesh.ops.broadcast import Reduce
 from gradmesh.ops.gather import Gather
+from gradmesh.ops.neighbor import neighbors as neighbor_op
 from gradmesh.ops.shard import AllGatherInvariant, Shard
 from gradmesh.ops.sizes import Sizes
 from gradmesh.types import I, P, R, Type
@@ -28,11 +31,20 @@ __all__ = [
     "SumOfEqual",
     "all_gather",
     "all_reduce",
+    "all_to_all",
+    "alone",
     "gather",
+    "neighbors",
     "reduce",
+    "reduce_scatter",
     "replicate",
     "shard",
 ]
+
+
+def alone(name: str) -> Axis:
+    """An axis of this rank by itself, also where no process group was made."""
+    return Axis(name, 0, 1, dist.ProcessGroup(dist.HashStore(), 0, 1))  # type: ignore[attr-defined]
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, dst: Type, sizes: SizesLike = None) -> LinearOp:
@@ -73,6 +85,32 @@ def gather(x: Tensor, axis: Axis, root: int) -> LinearOp:
 def reduce(x: Tensor, axis: Axis, root: int) -> LinearOp:
     """The op of `gradmesh.reduce`; not the verb, as in `gather`."""
     return Reduce(Call("reduce", x, axis).axis, root)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: SizesLike = None) -> LinearOp:
+    """The op of `gradmesh.reduce_scatter`."""
+    call = Call("reduce_scatter", x, axis)
+    dim = call.dim(dim)
+    return ReduceScatter(call.axis, dim, call.sizes(sizes, dim))
+
+
+def all_to_all(
+    x: Tensor, axis: Axis, split_sizes: Sequence[int] | None, concat_sizes: Sequence[int] | None
+) -> LinearOp:
+    """The op of `gradmesh.all_to_all` along dim 0."""
+    call = Call("all_to_all", x, axis)
+    dim = call.dim(0)
+    send = call.sizes(split_sizes, dim, "split_sizes")
+    return AllToAll(call.axis, dim, dim, send, call.sizes(concat_sizes, dim, "concat_sizes"))
+
+
+def neighbors(
+    x: Tensor, axis: AxisLike, index: Tensor, sent: Sequence[int], received: Sequence[int]
+) -> LinearOp:
+    """The op of `gradmesh.neighbor_all_to_all`, of rows for all ranks in one index."""
+    call = Call("neighbor_all_to_all", x, axis)
+    rows = dict(enumerate(index.split(list(sent))))
+    return neighbor_op(x, call.axis, call.dim(0), rows, dict(enumerate(received)), call.fail)
 
 
 @dataclass(frozen=True)

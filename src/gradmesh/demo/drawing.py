@@ -11,7 +11,7 @@ import torch
 __all__ = ["seeded"]
 
 _ONE_AT_A_TIME = threading.RLock()
-"""Ranks that are threads share torch's default generator, and its default dtype."""
+"""Ranks that are threads share torch's default dtype."""
 
 
 @contextmanager

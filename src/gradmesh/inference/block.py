@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -10,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from gradmesh._torch import DispatchMode, dispatched_name, need_dispatch
@@ -87,6 +90,29 @@ class _Mode(DispatchMode):
         if space in ("profiler", "prim"):
             return func(*args, **kwargs)
         return operators.follow(tracker, func, args, kwargs)
+
+
+class _Unseen(TorchFunctionMode):
+    """Sees the few calls that make something of a tensor without any operator."""
+
+    _NUMBERS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__))
+    _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()
+        self._tracker = tracker
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Follow such a call."""
+        tracker = self._tracker
+        result = func(*args, **(kwargs or {}))
+        if args and not tracker.aside and type(args[0]) in (Tensor, Parameter):
+            if func in self._NUMBERS:
+                operators.read(tracker, args[0], func.__name__)
+            elif func == self._DATA:
+                node, patches = tracker.looked_up(args[0])
+                tracker.keep(result, dataclasses.replace(node, leaf=False), patches=patches)
+        return result
 
 
 class _Follower:
@@ -207,7 +233,7 @@ def typed(axis: AxisLike = None, strict: bool = False) -> Iterator[Types]:
     state.follower = _Follower(tracker, around)
     _count(1)
     try:
-        with _Mode(tracker):
+        with _Unseen(tracker), _Mode(tracker):
             yield Types(tracker)
         _end(tracker)
     finally:

@@ -27,6 +27,10 @@ KINDS = {
         "a value that every rank has is added to a pending sum, and counts once for each rank",
         "add it behind the sum, or gm.convert(x, src=gm.I, dst=gm.P), which keeps it at one rank",
     ),
+    rules.READ: (
+        "a number is made of a pending sum, of which this rank has one term",
+        "sum it first: gm.all_reduce(x, dst=gm.R).item(); of a detached tensor if it is only to be shown",
+    ),
     "summed-again": (
         "a value that every rank has is summed over the ranks, and counts once for each rank",
         "leave the sum out, or gm.convert(x, src=gm.I, dst=gm.P) first",

@@ -19,7 +19,8 @@ __all__ = ["look_at", "watch"]
 def look_at(tracker: Tracker, parameters: Sequence[Tensor]) -> None:
     """Note the gradients that parameters have, before a step uses them or the block ends."""
     for x in parameters:
-        grad, node = x.grad, tracker.tape.find(x)
+        grad = x.grad
+        node = None if grad is None or tracker.tape.find(x) is None else tracker.node_of(x)
         if grad is None or node is None or not observable(grad) or not observable(x):
             continue
         for at, mark in enumerate(node.marks):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +20,14 @@ from gradmesh.inference.findings import Condition, Finding, began_at, types_of
 from gradmesh.inference.kinds import SAMES, UNKNOWN, ZERO, I, Kind, P, R, S, V, shown
 from gradmesh.inference.rules import Operands, Rule, outcome
 from gradmesh.inference.table import rule_of
-from gradmesh.inference.tape import Mark, Node, memory_of
+from gradmesh.inference.tape import Mark, Node, Patch, memory_of
 from gradmesh.inference.tracker import Tracker
 
-__all__ = ["follow", "tensors_in"]
+__all__ = ["follow", "read", "tensors_in"]
+
+
+_ITEM = "_local_scalar_dense"
+"""What .item() is, and float(), int(), bool() and formatting by it."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +91,15 @@ def follow(tracker: Tracker, func: Any, args: Sequence[Any], kwargs: Mapping[str
     if plan.name == "ones_like" and call.nodes and _begins_backward():
         _begin(tracker, call.nodes[0][0])
     result = func(*args, **kwargs)
-    call.note([*tensors_in(result)], [*_written(plan, given)])
+    written = [*_written(plan, given)]
+    call.note([*tensors_in(result)], written, Counter(map(memory_of, written)))
     return result
+
+
+def read(tracker: Tracker, x: Tensor, how: str) -> None:
+    """Note that numbers are made of a tensor without an operator."""
+    plan = _Plan(f"Tensor.{how}", rules.rule("!0"), ("self",), (), False)
+    _Call(tracker, plan, {0: x}).note((), (), {})
 
 
 def _written(plan: _Plan, given: Mapping[int, Any]) -> Iterator[Tensor]:
@@ -113,13 +125,18 @@ def _on_each(tracker: Tracker, plan: _Plan, given: Mapping[int, Any], run: Calla
     ]
     result = run()
     results = result if isinstance(result, list | tuple) else [None] * length
+    written = [[*_written(plan, call.given)] for call in calls]
+    times = Counter(memory_of(one) for each in written for one in each)
     for i, call in enumerate(calls):
-        call.note([*tensors_in(results[i])], [*_written(plan, call.given)])
+        call.note([*tensors_in(results[i])], written[i], times)
     return result
 
 
 class _Call:
-    """One call: the values of its operands, taken before it writes any of them."""
+    """One call: the values of its operands, taken before it writes any of them.
+
+    Writes to parts of an operand are kept separately where the result is a view, which may show none of them.
+    """
 
     def __init__(self, tracker: Tracker, plan: _Plan, given: Mapping[int, Any]) -> None:
         self.tracker, self.plan, self.given = tracker, plan, given
@@ -128,32 +145,54 @@ class _Call:
         self.nodes: dict[int, list[Node]] = {}
         self._fractions: list[bool] = []
         self._bases: dict[int, Tensor] = {}
+        self._patched: list[tuple[int, int, Tensor, tuple[Patch, ...]]] = []
         statics: list[object] = []
         for place, value in sorted(given.items()):
             if place in unread:
                 continue
             found = [*tensors_in(value)]
             if found:
-                self.nodes[place] = [tracker.node_of(one) for one in found]
+                told = [tracker.looked_up(one) for one in found]
+                self.nodes[place] = [node for node, _ in told]
+                self._patched += [
+                    (place, n, one, patches)
+                    for n, (one, (_, patches)) in enumerate(zip(found, told, strict=True))
+                    if patches
+                ]
                 self._bases.update((memory_of(one), one) for one in found)
                 self._fractions += [one.is_floating_point() or one.is_complex() for one in found]
             else:
                 statics.append((place, said(value)))
         self._base = token(plan.name, statics)
+        if plan.written:
+            self._patch(())
 
-    def note(self, results: Sequence[Tensor], written: Sequence[Tensor]) -> None:
-        """Give the results, and what was written, their values."""
+    def _patch(self, views: Collection[int]) -> None:
+        """Have the operands the values that they show, but those whose memory a view is made of."""
+        for place, n, x, patches in self._patched:
+            if memory_of(x) not in views:
+                self.nodes[place][n] = self.tracker.patched(x, self.nodes[place][n], patches)
+        self._patched = [one for one in self._patched if memory_of(one[2]) in views]
+
+    def note(self, results: Sequence[Tensor], written: Sequence[Tensor], times: Mapping[int, int]) -> None:
+        """Give the results, and what was written, their values.
+
+        Args:
+            results: the results.
+            written: the operands that were written.
+            times: how often each memory was.
+        """
         tracker, plan = self.tracker, self.plan
-        for one in written:
-            tracker.tape.written(one)
+        self._patch({memory_of(one) for one in results} if self._patched else ())
         every = [*results, *(one for one in written if all(one is not other for other in results))]
         inputs = tuple(node for nodes in self.nodes.values() for node in nodes)
         whole = any(one.is_floating_point() or one.is_complex() for one in every)
-        found = [self._kind(at, whole) for at in range(len(tracker.axes))] if every else []
+        reads = not every and plan.rule is not None and bool(plan.rule.nonlinear)
+        found = [self._kind(at, whole) for at in range(len(tracker.axes))] if every or reads else []
         for order, one in enumerate(every):
-            wrote = any(one is other for other in written)
+            wrote = times[memory_of(one)] if any(one is other for other in written) else 0
             if plan.rule is not None and plan.rule.made == "~":
-                tracker.observed(one, [kind for kind, _ in found], written=wrote)
+                tracker.observed(one, [kind for kind, _ in found], times=wrote)
                 continue
             leaf = one.is_leaf and one.requires_grad
             marks = tuple(
@@ -167,7 +206,8 @@ class _Call:
             back = () if leaf else inputs
             node = Node(plan.name, self.site, back, marks, leaf, shape=tuple(one.shape))
             base = None if wrote else self._bases.get(memory_of(one))
-            tracker.keep(one, node, base=base, written=wrote)
+            patches = next((p for _, _, x, p in self._patched if memory_of(x) == memory_of(one)), ())
+            tracker.keep(one, node, base=base, times=wrote, patches=patches)
 
     def _operands(self, at: int) -> Operands:
         kinds: dict[int, list[Kind]] = {
@@ -192,6 +232,8 @@ class _Call:
             return UNKNOWN, ""
         operands = self._operands(at)
         kind, problem = outcome(rule, operands)
+        if problem == rules.NONLINEAR and (self.plan.name == _ITEM or self.plan.name.startswith("Tensor.")):
+            problem = rules.READ
         if rule.made == "~":
             met = {kind for kinds in operands.values() for kind in kinds}
             kind = UNKNOWN if UNKNOWN in met else V if met & {V, P} else kinds_of(met)
@@ -207,7 +249,7 @@ class _Call:
             )
         elif problem:
             self._expect(at, problem)
-        elif kind == P and (partners := self._partners(at)):
+        elif kind in (P, ZERO) and (partners := self._partners(at)):
             self._expect(at, rules.VARYING, partners)
         return kind, problem
 
@@ -239,9 +281,15 @@ class _Call:
         number = token("finding", problem, self._base, self._tokens(at))
         types = types_of([(mark.kind, node.shape) for node, mark in marks])
         pending = next(node for node, mark in marks if mark.kind == P)
-        began = f"the pending sum {began_at(pending.op, pending.site)}" if pending.site != self.site else ""
+        began = (
+            f"the pending sum {began_at(pending.op or 'a tensor from outside', pending.site)}"
+            if pending.site != self.site
+            else ""
+        )
         axis = self.tracker.axes[at].name
-        finding = Finding.at(problem, f"aten.{self.plan.name}", axis, types, self.site, began)
+        name = "Tensor.item" if self.plan.name == _ITEM else self.plan.name
+        name = name if name.startswith("Tensor.") else f"aten.{name}"
+        finding = Finding.at(problem, name, axis, types, self.site, began)
         self.tracker.expect(Condition(lambda: finding, at, present, number, absent))
 
 

@@ -6,6 +6,7 @@ varies. Groups of the library's own backends are not seen here; what such calls 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from gradmesh.inference.digest import token
 from gradmesh.inference.kinds import UNKNOWN, S, V
 from gradmesh.inference.operators import tensors_in
 from gradmesh.inference.raw_calls import COLLECTIVES
-from gradmesh.inference.tape import Mark, Node
+from gradmesh.inference.tape import Mark, Node, memory_of
 from gradmesh.inference.tracker import Tracker
 from gradmesh.inference.verbs import beside, relation
 
@@ -68,8 +69,7 @@ def follow(tracker: Tracker, space: str, name: str, args: Sequence[Any], run: Ca
     nodes = [tracker.node_of(one) for one in read]
     rows = _met(tracker, axis, f"raw call {number}", nodes, (*read, *written))
     result = _quietly(tracker, run)
-    for one in written:
-        tracker.tape.written(one)
+    times = Counter(map(memory_of, written))
     words = f"{space}.{name}"
     for order, one in enumerate(tensors_in(result) if functional else written):
         marks = []
@@ -84,9 +84,8 @@ def follow(tracker: Tracker, space: str, name: str, args: Sequence[Any], run: Ca
                 marks.append(Mark(S, made) if leaves == "S" else Mark(V, 0))
                 if in_backward():
                     tracker.forgive_averaged(at)
-        tracker.keep(
-            one, Node(words, site, tuple(nodes), tuple(marks), collective=True, shape=tuple(one.shape))
-        )
+        node = Node(words, site, tuple(nodes), tuple(marks), collective=True, shape=tuple(one.shape))
+        tracker.keep(one, node, times=0 if functional else times[memory_of(one)])
     return result
 
 
@@ -100,10 +99,10 @@ def _quietly(tracker: Tracker, run: Callable[[], Any]) -> Any:
 
 def _passed_on(tracker: Tracker, x: Tensor, run: Callable[[], Any]) -> Any:
     """What is waited for is what was called for."""
-    node = tracker.tape.find(x)
+    found = tracker.tape.find(x)
     result = run()
-    if node is not None and type(result) is Tensor:
-        tracker.keep(result, node)
+    if found is not None and type(result) is Tensor:
+        tracker.keep(result, found[0], patches=found[1])
     return result
 
 

@@ -5,9 +5,11 @@ A rule is written over the positions of an operator's arguments::
     0+1*2      linear in 0 and, for a given 1, in 2: the sum of the terms, each a product of its factors
     0/1        linear in 0 for a given 1, and not linear in 1
     0|1        linear in 0 for a given 1; nothing is said of 1
+    0@1        linear in 0; 1, a mask or indices, chooses elements of it
     !0         not linear in 0: what is made of a pending sum is not the pending sum of what is made
     -0         not read: an operand that is overwritten
     =S =Z =V   made of shapes alone: the same on every rank, zeros, or memory that nobody has written
+    =1         made of shapes and the number 1: zeros if that is 0, else the same on every rank
     ~          random: the result is observed
 
 With no pending sum among the operands, all rules say the same: what is made of values that are the same on every rank
@@ -21,14 +23,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gradmesh.inference.kinds import SAMES, UNKNOWN, ZERO, Kind, P, V, flavor
+from gradmesh.inference.kinds import SAMES, UNKNOWN, ZERO, Kind, P, S, V, flavor
 
-__all__ = ["COUNTS", "NONLINEAR", "PRODUCT", "UNSAID", "VARYING", "Rule", "outcome", "rule"]
+__all__ = ["COUNTS", "NONLINEAR", "PRODUCT", "READ", "UNSAID", "VARYING", "Rule", "outcome", "rule"]
 
 NONLINEAR = "nonlinear-on-partial"
 PRODUCT = "product-of-partials"
 VARYING = "partial-times-varying"
 COUNTS = "counts-many-times"
+READ = "partial-read"
 UNSAID = "unsaid"
 """The rule says nothing about a pending sum there: a note."""
 
@@ -42,7 +45,8 @@ class Rule:
         terms: the terms of the sum, each the positions of its factors, with the sign before them.
         nonlinear: the positions in which it is not linear.
         unread: those that are not read.
-        made: the kind of a result that is made of shapes alone, "~" of a random one.
+        made: the kind of a result that is made of shapes alone, "~" of a random one; the position of the number that
+            it is filled with.
     """
 
     text: str
@@ -70,7 +74,7 @@ def rule(text: str) -> Rule:
             made = part.lstrip("=")
         else:
             for term in part.split("+"):
-                factors = re.findall(r"([*/|]?)(\d+)", term)
+                factors = re.findall(r"([*/|@]?)(\d+)", term)
                 terms.append(tuple((int(place), sign or "*") for sign, place in factors))
     return Rule(text, tuple(terms), frozenset(nonlinear), frozenset(unread), made)
 
@@ -86,7 +90,7 @@ def outcome(of: Rule, operands: Operands) -> tuple[Kind, str]:
     (('P', ''), ('V', 'product-of-partials'))
     """
     if of.made:
-        return of.made, ""
+        return (ZERO if ZERO in operands.get(int(of.made), ()) else S) if of.made.isdigit() else of.made, ""
     read = {place: kinds for place, kinds in operands.items() if place not in of.unread}
     met = {kind for kinds in read.values() for kind in kinds}
     if UNKNOWN in met:
@@ -114,11 +118,13 @@ def _term(term: Sequence[tuple[int, str]], read: Operands) -> list[tuple[Kind, s
         return [(kind, "") for kind in read.get(term[0][0], ())]
     if not read.get(term[0][0]):  # a factor that is not there: None
         return []
+    if _is_zero(term, read):
+        return [(ZERO, "")]
     pending = [sign for place, sign in term if P in read.get(place, ())]
     others = [kind for place, _ in term for kind in read.get(place, ()) if kind != P]
     if "|" in pending:
         return [(UNKNOWN, UNSAID)]
-    if "/" in pending:
+    if "/" in pending or "@" in pending:
         return [(V, NONLINEAR)]
     if len(pending) > 1:
         return [(V, PRODUCT)]
@@ -126,7 +132,7 @@ def _term(term: Sequence[tuple[int, str]], read: Operands) -> list[tuple[Kind, s
         return [(V, VARYING if pending else "")]
     if pending:
         return [(P, "")]
-    return [(ZERO if _is_zero(term, read) else flavor(others), "")]
+    return [(flavor(others), "")]
 
 
 def _sum(terms: Sequence[tuple[Kind, str]]) -> tuple[Kind, str]:
@@ -135,6 +141,6 @@ def _sum(terms: Sequence[tuple[Kind, str]]) -> tuple[Kind, str]:
             return kind, problem
     met = {kind for kind, _ in terms}
     if P not in met:  # overwritten, or multiplied away
-        return (V if V in met else flavor(met)), ""
+        return (V if V in met else ZERO if met == {ZERO} else flavor(met)), ""
     # Its sum is not what was meant: nothing more is said of it.
     return (UNKNOWN, COUNTS) if met & (SAMES - {ZERO}) else (P, "")

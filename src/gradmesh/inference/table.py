@@ -29,18 +29,21 @@ _BY_RULE = {
         view_copy
     """,
     "0+2": "constant_pad_nd",
-    "0+1": "add as_strided_scatter diagonal_scatter rsub select_scatter slice_scatter sub",
+    "0+1": "as_strided_scatter diagonal_scatter select_scatter slice_scatter",
+    "0+1*2": "add sub",
+    "0*2+1": "rsub",
     "0+1+0*2+1*2": "lerp",
     # products
     "0*1": """
-        bmm dot embedding embedding_dense_backward ger index linalg_cross masked_select matmul mm mul mv outer
-        take _unsafe_index vdot
+        bmm dot ger linalg_cross matmul mm mul mv outer vdot
     """,
-    "0*2": "gather index_select",
+    "0@1": "embedding embedding_dense_backward index masked_select take _unsafe_index",
+    "0@2": "gather index_select",
     "0*1*2": "_trilinear",
     "0*1+2": "convolution linear",
-    "0+1*2": "addbmm addcmul addmm addmv addr baddbmm",
-    "0+1/2": "addcdiv",
+    "0*3+1*2*4": "addbmm addmm addmv addr baddbmm",
+    "0+1*2*3": "addcmul",
+    "0+1*3/2": "addcdiv",
     "0/1": """
         cholesky_solve div elu_backward gelu_backward glu_backward hardshrink_backward hardsigmoid_backward
         hardswish_backward hardtanh_backward leaky_relu_backward _log_softmax_backward_data logit_backward
@@ -58,10 +61,12 @@ _BY_RULE = {
     "0|2": "value_selecting_reduction_backward",
     "0|1|2|3|4": "native_group_norm_backward",
     # a part of one and a part of another
-    "0*1+0*2": "mse_loss_backward where",
-    "0*1+2*1": "_index_put_impl _unsafe_index_put index_put masked_fill masked_scatter put",
-    "0*2+3*2": "index_copy index_fill scatter",
-    "0+3*2": "index_add scatter_add",
+    "0*1+0*2": "mse_loss_backward",
+    "1@0+2@0": "where",
+    "0@1+2@1": "_index_put_impl _unsafe_index_put index_put masked_fill masked_scatter put",
+    "0@2+3@2": "index_copy index_fill scatter",
+    "0+3@2": "scatter_add",
+    "0+3@2*4": "index_add",
     "1 -0": "copy fill",
     # not linear
     "!0": """
@@ -70,8 +75,8 @@ _BY_RULE = {
         cummax cummin cumprod digamma elu erf erfc erfinv exp exp2 expm1 floor frac _fused_rms_norm gelu glu
         hardshrink hardsigmoid hardswish hardtanh i0 isinf isnan isneginf isposinf kthvalue leaky_relu lgamma
         linalg_cholesky_ex _linalg_det _linalg_eigh linalg_inv_ex linalg_lu_factor_ex linalg_matrix_exp
-        linalg_qr _linalg_slogdet _linalg_svd linalg_vector_norm log log10 log1p log2 log_sigmoid_forward
-        _log_softmax logcumsumexp logical_not logit logsumexp max max_pool2d_with_indices
+        linalg_qr _linalg_slogdet _linalg_svd linalg_vector_norm _local_scalar_dense log log10 log1p log2
+        log_sigmoid_forward _log_softmax logcumsumexp logical_not logit logsumexp max max_pool2d_with_indices
         max_pool3d_with_indices median min mish mode mvlgamma nan_to_num nanmedian nansum native_batch_norm
         _native_batch_norm_legit _native_batch_norm_legit_functional _native_batch_norm_legit_no_training
         native_group_norm native_layer_norm nonzero norm polygamma _prelu_kernel prod reciprocal relu relu6
@@ -82,7 +87,7 @@ _BY_RULE = {
     """,
     "!0 !1": """
         atan2 binary_cross_entropy binary_cross_entropy_with_logits bitwise_and bitwise_or bitwise_xor
-        bucketize _cdist_forward copysign dist div.Scalar_mode div.Tensor_mode eq floor_divide fmax fmin fmod
+        bucketize _cdist_forward copysign dist div.Scalar_mode div.Tensor_mode eq equal floor_divide fmax fmin fmod
         ge gt heaviside huber_loss hypot igamma igammac isclose le logaddexp logaddexp2 logical_and logical_or
         logical_xor lt max.other maximum min.other minimum mse_loss ne pow remainder
         _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention
@@ -92,9 +97,12 @@ _BY_RULE = {
     "!0 !1 !2": "clamp.Tensor clamp_max.Tensor clamp_min.Tensor",
     # shapes alone
     "=S": """
-        arange bartlett_window blackman_window eye full full_like hamming_window hann_window linspace logspace
-        new_full new_ones ones ones_like scalar_tensor tril_indices triu_indices
+        arange bartlett_window blackman_window eye hamming_window hann_window linspace logspace new_ones ones
+        ones_like tril_indices triu_indices
     """,
+    "=0": "scalar_tensor",
+    "=1": "full full_like",
+    "=2": "new_full",
     "=Z": "_efficientzerotensor new_zeros zero zeros zeros_like",
     "=V": "empty empty_like empty_permuted empty_strided new_empty new_empty_strided",
     # random

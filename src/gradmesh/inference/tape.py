@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from gradmesh._torch import is_fake, version_of
 from gradmesh.call_sites import Site
 from gradmesh.inference.kinds import Kind
 
-__all__ = ["DEEPEST", "Mark", "Node", "Tape", "memory_of"]
+__all__ = ["DEEPEST", "Mark", "Node", "Patch", "Region", "Tape", "memory_of", "visible"]
 
 DEEPEST = 20_000
 """How many operators a way back has, at most: a loop of training that is followed for long forgets where it began."""
@@ -87,54 +89,181 @@ class Node:
                     row.append(one)
 
 
+class Region(NamedTuple):
+    """Which elements of its memory a tensor is, in bytes.
+
+    Attributes:
+        first: where it begins.
+        last: the last byte.
+        shape: its sizes, the bytes of an element as the last one.
+        stride: its strides in bytes.
+        size: of an element.
+    """
+
+    first: int
+    last: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    size: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Region:
+        """That of a tensor."""
+        size = x.itemsize
+        first, stride = int(x.storage_offset()) * size, tuple(size * int(n) for n in x.stride())
+        last = first + sum(max(0, n - 1) * by for n, by in zip(x.shape, stride, strict=True)) + size - 1
+        return cls(first, last if x.numel() else first - 1, tuple(x.shape), stride, size)
+
+    def meets(self, other: Region) -> bool:
+        """Whether they may have an element in common."""
+        return self.first <= other.last and other.first <= self.last
+
+    def places(self, start: int, unit: int) -> Tensor:
+        """The numbers of its elements, counted from a byte on in a unit that is not larger."""
+        steps = torch.arange(self.size // unit, device="cpu")
+        found = steps + (self.first - start) // unit
+        for n, by in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            found = (torch.arange(n, device="cpu") * (by // unit)).unsqueeze(1) + found.reshape(1, -1)
+        return found.reshape(-1)
+
+
+def visible(mine: Region, written: Sequence[Region]) -> list[int]:
+    """Which of several writes, each over those before it, a region shows; -1 is what lay there before.
+
+    >>> visible(Region.of(torch.ones(4)), [Region.of(torch.ones(2)), Region.of(torch.ones(1))])
+    [-1, 0, 1]
+    """
+    every = [mine, *written]
+    start, end = min(one.first for one in every), max(one.last for one in every) + 1
+    unit = math.gcd(*(n for one in every for n in (one.size, one.first - start, *one.stride)))
+    latest = torch.full(((end - start + unit - 1) // unit,), -1, dtype=torch.int32, device="cpu")
+    for number, one in enumerate(written):
+        latest[one.places(start, unit)] = number
+    shown: list[int] = latest[mine.places(start, unit)].unique().tolist()
+    return shown
+
+
+class Patch(NamedTuple):
+    """What was written into a part of a tensor's memory through another tensor."""
+
+    region: Region
+    node: Node
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """What is known of a tensor.
+
+    Attributes:
+        ref: the tensor.
+        node: its value, when it was kept.
+        patches: what was written there since then, through other tensors.
+        first: the least version for which this holds.
+        last: the greatest one.
+        writes: how many unknown writes to its memory there had been.
+        memory: where it lies.
+    """
+
+    ref: weakref.ref[Tensor]
+    node: Node
+    patches: tuple[Patch, ...]
+    first: int
+    last: int
+    writes: int
+    memory: int
+
+
 class Tape:
     """The values of the tensors that are alive.
 
-    A tensor that was written where nobody saw it, through another one of the same memory or in a kernel, has no value
-    any more: its version or the writes to its memory tell.
+    A write through one tensor is noted as a patch for every other one of the same memory. A tensor that was written
+    outside of the tracer, or by something without a type, has no value any more: its version, or the writes to its
+    memory, show it.
     """
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[weakref.ref[Tensor], Node, tuple[int, ...], int]] = {}
+        self._of: dict[int, _Kept] = {}
+        self._at: dict[int, set[int]] = {}
         self._writes: dict[int, int] = {}
 
-    def find(self, x: Tensor) -> Node | None:
-        """The value of a tensor; None: there is none that is known."""
-        found = self._of.get(id(x))
-        if found is None or found[0]() is not x:
+    def find(self, x: Tensor) -> tuple[Node, tuple[Patch, ...]] | None:
+        """The value of a tensor, and what was written over it since then; None: that is not known."""
+        kept = self._of.get(id(x))
+        if kept is None or kept.ref() is not x or not self._holds(kept, x):
             return None
-        _, node, versions, writes = found
-        known = version_of(x) in versions and writes == self._writes.get(memory_of(x), 0)
-        return node if known else None
+        return kept.node, kept.patches
 
-    def keep(self, x: Tensor, node: Node, *, base: Tensor | None = None, written: bool = False) -> None:
+    def _holds(self, kept: _Kept, x: Tensor) -> bool:
+        return kept.first <= version_of(x) <= kept.last and kept.writes == self._writes.get(memory_of(x), 0)
+
+    def keep(
+        self,
+        x: Tensor,
+        node: Node,
+        *,
+        base: Tensor | None = None,
+        written: int = 0,
+        patches: tuple[Patch, ...] = (),
+    ) -> None:
         """Remember the value of a tensor, as long as it is alive.
 
         Args:
             x: the tensor.
             node: its value.
             base: what it is a view of, whose version it will have when autograd is through with it.
-            written: whether it is written now, which autograd counts when it is through with it.
+            written: how often its memory is written now, which autograd counts when it is through with it.
+            patches: what has been written over that value.
         """
-        key, of = id(x), self._of
+        key, of, at, where = id(x), self._of, self._at, memory_of(x)
 
         def forget(ref: object) -> None:
             found = of.get(key)
-            if found is not None and found[0] is ref:
+            if found is not None and found.ref is ref:
                 del of[key]
+                at[found.memory].discard(key)
+                if not at[found.memory]:
+                    del at[found.memory]
 
-        version, writes = version_of(x if base is None else base), self._writes.get(memory_of(x), 0)
-        versions = (version, version + 1) if written else (version,)
-        of[key] = (weakref.ref(x, forget), node, versions, writes)
+        before = of.get(key)
+        if before is not None and before.memory != where:
+            at[before.memory].discard(key)
+            if not at[before.memory]:
+                del at[before.memory]
+        version = version_of(x if base is None else base)
+        writes = self._writes.get(where, 0)
+        of[key] = _Kept(weakref.ref(x, forget), node, patches, version, version + written, writes, where)
+        at.setdefault(where, set()).add(key)
+
+    def wrote(self, x: Tensor, node: Node, times: int = 1) -> None:
+        """Note what has just been written through a tensor: it is the value of that tensor, and a patch of others.
+
+        Args:
+            x: the tensor.
+            node: what it is now.
+            times: how often the operator writes to this memory, which autograd counts when it is through with it.
+        """
+        where = memory_of(x)
+        if where:
+            patch = Patch(Region.of(x), node)
+            for key in self._at.get(where, set()) - {id(x)}:
+                kept = self._of[key]
+                other = kept.ref()
+                if other is None or not self._holds(kept, other):
+                    continue
+                kept.last = max(kept.last, version_of(other) + times)
+                if Region.of(other).meets(patch.region):
+                    before = tuple(one for one in kept.patches if one.region != patch.region)
+                    kept.patches = (*before, patch)
+        self.keep(x, node, written=times)
 
     def written(self, x: Tensor) -> None:
-        """Note that a tensor's memory was written: what else lies there is not known any more."""
+        """Note that a tensor's memory was written by what has no type: what lies there is not known any more."""
         where = memory_of(x)
         self._writes[where] = self._writes.get(where, 0) + 1
 
     def leaves(self) -> list[tuple[Tensor, Node]]:
         """The parameters that are alive."""
-        there = [(ref(), node) for ref, node, _, _ in list(self._of.values())]
+        there = [(kept.ref(), kept.node) for kept in list(self._of.values())]
         return [(x, node) for x, node in there if x is not None and node.leaf]
 
 

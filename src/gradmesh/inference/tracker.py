@@ -10,14 +10,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradmesh._torch import in_backward
 from gradmesh.axis import Axis
 from gradmesh.call_sites import call_site
 from gradmesh.errors import CheckWarning, TypeMismatchError
+from gradmesh.inference import rules
 from gradmesh.inference.agreement import Agreement
-from gradmesh.inference.digest import number_of_bits, observable
-from gradmesh.inference.findings import Condition, Finding
-from gradmesh.inference.kinds import SAMES, UNKNOWN, ZERO, I, Kind, P, S, V, flavor
-from gradmesh.inference.tape import Mark, Node, Tape
+from gradmesh.inference.digest import number_of_bits, observable, token
+from gradmesh.inference.findings import Condition, Finding, began_at, types_of
+from gradmesh.inference.kinds import SAMES, UNKNOWN, ZERO, I, Kind, P, R, S, V, flavor
+from gradmesh.inference.tape import Mark, Node, Patch, Region, Tape, visible
 from gradmesh.types import Type
 
 __all__ = ["Tracker", "together"]
@@ -71,41 +73,120 @@ class Tracker:
 
     def node_of(self, x: Tensor) -> Node:
         """The value of a tensor; what comes from outside is observed."""
-        found = self.tape.find(x)
-        if found is None:
-            return self.observed(x)
+        return self.patched(x, *self.looked_up(x))
+
+    def looked_up(self, x: Tensor) -> tuple[Node, tuple[Patch, ...]]:
+        """The value of a tensor without what was written over it through others, and that."""
+        told = self.tape.find(x)
+        if told is None:
+            return self.observed(x), ()
+        found, patches = told
         if not found.leaf and x.requires_grad and x.is_leaf:  # data that has become a parameter
             marks = tuple(Mark(I, one.number) if one.kind in (S, ZERO) else one for one in found.marks)
             found = dataclasses.replace(found, inputs=(), marks=marks, leaf=True)
-            self.keep(x, found)
-        return found
+            self.keep(x, found, patches=patches)
+        return found, patches
 
-    def observed(self, x: Tensor, like: Sequence[Kind] = (), *, written: bool = False) -> Node:
+    def patched(self, x: Tensor, node: Node, patches: tuple[Patch, ...]) -> Node:
+        """The value of a tensor with what was written over it: each part that is left is a term.
+
+        Where none of them is a pending sum, the bits decide.
+        """
+        if not patches:
+            return node
+        mine, busy, self.busy = Region.of(x), self.busy, True
+        try:
+            shown = visible(mine, [one.region for one in patches])
+        finally:
+            self.busy = busy
+        sources = [(mine, node) if n < 0 else patches[n] for n in shown] or [(mine, node)]
+        if len(sources) == 1 and sources[0] == (mine, node):
+            self.keep(x, node)
+            return node
+        seen = self.observed(x)
+        marks = tuple(
+            self._joined(at, mine, sources)
+            if any(one.marks[at].kind in (P, UNKNOWN) for _, one in sources)
+            else seen.marks[at]
+            for at in range(len(self.axes))
+        )
+        last = sources[-1][1]
+        inputs = () if node.leaf else tuple(one for _, one in sources)
+        made = Node(last.op, last.site, inputs, marks, node.leaf, shape=tuple(x.shape))
+        self.keep(x, made)
+        return made
+
+    def _joined(self, at: int, mine: Region, sources: Sequence[tuple[Region, Node]]) -> Mark:
+        """What parts make over one axis, each a term."""
+        marks = [node.marks[at] for _, node in sources]
+        kind, problem = rules.outcome(rules.rule("0"), {0: [mark.kind for mark in marks]})
+        places = [
+            (region.first - mine.first, region.shape, region.stride, mark.number or mark.kind)
+            for (region, _), mark in zip(sources, marks, strict=True)
+        ]
+        number = token("parts", mine.shape, mine.stride, places)
+        if problem and not in_backward():
+            pending = next(node for _, node in sources if node.marks[at].kind == P)
+            last = sources[-1][1]
+            finding = Finding.at(
+                problem,
+                f"aten.{last.op}" if last.op else "a tensor from outside",
+                self.axes[at].name,
+                types_of([(node.marks[at].kind, node.shape) for _, node in sources]),
+                last.site,
+                f"the pending sum {began_at(pending.op or 'a tensor from outside', pending.site)}"
+                if pending is not last
+                else "",
+            )
+            present = tuple(mark.number for mark in marks if mark.kind in (P, R, I, S))
+            self.expect(Condition(lambda: finding, at, present, token("finding", problem, number)))
+        return Mark(kind, number if kind == P else 0)
+
+    def observed(self, x: Tensor, like: Sequence[Kind] = (), *, times: int = 0) -> Node:
         """Look at the bits of a tensor that nobody has followed.
 
         Args:
             x: the tensor.
             like: for each axis, what it is if all ranks turn out to have these bits; V and ? are so anyway.
-            written: whether it is written now.
+            times: how often its memory is written now.
         """
         leaf = x.is_leaf and x.requires_grad
         if observable(x):
             busy, self.busy = self.busy, True
             try:
-                number = number_of_bits(x)
+                number, some = number_of_bits(x), bool(x.any())
             finally:
                 self.busy = busy
-            kinds = like or (I if leaf else S,) * len(self.axes)
+            kinds = like or (I if leaf else S if some else ZERO,) * len(self.axes)
             marks = tuple(Mark(kind, number if kind in SAMES else 0) for kind in kinds)
         else:
             marks = (Mark(UNKNOWN, 0),) * len(self.axes)
         node = Node("", call_site(), (), marks, leaf, shape=tuple(x.shape))
-        self.keep(x, node, written=written)
+        self.keep(x, node, times=times)
         return node
 
-    def keep(self, x: Tensor, node: Node, *, base: Tensor | None = None, written: bool = False) -> None:
-        """Remember a tensor's value, and tell the others of it when they are met."""
-        self.tape.keep(x, node, base=base, written=written)
+    def keep(
+        self,
+        x: Tensor,
+        node: Node,
+        *,
+        base: Tensor | None = None,
+        times: int = 0,
+        patches: tuple[Patch, ...] = (),
+    ) -> None:
+        """Remember a tensor's value, and update the others when they are met.
+
+        Args:
+            x: the tensor.
+            node: its value.
+            base: what it is a view of.
+            times: how often the operator that made the value writes to this memory; 0: it wrote nothing.
+            patches: what has been written over that value.
+        """
+        if times:
+            self.tape.wrote(x, node, times)
+        else:
+            self.tape.keep(x, node, base=base, patches=patches)
         for at, mark in enumerate(node.marks):
             if mark.number:
                 self.agreement.say(at, mark.number)

@@ -15,6 +15,7 @@ import torch
 
 from gradmesh.backends.words import RETURNED_REMEDY
 from gradmesh.errors import AbortedError, DeadlockError, RankError, message
+from gradmesh.stacks import PARSING
 from gradmesh.world import TIMEOUT
 
 __all__ = ["FAILURE_GRACE", "POLL", "START_LIMIT", "Failure", "Outcome", "group_timeout", "last_place"]
@@ -85,11 +86,13 @@ class Failure:
     def of(cls, rank: int, error: BaseException) -> Failure:
         """Describe an exception that is being handled on the rank. The launcher's own frames are left out."""
         error.__traceback__ = _outside(error.__traceback__)
+        with PARSING:
+            text = "".join(traceback.format_exception(error))
         return cls(
             rank=rank,
             kind=type(error).__name__,
             text=str(error),
-            traceback="".join(traceback.format_exception(error)),
+            traceback=text,
             cause=error,
             secondary=isinstance(error, AbortedError)
             or (isinstance(error, RuntimeError | OSError) and _LOST_PEER.search(str(error)) is not None),

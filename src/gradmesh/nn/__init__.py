@@ -8,6 +8,7 @@
 * `gm.nn.ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding` and the cross entropies: layers that are
   cut over the ranks; `gm.nn.tensor_parallel` makes them of a dense module's.
 * `gm.nn.ExpertParallel`: tokens travel to their experts and back.
+* `gm.nn.clip_grad_norm_`: clipping by the norm of the dense model; `mark_sharded` for shards that are made by hand.
 * `gm.nn.SyncBatchNorm`, `SyncGroupNorm`: statistics of all ranks.
 * `gm.nn.fields`: fields that are cut over ranks along their rows; `HaloConv1d` and its like, `SpectralConv`.
 """
@@ -16,6 +17,11 @@ from gradmesh.nn import fields, graph, sequence, tensor
 from gradmesh.nn.attention import (
     ring_attention,
     ulysses_attention,
+)
+from gradmesh.nn.clipping import (
+    clip_grad_norm_,
+    clip_grad_value_,
+    get_total_norm,
 )
 from gradmesh.nn.contrastive import (
     BarlowTwinsLoss,
@@ -52,6 +58,7 @@ from gradmesh.nn.norms import (
     SyncBatchNorm,
     SyncGroupNorm,
 )
+from gradmesh.nn.sharding import mark_sharded
 from gradmesh.nn.tensor import (
     ColumnParallelLinear,
     Replicated,
@@ -91,12 +98,16 @@ __all__ = [
     "balance_loss",
     "barlow_twins_loss",
     "cached_gradients",
+    "clip_grad_norm_",
+    "clip_grad_value_",
     "clip_loss",
     "dense_state_dict",
     "fields",
+    "get_total_norm",
     "graph",
     "linear_cross_entropy",
     "load_dense_state_dict",
+    "mark_sharded",
     "nt_xent_loss",
     "ring_attention",
     "sequence",

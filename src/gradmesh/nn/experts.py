@@ -1,8 +1,9 @@
-"""Mixtures of experts over the ranks of an axis: tokens travel to their experts and back, none is dropped."""
+"""Mixtures of experts over the ranks of an axis: tokens travel to their experts and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from gradmesh.arguments import Call, integer
 from gradmesh.axis import Axis, AxisLike, balanced
-from gradmesh.collectives import all_reduce, all_to_all
+from gradmesh.collectives import all_gather, all_reduce, all_to_all
 from gradmesh.nn.plain import known, widened
 from gradmesh.nn.tensor.cuts import Parallel
 from gradmesh.types import I
@@ -34,16 +35,24 @@ class ExpertDispatch:
         chosen: the experts of each token, shape (n, k), int64.
         experts: how many there are on all ranks; or how many each rank has, one number for each.
         axis: the ranks.
+        capacity_factor: limits each expert to `ceil(capacity_factor * choices / experts)` rows, where `choices` counts
+            the (token, expert) pairs of all ranks; pairs over the limit are dropped. None drops nothing.
+
+    Which pairs are dropped does not depend on how the tokens are distributed over the ranks: an expert accepts all
+    tokens' first choices before any second choice, and among equal choices the tokens in the order of the ranks and
+    of each rank's tokens. A dropped pair sends nothing and adds 0 to its token; the weights of the others stay.
 
     Attributes:
         axis: the ranks.
         sizes: how many experts each rank has.
         counts: how many rows each of this rank's experts gets.
+        kept: which pairs were not dropped, bool of shape (n, k).
 
     Raises:
-        ArgumentError: `chosen` names no experts.
+        ArgumentError: `chosen` names no experts, or `capacity_factor` is not a positive number.
 
-    Source: Lepikhin et al., GShard (arXiv:2006.16668), section 2; without a capacity: Gale et al., MegaBlocks
+    Source: Lepikhin et al., GShard (arXiv:2006.16668), section 2, with its capacity 2 N / E for k = 2 times a factor as
+    in Fedus et al., Switch Transformers (arXiv:2101.03961), equation 3; without a capacity: Gale et al., MegaBlocks
     (arXiv:2211.15841), section 3.
 
     Example:
@@ -57,10 +66,18 @@ class ExpertDispatch:
         [([1.0, 1.0], [10.0, 20.0]), ([2.0, 2.0], [10.0, 20.0])]
     """
 
-    def __init__(self, chosen: Tensor, experts: int | Sequence[int], axis: AxisLike = None) -> None:
+    def __init__(
+        self,
+        chosen: Tensor,
+        experts: int | Sequence[int],
+        axis: AxisLike = None,
+        *,
+        capacity_factor: float | None = None,
+    ) -> None:
         call = Call("nn.ExpertDispatch", chosen, axis)
         here: Axis = call.axis
         sizes = _dealt(call, experts)
+        _check_capacity(call, capacity_factor)
         if chosen.dim() != 2 or chosen.dtype not in (torch.int64, torch.int32):
             call.fail(
                 "chosen does not name k experts for each token",
@@ -72,9 +89,13 @@ class ExpertDispatch:
         self.axis, self.sizes = here, sizes
         self.tokens, self.chosen = chosen.shape
         flat = chosen.reshape(-1)
-        self._order = flat.argsort(stable=True)
-        """The (token, expert) pairs, expert by expert."""
-        wanted = torch.bincount(flat, minlength=sum(sizes))
+        self.kept = torch.ones_like(chosen, dtype=torch.bool)
+        if capacity_factor is not None:
+            self.kept = _within_capacity(chosen, sum(sizes), capacity_factor, here)
+        order = flat.argsort(stable=True)
+        self._order = order[self.kept.reshape(-1)[order]]
+        """The (token, expert) pairs that are kept, expert by expert."""
+        wanted = torch.bincount(flat[self._order], minlength=sum(sizes))
         own = sizes[here.rank]
         came = all_to_all(wanted, here, split_sizes=sizes, concat_sizes=(own,) * here.size)
         self._sent: list[int] = [int(part.sum()) for part in wanted.split(sizes)]
@@ -116,8 +137,8 @@ class ExpertDispatch:
         if tuple(weights.shape) != (self.tokens, self.chosen):
             fits = f"({self.tokens}, {self.chosen})"
             self._refuse("combine", weights, "there is not one weight for each choice", fits)
-        back = self._travel(rows.index_select(0, _turned(self._by_expert)), self._taken, self._sent)
-        back = back.index_select(0, _turned(self._order))
+        rows = _placed(rows, self._by_expert, len(rows))
+        back = _placed(self._travel(rows, self._taken, self._sent), self._order, self.kept.numel())
         back = back.view(self.tokens, self.chosen, *rows.shape[1:])
         return (back * weights.view(*weights.shape, *[1] * (rows.dim() - 1))).sum(1)
 
@@ -149,34 +170,71 @@ def _dealt(call: Call, experts: int | Sequence[int]) -> tuple[int, ...]:
     return sizes
 
 
-def _turned(order: Tensor) -> Tensor:
-    """The order that undoes one."""
-    back = torch.empty_like(order)
-    back[order] = torch.arange(len(order), device=order.device)
-    return back
+def _placed(rows: Tensor, at: Tensor, length: int) -> Tensor:
+    """A tensor of `length` rows with each given row at its index, and zeros elsewhere."""
+    return rows.new_zeros(length, *rows.shape[1:]).index_copy(0, at, rows)
+
+
+def _check_capacity(call: Call, factor: object) -> None:
+    if factor is not None and not (isinstance(factor, int | float) and 0 < factor < math.inf):
+        call.fail(
+            "capacity_factor is not a positive number",
+            expected="a number above 0, or None",
+            got=f"capacity_factor={factor!r}",
+            remedy="pass 1.0 for room for evenly chosen experts, 1.25 for a quarter more, or None to drop nothing",
+        )
+
+
+def _within_capacity(chosen: Tensor, experts: int, factor: float, axis: Axis) -> Tensor:
+    """Which of this rank's (token, expert) pairs their experts accept."""
+    k = chosen.shape[1]
+    # Groups of pairs of the same choice and expert, in order of choice: a pair's position at its expert is the number
+    # of that expert's pairs in earlier groups, on earlier ranks and at earlier tokens.
+    group = (chosen + experts * torch.arange(k, device=chosen.device)).reshape(-1)
+    count = torch.bincount(group, minlength=k * experts)
+    every = all_gather(count.unsqueeze(0), axis)
+    total = every.sum(0).view(k, experts)
+    before = (total.cumsum(0) - total).view(-1) + every[: axis.rank].sum(0)
+    order = group.argsort(stable=True)
+    here = torch.arange(len(group), device=chosen.device) - (count.cumsum(0) - count)[group[order]]
+    position = torch.empty_like(order)
+    position[order] = before[group[order]] + here
+    return (position < math.ceil(factor * int(total.sum()) / experts)).view_as(chosen)
 
 
 class ExpertParallel(Parallel):
-    """A layer of experts of which each rank has some: each token goes to the k with the highest scores, and none drops.
+    """A layer of experts of which each rank has some: each token goes to the k experts with the highest scores.
 
     ::
 
-        V -> V    tokens (n, ...) -> (n, ...)    backward: gradients go the same ways back; each expert's parameters get
-                                                 the sum over all ranks' tokens, and are on one rank alone
+        V -> V    tokens (n, d) -> (n, d), or (B, S, d) -> (B, S, d)
+                  backward: gradients go the same ways back; each expert's parameters get the sum over all ranks'
+                  tokens, and are on one rank alone
+
+    The leading dims of the scores number the tokens: a router that makes (B, S, experts) of x (B, S, d) routes B * S
+    tokens. Experts get and return rows (m, d), m >= 0, of the same shape. Ranks without tokens or without experts
+    take part in both exchanges, forward and backward.
 
     The router is on every rank, each of which routes its own tokens: its parameters' gradients are to be summed over
     the axis (`gm.nn.Replicated(router)`), and what a data parallel wrapper averages over it are all but the experts'.
 
     Args:
-        router: makes a score for each expert, shape (n, experts), of the tokens.
+        router: makes a score for each expert, shape (n, experts) or (B, S, experts), of the tokens.
         expert: makes the module of an expert, by its number over all ranks; called for this rank's alone.
         experts: how many there are on all ranks, or how many each rank has.
         k: how many experts work on each token.
         axis: the ranks.
-        normalize: whether the weights of a token's experts, of the softmax over all, are scaled to a sum of 1.
+        normalize: whether the weights of a token's experts, of the softmax over all, are scaled to a sum of 1, before
+            any is dropped.
+        capacity_factor: limits the rows of each expert as in `ExpertDispatch`; None drops nothing. Dropped choices add
+            0 to their token, so that a residual connection around the layer passes the token through.
 
     Attributes:
         experts: this rank's experts, by their numbers over all ranks.
+
+    Raises:
+        ArgumentError: the experts cannot be distributed over the ranks, or `k` or `capacity_factor` is out of range;
+            when called, the scores do not fit the tokens or the number of experts.
 
     Example:
         >>> def on_each_rank():
@@ -189,6 +247,8 @@ class ExpertParallel(Parallel):
         [((2, 3), ['0', '1']), ((3, 3), ['2', '3'])]
     """
 
+    holds_parts = False
+
     def __init__(
         self,
         router: nn.Module,
@@ -198,6 +258,7 @@ class ExpertParallel(Parallel):
         axis: AxisLike = None,
         *,
         normalize: bool = True,
+        capacity_factor: float | None = None,
     ) -> None:
         super().__init__(axis)
         nothing = torch.empty(0, 1, dtype=torch.int64)
@@ -210,10 +271,18 @@ class ExpertParallel(Parallel):
                 got=f"k={k!r}",
                 remedy="pass 1 or 2",
             )
+        _check_capacity(call, capacity_factor)
         first = sum(sizes[: call.axis.rank])
         self.router, self.sizes, self.k, self.normalize = router, sizes, k, normalize
+        self.capacity_factor = capacity_factor
         numbers = range(first, first + sizes[call.axis.rank])
         self.experts = nn.ModuleDict({str(number): expert(number) for number in numbers})
+
+    def _sharded(self) -> Iterator[tuple[nn.Module, str]]:
+        """The parameters of this rank's experts."""
+        experts = self._modules.get("experts")
+        for module in () if experts is None else experts.modules():
+            yield from ((module, name) for name in module._parameters)
 
     def forward(self, x: Tensor) -> Tensor:
         """What the experts make of the tokens."""
@@ -222,19 +291,29 @@ class ExpertParallel(Parallel):
     def routed(self, x: Tensor, scores: Tensor) -> Tensor:
         """The same, of scores that are there already, for one who needs them for `balance_loss` too."""
         total = sum(self.sizes)
-        if scores.shape[-1] != total:
-            expected = f"scores of shape (tokens, {total})"
-            self.refuse(scores, expected, "let the router make one score for each expert of all ranks")
-        weights, chosen = scores.softmax(-1).topk(self.k, dim=-1)
+        tokens = scores.shape[:-1]
+        if scores.dim() < 2 or scores.shape[-1] != total or x.shape[: len(tokens)] != tokens:
+            self.refuse(
+                scores,
+                f"one score for each of {total} experts and each token of x {list(x.shape)}",
+                "let the router make one score for each expert of all ranks",
+                f"scores of shape {list(scores.shape)}",
+            )
+        weights, chosen = scores.reshape(tokens.numel(), total).softmax(-1).topk(self.k, dim=-1)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        plan = ExpertDispatch(chosen, self.sizes, self.over)
-        parts = plan.send(x).split(plan.counts)
+        plan = ExpertDispatch(chosen, self.sizes, self.over, capacity_factor=self.capacity_factor)
+        sent = plan.send(x.reshape(tokens.numel(), *x.shape[len(tokens) :]))
+        # The empty last part keeps the exchange in the graph of a rank whose results do not depend on its rows.
+        *parts, nothing = sent.split([*plan.counts, 0])
         done = [each(part) for each, part in zip(self.experts.values(), parts, strict=True)]
-        rows = torch.cat(done) if done else x[:0]
+        if done:
+            nothing = nothing.to(done[0].dtype).reshape(0, *done[0].shape[1:])
+        rows = torch.cat((*done, nothing))
         # Under autocast results are narrower than x; a rank without experts cannot know that.
         rows = rows if all(self.sizes) else rows.to(x.dtype)
-        return plan.combine(rows, weights.to(x.dtype))
+        y = plan.combine(rows, weights.to(x.dtype))
+        return y.reshape(*tokens, *y.shape[1:])
 
 
 def balance_loss(scores: Tensor, chosen: Tensor, axis: AxisLike = None) -> Tensor:
@@ -242,12 +321,13 @@ def balance_loss(scores: Tensor, chosen: Tensor, axis: AxisLike = None) -> Tenso
 
     ::
 
-        V -> I    scores (n, E), chosen (n, k) -> ()     E sum_e f_e p_e
+        V -> I    scores (n, E), chosen (n, k) -> ()     E sum_e f_e p_e; or (B, S, E) and (B, S, k)
                   f_e: the share of all ranks' choices that fell on e, a constant
                   p_e: the mean over all ranks' tokens of the softmax of the scores
 
     A mean of each rank's own loss is another number, since it has the product of the rank's shares. Every rank gets
-    the same value, which counts once; its gradient on each rank is that by the own scores.
+    the same value, which counts once; its gradient on each rank is with respect to its own scores. Without tokens on
+    any rank the loss is 0, with gradient 0.
 
     Args:
         scores: the router's, of this rank's tokens; the softmax is taken here, in float32 at least.
@@ -268,23 +348,24 @@ def balance_loss(scores: Tensor, chosen: Tensor, axis: AxisLike = None) -> Tenso
         [1.0, 1.0]
     """
     call = Call("nn.balance_loss", scores, axis)
-    fits = scores.dim() == 2 and chosen.dim() == 2 and len(chosen) == len(scores)
+    fits = scores.dim() == chosen.dim() >= 2 and chosen.shape[:-1] == scores.shape[:-1]
     if not fits or chosen.dtype not in (torch.int64, torch.int32):
         call.fail(
             "scores and chosen are not of the same tokens",
-            expected="scores (tokens, experts), chosen (tokens, k) as int64",
+            expected="scores (tokens, experts), chosen (tokens, k) as int64; both may have more dims of tokens",
             got=f"scores {list(scores.shape)}, chosen {chosen.dtype} {list(chosen.shape)}",
-            remedy="flatten the tokens' dims",
+            remedy="pass chosen = scores.topk(k).indices",
         )
-    experts = scores.shape[1]
+    experts = scores.shape[-1]
     _check_chosen(call, chosen, experts)
-    scores = widened(scores)
+    scores = widened(scores).flatten(0, -2)
     fallen = torch.bincount(chosen.reshape(-1), minlength=experts).to(scores.dtype)
     counts = torch.cat((fallen, scores.new_tensor([len(scores)])))
     counts = all_reduce(counts, call.axis, dst=I)
-    means = all_reduce(scores.softmax(-1).sum(0), call.axis, dst=I) / counts[-1]
+    # At least 1, for no tokens on any rank.
+    means = all_reduce(scores.softmax(-1).sum(0), call.axis, dst=I) / counts[-1].clamp(min=1)
     # All choices are counted, not taken as k for each token: k may differ from rank to rank.
-    return experts * (counts[:-1] / counts[:-1].sum() * means).sum()
+    return experts * (counts[:-1] / counts[:-1].sum().clamp(min=1) * means).sum()
 
 
 def _check_chosen(call: Call, chosen: Tensor, experts: int) -> None:

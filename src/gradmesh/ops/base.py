@@ -32,6 +32,7 @@ from gradmesh.types import I, R, Type
 from gradmesh.wire import Carrier, carrier, compiling
 from gradmesh.wire.claims import BACKWARD, JOINS, CallClaim, Recorded, Said, calls_of
 from gradmesh.wire.courier import Aside, carried, in_turn
+from gradmesh.wire.packing import laid_out_as
 from gradmesh.wire.values import ValueClaim
 
 T = TypeVar("T")
@@ -117,7 +118,7 @@ class Op(abc.ABC):
             wire: moves what has to travel, for this one call.
 
         Returns:
-            Fresh memory, also where the op is the identity.
+            Fresh memory, also where the op is the identity. It is brought into the operand's memory format by `apply`.
         """
 
     @abc.abstractmethod
@@ -162,11 +163,22 @@ class Op(abc.ABC):
     def _applied(self, x: Tensor, recorded: Recorded | None) -> Tensor:
         if is_fake(x):
             self.accepts(x.dtype)
-            return x.new_empty(self.out_shape(x.shape))
+            return self.imagined(x)
         if type(self.axis) is Aside and not self.axis.courier.here:
             self.axis.courier.finish()  # behind what was begun
         claim = self.claimed(x, recorded)
         wire = carrier(self.axis, claim)
+        if claim is None:
+            y = self._made(x, recorded, wire)
+        else:
+            with wire.calls.lock:
+                y = self._made(x, recorded, wire)
+            claim.settle()
+        return y if x.is_contiguous() else laid_out_as(x, y)
+
+    def _made(self, x: Tensor, recorded: Recorded | None, wire: Carrier) -> Tensor:
+        """Make the call, or withdraw it."""
+        claim = wire.claim
         try:
             self.accepts(x.dtype)
             if claim is not None and not self.sends:
@@ -174,16 +186,17 @@ class Op(abc.ABC):
             if profiler_on():
                 back = recorded is not None and recorded.role == BACKWARD
                 with profiling.collective(self.verb, self.axis, x, self.comm_dtype, backward=back):
-                    y = self._run(x, wire)
-            else:
-                y = self._run(x, wire)
+                    return self._run(x, wire)
+            return self._run(x, wire)
         except Exception as error:
             rank_state().begun.forgive()
             wire.withdraw(error)
             raise
-        if claim is not None:
-            claim.settle()
-        return y
+
+    def imagined(self, x: Tensor) -> Tensor:
+        """A result of the right shape and strides for an operand without values."""
+        y = x.new_empty(self.out_shape(x.shape))
+        return y if x.is_contiguous() else laid_out_as(x, y)
 
     def _run(self, x: Tensor, wire: Carrier) -> Tensor:
         """Run the op in the dtype that travels."""

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from gradmesh._torch import constant_to_compilers, resolve_group
 from gradmesh.axis import Axis
+from gradmesh.errors import ArgumentError, message
 from gradmesh.memo import Memo
 from gradmesh.ops.base import Op
 from gradmesh.ops.neighbor import Picked
@@ -142,6 +143,15 @@ def _kind(name: str) -> type[Any]:
     """The class of a name."""
     if name not in _kinds:
         _kinds.update((kind.__name__, kind) for kind in _derived(Op))
+    if name not in _kinds:
+        raise ArgumentError(
+            message(
+                "a recorded program calls an op that does not exist",
+                expected="an op of this version of gradmesh, or a subclass of Op that was imported",
+                got=repr(name),
+                remedy="import the module that defines the op, or export the program again with this version",
+            )
+        )
     return _kinds[name]
 
 

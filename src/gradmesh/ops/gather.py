@@ -78,14 +78,17 @@ class Gather(_AtRoot):
 
 
 class Scatter(_AtRoot):
-    """V at root -> V: each rank gets its part along `dim`; the other ranks hand in a tensor empty along `dim`."""
+    """V at root -> V: each rank gets its part along `dim`; the other ranks hand in a tensor empty along `dim`.
+
+    The verb takes a whole there too, and hands in nothing of it.
+    """
 
     verb = "scatter"
     rooted = True
 
     def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
         """Send each rank its part from the root."""
-        self.sizes.check(self, self.dim, sum(self.at_root()), x.shape[self.dim])
+        self._see_that_it_fits(x.shape)
         send = counts(x.shape, self.dim, self.at_root())
         receive = counts(x.shape, self.dim, self.for_root())
         flat = pack(x, self.dim, self.at_root())
@@ -93,8 +96,20 @@ class Scatter(_AtRoot):
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The own size along `dim`."""
-        self.sizes.check(self, self.dim, sum(self.at_root()), shape[self.dim])
+        self._see_that_it_fits(shape)
         return shifted(shape, self.dim, self.sizes[self.axis.rank])
+
+    def _see_that_it_fits(self, shape: Sequence[int]) -> None:
+        size = shape[self.dim]
+        if self.axis.rank == self.root:
+            self.sizes.check(self, self.dim, self.sizes.total, size)
+        elif size:
+            self.fail(
+                f"dim {self.dim} is neither empty nor whole on a rank that is not the root",
+                expected=f"size 0, or {self.sizes.total} as at rank {self.root}",
+                got=f"size {size}",
+                remedy="hand in a tensor that is empty along dim, or one of the root's shape",
+            )
 
     @property
     def adjoint(self) -> LinearOp:

@@ -4,23 +4,26 @@ What follows a program records the call and looks no further. It has an ordered 
 moves it past another one, forward or backward, also where the ranks' local work differs or a rank does not use the
 result. When the program runs, the op is run as it is outside of one: by the same carriers, compared in the same way.
 
-It has no derivative of its own. `Traced` is the op as autograd's one rule takes it, so that every order and mode of
-derivative is what it is for the op itself, and the calls in it are recorded too.
+`Traced` is the op as autograd's one rule takes it, so that every order and mode of derivative is what it is for the op
+itself, and the calls in it are recorded too. Where a recorded forward runs and autograd follows it then, as it does an
+exported program, the operator has the adjoint for its own derivative.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradmesh._torch import keep_order_in_inductor, ordered_effect
+from gradmesh.errors import OrderError
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.ops.encoding import Encoded, decode, encode, recalled
 from gradmesh.wire import Carrier, traced_carrier
-from gradmesh.wire.claims import JOINS, Recorded
-from gradmesh.wire.packing import CARRIED
+from gradmesh.wire.claims import BACKWARD, JOINS, NOTHING, Recorded
+from gradmesh.wire.packing import CARRIED, laid_out_as
 
 __all__ = ["Traced", "collective"]
 
@@ -51,14 +54,15 @@ def collective(
         group: the name of its process group.
         role: what the call is to the one that it comes from.
         origin: the place of that call, as it was returned; None: its place is not known.
-        joins: whether there is a backward of the call, if it sends nothing itself.
+        joins: whether there is a backward of the call, if it sends nothing itself; it is known without that where the
+            operand requires grad, in a program that autograd follows as it runs.
 
     Returns:
         The result, and the call's place among the calls of the group, for those that come from it.
     """
     code = Encoded(words, list(numbers), list(tensors), group)
     op = decode(code) if tensors else recalled(words, numbers, group)
-    call = Recorded(role, flags=JOINS if joins and not op.sends else 0)
+    call = Recorded(role, flags=JOINS if (joins or x.requires_grad) and not op.sends else 0)
     if origin is not None:
         number, local = origin.tolist()
         call.origin = Recorded(number=number, local=local, text="in a compiled program")
@@ -78,9 +82,39 @@ def _(
     keep_order_in_inductor(torch.ops.gradmesh.collective.default)
     op = decode(Encoded(words, list(numbers), list(tensors), group))
     op.accepts(x.dtype)
-    return x.new_empty(op.out_shape(x.shape)), torch.empty(2, dtype=torch.int64, device="cpu")
+    return op.imagined(x), torch.empty(2, dtype=torch.int64, device="cpu")
 
 
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, ctx.words, ctx.numbers, tensors, ctx.group, *_ = inputs
+    ctx.operand, ctx.result, ctx.dtype, ctx.device = x.shape, output[0].shape, x.dtype, x.device
+    ctx.save_for_backward(output[1], *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
+    """The adjoint, as the same operator: what autograd does where it follows a program, and not the verb's call."""
+    place, *tensors = ctx.saved_tensors
+    op = decode(Encoded(ctx.words, list(ctx.numbers), tensors, ctx.group))
+    if not isinstance(op, LinearOp):
+        op.fail(
+            "a call that is not linear has no derivative in an exported program",
+            expected="an operand that requires no grad",
+            got="an operand that requires grad",
+            remedy="call the verb outside of the exported program",
+            kind=OrderError,
+        )
+    nothing = grad is None
+    if grad is None:
+        grad = torch.zeros(ctx.result, dtype=ctx.dtype, device=ctx.device)
+    origin = Recorded(traced=place)
+    back = Traced(op.back).apply(grad, Recorded(BACKWARD, origin, NOTHING if nothing else 0))
+    # torch takes an empty list for one of tensors
+    no_numbers: list[None] | None = None if ctx.numbers else []
+    return back, None, no_numbers, [None] * len(tensors), None, None, None, None
+
+
+collective.register_autograd(_backward, setup_context=_remember)
 collective = ordered_effect(collective)
 
 
@@ -90,14 +124,18 @@ class Traced(LinearOp):
     Attributes:
         op: the op.
         reorderable: whether a compiler may see into it where every rank sends alike, and move what it finds there.
+        followed: whether autograd follows the call now; otherwise it follows the recorded program, each time that it
+            runs, and then an op that sends nothing needs its own derivative there too.
     """
 
     op: Op
     reorderable: bool
+    followed: bool
 
-    def __init__(self, op: Op, *, reorderable: bool = False) -> None:
+    def __init__(self, op: Op, *, reorderable: bool = False, followed: bool = False) -> None:
         told = {name: getattr(op, name) for name in ("axis", "comm_dtype", "backward_dtype", "made_of")}
-        for name, value in {**told, "op": op, "reorderable": reorderable}.items():
+        own = {"op": op, "reorderable": reorderable, "followed": followed}
+        for name, value in {**told, **own}.items():
             object.__setattr__(self, name, value)
 
     @property
@@ -116,16 +154,17 @@ class Traced(LinearOp):
         The call is made, and numbered, each time that the program runs. So its place is a value of the program, which
         hands it on to the calls that come from this one.
         """
+        y: Tensor
         op, travels = self.op, self.op.comm_dtype or x.dtype
-        joins = recorded is not None and bool(recorded.flags & JOINS)
-        silent = not op.sends and not (joins and op.sends_back)
+        joins = self.followed and recorded is not None and bool(recorded.flags & JOINS)
+        silent = self.followed and not op.sends and not (joins and op.sends_back)
         if op.axis.size == 1 or silent or (self.reorderable and op.symmetric and travels in CARRIED):
             op.accepts(x.dtype)
-            return op._run(x, traced_carrier(op.axis))
+            y = op._run(x, traced_carrier(op.axis))
+            return y if x.is_contiguous() else laid_out_as(x, y)
         role, origin = "", None
         if recorded is not None:
             role, origin = recorded.role, recorded.origin and recorded.origin.traced
-        y: Tensor
         y, place = collective(x, *encode(op), role, origin, joins)
         if recorded is not None:
             recorded.traced = place
@@ -141,10 +180,10 @@ class Traced(LinearOp):
 
     def batched(self) -> Traced:
         """The batched op, traced."""
-        return Traced(self.op.batched(), reorderable=self.reorderable)
+        return Traced(self.op.batched(), reorderable=self.reorderable, followed=self.followed)
 
     @property
     def adjoint(self) -> LinearOp:
         """The op's adjoint, traced."""
         op: LinearOp = self.op  # type: ignore[assignment]  # no other is differentiated
-        return Traced(op.adjoint, reorderable=self.reorderable)
+        return Traced(op.adjoint, reorderable=self.reorderable, followed=self.followed)

@@ -14,9 +14,10 @@ from gradmesh._torch import (
     functorch_active,
     in_reentrant_checkpoint,
     only_vmap_active,
+    outside_modes,
     saves_for_a_checkpoint,
 )
-from gradmesh.autograd import compiled_link, linked, unlinked
+from gradmesh.autograd import compiled_link, leaf, linked, unlinked
 from gradmesh.axis import Axis
 from gradmesh.call_sites import Site, call_site, show_site
 from gradmesh.errors import OrderError, message
@@ -30,13 +31,13 @@ __all__ = ["Order"]
 
 T = TypeVar("T")
 
-_SPARE = torch.zeros(1, device="cpu", requires_grad=True)
+_SPARE = outside_modes(leaf)
 """The first thread of a compiled program, which cannot make a leaf, and that of a recomputed collective: a selective
 checkpoint counts what is made."""
 _NOWHERE = Axis("chain", 0, 1, None)  # type: ignore[arg-type]  # nothing is sent
 """The axis of the op that ties a chain to a loss, which is this rank's affair alone."""
 
-_NO_LOSS = torch.zeros((), device="cpu", requires_grad=True)
+_NO_LOSS = outside_modes(lambda: torch.zeros((), device="cpu", requires_grad=True))
 """The loss of a rank that has none, in a compiled program, which cannot make a leaf."""
 
 

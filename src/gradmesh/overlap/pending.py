@@ -27,7 +27,7 @@ from gradmesh.overlap.begun import Begun, begun, ended
 from gradmesh.state import Unwaited, rank_state
 from gradmesh.structure import leaves, rebuilt
 from gradmesh.wire import compiling
-from gradmesh.wire.courier import Aside, Job
+from gradmesh.wire.courier import Aside, Job, completing
 
 __all__ = ["Pending", "begin", "together", "version"]
 
@@ -90,9 +90,11 @@ class Pending(Generic[T]):
         self._operand = operand
         self._ledger: Unwaited | None = None
         self._lock: threading.Lock | None = None
+        self._site: Site = None
+        self._recording = False
         if compiling():  # what is looked after below is the compiler's affair
             return
-        self._site: Site = call_site()
+        self._site = call_site()
         self._lock = threading.Lock()
         self._version = version(operand)
         self._mode = torch.is_grad_enabled()
@@ -117,8 +119,25 @@ class Pending(Generic[T]):
         """
         if self._lock is None:
             return self._taken()
-        with self._lock:
+        # The program may hold the lock, waiting for a function of `then` in which this is called.
+        if not self._lock.acquire(blocking=not completing()):
+            return self._promised_value()
+        try:
             return self._taken()
+        finally:
+            self._lock.release()
+
+    def _promised_value(self) -> T:
+        """The value of the future, in a function of `then` while the program waits for the call."""
+        future = None if self._future is None else self._future()
+        if future is None or not future.done():
+            raise self._refusal(
+                "a function of future().then(...) waits for a call that is made after it has returned",
+                "wait() on a thread of the program",
+                "wait() in what then(...) runs",
+                "wait for the calls first, or use torch.futures.collect_all",
+            )
+        return future.value()
 
     def _taken(self) -> T:
         if self._error is not None:
@@ -173,7 +192,8 @@ class Pending(Generic[T]):
         """A future of the value alone, for `then`, `torch.futures.collect_all` and `wait_all`.
 
         It is completed on a thread of the library, so its value is detached, and what `then` runs must not call
-        collectives. A call whose operand requires grad has to be waited for all the same.
+        collectives. It is done, and what `then` runs has returned, when `wait` returns and when `done` is True. A call
+        whose operand requires grad has to be waited for all the same.
 
         Raises:
             OrderError: the call has several steps (`all_reduce` with "max", "min" or "logsumexp", `recv`), which only

@@ -13,6 +13,7 @@ Beside what is compared, a rank tells whether its call will have a backward: see
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -167,9 +168,11 @@ class Recorded:
 class Calls:
     """The calls of a group, as one of its ranks counts them."""
 
-    __slots__ = ("functions", "local", "number", "since", "words")
+    __slots__ = ("functions", "local", "lock", "number", "since", "words")
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
+        """Held during a call that is compared: threads that call on one group must not mix their motions."""
         self.number = 0
         """How many calls were compared."""
         self.local = 0

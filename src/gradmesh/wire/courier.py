@@ -34,7 +34,7 @@ from gradmesh.errors import NotInitializedError, OrderError, message
 from gradmesh.state import rank_state
 from gradmesh.wire.around import AROUND
 
-__all__ = ["Aside", "Courier", "Job", "aside", "carried", "in_turn", "job_here"]
+__all__ = ["Aside", "Courier", "Job", "aside", "carried", "completing", "in_turn", "job_here"]
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Job(Generic[T]):
 
     Attributes:
         begun: when it was begun, by `time.perf_counter`.
-        over: whether it has been made, well or badly.
+        over: whether it has been made, well or badly, and the functions of `then` have returned.
     """
 
     __slots__ = (
@@ -56,6 +56,7 @@ class Job(Generic[T]):
         "_errand",
         "_error",
         "_gate",
+        "_maker",
         "_result",
         "_site",
         "_until",
@@ -72,6 +73,7 @@ class Job(Generic[T]):
         self._error: BaseException | None = None
         self._errand: Errand | None = None
         self._by: threading.Thread | None = None
+        self._maker: int | None = None  # the thread that has made it, and calls the functions of `then`
         # Not an Event: a launcher that looks for ranks which wait has to see this file, and not that of threading.
         self._gate = threading.Lock()
         self._gate.acquire()
@@ -85,12 +87,25 @@ class Job(Generic[T]):
             self._make()
         else:
             self._errand.run(self._make)
-        with _after_lock:
-            self.over = True
-            self._gate.release()
-            after, self._after = self._after, []
-        for then in after:
-            then(self)
+        self._maker = threading.get_ident()
+        while True:
+            with _after_lock:
+                after, self._after = self._after, []
+                if not after:
+                    self.over = True
+                    self._gate.release()
+                    return
+            _made.completing = True
+            try:
+                for then in after:
+                    then(self)
+            finally:
+                _made.completing = False
+
+    @property
+    def _made_here(self) -> bool:
+        """Whether the caller is a function of `then`, which has the result before others have it."""
+        return not self.over and self._maker == threading.get_ident()
 
     def _make(self) -> None:
         work, self._work = self._work, None
@@ -107,6 +122,8 @@ class Job(Generic[T]):
 
     def wait(self) -> T:
         """The result, when it is there; what went wrong with the call is raised here."""
+        if self._made_here:
+            return self._outcome()
         if self._by is threading.current_thread() and not self.over:
             raise OrderError(
                 message(
@@ -133,26 +150,38 @@ class Job(Generic[T]):
             self._errand.wait(float("inf"))
         with self._gate:
             pass
+        return self._outcome()
+
+    def _outcome(self) -> T:
         if self._error is not None:
             raise self._error
         return self._result
 
     def then(self, call: Callable[[Job[T]], None]) -> None:
-        """Have a function called when it is over, on the courier's thread; at once if it is."""
+        """Have a function called when the call has been made, on the courier's thread; at once if it is over.
+
+        `wait` returns after the function, so that a future which the function completes is done by then.
+        """
         with _after_lock:
-            if not self.over:
+            if not self.over and not self._made_here:
                 self._after.append(call)
                 return
         call(self)
 
 
 _after_lock = threading.Lock()
-_made = threading.local()  # .job: that which the thread is making
+# .job: that which the thread is making; .completing: whether it runs functions of `then`
+_made = threading.local()
 
 
 def job_here() -> Job[Any] | None:
     """The job that the calling thread is making."""
     return getattr(_made, "job", None)
+
+
+def completing() -> bool:
+    """Whether the caller is a function of `then`, on the thread that makes the calls."""
+    return getattr(_made, "completing", False)
 
 
 class Courier:

@@ -8,7 +8,17 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["CARRIED", "assemble", "counts", "dense", "flat_memory", "flattened", "pack", "with_memory"]
+__all__ = [
+    "CARRIED",
+    "assemble",
+    "counts",
+    "dense",
+    "flat_memory",
+    "flattened",
+    "laid_out_as",
+    "pack",
+    "with_memory",
+]
 
 CARRIED = frozenset(
     {
@@ -47,6 +57,40 @@ def flat_memory(x: Tensor) -> Tensor:
 def with_memory(flat: Tensor) -> Tensor:
     """The same; zeros with memory for zeros that have none, as autograd makes them in forward over reverse."""
     return flat if flat.data_ptr() or not flat.numel() else flat.clone()
+
+
+def laid_out_as(x: Tensor, y: Tensor) -> Tensor:
+    """A result in the memory format of an operand that is dense and not contiguous, such as channels_last.
+
+    Sizes may differ along the outermost dimension in memory, as in a gather along it; else, and where the operand has
+    gaps or overlaps, the result stays as it is.
+    """
+    strides = _kept_strides(x.shape, x.stride(), y.shape)
+    return (
+        y
+        if strides is None
+        else torch.empty_strided(y.shape, strides, dtype=y.dtype, device=y.device).copy_(y)
+    )
+
+
+def _kept_strides(
+    shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
+) -> Sequence[int] | None:
+    """The strides of a tensor of the wanted shape in the memory format of another; None where it cannot be kept."""
+    if len(shape) != len(wanted):
+        return None
+    changed = [dim for dim, size in enumerate(shape) if size != wanted[dim]]
+    expected, inner = 1, [dim for dim, size in enumerate(shape) if size != 1 and dim not in changed]
+    for dim in sorted(inner, key=lambda dim: strides[dim]):
+        if strides[dim] != expected:
+            return None
+        expected *= shape[dim]
+    if not changed:
+        return strides
+    outer = changed[0]
+    if len(changed) > 1 or (shape[outer] != 1 and strides[outer] != expected):
+        return None
+    return [*strides[:outer], expected, *strides[outer + 1 :]]
 
 
 def counts(shape: Sequence[int], dim: int, sizes: Sequence[int]) -> list[int]:

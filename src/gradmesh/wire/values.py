@@ -17,20 +17,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradmesh._torch import in_plain_mode
+from gradmesh._torch import LastPass, in_plain_mode
 from gradmesh.call_sites import call_site
 from gradmesh.errors import CheckWarning, MismatchError, message
+from gradmesh.state import rank_state
 from gradmesh.types import I, P, R, Type
 from gradmesh.wire.claims import BACKWARD, CallClaim, Recorded, Said
 from gradmesh.wire.packing import dense, flattened, with_memory
 
-__all__ = ["ValueClaim", "number_of"]
+__all__ = ["DeclaredAlike", "ValueClaim", "number_of"]
 
 _NOT_FINITE = 8
 _LINE_SHIFT, _LINE_BITS = 4, (1 << 10) - 1
 _SHIFT = 14
 _BITS = (1 << 20) - 1
 _LANES = 64
+
+
+class DeclaredAlike(LastPass):
+    """The backward pass of a loss that was declared the same on every rank, and scaled to be a term of the whole."""
 
 
 def number_of(x: Tensor) -> int:
@@ -117,7 +122,11 @@ class ValueClaim(CallClaim):
         numbers = {flags >> _SHIFT} if heard is None else {other >> _SHIFT for other in heard}
         if self._src in (R, I) and heard is not None and len(numbers) > 1:
             raise self._unequal(heard)
-        if self._summed and numbers == {flags >> _SHIFT} != {0}:
+        if (
+            self._summed
+            and numbers == {flags >> _SHIFT} != {0}
+            and not rank_state().own(DeclaredAlike).running
+        ):
             self._warn("the same gradient on every rank is summed", _SUMMED)
         if self._loss:
             self._warn("a backward pass starts from what was summed over the ranks with dst=gm.I", _PRINTED)

@@ -70,7 +70,7 @@ class Begun(OwnWork):
                 promise.fail(error)
 
     @override
-    def is_completed(self) -> bool:
+    def is_over(self) -> bool:
         if not self.over:
             progress.progress()
         return self.over
@@ -86,6 +86,7 @@ class Begun(OwnWork):
             if not self.over:
                 if self.promise is None:
                     self.promise, self.asked = Promise(), time.monotonic()
+                    self.future = self.promise.future
                     self.engine.promised(self)
                 return self.promise.future
         if self.error is None:
@@ -130,8 +131,8 @@ class MessageWork(Begun):
             self.engine.settled(self)
 
     @override
-    def is_completed(self) -> bool:
-        if not super().is_completed():
+    def is_over(self) -> bool:
+        if not super().is_over():
             self.engine.look_after(self)
         return self.over
 

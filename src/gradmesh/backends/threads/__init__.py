@@ -74,7 +74,7 @@ def seated(world: World, rank: int, kept: object) -> Iterator[None]:
     """Make the calling thread that rank of the world, and keep an object for it, which `rank_locals` returns."""
     _here.seat = _Seat(world, rank)
     _here.kept = kept
-    _torch.adopt_thread()
+    _torch.adopt_thread(world.seed + rank)
     # Backward stays on the rank's thread for every device, or it would not know which rank it is.
     world.rank_of_thread[threading.get_ident()] = rank
     try:

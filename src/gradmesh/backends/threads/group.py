@@ -43,7 +43,7 @@ class _Work(OwnWork):
         self._waits_for.wait(self._group.timeout if seconds is None else seconds)
 
     @override
-    def is_completed(self) -> bool:
+    def is_over(self) -> bool:
         return self._waits_for.over()
 
     @override

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 from gradmesh.backends.threads.observing import Observer
 from gradmesh.backends.words import RETURNED_REMEDY, SAME_CALLS, nothing_came
 from gradmesh.errors import AbortedError, DeadlockError, GradmeshError, message
@@ -31,6 +33,8 @@ class World:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        # Ranks begin with different random numbers, as processes do; the launching thread's seed decides which.
+        self.seed = int(torch.randint(2**62, ()))
         self.lock = threading.Lock()
         self.waiting: dict[int, Waitable] = {}  # by rank, for the ranks' own threads
         self.gone: dict[int, str] = {}  # how a rank ended

@@ -118,6 +118,8 @@ def _functions(context: Context, wrong: Sequence[Got]) -> list[Finding]:
         arrived, left = _arrived(context, calls), _left(context, calls)
         if arrived is None or left is None or not _is_fault(arrived, left):
             continue
+        if _averages(context, calls, left):
+            continue
         rank, call = next(iter(calls.items()))
         ins = [x for n in call.ins if n is not None and (x := context.tensor(rank, n)) is not None]
         names = sorted(
@@ -169,6 +171,15 @@ def _ins(context: Context, rank: int, call: Called) -> list[Tensor]:
 def _is_fault(arrived: _Form, left: _Form) -> bool:
     """Whether what arrives is right, in some form, and what leaves is not."""
     return _is_right(arrived) and not _is_right(left)
+
+
+def _averages(context: Context, calls: dict[int, Called], left: _Form) -> bool:
+    """Whether it gathers parameters, and hands their gradients back as the mean over the ranks: all of them alike."""
+    ranks = _ranks_of(context, calls)
+    for rank, call in calls.items():
+        if not call.sends_back or not any(n in context.again.ranks[rank].leaves for n in call.ins):
+            return False
+    return left.parts is not None and abs(left.parts * ranks - 1) < 0.02
 
 
 def _is_right(form: _Form) -> bool:

@@ -8,32 +8,37 @@ import torch
 
 from gradmesh.checker.findings import Finding, Place
 from gradmesh.checker.judging.context import Context, finding
-from gradmesh.checker.judging.parameters import Got, ratio_of, tolerance
+from gradmesh.checker.judging.parameters import Got, Scales, is_sum, ratio_of, tolerance
 from gradmesh.checker.judging.segments import Segment
 from gradmesh.checker.judging.truth import in_double
+from gradmesh.checker.recording.gradients import is_mean
 from gradmesh.checker.recording.tape import Op, Root, Scaled, Sent, Tape, refs
 
-__all__ = ["faults_of_gradients", "scales", "wrong_ones"]
+__all__ = ["faults_of_gradients", "scaled_alone", "scales", "wrong_ones"]
 
 _NEAR = 5e-3
 
 
-def scales(tapes: Sequence[Tape], segment: Segment) -> list[dict[str, float]]:
+def scales(tapes: Sequence[Tape], segment: Segment) -> list[dict[str, Scales]]:
     """What the program multiplied each rank's gradients by, but for averaging: clipping, a loss scale taken back."""
-    found: list[dict[str, float]] = []
+    found: list[dict[str, Scales]] = []
     for part in segment.parts:
-        own: dict[str, float] = {}
-        for event in part:
-            if isinstance(event, Scaled) and not _is_mean(event.factor, len(tapes)):
-                own[event.name] = own.get(event.name, 1.0) * event.factor
+        own: dict[str, Scales] = {}
+        sums = [at for at, event in enumerate(part) if isinstance(event, Sent) and is_sum(event)]
+        last = sums[-1] if sums else -1
+        means = {e.name for e in part if isinstance(e, Scaled) and is_mean(e.factor, len(tapes))}
+        held = {param.name for step in segment.steps[len(found)] for param in step.params}
+        # What some parameters alone are multiplied by, where nothing is summed, is not a mean over ranks.
+        chosen = not sums and not held.issubset(means)
+        for at, event in enumerate(part):
+            if isinstance(event, Scaled) and (event.loss or chosen or not is_mean(event.factor, len(tapes))):
+                known = own.setdefault(event.name, Scales())
+                if at < last and not event.own and not event.loss:
+                    known.before *= event.factor
+                else:
+                    known.after *= event.factor
         found.append(own)
     return found
-
-
-def _is_mean(factor: float, ranks: int) -> bool:
-    return factor > 0 and any(
-        abs(factor * n - 1) < 1e-6 or abs(factor / n - 1) < 1e-6 for n in range(2, ranks + 1)
-    )
 
 
 def wrong_ones(context: Context) -> list[Got]:
@@ -48,7 +53,7 @@ def wrong_ones(context: Context) -> list[Got]:
             groups.append([ratio])
 
     def is_allowed(ratio: float) -> bool:
-        return any(abs(ratio - each) < _NEAR * each for each in allowed)
+        return any(abs(ratio - each) < _NEAR * each for each in allowed) or not _counts(context, ratio)
 
     if groups:
         best = max(groups, key=lambda group: (is_allowed(group[0]), len(group)))
@@ -59,18 +64,35 @@ def wrong_ones(context: Context) -> list[Got]:
         got
         for got in context.got
         if got.kind in ("apart", "bent")
-        or (got.kind == "right" and abs(got.ratio - context.expected) > _NEAR * abs(context.expected))
+        or (
+            got.kind == "right"
+            and abs(got.ratio - context.expected) > _NEAR * abs(context.expected)
+            and (got.ratio == 0 or _counts(context, got.ratio / (context.expected or 1.0)))
+        )
         or (got.kind == "right" and not is_allowed(got.ratio))
     ]
+
+
+def _counts(context: Context, ratio: float) -> bool:
+    """Whether a ratio is made of numbers of ranks, of groups of them and of backwards: another one proves nothing."""
+    if ratio <= 0:
+        return True
+    numbers = {round(1 / each) for each in context.factors()} | {
+        len(call.group) for calls in context.again.groups for call in calls.values()
+    }
+    numbers |= {len(context.tapes), 1}
+    products = {a * b for a in numbers for b in numbers}
+    return any(a != b and abs(ratio * a / b - 1) < _NEAR for a in products for b in products)
 
 
 def faults_of_gradients(context: Context, wrong: Sequence[Got]) -> list[Finding]:
     """What is wrong with the gradients themselves."""
     ranks = range(len(context.tapes))
-    found = [*_scaled_alone(context)]
+    found: list[Finding] = []
     different, allowed = context.truth.different, context.factors()
     right = [got for got in context.got if got.kind == "right"]
     odd = not any(abs(context.expected - each) < _NEAR * each for each in allowed)
+    odd = odd and _counts(context, context.expected)
     root = context.place(0, context.root_site(0)) or _first_root(context)
     if right and odd:
         line = _division(context)
@@ -192,24 +214,57 @@ def _fraction(ratio: float) -> str:
     return f"1/{1 / ratio:.4g}" if ratio < 1 else f"{ratio:.4g} times"
 
 
-def _scaled_alone(context: Context) -> list[Finding]:
-    """Gradients that ranks multiply by different numbers."""
-    factors = [
-        {event.site: event.factor for event in part if isinstance(event, Scaled)}
-        for part in context.segment.parts
-    ]
-    lines: dict[str, list[tuple[int, float, int]]] = {}
-    for rank, own in enumerate(factors):
-        for site, factor in own.items():
-            lines.setdefault(str(context.place(rank, site)), []).append((rank, factor, site))
+def scaled_alone(context: Context) -> list[Finding]:
+    """Gradients that ranks multiply by different numbers, which they make of their own gradients."""
+    lines: dict[str, list[tuple[int, Scaled]]] = {}
+    for rank, part in enumerate(context.segment.parts):
+        own = {event.site: event for event in part if isinstance(event, Scaled) and not event.loss}
+        for site, event in own.items():
+            lines.setdefault(str(context.place(rank, site)), []).append((rank, event))
+    weights = scales(context.tapes, context.segment)
+    for got in context.got:
+        if got.alone is not None:
+            rank = got.parts[0].rank
+            said = (
+                f"every rank clips its own part of the gradient of {got.name}, and the parts are summed afterwards: "
+                "that is not the gradient, clipped"
+            )
+            return [finding("GM205", said, context.place(rank, got.alone.site), None, got.ranks, got.name)]
     for each in lines.values():
-        values = [factor for _, factor, _ in each]
-        if len(each) > 1 and max(values) - min(values) > 1e-3 * max(abs(v) for v in values):
-            shown = ", ".join(f"{factor:.4g} on rank {rank}" for rank, factor, _ in each[:4])
-            rank, _, site = each[0]
-            said = f"gradients are multiplied by a number that every rank finds for itself: {shown}"
-            return [finding("GM205", said, context.place(rank, site), None, [r for r, *_ in each])]
+        values = [event.factor for _, event in each]
+        if len(each) < 2 or max(values) - min(values) <= 1e-3 * max(abs(v) for v in values):
+            continue
+        if all(
+            not event.own and event.name in weights[r] and weights[r][event.name].before != 1
+            for r, event in each
+        ):
+            continue  # weights of the ranks' losses
+        if not _is_one_model(context):
+            continue
+        shown = ", ".join(
+            f"{factor:.4g} on rank {rank}" for (rank, _), factor in zip(each[:4], values, strict=False)
+        )
+        rank, event = each[0]
+        ranks = [r for r, _ in each]
+        said = f"gradients are multiplied by a number that every rank finds for itself: {shown}"
+        remedy = ""
+        if event.by:
+            said = f"{event.by} takes the norm of what each rank holds, and multiplies by another number: {shown}"
+            remedy = _OF_CLIPPING
+        return [finding("GM205", said, context.place(rank, event.site), None, ranks, remedy=remedy)]
     return []
+
+
+_OF_CLIPPING = (
+    "gm.nn.clip_grad_norm_(model.parameters(), max_norm), which takes the norm of the whole model on every rank; or in "
+    "plain torch: average the gradients before they are clipped; where parameters are sharded, sum the squared norms "
+    "of the shards over their group with dist.all_reduce, count what is replicated once, and scale by the root of that."
+)
+
+
+def _is_one_model(context: Context) -> bool:
+    """Whether ranks have parameters in common, or gradients pass between them."""
+    return context.again.calls > 0 or any(len(got.parts) > 1 for got in context.got)
 
 
 def _division(context: Context) -> Place | None:

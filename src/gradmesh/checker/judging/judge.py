@@ -12,13 +12,14 @@ from gradmesh.checker.judging.calls import faults_of_calls, overwritten
 from gradmesh.checker.judging.context import Context
 from gradmesh.checker.judging.cuts import cut_before_collectives
 from gradmesh.checker.judging.endings import endings
-from gradmesh.checker.judging.gradients import faults_of_gradients, scales, wrong_ones
+from gradmesh.checker.judging.gradients import faults_of_gradients, scaled_alone, scales, wrong_ones
 from gradmesh.checker.judging.parameters import gotten
 from gradmesh.checker.judging.rounding import forgive_rounding
 from gradmesh.checker.judging.segments import Segment, segments
 from gradmesh.checker.judging.truth import Truth, truth_of
 from gradmesh.checker.judging.values import (
     drifted,
+    drifted_later,
     masks,
     never_same,
     parted,
@@ -64,12 +65,17 @@ def judged(
         for number, segment in enumerate(every, 1):
             if not segment.whole:
                 continue
-            more = _step(there, segment, number, notes, see)
+            more = _step(there, segment, number, notes, see, every[number : number + 1])
             if segment.by_hand and not more:
                 more = parted(there, segment, every[number : number + 1])
             found += more
             if any(each.severity == "error" for each in more):
                 break  # what follows is a consequence
+        idle = [str(tape.rank) for tape in there if not tape.steps]
+        if 0 < len(idle) < len(there) and not found:
+            notes.append(
+                f"no step was seen on rank {', '.join(idle)}: nothing is said of the others' gradients"
+            )
         if not any(tape.steps for tape in there) and not found:
             notes.append("no step of an optimizer was seen: nothing is said of gradients")
     steps = min((tape.steps for tape in there), default=0)
@@ -79,25 +85,43 @@ def judged(
 
 
 def _step(
-    tapes: Sequence[Tape], segment: Segment, number: int, notes: list[str], see: Callable[[Context], None]
+    tapes: Sequence[Tape],
+    segment: Segment,
+    number: int,
+    notes: list[str],
+    see: Callable[[Context], None],
+    following: Sequence[Segment],
 ) -> list[Finding]:
     try:
         again = run_again(segment.parts)
-        truth = truth_of(again)
-    except UnfaithfulError as error:
-        notes.append(f"step {number} could not be followed: {error}")
+    except (UnfaithfulError, *_UNFORESEEN) as error:
+        notes.append(f"step {number} could not be followed: {_line(error)}")
         return []
-    except RuntimeError as error:
+    try:
+        truth = truth_of(again)
+    except _UNFORESEEN as error:
         context = Context(tapes, segment, again, Truth(torch.zeros(()), 0, [], []), [])
         if found := overwritten(context):
             return found
-        notes.append(f"step {number} could not be differentiated: {str(error).splitlines()[0]}")
+        notes.append(f"step {number} could not be differentiated: {_line(error)}")
         return []
     if truth is None:
         notes.append(f"step {number}: no backward began at a loss that was followed")
         return []
-    context = Context(tapes, segment, again, truth, gotten(segment, truth, scales(tapes, segment)))
-    see(context)
+    context = Context(tapes, segment, again, truth, [])
+    try:
+        context.got = gotten(segment, truth, scales(tapes, segment), notes)
+        see(context)
+        return _judged_step(context, number, notes, following)
+    except _UNFORESEEN as error:
+        notes.append(f"not analysed: step {number} ({type(error).__name__}: {_line(error)})")
+        return []
+
+
+def _judged_step(
+    context: Context, number: int, notes: list[str], following: Sequence[Segment]
+) -> list[Finding]:
+    segment, again, truth = context.segment, context.again, context.truth
     lost = {
         f"step {number}, rank {at}: {each.what} ({context.place(at, each.site)})"
         for at, rank in enumerate(again.ranks)
@@ -116,11 +140,20 @@ def _step(
     wrong = wrong_ones(context)
     if wrong and forgive_rounding(context, wrong):
         wrong = wrong_ones(context)
+    if truth.unclear and any(got.kind == "bent" for got in wrong):
+        notes.append(
+            f"step {number}: what the backward of {', '.join(truth.unclear)} makes of a gradient is not known: "
+            "gradients that come through it are not compared"
+        )
+        wrong = [got for got in wrong if got.kind != "bent"]
     if wrong and segment.by_hand:
         notes.append(
             f"step {number} is written by hand, and not with what is in .grad: nothing is said of it"
         )
         return found
+    alone = scaled_alone(context)
+    if alone:
+        return [*found, *alone]  # what else differs may come of it
     if wrong and not apart:
         named = {each.subject for each in found if each.rule.id == "GM204"}
         wrong = [got for got in wrong if got.name not in named]
@@ -128,15 +161,46 @@ def _step(
         found += by_calls or faults_of_gradients(context, wrong)
     elif not apart:
         found += added_before_sums(context, []) or faults_of_gradients(context, [])
-        found += drifted(context.got, context)
+        found += drifted(context.got, context) or drifted_later(context, following)
     for got in context.got:
         if got.kind == "infinite":
             notes.append(f"step {number}: the gradient of {got.name} is not finite, and is not compared")
+        if got.kind == "unknown":
+            notes.append(
+                f"{got.name} is stepped, and it is not seen where it is used: its gradient is not compared"
+            )
+        if got.kind == "changed":
+            what = next(part.param.changed for part in got.parts if part.param.changed is not None)
+            rank = next(part.rank for part in got.parts if part.param.changed is not None)
+            place = context.place(rank, what.site)
+            where = f" at {place}" if place is not None else ""
+            notes.append(
+                f"the gradient of {got.name} is made into another one before the step ({what.what}{where}): "
+                "it is unknown whether that is intended, so it is not compared"
+            )
         if got.kind == "ambiguous":
             notes.append(
                 f"{got.name} begins as one number everywhere: whether the ranks share it cannot be told"
             )
     return found
+
+
+_UNFORESEEN = (
+    RuntimeError,
+    NotImplementedError,
+    KeyError,
+    IndexError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+)
+"""What the analysis of one program may raise: it becomes a note, and the others' findings stand."""
+
+
+def _line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _once(found: Sequence[Finding]) -> tuple[Finding, ...]:

@@ -13,12 +13,20 @@ from torch import Tensor
 from gradmesh.checker.judging.segments import Segment
 from gradmesh.checker.judging.truth import Truth, in_double, near
 from gradmesh.checker.recording.params import nameless
-from gradmesh.checker.recording.tape import Alias, Given, Op, Param, Sent, refs
+from gradmesh.checker.recording.tape import Alias, Changed, Given, Op, Param, Sent, refs
 
-__all__ = ["Got", "Part", "gotten", "is_constant", "tolerance"]
+__all__ = ["Got", "Part", "Scales", "gotten", "is_constant", "is_sum", "ratio_of", "tolerance"]
 
 _ROUNDING = 1e-5
 """How much of the terms of a sum may remain where they take each other away."""
+
+
+@dataclass
+class Scales:
+    """What a program multiplied a gradient by: before it was summed over the ranks, and after."""
+
+    before: float = 1.0
+    after: float = 1.0
 
 
 @dataclass
@@ -30,12 +38,16 @@ class Part:
         param: what the step found.
         ids: its numbers on the rank's tape.
         true: what the rank's own use of it adds to the gradient; None where it is not used.
+        steps: whether an optimizer of this rank steps it, or a copy of it.
+        covered: which of its entries that optimizer steps; None for all.
     """
 
     rank: int
     param: Param
     ids: tuple[int, ...]
     true: Tensor | None
+    steps: bool = True
+    covered: Tensor | None = None
 
 
 @dataclass
@@ -50,7 +62,9 @@ class Got:
         ratio: what was given, in units of the true one, where it is the same on the ranks and proportional.
         kind: "right" (proportional), "apart" (each rank has another), "bent" (the same, and not proportional),
             "unused" (nothing is to be had), "infinite" (there is a NaN or an infinity, which compares with nothing),
-            "ambiguous" (whether it is one parameter cannot be told).
+            "ambiguous" (it is unknown whether it is one parameter), "changed" (the program made something else
+            of it, apparently on purpose), "unknown" (it is not seen where it is used).
+        alone: how each rank clipped its own part of it, before these were summed.
     """
 
     name: str
@@ -59,6 +73,7 @@ class Got:
     got: list[Tensor]
     ratio: float
     kind: str
+    alone: Changed | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -71,34 +86,178 @@ def tolerance(x: Tensor) -> float:
     return {torch.float64: 1e-7, torch.float32: 2e-3}.get(x.dtype, 6e-2)
 
 
-def gotten(segment: Segment, truth: Truth, scales: Sequence[dict[str, float]]) -> list[Got]:
-    """Each parameter of a step; gradients are divided by what the program multiplied them by."""
+def gotten(
+    segment: Segment, truth: Truth, scales: Sequence[dict[str, Scales]], notes: list[str]
+) -> list[Got]:
+    """Each parameter of a step; gradients are divided by what the program multiplied them by.
+
+    Args:
+        segment: what leads to the step.
+        truth: its true gradients.
+        scales: what each rank's gradients were multiplied by.
+        notes: take what could not be compared.
+    """
     by_name: dict[str, list[Part]] = {}
-    for rank, steps in enumerate(segment.steps):
-        leaves = {
-            event.name: event.id for event in segment.parts[rank] if isinstance(event, Given) and event.leaf
-        }
-        for param in (param for step in steps for param in step.params):
-            name = param.name
-            ids = tuple({number for number in (param.id, leaves.get(name)) if number is not None})
-            trues = [x for number in ids if (x := truth.gradients[rank].get(number)) is not None]
-            factor = next(
-                (scales[rank][key] for key in (name, *map(nameless, ids)) if key in scales[rank]), 1.0
-            )
-            if factor not in (0.0, 1.0) and param.grad is not None:
-                param = replace(param, grad=param.grad / factor)
-            true = torch.stack(trues).sum(0) if trues and len({x.shape for x in trues}) == 1 else None
-            by_name.setdefault(name, []).append(Part(rank, param, ids, true))
+    for rank in range(len(segment.parts)):
+        for part in _parts_of(segment, truth, scales[rank], rank):
+            by_name.setdefault(part.param.name, []).append(part)
     # What is nothing but rounding, as the gradient of what a norm takes away, is compared with nothing.
     trues = [part.true for parts in by_name.values() for part in parts if part.true is not None]
     largest = max((float(true.abs().max()) for true in trues if true.numel()), default=0.0)
     noise = max(largest * 1e-6, 1e-12)
     found = []
-    for name, parts in by_name.items():
+    for name, parts in _joined(by_name).items():
         for group in _groups(parts):
-            judged = _judged(name, group, lambda group: _is_shared(segment, group), noise)
+            try:
+                judged = _judged(name, group, lambda group: _is_shared(segment, group), noise)
+            except (
+                RuntimeError,
+                IndexError,
+                ValueError,
+                TypeError,
+            ) as error:  # one that torch cannot compare so
+                notes.append(f"not analysed: the gradient of {name} ({type(error).__name__}: {_line(error)})")
+                continue
             if judged is not None:
                 found.append(judged)
+    if found and not any(bool(x.any()) for got in found for x in got.got):  # nothing is left of any gradient
+        return [replace(got, kind="right", ratio=0.0) if bool(got.true.any()) else got for got in found]
+    return found
+
+
+def is_sum(event: Sent) -> bool:
+    """Whether gradients are brought together by it, after a backward."""
+    sums = event.reduce in ("sum", "avg", "mean", "")
+    return event.phase == "apart" and sums and event.kind.startswith(("all_reduce", "reduce"))
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _parts_of(segment: Segment, truth: Truth, scales: dict[str, Scales], rank: int) -> list[Part]:
+    """The parameters of a rank: those that it steps, those of which it steps a copy, and those that it only uses."""
+    leaves = [event for event in segment.parts[rank] if isinstance(event, Given) and event.leaf]
+    by_name = {leaf.name: leaf for leaf in leaves}
+    params = [param for step in segment.steps[rank] for param in step.params]
+    found, stepped = [], set[int]()
+    copies: list[tuple[Param, tuple[int, ...]]] = []
+
+    # What some parameters alone are multiplied by, where nothing is summed, is not a mean over ranks.
+    sums = any(isinstance(event, Sent) and is_sum(event) for event in segment.parts[rank])
+    chosen = not sums and len({param.share for param in params}) > 1
+
+    def made(param: Param, ids: tuple[int, ...], **more: Any) -> Part:
+        trues = [x for number in ids if (x := truth.gradients[rank].get(number)) is not None]
+        known = next((scales[key] for key in (param.name, *map(nameless, ids)) if key in scales), Scales())
+        after = known.after * param.factor * (param.share if chosen else 1.0)
+        if after not in (0.0, 1.0) and param.grad is not None:
+            param = replace(param, grad=param.grad / after)
+        true = torch.stack(trues).sum(0) if trues and len({x.shape for x in trues}) == 1 else None
+        if true is not None and known.before != 1.0:
+            true = true * known.before
+        return Part(rank, param, ids, true, **more)
+
+    for param in params:
+        leaf = by_name.get(param.name)
+        ids = {number for number in (param.id, leaf.id if leaf is not None else None) if number is not None}
+        own = [each for each in leaves if each.id in ids]
+        used = any(truth.gradients[rank].get(number) is not None for number in ids)
+        whole = all(each.value.shape == param.value.shape for each in own)
+        if not param.whole and param.value.is_floating_point() and not (used and whole):
+            copies.append((param, tuple(ids) if whole else ()))  # of parameters, or of a part of them, maybe
+            stepped |= ids if whole else set()
+            continue
+        found.append(made(param, tuple(ids)))
+        stepped |= ids
+    left = [
+        leaf for leaf in leaves if leaf.id not in stepped and truth.gradients[rank].get(leaf.id) is not None
+    ]
+    pieced = set[int]()
+    covers = [
+        [(param, cover) for param, _ in copies if (cover := covered_by(param, leaf.value)) is not None]
+        for leaf in left
+    ]
+    pieced |= {id(param) for pieces in covers for param, _ in pieces}
+    for leaf, pieces in zip(left, covers, strict=True):
+        if not pieces:  # all its entries are one number: the next copy that is as it is
+            alike = (p for p, _ in copies if id(p) not in pieced and p.value.shape == leaf.value.shape)
+            copy = next((p for p in alike if torch.equal(p.value.to(leaf.value.dtype), leaf.value)), None)
+            if copy is not None:
+                pieces.append((copy, (0, leaf.value.numel(), 0)))
+                pieced.add(id(copy))
+        name = leaf.name or f"parameter of shape {tuple(leaf.value.shape)}"
+        param = Param(name, leaf.id, leaf.value, None)
+        if not pieces:
+            found.append(made(param, (leaf.id,), steps=False))
+            continue
+        mask, grad = torch.zeros(leaf.value.numel(), dtype=torch.bool), torch.zeros(leaf.value.numel())
+        there = False
+        for piece, (start, stop, offset) in pieces:
+            mask[start:stop] = True
+            if piece.grad is not None and piece.grad.shape == piece.value.shape:
+                there = True
+                slice_of = piece.grad.flatten()[start + offset : stop + offset]
+                grad[start:stop] = (slice_of / piece.factor if piece.factor else slice_of).to(grad.dtype)
+        param.grad = grad.view(leaf.value.shape) if there else None
+        param.changed = next((piece.changed for piece, _ in pieces if piece.changed is not None), None)
+        covered = None if bool(mask.all()) else mask.view(leaf.value.shape)
+        found.append(made(param, (leaf.id,), covered=covered))
+    return found + [made(param, ids) for param, ids in copies if id(param) not in pieced]
+
+
+def covered_by(param: Param, value: Tensor) -> tuple[int, int, int] | None:
+    """Which entries of a parameter another one is a copy of.
+
+    Args:
+        param: what an optimizer steps: a copy of the same shape, maybe of another precision, or a part of several
+            parameters behind one another.
+        value: the parameter.
+
+    Returns:
+        The first entry, the one behind the last, and how many entries before them are others'; None for no copy.
+    """
+    copy, whole = param.value.flatten(), value.flatten()
+    if copy.dtype.is_complex or whole.dtype.is_complex or not whole.numel():
+        return None
+    copy = copy.to(whole.dtype)
+    if param.value.shape == value.shape:
+        return (0, whole.numel(), 0) if torch.equal(copy, whole) and not is_constant(whole) else None
+    order = torch.argsort(copy, stable=True)
+    at = torch.searchsorted(copy[order].contiguous(), whole.contiguous()).clamp(max=copy.numel() - 1)
+    found = order[at]
+    hits = (copy[found] == whole).nonzero().flatten()
+    if not hits.numel():
+        return None
+    offsets = found[hits] - hits
+    offset = int(offsets.mode().values)
+    start, stop = max(0, -offset), min(whole.numel(), copy.numel() - offset)
+    if stop - start < min(2, whole.numel()):
+        return None
+    same = copy[start + offset : stop + offset] == whole[start:stop]
+    return (start, stop, offset) if bool(same.all()) and not is_constant(whole[start:stop]) else None
+
+
+def _joined(by_name: dict[str, list[Part]]) -> dict[str, list[Part]]:
+    """Parameters that no module has on some rank, with those of the same value on others."""
+    found = {name: list(parts) for name, parts in by_name.items() if not name.startswith("parameter ")}
+    for name, parts in by_name.items():
+        for part in parts if name not in found else ():
+            value = part.param.value
+            home = next(
+                (
+                    other
+                    for other, there in found.items()
+                    if not is_constant(value)
+                    and all(each.rank != part.rank for each in there)
+                    and any(
+                        each.param.value.shape == value.shape and torch.equal(each.param.value, value)
+                        for each in there
+                    )
+                ),
+                name,
+            )
+            found.setdefault(home, []).append(part)
     return found
 
 
@@ -119,19 +278,73 @@ def _groups(parts: Sequence[Part]) -> list[list[Part]]:
 
 
 def _judged(name: str, group: list[Part], shared: Callable[[list[Part]], bool], noise: float) -> Got | None:
-    given: list[Tensor]
+    if not any(part.steps for part in group):
+        return None
     if group[0].param.whole:
         return _spread(name, group, shared, noise)
+    got = _of_plain(name, group, shared, noise, [part.param.grad for part in group])
+    if (
+        got is None
+        or got.kind not in ("bent", "apart", "right")
+        or not any(part.param.changed for part in group)
+    ):
+        return got
+    if got.kind == "right" and got.ratio != 0:
+        return got
+    # The program has made something else of it: what it made that of is what is judged, where that is known.
+    there = [part.param.changed for part in group if part.steps]
+    before = [each.before if each is not None else None for each in there]
+    if got.kind != "apart" and any(each is not None and each.what == "taken away" for each in there):
+        return replace(got, kind="unused" if got.kind == "right" else "changed")
+    if all(
+        x is not None and x.shape == part.param.value.shape for x, part in zip(before, group, strict=False)
+    ):
+        first = _of_plain(name, group, shared, noise, list(before))
+        if first is not None and first.kind in ("right", "unused"):
+            return first if first.ratio != 0 else got
+        if first is not None and first.kind == got.kind:
+            return got
+        if first is not None and first.kind == "apart" and got.kind != "apart":
+            clips = next((each for each in there if each is not None and "clamp" in each.what), None)
+            return replace(got, kind="changed", alone=clips)
+    return got if got.kind == "apart" else replace(got, kind="changed")
+
+
+def _of_plain(
+    name: str,
+    group: list[Part],
+    shared: Callable[[list[Part]], bool],
+    noise: float,
+    gradients: Sequence[Tensor | None],
+) -> Got | None:
+    """A parameter of plain tensors, whose optimizers were given some gradients."""
     trues = [part.true for part in group]
     shape, dtype = group[0].param.value.shape, group[0].param.value.dtype
     if any(true is not None and true.shape != shape for true in trues):
         return None
     used = [true for true in trues if true is not None]
     true = torch.stack(used).sum(0) if used else torch.zeros(shape, dtype=dtype)
-    given = [torch.zeros(shape, dtype=dtype) if p.param.grad is None else p.param.grad for p in group]
+    own = [torch.zeros_like(true) if t is None else t for t in trues]
+    zero = torch.zeros(shape, dtype=dtype)
+    steps = [at for at, part in enumerate(group) if part.steps]
+    if len(gradients) == len(steps) != len(group):
+        gradients = [gradients[steps.index(at)] if at in steps else None for at in range(len(group))]
+    given = [zero if (x := gradients[at]) is None else x for at in steps]
     if any(x.shape != shape for x in given):
         return None
-    own = [torch.zeros_like(true) if t is None else t for t in trues]
+    masks = [group[at].covered for at in steps]
+    if any(mask is not None for mask in masks):
+        # Each rank's optimizer has some of it: put together, and nothing is said of what no rank has.
+        full = torch.ones(shape, dtype=torch.bool)
+        parts = [full if mask is None else mask for mask in masks]
+        together, counts = zero.double(), torch.zeros(shape)
+        for x, own_part in zip(given, parts, strict=True):
+            together = together + torch.where(own_part, x.double(), 0.0)
+            counts = counts + own_part
+        given = [together / counts.clamp(min=1)]
+        true = torch.where(counts > 0, true, torch.zeros_like(true))
+    elif len(steps) < len(group):
+        own = [true / len(steps)] * len(steps)
     return _compared(name, group, true, given, own, shared, noise)
 
 
@@ -157,6 +370,8 @@ def _compared(
         if is_constant(group[0].param.value) and _is_parted(given, trues, tol) and not shared(group):
             kind = "ambiguous"
         return Got(name, group, true, given, _mean_ratio(given, true), kind)
+    if not any(part.ids for part in group):  # what it has to do with the loss is not known
+        return Got(name, group, true, given, 1.0, "unknown")
     ratio = ratio_of(given[0], true, tol)
     if ratio is None:
         return Got(name, group, true, given, _mean_ratio(given, true), "bent")

@@ -20,6 +20,7 @@ class Truth:
     Attributes:
         objective: one number.
         different: how many different losses it is the sum of.
+        unclear: backwards of the program's own on the way, of which it is not known what they make of a gradient.
         classes: for each rank the ranks whose loss is the same, itself among them; () where a rank has none.
         gradients: for each rank, of each parameter by its number, what this rank's own use of it adds; None where it
             is not used.
@@ -29,6 +30,7 @@ class Truth:
     different: int
     classes: list[tuple[int, ...]]
     gradients: list[dict[int, Tensor | None]]
+    unclear: tuple[str, ...] = ()
 
     def at(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         """The objective's derivative with respect to tensors of the graph."""
@@ -47,7 +49,10 @@ def truth_of(again: Again) -> Truth | None:
     # A rank's own copy of the sum is not on its tape: that is done here.
     objective = torch.stack(terms).sum()
     flat = [(at, number, leaf) for at, rank in enumerate(again.ranks) for number, leaf in rank.leaves.items()]
+    for rank in again.ranks:
+        rank.unclear.names.clear()
     found = _derivatives(objective, [leaf for *_, leaf in flat])
+    unclear = tuple(dict.fromkeys(again.unclear))
     for rank in again.ranks:
         if rank.missing:
             reached = _derivatives(objective, [x for _, x in rank.missing])
@@ -55,7 +60,7 @@ def truth_of(again: Again) -> Truth | None:
     gradients: list[dict[int, Tensor | None]] = [{} for _ in again.ranks]
     for (at, number, _), gradient in zip(flat, found, strict=True):
         gradients[at][number] = gradient
-    return Truth(objective, len({group for group in classes if group}), classes, gradients)
+    return Truth(objective, len({group for group in classes if group}), classes, gradients, unclear)
 
 
 def in_double(x: Tensor) -> Tensor:
@@ -111,7 +116,8 @@ def _own_gradients(rank: Rank, loss: Tensor | None) -> list[Tensor]:
 
 def _derivatives(y: Tensor, xs: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """None of none, which torch 2.11 refuses to be asked for."""
-    return torch.autograd.grad(y, xs, retain_graph=True, allow_unused=True) if xs else ()
+    found = torch.autograd.grad(y, xs, retain_graph=True, allow_unused=True) if xs else ()
+    return [x.to_dense() if x is not None and x.layout is not torch.strided else x for x in found]
 
 
 def _same(a: list[Tensor], b: list[Tensor]) -> bool:

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from gradmesh.checker.findings import Finding
+from gradmesh.checker.findings import Finding, Place
 from gradmesh.checker.judging.context import Context, finding, with_text
 from gradmesh.checker.judging.parameters import Got, is_constant
 from gradmesh.checker.judging.segments import Segment
 from gradmesh.checker.judging.truth import near
-from gradmesh.checker.recording.tape import Given, Op, Param, Root, Step, Tape, refs
+from gradmesh.checker.recording.tape import Given, Op, Param, Root, Sent, Step, Tape, refs
 
-__all__ = ["drifted", "masks", "never_same", "parted", "same_data", "statistics", "steps_apart", "tied"]
+__all__ = [
+    "averages_values",
+    "drifted",
+    "drifted_later",
+    "masks",
+    "never_same",
+    "parted",
+    "same_data",
+    "sends_nothing",
+    "statistics",
+    "steps_apart",
+    "tied",
+]
 
 
 def never_same(context: Context) -> list[Finding]:
@@ -86,9 +99,15 @@ def statistics(context: Context) -> list[Finding]:
 
 
 def tied(context: Context) -> list[Finding]:
-    """Parameters of one value under two names on different ranks, whose gradients are not the same."""
+    """Parameters of one value under two names on different ranks, whose gradients are not the same.
+
+    Layers that are made from one seed begin with one value too. Evidence that copies are meant as one parameter is
+    that one is a table and the other is not, which are not made alike, or that their value was sent from one to the
+    other.
+    """
     seen: list[tuple[int, Param]] = []
     found = []
+    sent = _sent_as_another(context)
     for rank, steps in enumerate(context.segment.steps):
         for param in (param for step in steps for param in step.params):
             value = param.value
@@ -97,7 +116,10 @@ def tied(context: Context) -> list[Finding]:
             for other_rank, other in seen:
                 if other_rank == rank or other.name == param.name or other.value.shape != value.shape:
                     continue
-                if torch.equal(other.value, value) and not _same(other.grad, param.grad):
+                if not torch.equal(other.value, value) or _same(other.grad, param.grad):
+                    continue
+                uses = {_is_looked_up(context, other_rank, other), _is_looked_up(context, rank, param)}
+                if len(uses) == 2 or {(other_rank, other.name), (rank, param.name)} in sent:
                     said = (
                         f"{other.name} on rank {other_rank} and {param.name} on rank {rank} begin with one value, "
                         "and get different gradients: they are no longer tied after the step"
@@ -107,6 +129,37 @@ def tied(context: Context) -> list[Finding]:
                     found.append(finding("GM204", said, at, began, (other_rank, rank), param.name))
             seen.append((rank, param))
     return found[:1]
+
+
+def _sent_as_another(context: Context) -> list[set[tuple[int, str]]]:
+    """Pairs of a rank and a parameter that one broadcast or sum has made one, under different names.
+
+    Not where this is so of all parameters of a rank: then whole stages are made to begin alike.
+    """
+    pairs = [
+        {(rank, name), (other_rank, other)}
+        for calls in context.again.groups
+        for rank, call in calls.items()
+        for other_rank, other_call in calls.items()
+        if rank < other_rank
+        for name, other in zip(call.parameters, other_call.parameters, strict=False)
+        if name != other
+    ]
+    reached = set().union(*pairs)
+    whole = {
+        rank
+        for rank, steps in enumerate(context.segment.steps)
+        if all((rank, param.name) in reached for step in steps for param in step.params)
+    }
+    return [pair for pair in pairs if not whole.issuperset(rank for rank, _ in pair)]
+
+
+def _is_looked_up(context: Context, rank: int, param: Param) -> bool:
+    """Whether a parameter is used as a table, whose rows are looked up."""
+    return any(
+        isinstance(event, Op) and "embedding" in event.name and param.id in refs(event)
+        for event in context.events(rank)
+    )
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
@@ -222,6 +275,35 @@ def drifted(before: Sequence[Got], context: Context) -> list[Finding]:
     return found[:1]
 
 
+def drifted_later(context: Context, following: Sequence[Segment]) -> list[Finding]:
+    """Parameters that ranks have in common, and that not every rank steps itself: one before a step, and not after."""
+    for later in following:
+        after = [
+            {
+                event.name: event.value
+                for event in part
+                if isinstance(event, Given) and event.leaf and event.name
+            }
+            for part in later.parts
+        ]
+        for got in context.got:
+            some = any(not part.steps or part.covered is not None for part in got.parts)
+            if len(got.parts) < 2 or got.parts[0].param.whole or not some:
+                continue
+            values = [after[part.rank].get(got.name) for part in got.parts]
+            there = [x for x in values if x is not None]
+            if len(there) == len(values) and not all(near(x, there[0], 1e-5) for x in there):
+                rank = next((part.rank for part in got.parts if part.steps), got.parts[0].rank)
+                said = (
+                    f"{got.name} is the same on ranks {_numbers(got.ranks)} before the step, each rank's optimizer "
+                    "steps a part of the model, and it is not the same when it is used next"
+                )
+                site = context.segment.steps[rank][0].site
+                remedy = "After the step send every parameter from the rank that stepped it to all ranks that use it."
+                return [finding("GM201", said, context.place(rank, site), None, got.ranks, got.name, remedy)]
+    return []
+
+
 def parted(tapes: Sequence[Tape], segment: Segment, following: Sequence[Segment]) -> list[Finding]:
     """Parameters that were one before a step that the program writes itself, and are not one before the next."""
     for later in following:
@@ -256,3 +338,36 @@ def steps_apart(tapes: Sequence[Tape]) -> list[Finding]:
             said = f"ranks {_numbers(steps)} take a step that the others do not take: their parameters part"
             return [finding("GM201", said, place, None, range(len(tapes)))]
     return []
+
+
+def sends_nothing(tapes: Sequence[Tape | None]) -> bool:
+    """Whether each rank trains for itself, as far as was seen: no more than numbers and first values are sent."""
+    sent = [event for tape in tapes if tape is not None for event in tape.events if isinstance(event, Sent)]
+    return all(event.kind in ("broadcast", "barrier") or _entries(event) <= 1 for event in sent)
+
+
+def averages_values(tapes: Sequence[Tape | None]) -> Place | None:
+    """The line where ranks bring what is as large as a parameter together after some steps; None without one."""
+    for tape in tapes:
+        if tape is None:
+            continue
+        sizes = {
+            param.value.numel() for event in tape.events if isinstance(event, Step) for param in event.params
+        }
+        stepped = 0
+        for event in tape.events:
+            stepped += isinstance(event, Step)
+            brings = isinstance(event, Sent) and event.kind.startswith(("all_reduce", "reduce", "all_gather"))
+            if (
+                stepped
+                and isinstance(event, Sent)
+                and brings
+                and _entries(event) >= max(2, min(sizes, default=2))
+            ):
+                return with_text(tape.places, event.site)
+    return None
+
+
+def _entries(event: Sent) -> int:
+    """How many numbers a rank hands in."""
+    return sum(math.prod(shape) for shape in event.shapes)

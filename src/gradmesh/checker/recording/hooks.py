@@ -14,9 +14,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gradmesh._torch import functorch_active
+from gradmesh.checker.recording.backs import Writing
 from gradmesh.checker.recording.params import parameters_of, values_after
 from gradmesh.checker.recording.recorder import Recorder
-from gradmesh.checker.recording.tape import Called, Lost, Param, Root, Step
+from gradmesh.checker.recording.tape import Called, Hooked, Lost, Over, Param, Root, Step
 from gradmesh.inference.tape import memory_of
 from gradmesh.ops.base import Op
 
@@ -45,6 +46,9 @@ def watched(recorder: Recorder, steps: int, enough: Callable[[], None]) -> Itera
     function.apply = classmethod(watcher.applied(apply))  # type: ignore[assignment, method-assign]
     torch.autograd.backward = watcher.begun(backward)
     torch.autograd.grad = watcher.asked(grad)
+    register, accumulate = Tensor.register_hook, Tensor.register_post_accumulate_grad_hook
+    Tensor.register_hook = watcher.hooked(register)  # type: ignore[method-assign]
+    Tensor.register_post_accumulate_grad_hook = watcher.accumulated(accumulate)  # type: ignore[method-assign]
     disable, hooked = graph.disable_saved_tensors_hooks, saved_tensors_hooks(watcher.saves, lambda x: x)
 
     @contextlib.contextmanager
@@ -65,6 +69,7 @@ def watched(recorder: Recorder, steps: int, enough: Callable[[], None]) -> Itera
         graph.disable_saved_tensors_hooks = disable
         function.apply = apply  # type: ignore[method-assign]
         torch.autograd.backward, torch.autograd.grad = backward, grad
+        Tensor.register_hook, Tensor.register_post_accumulate_grad_hook = register, accumulate  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
 
@@ -77,6 +82,9 @@ class _Watcher:
         self._left = steps
         self._counts: dict[int, int] = {}
         self._step: Step | None = None
+        self._held: list[Any] = []
+        """The parameters of the optimizer that is stepping."""
+        self._nested = 0
         self._returned: dict[int, Tensor] = {}
 
     # -- Functions -----------------------------------------------------------------------------------------------
@@ -122,30 +130,100 @@ class _Watcher:
         made = [x for x in (result if isinstance(result, tuple) else (result,)) if isinstance(x, Tensor)]
         for x in made[1:] if followed else ():  # ties calls to one another
             to.constant(x)
+        over = Over(call)
         for x in made if not followed else ():
             if to.id_of(x) is None and x.requires_grad and type(x) is Tensor and to.alias(x) is None:
-                self._tape.events.append(Lost(f"what {call.name} computes is not seen", call.site))
+                over.unseen = True
+                to.constant(x)
         call.outs = [to.id_of(x) for x in made]
+        if not call.ours or over.unseen:
+            self._tape.events.append(over)
         node = next((x.grad_fn for x in made if x.grad_fn is not None), None)
         if node is None or to.calls:
             return
         before = [0]
+        writing: list[Writing | None] = [None]
 
         def begins(received: Any) -> None:
             before[0] = to.sends
             with to.unseen():
                 call.received = [_copied(g) for g in received]
+                plain = all(g is None or type(g) is Tensor for g in received)
+                if plain and not (call.ours or call.sends):
+                    writing[0] = to.writes_back(received)
 
         def ends(returned: Any, _: Any) -> None:
             call.sends_back = call.sends_back or to.sends > before[0]
-            if call.sends or call.sends_back:
-                with to.unseen():
+            with to.unseen():
+                if call.sends or call.sends_back:
                     call.returned = [_copied(g) for g in returned]
-            else:
-                call.received = None
+                    to.wrote_back(writing[0], ())
+                else:
+                    call.received = None
+                    call.back = to.wrote_back(writing[0], returned)
 
         node.register_prehook(begins)
         node.register_hook(ends)
+
+    def hooked(self, original: Any) -> Any:
+        """`Tensor.register_hook`, with hooks that are reported to the recorder."""
+        to = self._to
+
+        def register_hook(x: Tensor, hook: Any) -> Any:
+            if to.quiet or functorch_active() or type(x) not in (Tensor, torch.nn.Parameter):
+                return original(x, hook)
+            of, known, site = weakref.ref(x), to.id_of(x), to.site()
+
+            def run(gradient: Any) -> Any:
+                if to.quiet or type(gradient) is not Tensor:
+                    return hook(gradient)
+                before = to.sends
+                with to.unseen():
+                    writing = to.writes_back([gradient])
+                try:
+                    result = hook(gradient)
+                except BaseException:
+                    to.wrote_back(writing, ())
+                    raise
+                with to.unseen():
+                    back = to.wrote_back(writing, [gradient if result is None else result])
+                    tensor = of()
+                    number = known if tensor is None else to.id_of(tensor)
+                    if number is not None and to.sends != before:
+                        self._tape.events.append(Hooked(number, None, site))
+                    elif number is not None and back is not None:
+                        met, gave = back.met[0], back.gave[0]
+                        if (
+                            met is None
+                            or gave is None
+                            or met.shape != gave.shape
+                            or not torch.equal(met, gave)
+                        ):
+                            self._tape.events.append(Hooked(number, back, site))
+                return result
+
+            return original(x, run)
+
+        return register_hook
+
+    def accumulated(self, original: Any) -> Any:
+        """`Tensor.register_post_accumulate_grad_hook`: what a hook does there is done between backward and step."""
+        to = self._to
+
+        def register(x: Tensor, hook: Any) -> Any:
+            def run(p: Any) -> Any:
+                if to.quiet:
+                    return hook(p)
+                depth, to.backward = to.backward, 0
+                to.gradients.find()
+                try:
+                    return hook(p)
+                finally:
+                    to.backward = depth
+
+            return original(x, run)
+
+        return register
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -159,13 +237,17 @@ class _Watcher:
             given = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or ())
             if not to.backward and not to.quiet:
                 self._root(roots, given)
+            if (
+                to.writing is not None
+            ):  # a Function that computes forward again: parameters get gradients in there
+                to.wrote_back(to.writing, ())
             to.backward += not builds
             try:
                 original(tensors, grad_tensors, *args, **kwargs)
             finally:
                 to.backward -= not builds
             if not to.backward and not to.quiet:
-                to.gradients.find()
+                to.backward_is_over()
 
         return backward
 
@@ -189,14 +271,16 @@ class _Watcher:
                 to.backward -= not builds
             if outer:
                 self._returned = {id(x): g for x, g in zip(wanted, found, strict=True) if g is not None}
-                to.gradients.find()
+                to.backward_is_over()
+                to.made.update(self._returned)
+                to.changes.arrives(self._returned.values())
             return found
 
         return grad
 
     def _root(self, roots: Sequence[Tensor], given: Sequence[Tensor | None]) -> None:
         to = self._to
-        to.roots += 1
+        to.backward_begins()
         site = to.site()
         for at, x in enumerate(roots):
             local = getattr(x, "_local_tensor", x)
@@ -231,8 +315,11 @@ class _Watcher:
         """Take down what an optimizer is about to use."""
         if self._to.quiet:
             return
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        self._take(held, manual=False)
+        self._nested += 1
+        if self._nested > 1:
+            return  # an optimizer that calls others
+        self._held = [p for group in optimizer.param_groups for p in group["params"]]
+        self._take(self._held, manual=False)
         self._to.stepping = True
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
@@ -240,11 +327,14 @@ class _Watcher:
         to = self._to
         if to.quiet:
             return
+        self._nested -= 1
+        if self._nested > 0:
+            return
         to.stepping = False
         if self._step is not None:
-            held = [p for group in optimizer.param_groups for p in group["params"]]
             with to.unseen():
-                values_after(self._step.params, held)
+                values_after(self._step.params, self._held)
+        self._held = []
         to.forget()
         self._counted(id(optimizer))
 
@@ -261,7 +351,9 @@ class _Watcher:
         to = self._to
         to.settle()
         with to.unseen():
-            params: list[Param] = parameters_of(held, to.modules.names(), to.id_of, self._returned)
+            params: list[Param] = parameters_of(
+                held, to.modules.names(), to.id_of, self._returned, to.change_of
+            )
             buffers = {name: x.detach().clone() for name, x in to.modules.buffers().items()}
         self._step = Step(params, buffers, to.site(), manual, to.modules.averaging())
         self._tape.events.append(self._step)

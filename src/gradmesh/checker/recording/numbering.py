@@ -14,10 +14,10 @@ from torch import Tensor
 from gradmesh._torch.dispatched import WeakTensors, version_of
 from gradmesh.call_sites import Site, call_site
 from gradmesh.checker.findings import Place
-from gradmesh.checker.recording.gradients import Gradients
+from gradmesh.checker.recording.gradients import Changes, Gradients, Moved, gradient_of
 from gradmesh.checker.recording.names import Modules
 from gradmesh.checker.recording.params import nameless
-from gradmesh.checker.recording.tape import Alias, Called, Given, Ref, Tape
+from gradmesh.checker.recording.tape import Alias, Called, Changed, Given, Ref, Tape
 from gradmesh.inference.tape import memory_of
 
 __all__ = ["Known", "Numbering", "mapped"]
@@ -34,6 +34,8 @@ class Known:
         spoilt: whether it was written to where no gradients are followed.
         leaf: whether it is a parameter.
         received: whether another rank sent it.
+        given: of a parameter, what the tape has of it until it is used.
+        size: of a parameter, how many entries it had.
     """
 
     id: int
@@ -42,6 +44,8 @@ class Known:
     spoilt: bool = False
     leaf: bool = False
     received: bool = False
+    given: Given | None = None
+    size: int = -1
 
 
 class Numbering:
@@ -65,6 +69,10 @@ class Numbering:
         """Where autograd keeps what it needs for backward, and for how long."""
         self.gradients = Gradients(self._parameters)
         """Which tensors are gradients, and of which parameter."""
+        self.changes = Changes(self.gradients, self.site, tape.size)
+        """What the program makes of them."""
+        self.made: dict[int, Tensor] = {}
+        """The gradients that backward left, by the identity of the parameter."""
         self._known: Any = WeakTensors()
         self._stores: dict[tuple[Any, ...], list[weakref.ref[Tensor]]] = {}
         """The tensors that are followed, by their memory and how they read it, in the order in which they came."""
@@ -104,8 +112,36 @@ class Numbering:
         """Begin anew, after a step: parameters have other values."""
         self._known, self._stores, self._held = WeakTensors(), {}, {}
         self.saved.clear()
-        self.gradients.forget()
         self.roots = 0
+
+    def backward_begins(self) -> None:
+        """The first backward after a step: what is known of gradients is of the steps before."""
+        if not self.roots:
+            self.gradients.forget()
+            self.changes.forget()
+            self.made = {}
+        self.roots += 1
+
+    def backward_is_over(self) -> None:
+        """Look where the gradients are."""
+        self.gradients.find()
+        for _, p in self._parameters():
+            gradient = gradient_of(p)
+            if gradient is not None:
+                self.made[id(p)] = gradient
+
+    def change_of(self, p: Any, gradient: Tensor | None) -> Moved:
+        """What the program made of a parameter's gradient since backward."""
+        made = self.made.get(id(p))
+        if gradient is None:
+            return Moved() if made is None else Moved(changed=Changed("taken away", -1))
+        known = self.changes.of(gradient)
+        if known is not None:
+            return known
+        if not self.made:
+            return Moved()
+        same = made is not None and memory_of(made) == memory_of(gradient)
+        return Moved() if same or not gradient.any() else Moved(changed=Changed("replaced", -1))
 
     def id_of(self, x: Tensor) -> int | None:
         """The number of a tensor, where it has one."""
@@ -131,12 +167,12 @@ class Numbering:
         known = self._known.get(x)
         return known is not None and known.received
 
-    def _number(self, x: Tensor, active: bool, **more: bool) -> int:
+    def _number(self, x: Tensor, active: bool, *, leaf: bool = False) -> int:
         self._numbers += 1
-        return self._numbered(x, self._numbers, active, **more)
+        return self._numbered(x, self._numbers, active, leaf=leaf)
 
-    def _numbered(self, x: Tensor, number: int, active: bool, **more: bool) -> int:
-        self._known[x] = Known(number, active, version_of(x), **more)
+    def _numbered(self, x: Tensor, number: int, active: bool, *, leaf: bool = False) -> int:
+        self._known[x] = Known(number, active, version_of(x), leaf=leaf)
         if active and type(x) in (Tensor, torch.nn.Parameter):
             self._share(x)
         return number
@@ -148,10 +184,30 @@ class Numbering:
 
     def _leaf(self, x: Tensor, name: str) -> int:
         number = self._number(x, True, leaf=True)
+        known = self._known[x]
+        known.size = x.numel()
         self._held[memory_of(x)] = weakref.ref(x)
         with self.unseen():
-            self.tape.events.append(Given(number, x.detach().clone(), True, name))
+            known.given = Given(number, x.detach().clone(), True, name)
+            self.tape.events.append(known.given)
         return number
+
+    def used(self, x: Tensor) -> None:
+        """An operator takes a tensor: a parameter may have got its value since it was met, from another rank say."""
+        known = self._known.get(x)
+        if known is None or known.given is None:
+            return
+        with self.unseen():
+            if x.shape == known.given.value.shape and not torch.equal(x, known.given.value):
+                known.given.value = x.detach().clone()
+        known.given = None
+
+    def overwritten(self, x: Tensor) -> None:
+        """An operator that is written down writes to a tensor: what parameters there were until then counts."""
+        held = self._held.get(memory_of(x), lambda: None)()
+        for each in (x, held, *(y() for y in self._stores.get(_read(x), ()))):
+            if each is not None:
+                self.used(each)
 
     def _is_active(self, x: Tensor) -> bool:
         known = self._known.get(x)
@@ -209,6 +265,10 @@ class Numbering:
     def ref(self, x: Tensor) -> int:
         """The number of a tensor that an operator takes; what is not known is data."""
         known = self._known.get(x)
+        if (
+            known is not None and known.leaf and known.size != x.numel()
+        ):  # FSDP gathers a parameter that it cut
+            return self._leaf(x, self.modules.name_of(x))
         if known is not None and not known.spoilt and (known.active or known.version == version_of(x)):
             return int(known.id)
         if known is not None and known.spoilt:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from gradmesh.checker.recording.gradients import Moved
 from gradmesh.checker.recording.tape import Param
 
 __all__ = ["nameless", "parameters_of", "values_after"]
@@ -17,6 +19,7 @@ def parameters_of(
     names: dict[int, str],
     id_of: Callable[[Tensor], int | None],
     returned: dict[int, Tensor],
+    change_of: Callable[[Any, Tensor | None], Moved] = lambda *_: Moved(),
 ) -> list[Param]:
     """Copies of parameters and gradients.
 
@@ -25,6 +28,7 @@ def parameters_of(
         names: of each, by its identity.
         id_of: the number of a leaf.
         returned: gradients that the program asked for, by the identity of the parameter.
+        change_of: what the program made of a parameter's gradient.
     """
     found = []
     for at, p in enumerate(held):
@@ -33,6 +37,9 @@ def parameters_of(
         known = id_of(local)
         name = names.get(id(p), "") or f"parameter {at} of shape {tuple(p.shape)}"
         param = Param(name, known, local.detach().clone(), None if grad is None else _copy(grad))
+        if local is p and not (grad is not None and id(p) in returned and p.grad is None):
+            moved = change_of(p, grad)
+            param.factor, param.share, param.changed = moved.factor, moved.share, moved.changed
         if local is not p:
             param.mesh = p.device_mesh.mesh.tolist()
             param.placements = _placements(p)
@@ -49,7 +56,7 @@ def nameless(number: int | None) -> str:
 
 def values_after(params: Sequence[Param], held: Sequence[Any]) -> None:
     """Add what the step made of them."""
-    for param, p in zip(params, held, strict=True):
+    for param, p in zip(params, held, strict=False):
         param.after = _copy(p)
 
 
@@ -58,7 +65,8 @@ def _local(x: Any) -> Tensor:
 
 
 def _copy(x: Any) -> Tensor:
-    return _local(x).detach().clone()
+    local = _local(x).detach()
+    return local.to_dense() if local.layout is not torch.strided else local.clone()
 
 
 def _placements(x: Any) -> list[tuple[str, int]]:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ from gradmesh._torch.dispatched import (
     is_random,
     written,
 )
+from gradmesh.checker.recording.backs import Writing
 from gradmesh.checker.recording.collectives import Call, call_of
-from gradmesh.checker.recording.gradients import gradient_of, is_multiple
+from gradmesh.checker.recording.gradients import address_of, gradient_of, is_multiple
 from gradmesh.checker.recording.names import Modules
 from gradmesh.checker.recording.numbering import Numbering, mapped
-from gradmesh.checker.recording.tape import Given, Op, Ref, Saved, Scaled, Sent, Tape
+from gradmesh.checker.recording.tape import Back, Given, Op, Ref, Saved, Scaled, Sent, Tape
 from gradmesh.inference.operators import tensors_in
 from gradmesh.inference.tape import memory_of
 
@@ -35,6 +37,8 @@ _CHECKPOINT = torch.utils.checkpoint.__file__
 """What is detached in here is what autograd keeps."""
 _PLAIN = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 _OF_PARTS = {"DTensor", "AsyncCollectiveTensor"}
+_UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+_CLIP = torch.nn.utils.clip_grad.__file__
 _SCALING = {"mul_", "div_", "_foreach_mul_", "_foreach_div_"}
 
 
@@ -67,6 +71,8 @@ class Recorder(Numbering, DispatchMode):
         self.backward = 0
         """Depth of backwards that build no graph."""
         self.stepping = False
+        self.writing: Writing | None = None
+        """The backward of a hand-written Function, or the hook, that is running."""
         self.written_by_hand: Callable[[bool], None] = lambda _: None
         """Is called when the program is about to write to a parameter itself: with its gradient, or else."""
         self._cut: Any = WeakTensors()
@@ -74,6 +80,8 @@ class Recorder(Numbering, DispatchMode):
         self._awaited: Any = WeakTensors()
         """Results that Gloo copies to their place when the program waits for them."""
         self._totals: list[tuple[Sent, weakref.ref[Tensor]]] = []
+        self._handed: list[tuple[Sent, list[Tensor]]] | None = []
+        """What broadcasts and sums take before the first backward, whose memory is not used again until then."""
         self._log = log.open("w", buffering=1) if log else None
 
     # -- what torch calls ----------------------------------------------------------------------------------------
@@ -92,6 +100,8 @@ class Recorder(Numbering, DispatchMode):
             return NotImplemented  # what it does to its plain parts comes by itself
         if func.namespace in ("c10d", "_c10d_functional"):
             return self._collective(func, args, kwargs)
+        if self.writing is not None:
+            return self.writing.operate(func, args, kwargs)
         if self._awaited and self._arrives(func, args):
             return func(*args, **kwargs)
         if not self._follows() or self._is_about_gradients(func, args):
@@ -112,6 +122,33 @@ class Recorder(Numbering, DispatchMode):
         if self.roots and self._is_step(func, args, kwargs):
             return self._apart(func, args, kwargs)
         return self._record(func, args, kwargs)
+
+    def backward_begins(self) -> None:
+        """A backward begins: before the first one, the parameters that were sent are named."""
+        super().backward_begins()
+        if self._handed is not None:
+            names = {address_of(p): name for name, p in self._parameters()}
+            for event, given in self._handed:
+                event.parameters = [names[at] for at in map(address_of, given) if at in names]
+            self._handed = None
+
+    def writes_back(self, met: Sequence[Tensor | None]) -> Writing | None:
+        """A backward or a hook begins, which is written down; None inside of another one."""
+        if self.writing is not None:
+            return None
+        self.writing = Writing(self._fresh, met)
+        return self.writing
+
+    def wrote_back(self, writing: Writing | None, gave: Sequence[Tensor | None]) -> Back | None:
+        """It is over: what it did, None where that is not known."""
+        if writing is None or writing is not self.writing:
+            return None
+        self.writing = None
+        return writing.ended(gave)
+
+    def _fresh(self) -> int:
+        self._numbers += 1
+        return self._numbers
 
     def _arrives(self, func: Any, args: Any) -> bool:
         """Whether an operator is the end of a collective, which was written down when it began."""
@@ -151,10 +188,11 @@ class Recorder(Numbering, DispatchMode):
         if targets and not self.backward and not self.stepping:
             self._see_writing(func, args, kwargs, targets)
         draws = _draws(func, args, kwargs)
-        if not self._random and not draws:
-            return func(*args, **kwargs)
-        drawn = draws or any(x in self._random for x in tensors_in((args, kwargs)))
-        result = func(*args, **kwargs)
+        drawn = draws or bool(self._random and any(x in self._random for x in tensors_in((args, kwargs))))
+        if self.roots and not self.backward and not self.stepping:
+            result = self.changes.follow(func, args, kwargs, lambda: func(*args, **kwargs))
+        else:
+            result = func(*args, **kwargs)
         if drawn:
             for x in tensors_in(result):
                 self._random[x] = True
@@ -171,6 +209,8 @@ class Recorder(Numbering, DispatchMode):
                     operator = func.overloadpacket.__name__
                     if operator in _SCALING:
                         self._scaled(told, name, inverse="div" in operator)
+                    elif operator == _UNSCALE and name == "self":
+                        self._unscaled(list(tensors_in(told[name])), float(told["inv_scale"]))
                     return
                 known = self._at(x, store)
                 if known is not None and known.leaf and self.roots:
@@ -202,7 +242,16 @@ class Recorder(Numbering, DispatchMode):
             number = factor.item() if isinstance(factor, Tensor) and factor.numel() == 1 else factor
             of = self.gradients.name_at(gradient)
             if of is not None and isinstance(number, (int, float)) and (number or not inverse):
-                self.tape.events.append(Scaled(of, 1 / number if inverse else float(number), self.site()))
+                made = isinstance(factor, Tensor) and self.changes.of(factor) is not None
+                own, by = made or self.changes.read, "clip_grad_norm_" if _is_clipping() else ""
+                value = 1 / number if inverse else float(number)
+                self.tape.events.append(Scaled(of, value, self.site(), own or bool(by), by=by))
+
+    def _unscaled(self, gradients: Sequence[Tensor], factor: float) -> None:
+        for gradient in gradients:
+            of = self.gradients.name_at(gradient)
+            if of is not None:
+                self.tape.events.append(Scaled(of, factor, self.site(), loss=True))
 
     # -- operators -----------------------------------------------------------------------------------------------
 
@@ -213,7 +262,11 @@ class Recorder(Numbering, DispatchMode):
         written_to = [x for key in targets for x in tensors_in(told.get(key))]
         for x in written_to:
             self.target(x)
+            self.overwritten(x)
         taken = mapped(args, self.ref), mapped(kwargs, self.ref)
+        if name != "aten.detach.default":
+            for x in tensors_in((args, kwargs)):
+                self.used(x)
         event = Op(name, *taken, [], self.site(), self.calls[-1].number if self.calls else None)
         result = func(*args, **kwargs)
         if func.overloadpacket.__name__ == "native_dropout":
@@ -255,6 +308,8 @@ class Recorder(Numbering, DispatchMode):
         if begun.event.followed:
             begun.event.outs = [self.target(x) for x in call.outs or ()]
         result = func(*args, **kwargs)
+        if self.roots and not begun.event.followed and not self.backward:
+            self.changes.arrives(tensors_in(result) if call.outs is None else call.outs)
         self.tape.events.append(begun.event)
         if begun.event.followed:
             made = list(tensors_in(result)) if call.outs is None else call.outs
@@ -278,13 +333,13 @@ class Recorder(Numbering, DispatchMode):
         self.sends += 1
         message = call.kind in ("send", "recv")
         grads = torch.is_grad_enabled() or bool(self.calls)
-        gradients = any(self.gradients.name_at(x) for x in call.ins)
+        gradients = any(self.gradients.name_at(x) or (self.roots and self.changes.of(x)) for x in call.ins)
         apart = call.kind == "barrier" or gradients or self.backward or self.stepping
         # What autograd follows, sent where gradients are off: they are cut there, on purpose or not.
         cut = not grads and any(self._is_hidden(x) or x in self._cut for x in call.ins)
         followed = may_follow and not apart and (grads or message or cut)
         for x in call.outs or ():
-            if x.requires_grad and x.is_leaf:  # a parameter is given its value
+            if x.requires_grad and x.is_leaf and call.kind != "recv":  # a parameter is given its value
                 followed = False
                 self._known.pop(x, None)
         phase = "backward" if self.backward else "forward" if followed else "apart"
@@ -302,6 +357,8 @@ class Recorder(Numbering, DispatchMode):
             kind = f"gm.{call.kind}" if call.verb else call.kind
             self._log.write(f"{kind}\t{call.name}\t{call.ranks}\t{event.shapes}\t{call.root}\t{place}\n")
         self._see_overwriting(call, site)
+        if self._handed is not None and call.kind in ("broadcast", "all_reduce"):
+            self._handed.append((event, [x for x in call.ins or call.outs or () if x.is_leaf]))
         if event.followed:
             event.ins = [self.ref(x) for x in call.ins]
         return Begun(event, cut)
@@ -368,6 +425,16 @@ class Recorder(Numbering, DispatchMode):
             kept = self.saved.get(memory_of(x))
             if kept is not None and kept() is not None:
                 self.tape.events.append(Saved(call.kind, site, site))
+
+
+def _is_clipping() -> bool:
+    """Whether torch's clip_grad_norm_ is what runs."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename == _CLIP:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:

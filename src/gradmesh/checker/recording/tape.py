@@ -12,11 +12,15 @@ from gradmesh.checker.findings import Place
 
 __all__ = [
     "Alias",
+    "Back",
     "Called",
+    "Changed",
     "Event",
     "Given",
+    "Hooked",
     "Lost",
     "Op",
+    "Over",
     "Param",
     "Ref",
     "Root",
@@ -128,6 +132,7 @@ class Sent:
         total: what a sum of one number came to.
         verb: where it is one of the library's own calls, by all ranks of `group`, or by this one alone where nothing is
             sent.
+        parameters: the names of parameters that a broadcast or a sum before the first backward takes, or writes.
     """
 
     kind: str
@@ -147,6 +152,26 @@ class Sent:
     phase: str = "forward"
     total: float | None = None
     verb: Verb | None = None
+    parameters: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Back:
+    """What a backward, or a hook, that sends nothing made of the gradients that it met.
+
+    Attributes:
+        ops: its operators on these and on what was made of them, and the data that they took.
+        met, gave: copies of the gradients that it was given and that it returned.
+        ins, outs: their numbers, which are of this tape alone.
+        repeats: whether it can be run again: nothing of it was drawn at random in place.
+    """
+
+    ops: list[Op | Given]
+    met: list[Tensor | None]
+    gave: list[Tensor | None]
+    outs: list[int | None]
+    ins: list[int | None] = field(default_factory=list)
+    repeats: bool = True
 
 
 @dataclass(slots=True)
@@ -164,6 +189,7 @@ class Called:
         received: the gradients of its results that backward met, and
         returned: those of its operands that it gave; None until it ran.
         ours: whether it is of torch itself or of gradmesh.
+        back: what its backward did, where it sent nothing.
     """
 
     number: int
@@ -177,6 +203,35 @@ class Called:
     received: list[Tensor | None] | None = None
     returned: list[Tensor | None] | None = None
     ours: bool = False
+    back: Back | None = None
+
+
+@dataclass(slots=True)
+class Over:
+    """A call of a hand-written Function is over: from here on its results stand for it.
+
+    Attributes:
+        call: which.
+        unseen: whether a result is of work that was not seen.
+    """
+
+    call: Called
+    unseen: bool = False
+
+
+@dataclass(slots=True)
+class Hooked:
+    """A hook of a tensor changed its gradient, or sent something.
+
+    Attributes:
+        id: the tensor's number.
+        back: what the hook did; None: it called a collective.
+        site: of the line that registered it.
+    """
+
+    id: int
+    back: Back | None
+    site: int
 
 
 @dataclass(slots=True)
@@ -210,6 +265,22 @@ class Term:
     group: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """What a program did to a gradient before the step, other than to multiply it or to add gradients up.
+
+    Attributes:
+        what: the operator; "replaced" where it is not known what the gradient is made of, "taken away" where there is
+            none any more.
+        site: of the line.
+        before: what it was done to, where that is one tensor.
+    """
+
+    what: str
+    site: int
+    before: Tensor | None = None
+
+
 @dataclass(slots=True)
 class Param:
     """A parameter at an optimizer step.
@@ -223,6 +294,9 @@ class Param:
         placements: of a DTensor: ("shard", dim), ("replicate", 0) or ("partial", 0) for each mesh dim.
         grad_placements: those of its gradient.
         whole: the DTensor's whole shape.
+        factor: what the gradient was multiplied by in another tensor than its own, and
+        share: the same, where it may be that of a mean over ranks.
+        changed: what else was done to it.
     """
 
     name: str
@@ -234,6 +308,9 @@ class Param:
     placements: list[tuple[str, int]] = field(default_factory=list)
     grad_placements: list[tuple[str, int]] = field(default_factory=list)
     whole: tuple[int, ...] = ()
+    factor: float = 1.0
+    share: float = 1.0
+    changed: Changed | None = None
 
 
 @dataclass(slots=True)
@@ -252,11 +329,22 @@ class Step:
 
 @dataclass(slots=True)
 class Scaled:
-    """A parameter's gradient was multiplied by a number between backward and step."""
+    """A parameter's gradient was multiplied by a number between backward and step.
+
+    Attributes:
+        name: of the parameter.
+        factor: the number.
+        own: whether it was made of gradients, such as of their norm, as far as is known.
+        loss: whether it takes the scale of the loss back.
+        by: "clip_grad_norm_" where that is torch's own, which did it.
+    """
 
     name: str
     factor: float
     site: int
+    own: bool = False
+    loss: bool = False
+    by: str = ""
 
 
 @dataclass(slots=True)
@@ -276,7 +364,7 @@ class Lost:
     site: int
 
 
-Event = Given | Alias | Op | Sent | Root | Term | Step | Scaled | Saved | Lost
+Event = Given | Alias | Op | Sent | Root | Term | Step | Scaled | Saved | Lost | Over | Hooked
 
 
 @dataclass

@@ -10,8 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradmesh.checker.recording.tape import Alias, Event, Given, Lost, Op, Ref, Root, Sent, Term, refs
+from gradmesh.checker.recording.tape import (
+    Alias,
+    Called,
+    Event,
+    Given,
+    Hooked,
+    Lost,
+    Op,
+    Over,
+    Ref,
+    Root,
+    Sent,
+    Term,
+    refs,
+)
+from gradmesh.checker.replay.backs import Unclear, hook_of, named_operator, scale_of, through
 from gradmesh.checker.replay.collectives import results_of
+from gradmesh.checker.replay.returned import put_back
 
 __all__ = ["Again", "Rank", "UnfaithfulError", "run_again"]
 
@@ -34,6 +50,12 @@ class Rank:
             and what is made of them.
         terms: those ranks, of a loss that is such a term.
         shaken: whether the last bits of its parameters are changed.
+        size: the number of all ranks.
+        senders: the names of Functions that send something on some rank, in forward or in backward.
+        unclear: backwards of which it is not known what they make of a gradient.
+        hooks: of tensors, in order.
+        returned: results of `detach` that stand for the tensor itself.
+        continues: whether a backward of this rank begins with a gradient that another rank sent.
         missing: tensors of which it is not known where they came from, which counts where a loss depends on them.
     """
 
@@ -46,9 +68,17 @@ class Rank:
     declared: dict[int, tuple[int, ...]] = field(default_factory=dict)
     terms: set[int] = field(default_factory=set)
     shaken: bool = False
+    size: int = 1
+    senders: frozenset[str] = frozenset()
+    unclear: Unclear = field(default_factory=Unclear)
+    hooks: list[Hooked] = field(default_factory=list)
+    continues: bool = False
+    returned: frozenset[int] = frozenset()
 
     def run(self, events: Sequence[Event]) -> Generator[Sent, None, None]:
         """Do what the events say; stops at each collective, until its results are there."""
+        self.returned = put_back(events)
+        self.continues = any(isinstance(event, Root) and event.passed_on for event in events)
         for event in events:
             if isinstance(event, Given):
                 value = event.value
@@ -70,23 +100,69 @@ class Rank:
             elif isinstance(event, Sent):
                 yield event
             elif isinstance(event, Root):
-                self.roots.append((event, self.tensors[event.id]))
+                # As it is now: programs sum the loss over ranks in place, to print it, after its backward.
+                self.roots.append((event, self.tensors[event.id].clone()))
                 self.terms.update(self.declared.get(event.id, ()))
             elif isinstance(event, Term):
                 self.declared[event.id] = event.group
             elif isinstance(event, Lost):
                 self.lost.append(event)
+            elif isinstance(event, Over):
+                self._over(event.call, unseen=event.unseen)
+            elif isinstance(event, Hooked):
+                self.hooks.append(event)
+        self._hook()
+
+    def _over(self, call: Called, *, unseen: bool) -> None:
+        """The end of a call: the gradient goes through it as its own backward passed it, where nothing is sent."""
+        own = call.back is not None and call.name not in self.senders
+        if unseen and not own:
+            self.lost.append(Lost(f"what {call.name} computes is not seen", call.site))
+        numbers = [number for number in call.outs if number is not None]
+        outs = [self.tensors[number] for number in numbers]
+        there = [None if number is None else self.tensors.get(number) for number in call.ins]
+        gives = any(x is not None and x.requires_grad for x in there)
+        # What gradients do not pass through is as it is: integers, and results that are marked so.
+        if call.back is None or not own or not gives or len(numbers) != len(call.outs):
+            return
+        if not all(x.is_floating_point() or x.is_complex() for x in outs):
+            return
+        ins = [x if x is not None else torch.zeros(()) for x in there]
+        made = through(call.back, call.name, self.unclear, outs, ins)
+        self.tensors.update(zip(numbers, made, strict=True))
+
+    def _hook(self) -> None:
+        """Hooks of the program change gradients as they did.
+
+        But for an average over the ranks: where the hooks of all parameters divide by their number or call a
+        collective, what they do is compared with the true gradient, and is not part of it.
+        """
+        of_leaves = [hook for hook in self.hooks if hook.id in self.leaves]
+        sending = {hook.id for hook in of_leaves if hook.back is None}
+        scales = {hook.id: scale_of(hook.back) for hook in of_leaves if hook.back is not None}
+        shares = {number for number, x in scales.items() if x is not None and _counts_ranks(x, self.size)}
+        averages = len(shares | sending) == len(self.leaves) > 0
+        done: set[tuple[int, int]] = set()
+        for hook in self.hooks:
+            x = self.tensors.get(hook.id)
+            if hook.back is None or x is None or not x.requires_grad or (hook.id, hook.site) in done:
+                continue
+            if averages and hook.id in scales:
+                continue
+            done.add((hook.id, hook.site))  # a hook runs in each backward, of which there may be several
+            x.register_hook(hook_of(hook.back, "a hook", self.unclear))
 
     def _operate(self, event: Op) -> None:
         if event.name == "aten.detach.default":
             x = self.tensors[event.args[0].id]
-            self.tensors[event.outs[0]] = x.view_as(x) if event.call is not None else x.detach()
+            through = event.call is not None or event.outs[0] in self.returned
+            self.tensors[event.outs[0]] = x.view_as(x) if through else x.detach()
             self.attached[event.outs[0]] = self.attached.get(event.args[0].id, x)
             return
         if self.declared:
             told = [self.declared[number] for number in refs(event) if number in self.declared]
             self.declared.update({number: told[0] for number in event.outs if told})
-        result = _named(event.name)(*self._valued(event.args), **self._valued(event.kwargs))
+        result = named_operator(event.name)(*self._valued(event.args), **self._valued(event.kwargs))
         made = [result] if isinstance(result, Tensor) else _flat(result)
         for number, x in zip(event.outs, made, strict=True):
             self.tensors[number] = x
@@ -101,8 +177,12 @@ class Rank:
         return value
 
     def taken(self, call: Sent) -> list[Tensor]:
-        """What a collective takes; a message takes it as it was before it was detached."""
-        if call.kind == "send":
+        """What a collective takes.
+
+        A message of a rank whose backward goes on with what comes back takes it as it was before it was detached; of
+        another rank it is data.
+        """
+        if call.kind == "send" and self.continues:
             return [self.attached.get(number, self.tensors[number]) for number in call.ins]
         return [self.tensors[number] for number in call.ins]
 
@@ -146,6 +226,15 @@ class Again:
     messages: list[tuple[int, Sent, int, Sent]] = field(default_factory=list)
     calls: int = 0
 
+    @property
+    def unclear(self) -> list[str]:
+        """Functions and hooks of which it is not known what they make of gradients that have come to them."""
+        return [name for rank in self.ranks for name in rank.unclear.names]
+
+
+def _counts_ranks(x: float, ranks: int) -> bool:
+    return any(abs(x * n - 1) < 1e-6 or abs(x / n - 1) < 1e-6 for n in range(2, ranks + 1))
+
 
 def _shaken(x: Tensor) -> Tensor:
     """The same with other last bits, on every rank that has it in the same way."""
@@ -164,7 +253,9 @@ def run_again(parts: Sequence[Sequence[Event]], *, shaken: bool = False) -> Agai
     Raises:
         UnfaithfulError: something is missing, or does not come out as it did.
     """
-    again = Again([Rank(shaken=shaken) for _ in parts])
+    calls = [event.call for part in parts for event in part if isinstance(event, Over)]
+    senders = frozenset(call.name for call in calls if call.sends or call.sends_back)
+    again = Again([Rank(shaken=shaken, size=len(parts), senders=senders) for _ in parts])
     running = [rank.run(events) for rank, events in zip(again.ranks, parts, strict=True)]
     waiting: dict[int, Sent] = {}
     letters: dict[tuple[int, int, int], collections.deque[tuple[Sent, list[Tensor]]]] = (
@@ -260,13 +351,6 @@ def _together(again: Again, group: Sequence[int], calls: Sequence[Sent]) -> None
     again.calls += 1
     for rank, call, values in zip(group, calls, results, strict=True):
         again.ranks[rank].write(call, values)
-
-
-def _named(name: str) -> Any:
-    found: Any = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def _flat(value: Any) -> list[Tensor]:

@@ -16,8 +16,8 @@ name                                            type    forward                 
 ==============================================  ======  ========================  =============================
 
 The groups are those of `gradmesh.compat.gp_utils`: set up with `setup_gp` or `setup_graph_parallel_groups`; before
-that a graph has one rank. `build_gp_context`, `all_to_all_collect` and `GPContext` take the place of those of
-`fairchem.core.common.parallelism`; which rank gets which atom (`partition_atoms_*`) is left to fairchem.
+that a graph has one rank. `build_gp_context`, `all_to_all_collect`, `AllToAllCollect` and `GPContext` take the place of
+those of `fairchem.core.common.parallelism`; which rank gets which atom (`partition_atoms_*`) is left to fairchem.
 
 Up to 2.10 these functions take a dimension and not the number of atoms: `gradmesh.compat.gp_utils`.
 """
@@ -35,7 +35,12 @@ from gradmesh.compat.fairchem.config import (
     resolve_gp_config_for_workers,
     set_gp_config,
 )
-from gradmesh.compat.fairchem.exchange import GPContext, all_to_all_collect, build_gp_context
+from gradmesh.compat.fairchem.exchange import (
+    AllToAllCollect,
+    GPContext,
+    all_to_all_collect,
+    build_gp_context,
+)
 from gradmesh.compat.fairchem.functions import (
     AllReduceSumWithGrad,
     GatherFromModelParallelRegionGradPadded,
@@ -76,6 +81,7 @@ from gradmesh.compat.gp_utils import (
 
 __all__ = [
     "AllReduceSumWithGrad",
+    "AllToAllCollect",
     "GPContext",
     "GPMode",
     "GPPartition",

@@ -18,14 +18,44 @@ the same, `tensor_parallel_output_grad=False`        V -> I    concatenate along
 `all_to_all_hp2sp`                                   V -> V    columns whole, rows cut        `all_to_all_sp2hp`
 ===================================================  ========  =============================  =====================
 
-`group` is a ProcessGroup or whatever else `gradmesh.axis` takes. None is the axis "tp" of the current mesh if it has
-one, else the current mesh's only axis, else the world. Results are always fresh memory, also on a group of one rank,
-and no gradient is summed in place.
+`group` is a ProcessGroup or whatever else `gradmesh.axis` takes; or an object that has `rank()` and `size()` alone, as
+some callers make for one rank, or that holds the ProcessGroup of its ranks. None is what `set_default_group` says, such
+as `parallel_state.get_tensor_model_parallel_group`; else the axis "tp" of the current mesh if it has one, else the
+current mesh's only axis, else the world. Results are always fresh memory, also on a group of one rank, and no gradient
+is summed in place.
+
+The autograd Functions behind the regions are there too, under the original's names: `_CopyToModelParallelRegion` and
+its like, `_AllToAll` among them.
 """
 
 from __future__ import annotations
 
+from gradmesh.compat.megatron.arguments import set_default_group
 from gradmesh.compat.megatron.exchange import all_to_all, all_to_all_hp2sp, all_to_all_sp2hp
+from gradmesh.compat.megatron.functions import (
+    _AllGatherFromTensorParallelRegion as _AllGatherFromTensorParallelRegion,
+)
+from gradmesh.compat.megatron.functions import _AllToAll as _AllToAll
+from gradmesh.compat.megatron.functions import _CopyToModelParallelRegion as _CopyToModelParallelRegion
+from gradmesh.compat.megatron.functions import (
+    _GatherFromModelParallelRegion as _GatherFromModelParallelRegion,
+)
+from gradmesh.compat.megatron.functions import (
+    _GatherFromSequenceParallelRegion as _GatherFromSequenceParallelRegion,
+)
+from gradmesh.compat.megatron.functions import (
+    _ReduceFromModelParallelRegion as _ReduceFromModelParallelRegion,
+)
+from gradmesh.compat.megatron.functions import (
+    _ReduceScatterToSequenceParallelRegion as _ReduceScatterToSequenceParallelRegion,
+)
+from gradmesh.compat.megatron.functions import (
+    _ReduceScatterToTensorParallelRegion as _ReduceScatterToTensorParallelRegion,
+)
+from gradmesh.compat.megatron.functions import _ScatterToModelParallelRegion as _ScatterToModelParallelRegion
+from gradmesh.compat.megatron.functions import (
+    _ScatterToSequenceParallelRegion as _ScatterToSequenceParallelRegion,
+)
 from gradmesh.compat.megatron.sequence import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -53,4 +83,5 @@ __all__ = [
     "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
+    "set_default_group",
 ]

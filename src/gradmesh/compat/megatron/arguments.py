@@ -2,24 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import SupportsInt
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol, SupportsInt, runtime_checkable
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from gradmesh.axis import Axis, AxisLike, resolve
+from gradmesh.compat._ops import alone
+from gradmesh.errors import AxisError, message
+from gradmesh.state import rank_state
 from gradmesh.world import current_mesh
 
-__all__ = ["Sizes", "axis_of", "ints"]
+__all__ = ["Group", "Ranks", "Sizes", "axis_of", "ints", "set_default_group"]
 
 Sizes = Iterable[SupportsInt] | None
 """Megatron passes lists, NumPy arrays and tensors."""
 
 
-def axis_of(group: AxisLike) -> Axis:
-    """The tensor parallel ranks; None is the axis "tp" of the current mesh if it has one, else as everywhere."""
+@runtime_checkable
+class Ranks(Protocol):
+    """What Megatron asks a group for: some of its callers hand in an object of their own that has no more."""
+
+    def rank(self) -> int:
+        """This rank's place."""
+
+    def size(self) -> int:
+        """How many ranks there are."""
+
+
+Group = AxisLike | Ranks
+
+
+@dataclass(frozen=True)
+class _Default:
+    which: Group | Callable[[], Group]
+
+
+def set_default_group(group: Group | Callable[[], Group]) -> None:
+    """Say what `group=None` is from here on, on this rank.
+
+    `set_default_group(parallel_state.get_tensor_model_parallel_group)` makes it what it is in Megatron.
+
+    Args:
+        group: a group; or a function without arguments that returns one, which is asked at every call; None: the axis
+            "tp" of the current mesh if it has one, else its only axis, else the world, as if nothing had been said.
+
+    Example:
+        >>> from gradmesh.compat import megatron
+        >>> def on_each_rank():
+        ...     pairs = gm.mesh(pair=2, tp=-1)
+        ...     megatron.set_default_group(lambda: pairs.get_group("pair"))
+        ...     found = megatron.gather_from_tensor_model_parallel_region(torch.tensor([gm.rank("tp")]))
+        ...     megatron.set_default_group(None)
+        ...     return found.tolist()
+        >>> gm.launch(on_each_rank, 4, backend="threads")
+        [[0, 0], [1, 1], [0, 0], [1, 1]]
+    """
+    rank_state().drop(_Default)
+    if group is not None:
+        rank_state().keep(_Default(group))
+
+
+def axis_of(group: Group) -> Axis:
+    """The tensor parallel ranks; None is what `set_default_group` says, else the axis "tp" of the current mesh."""
+    default = rank_state().find(_Default) if group is None else None
+    if default is not None:
+        group = default.which() if callable(default.which) else default.which
     mesh = current_mesh()
     if group is None and mesh is not None and "tp" in (mesh.mesh_dim_names or ()):
         group = "tp"
-    return resolve(group, "compat.megatron")
+    known = group is None or isinstance(group, str | dist.ProcessGroup | DeviceMesh | Axis)
+    if not known and isinstance(group, Ranks):
+        return _of_ranks(group)
+    return resolve(group, "compat.megatron")  # type: ignore[arg-type]  # which refuses the rest
+
+
+def _of_ranks(group: Ranks) -> Axis:
+    """The axis of an object with a rank and a size; where there are several, it has to hold what connects them."""
+    if group.size() == 1:
+        return alone("group")
+    held = [
+        value for value in getattr(group, "__dict__", {}).values() if isinstance(value, dist.ProcessGroup)
+    ]
+    same = [one for one in held if (one.rank(), one.size()) == (group.rank(), group.size())]
+    if len(same) != 1:
+        raise AxisError(
+            message(
+                "the group has a rank and a size, and nothing that connects its ranks",
+                op="compat.megatron",
+                expected="a ProcessGroup, or an object with one among its attributes, of the same rank and size",
+                got=f"{type(group).__name__}, rank {group.rank()} of {group.size()}, with {len(same)} of them",
+                remedy="pass the process group itself; an object of one rank needs none",
+            )
+        )
+    return resolve(same[0], "compat.megatron")
 
 
 def ints(sizes: Sizes) -> list[int] | None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from gradmesh import collectives
-from gradmesh.axis import AxisLike
-from gradmesh.compat.megatron.arguments import Sizes, axis_of, ints
+from gradmesh.compat.megatron.arguments import Group, Sizes, axis_of, ints
 
 __all__ = ["all_to_all", "all_to_all_hp2sp", "all_to_all_sp2hp"]
 
 
 def all_to_all(
-    group: AxisLike,
+    group: Group,
     input_: Tensor,
     output_split_sizes_: Sizes = None,
     input_split_sizes: Sizes = None,
@@ -43,7 +42,7 @@ def all_to_all(
     return collectives.all_to_all(input_, axis_of(group), split_sizes=send, concat_sizes=receive)
 
 
-def all_to_all_hp2sp(input_: Tensor, group: AxisLike = None) -> Tensor:
+def all_to_all_hp2sp(input_: Tensor, group: Group = None) -> Tensor:
     """From columns cut over the ranks to rows cut; backward is `all_to_all_sp2hp`.
 
     ::
@@ -70,7 +69,7 @@ def all_to_all_hp2sp(input_: Tensor, group: AxisLike = None) -> Tensor:
     return collectives.all_to_all(rows, axis_of(group), split_dim=0, concat_dim=1)
 
 
-def all_to_all_sp2hp(input_: Tensor, group: AxisLike = None) -> Tensor:
+def all_to_all_sp2hp(input_: Tensor, group: Group = None) -> Tensor:
     """From rows cut over the ranks to columns cut; backward is `all_to_all_hp2sp`.
 
     ::

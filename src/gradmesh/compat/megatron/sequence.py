@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from gradmesh import collectives
-from gradmesh.axis import AxisLike
-from gradmesh.compat.megatron.arguments import Sizes, axis_of, ints
+from gradmesh.compat.megatron.arguments import Group, Sizes, axis_of, ints
 from gradmesh.types import Convention, I, R
 
 __all__ = [
@@ -19,7 +18,7 @@ __all__ = [
 def gather_from_sequence_parallel_region(
     input_: Tensor,
     tensor_parallel_output_grad: bool = True,
-    group: AxisLike = None,
+    group: Group = None,
     output_split_sizes: Sizes = None,
     use_global_buffer: bool = False,  # noqa: ARG001 - a choice of memory; results are always fresh here
 ) -> Tensor:
@@ -57,7 +56,7 @@ def gather_from_sequence_parallel_region(
 
 def reduce_scatter_to_sequence_parallel_region(
     input_: Tensor,
-    group: AxisLike = None,
+    group: Group = None,
     input_split_sizes: Sizes = None,
     use_global_buffer: bool = False,  # noqa: ARG001 - a choice of memory; results are always fresh here
 ) -> Tensor:
@@ -86,7 +85,7 @@ def reduce_scatter_to_sequence_parallel_region(
     return collectives.reduce_scatter(input_, axis_of(group), 0, sizes=ints(input_split_sizes))
 
 
-def scatter_to_sequence_parallel_region(input_: Tensor, group: AxisLike = None) -> Tensor:
+def scatter_to_sequence_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Keep the own part of the first dimension.
 
     ::

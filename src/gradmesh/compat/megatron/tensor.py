@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from gradmesh import collectives
-from gradmesh.axis import AxisLike
-from gradmesh.compat.megatron.arguments import axis_of
+from gradmesh.compat.megatron.arguments import Group, axis_of
 from gradmesh.types import I, R
 
 __all__ = [
@@ -19,7 +18,7 @@ __all__ = [
 ]
 
 
-def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: AxisLike = None) -> Tensor:
+def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Concatenate along the last dimension, into a tensor that each rank uses differently.
 
     ::
@@ -43,7 +42,7 @@ def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: AxisL
     return collectives.all_gather(input_, axis_of(group), -1, dst=R)
 
 
-def copy_to_tensor_model_parallel_region(input_: Tensor, group: AxisLike = None) -> Tensor:
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Say that the ranks use `input_` differently from here on.
 
     ::
@@ -66,7 +65,7 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, group: AxisLike = None)
     return collectives.replicate(input_, axis_of(group))
 
 
-def gather_from_tensor_model_parallel_region(input_: Tensor, group: AxisLike = None) -> Tensor:
+def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Concatenate along the last dimension, into a tensor on which every rank repeats the same work.
 
     ::
@@ -90,7 +89,7 @@ def gather_from_tensor_model_parallel_region(input_: Tensor, group: AxisLike = N
     return collectives.all_gather(input_, axis_of(group), -1, dst=I)
 
 
-def reduce_from_tensor_model_parallel_region(input_: Tensor, group: AxisLike = None) -> Tensor:
+def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Sum over the ranks, into a tensor on which every rank repeats the same work.
 
     ::
@@ -114,7 +113,7 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor, group: AxisLike = N
     return collectives.all_reduce(input_, axis_of(group), dst=I)
 
 
-def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: AxisLike = None) -> Tensor:
+def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Sum over the ranks, of which each keeps its part of the last dimension.
 
     ::
@@ -138,7 +137,7 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Axi
     return collectives.reduce_scatter(input_, axis_of(group), -1)
 
 
-def scatter_to_tensor_model_parallel_region(input_: Tensor, group: AxisLike = None) -> Tensor:
+def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
     """Keep the own part of the last dimension.
 
     ::

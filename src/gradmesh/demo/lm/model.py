@@ -91,7 +91,7 @@ class CharModel(nn.Module):
 
 
 def dense_model(words: int, settings: Settings) -> CharModel:
-    """The model before training, the same on every rank: ranks that are threads share torch's own generator."""
+    """The model before training, the same on every rank."""
     model, draw = CharModel(words, settings).double(), torch.Generator().manual_seed(settings.seed)
     for name, value in model.named_parameters():
         if value.dim() > 1:

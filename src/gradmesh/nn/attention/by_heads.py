@@ -44,6 +44,7 @@ def ulysses_attention(
     causal: bool = False,
     order: Order = "plain",
     sizes: SizesLike = None,
+    query_sizes: SizesLike = None,
     lengths: Lengths = None,
     scale: float | None = None,
     attention: Attention | None = None,
@@ -68,7 +69,9 @@ def ulysses_attention(
         causal: whether a place of the sequence sees only places up to itself.
         order: how the sequence lies on the ranks, see `gradmesh.nn.sequence`.
         sizes: each rank's number of keys, which may be 0; None: the same on every rank; "auto": found by one small
-            exchange. Queries that are not as many as keys are so on every rank.
+            exchange.
+        query_sizes: each rank's number of queries, for cross attention; "auto": found by one small exchange; None: as
+            many as keys where this rank has as many, else the same on every rank.
         lengths: of documents, as in `gradmesh.nn.ring_attention`.
         scale: of the scores; by default 1 / sqrt(features).
         attention: computes the heads that are here, on the whole sequence in its order: torch's
@@ -107,6 +110,7 @@ def ulysses_attention(
         scale=scale,
         attn_mask=attn_mask,
         dropout_p=dropout_p,
+        query_sizes=query_sizes,
     )
     if attention is not None and (lengths is not None or not callable(attention)):
         Call(_VERB, q, given.axis).fail(
@@ -115,7 +119,7 @@ def ulysses_attention(
             got=f"attention={attention!r}, lengths={lengths!r}",
             remedy="leave attention out, or let it know the documents itself",
         )
-    given = replace(given, words=f"{given.words} of {given.rows} rows")
+    given = replace(given, words=f"{given.words}, query_sizes={given.rows}")
     heads = _Heads.of(q.shape[1], k.shape[1], given.axis)
     if given.axis.size == 1:
         return _local(given, heads, q, k, v, attention, scale)

@@ -62,6 +62,7 @@ class Given:
         scale: float | None,
         attn_mask: object,
         dropout_p: object,
+        query_sizes: SizesLike = None,
     ) -> Given:
         """Check the arguments of a verb.
 
@@ -73,7 +74,6 @@ class Given:
             Call(verb, x, axis, async_op=True)
         _check_tensors(call, q, k, v)
         _refuse_unsupported(call, attn_mask, dropout_p)
-        one = q.shape[2] == k.shape[2]
         causal = call.flag(causal, "causal")
         chosen = call.choose("order", order, _ORDERS)
         keys = call.told(sizes, 2).told
@@ -93,6 +93,18 @@ class Given:
                 remedy="cut the sequence with gradmesh.nn.sequence.shard",
                 kind=ShapeError,
             )
+        rows = keys if q.shape[2] == k.shape[2] else tuple(q.shape[2] for _ in keys)
+        if query_sizes is not None:
+            rows = Call(verb, q, axis, async_op=True).told(query_sizes, 2).told
+        if rows[call.axis.rank] != q.shape[2]:
+            call.fail(
+                "query_sizes is not what this rank has",
+                expected=f"{rows[call.axis.rank]} queries, from query_sizes={rows}",
+                got=f"{q.shape[2]} queries",
+                remedy='pass the true sizes, or query_sizes="auto" to have them exchanged',
+                kind=ShapeError,
+            )
+        one = rows == keys
         documents = _documents(call, lengths, sum(keys), q.shape[0])
         if not one and (causal or documents is not None):
             call.fail(
@@ -110,7 +122,6 @@ class Given:
                 got=f"scale={scale!r}",
                 remedy="pass a plain number; multiply q for a learned one",
             )
-        rows = keys if one else tuple(q.shape[2] for _ in keys)
         told = f"{causal=}, order={chosen!r}, scale={float(factor):.9g}, lengths={_shown(documents)}"
         words = f"{verb}({told}; q of {q.shape[1]} heads, k of {k.shape[3]} features)"
         return cls(call.axis, rows, keys, chosen, causal, documents, float(factor), words)

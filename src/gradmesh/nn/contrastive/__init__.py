@@ -1,4 +1,4 @@
-"""Contrastive and other self-supervised losses of the samples of all ranks, of which no table is ever whole in memory.
+"""Contrastive and other self-supervised losses of the samples of all ranks; no large table is ever whole in memory.
 
 Every one of them returns the mean over the global batch, the same on every rank; see `clip_loss`.
 """

@@ -78,8 +78,8 @@ def cached_gradients(
         ArgumentError: a chunk that is no number, inputs with different numbers of rows or with a graph behind them,
             outputs that have neither a row for each sample nor no dimension, a loss that is none.
 
-    Batch norm sees every chunk by itself. Ranks that are threads share one generator of random numbers, so that dropout
-    needs ranks that are processes; `gm.check("full")` warns where the second run of a chunk is not like the first.
+    Batch norm sees every chunk by itself. `gm.check("full")` warns where the second run of a chunk is not like the
+    first.
 
     Example:
         >>> def on_each_rank():
@@ -207,8 +207,7 @@ def _compare(call: Call, again: _Outputs, first: _Outputs) -> None:
                 op=_OP,
                 axis=str(call.axis),
                 got=f"a difference of {off:.2g}",
-                remedy="name the modules in modules=, draw random numbers from torch's generators, and have ranks that "
-                "are\nprocesses: threads share one generator",
+                remedy="name the modules in modules=, and draw random numbers from torch's default generators",
             )
             place = ("<unknown>", 0) if site is None else (site[0].co_filename, site[1])
             warnings.warn_explicit(text, CheckWarning, *place)

@@ -8,10 +8,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gradmesh._torch import transforms_active
 from gradmesh.arguments import Call, SizesLike, integer
 from gradmesh.axis import Axis, AxisLike
 from gradmesh.collectives import all_gather, all_reduce
-from gradmesh.errors import ArgumentError, ShapeError, message
+from gradmesh.errors import ArgumentError, MismatchError, ShapeError, message
 from gradmesh.nn.contrastive.layout import Gathered, Layout, Passed
 from gradmesh.nn.contrastive.ring import Round
 from gradmesh.structure import Packed
@@ -26,6 +27,9 @@ Number = float | Tensor
 _ON_CPU, _ELSEWHERE = 1024, 4096
 """Rows and columns of a tile by default: what a CPU's caches hold, and enough work for a device."""
 
+_WHOLE_ON_CPU, _WHOLE_ELSEWHERE = 2**22, 2**24
+"""How many entries a rank's rows of the table have at most for them to be one tile by default."""
+
 
 class Given:
     """The samples of a loss, one part on each rank.
@@ -36,6 +40,7 @@ class Given:
         rows: this rank's number of samples.
         sizes: each rank's; None: all the same.
         total: that of all ranks.
+        numbers: the scale or temperature, and the bias, checked.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class Given:
         gather: Gather = "all",
         tile: int | None = None,
         dims: tuple[int, ...] = (2,),
+        numbers: Mapping[str, Number] | None = None,
         said: str = "",
     ) -> None:
         """Check, and ask the ranks for their sizes.
@@ -62,6 +68,8 @@ class Given:
             gather: whether the columns of a table of pairs are gathered or go round.
             tile: the size of its tiles; None: what is known to be fast.
             dims: how many dimensions a tensor may have.
+            numbers: real numbers that have to be the same on every rank, such as a scale; with sizes="auto" they travel
+                with the sizes and are compared.
             said: what else every rank has to say alike.
         """
         first = next(iter(samples.values()))
@@ -74,6 +82,7 @@ class Given:
         self._gather = call.choose("gather", gather, {"all": "all", "ring": "ring"})
         self._tile = self._size(tile)
         self.rows: int = first.shape[0]
+        self.numbers = {name: self._number(name, value) for name, value in (numbers or {}).items()}
         self.sizes = self._counted(first, sizes, f"gather={gather!r}{said}")
         self.total: int = self.rows * self.axis.size if self.sizes is None else sum(self.sizes)
         if self.total == 0:  # which every rank sees
@@ -122,13 +131,35 @@ class Given:
             return tuple(told.told)
         self._call.refuse_compiled("sizes are asked for in a compiled program", "sizes=None, or the sizes")
         words = f"{self._call.verb} of {first.dtype} with {list(first.shape[1:])} features, {said}"
-        mine = torch.tensor([self.rows], dtype=torch.int64, device=first.device)
-        found = all_gather(Packed(mine, words), self.axis)  # type: ignore[call-overload]
-        return tuple(found.tolist())
+        # Counts and numbers as one message; double precision has both exactly.
+        dtype = torch.float32 if first.device.type == "mps" else torch.float64
+        numbers = {} if transforms_active() else self.numbers
+        mine = [torch.as_tensor(x, dtype=dtype, device=first.device) for x in (self.rows, *numbers.values())]
+        found = all_gather(Packed(torch.stack(mine).detach()[None], words), self.axis)  # type: ignore[call-overload]
+        rows = found.tolist()
+        for column, name in enumerate(numbers, 1):
+            self._same(name, [row[column] for row in rows])
+        return tuple(int(row[0]) for row in rows)
 
-    def _size(self, tile: int | None) -> int:
+    def _same(self, name: str, of_ranks: list[float]) -> None:
+        """Refuse a number that differs between ranks by more than rounding and a few steps of training explain."""
+        low, high = min(of_ranks), max(of_ranks)
+        if high - low > 0.01 * max(abs(low), abs(high), 1e-6):
+            raise MismatchError(
+                message(
+                    f"{name} differs between the ranks",
+                    op=self.op,
+                    axis=str(self.axis),
+                    expected=f"the same {name} on every rank, as each computes a part of one loss",
+                    got="\n".join(f"rank {rank}: {name}={value:g}" for rank, value in enumerate(of_ranks)),
+                    remedy=f"start the ranks with one value, and average the gradients of a learned {name}: keep it in "
+                    "the module that DDP or FSDP wraps",
+                )
+            )
+
+    def _size(self, tile: int | None) -> int | None:
         if tile is None:
-            return _ON_CPU if self._call.x.is_cpu else _ELSEWHERE
+            return None
         whole = integer(tile)
         if whole is None or whole < 1:
             self._call.fail(
@@ -150,13 +181,19 @@ class Given:
             views: how many rows a sample has.
         """
         sizes = None if self.sizes is None else tuple(n * views for n in self.sizes)
-        if self._gather == "all" or compiling():
-            return Gathered(self.axis, sizes, self._tile, comm_dtype, backward_dtype)
         each = sizes or (self.rows * views,) * self.axis.size
+        tile, on_cpu = self._tile, self._call.x.is_cpu
+        if tile is None:
+            entries = max(each) * sum(each)
+            tile = _ON_CPU if on_cpu else _ELSEWHERE
+            if entries <= (_WHOLE_ON_CPU if on_cpu else _WHOLE_ELSEWHERE):
+                tile = max(tile, sum(each))
+        if self._gather == "all" or compiling():
+            return Gathered(self.axis, sizes, tile, comm_dtype, backward_dtype)
         way = Round.begun(self.axis, each, comm_dtype, backward_dtype, self._call.x.device)
-        return Passed(self.axis, each, self._tile, way)
+        return Passed(self.axis, each, tile, way)
 
-    def number(self, name: str, value: Number) -> Number:
+    def _number(self, name: str, value: Number) -> Number:
         """One real number, such as a scale."""
         one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
         if not one and (isinstance(value, bool) or not isinstance(value, int | float)):

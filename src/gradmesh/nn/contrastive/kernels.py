@@ -22,6 +22,7 @@ __all__ = [
     "Batched",
     "Counts",
     "ExpBoth",
+    "ExpLabelled",
     "ExpOthers",
     "Kernel",
     "Logits",
@@ -100,10 +101,25 @@ class ExpBoth:
 
 @dataclass(frozen=True)
 class ExpOthers:
-    """exp(s - x_i), and the similarities to samples of the same label, summed over a row.
+    """exp(s - x_i) summed over a row; samples have a number, as rows and as columns, and none is a pair with itself."""
 
-    Samples have a number and a label, as rows and as columns; none is a pair with itself.
-    """
+    counts = Counts(3, 2, 0)
+    outputs = Counts(1, 0, 0)
+    differentiated = (True, False, False, True, False)
+
+    def logits(self, a: Tensor, number: Tensor, b: Tensor, numbers: Tensor) -> tuple[Tensor, Tensors]:
+        """The similarities to others."""
+        return torch.where(number[:, None] == numbers, -torch.inf, similarity(a, b)), ()
+
+    def __call__(self, a: Tensor, x: Tensor, number: Tensor, b: Tensor, numbers: Tensor) -> Tensors:
+        """The sum."""
+        s, _ = self.logits(a, number, b, numbers)
+        return ((s - x[:, None]).exp().sum(1),)
+
+
+@dataclass(frozen=True)
+class ExpLabelled:
+    """The same, and the similarities to other samples of the same label, summed over a row."""
 
     counts = Counts(4, 3, 0)
     outputs = Counts(2, 0, 0)
@@ -115,16 +131,14 @@ class ExpOthers:
         """The similarities to others; the sum of those of the same label, and their number."""
         s, own = similarity(a, b), number[:, None] == numbers
         alike = (label[:, None] == labels) & ~own
-        return s.masked_fill(own, -torch.inf), (s.masked_fill(~alike, 0).sum(1), alike.sum(1))
+        return torch.where(own, -torch.inf, s), (torch.where(alike, s, 0).sum(1), alike.sum(1))
 
     def __call__(
         self, a: Tensor, x: Tensor, number: Tensor, label: Tensor, b: Tensor, numbers: Tensor, labels: Tensor
     ) -> Tensors:
         """Both sums."""
-        s, own = similarity(a, b), number[:, None] == numbers
-        alike = (label[:, None] == labels) & ~own
-        others = (s - x[:, None]).masked_fill(own, -torch.inf)
-        return others.exp().sum(1), s.masked_fill(~alike, 0).sum(1)
+        s, (alike, _) = self.logits(a, number, label, b, numbers, labels)
+        return (s - x[:, None]).exp().sum(1), alike
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,10 @@ def clip_loss(
             rank, which saves it.
         gather: "all": every rank has `right` of all ranks, N rows and as many of their gradient. "ring": they go round
             the ranks, N / W rows at a time, while the rank computes, and once more in backward.
-        tile: how many rows and columns of s are in memory at once; None: 1024 on a CPU, else 4096.
+        tile: how many rows and columns of s are in memory at once. A table of one tile is kept for backward; of more
+            tiles none is kept, and backward computes them again. None: one tile where this rank's rows of s have at
+            most 2^22 entries on a CPU, else 2^24 (16 and 64 MiB in float32); tiles of 1024 on a CPU, else 4096, where
+            they have more.
         comm_dtype: the dtype that embeddings travel in.
         backward_dtype: the dtype that their gradients travel in.
 
@@ -62,7 +65,8 @@ def clip_loss(
     Raises:
         ArgumentError: an argument that the loss does not take, or no sample on any rank.
         ShapeError: embeddings that do not fit each other.
-        MismatchError: ranks that call different losses, or with other numbers of features.
+        MismatchError: ranks that call different losses, or with other numbers of features; with sizes="auto", a scale
+            that differs between ranks by more than 1 %.
 
     Example:
         >>> def on_each_rank():
@@ -81,19 +85,15 @@ def clip_loss(
         dst=dst,
         gather=gather,
         tile=tile,
+        numbers={"scale": scale},
     )
-    factor = given.number("scale", scale)
+    factor = given.numbers["scale"]
     table = given.layout(comm_dtype, backward_dtype)
     # Scaled where there are n rows, and not in every tile.
     a = widened(left) * factor
     everyone = table.spread(right)
-    with torch.no_grad():
-        sums = table.log_sums(ExpBoth(), (a.detach(),), (everyone.detach(),), columns=True)
-    of_rows, of_cols = sums.rows, sums.columns
-    # log(sum(exp)) is this constant and the logarithm of a sum that is 1, and has its derivatives at every order.
-    mine, theirs = table.total(ExpBoth(), (a, of_rows, everyone, of_cols), sums.known)
-    logs = of_rows + mine.log() + table.own(of_cols) + theirs.log()
-    return given.mean((logs - 2 * (a * widened(right)).sum(1)).sum() / 2)
+    mine, theirs, _ = table.logs(ExpBoth(), (a,), (everyone,), columns=True)
+    return given.mean((mine + theirs - 2 * (a * widened(right)).sum(1)).sum() / 2)
 
 
 def siglip_loss(
@@ -145,8 +145,9 @@ def siglip_loss(
         dst=dst,
         gather=gather,
         tile=tile,
+        numbers={"scale": scale, "bias": bias},
     )
-    factor, offset = given.number("scale", scale), given.number("bias", bias)
+    factor, offset = given.numbers["scale"], given.numbers["bias"]
     table = given.layout(comm_dtype, backward_dtype)
     a = widened(left) * factor
     offset = torch.as_tensor(offset, dtype=a.dtype, device=a.device)

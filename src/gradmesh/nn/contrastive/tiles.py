@@ -18,7 +18,7 @@ from gradmesh.nn.contrastive.kernels import Adjoint, Batched, Kernel, Logits, Ta
 from gradmesh.state import one_by_one
 from gradmesh.wire import compiling
 
-__all__ = ["Job", "log_sums", "merged", "runs", "table_sum", "tiled_sum", "widened"]
+__all__ = ["Job", "log_sum", "log_sums", "merged", "runs", "table_sum", "tiled_sum", "widened"]
 
 
 @dataclass(frozen=True)
@@ -209,17 +209,16 @@ def log_sums(
             sums: list[Tensor] = []
             for part, there in zip(parts, across, strict=True):
                 s, more = kernel.logits(*mine, *(widened(x[there]) for x in cols))
-                part[: len(s)] = _log_sum(s, 1)
+                part[: len(s)] = log_sum(s, 1)
                 sums = _add(sums, more)
                 if columns:
-                    of_cols[place, there] = _log_sum(s, 0)
-            of_rows[here] = _log_sum(parts[:, : len(mine[0])], 0)
+                    of_cols[place, there] = log_sum(s, 0)
+            of_rows[here] = log_sum(parts[:, : len(mine[0])], 0)
             others.append(sums)
     more = tuple(torch.cat(each) for each in zip(*others, strict=True))
-    return of_rows, _log_sum(of_cols, 0) if columns else None, more
+    return of_rows, log_sum(of_cols, 0) if columns else None, more
 
 
-def _log_sum(x: Tensor, dim: int) -> Tensor:
-    if x.shape[dim] == 0:
-        return x.new_full([n for place, n in enumerate(x.shape) if place != dim], -torch.inf)
-    return x.logsumexp(dim)
+def log_sum(x: Tensor, dim: int) -> Tensor:
+    """log(sum(exp(x))) along a dim, differentiably; -inf of nothing."""
+    return x.logsumexp(dim) if x.shape[dim] else x.sum(dim) - torch.inf

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradmesh.arguments import SizesLike
 from gradmesh.axis import AxisLike
 from gradmesh.nn.contrastive.given import Gather, Given, Number
-from gradmesh.nn.contrastive.kernels import ExpOthers
+from gradmesh.nn.contrastive.kernels import ExpLabelled, ExpOthers
 from gradmesh.nn.contrastive.tiles import widened
 from gradmesh.types import Convention, I
 
@@ -65,9 +65,10 @@ def nt_xent_loss(
         dst=dst,
         gather=gather,
         tile=tile,
+        numbers={"temperature": temperature},
     )
     views = torch.stack([left, right], 1)
-    return _loss(given, views, None, temperature, comm_dtype, backward_dtype)
+    return _loss(given, views, None, comm_dtype, backward_dtype)
 
 
 def sup_con_loss(
@@ -120,6 +121,7 @@ def sup_con_loss(
         gather=gather,
         tile=tile,
         dims=(2, 3),
+        numbers={"temperature": temperature},
         said=f", {'without' if labels is None else 'with'} labels",
     )
     if labels is not None and (
@@ -139,45 +141,42 @@ def sup_con_loss(
             remedy="pass a tensor of shape (samples,)",
         )
     views = x if x.dim() == 3 else x.unsqueeze(1)
-    return _loss(given, views, labels, temperature, comm_dtype, backward_dtype)
+    return _loss(given, views, labels, comm_dtype, backward_dtype)
 
 
 def _loss(
     given: Given,
     views: Tensor,
     labels: Tensor | None,
-    temperature: Number,
     comm_dtype: torch.dtype | None,
     backward_dtype: torch.dtype | None,
 ) -> Tensor:
     """The loss of views of shape (n, v, d)."""
     each = views.shape[1]
-    divisor = given.number("temperature", temperature)
     table = given.layout(comm_dtype, backward_dtype, each)
     z = views.flatten(0, 1)
-    a = widened(z) / divisor
-    number, label = _numbers(given, each, labels, z)
-    everyone, numbers, labels = table.spread(z), table.spread(number), table.spread(label)
-    kernel = ExpOthers()
-    with torch.no_grad():
-        sums = table.log_sums(
-            kernel, (a.detach(), number, label), (everyone.detach(), numbers, labels), columns=False
+    a = widened(z) / given.numbers["temperature"]
+    number = _numbers(given, each, z)
+    everyone, numbers = table.spread(z), table.spread(number)
+    if labels is None:
+        # Only the views of one sample are alike, which are all here.
+        logs, _, _ = table.logs(ExpOthers(), (a, number), (everyone, numbers), columns=False)
+        with torch.autocast(z.device.type, enabled=False):
+            of_sample = a.view(views.shape) @ widened(views).mT
+        itself = torch.eye(each, dtype=torch.bool, device=z.device)
+        alike = torch.where(itself, 0, of_sample).sum(2).flatten()
+        count = torch.full_like(number, each - 1)
+    else:
+        label = labels.long().repeat_interleave(each)
+        logs, _, (alike, count) = table.logs(
+            ExpLabelled(), (a, number, label), (everyone, numbers, table.spread(label)), columns=False
         )
-    alone, (alike, count) = sums.rows == -torch.inf, sums.more  # and what is NaN stays so
-    of_rows = sums.rows.masked_fill(alone, 0)
-    mine, alike = table.total(
-        kernel, (a, of_rows, number, label, everyone, numbers, labels), (*sums.known, alike)
-    )
-    logs = of_rows + mine.masked_fill(alone, 1).log()
     share = torch.where(count > 0, logs - alike / count.clamp(min=1), 0).sum()
     return given.mean(share, given.total * each)
 
 
-def _numbers(given: Given, views: int, labels: Tensor | None, z: Tensor) -> tuple[Tensor, Tensor]:
-    """A number for each of this rank's views, among all; and its label, that of its sample."""
+def _numbers(given: Given, views: int, z: Tensor) -> Tensor:
+    """A number for each of this rank's views, among all."""
     each = given.sizes or (given.rows,) * given.axis.size
     begin = list(accumulate(each, initial=0))[given.axis.rank] * views
-    number = torch.arange(begin, begin + len(z), device=z.device)
-    # Of another dtype than those that are given, so that the ranks notice where only some have any.
-    own = (number // max(views, 1)).int() if labels is None else labels.long().repeat_interleave(views)
-    return number, own
+    return torch.arange(begin, begin + len(z), device=z.device)

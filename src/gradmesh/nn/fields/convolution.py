@@ -131,21 +131,13 @@ class _HaloConv(Halo):
         """Own rows of the output."""
         self.known(input)
         mode = str(self.padding_mode)
-        if mode not in ("zeros", "circular"):
-            Call(self.name, input, self.over[0] if isinstance(self.over, tuple) else self.over).fail(
-                "there is no such padding for a field that is cut",
-                expected="padding_mode 'zeros' or 'circular'",
-                got=f"padding_mode={mode!r}",
-                remedy="pad the field before it is cut",
-            )
         cuts = cuts_of(self.name, input, self.over, self.dim, self.rows)
-        wrap = mode == "circular"
-        x, pads, counts = slid(self.name, input, cuts, self.taps(), wrap)
+        x, pads, counts = slid(self.name, input, cuts, self.taps(), mode)
         weight, bias = self.parameters_here()
         if not min(counts):
             return nothing(x, (len(x), self.out_channels, *counts), weight, bias)
-        if wrap:
-            x, inner = padded(x, pads, "circular"), [0] * len(pads)
+        if mode != "zeros":
+            x, inner = padded(x, pads, mode), [0] * len(pads)
         else:  # what is alike on both sides the convolution adds itself, without a copy
             inner = [left if left == right else 0 for left, right in pads]
             x = padded(x, [(a - i, b - i) for (a, b), i in zip(pads, inner, strict=True)])
@@ -167,15 +159,15 @@ class HaloConv1d(_HaloConv, nn.Conv1d):
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype: as
-            in `torch.nn.Conv1d`. The padding modes are "zeros", at the field's own ends alone, and "circular", where
-            the field is periodic; "same" is there too.
+            in `torch.nn.Conv1d`. The padding modes "zeros", "reflect" and "replicate" apply at the ends of the whole
+            field, and "circular" connects them; `padding="same"` is there too.
         axis: the ranks; or a tuple of axes.
         dim: the dim that is cut; or a tuple with one for each axis.
         sizes: each rank's rows along it, None for equal ones, or "auto"; or a tuple with these for each axis.
         replicated: False where a data parallel wrapper over the same ranks sums the parameters' gradients.
 
     Raises:
-        ArgumentError: other channels, another padding mode, or a field smaller than the kernel.
+        ArgumentError: other channels, or a field smaller than the kernel or than the padding.
         DTypeError: numbers of another dtype than the weight's.
 
     The state dict is the dense layer's. Source: Dryden et al., Improving strong-scaling of CNN training by exploiting

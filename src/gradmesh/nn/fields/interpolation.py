@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.compiler import assume_constant_result
 from torch.nn import functional
 
+from gradmesh._torch import outside_modes
 from gradmesh.arguments import Call
 from gradmesh.nn.fields.cuts import AxesLike, Cut, DimsLike, Rows, cuts_of, nothing, shares, window
 from gradmesh.nn.fields.taps import each_dim
@@ -63,16 +64,20 @@ def _found(
 ) -> tuple[float, ...]:
     # In as many dims as the field has, and in its precision: in others torch rounds "nearest" differently.
     ones = (1,) * (dims - 1)
-    line = torch.arange(rows, dtype=torch.float64 if double else torch.float32).view(1, 1, rows, *ones)
     scales = None if scale is None else (scale, *map(float, ones))
-    found = functional.interpolate(
-        line,
-        None if scales else (outputs, *ones),
-        scales,
-        _LINEAR[dims - 1] if mode == "linear" else mode,
-        corners,
-    )
-    return tuple(found.flatten().tolist())
+
+    def find() -> tuple[float, ...]:
+        line = torch.arange(rows, dtype=torch.float64 if double else torch.float32, device="cpu")
+        found = functional.interpolate(
+            line.view(1, 1, rows, *ones),
+            None if scales else (outputs, *ones),
+            scales,
+            _LINEAR[dims - 1] if mode == "linear" else mode,
+            corners,
+        )
+        return tuple(found.flatten().tolist())
+
+    return outside_modes(find)
 
 
 def interpolate(

@@ -25,7 +25,7 @@ def bce_with_logits(
     *,
     weight: Tensor | None = None,
     pos_weight: Tensor | None = None,
-    reduction: Literal["mean", "sum"] = "mean",
+    reduction: Literal["mean", "sum", "none"] = "mean",
     dst: Convention = I,
 ) -> Tensor:
     """The binary cross entropy of logits that are cut over ranks, uneven and empty: one mean over all of them.
@@ -34,6 +34,7 @@ def bce_with_logits(
 
         V -> I    own logits (n_r, ...) -> ()     the sum over all ranks, divided by the elements on all ranks
                   backward: each rank its own logits'
+        V -> V    with reduction="none": (n_r, ...) -> (n_r, ...), the losses of the local elements; nothing is sent
 
     A mean of the ranks' means is another number where they have unequal numbers of rows.
 
@@ -43,8 +44,9 @@ def bce_with_logits(
         axis: the ranks.
         weight, pos_weight: as in `torch.nn.BCEWithLogitsLoss`. They are broadcast to the own logits: where classes are
             cut, pass those of the own classes.
-        reduction: "mean" or "sum".
-        dst: `gm.I`, a loss that counts once; `gm.R` for a wrapper that averages, see `docs/objective.md`.
+        reduction: "mean", "sum" or "none".
+        dst: of the mean or sum: `gm.I`, a loss that counts once; `gm.R` for a wrapper that averages, see
+            `docs/objective.md`.
 
     Raises:
         ArgumentError: shapes that do not fit; another reduction.
@@ -59,7 +61,7 @@ def bce_with_logits(
         [(2.0794, [-0.5]), (2.0794, [-0.5, -0.5])]
     """
     call = Call("nn.fields.bce_with_logits", logits, axis)
-    call.choose("reduction", reduction, {"mean": 0, "sum": 0})
+    call.choose("reduction", reduction, {"mean": 0, "sum": 0, "none": 0})
     shapes = [tuple(given.shape) for given in (weight, pos_weight) if given is not None]
     if target.shape != logits.shape or not all(_broadcasts(shape, logits.shape) for shape in shapes):
         call.fail(
@@ -72,9 +74,11 @@ def bce_with_logits(
         _full(logits),
         _full(target),
         None if weight is None else _full(weight),
-        reduction="sum",
+        reduction="none" if reduction == "none" else "sum",
         pos_weight=None if pos_weight is None else _full(pos_weight),
     )
+    if reduction == "none":
+        return own.to(logits.dtype)
     total = all_reduce(own, call.axis, dst=dst)
     if reduction == "mean":
         total = total / all_reduce(total.new_tensor(float(logits.numel())).detach(), call.axis, dst=I)
@@ -105,7 +109,7 @@ class BCEWithLogitsLoss(nn.BCEWithLogitsLoss):
     def __init__(
         self,
         weight: Tensor | None = None,
-        reduction: Literal["mean", "sum"] = "mean",
+        reduction: Literal["mean", "sum", "none"] = "mean",
         pos_weight: Tensor | None = None,
         axis: AxisLike = None,
         *,

@@ -83,7 +83,7 @@ def inv_ex(
 
 def spdiags(
     diagonals: Tensor,
-    offsets: Tensor | Sequence[int],
+    offsets: Tensor | Sequence[int] | int,
     shape: tuple[int, int],
     axis: AxisLike = None,
     *,
@@ -95,7 +95,7 @@ def spdiags(
 
     ::
 
-        V -> V    own columns of the diagonals (k, l_r) -> own rows of the matrix (m_r, n), sparse
+        V -> V    own columns of the diagonals (k, l_r), or of one (l_r,) -> own rows of the matrix (m_r, n), sparse
                   forward: the neighbours' elements that stand in own rows; backward: their gradients go home
 
     Element j of a diagonal stands in column j, as in torch; so a row has elements of the columns at its side.
@@ -103,12 +103,13 @@ def spdiags(
     Args:
         diagonals: own columns of each diagonal.
         offsets: of the diagonals, the same on every rank; above the main one they are positive. A tensor of int64 of
-            shape (k,), or numbers, which a compiler needs.
+            shape (k,), or () for one diagonal; or numbers, which a compiler needs.
         shape: of the whole matrix.
         axis: the ranks.
         sizes: how many columns of the diagonals each rank has; as in `gradmesh.all_gather`.
         rows: how many rows of the matrix each rank gets; None: an even cut.
-        layout: `torch.sparse_coo`, coalesced, which torch differentiates once; `torch.strided` has every derivative.
+        layout: `torch.sparse_coo`, coalesced, `torch.sparse_csr` or `torch.sparse_csc`, which torch differentiates
+            once; `torch.strided` has every derivative.
 
     Raises:
         ArgumentError: offsets that are not those of the diagonals, or one twice; a shape or rows of no matrix.
@@ -122,8 +123,12 @@ def spdiags(
         [[[1.0, -1.0, 0.0], [0.0, 2.0, -1.0]], [[0.0, 0.0, 3.0]]]
     """
     verb = "nn.fields.spdiags"
+    if isinstance(diagonals, Tensor) and diagonals.dim() == 1:
+        diagonals = diagonals.unsqueeze(0)
     call = Call(verb, diagonals, axis)
-    told = offsets.reshape(-1).tolist() if isinstance(offsets, Tensor) else list(offsets)
+    if isinstance(offsets, Tensor):
+        offsets = offsets.reshape(-1).tolist()
+    told = list(offsets) if isinstance(offsets, Sequence) else [offsets]
     places = [place for place in map(integer, told) if place is not None]
     matrix = [size for size in map(integer, shape) if size is not None and size >= 0]
     if not len(shape) == len(matrix) == 2:
@@ -137,7 +142,7 @@ def spdiags(
     if diagonals.dim() != 2 or not len(set(places)) == len(told) == len(diagonals) > 0:
         call.fail(
             "there is not one offset for each diagonal",
-            expected="diagonals (k, columns), k of 1 or more, and as many offsets, none of them twice",
+            expected="diagonals (k, columns) or (columns,), k of 1 or more, and as many offsets, none of them twice",
             got=f"diagonals {list(diagonals.shape)}, offsets {told}",
             remedy="pass as many offsets",
         )
@@ -148,7 +153,8 @@ def spdiags(
             got=f"rows={rows!r}",
             remedy="leave it out for an even cut",
         )
-    call.choose("layout", layout, {torch.sparse_coo: 0, torch.strided: 0})
+    layouts = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.strided)
+    call.choose("layout", layout, dict.fromkeys(layouts, 0))
     cut = cut_of(verb, diagonals, axis, 1, sizes)
     most, ends, needs = min(cut.total, shape[1]), 0, []
     for part in parts:
@@ -172,9 +178,12 @@ def spdiags(
         flat = near.new_zeros(parts[rank] * shape[1])
         return flat.index_put((row * shape[1] + column,), values).view(parts[rank], shape[1])
     indices = torch.stack((row, column))
-    return torch.sparse_coo_tensor(
+    found = torch.sparse_coo_tensor(
         indices, values, (parts[rank], shape[1]), check_invariants=False
     ).coalesce()
+    if layout == torch.sparse_coo:
+        return found
+    return found.to_sparse_csr() if layout == torch.sparse_csr else found.to_sparse_csc()
 
 
 def narrowed_sizes(sizes: Sequence[int], start: int, length: int) -> tuple[int, ...]:
@@ -201,7 +210,7 @@ def narrow_copy(
         V -> V    own part (n_r, ...) -> its rows among start ... start + length - 1 of the whole; nothing is sent
 
     Args:
-        x: own part.
+        x: own part, strided or sparse COO; of a sparse one the result is coalesced.
         dim: the dim that is cut.
         start: of the range, counted in the whole tensor; negative: from its end.
         length: of the range.
@@ -221,12 +230,16 @@ def narrow_copy(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [[2], [3, 4]]
     """
-    cut: Cut = cut_of("nn.fields.narrow_copy", x, axis, dim, sizes)
+    verb = "nn.fields.narrow_copy"
+    sparse = isinstance(x, Tensor) and x.layout is torch.sparse_coo
+    # Only its shape is needed here.
+    shaped = torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape) if sparse else x
+    cut: Cut = cut_of(verb, shaped, axis, dim, sizes)
     begin, rows = integer(start), integer(length)
     if begin is not None and begin < 0:
         begin += cut.total
     if begin is None or rows is None or not 0 <= begin <= begin + rows <= cut.total:
-        Call("nn.fields.narrow_copy", x, axis).fail(
+        Call(verb, shaped, axis).fail(
             "the range is not in the tensor",
             expected=f"0 <= start <= start + length <= {cut.total}",
             got=f"start={start!r}, length={length!r}",
@@ -234,7 +247,21 @@ def narrow_copy(
             kind=ShapeError,
         )
     own = narrowed_sizes(cut.sizes, begin, rows)[cut.axis.rank]
-    low = cut.spans[cut.axis.rank][0]
-    return x.narrow(cut.dim, max(begin - low, 0) if own else 0, own).clone(
-        memory_format=torch.contiguous_format
-    )
+    first = max(begin - cut.spans[cut.axis.rank][0], 0) if own else 0
+    if sparse:
+        return _narrowed_sparse(x.coalesce(), cut.dim, first, own)
+    return x.narrow(cut.dim, first, own).clone(memory_format=torch.contiguous_format)
+
+
+def _narrowed_sparse(x: Tensor, dim: int, first: int, length: int) -> Tensor:
+    """The same of a coalesced tensor, of which torch's own narrow_copy has no gradient."""
+    indices, values = x.indices(), x.values()
+    if dim < x.sparse_dim():
+        inside = (indices[dim] >= first) & (indices[dim] < first + length)
+        shift = torch.zeros_like(indices[:, :1])
+        shift[dim] = first
+        indices, values = indices[:, inside] - shift, values[inside]
+    else:
+        values = values.narrow(1 + dim - x.sparse_dim(), first, length).clone()
+    shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -9,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.nn.utils import parametrize
 
-from gradmesh.arguments import Call
+from gradmesh.arguments import Call, integer
 from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.collectives import all_reduce, sizes
+from gradmesh.nn.sharding import mark_sharded
 from gradmesh.types import R
 
 __all__ = ["SpectralNorm", "spectral_norm"]
@@ -21,11 +24,12 @@ class SpectralNorm(nn.Module):
     """The parametrization that `spectral_norm` registers; as torch's of the same name, for a weight in parts.
 
     Attributes:
-        u, v: the estimates of the singular vectors; of the one along the cut dim the own part.
+        u, v: the estimates of the singular vectors; of the one along the sharded dim the local part. In a state dict
+            they have torch's names, `_u` and `_v`.
     """
 
-    u: Tensor
-    v: Tensor
+    _u: Tensor
+    _v: Tensor
 
     def __init__(
         self,
@@ -46,23 +50,41 @@ class SpectralNorm(nn.Module):
         )
         here, own = resolve(axis, "nn.fields.spectral_norm"), self._matrix(weight.detach())
         both, cut_dim = list(own.shape), 0 if cut == "rows" else 1
-        each = sizes(own, here, cut_dim)
+        self._each = each = tuple(sizes(own, here, cut_dim))
         both[cut_dim] = sum(each)
         # Drawn whole, as torch draws them: ranks that are seeded alike have the estimates of one process.
         drawn = [normalize(own.new_empty(size).normal_(0, 1), dim=0, eps=eps) for size in both]
         drawn[cut_dim] = drawn[cut_dim][here.slice(each)]
-        self.register_buffer("u", drawn[0])
-        self.register_buffer("v", drawn[1])
+        self.register_buffer("_u", drawn[0])
+        self.register_buffer("_v", drawn[1])
         with torch.no_grad():
             self._iterate(own, here, 15)
+
+    @property
+    def u(self) -> Tensor:
+        """The estimate of the left singular vector."""
+        return self._u
+
+    @u.setter
+    def u(self, value: Tensor) -> None:
+        self._u = value
+
+    @property
+    def v(self) -> Tensor:
+        """The estimate of the right singular vector."""
+        return self._v
+
+    @v.setter
+    def v(self, value: Tensor) -> None:
+        self._v = value
 
     def _matrix(self, weight: Tensor) -> Tensor:
         return weight.movedim(self.first, 0).flatten(1)
 
     def _iterate(self, own: Tensor, here: Axis, times: int) -> None:
         for _ in range(times):
-            self.u = self._unit(self._times(own, self.v, here, "columns"), here, "rows")
-            self.v = self._unit(self._times(own.mH, self.u, here, "rows"), here, "columns")
+            self._u = self._unit(self._times(own, self._v, here, "columns"), here, "rows")
+            self._v = self._unit(self._times(own.mH, self._u, here, "rows"), here, "columns")
 
     def _times(self, own: Tensor, vector: Tensor, here: Axis, summed: str) -> Tensor:
         made = own @ vector
@@ -80,13 +102,60 @@ class SpectralNorm(nn.Module):
         if self.training:
             with torch.no_grad():
                 self._iterate(own.detach(), here, self.n_power_iterations)
-        u, v = self.u.clone(), self.v.clone()
+        u, v = self._u.clone(), self._v.clone()
         norm = all_reduce(torch.vdot(u, own @ v), here, dst=R)
         return weight / norm
+
+    def _take(self, name: str, state: MutableMapping[str, Any], prefix: str) -> None:
+        """Convert the state of the whole weight, or one under other names, to that of the local part.
+
+        Args:
+            name: of the parameter.
+            state: a state dict that is about to be loaded, with the names of this class, of torch's parametrization
+                (the same) or of `torch.nn.utils.spectral_norm` (`weight_orig`, `weight_u`, `weight_v`).
+            prefix: of the module's names in it.
+        """
+        room = f"{prefix}parametrizations.{name}."
+        older = {f"{prefix}{name}_orig": "original"}
+        older |= {f"{prefix}{name}_{each}": f"0._{each}" for each in "uv"}
+        older |= {f"{room}0.{each}": f"0._{each}" for each in "uv"}
+        for old, new in older.items():
+            if old in state and room + new not in state:
+                state[room + new] = state.pop(old)
+        here, cut_dim = resolve(self.over, "nn.fields.spectral_norm"), 0 if self.cut == "rows" else 1
+        # Columns are those of all other dims together, of which the first one is cut.
+        dim = self.first if self.cut == "rows" else int(self.first == 0)
+        own = here.slice(self._each)
+        vector = room + ("0._u" if self.cut == "rows" else "0._v")
+        if _along(state.get(vector), 0) == sum(self._each):
+            state[vector] = state[vector][own]
+        weight = state.get(f"{room}original")
+        if here.size > 1 and isinstance(weight, Tensor) and weight.dim() > max(dim, self.first):
+            whole = self._matrix(weight)
+            if whole.shape[cut_dim] == sum(self._each):
+                inner = whole.shape[cut_dim] // weight.shape[dim]
+                part = weight.narrow(dim, own.start // inner, (own.stop - own.start) // inner)
+                state[f"{room}original"] = part
 
     def right_inverse(self, value: Tensor) -> Tensor:
         """The weight that is assigned."""
         return value
+
+
+@dataclass
+class _Taking:
+    """A hook before a state dict is loaded; of a class, so that a copy of the module has a copy of it."""
+
+    norm: SpectralNorm
+    name: str
+
+    def __call__(self, _: nn.Module, state: MutableMapping[str, Any], prefix: str, *__: Any) -> None:
+        self.norm._take(self.name, state, prefix)
+
+
+def _along(x: object, dim: int) -> int | None:
+    """The size of a tensor along a dim; None: it has none."""
+    return x.shape[dim] if isinstance(x, Tensor) and x.dim() > dim else None
 
 
 def spectral_norm(
@@ -114,7 +183,7 @@ def spectral_norm(
         module: has the own part, as `gm.nn.ColumnParallelLinear` has rows and `RowParallelLinear` columns.
         name: of the parameter.
         axis: the ranks.
-        n_power_iterations: for each call in training.
+        n_power_iterations: for each call in training; 1 or more.
         eps: no norm is taken to be smaller.
         dim: the dim of the weight that makes rows; the others make columns. None: as in torch, 1 for transposed
             convolutions and 0 for all else.
@@ -122,10 +191,13 @@ def spectral_norm(
             not the rows', so that the parts one after another are the whole.
 
     Returns:
-        The module; the parametrization is registered.
+        The module; the parametrization is registered, and its parameter counts as a shard in
+        `gm.nn.clip_grad_norm_`. `load_state_dict` takes the module's own state, and that of the whole weight by
+        `torch.nn.utils.parametrizations.spectral_norm` or `torch.nn.utils.spectral_norm`, of which each rank takes its
+        part.
 
     Raises:
-        ArgumentError: a weight of one dim, or `cut` of another kind.
+        ArgumentError: a weight of one dim, no power iterations, or `cut` of another kind.
 
     Source: Miyato et al., Spectral normalization for generative adversarial networks (arXiv:1802.05957), algorithm 1.
 
@@ -148,10 +220,19 @@ def spectral_norm(
             got=f"shape {list(weight.shape)}",
             remedy="a vector's norm is gradmesh.all_reduce of its squares",
         )
+    if (integer(n_power_iterations) or 0) < 1:
+        call.fail(
+            "n_power_iterations has to be positive",
+            expected="an int of 1 or more",
+            got=f"n_power_iterations={n_power_iterations!r}",
+            remedy="pass 1; in evaluation, after module.eval(), none are made",
+        )
     if dim is None:
         dim = int(isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d))
     here = SpectralNorm(
         weight, axis, n_power_iterations, eps, call.dim(dim) if call.x is weight else dim, cut
     )
     parametrize.register_parametrization(module, name, here)
+    module.register_load_state_dict_pre_hook(_Taking(here, name))
+    mark_sharded(module.parametrizations[name].original, axis)  # type: ignore[index,union-attr]  # of torch's list
     return module

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -60,7 +61,7 @@ def each_dim(value: int | Sequence[int], dims: int, least: int = 0) -> tuple[int
 
 
 def slid(
-    verb: str, x: Tensor, cuts: Sequence[Cut], taps: Sequence[Taps], wrap: bool = False
+    verb: str, x: Tensor, cuts: Sequence[Cut], taps: Sequence[Taps], mode: str = "zeros"
 ) -> tuple[Tensor, list[tuple[int, int]], list[int]]:
     """The rows that the own outputs need.
 
@@ -69,11 +70,11 @@ def slid(
         x: own rows, (n, c, ...).
         cuts: how they are cut.
         taps: of each spatial dim.
-        wrap: whether the cut dims are periodic.
+        mode: how the field goes on beyond its ends, as `padding_mode` of `torch.nn.Conv1d`.
 
     Returns:
-        The rows; how many rows of padding are missing on either side along each spatial dim; the own number of outputs
-        along each.
+        The rows, which hold the padding along the cut dims in every mode but zeros; how many rows of padding are
+        missing on either side along each spatial dim; the local number of outputs along each.
     """
     if x.dim() != len(taps) + 2 or any(cut.dim < 2 for cut in cuts):
         Call(verb, x, cuts[0].axis).fail(
@@ -88,10 +89,12 @@ def slid(
         cut = found.get(dim)
         rows = x.shape[dim] if cut is None else cut.total
         count = tap.outputs(rows)
-        if count <= 0 or not rows or (wrap and max(tap.left, tap.right) > rows):
+        room = {"circular": rows, "reflect": rows - 1}.get(mode)
+        if count <= 0 or not rows or (room is not None and max(tap.left, tap.right) > room):
             Call(verb, x, cuts[0].axis).fail(
                 f"the field is too small for the kernel along dim {dim}",
-                expected=f"{tap.reach} rows or more with the padding, which a periodic field has to have itself",
+                expected=f"{tap.reach} rows or more with the padding, which is at most the field's rows with "
+                "padding_mode='circular', and one less with 'reflect'",
                 got=f"{rows} rows on all ranks, padding {tap.left} and {tap.right}",
                 remedy="take a smaller kernel, or more padding",
             )
@@ -104,9 +107,42 @@ def slid(
             needs.append(tap.needs(begin, begin + share))
             begin += share
         counts.append(own[cut.axis.rank])
-        x, missing = window(x, cut, needs, wrap)
+        if mode in ("reflect", "replicate"):
+            x, missing = _continued(x, cut, needs, mode), (0, 0)
+        else:
+            x, missing = window(x, cut, needs, mode == "circular")
         pads.append(missing)
     return x, pads, counts
+
+
+def _continued(x: Tensor, cut: Cut, needs: Sequence[tuple[int, int]], mode: str) -> Tensor:
+    """The rows that this rank needs, of which those beyond the field's ends are copies of rows inside."""
+    last = cut.total - 1
+
+    def inside(place: int) -> int:
+        return last - abs(last - abs(place)) if mode == "reflect" else min(max(place, 0), last)
+
+    def sources(begin: int, end: int) -> tuple[int, int]:
+        # The map is monotone between the field's ends.
+        found = [inside(place) for place in (begin, end - 1, 0, last) if begin <= place < end]
+        return (min(found), max(found) + 1) if found else (0, 0)
+
+    from_rows = [sources(*need) for need in needs]
+    x, _ = window(x, cut, from_rows)
+    (begin, end), first = needs[cut.axis.rank], from_rows[cut.axis.rank][0]
+
+    def copies(begin: int, end: int) -> Tensor:
+        places = torch.tensor([inside(place) - first for place in range(begin, end)], device=x.device)
+        return x.index_select(cut.dim, places.long())
+
+    if begin >= 0 and end <= cut.total:
+        return x
+    low, high = min(max(begin, 0), end), max(min(end, cut.total), begin)
+    parts = [copies(begin, low)] if begin < low else []
+    if low < high:
+        parts.append(x.narrow(cut.dim, low - first, high - low))
+    parts += [copies(high, end)] if high < end else []
+    return torch.cat(parts, cut.dim)
 
 
 def padded(x: Tensor, pads: Sequence[tuple[int, int]], mode: str = "constant", value: float = 0.0) -> Tensor:

@@ -26,6 +26,9 @@ __all__ = ["linear_cross_entropy", "vocab_parallel_cross_entropy"]
 
 Reduction = Literal["mean", "sum", "none"]
 
+SmoothingOver = Literal["all", "others"]
+"""Over which words label smoothing spreads the target's weight: all, or all but the target."""
+
 
 @dataclass(frozen=True)
 class _Form:
@@ -35,6 +38,7 @@ class _Form:
         verb: who asks.
         ignore_index: the target that does not count.
         label_smoothing: the share of the target's weight that all words get.
+        smoothing_over: whether the target is one of these words.
         z_loss: the weight of the squared logarithm of the normaliser.
         reduction: what is made of the tokens' losses.
     """
@@ -42,8 +46,15 @@ class _Form:
     verb: str
     ignore_index: int
     label_smoothing: float
+    smoothing_over: SmoothingOver
     z_loss: float
     reduction: Reduction
+
+    def smoothing(self, words: int) -> float:
+        """The factor of the mean over all words that makes it this smoothing."""
+        if self.smoothing_over == "all":
+            return self.label_smoothing
+        return self.label_smoothing * words / (words - 1) if words > 1 else 0.0
 
 
 def vocab_parallel_cross_entropy(
@@ -54,6 +65,7 @@ def vocab_parallel_cross_entropy(
     sizes: Sequence[int] | Literal["auto"] = "auto",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    smoothing_over: SmoothingOver = "all",
     z_loss: float = 0.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
@@ -74,14 +86,18 @@ def vocab_parallel_cross_entropy(
         axis: the ranks.
         sizes: how many words each rank has; "auto" asks, in one small exchange.
         ignore_index: a target that does not count; the mean is over the others.
-        label_smoothing: e, the share of the target's weight that is spread over all words.
+        label_smoothing: e, the share of the target's weight that is spread over other words.
+        smoothing_over: "all": over all V words, e / V each, as `torch.nn.functional.cross_entropy`, so that the target
+            keeps 1 - e + e / V; "others": over the V - 1 words that are not the target, e / (V - 1) each, as Megatron,
+            so that the target keeps 1 - e. That is the formula above with e V / (V - 1) in place of e.
         z_loss: c, the weight of the square of the logarithm of the normaliser.
         reduction: "mean", "sum" or "none".
 
     Raises:
         ArgumentError: shapes or sizes that do not fit, a target (on a CPU) that is no word.
 
-    Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; z-loss: Chowdhery et al., PaLM
+    Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; smoothing over the others: its
+    `vocab_parallel_cross_entropy(..., label_smoothing)`, with V the words of all ranks; z-loss: Chowdhery et al., PaLM
     (arXiv:2204.02311), section 5.
 
     Example:
@@ -92,7 +108,9 @@ def vocab_parallel_cross_entropy(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [0.8133, 0.8133]
     """
-    form = _Form("nn.vocab_parallel_cross_entropy", ignore_index, label_smoothing, z_loss, reduction)
+    form = _Form(
+        "nn.vocab_parallel_cross_entropy", ignore_index, label_smoothing, smoothing_over, z_loss, reduction
+    )
     call = _checked(form, logits, target, axis)
     told = _told(call, sizes, logits, -1)
     _check_words(call, target, sum(told), ignore_index)
@@ -114,6 +132,7 @@ def linear_cross_entropy(
     tile: int = 1024,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    smoothing_over: SmoothingOver = "all",
     z_loss: float = 0.0,
     reduction: Reduction = "mean",
 ) -> Tensor:
@@ -137,7 +156,8 @@ def linear_cross_entropy(
         axis: the ranks.
         sizes: how many words each rank has; "auto" asks.
         ignore_index: a target that does not count.
-        label_smoothing: the share of the target's weight that is spread over all words.
+        label_smoothing: the share of the target's weight that is spread over other words.
+        smoothing_over: "all" words, or all "others" than the target; as for `vocab_parallel_cross_entropy`.
         z_loss: the weight of the square of the logarithm of the normaliser.
         reduction: "mean", "sum" or "none".
 
@@ -152,7 +172,7 @@ def linear_cross_entropy(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [0.8133, 0.8133]
     """
-    form = _Form("nn.linear_cross_entropy", ignore_index, label_smoothing, z_loss, reduction)
+    form = _Form("nn.linear_cross_entropy", ignore_index, label_smoothing, smoothing_over, z_loss, reduction)
     call = _checked(form, x, target, axis)
     rows = integer(tile)
     fits = (
@@ -227,7 +247,8 @@ def _losses(
     z: Tensor = total.log()
     loss: Tensor = z - there
     if rest:
-        loss = (1 - form.label_smoothing) * loss + form.label_smoothing * (z - rest[0] / sum(told))
+        smoothing = form.smoothing(sum(told))
+        loss = (1 - smoothing) * loss + smoothing * (z - rest[0] / sum(told))
     return loss if form.z_loss == 0 else loss + form.z_loss * (z + shift) ** 2
 
 
@@ -242,6 +263,7 @@ def _reduced(form: _Form, losses: Tensor, target: Tensor) -> Tensor:
 def _checked(form: _Form, x: Tensor, target: Tensor, axis: AxisLike) -> Call:
     call = Call(form.verb, x, axis)
     call.choose("reduction", form.reduction, {"mean": 0, "sum": 0, "none": 0})
+    call.choose("smoothing_over", form.smoothing_over, {"all": 0, "others": 0})
     known = isinstance(target, Tensor)
     fits = (
         known and x.dim() > 0 and target.shape == x.shape[:-1] and target.dtype in (torch.int64, torch.int32)

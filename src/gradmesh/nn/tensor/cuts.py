@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,8 @@ from torch.func import functional_call
 from gradmesh.arguments import Call, integer
 from gradmesh.axis import Axis, AxisLike, balanced, resolve
 from gradmesh.collectives import all_gather, replicate
-from gradmesh.errors import ArgumentError, message
+from gradmesh.errors import ArgumentError, MismatchError, ShapeError, message
+from gradmesh.nn.sharding import remember
 
 __all__ = ["Cut", "Parallel", "Replicated", "dense_state_dict", "load_dense_state_dict"]
 
@@ -37,12 +39,34 @@ class Parallel(nn.Module):
     Attributes:
         over: the axis, as it was given: a name is looked up when the layer is called.
         cuts: how each parameter that is cut is cut; the others are whole on every rank.
+        path: the name in its module of the layer that `tensor_parallel` made it of, for errors; else empty.
+        rows: each rank's rows of a sequence, for layers that have them.
     """
+
+    path = ""
+    rows: Any = None
+    holds_parts = True
+    """Whether its sharded parameters are parts of the dense layer's."""
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Make the layer, or a copy of one, known to `Sharding`."""
+        made = super().__new__(cls)
+        remember(made)
+        return made
 
     def __init__(self, axis: AxisLike) -> None:
         super().__init__()
         self.over = axis
         self.cuts: dict[str, Cut] = {}
+
+    def _sharded(self) -> Iterator[tuple[nn.Module, str]]:
+        """The sharded parameters, each as the module that has it and its name there, also where it is replaced."""
+        for name in list(self.__dict__.get("cuts", ())):
+            parametrized = self._modules.get("parametrizations")
+            if isinstance(parametrized, nn.ModuleDict) and name in parametrized:
+                yield from ((parametrized[name], each) for each in parametrized[name]._parameters)
+            else:
+                yield self, name
 
     @property
     def axis(self) -> Axis:
@@ -103,11 +127,29 @@ class Parallel(nn.Module):
             self.refuse(x, "sequence_dim of one of the dims before the last", "cut the width by `sizes`")
         return place
 
+    @property
+    def called(self) -> str:
+        """The name in the module, for `extra_repr` and errors."""
+        return f", {self.path!r}" if self.path else ""
+
+    @contextmanager
+    def naming_rows(self) -> Iterator[None]:
+        """Have the error of a sequence that the ranks do not divide name the argument of the layer."""
+        try:
+            yield
+        except (ShapeError, MismatchError) as error:
+            if self.rows is None:
+                error.args = (
+                    f"{error}\n  in        nn.{type(self).__name__}{self.called}, with equal rows on every rank\n"
+                    '  remedy    pass rows="balanced" to gradmesh.nn.tensor_parallel or to the layer',
+                )
+            raise
+
     def refuse(self, x: Tensor, expected: str, remedy: str, got: str = "") -> NoReturn:
         """Raise an error of this rank's input; the others hear of it in the call that follows."""
         call = Call(f"nn.{type(self).__name__}", x, self.over)
         call.fail(
-            "the input does not fit this rank's part",
+            f"the input does not fit this rank's part{self.called}",
             expected=expected,
             got=got or f"shape {list(x.shape)}",
             remedy=remedy,
@@ -142,6 +184,8 @@ class Replicated(nn.Module):
     """
 
     over: AxisLike
+    replicated = True
+    """That gradients are summed here, as layers say that do so by an argument."""
 
     def __init__(self, module: nn.Module, axis: AxisLike = None) -> None:
         super().__init__()
@@ -159,6 +203,15 @@ class Replicated(nn.Module):
                 )
         self.module = module
         self.over = axis
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the module, which code around it may read, as torch's own transformer layers do."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # before it is there
+                raise
+            return getattr(self.module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module makes of its arguments."""

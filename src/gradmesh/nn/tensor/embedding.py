@@ -126,10 +126,11 @@ class VocabParallelEmbedding(Parallel):
         if self.sequence_dim is None:
             return all_reduce(found, here, dst=I)
         dim, told = self.along(found, self.sequence_dim), self.rows
-        return reduce_scatter(
-            found, here, dim, sizes=balanced(found.shape[dim], len(sizes)) if told == "balanced" else told
-        )
+        with self.naming_rows():
+            return reduce_scatter(
+                found, here, dim, sizes=balanced(found.shape[dim], len(sizes)) if told == "balanced" else told
+            )
 
     def extra_repr(self) -> str:
         """The dense layer's numbers, and this rank's."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, own words {self.weight.shape[0]}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, own words {self.weight.shape[0]}" + self.called

@@ -11,13 +11,24 @@ from torch.nn.functional import linear
 
 from gradmesh.axis import AxisLike, balanced
 from gradmesh.collectives import all_gather, all_reduce, reduce_scatter, replicate, shard
-from gradmesh.nn.tensor.cuts import Parallel
+from gradmesh.nn.tensor.cuts import Cut, Parallel
 from gradmesh.types import I
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "Rows"]
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "Rows", "is_conv1d"]
 
 Rows = Sequence[int] | Literal["balanced"] | None
 """Each rank's rows of a sequence: equal (None), as `gm.shard` cuts, or told."""
+
+
+def is_conv1d(layer: nn.Module) -> bool:
+    """Whether it is the `Conv1D` of transformers: a linear layer with a weight of shape (in, out)."""
+    weight = layer._parameters.get("weight")
+    return (
+        type(layer).__name__ == "Conv1D"
+        and weight is not None
+        and weight.dim() == 2
+        and weight.shape[1] == getattr(layer, "nf", None)
+    )
 
 
 class _Linear(Parallel):
@@ -25,6 +36,8 @@ class _Linear(Parallel):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    transposed = False
+    """Whether the weight is (in, out), as that of the `Conv1D` of transformers."""
 
     def __init__(
         self,
@@ -41,12 +54,23 @@ class _Linear(Parallel):
 
     @classmethod
     def of(cls, dense: nn.Linear, axis: AxisLike = None, **options: Any) -> Self:
-        """The layer of a dense one's values; `options` as those of the class."""
+        """The layer of a dense one's values; `options` as those of the class.
+
+        The dense one may be the `Conv1D` of transformers, whose weight stays transposed.
+        """
         sizes = options.pop("sizes", None)
         kind: type[Any] = cls  # this class itself is never made
-        made: Self = kind(dense.in_features, dense.out_features, False, axis, device="meta", **options)
+        transposed = is_conv1d(dense)
+        both = tuple(dense.weight.shape) if transposed else (dense.in_features, dense.out_features)
+        made: Self = kind(*both, False, axis, device="meta", **options)
+        made.transposed = transposed
         made._take(dense, sizes)
         return made
+
+    @property
+    def matrix(self) -> Tensor:
+        """The local shard of the weight, as (out, in)."""
+        return self.weight.t() if self.transposed else self.weight
 
     def _take(self, dense: nn.Linear, sizes: Sequence[int] | None) -> None:
         """Take this rank's part of the values."""
@@ -54,8 +78,8 @@ class _Linear(Parallel):
 
     def extra_repr(self) -> str:
         """The dense layer's numbers, and those of this rank's part."""
-        own = tuple(reversed(self.weight.shape))
-        return f"{self.in_features}, {self.out_features}, own part {own}"
+        own = tuple(reversed(self.matrix.shape))
+        return f"{self.in_features}, {self.out_features}, own part {own}" + self.called
 
 
 class ColumnParallelLinear(_Linear):
@@ -119,7 +143,7 @@ class ColumnParallelLinear(_Linear):
 
     def _take(self, dense: nn.Linear, sizes: Sequence[int] | None) -> None:
         cut = self.cut(0, self.out_features, sizes)
-        self.put("weight", dense.weight, cut)
+        self.put("weight", dense.weight, Cut(1, cut.sizes) if self.transposed else cut)
         self.put("bias", dense.bias, cut)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,8 +155,9 @@ class ColumnParallelLinear(_Linear):
             x = replicate(x, here)
         else:
             dim = self.along(x, self.sequence_dim)
-            x = all_gather(x, here, dim, sizes="auto" if self.rows == "balanced" else self.rows)
-        y = linear(x, self.weight, self.bias)
+            with self.naming_rows():
+                x = all_gather(x, here, dim, sizes="auto" if self.rows == "balanced" else self.rows)
+        y = linear(x, self.matrix, self.bias)
         return all_gather(y, here, -1, dst=I, sizes=self.cuts["weight"].sizes) if self.gather_output else y
 
 
@@ -187,7 +212,7 @@ class RowParallelLinear(_Linear):
         self.split_input = split_input
 
     def _take(self, dense: nn.Linear, sizes: Sequence[int] | None) -> None:
-        self.put("weight", dense.weight, self.cut(1, self.in_features, sizes))
+        self.put("weight", dense.weight, self.cut(int(not self.transposed), self.in_features, sizes))
         self.put("bias", dense.bias, None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -197,21 +222,22 @@ class RowParallelLinear(_Linear):
             if x.shape[-1:] != (self.in_features,):
                 self.refuse(x, f"(..., {self.in_features})", "pass the whole width, or leave out split_input")
             x = shard(x, here, -1, sizes=self.cuts["weight"].sizes)
-        elif x.shape[-1:] != self.weight.shape[1:]:
+        elif x.shape[-1:] != self.matrix.shape[1:]:
             self.refuse(
                 x,
-                f"(..., {self.weight.shape[1]})",
+                f"(..., {self.matrix.shape[1]})",
                 "pass the own part, or say split_input=True for a whole input",
             )
-        y = linear(x, self.weight)
+        y = linear(x, self.matrix)
         bias: Tensor | None = self.bias
         if self.sequence_dim is None:
             y = all_reduce(y, here, dst=I)
         else:
             dim, rows = self.along(y, self.sequence_dim), self.rows
-            y = reduce_scatter(
-                y, here, dim, sizes=balanced(y.shape[dim], here.size) if rows == "balanced" else rows
-            )
+            with self.naming_rows():
+                y = reduce_scatter(
+                    y, here, dim, sizes=balanced(y.shape[dim], here.size) if rows == "balanced" else rows
+                )
             bias = None if bias is None else replicate(bias, here)
         # Under autocast the product alone is of the narrow dtype, as all of the dense layer's result.
         return y if bias is None else y + bias.to(y.dtype)

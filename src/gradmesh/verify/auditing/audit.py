@@ -44,11 +44,13 @@ CHECKS: tuple[tuple[tuple[str, ...], Callable[[Case], Iterator[Finding]]], ...] 
 def audit(
     build: Callable[..., Any],
     *,
-    world_size: int = 2,
+    arrow: str | None = None,
+    world_size: int = 3,
     backend: str = "threads",
     kinds: Iterable[str] | str | None = None,
     timeout: float = 20.0,
     isolate: bool = False,
+    gloo: bool = True,
 ) -> Audit:
     """Audit anyone's collective, autograd Function or layer: find out which law its backward obeys, and what is wrong.
 
@@ -70,14 +72,23 @@ def audit(
     A third value, `(fn, inputs, change)`, is a function without arguments that returns a context manager: backward is
     run inside and outside of it, to find a gradient that depends on what it changes.
 
+    A backward may be the adjoint under an unintended convention: a ring shift that hands its gradient back as it
+    came is right as P -> P. Pass the `arrow` that is meant, and the law is asked for under it. Without one, a function
+    whose backward is right under unusual readings alone, or not under those that its name says, gets a warning.
+
     Args:
         build: makes the function and its inputs on each rank; the same ones each time.
-        world_size: the number of ranks.
+        arrow: the types that are meant, such as "V -> V", or "V, I -> R" where operands differ in type; None: any
+            reading that such functions are usually meant under.
+        world_size: the number of ranks. On two, what goes to the next rank in a ring also comes from there.
         backend: as for `gradmesh.launch`: "threads", or processes on "shm" or "gloo". A function that may end its
             process belongs on processes.
         kinds: the kinds to look for, by name, or the name of one; all by default. What the others need is
             still found out.
         timeout: seconds that one question to the function may take.
+        gloo: where the function calls torch.distributed, try operands and gradients that are not contiguous on
+            processes with Gloo as well, which takes their memory otherwise than threads do, or ends. It costs the start
+            of these processes.
         isolate: give ranks that are threads a process of their own. A function that ends its process is a finding
             then, at the cost of a fresh interpreter.
 
@@ -119,11 +130,13 @@ def audit(
         )
     wanted = _wanted([kinds] if isinstance(kinds, str) else kinds)
     if isolate and backend == "threads":
-        return _isolated(build, world_size, wanted, timeout)
+        return _isolated(build, arrow, world_size, wanted, timeout, gloo)
     options = {"local_rank": None} if accepted(build, "local_rank") else {}
     with Pool(build, world_size, backend, timeout, options) as pool:
         told = pool.begin()
-        case = Case(pool, forward_line=told[0].line, line=told[0].line)
+        case = Case(
+            pool, forward_line=told[0].line, line=told[0].line, arrow=arrow, name=told[0].name, gloo=gloo
+        )
         if told[0].learns:
             case.left_out["parameters"] = "as they are not operands: pass them as inputs"
         findings = list(_found(case, wanted))
@@ -137,13 +150,28 @@ def audit(
         left_out={kind: why for kind, why in case.left_out.items() if kind in {*wanted, "parameters"}},
         seconds=time.monotonic() - began,
         readings=frozenset(map(str, case.readings)),
+        arrow=arrow,
+        assumes=case.assumes,
     )
 
 
-def _isolated(build: Callable[..., Any], world_size: int, wanted: frozenset[str], timeout: float) -> Audit:
+def _isolated(
+    build: Callable[..., Any],
+    arrow: str | None,
+    world_size: int,
+    wanted: frozenset[str],
+    timeout: float,
+    gloo: bool,
+) -> Audit:
     """The audit in a process of its own, or the finding that it ended that one."""
     began = time.monotonic()
-    options = {"world_size": world_size, "kinds": sorted(wanted), "timeout": timeout}
+    options = {
+        "arrow": arrow,
+        "world_size": world_size,
+        "kinds": sorted(wanted),
+        "timeout": timeout,
+        "gloo": gloo,
+    }
     try:
         return launch(audit, 1, backend="gloo", args=(build,), kwargs=options)[0]
     except RankError as error:

@@ -37,6 +37,10 @@ class Case:
         out_shapes: of each result.
         readings: those that hold.
         arrows: the strongest of them.
+        arrow: the reading that is asked for, as text; None: any.
+        name: that of the function.
+        gloo: whether what calls torch.distributed is also asked on processes with Gloo.
+        assumes: what has to be so for the gradient to be right.
         left_out: what could not be asked, with the reason.
         unasked: why it cannot be judged at all; empty where it can.
         answers: the first-order answers, by pattern.
@@ -53,6 +57,10 @@ class Case:
     out_shapes: list[tuple[int, ...] | None] = field(default_factory=list)
     readings: list[Reading] = field(default_factory=list)
     arrows: list[Reading] = field(default_factory=list)
+    arrow: str | None = None
+    name: str = ""
+    gloo: bool = True
+    assumes: tuple[str, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
     unasked: str = ""
     answers: dict[Pattern, list[list[Answer]]] = field(default_factory=dict)

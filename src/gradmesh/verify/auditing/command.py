@@ -36,22 +36,26 @@ def _searched_as_before() -> Iterator[None]:
 @_searched_as_before()
 def audit_command(
     targets: Sequence[str],
+    arrow: str | None,
     world_size: int,
     backend: str,
     timeout: float,
     kinds: Sequence[str],
     isolate: bool,
+    gloo: bool,
     as_json: bool,
 ) -> int:
     """Audit each function, print what was found, and return the exit status.
 
     Args:
         targets: "module:function", or "file.py:function", of functions as `gradmesh.verify.audit` takes them.
+        arrow: the reading that is meant; None: any usual one.
         world_size: the number of ranks.
         backend: what they run on.
         timeout: seconds for each question.
         kinds: the kinds to look for; all if there are none.
         isolate: whether ranks that are threads get a process of their own.
+        gloo: whether what calls torch.distributed is also tried on processes with Gloo.
         as_json: whether to print a line of JSON for each instead of text.
 
     Returns:
@@ -62,11 +66,13 @@ def audit_command(
         try:
             found = audit(
                 named(target),
+                arrow=arrow,
                 world_size=world_size,
                 backend=backend,
                 kinds=kinds or None,
                 timeout=timeout,
                 isolate=isolate,
+                gloo=gloo,
             )
         except GradmeshError as error:
             print(

@@ -49,7 +49,7 @@ _ALL = (
     Kind(
         "not-adjoint",
         "error",
-        "backward is the adjoint of forward under no reading of the loss",
+        "backward is the adjoint of forward under no reading of the loss, or not under the one that is asked for",
         "apply the adjoint: a gather's is the sum of the ranks' gradients, then the own slice; a sum's is the sum "
         "where the ranks' losses differ, and the identity where every rank repeats the same loss; no other factor",
     ),
@@ -136,6 +136,13 @@ _ALL = (
         "error",
         "the gradient changes with state of the module or the program at the time of backward",
         "decide in forward and keep the decision in ctx",
+    ),
+    Kind(
+        "unusual-reading",
+        "warning",
+        "backward is the adjoint of forward, but only under types that such a function is seldom meant under",
+        "look whether the gradients are on the right ranks, and say what is meant: audit(build, arrow='V -> V') "
+        "accepts a backward that is right under it, and names what is wrong with another one",
     ),
     Kind(
         "precision-lost",

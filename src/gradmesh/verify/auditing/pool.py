@@ -76,6 +76,7 @@ class Pool:
     ) -> None:
         self.size = world_size
         self.outside = outside
+        self.backend = backend
         self.settings: dict[str, Any] = {}
         self._build = build
         self._timeout = timeout
@@ -138,6 +139,12 @@ class Pool:
     def takes(self, name: str) -> bool:
         """Whether `build` takes a keyword."""
         return accepted(self._build, name)
+
+    def on(self, backend: str) -> Pool:
+        """Ranks on another backend that hold the same function in the same way."""
+        pool = Pool(self._build, self.size, backend, self._timeout, self._options)
+        pool.settings = dict(self.settings)
+        return pool
 
     def larger(self, outside: int) -> Pool:
         """Ranks for the same function, behind others that take no part."""

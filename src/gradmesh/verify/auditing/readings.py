@@ -11,6 +11,7 @@ with the pairing of `gradmesh.types`: summed over the ranks, and counted once wh
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -33,8 +34,11 @@ __all__ = [
     "all_tried",
     "distance",
     "law_error",
+    "named",
     "paired",
     "strongest",
+    "usual",
+    "usual_of_name",
 ]
 
 V, R, P, I = Type.V, Type.R, Type.P, Type.I  # noqa: E741 - the names of the types
@@ -106,6 +110,58 @@ def all_tried(operands: Sequence[Sequence[int] | None], results: Sequence[Sequen
     """Whether `all_readings` has every combination of types."""
     free = sum(shape is not None for shape in (*operands, *results))
     return bool(4**free <= _MOST)
+
+
+def named(arrow: str, operands: int, results: int) -> Reading | None:
+    """The reading that an arrow names: one type for each operand and result, or one for all; None: it names none.
+
+    >>> str(named("V, I -> R", 2, 3)), named("V", 1, 1)
+    ('V, I -> R', None)
+    """
+    sides = [re.findall(r"[^\s,]+", side) for side in arrow.split("->")]
+    if len(sides) != 2:
+        return None
+    try:
+        src, dst = ([Type(letter) for letter in side] for side in sides)
+    except ValueError:
+        return None
+    if len(src) not in (1, operands) or len(dst) not in (1, results):
+        return None
+    return Reading(tuple(src * (operands // len(src))), tuple(dst * (results // len(dst))))
+
+
+def usual(reading: Reading) -> bool:
+    """Whether collectives are written to be the adjoint under such a reading, and under none that says more.
+
+    A result that is a pending sum gets the same gradient on every rank, and an operand that is R needs its gradient
+    right in the sum over ranks alone: a wrong backward may be right by that, without anybody having meant it.
+    """
+    return P not in reading.dst and R not in reading.src
+
+
+_NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("reduce_scatter|reducescatter", ("P -> V", "V -> V")),
+    ("all_gather|allgather|gather_from", ("V -> R", "V -> I")),
+    ("all_reduce|allreduce|reduce_from", ("P -> R", "P -> I", "V -> R", "V -> I")),
+    ("all_to_all|alltoall|all2all", ("V -> V",)),
+    ("copy_to", ("I -> R",)),
+    ("scatter_to", ("R -> V", "I -> V")),
+    ("shift|permute|ring", ("V -> V",)),
+)
+"""What functions are meant under whose name has such words, the first that fit."""
+
+
+def usual_of_name(name: str) -> tuple[str, ...]:
+    """The conventions that the name of a function suggests; none if it suggests none.
+
+    >>> usual_of_name("_ReduceFromModelParallelRegion"), usual_of_name("String")
+    (('P -> R', 'P -> I', 'V -> R', 'V -> I'), ())
+    """
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|\W", "_", name).lower()
+    for known, arrows in _NAMES:
+        if re.search(rf"(^|_)({known})(_|$)", words):
+            return arrows
+    return ()
 
 
 def strongest(readings: Iterable[Reading]) -> list[Reading]:

@@ -79,6 +79,9 @@ class Audit:
         left_out: kinds that could not be asked for, each with the reason.
         seconds: how long it took.
         readings: every typed reading that holds.
+        arrow: the reading that was asked for; None where none was.
+        assumes: what has to be so for the gradient to be right, as sentences: that every rank computes one and the
+            same loss, where backward does not sum the ranks' gradients.
     """
 
     name: str
@@ -90,6 +93,8 @@ class Audit:
     left_out: Mapping[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     readings: frozenset[str] = frozenset()
+    arrow: str | None = None
+    assumes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -118,6 +123,8 @@ class Audit:
             "ok": self.ok,
             "linear": self.linear,
             "arrows": list(self.arrows),
+            "arrow": self.arrow,
+            "assumes": list(self.assumes),
             "findings": [finding.as_json() for finding in self.findings],
             "left_out": dict(self.left_out),
             "seconds": round(self.seconds, 3),
@@ -133,6 +140,8 @@ class Audit:
         lines = [f"{head} ({self.world_size} ranks, {self.backend}, {self.seconds:.1f} s)"]
         if self.arrows:
             lines.append(f"  backward is the adjoint as {'; '.join(self.arrows)}")
+        for one in self.assumes:
+            lines += textwrap.wrap(one, _WIDTH, initial_indent="  ", subsequent_indent="    ")
         if not self.linear and "not-adjoint" not in self.left_out:
             lines.append("  not linear: its derivative was audited, by finite differences")
         lines += [textwrap.indent(str(finding), "  ") for finding in self.findings]

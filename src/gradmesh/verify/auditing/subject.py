@@ -18,6 +18,7 @@ from torch.autograd.function import BackwardCFunction
 
 from gradmesh.errors import AbortedError, ArgumentError, DeadlockError, MismatchError, OrderError, message
 from gradmesh.order import Order, ordered
+from gradmesh.stacks import PARSING
 from gradmesh.verify.auditing.trees import replaced, tensors
 
 __all__ = [
@@ -244,7 +245,7 @@ def line_of(code: Any) -> str | None:
     by_class = getattr(of if inspect.isclass(of) else type(code), "forward", None)
     for candidate in (by_class, code, getattr(code, "func", None)):
         # The file may have been edited since it was imported, and be no Python at that line any more.
-        with contextlib.suppress(TypeError, OSError, SyntaxError, tokenize.TokenError):
+        with contextlib.suppress(TypeError, OSError, SyntaxError, tokenize.TokenError), PARSING:
             plain = inspect.unwrap(candidate)  # type: ignore[arg-type]
             return f"{inspect.getsourcefile(plain)}:{inspect.getsourcelines(plain)[1]}"
     return None

@@ -23,7 +23,7 @@ from gradmesh import collectives
 from gradmesh._torch import in_backward
 from gradmesh.call_sites import Site, call_site, show_site
 
-__all__ = ["Called", "Change", "Node", "Recorder"]
+__all__ = ["Called", "Change", "Node", "Recorder", "is_raw"]
 
 _RAW = (
     "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "broadcast", "gather",
@@ -57,6 +57,11 @@ _LIBRARIES = tuple(
 _CODES = _codes()
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 """The code of `Function.apply`; None where it is in C++, as from torch 2.15 on."""
+
+
+def is_raw(code: CodeType) -> bool:
+    """Whether this is the code of a collective of torch.distributed that moves tensors."""
+    return _CODES.get(code, "").startswith("torch.distributed.")
 
 
 @dataclass(eq=False)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradmesh.errors import ArgumentError, DTypeError, message
+from gradmesh.stacks import PARSING
 from gradmesh.types import Type
 
 __all__ = [
@@ -265,7 +266,8 @@ def refuse_wrong_call(fn: Callable[..., object], args: list[Any]) -> None:
         ArgumentError: its signature does not take them.
     """
     try:
-        signature = inspect.signature(fn)
+        with PARSING:
+            signature = inspect.signature(fn)
     except (TypeError, ValueError):  # a builtin says nothing about itself
         return
     try:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from gradmesh.errors import ArgumentError, message
+from gradmesh.types import Type
 from gradmesh.verify.auditing.case import Case, RefusedError, patterns_of
 from gradmesh.verify.auditing.checks.vacuous import with_a_point
 from gradmesh.verify.auditing.pool import LostError
@@ -18,8 +20,11 @@ from gradmesh.verify.auditing.readings import (
     all_readings,
     all_tried,
     law_error,
+    named,
     paired,
     strongest,
+    usual,
+    usual_of_name,
 )
 from gradmesh.verify.auditing.report import Finding
 
@@ -52,12 +57,101 @@ def adjoint(case: Case) -> Iterator[Finding]:
     yield from notes(case, (ranks for probes in case.answers.values() for ranks in probes))
     case.arrows = strongest(judge(case, readings, case.answers))
     case.readings = [r for r in every_reading if any(arrow.implies(r) for arrow in case.arrows)]
-    if not case.readings and not all_tried(case.shapes, case.out_shapes):
+    if case.arrow is not None:
+        yield from _meant(case, case.arrow)
+    elif not case.readings and not all_tried(case.shapes, case.out_shapes):
         count = len(case.shapes) + len(case.out_shapes)
         case.left_out["not-adjoint"] = f"as the types of {count} tensors have too many combinations to try"
     elif not case.readings:
         text, ranks, line = _why(case, readings, case.answers)
         yield Finding("not-adjoint", text + _but(case, every_reading), ranks, line)
+    elif case.pool.size > 1:
+        yield from _unusual(case)
+
+
+def _meant(case: Case, arrow: str) -> Iterator[Finding]:
+    """The law under the reading that is asked for."""
+    reading = named(arrow, len(case.shapes), len(case.out_shapes))
+    if reading is None:
+        raise ArgumentError(
+            message(
+                "arrow names no reading of this function",
+                op="verify.audit",
+                expected=f'"V -> R": types V, R, P or I of {len(case.shapes)} operands and '
+                f"{len(case.out_shapes)} results, or one for all",
+                got=repr(arrow),
+                remedy="name the types that are meant",
+            )
+        )
+    differing = [
+        f"{what} {index}"
+        for what, kinds, sizes in (
+            ("operand", reading.src, case.shapes),
+            ("result", reading.dst, case.out_shapes),
+        )
+        for index, (kind, shape) in enumerate(zip(kinds, sizes, strict=True))
+        if shape is None and kind is not Type.V
+    ]
+    if differing:
+        text = f"as {reading}, which is asked for: {', '.join(differing)} has another shape on each rank, so it is V"
+        yield Finding("not-adjoint", text, (), case.forward_line)
+        return
+    answers = dict(case.answers)
+    if reading.pattern not in answers:
+        answers |= ask_all(case, [reading])
+    if judge(case, [reading], answers):
+        case.readings = list(dict.fromkeys([*case.readings, reading]))
+        case.assumes = _assumed([reading])
+        return
+    text, ranks, line = _why(case, [reading], answers)
+    others = f"; it is the adjoint as {_names(case.arrows)}" if case.arrows else ""
+    asked = "" if f"as {reading}" in text else f"as {reading}, which is asked for: "
+    yield Finding("not-adjoint", f"{asked}{text}{others}", ranks, line)
+
+
+def _unusual(case: Case) -> Iterator[Finding]:
+    """Conventions that hold, and that are never intended for such a function."""
+    plain = [reading for reading in case.arrows if usual(reading) or _kept_at_one(case, reading)]
+    if not plain:
+        text = f"backward is the adjoint as {_names(case.arrows)} alone, which is seldom meant"
+        yield Finding("unusual-reading", text, (), case.line)
+        return
+    case.assumes = _assumed(plain)
+    wanted = usual_of_name(case.name) if case.linear and len(case.shapes) == 1 else ()
+    if wanted and not {str(reading) for reading in case.readings} & {
+        str(named(arrow, 1, len(case.out_shapes))) for arrow in wanted
+    }:
+        text = (
+            f"by its name, {case.name} is meant as {' or '.join(wanted)}; backward is the adjoint as "
+            f"{_names(case.arrows)} alone"
+        )
+        yield Finding("unusual-reading", text, (), case.line)
+
+
+def _kept_at_one(case: Case, reading: Reading) -> bool:
+    """Whether a value is kept at one rank: results of I -> P, or gradients of R -> I, are zeros on all others."""
+    if (set(reading.src), set(reading.dst)) not in (({Type.I}, {Type.P}), ({Type.R}, {Type.I})):
+        return False
+    what = "results" if Type.P in reading.dst else "gradients"
+    return all(
+        sum(any(bool(x.any()) for x in getattr(answer, what)) for answer in ranks) <= 1
+        for ranks in case.answers[reading.pattern]
+    )
+
+
+def _assumed(readings: Sequence[Reading]) -> tuple[str, ...]:
+    """What the caller has to see to: that losses are the same, where that is what all of these readings say."""
+    if not readings or any(Type.I not in reading.dst for reading in readings):
+        return ()
+    summed = Reading(readings[0].src, tuple(Type.R if kind is Type.I else kind for kind in readings[0].dst))
+    return (
+        f"as {_names(readings)} the gradient is right where every rank computes one and the same loss from the result; "
+        f"where the ranks' losses differ, backward has to sum their gradients: {summed}",
+    )
+
+
+def _names(readings: Sequence[Reading]) -> str:
+    return " or ".join(map(str, readings))
 
 
 def ask_all(
@@ -127,7 +221,8 @@ def _why(
             (),
             case.line,
         )
-    return f"no factor explains it; the nearest reading is {nearest}, off by {error:.0%}", (), case.line
+    which = "it is" if len(readings) == 1 else f"the nearest reading is {nearest},"
+    return f"no factor explains it; {which} off by {error:.0%}", (), case.line
 
 
 def _from_the_strongest(readings: Sequence[Reading]) -> list[Reading]:

@@ -11,7 +11,7 @@ from gradmesh.verify.auditing.checks.adjoint import ask_all, by_rank, judge
 from gradmesh.verify.auditing.checks.opening import shapes
 from gradmesh.verify.auditing.pool import LostError
 from gradmesh.verify.auditing.probes import Point
-from gradmesh.verify.auditing.readings import Reading, all_readings, law_error
+from gradmesh.verify.auditing.readings import Reading, all_readings, law_error, named
 from gradmesh.verify.auditing.report import Finding
 
 __all__ = ["parts"]
@@ -47,9 +47,11 @@ def _one(case: Case, kind: str, sizes: Sequence[int]) -> Finding | None:
         readings = all_readings(uneven.shapes, uneven.out_shapes)
         answers = ask_all(uneven, readings)
         holding = judge(uneven, readings, answers)
-        if not case.arrows or any(arrow.implies(r) or arrow == r for arrow in case.arrows for r in holding):
+        meant = None if case.arrow is None else named(case.arrow, len(uneven.shapes), len(uneven.out_shapes))
+        arrows = case.arrows if meant is None or meant not in case.readings else [meant]
+        if not arrows or any(arrow.implies(r) or arrow == r for arrow in arrows for r in holding):
             return None
-        wanted = [r for r in readings if any(arrow.implies(r) or arrow == r for arrow in case.arrows)]
+        wanted = [r for r in readings if any(arrow.implies(r) or arrow == r for arrow in arrows)]
         wanted = sorted(wanted, key=lambda r: -sum(r.implies(other) for other in wanted))
         error = min((law_error(r, answers, case.tolerance) for r in wanted), default=math.inf)
         if not wanted:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import FrameType
 
 from torch import Tensor
 
+from gradmesh.errors import ArgumentError, RankError
 from gradmesh.verify.auditing.case import Case, RefusedError
 from gradmesh.verify.auditing.operands import LAYOUTS, laid_out
 from gradmesh.verify.auditing.pool import LostError
@@ -14,6 +17,7 @@ from gradmesh.verify.auditing.probes import Answer, Probe, attempt, cotangents, 
 from gradmesh.verify.auditing.readings import distance
 from gradmesh.verify.auditing.report import Finding
 from gradmesh.verify.auditing.subject import Subject, call_differentiably
+from gradmesh.verify.gradients.calls import is_raw
 
 __all__ = ["strides"]
 
@@ -27,9 +31,70 @@ class _Beside(Answer):
     off_back: float = 0.0
 
 
+KINDS_OF = ("strided-operand", "strided-gradient")
+
+
+@dataclass
+class _Calls(Answer):
+    """Whether a rank's function calls torch.distributed with tensors."""
+
+    raw: bool = False
+
+
 def strides(case: Case) -> Iterator[Finding]:
-    """The same values in other memory layouts."""
-    for kind, of_gradient in (("strided-operand", False), ("strided-gradient", True)):
+    """The same values in other memory layouts, on processes with Gloo too where torch.distributed is called.
+
+    Ranks that are threads read a tensor by its strides. Gloo takes its memory for contiguous, or ends the process.
+    """
+    found = [*_strided(case, KINDS_OF, "")]
+    yield from found
+    left = tuple(kind for kind in KINDS_OF if all(one.kind != kind for one in found))
+    if not (left and case.gloo and case.pool.backend == "threads" and _calls_torch(case)):
+        return
+    with case.pool.on("gloo") as pool:
+        try:
+            pool.begin()
+        except (ArgumentError, RankError) as error:
+            why = str(error).splitlines()[0].removeprefix("gradmesh.launch: ")
+            case.left_out |= dict.fromkeys(left, f"on Gloo, as build fails there: {why}")
+            return
+        yield from _strided(replace(case, pool=pool), left, "on processes with Gloo, ")
+
+
+def _calls_torch(case: Case) -> bool:
+    """Whether forward or backward calls torch.distributed on any rank."""
+    try:
+        answers = case.answered(calls, case.probe(21))[0]
+    except (RefusedError, LostError):
+        return False
+    return any(isinstance(answer, _Calls) and answer.raw for answer in answers)
+
+
+def calls(probe: Probe) -> list[Answer]:
+    """Run forward and backward, and look at what is called."""
+    return attempt([probe], _look)
+
+
+def _look(subject: Subject, probe: Probe) -> Answer:
+    found = _Calls()
+
+    def called(frame: FrameType, event: str, _: object) -> None:
+        found.raw |= event == "call" and is_raw(frame.f_code)
+
+    leaves, before = [x.requires_grad_() for x in leaves_of(subject, probe)], sys.getprofile()
+    with call_differentiably(subject) as backward:
+        sys.setprofile(called)
+        try:
+            results = subject.call([leaf.clone() for leaf in leaves])
+            backward(results, leaves, cotangents(subject, probe, results))
+        finally:
+            sys.setprofile(before)
+    return found
+
+
+def _strided(case: Case, kinds: Sequence[str], where: str) -> Iterator[Finding]:
+    for kind in kinds:
+        of_gradient = kind == "strided-gradient"
         wrong: dict[str, tuple[int, ...]] = {}
         raised: dict[str, RefusedError | LostError] = {}
         for layout in LAYOUTS:
@@ -57,10 +122,10 @@ def strides(case: Case) -> Iterator[Finding]:
             text = text.replace(
                 "the gradient is wrong without a word where it is", "wrong without a word where it is"
             )
-            yield Finding(kind, text, next(iter(wrong.values())), case.line)
+            yield Finding(kind, where + text, next(iter(wrong.values())), case.line)
         if raised:
             layout, first = next(iter(raised.items()))
-            yield case.refused(kind, first, f"where it is {LAYOUTS[layout]}")
+            yield case.refused(kind, first, f"{where}where it is {LAYOUTS[layout]}")
 
 
 def beside(probe: Probe, layout: str, of_gradient: bool) -> list[Answer]:

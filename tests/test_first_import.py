@@ -1,0 +1,95 @@
+"""gradmesh may be imported, and called for the first time, inside of any mode of torch's: it keeps plain tensors.
+
+Each case is a process of its own, which imports torch alone, enters a mode, imports gradmesh in it, leaves the mode,
+and then differentiates in every way.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_MODES = {
+    "a Hessian": "torch.func.hessian(importing)(torch.ones(3))",
+    "inference mode": "with torch.inference_mode(): importing(torch.ones(3))",
+    "fake tensors": "with FakeTensorMode(): importing(torch.ones(3))",
+    "a mode that returns subclasses": "with Subclasses(): importing(torch.ones(3))",
+    "a default device without values": "with torch.device('meta'): importing(torch.ones(3))",
+    "make_fx": "make_fx(importing)(torch.ones(3))",
+}
+
+_PROGRAM = """
+import os, torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+class Subclass(torch.Tensor):
+    pass
+
+class Subclasses(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {{}}))
+        return out.as_subclass(Subclass) if type(out) is torch.Tensor else out
+
+def importing(x):
+    import gradmesh.nn
+    return x.square().sum()
+
+{mode}
+import gradmesh as gm
+gm.init()
+
+def cube(x):
+    return (gm.all_gather(x) ** 3).sum()
+
+def leaf():
+    return torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+
+def of(loss, x):
+    return torch.autograd.grad(loss, x, create_graph=True)[0]
+
+three, six = [3.0, 12.0, 27.0], [6.0, 12.0, 18.0]
+x = leaf()
+assert of(cube(x), x).tolist() == three
+assert of(of(cube(x), x).sum(), x).tolist() == six
+assert torch.func.hessian(cube)(x.detach()).diagonal().tolist() == six
+assert torch.func.jvp(torch.func.grad(cube), (x.detach(),), (torch.ones(3),))[1].tolist() == six
+assert torch.vmap(torch.func.grad(cube))(x.detach()[None]).tolist() == [three]
+assert of((gm.all_gather(x, async_op=True).wait() ** 3).sum(), x).tolist() == three
+with gm.ordered():
+    assert gm.grad(checkpoint(cube, x, use_reentrant=False), [x])[0].tolist() == three
+compiled = torch.compile(lambda x: cube(x) + gm.broadcast(x.detach()).sum(), backend="aot_eager", fullgraph=True)
+assert of(compiled(x), x).tolist() == three
+print("every derivative is right")
+"""
+
+
+@pytest.mark.parametrize("mode", _MODES)
+def test_an_import_inside_a_mode_leaves_nothing_of_it_behind(mode: str) -> None:
+    program = _PROGRAM.format(mode=_MODES[mode])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "every derivative is right" in done.stdout
+
+
+def test_what_a_layer_keeps_of_its_first_call_is_no_fake_tensor() -> None:
+    program = """
+import torch
+from torch._subclasses import FakeTensorMode
+import gradmesh as gm
+from gradmesh.nn.fields import interpolate
+gm.init()
+with FakeTensorMode():
+    assert interpolate(torch.zeros(1, 1, 4), 8, mode="linear").shape == (1, 1, 8)
+with torch.device("meta"):
+    assert interpolate(torch.zeros(1, 1, 5), 8, mode="linear").shape == (1, 1, 8)
+x = torch.arange(4.0).view(1, 1, 4)
+assert torch.equal(interpolate(x, 8, mode="linear"), torch.nn.functional.interpolate(x, 8, mode="linear"))
+print("the same values")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert "the same values" in done.stdout, done.stderr[-2000:]
