@@ -49,7 +49,7 @@ _ALL = (
     Kind(
         "not-adjoint",
         "error",
-        "backward is the adjoint of forward under no reading of the loss, or not under the one that is asked for",
+        "backward is the adjoint of forward under no convention for the loss, or not under the requested one",
         "apply the adjoint: a gather's is the sum of the ranks' gradients, then the own slice; a sum's is the sum "
         "where the ranks' losses differ, and the identity where every rank repeats the same loss; no other factor",
     ),
