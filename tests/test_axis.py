@@ -97,14 +97,24 @@ def test_a_mesh_that_does_not_fill_the_world_is_refused(sizes: dict[str, Any], t
     threads(4)(on_each_rank)
 
 
+def test_on_a_mesh_of_several_axes_rank_and_world_size_are_those_of_the_world(threads: Threads) -> None:
+    def on_each_rank() -> None:
+        mesh = gm.mesh(dp=2, gp=2)
+        assert (gm.rank(), gm.world_size()) == (dist.get_rank(), 4)
+        with gm.use_mesh(mesh["gp"]):
+            assert (gm.rank(), gm.world_size()) == (dist.get_rank() % 2, 2)
+        with pytest.raises(gm.AxisError, match=r"gradmesh.rank: the mesh has several axes"):
+            gm.rank(mesh)
+
+    threads(4)(on_each_rank)
+
+
 def test_rank_and_world_size_are_those_of_the_axis(threads: Threads) -> None:
     def on_each_rank() -> None:
         world = dist.get_rank()
         assert (gm.rank(), gm.world_size()) == (world, 4)
         gm.mesh(dp=2, gp=-1)
         assert (gm.rank("dp"), gm.rank("gp"), gm.world_size("gp")) == (world // 2, world % 2, 2)
-        with pytest.raises(gm.AxisError, match=r"gradmesh.rank: the mesh has several axes"):
-            gm.rank()
         with pytest.raises(gm.AxisError, match=r"gradmesh.world_size"):
             gm.world_size("tp")
 

@@ -116,29 +116,44 @@ def axis(which: AxisLike = None) -> Axis:
 
 
 def rank(axis: AxisLike = None) -> int:
-    """This rank's place on an axis: `gm.axis(axis).rank`.
+    """This rank's place on an axis, or in the world.
 
     Args:
-        axis: as in `gradmesh.axis`.
+        axis: as in `gradmesh.axis`; None: the current mesh's only axis, else the world. On a mesh of several axes
+            `gm.rank()` is the global rank, as without a mesh.
 
     Example:
         >>> gm.launch(lambda: (gm.rank(), gm.world_size()), 2, backend="threads")
         [(0, 2), (1, 2)]
+        >>> def on_each_rank():
+        ...     gm.mesh(dp=2, tp=2)
+        ...     return gm.rank(), gm.rank("dp"), gm.rank("tp")
+        >>> gm.launch(on_each_rank, 4, backend="threads")
+        [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
     """
-    return resolve(axis, "rank").rank
+    return _axis_or_world(axis, "rank").rank
 
 
 def world_size(axis: AxisLike = None) -> int:
-    """The number of ranks of an axis: `gm.axis(axis).size`.
+    """The number of ranks of an axis, or of the world.
 
     Args:
-        axis: as in `gradmesh.axis`. With a mesh of one axis None is that axis, and with none the world.
+        axis: as in `gradmesh.axis`; None: the current mesh's only axis, else the world. On a mesh of several axes
+            `gm.world_size()` is the number of all ranks, as without a mesh.
 
     Example:
         >>> gm.launch(gm.world_size, 3, backend="threads")
         [3, 3, 3]
     """
-    return resolve(axis, "world_size").size
+    return _axis_or_world(axis, "world_size").size
+
+
+def _axis_or_world(which: AxisLike, op: str) -> Axis:
+    """Unlike a collective, a question after this rank's number is not ambiguous on a mesh of several axes."""
+    mesh = current_mesh()
+    if which is None and (mesh is None or mesh.ndim != 1):
+        return _of_group(world_group(op), "world")
+    return resolve(which, op)
 
 
 def balanced(total: int, ranks: int) -> tuple[int, ...]:
