@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -252,6 +253,24 @@ def test_a_missing_sum_is_named_with_its_line_and_the_collective(threads: Ranks)
         return [(one.kind, one.op, "all_reduce" in one.began) for one in types.findings]
 
     assert everywhere(threads(2)(body)) == [("missing-sum", "aten.mul", True)]
+
+
+def test_a_parameter_that_one_rank_has_freed_is_not_accused(threads: Ranks) -> None:
+    def trained() -> nn.Module:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+        model(own(4, 3)).square().mean().backward()
+        return model
+
+    def body() -> list[str]:
+        with gm.typed() as types:
+            model = trained()
+            if gm.rank() == 0:
+                del model
+                gc.collect()  # the wrapper has circles of references
+            gm.all_reduce(torch.ones(1), dst=gm.R)
+        return kinds(types)
+
+    assert threads(2)(body) == [[], []]
 
 
 def test_an_optimizers_steps_are_looked_at_before_the_gradients_are_gone(threads: Ranks) -> None:

@@ -20,11 +20,15 @@ def look_at(tracker: Tracker, parameters: Sequence[Tensor]) -> None:
     """Note the gradients that parameters have, before a step uses them or the block ends."""
     for x in parameters:
         grad = x.grad
-        node = None if grad is None or tracker.tape.find(x) is None else tracker.node_of(x)
-        if grad is None or node is None or not observable(grad) or not observable(x):
+        node = None if tracker.tape.find(x) is None else tracker.node_of(x)
+        if node is None or not observable(x):
             continue
         for at, mark in enumerate(node.marks):
             if mark.kind != I or not mark.number:
+                continue
+            # Another rank may have freed the parameter, and then it has no gradient that could be compared.
+            looked = tracker.looked_at(at, mark.number)
+            if grad is None or not observable(grad):
                 continue
             busy, tracker.busy = tracker.busy, True
             try:
@@ -38,7 +42,7 @@ def look_at(tracker: Tracker, parameters: Sequence[Tensor]) -> None:
                 Condition(
                     lambda at=at, node=node: _missing(tracker, at, node),  # type: ignore[misc]
                     at,
-                    (mark.number,),
+                    (mark.number, looked),
                     token("missing", mark.number, number),
                     (pair,),
                     doubtful=f"the gradients of a parameter {list(x.shape)} of equal entries differ over axis "

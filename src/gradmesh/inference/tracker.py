@@ -53,6 +53,7 @@ class Tracker:
         self.busy, self.open = False, True
         self._thread = threading.get_ident()
         self._calls: dict[tuple[int, ...], int] = {}
+        self._looks: dict[tuple[int, int], int] = {}
         self._doubted: set[int] = set()
 
     @property
@@ -70,6 +71,21 @@ class Tracker:
         key = tuple(ranks)
         self._calls[key] = self._calls.get(key, 0) + 1
         return self._calls[key]
+
+    def looked_at(self, at: int, number: int) -> int:
+        """Tell the other ranks of an axis that this one compares the gradient of a value, and how often it has.
+
+        Args:
+            at: the axis.
+            number: the value's.
+
+        Returns:
+            A number that every rank has said that has compared it as often.
+        """
+        times = self._looks[at, number] = self._looks.get((at, number), 0) + 1
+        looked = token("looked at", number, times)
+        self.agreement.say(at, looked)
+        return looked
 
     def node_of(self, x: Tensor) -> Node:
         """The value of a tensor; what comes from outside is observed."""
