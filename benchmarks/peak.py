@@ -8,7 +8,7 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 
-from gradmesh.wire import memory
+from gradmesh.transport import memory
 
 __all__ = ["peak", "peak_is_told"]
 

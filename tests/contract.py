@@ -18,9 +18,9 @@ from gradmesh.autograd import apply
 from gradmesh.ops.base import LinearOp
 from gradmesh.ops.mean import Mean
 from gradmesh.ops.registry import REGISTRY
+from gradmesh.transport import transport
 from gradmesh.types import I, P, R
 from gradmesh.verify import laws
-from gradmesh.wire import carrier
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 ROUNDING = {
@@ -90,7 +90,9 @@ def gives_the_same_on_every_rank_where_its_type_says_so(op: LinearOp, shape: Seq
     if op.dst in (R, I):
         for dtype in DTYPES:
             y = op.apply(laws.sample(op.src, shape, dtype, op.axis))
-            every = carrier(op.axis).gather(y.reshape(-1), [y.numel()] * op.axis.size).view(op.axis.size, -1)
+            every = (
+                transport(op.axis).gather(y.reshape(-1), [y.numel()] * op.axis.size).view(op.axis.size, -1)
+            )
             assert bool((every == every[0]).all())
 
 
@@ -183,7 +185,7 @@ def is_a_loop_under_vmap(op: LinearOp, shape: Sequence[int]) -> None:
 
 
 def numels(x: Tensor, axis: gm.Axis) -> list[int]:
-    counts: list[int] = carrier(axis).gather(torch.tensor([x.numel()]), [1] * axis.size).tolist()
+    counts: list[int] = transport(axis).gather(torch.tensor([x.numel()]), [1] * axis.size).tolist()
     return counts
 
 
@@ -209,7 +211,7 @@ def matches_dense_autograd_to_third_order(
 
     matrix = laws.matrix(op, shape).to(dtype)
     counts = numels(weight, axis)
-    weights = carrier(axis).gather(weight.reshape(-1), counts)
+    weights = transport(axis).gather(weight.reshape(-1), counts)
 
     def dense(flat: Tensor) -> Tensor:
         y = matrix @ flat
@@ -221,7 +223,7 @@ def matches_dense_autograd_to_third_order(
     sizes = numels(x, axis)
 
     def whole(t: Tensor) -> Tensor:
-        return t.reshape(-1) if alike else carrier(axis).gather(t.reshape(-1), sizes)
+        return t.reshape(-1) if alike else transport(axis).gather(t.reshape(-1), sizes)
 
     def spread(flat: Tensor) -> Tensor:
         return flat.repeat(axis.size) if alike else flat
@@ -237,8 +239,8 @@ def matches_dense_autograd_to_third_order(
     got = list(derivatives(distributed, x, directions))
     expected = list(derivatives(lambda flat: dense(spread(flat)), whole(x), [whole(v) for v in directions]))
     for g, e in zip(got, expected, strict=True):
-        total = carrier(axis).sum(g.detach()) if op.src is R else g.detach()
-        mine = total.reshape(-1) if alike else carrier(axis).gather(total.reshape(-1), sizes)
+        total = transport(axis).sum(g.detach()) if op.src is R else g.detach()
+        mine = total.reshape(-1) if alike else transport(axis).gather(total.reshape(-1), sizes)
         torch.testing.assert_close(mine, e.detach(), rtol=1e-12, atol=1e-12)
 
 

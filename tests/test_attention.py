@@ -510,11 +510,11 @@ def test_blocks_travel_while_others_are_attended_to(threads: Ranks, monkeypatch:
         leaves = [x.requires_grad_() for x in parts(program)]
         with delayed(Link(1e6 * wire, 100)):
             gm.barrier()
-            begun = time.perf_counter()
+            started = time.perf_counter()
             seen = VERBS["ring"](*leaves)
             between = time.perf_counter()
             seen.sum().backward()
-            return between - begun, time.perf_counter() - between
+            return between - started, time.perf_counter() - between
 
     # The best of four, as other tests run beside it.
     steps = [[max(times) for times in zip(*threads(ranks)(on_each_rank), strict=True)] for _ in range(4)]

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 import gradmesh as gm
 from gradmesh.axis import axis
-from gradmesh.wire import by_hand as places
-from gradmesh.wire.by_hand import Functions, Made, apart, shown, told
-from gradmesh.wire.claims import calls_of
+from gradmesh.transport import manual_calls as places
+from gradmesh.transport.call_checks import calls_of
+from gradmesh.transport.manual_calls import Functions, Made, apart, shown, told
 from tests.by_hand_programs import by_hand, drawn, outcome, verdict
 from tools.attack.command import attack
 from tools.attack.draw import drawn as drawn_program

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradmesh as gm
-from gradmesh.wire.values import number_of
+from gradmesh.transport.values import number_of
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
 

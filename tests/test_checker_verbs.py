@@ -72,8 +72,8 @@ def test_a_result_of_the_wrong_type_is_told_at_its_call_with_what_to_say_instead
 
 
 def test_a_begun_result_of_the_wrong_type_is_told_by_the_parameters(tmp_path: Path) -> None:
-    begun = WRONG.replace("gm.I)", "gm.I, async_op=True).wait()")
-    found = checked(tmp_path, CONTRASTIVE.format(gather=begun), ranks=3).findings[0]
+    started = WRONG.replace("gm.I)", "gm.I, async_op=True).wait()")
+    found = checked(tmp_path, CONTRASTIVE.format(gather=started), ranks=3).findings[0]
     assert (found.rule.id, found.subject) == ("GM103", "0.weight")
 
 

@@ -216,8 +216,8 @@ def _by_hand(name: str) -> None:
         (expected,) = torch.autograd.grad(listed(result), x, incoming, retain_graph=True)
         for ctx in (Context(), torch.autograd.function.FunctionCtx()):
             torch.testing.assert_close(function.forward(ctx, x, *others), result)
-            for by_hand in (function.backward, function.vjp, function.backward):
-                grads = by_hand(ctx, *incoming)
+            for manual_calls in (function.backward, function.vjp, function.backward):
+                grads = manual_calls(ctx, *incoming)
                 grad = grads[0] if others else grads
                 torch.testing.assert_close(grad, expected)
                 assert not others or grads[1:] == (None,) * len(others)

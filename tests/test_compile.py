@@ -320,7 +320,7 @@ def called_by_torch() -> list[float]:
         dist.gather(y, parts)
         return torch.cat(parts) if parts else y
 
-    def begun(y: Tensor) -> Tensor:
+    def started(y: Tensor) -> Tensor:
         work = dist.broadcast(y, 0, async_op=True)
         assert work is not None
         work.wait()
@@ -334,7 +334,7 @@ def called_by_torch() -> list[float]:
         return came
 
     found = []
-    for call in (gathered, begun, sent):
+    for call in (gathered, started, sent):
         for rows in (2, 3):
             x = torch.full((rows,), 1.0 + rank)
             found.append(torch.compile(call, backend="aot_eager")(x * 2).sum().item())

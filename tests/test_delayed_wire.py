@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import gradmesh as gm
+from gradmesh.transport.middleware import MIDDLEWARE
 from gradmesh.verify import CostModel, Link, Timeline, delayed, simulate, timeline
 from gradmesh.verify.timelines.recorder import Noted
 from gradmesh.verify.timelines.through import Motion
-from gradmesh.wire.around import AROUND
 from tools.attack import draw as programs
 from tools.attack.programs import source
 from tools.attack.run import Failure, on_rank
@@ -66,13 +66,13 @@ def timed(name: str, wire: Link | None) -> tuple[float, Tensor]:
     call, x = CALLS[name][0], drawn(ROWS)
     call(x)
     gm.barrier()
-    begun = time.perf_counter()
+    started = time.perf_counter()
     if wire is None:
         result = call(x)
     else:
         with delayed(wire):
             result = call(x)
-    return time.perf_counter() - begun, result
+    return time.perf_counter() - started, result
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -117,9 +117,9 @@ def test_the_time_of_the_transfer_counts_into_the_delay(threads: Ranks) -> None:
         with delayed(Link(80_000, math.inf)):
             if gm.rank() == 1:
                 time.sleep(0.12)
-            begun = time.perf_counter()
+            started = time.perf_counter()
             gm.all_gather(drawn(1))
-            return time.perf_counter() - begun
+            return time.perf_counter() - started
 
     first, second = threads(2)(on_each_rank)
     assert 0.1 < first < 0.18
@@ -131,9 +131,9 @@ def test_of_two_blocks_the_slower_one_counts(threads: Ranks) -> None:
         found = []
         for outer, inner in ((40_000, 10_000), (10_000, 40_000)):
             with delayed(Link(outer, math.inf)), delayed(Link(inner, math.inf)):
-                begun = time.perf_counter()
+                started = time.perf_counter()
                 gm.shift(drawn(1))
-                found.append(time.perf_counter() - begun)
+                found.append(time.perf_counter() - started)
         return found
 
     assert all(0.04 <= took < 0.05 + 0.04 for found in threads(2)(on_each_rank) for took in found)
@@ -143,9 +143,9 @@ def test_a_model_has_a_link_for_each_axis_and_an_axis_without_one_is_an_error(th
     def on_each_rank() -> float:
         x, mesh = drawn(1), init_device_mesh("cpu", (2, 1), mesh_dim_names=("outer", "inner"))
         with gm.use_mesh(mesh), delayed(CostModel({"outer": Link(30_000, 1)})):
-            begun = time.perf_counter()
+            started = time.perf_counter()
             gm.all_gather(x, "outer")
-            took = time.perf_counter() - begun
+            took = time.perf_counter() - started
             with pytest.raises(gm.ArgumentError, match="no link for an axis"):
                 gm.all_gather(x, torch.distributed.group.WORLD)
         return took
@@ -180,16 +180,16 @@ def test_it_ends_with_its_block_and_is_the_ranks_own(threads: Ranks) -> None:
         with pytest.raises(RuntimeError, match="left"), delayed(Link(1e6, 1)):
             raise RuntimeError("left")
         gm.barrier()
-        begun = time.perf_counter()
+        started = time.perf_counter()
         with delayed(Link(30_000 * gm.rank(), math.inf)):  # none on rank 0
             gm.all_gather(drawn(1))
-            took = time.perf_counter() - begun
+            took = time.perf_counter() - started
             gm.barrier()
         return took
 
     first, second = threads(2)(on_each_rank)
     assert first < 0.03 <= second
-    assert AROUND.wraps == ()
+    assert MIDDLEWARE.wraps == ()
 
 
 def watched(program: str) -> tuple[Any, Timeline]:
@@ -258,7 +258,7 @@ def test_the_bytes_of_a_timeline_are_those_of_the_simulator(name: str, size: int
     run = simulate(on_each_rank, size)
     seen = Timeline.joined(run.results).events
     for rank in range(size):
-        # A fold is one motion of the carrier, and several calls on the wire.
+        # A fold is one motion of the transport, and several calls on the wire.
         mine, theirs = (sum(e.sent for e in events.select(rank=rank)) for events in (seen, run.events))
         assert mine == theirs
     assert sum(e.sent for e in seen) > 0

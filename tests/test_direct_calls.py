@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradmesh as gm
-from gradmesh.backends.claim import Claim
+from gradmesh.backends.call_check import CallCheck
 from gradmesh.backends.process_group import OwnGroup
 from gradmesh.backends.shm.group import ShmGroup
 from gradmesh.backends.threads.group import ThreadsGroup
@@ -197,10 +197,10 @@ def test_a_call_joins_the_queue_behind_calls_that_were_begun(ranks: Run) -> None
     def work() -> list[float]:
         rank, before, out = dist.get_rank(), torch.ones(500_000), torch.empty(3)
         time.sleep(0.02 * rank)
-        begun = dist.all_reduce(before, async_op=True)
+        started = dist.all_reduce(before, async_op=True)
         world().all_reduce_flat(out, torch.ones(3))
-        assert begun is not None
-        done = begun.is_completed()
+        assert started is not None
+        done = started.is_completed()
         return [before[-1].item(), out[-1].item(), float(done)]
 
     assert ranks(work) == [[3.0, 3.0, 1.0]] * W
@@ -213,16 +213,16 @@ class _RefusedHereError(Exception):
     pass
 
 
-def claim(digest: int) -> Claim:
+def call_check(digest: int) -> CallCheck:
     rank = dist.get_rank()
-    return Claim(
+    return CallCheck(
         digest,
         lambda: f"rank {rank} said {digest}",
         lambda words: _RefusedHereError(f"told rank {rank}: " + "; ".join(words)),
     )
 
 
-Calls = dict[str, Callable[[OwnGroup, Claim | None], None]]
+Calls = dict[str, Callable[[OwnGroup, CallCheck | None], None]]
 CALLS: Calls = {
     "all_gather": lambda g, c: g.all_gather_flat(torch.empty(3 * W), torch.ones(3), c),
     "reduce_scatter": lambda g, c: g.reduce_scatter_flat(torch.empty(3), torch.ones(3 * W), c),
@@ -249,9 +249,9 @@ def test_claims_that_differ_are_refused_on_every_rank_and_the_group_goes_on(name
     def work(odd: int) -> list[str]:
         call = CALLS[name]
         return [
-            tried(lambda: call(world(), claim(5))),
-            tried(lambda: call(world(), claim(5 + (dist.get_rank() == odd)))),
-            tried(lambda: call(world(), claim(-5))),
+            tried(lambda: call(world(), call_check(5))),
+            tried(lambda: call(world(), call_check(5 + (dist.get_rank() == odd)))),
+            tried(lambda: call(world(), call_check(-5))),
             tried(lambda: call(world(), None)),
         ]
 
@@ -264,7 +264,7 @@ def test_claims_that_differ_are_refused_on_every_rank_and_the_group_goes_on(name
 @pytest.mark.parametrize("claimed", [True, False])
 def test_a_call_that_a_rank_withdraws_from_is_refused_on_the_others(claimed: bool, ranks: Run) -> None:
     def work() -> list[str]:
-        group, mine = world(), claim(5) if claimed else None
+        group, mine = world(), call_check(5) if claimed else None
         if dist.get_rank() == 1:
             first = tried(lambda: group.withdraw(mine, "it has no tensor"))
         else:
@@ -282,7 +282,7 @@ def test_a_call_that_a_rank_withdraws_from_is_refused_on_the_others(claimed: boo
 
 def test_a_claim_against_none_is_refused_on_every_rank(ranks: Run) -> None:
     def work() -> list[str]:
-        mine = claim(5) if dist.get_rank() else None
+        mine = call_check(5) if dist.get_rank() else None
         return [
             tried(lambda: CALLS["all_gather"](world(), mine)),
             tried(lambda: CALLS["reduce"](world(), None)),
@@ -298,7 +298,10 @@ def test_a_claim_is_not_compared_with_another_call(ranks: Run) -> None:
 
     def work() -> list[str]:
         name = "all_gather" if dist.get_rank() else "all_reduce"
-        return [tried(lambda: CALLS[name](world(), claim(5))), tried(lambda: CALLS["relay"](world(), None))]
+        return [
+            tried(lambda: CALLS[name](world(), call_check(5))),
+            tried(lambda: CALLS["relay"](world(), None)),
+        ]
 
     for first, second in ranks(work):
         assert first
@@ -332,8 +335,8 @@ def test_sizes_that_do_not_fit_are_an_error_on_every_rank(name: str, ranks: Run)
 
 @pytest.mark.parametrize("group", [ShmGroup, ThreadsGroup])
 def test_a_group_has_all_that_it_owes(group: type[OwnGroup]) -> None:
-    owed: Sequence[str] = [
+    deferred: Sequence[str] = [
         name for name, value in inspect.getmembers(OwnGroup) if getattr(value, "__isabstractmethod__", False)
     ]
-    assert "all_gather_flat" in owed
-    assert [name for name in owed if getattr(getattr(group, name), "__isabstractmethod__", False)] == []
+    assert "all_gather_flat" in deferred
+    assert [name for name in deferred if getattr(getattr(group, name), "__isabstractmethod__", False)] == []

@@ -174,11 +174,11 @@ def test_calls_that_do_not_fit_together_are_the_futures_error_and_the_group_goes
 def test_a_call_that_failed_already_has_a_future_that_fails(ranks: Run) -> None:
     def work() -> str:
         with group() as made:
-            begun = dist.all_reduce(torch.ones(3 + (dist.get_rank() == 1)), group=made, async_op=True)
-            assert begun is not None
+            started = dist.all_reduce(torch.ones(3 + (dist.get_rank() == 1)), group=made, async_op=True)
+            assert started is not None
             with pytest.raises(gm.errors.MismatchError):
-                begun.wait()
-            return failure(future_of(begun))
+                started.wait()
+            return failure(future_of(started))
 
     assert all("MismatchError" in text for text in ranks(work))
 

@@ -75,9 +75,9 @@ def meanwhile(async_op: bool) -> bool:
     source, inside, outside = plan.edge_index[0], plan.interior, plan.boundary
     x = torch.randn(len(plan.own), 2, generator=torch.Generator().manual_seed(gm.rank())).requires_grad_()
     with gm.verify.delayed(Link(50_000, 1)), timeline() as line:
-        begun: Any = plan.exchange(x, async_op=async_op)
+        started: Any = plan.exchange(x, async_op=async_op)
         sums = plan.scatter_add(Marked.apply(x[source[inside]], noted), inside)
-        rows = begun.wait() if async_op else begun
+        rows = started.wait() if async_op else started
         sums = sums + plan.scatter_add(rows[source[outside]], outside)
         ((1 + gm.rank()) * sums**2).sum().backward()
     (back,) = line.events.select(phase="backward")

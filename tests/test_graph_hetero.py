@@ -96,10 +96,10 @@ def in_parts(seed: int, async_op: bool, made: str, hops: int = 1) -> list[Tensor
     with gm.ordered():
         for layer in range(LAYERS):
             if layer % hops == 0:
-                begun = plan.exchange(
+                started = plan.exchange(
                     {kind: own_rows(plan, each, kind) for kind, each in x.items()}, async_op=async_op
                 )
-                held = begun.wait() if isinstance(begun, gm.Pending) else begun
+                held = started.wait() if isinstance(started, gm.Pending) else started
                 x = held if hops > 1 else x
             else:
                 held = x

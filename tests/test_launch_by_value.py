@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from gradmesh.errors import ArgumentError, MissingExtraError, RankError
-from gradmesh.launch import by_value, launch, pickling
+from gradmesh.launch import launch, pickle_by_value, pickling
 
 CELL = "/tmp/ipykernel_1/2718.py"
 
@@ -42,7 +42,7 @@ def cell() -> Any:
     linecache.cache.pop(CELL, None)
 
 
-def sent(fn: Callable[..., Any]) -> tuple[Callable[..., Any], by_value.Origin]:
+def sent(fn: Callable[..., Any]) -> tuple[Callable[..., Any], pickle_by_value.Origin]:
     """The function as it arrives, and what is known there of its origin."""
     data, origin = pickling.dumps(fn)
     assert origin is not None

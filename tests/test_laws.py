@@ -23,8 +23,8 @@ from gradmesh.ops.registry import REGISTRY
 from gradmesh.ops.scan import Scan
 from gradmesh.ops.shard import AllGatherInvariant, Shard
 from gradmesh.ops.sizes import EQUAL, Sizes
+from gradmesh.transport import Transport
 from gradmesh.verify import laws
-from gradmesh.wire import Carrier
 from tests import contract
 
 PLACES = [(1, "world"), (2, "world"), (3, "world"), (4, "world"), (4, "subgroup")]
@@ -51,7 +51,7 @@ class Chain(SameShape):
         for name, value in {"axis": ops[0].axis, "comm_dtype": None, "ops": ops}.items():
             object.__setattr__(self, name, value)
 
-    def transfer(self, x: torch.Tensor, wire: Carrier) -> torch.Tensor:
+    def transfer(self, x: torch.Tensor, wire: Transport) -> torch.Tensor:
         for op in self.ops:
             x = op.apply(x)
         return x

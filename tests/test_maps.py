@@ -61,12 +61,12 @@ def test_an_op_of_the_library_is_taken_as_it_is(threads: Callable[[int], Callabl
     def on_each_rank() -> tuple[float, float, float, bool]:
         op, wrong = AllGather(gm.axis(), 0, EQUAL), Shard(gm.axis(), 0, EQUAL)
         own = torch.equal(as_matrix(op, (2,)), matrix(op, (2,)))
-        by_hand = adjoint_error(op, adjoint=lambda y: 2 * op.adjoint.apply(y))
-        return adjoint_error(op), adjoint_error(op, adjoint=wrong), by_hand, own
+        manual_calls = adjoint_error(op, adjoint=lambda y: 2 * op.adjoint.apply(y))
+        return adjoint_error(op), adjoint_error(op, adjoint=wrong), manual_calls, own
 
-    for right, wrong, by_hand, own in threads(2)(on_each_rank):
+    for right, wrong, manual_calls, own in threads(2)(on_each_rank):
         assert right < 1e-12
-        assert min(wrong, by_hand) > 1e-3
+        assert min(wrong, manual_calls) > 1e-3
         assert own
 
 

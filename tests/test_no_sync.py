@@ -155,7 +155,7 @@ def a_step_too_early() -> tuple[str, list[float], str]:
     w = nn.Parameter(torch.ones(3, 2))
     other = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([w], lr=1.0)
-    with gm.no_sync() as owed:
+    with gm.no_sync() as deferred:
         gm.replicate(w).sum().backward()
     other.sum().backward()
     torch.optim.SGD([other], lr=1.0).step()  # another optimizer's affair
@@ -164,7 +164,7 @@ def a_step_too_early() -> tuple[str, list[float], str]:
     optimizer.zero_grad()
     with pytest.raises(gm.OrderError) as again:
         optimizer.step()
-    owed.clear()
+    deferred.clear()
     optimizer.step()
     return str(caught.value), w.flatten().tolist(), str(again.value)
 
@@ -185,12 +185,12 @@ def steps_after_the_sum() -> list[float]:
     optimizer = torch.optim.SGD([w], lr=1.0)
     seen = []
     for step in range(6):
-        with block(step % 3 < 2) as owed:
+        with block(step % 3 < 2) as deferred:
             loss = (gm.replicate(w) * (step + gm.rank())).sum()
         loss.backward()
         if step == 4:  # this one turns out to be the last
-            owed.sync()
-            assert len(owed) == 0
+            deferred.sync()
+            assert len(deferred) == 0
         if step in (2, 4, 5):
             optimizer.step()
             optimizer.zero_grad()
@@ -223,7 +223,7 @@ def all_forwards_first() -> tuple[bool, float]:
     w = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([w], lr=0.0)
     losses = []
-    with gm.no_sync() as owed:
+    with gm.no_sync() as deferred:
         for step in range(2):
             losses.append((gm.replicate(w) * (1 + gm.rank() + step)).sum())
     losses.append((gm.replicate(w) * (3 + gm.rank())).sum())
@@ -231,10 +231,10 @@ def all_forwards_first() -> tuple[bool, float]:
         loss.backward()
     with pytest.raises(gm.OrderError):
         optimizer.step()
-    owed.sync()
+    deferred.sync()
     optimizer.step()
     assert w.grad is not None
-    return len(owed) == 0, w.grad.item()
+    return len(deferred) == 0, w.grad.item()
 
 
 def test_what_goes_backward_after_the_sum_is_owed_again(threads: Ranks) -> None:
@@ -244,12 +244,12 @@ def test_what_goes_backward_after_the_sum_is_owed_again(threads: Ranks) -> None:
 def all_forwards_first_in_any_order() -> list[Any]:
     """What is owed again comes in another order on each rank."""
     w, v = (nn.Parameter(torch.ones(n)) for n in (2, 3))
-    with gm.no_sync() as owed:
+    with gm.no_sync() as deferred:
         losses = [(gm.replicate(x) * (i + 1)).sum() for i, x in enumerate((w, v))]
     (gm.replicate(w).sum() + gm.replicate(v).sum()).backward()
     for loss in losses if gm.rank() else losses[::-1]:
         loss.backward()
-    owed.sync()
+    deferred.sync()
     return [x.grad.tolist() for x in (w, v) if x.grad is not None]
 
 
@@ -261,13 +261,13 @@ def one_axis_of_two() -> list[Any]:
     a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([a, b], lr=0.0)
     with gm.use_mesh(gm.mesh(dp=2, tp=2)):
-        with gm.no_sync() as owed:
+        with gm.no_sync() as deferred:
             (gm.replicate(a, "dp") + gm.replicate(b, "tp")).sum().backward()
         gm.replicate(a, "dp").sum().backward()
-    before = b.grad, len(owed)
+    before = b.grad, len(deferred)
     with pytest.raises(gm.OrderError, match=r"replicate on axis 'tp'") as caught:
         optimizer.step()
-    owed.sync()
+    deferred.sync()
     optimizer.step()
     assert a.grad is not None
     assert b.grad is not None
@@ -299,17 +299,17 @@ def test_a_leaf_that_no_rank_uses_has_no_gradient(ordered: bool, threads: Ranks)
 
 def ranks_that_part() -> str:
     w, v = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
-    with gm.no_sync() as owed:
+    with gm.no_sync() as deferred:
         x = gm.all_gather(w)
         if gm.rank():
             gm.replicate(v)
         x.sum().backward()
     try:
-        owed.sync()
+        deferred.sync()
     except gm.MismatchError as error:
         return str(error)
     finally:
-        owed.clear()
+        deferred.clear()
     return "nothing"
 
 
@@ -369,13 +369,13 @@ def test_a_leaf_at_the_root_alone_is_summed_at_once_where_nothing_is_compared(th
 def asked_for(ordered: bool) -> list[Any]:
     """A gradient that is handed out is whole at once, also one with a graph."""
     w, found = nn.Parameter(torch.full((1,), 2.0, dtype=T)), []
-    with gm.no_sync() as owed, gm.ordered() if ordered else contextlib.nullcontext():
+    with gm.no_sync() as deferred, gm.ordered() if ordered else contextlib.nullcontext():
         loss = (gm.replicate(w) ** 3 * (1 + gm.rank())).sum()
         take: Any = gm.grad if ordered else torch.autograd.grad
         (g,) = take(loss, w, create_graph=True)
         (h,) = take(g.sum(), w)
-        found += [g.item(), h.item(), w.grad, len(owed)]
-    owed.clear()
+        found += [g.item(), h.item(), w.grad, len(deferred)]
+    deferred.clear()
     return found
 
 
@@ -387,13 +387,13 @@ def test_a_gradient_that_is_asked_for_is_whole(ordered: bool, threads: Ranks) ->
 
 def asked_for_outside() -> list[Any]:
     w = nn.Parameter(torch.ones(1))
-    with gm.no_sync() as owed:
+    with gm.no_sync() as deferred:
         gm.replicate(w).sum().backward()
     (g,) = torch.autograd.grad((gm.replicate(w) * 3).sum(), w)
     before = g.item(), w.grad
     gm.replicate(w).sum().backward()
     assert w.grad is not None
-    return [*before, w.grad.item(), len(owed)]
+    return [*before, w.grad.item(), len(deferred)]
 
 
 def test_a_gradient_that_is_asked_for_leaves_what_is_owed(threads: Ranks) -> None:
@@ -403,12 +403,12 @@ def test_a_gradient_that_is_asked_for_leaves_what_is_owed(threads: Ranks) -> Non
 def a_gradient_that_is_a_leaf() -> list[Any]:
     """The backward of a call is no call of the block's, though its operand is a leaf."""
     x, v = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(4))
-    with gm.no_sync() as owed:
+    with gm.no_sync() as deferred:
         y = gm.all_gather(x)
         (g,) = torch.autograd.grad(y, x, v, create_graph=True)
-        before = g.tolist(), len(owed)
+        before = g.tolist(), len(deferred)
         (g * (1 + gm.rank())).sum().backward()
-    owed.clear()
+    deferred.clear()
     assert v.grad is not None
     return [*before, v.grad.tolist()]
 
@@ -419,14 +419,14 @@ def test_the_backward_of_a_call_is_put_off_by_its_forward_alone(threads: Ranks) 
 
 def in_forward_mode() -> list[Any]:
     w = nn.Parameter(torch.full((1,), 3.0))
-    with gm.no_sync() as owed, forward_ad.dual_level():
+    with gm.no_sync() as deferred, forward_ad.dual_level():
         y = gm.replicate(w) * forward_ad.make_dual(torch.full((1,), 2.0), torch.ones(1))
         y.sum().backward()
         tangent = forward_ad.unpack_dual(y).tangent
-    owed.sync()
+    deferred.sync()
     assert tangent is not None
     assert w.grad is not None
-    return [tangent.item(), w.grad.item(), len(owed)]
+    return [tangent.item(), w.grad.item(), len(deferred)]
 
 
 def test_forward_mode_goes_along(threads: Ranks) -> None:
@@ -435,12 +435,12 @@ def test_forward_mode_goes_along(threads: Ranks) -> None:
 
 def with_a_graph() -> list[Any]:
     w = nn.Parameter(torch.full((1,), 2.0, dtype=T))
-    with gm.no_sync() as owed:
+    with gm.no_sync() as deferred:
         (gm.replicate(w) ** 2 * (1 + gm.rank())).sum().backward(create_graph=True)
     grad = w.grad
     assert grad is not None
     w.grad = None
-    owed.clear()
+    deferred.clear()
     return [grad.item(), grad.requires_grad]
 
 
@@ -452,11 +452,11 @@ def test_a_backward_with_a_graph_sums_at_once(threads: Ranks) -> None:
 def other_inputs() -> list[Any]:
     """A pass that leaves the leaf out adds nothing to what is owed."""
     w, x = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    with gm.no_sync() as owed, gm.ordered():
+    with gm.no_sync() as deferred, gm.ordered():
         y = gm.replicate(w) * x
         (force,) = gm.grad(y.sum(), x, retain_graph=True)
         gm.backward(y.sum(), inputs=[x])
-    owed.sync()
+    deferred.sync()
     return [force.tolist(), w.grad]
 
 
@@ -473,7 +473,7 @@ def checkpointed(reentrant: bool, inside: bool, ordered: bool) -> list[Any]:
     for step in range(3):
         x = torch.full((2,), 1.0 + step + gm.rank(), dtype=T, requires_grad=True)
         with gm.ordered() if ordered else contextlib.nullcontext():
-            with block(step < 2) as owed:
+            with block(step < 2) as deferred:
                 loss = checkpoint(layer, x, use_reentrant=reentrant).sum()
                 if inside:
                     gm.backward(loss) if ordered else loss.backward()
@@ -481,7 +481,7 @@ def checkpointed(reentrant: bool, inside: bool, ordered: bool) -> list[Any]:
                 gm.backward(loss) if ordered else loss.backward()
         if step < 2 and (inside or not reentrant):
             assert w.grad is None
-            assert len(owed) == 1
+            assert len(deferred) == 1
     assert w.grad is not None
     return w.grad.tolist()
 
@@ -557,14 +557,14 @@ def stage_inputs(verb: str) -> list[Any]:
     w, seen = nn.Parameter(torch.ones(2, dtype=T)), []
     buffer = torch.ones(2, dtype=T, requires_grad=True)  # kept for all micro-batches, as pipelines do
     for step in range(3):
-        with block(step < 2) as owed:
+        with block(step < 2) as deferred:
             made_now = torch.ones(2, dtype=T).requires_grad_()
             for x in (buffer, made_now):
                 (getattr(gm, verb)(x).sum() * gm.replicate(w).sum() * (step + gm.rank())).backward()
                 assert x.grad is not None
                 seen.append(x.grad.tolist())
             buffer.grad = None
-            assert step == 2 or len(owed) == 1
+            assert step == 2 or len(deferred) == 1
     assert w.grad is not None
     return [seen, w.grad.tolist()]
 
@@ -581,10 +581,10 @@ def run_again_inside() -> list[Any]:
     w = nn.Parameter(torch.ones(1))
     x = torch.ones(1, requires_grad=True)
     loss = checkpoint(lambda x: (gm.replicate(w) * x).sin(), x, use_reentrant=False).sum()
-    with gm.no_sync() as owed:
+    with gm.no_sync() as deferred:
         loss.backward()
     assert w.grad is not None
-    return [w.grad.item() == pytest.approx(2 * torch.ones(1).cos().item()), len(owed)]
+    return [w.grad.item() == pytest.approx(2 * torch.ones(1).cos().item()), len(deferred)]
 
 
 def test_what_a_checkpoint_runs_again_owes_nothing() -> None:
@@ -595,7 +595,7 @@ def test_what_a_checkpoint_runs_again_owes_nothing() -> None:
 
 def failing_on_the_way() -> list[Any]:
     w, v = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    with gm.no_sync() as owed:
+    with gm.no_sync() as deferred:
         gm.replicate(w).sum().backward()
 
     def fail(_: Tensor) -> None:
@@ -606,10 +606,10 @@ def failing_on_the_way() -> list[Any]:
     with pytest.raises(ValueError, match="on the way"):
         # The node of w has run, and asked for the sums at the end of a pass that never comes there.
         (gm.replicate(w).sum() + (x * gm.replicate(w).detach()).sum()).backward()
-    assert len(owed) == 1
+    assert len(deferred) == 1
     gm.replicate(w).sum().backward()
     assert w.grad is not None
-    return [w.grad.tolist()[0] in (4.0, 6.0), len(owed)]
+    return [w.grad.tolist()[0] in (4.0, 6.0), len(deferred)]
 
 
 def test_a_pass_that_fails_leaves_nothing_stuck(threads: Ranks) -> None:
@@ -646,11 +646,11 @@ def test_hooks_that_come_later_see_the_sum_and_what_was_owed(threads: Ranks) -> 
 
 def hooked_between() -> list[Any]:
     w, seen = nn.Parameter(torch.ones(1)), list[float]()
-    with gm.no_sync() as owed:
+    with gm.no_sync() as deferred:
         loss = gm.replicate(w).sum()
         w.register_hook(lambda g: seen.append(g.item()))
         loss.backward()
-    owed.clear()
+    deferred.clear()
     assert w.grad is not None
     return [seen, w.grad.item()]
 
@@ -677,10 +677,10 @@ def test_every_gradient_is_memory_of_its_own(threads: Ranks) -> None:
 
 def the_callers_gradient() -> float:
     w, given = nn.Parameter(torch.ones(2)), torch.ones(2)
-    with gm.no_sync() as owed:
+    with gm.no_sync() as deferred:
         gm.replicate(w).backward(given)
     given.zero_()  # what was handed in is the caller's again
-    owed.sync()
+    deferred.sync()
     assert w.grad is not None
     return w.grad.sum().item()
 
@@ -810,13 +810,13 @@ def in_fsdp() -> str:
     model = Gathered()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     try:
-        with gm.no_sync() as owed:
+        with gm.no_sync() as deferred:
             model().backward()
         model().backward()
     except gm.OrderError as error:
         return str(error)
     finally:
-        owed.clear()
+        deferred.clear()
     return "nothing"
 
 
@@ -860,9 +860,9 @@ def test_a_compiled_program_sums_at_once_and_cannot_enter(processes: Ranks) -> N
 
 def transformed() -> list[Any]:
     w = torch.full((2,), 3.0)
-    with gm.no_sync() as owed:
+    with gm.no_sync() as deferred:
         grad = torch.func.grad(lambda w: (gm.replicate(w) ** 2).sum())(w)
-    return [grad.tolist(), len(owed)]
+    return [grad.tolist(), len(deferred)]
 
 
 def test_a_transform_sums_at_once(threads: Ranks) -> None:
@@ -876,10 +876,10 @@ def begun_and_coalesced() -> list[Any]:
     for step in range(3):
         with block(step < 2):
             with gm.coalesce():
-                begun = [gm.replicate(x, async_op=True) for x in (w, v)]
+                started = [gm.replicate(x, async_op=True) for x in (w, v)]
             gathered = gm.all_gather(w, async_op=True)
             now = gm.replicate(w) * 10
-            loss = (begun[0].wait() + begun[1].wait() + now).sum() + gathered.wait().sum()
+            loss = (started[0].wait() + started[1].wait() + now).sum() + gathered.wait().sum()
         loss.backward()
         assert w.grad is not None
         assert v.grad is not None
@@ -893,12 +893,12 @@ def test_calls_that_are_begun_are_summed_in_each_pass(threads: Ranks) -> None:
 
 def frozen_meanwhile() -> list[Any]:
     w, v, u = (nn.Parameter(torch.ones(1)) for _ in range(3))
-    with gm.no_sync() as owed:
+    with gm.no_sync() as deferred:
         (gm.replicate(w) + gm.replicate(v) + gm.replicate(u)).sum().backward()
     for x in (w, u):
         x.requires_grad_(False)
     u.grad = torch.ones(1)
-    owed.sync()
+    deferred.sync()
     return [x.grad.item() for x in (w, v, u) if x.grad is not None]
 
 
@@ -933,13 +933,13 @@ def in_a_closure() -> list[str]:
         loss.backward()
         return loss.item()
 
-    with gm.no_sync() as owed:
+    with gm.no_sync() as deferred:
         pass
     for _ in range(2):
         with pytest.raises(gm.OrderError, match="an optimizer steps while sums") as caught:
             optimizer.step(closure)
         found.append(type(caught.value).__name__)
-        owed.clear()
+        deferred.clear()
     return found
 
 
@@ -989,10 +989,10 @@ def test_the_full_check_goes_along(threads: Ranks) -> None:
 
 def alone() -> list[Any]:
     w = nn.Parameter(torch.ones(2))
-    with gm.no_sync() as owed:
+    with gm.no_sync() as deferred:
         gm.replicate(w).sum().backward()
     assert w.grad is not None
-    return [w.grad.tolist(), len(owed)]
+    return [w.grad.tolist(), len(deferred)]
 
 
 def test_on_one_rank_nothing_is_put_off(threads: Ranks) -> None:

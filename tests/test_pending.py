@@ -22,8 +22,8 @@ from gradmesh.ops.base import LinearOp
 from gradmesh.ops.mean import Mean
 from gradmesh.ops.registry import REGISTRY
 from gradmesh.overlap.pending import begin
+from gradmesh.transport.comm_thread import async_axis
 from gradmesh.verify import CostModel, Link, simulate
-from gradmesh.wire.courier import aside
 from tests import contract
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
@@ -38,7 +38,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = T) -> Tensor:
 
 def beside(op: LinearOp) -> LinearOp:
     """The op for a call that is begun."""
-    return Mean(beside(op.op)) if isinstance(op, Mean) else replace(op, axis=aside(op.axis))
+    return Mean(beside(op.op)) if isinstance(op, Mean) else replace(op, axis=async_axis(op.axis))
 
 
 def derivatives(run: Callable[[Tensor], Tensor], shape: Sequence[int], *, ordered: bool) -> list[Tensor]:

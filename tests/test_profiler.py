@@ -218,7 +218,7 @@ def check_profiles(parts: list[Profile], ranks: int) -> None:
             if entry["name"].startswith("gradmesh::")
         }
         beside = {verb for verb, thread in made_on.items() if thread != made_on["scan"]}
-        assert beside == {verb for (verb, _), (_, begun) in TABLE.items() if begun}
+        assert beside == {verb for (verb, _), (_, started) in TABLE.items() if started}
     names = {e["pid"]: e["args"]["name"] for e in whole.entries if e["name"] == "process_name"}
     assert names == {rank: f"rank {rank}" for rank in range(ranks)}
     for verb in ("all_reduce", "scan"):
@@ -260,8 +260,8 @@ NOW, MACHINE = clocks.now, clocks.machine
 @pytest.mark.processes
 def test_clocks_of_several_machines_are_aligned(processes: Threads) -> None:
     first, second = processes(2)(in_another_time_zone)
-    begun = first.begun, second.begun
-    assert abs(begun[0] - begun[1]) < 10**9
+    started = first.begun, second.begun
+    assert abs(started[0] - started[1]) < 10**9
     whole = Profile.joined([first, second])
     assert {row.calls for row in whole.rows} == {2}
     assert max(entry.get("ts", 0) for entry in whole.entries) < 60e6

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gradmesh.wire import memory
+from gradmesh.transport import memory
 
 MOMENTS = 40
 """More than there are places in a call at which the collector may begin."""

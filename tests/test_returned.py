@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 import gradmesh as gm
 from gradmesh.backends.shm.runs import Run
-from gradmesh.launch import stuck
+from gradmesh.launch import hang_detector
+from gradmesh.launch.hang_detector import MainThread, Probe, waits_in
 from gradmesh.launch.outcomes import Failure, Outcome
-from gradmesh.launch.stuck import MainThread, Probe, waits_in
 from gradmesh.stacks import Place, stack_of
 
 BACKENDS = [
@@ -232,7 +232,7 @@ def test_the_main_thread_of_a_test_is_not_taken_for_waiting() -> None:
 AT_WORK = """
 import subprocess, threading
 from gradmesh.launch.rank_main import _Parent
-from gradmesh.launch.stuck import others_at_work
+from gradmesh.launch.hang_detector import others_at_work
 print(others_at_work())
 child = subprocess.Popen(["sleep", "60"])
 print(others_at_work())
@@ -264,7 +264,7 @@ def test_where_others_may_be_at_work_the_main_thread_is_not_said_to_wait(
 
     def look() -> None:
         for others in (False, True):
-            monkeypatch.setattr(stuck, "others_at_work", lambda others=others: others)
+            monkeypatch.setattr(hang_detector, "others_at_work", lambda others=others: others)
             for _ in range(4):
                 time.sleep(0.1)
                 seen[others] = main.waits()
@@ -280,7 +280,7 @@ def test_where_others_may_be_at_work_the_main_thread_is_not_said_to_wait(
 
 def test_a_machine_that_was_held_up_is_no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A minute without processor time between two looks, on a rank that stands inside of autograd."""
-    monkeypatch.setattr(stuck, "others_at_work", lambda: False)
+    monkeypatch.setattr(hang_detector, "others_at_work", lambda: False)
     main, never = MainThread(), torch.futures.Future()  # type: ignore[var-annotated]
     seen: list[float] = []
 
@@ -303,9 +303,9 @@ def test_a_machine_that_was_held_up_is_no_waiting(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_rank_that_gets_no_processor_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stuck, "others_at_work", lambda: False)
+    monkeypatch.setattr(hang_detector, "others_at_work", lambda: False)
     wanted = iter([0.0, 0.1, 5.0, 9.9])
-    monkeypatch.setattr(stuck, "_wanted", lambda: next(wanted))
+    monkeypatch.setattr(hang_detector, "_wanted", lambda: next(wanted))
     main, never = MainThread(), torch.futures.Future()  # type: ignore[var-annotated]
     seen: list[float] = []
 

@@ -95,7 +95,7 @@ def total(group: Any = None) -> float:
     return x.item()
 
 
-def begun(work: Any) -> Any:
+def started(work: Any) -> Any:
     assert work is not None
     return work
 
@@ -186,7 +186,7 @@ def test_a_wait_takes_a_timeout_of_its_own(ranks: Run) -> None:
         with group(2) as pair:
             if dist.get_rank() == 0:
                 return attempt(
-                    lambda: begun(dist.barrier(pair, async_op=True)).wait(datetime.timedelta(seconds=0.3))
+                    lambda: started(dist.barrier(pair, async_op=True)).wait(datetime.timedelta(seconds=0.3))
                 )
             if dist.get_rank() == 1:
                 time.sleep(1)
@@ -242,7 +242,7 @@ def test_a_forked_child_cannot_call_and_does_not_disturb_its_parent(ranks: Run) 
             x = torch.ones(1 << 18)
             if dist.get_rank() == 0:
                 time.sleep(1.5)  # so that it is not complete when the children try
-            under_way = begun(dist.all_reduce(x, async_op=True))
+            under_way = started(dist.all_reduce(x, async_op=True))
             if dist.get_rank() in (1, 2):
                 context = multiprocessing.get_context("fork")
                 ours, theirs = context.Pipe()
@@ -323,7 +323,7 @@ def test_calls_begun_before_a_rank_leaves_are_finished(ranks: Run) -> None:
         works = [dist.all_reduce(x, group=made, async_op=True) for x in xs]
         if dist.get_rank() != 2:  # it never waits
             for each in works:
-                begun(each).wait()
+                started(each).wait()
         dist.destroy_process_group(made)
         return [x[-1].item() for x in xs]
 
@@ -575,7 +575,7 @@ def test_a_tensor_that_cannot_be_is_refused_and_the_group_goes_on(name: str, ran
 
 def test_the_error_shows_where_a_call_was_begun_not_where_it_was_waited_for(ranks: Run) -> None:
     def begin(made: Any) -> Any:
-        return begun(dist.all_reduce(torch.ones(2 + (dist.get_rank() == 1)), group=made, async_op=True))
+        return started(dist.all_reduce(torch.ones(2 + (dist.get_rank() == 1)), group=made, async_op=True))
 
     def work() -> str:
         with group() as made:
@@ -596,8 +596,8 @@ def test_messages_much_larger_than_the_ring_go_both_ways(ranks: Run) -> None:
         if rank > 1:
             return None
         out = torch.empty(count, dtype=torch.float64)
-        sent = begun(dist.isend(data(rank, count), 1 - rank))
-        came = begun(dist.irecv(out, 1 - rank))
+        sent = started(dist.isend(data(rank, count), 1 - rank))
+        came = started(dist.irecv(out, 1 - rank))
         (came if rank else sent).wait()
         (sent if rank else came).wait()
         return torch.equal(out, data(1 - rank, count))
@@ -612,8 +612,8 @@ def test_both_may_wait_for_their_large_message_to_go_before_they_wait_for_the_ot
             return None
         out = torch.empty(MIB)
         came, sent = dist.irecv(out, 1 - rank), dist.isend(torch.full((MIB,), rank + 1.0), 1 - rank)
-        begun(sent).wait()
-        begun(came).wait()
+        started(sent).wait()
+        started(came).wait()
         return out.sum().item() / MIB
 
     assert ranks(work)[:2] == [2, 1]
@@ -625,12 +625,12 @@ def test_many_messages_may_be_outstanding_and_are_taken_in_order(ranks: Run) -> 
         if rank == 0:
             works = [dist.isend(torch.full((1000,), float(i)), 1, tag=i % 3) for i in range(600)]
             for each in works:
-                begun(each).wait()
+                started(each).wait()
         if rank == 1:
             outs = [torch.empty(1000) for _ in range(600)]
             works = [dist.irecv(out, 0, tag=i % 3) for i, out in enumerate(outs)]
             for each in reversed(works):
-                begun(each).wait()
+                started(each).wait()
             return [out.unique().item() for out in outs]
         return None
 
@@ -645,7 +645,7 @@ def test_large_messages_may_be_asked_for_in_another_order_than_sent(ranks: Run) 
         if rank == 0:
             works = [dist.isend(data(tag, MIB), 1, tag=tag) for tag in tags]
             for each in works:
-                begun(each).wait()
+                started(each).wait()
         if rank == 1:
             equal = []
             for tag in order:
@@ -732,8 +732,8 @@ def test_a_rank_may_send_to_itself(count: int, ranks: Run) -> None:
     def work() -> bool:
         rank, out = dist.get_rank(), torch.empty(count, dtype=torch.float64)
         sent, came = dist.isend(data(rank, count), rank), dist.irecv(out, rank)
-        begun(came).wait()
-        begun(sent).wait()
+        started(came).wait()
+        started(sent).wait()
         return torch.equal(out, data(rank, count))
 
     assert ranks(work) == [True] * W
@@ -750,10 +750,10 @@ def test_large_messages_go_on_while_the_ranks_wait_in_a_collective(same: bool, r
             came = dist.irecv(out, 1 - rank, group=made)
             sent = dist.isend(torch.full((MIB,), rank + 1.0), 1 - rank, group=made)
             if rank:
-                begun(sent).wait()  # the other rank takes it while it is in the collective
+                started(sent).wait()  # the other rank takes it while it is in the collective
             dist.all_reduce(x, group=made if same else other)
-            begun(came).wait()
-            begun(sent).wait()
+            started(came).wait()
+            started(sent).wait()
             return out.sum().item() / MIB, x[0].item()
 
     assert ranks(work)[:2] == [(2, 2), (1, 2)]
@@ -767,7 +767,7 @@ def test_a_large_collective_goes_on_while_a_rank_waits_for_a_message(same: bool,
             if rank > 2:
                 return None
             x, out = torch.ones(1 << 20), torch.zeros(1)
-            under_way = begun(dist.all_reduce(x, group=made, async_op=True))
+            under_way = started(dist.all_reduce(x, group=made, async_op=True))
             mail = made if same else other
             if rank == 0:
                 dist.recv(out, 1, group=mail)
@@ -786,7 +786,7 @@ def test_a_message_that_is_completed_is_in_the_receivers_tensor(ranks: Run) -> N
             dist.send(torch.arange(6.0).view(3, 2), 1)
         if rank == 1:
             out = torch.zeros(2, 3).t()
-            assert poll(begun(dist.irecv(out, 0)))
+            assert poll(started(dist.irecv(out, 0)))
             return out.tolist()
         return None
 
@@ -803,7 +803,7 @@ def test_a_work_completes_when_the_others_come_without_being_waited_for(count: i
         dist.barrier()
         if rank:
             time.sleep(0.2)
-        under_way = begun(dist.all_reduce(x, async_op=True))
+        under_way = started(dist.all_reduce(x, async_op=True))
         early = under_way.is_completed()
         return early, poll(under_way), x[-1].item()
 
@@ -832,8 +832,8 @@ def test_polling_a_work_goes_on_with_the_other_groups(ranks: Run) -> None:
                 dist.all_reduce(x, group=first)
                 dist.all_reduce(y, group=second)
                 return True, x[-1].item()
-            large = begun(dist.all_reduce(x, group=first, async_op=True))
-            small = begun(dist.all_reduce(y, group=second, async_op=True))
+            large = started(dist.all_reduce(x, group=first, async_op=True))
+            small = started(dist.all_reduce(y, group=second, async_op=True))
             done = poll(small, 3)
             large.wait()
             return done, x[-1].item()
@@ -854,7 +854,7 @@ def test_works_of_two_groups_may_be_waited_for_in_any_order(ranks: Run) -> None:
                 }
                 works = []
                 for made in order.sample([first, second], 2):
-                    works += [begun(dist.all_reduce(x, group=made, async_op=True)) for x in calls[made]]
+                    works += [started(dist.all_reduce(x, group=made, async_op=True)) for x in calls[made]]
                 order.shuffle(works)
                 for each in works:
                     each.wait()
@@ -869,7 +869,7 @@ def test_a_work_that_nobody_waits_for_is_over_before_the_next_call(ranks: Run) -
         with group() as made:
             x, y = torch.ones(1 << 20), torch.ones(3)
             time.sleep(0.02 * dist.get_rank())
-            forgotten = begun(dist.all_reduce(x, group=made, async_op=True))
+            forgotten = started(dist.all_reduce(x, group=made, async_op=True))
             dist.all_reduce(y, group=made)
             return x[-1].item(), y[-1].item(), forgotten.is_completed()
 
@@ -879,7 +879,7 @@ def test_a_work_that_nobody_waits_for_is_over_before_the_next_call(ranks: Run) -
 def test_a_future_has_the_result_and_calls_back(ranks: Run) -> None:
     def work() -> float:
         x = torch.ones(3)
-        future = begun(dist.all_reduce(x, async_op=True)).get_future()
+        future = started(dist.all_reduce(x, async_op=True)).get_future()
         after: Any = future.then(lambda done: done.value()[0] * 10)
         return after.wait()[0].item()
 
@@ -937,7 +937,7 @@ def test_the_collectives_are_right_with_the_fence_of_other_processors(ranks: Run
                 all_gather_single(out, xs[rank], group=made)
                 right.append(torch.equal(out, torch.cat(xs)))
                 back = torch.empty(count)
-                sent = begun(dist.isend(xs[rank], (rank + 1) % W, group=made))
+                sent = started(dist.isend(xs[rank], (rank + 1) % W, group=made))
                 dist.recv(back, (rank - 1) % W, group=made)
                 sent.wait()
                 right.append(torch.equal(back, xs[(rank - 1) % W]))
@@ -1010,7 +1010,7 @@ def test_inference_tensors_are_written_in_whatever_mode(
                     dist.isend(torch.full((300_000,), rank + 5.0), (rank + 1) % W, group=made),
                 ]
             with torch.inference_mode(end):
-                tried = attempt(lambda: [begun(each).wait() for each in works] and None)
+                tried = attempt(lambda: [started(each).wait() for each in works] and None)
             return tried, x.sum().item(), out.sum().item()
 
     for rank, (tried, x, out) in enumerate(ranks(work)):
@@ -1059,12 +1059,12 @@ def test_conjugated_and_negated_views_are_handed_on_by_value(ranks: Run) -> None
         assert made is not None
         z = torch.tensor([1 + 2j, 3 - 1j]) * (rank + 1)
         out = torch.empty(2 * W, dtype=z.dtype)
-        begun(made.all_gather_single(out, z.conj())).wait()
+        started(made.all_gather_single(out, z.conj())).wait()
         x = z[:1].conj().imag  # negated, and contiguous
         assert x.is_neg()
         dist.all_reduce(x)
         y = torch.zeros(1)
-        sent = begun(dist.isend(z[1:].conj().imag, (rank + 1) % W))
+        sent = started(dist.isend(z[1:].conj().imag, (rank + 1) % W))
         dist.recv(y, (rank - 1) % W)
         sent.wait()
         return out.tolist(), x.item(), y.item()
@@ -1099,7 +1099,7 @@ def test_a_dispatch_mode_of_the_caller_sees_no_copy_and_no_sum(ranks: Run) -> No
             dist.all_reduce(x)  # the first sum of this dtype
             all_gather_single(out, strided)
             dist.all_reduce(strided)
-            sent = begun(dist.isend(strided, (rank + 1) % W))
+            sent = started(dist.isend(strided, (rank + 1) % W))
             dist.recv(y, (rank - 1) % W)
             sent.wait()
             dist.barrier()
@@ -1120,7 +1120,7 @@ def test_a_default_device_of_the_caller_changes_nothing(ranks: Run) -> None:
                 dist.all_reduce(x, group=made)
                 dist.all_reduce(large, group=made)
                 dist.all_gather(out, x[:1].expand(rank + 1), group=made)
-                sent = begun(dist.isend(given, (rank + 1) % W, group=made))
+                sent = started(dist.isend(given, (rank + 1) % W, group=made))
                 dist.recv(y, (rank - 1) % W, group=made)
                 sent.wait()
         finally:
@@ -1150,7 +1150,7 @@ def test_a_begun_call_goes_on_while_its_rank_waits_for_something_else(ranks: Run
             dist.barrier(group=other)  # where the others come after the sum and the message
             seconds = time.monotonic() - begin
             for each in works:
-                begun(each).wait()
+                started(each).wait()
         else:
             dist.all_reduce(x)
             if rank == 1:
@@ -1218,7 +1218,7 @@ def test_an_asynchronous_call_may_wait_long_for_a_slow_rank(ranks: Run) -> None:
                 if rank:
                     time.sleep(0.7)
                 x = torch.ones(4)
-                begun(dist.all_reduce(x, group=pair, async_op=True)).wait()
+                started(dist.all_reduce(x, group=pair, async_op=True)).wait()
                 values.append(x[0].item())
         return values
 
@@ -1254,7 +1254,7 @@ def test_a_message_is_whole_for_every_thread_that_sees_it_done(ranks: Run) -> No
                     dist.send(torch.full((2000, 300), float(turn)), 0, group=pair)
                     continue
                 out = torch.full((300, 2000), -1.0).t()  # so that it is copied when it is here
-                came = begun(dist.irecv(out, 1, group=pair))
+                came = started(dist.irecv(out, 1, group=pair))
 
                 def look(came: Any = came, out: Tensor = out, turn: int = turn) -> None:
                     came.wait()

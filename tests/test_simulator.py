@@ -161,9 +161,9 @@ def test_a_deadlock_is_known_at_once_with_every_ranks_pending_call_and_line() ->
         else:
             dist.recv(torch.empty(3), 1)
 
-    begun = time.perf_counter()
+    started = time.perf_counter()
     run = simulate(on_rank, 3, seed=0, check=False)
-    assert time.perf_counter() - begun < 1
+    assert time.perf_counter() - started < 1
     assert run.error is not None
     assert isinstance(run.error.__cause__, gm.DeadlockError)
     lines = [line for line in str(run.error.__cause__).splitlines() if "waits in" in line]

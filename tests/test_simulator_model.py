@@ -179,7 +179,7 @@ SLOW = CostModel(Link(latency_us=150_000, gbytes_per_s=1000), "direct")
 
 
 def overlapped(works: int, busy: float) -> tuple[float, float, Tensor]:
-    begun, cpu = time.perf_counter(), time.thread_time()
+    started, cpu = time.perf_counter(), time.thread_time()
     x = torch.full((4, 3), 1.0 + dist.get_rank())
     out = torch.empty(8, 3)
     pending = dist.all_gather(list(out.chunk(2)), x, async_op=True)
@@ -188,7 +188,7 @@ def overlapped(works: int, busy: float) -> tuple[float, float, Tensor]:
     pending.wait()
     for _ in range(works - 1):
         dist.all_gather(list(out.chunk(2)), x)
-    return time.perf_counter() - begun, time.thread_time() - cpu, out
+    return time.perf_counter() - started, time.thread_time() - cpu, out
 
 
 def test_a_result_comes_after_its_time_and_the_rank_works_meanwhile() -> None:
@@ -243,14 +243,14 @@ def test_a_rank_that_comes_late_delays_the_others_and_not_itself() -> None:
 
 def test_a_future_is_handed_out_before_its_result_is_there() -> None:
     def on_rank() -> tuple[float, float, bool]:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         x = torch.ones(3)
         work = dist.all_reduce(x, async_op=True)
         assert work is not None
         future = work.get_future()
-        handed = time.perf_counter() - begun
+        handed = time.perf_counter() - started
         future.wait()
-        return handed, time.perf_counter() - begun, bool(x.eq(2).all())
+        return handed, time.perf_counter() - started, bool(x.eq(2).all())
 
     for handed, seconds, right in simulate(on_rank, 2, model=SLOW).results:
         assert handed < 0.15
@@ -260,12 +260,12 @@ def test_a_future_is_handed_out_before_its_result_is_there() -> None:
 
 def test_a_message_takes_its_time() -> None:
     def on_rank() -> float:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         if gm.rank() == 0:
             dist.send(torch.ones(3), 1)
         else:
             dist.recv(torch.empty(3), 0)
-        return time.perf_counter() - begun
+        return time.perf_counter() - started
 
     sender, receiver = simulate(on_rank, 2, model=SLOW).results
     assert sender < 0.1

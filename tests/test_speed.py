@@ -19,8 +19,8 @@ from benchmarks.speed.pools import MpiPool, Pool, on_rank, set_up
 from benchmarks.speed.results import Cell
 from benchmarks.speed.tasks import ELEMENT, VERBS, WAYS, Task, cotangent, operand
 from benchmarks.speed.worker import Worker
-from gradmesh.wire.memory import empty as recycled
-from gradmesh.wire.memory import idle_bytes
+from gradmesh.transport.memory import empty as recycled
+from gradmesh.transport.memory import idle_bytes
 from tests.conftest import Run
 
 WRONG = {("functional collectives", "broadcast", "backward")}
@@ -170,7 +170,7 @@ def test_the_floor_has_a_smallest_size_too() -> None:
             calls.both()
 
 
-class Recorded(Pool):
+class CallRecord(Pool):
     """Two ranks of which the second takes twice as long, at a fixed cost of each contender's call."""
 
     def __init__(self, cost: Mapping[str, float]) -> None:
@@ -188,11 +188,11 @@ class Recorded(Pool):
 
 
 def test_a_sample_is_that_of_the_slowest_rank() -> None:
-    assert Recorded({"a": 1.0, "b": 3.0}).sample("forward", {"a": 5, "b": 1}) == {"a": 10.0, "b": 6.0}
+    assert CallRecord({"a": 1.0, "b": 3.0}).sample("forward", {"a": 5, "b": 1}) == {"a": 10.0, "b": 6.0}
 
 
 def test_calibration_fills_a_sample_and_tells_all_ranks_the_same() -> None:
-    pool = Recorded({"fast": run.SAMPLE / 800, "slow": 1.0, "free": 1e-12})
+    pool = CallRecord({"fast": run.SAMPLE / 800, "slow": 1.0, "free": 1e-12})
     numbers = run.calibrated(lambda n: pool.sample("forward", n), pool.names)
     assert numbers == {"fast": 400, "slow": 1, "free": 1000}
     assert pool.asked == [
@@ -259,7 +259,7 @@ def test_memory_that_an_earlier_call_left_idle_counts_all_the_same() -> None:
 
 
 def test_who_is_wrong_is_left_out_and_told() -> None:
-    class Checked(Recorded):
+    class Checked(CallRecord):
         def call(self, method: str, *args: Any) -> list[Any]:
             task, names = args
             assert method == "check"

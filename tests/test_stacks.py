@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import gradmesh as gm
-from gradmesh.launch.stuck import MainThread
+from gradmesh.launch.hang_detector import MainThread
 from gradmesh.stacks import main_stack, shown, stack_of, stacks
 
 

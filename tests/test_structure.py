@@ -13,8 +13,8 @@ from torch import Tensor
 import gradmesh as gm
 from gradmesh.backends.threads.group import ThreadsGroup
 from gradmesh.structure import leaves, rebuilt
-from gradmesh.wire import CARRIERS
-from gradmesh.wire.own_group import OwnGroupCarrier
+from gradmesh.transport import TRANSPORTS
+from gradmesh.transport.own_group import OwnGroupTransport
 
 Threads = Callable[[int], Callable[..., list[Any]]]
 
@@ -114,7 +114,7 @@ def test_forward_mode_and_vmap_go_through_a_structure(name: str, threads: Thread
     threads(3)(on_each_rank)
 
 
-class Counting(OwnGroupCarrier):
+class Counting(OwnGroupTransport):
     """Counts what it carries."""
 
     def __init__(self, *args: Any) -> None:
@@ -132,7 +132,7 @@ COUNTED: list[int] = []
 def test_the_tensors_of_a_dtype_are_one_message(
     name: str, threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(CARRIERS, ThreadsGroup, Counting)
+    monkeypatch.setitem(TRANSPORTS, ThreadsGroup, Counting)
     verb = VERBS[name]
 
     def on_each_rank() -> list[int]:

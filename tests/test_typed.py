@@ -503,6 +503,6 @@ def test_nothing_is_followed_behind_the_block(threads: Ranks) -> None:
         y.exp().sum().backward()
         from gradmesh.state import rank_state
 
-        return rank_state().follower is None, kinds(types)
+        return rank_state().tracer is None, kinds(types)
 
     assert threads(2)(body) == [(True, [])] * 2

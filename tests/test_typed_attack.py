@@ -16,7 +16,7 @@ from tools.operators.attack import OPERATORS
 def test_no_claim_about_random_programs_is_wrong() -> None:
     report = attack.attack(12, seed=0)
     assert not report.wrong, str(report)
-    assert {"V", "R", "I", "P"} <= set(report.claims)
+    assert {"V", "R", "I", "P"} <= set(report.call_checks)
     assert len(report.findings) >= 5
 
 

@@ -39,7 +39,7 @@ def identity(op: Op) -> Hashable:
     """What makes an op the one that it is, on every rank alike."""
     if isinstance(op, Mean):
         return Mean, identity(op.op)
-    names = [f.name for f in fields(op) if f.name not in ("axis", *op.per_rank)]
+    names = [f.name for f in fields(op) if f.name not in ("axis", *op.rank_local_fields)]
     return type(op), tuple(getattr(op, name) for name in names)
 
 
@@ -55,7 +55,7 @@ def test_ops_that_differ_have_different_words_and_equal_ones_equal_words() -> No
 
 def test_every_rank_says_the_same_of_the_same_call() -> None:
     def told(rank: int) -> list[str]:
-        return [op.called for op in ops(rank) if op.sends and not op.per_rank]
+        return [op.called for op in ops(rank) if op.sends and not op.rank_local_fields]
 
     # What these ops are told holds for all ranks.
     assert told(0) == told(1) == told(2)

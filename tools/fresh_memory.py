@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradmesh.wire import memory
+from gradmesh.transport import memory
 
 SIZES = (4 << 20, 16 << 20, 32 << 20, 64 << 20, 128 << 20)
 """Bytes of a result."""

@@ -65,7 +65,6 @@ from gradmesh.errors import (
     TorchWarning,
     TypeMismatchError,
 )
-from gradmesh.inference import Types, assert_type, typed
 from gradmesh.launch import Ranks, launch
 from gradmesh.no_sync import no_sync
 from gradmesh.objective import objective
@@ -74,6 +73,7 @@ from gradmesh.overlap.coalesce import coalesce
 from gradmesh.overlap.pending import Pending
 from gradmesh.reordering import reorderable
 from gradmesh.scaling import scale_gradient
+from gradmesh.type_inference import Types, assert_type, typed
 from gradmesh.types import I, P, R, Type, V
 from gradmesh.world import init, mesh, use_mesh
 

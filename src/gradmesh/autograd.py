@@ -36,11 +36,18 @@ from gradmesh.ops.base import LinearOp, Op
 from gradmesh.ops.encoding import Encoded, decode, encode
 from gradmesh.ops.opaque import Traced
 from gradmesh.state import rank_state
-from gradmesh.wire import compiling
-from gradmesh.wire.claims import BACKWARD, CAN_JOIN, JOINS, NOTHING, TANGENT, Recorded
+from gradmesh.transport import compiling
+from gradmesh.transport.call_checks import (
+    BACKWARD,
+    CAN_BACKWARD,
+    NEEDS_BACKWARD,
+    TANGENT,
+    ZERO_GRAD,
+    CallRecord,
+)
 
 __all__ = [
-    "LOOSE",
+    "DETACHED_TOKEN",
     "apply",
     "compiled_link",
     "differentiable",
@@ -48,12 +55,12 @@ __all__ = [
     "leaf",
     "linked",
     "refuse_lost",
-    "thread_of",
+    "token_of",
     "unlinked",
 ]
 
 
-LOOSE = outside_modes(lambda: torch.zeros(1, device="cpu"))
+DETACHED_TOKEN = outside_modes(lambda: torch.zeros(1, device="cpu"))
 """The thread of a call that is tied to none before it. Only the edges of threads count."""
 
 
@@ -62,7 +69,7 @@ def apply(op: Op, x: Tensor) -> Tensor:
     if compiling():
         return _compiled(op, x)
     state = rank_state()
-    if state.begun.lost:
+    if state.started.lost:
         refuse_lost(op, x)
     chain, linear = state.chain, isinstance(op, LinearOp)
     if tracing():
@@ -85,14 +92,14 @@ def apply(op: Op, x: Tensor) -> Tensor:
 def refuse_lost(op: Op, x: Tensor) -> None:
     """Raise the error of calls that were begun and never waited for."""
     try:
-        rank_state().begun.check()
+        rank_state().started.check()
     except OrderError as error:
         op.withdraw(x, error)
         raise
 
 
 def linked(
-    op: LinearOp, x: Tensor, thread: Tensor, role: str = "", origin: Recorded | None = None
+    op: LinearOp, x: Tensor, thread: Tensor, role: str = "", origin: CallRecord | None = None
 ) -> tuple[Tensor, Tensor]:
     """Run an op, and pass on a thread that requires grad, so that the op's backward runs whoever uses its result.
 
@@ -107,20 +114,20 @@ def linked(
         origin: that call.
     """
     if not forward_level_open() or functorch_active():
-        return _recorded(op, x, thread, Recorded(role, origin, JOINS | CAN_JOIN, linked=True))
+        return _recorded(op, x, thread, CallRecord(role, origin, NEEDS_BACKWARD | CAN_BACKWARD, linked=True))
     primal, tangent = forward_ad.unpack_dual(x)
-    call = Recorded(role, origin, JOINS | CAN_JOIN, linked=True)
+    call = CallRecord(role, origin, NEEDS_BACKWARD | CAN_BACKWARD, linked=True)
     y, thread = _recorded(op, primal, thread, call)
     moved, thread = _recorded(
         op,
         torch.zeros_like(primal) if tangent is None else tangent,
         thread,
-        Recorded(TANGENT, call, JOINS | CAN_JOIN, linked=True),
+        CallRecord(TANGENT, call, NEEDS_BACKWARD | CAN_BACKWARD, linked=True),
     )
     return forward_ad.make_dual(y, moved), thread
 
 
-def unlinked(op: Op, x: Tensor, call: Recorded | None = None, thread: Tensor | None = None) -> Tensor:
+def unlinked(op: Op, x: Tensor, call: CallRecord | None = None, thread: Tensor | None = None) -> Tensor:
     """Run an op by itself.
 
     Where no derivative can be asked for, the op is run bare: building a graph node costs more than a small
@@ -145,21 +152,21 @@ def unlinked(op: Op, x: Tensor, call: Recorded | None = None, thread: Tensor | N
     joins = recording and (x.requires_grad or (thread is not None and thread.requires_grad))
     if not recording and call is None and not transforms:
         return op.apply(x)
-    call = Recorded() if call is None else call
+    call = CallRecord() if call is None else call
     if joins:
-        call.flags |= JOINS
+        call.flags |= NEEDS_BACKWARD
     if recording and not (transforms and functorch_active()):
-        call.flags |= CAN_JOIN
+        call.flags |= CAN_BACKWARD
     if joins or transforms:
         if thread is None:  # a tracer takes no tensor that is not its own
-            thread = torch.zeros(1, device="cpu") if isinstance(op, Traced) or is_fake(x) else LOOSE
+            thread = torch.zeros(1, device="cpu") if isinstance(op, Traced) or is_fake(x) else DETACHED_TOKEN
         y = _recorded(op, x, thread, call)[0]
     else:
         y = op.apply(x, call)
-    return join_late(op, x, y, call) if call.others_join else y
+    return join_late(op, x, y, call) if call.others_need_backward else y
 
 
-def join_late(op: Op, x: Tensor, y: Tensor, call: Recorded) -> Tensor:
+def join_late(op: Op, x: Tensor, y: Tensor, call: CallRecord) -> Tensor:
     """The result of a call that has been made, tied to a node of its own, to take part in a backward of others."""
     if not forward_level_open():
         return _recorded(_Done(op, y), x, leaf(), call)[0]
@@ -168,7 +175,7 @@ def join_late(op: Op, x: Tensor, y: Tensor, call: Recorded) -> Tensor:
     return joined if moved is None else forward_ad.make_dual(joined, moved)
 
 
-def _recorded(op: Op | _Done, x: Tensor, thread: Tensor, call: Recorded) -> tuple[Tensor, Tensor]:
+def _recorded(op: Op | _Done, x: Tensor, thread: Tensor, call: CallRecord) -> tuple[Tensor, Tensor]:
     """Run an op as a node of the graph."""
     rule: Any = _Rule if functorch_active() else _Node
 
@@ -177,11 +184,11 @@ def _recorded(op: Op | _Done, x: Tensor, thread: Tensor, call: Recorded) -> tupl
         result: tuple[Tensor, Tensor] = rule.apply(op, x, thread, call)
         return result
 
-    owed = None if rule is _Rule else rank_state().owed
-    return run() if owed is None else owed.recorded(op, x, call, run)
+    deferred = None if rule is _Rule else rank_state().deferred
+    return run() if deferred is None else deferred.recorded(op, x, call, run)
 
 
-def thread_of(ctx: Any) -> Tensor | None:
+def token_of(ctx: Any) -> Tensor | None:
     """The thread of a node.
 
     It is asked for only where the backward is recorded: a graph that saves nothing else can be run through again, also
@@ -209,7 +216,7 @@ class _Done:
     def __init__(self, op: Op, y: Tensor) -> None:
         self.op, self.y = op, y
 
-    def apply(self, x: Tensor, call: Recorded) -> Tensor:  # noqa: ARG002 - as an op has them
+    def apply(self, x: Tensor, call: CallRecord) -> Tensor:  # noqa: ARG002 - as an op has them
         """What it returned."""
         return self.y
 
@@ -284,12 +291,12 @@ class _Rule(torch.autograd.Function):
     """The law of `gradmesh.ops.base`, told to autograd; with a thread of the chain, it is also a link of it."""
 
     @staticmethod
-    def forward(op: Op | _Done, x: Tensor, thread: Tensor, call: Recorded) -> tuple[Tensor, Tensor]:
+    def forward(op: Op | _Done, x: Tensor, thread: Tensor, call: CallRecord) -> tuple[Tensor, Tensor]:
         return op.apply(x, call), torch.zeros_like(thread)
 
     @staticmethod
     def setup_context(
-        ctx: Any, inputs: tuple[Op | _Done, Tensor, Tensor, Recorded], output: tuple[Tensor, Tensor]
+        ctx: Any, inputs: tuple[Op | _Done, Tensor, Tensor, CallRecord], output: tuple[Tensor, Tensor]
     ) -> None:
         op, x, thread, ctx.call = inputs
         ctx.op = op.op if isinstance(op, _Done) else op
@@ -308,15 +315,15 @@ class _Rule(torch.autograd.Function):
             grad = torch.zeros(ctx.result, dtype=ctx.dtype, device=ctx.device)
         elif grad.layout is not torch.strided:
             grad = grad.to_dense()
-        kept = ctx.call.owed is not None and ctx.call.owed.keeps(ctx, None if nothing else grad)
+        kept = ctx.call.deferral is not None and ctx.call.deferral.keeps(ctx, None if nothing else grad)
         if not ctx.call.linked:
             if kept:
                 return None, None, None, None
-            call = Recorded(BACKWARD, ctx.call, NOTHING if nothing else 0)
-            back = unlinked(op.back, grad, call, thread_of(ctx) if torch.is_grad_enabled() else None)
+            call = CallRecord(BACKWARD, ctx.call, ZERO_GRAD if nothing else 0)
+            back = unlinked(op.back, grad, call, token_of(ctx) if torch.is_grad_enabled() else None)
             alone = op.axis.size == 1 or not op.back.sends
             # No gradient on any rank gives none, and not zeros, which are NaN behind an infinite derivative.
-            return None, None if nothing and (alone or call.all_nothing) else back, None, None
+            return None, None if nothing and (alone or call.all_zero) else back, None, None
         # Read also where it is not needed: inside a checkpoint this is what makes every rank recompute here, and
         # not some of them elsewhere or never.
         (thread,) = ctx.saved_tensors
@@ -329,13 +336,13 @@ class _Rule(torch.autograd.Function):
         if torch.is_grad_enabled() or forward_level_open():
             back, following = linked(op.back, grad, following, BACKWARD, ctx.call)
             return None, back, following, None
-        return None, unlinked(op.back, grad, Recorded(BACKWARD, ctx.call)), following, None
+        return None, unlinked(op.back, grad, CallRecord(BACKWARD, ctx.call)), following, None
 
     @staticmethod
     def jvp(ctx: Any, _: None, tangent: Tensor | None, thread: Tensor | None, *__: None) -> Any:
         if tangent is None:
             tangent = torch.zeros(ctx.operand, dtype=ctx.dtype, device=ctx.device)
-        moved = unlinked(ctx.op, tangent, Recorded(TANGENT, ctx.call))
+        moved = unlinked(ctx.op, tangent, CallRecord(TANGENT, ctx.call))
         return moved, torch.zeros(1, device="cpu") if thread is None else torch.zeros_like(thread)
 
     @staticmethod
@@ -345,7 +352,7 @@ class _Rule(torch.autograd.Function):
         op: Op,
         x: Tensor,
         thread: Tensor,
-        call: Recorded,
+        call: CallRecord,
     ) -> Any:
         dim = in_dims[1]
         if dim is None:  # only the thread's gradient is batched
@@ -366,7 +373,9 @@ class _Node(torch.autograd.Function):
     """The same rule where no torch.func transform is on: in torch's older form, which takes 12 us less of a call."""
 
     @staticmethod
-    def forward(ctx: Any, op: Op | _Done, x: Tensor, thread: Tensor, call: Recorded) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, op: Op | _Done, x: Tensor, thread: Tensor, call: CallRecord
+    ) -> tuple[Tensor, Tensor]:
         output = _Rule.forward(op, x, thread, call)
         _Rule.setup_context(ctx, (op, x, thread, call), output)
         return output

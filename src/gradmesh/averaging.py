@@ -43,8 +43,8 @@ from gradmesh.checking import FULL, check_level
 from gradmesh.errors import ArgumentError, CheckWarning, message
 from gradmesh.ops.base import LinearOp
 from gradmesh.ops.opaque import Traced
+from gradmesh.transport import compiling
 from gradmesh.types import I
-from gradmesh.wire import compiling
 
 __all__ = ["Averaging", "averaging"]
 

@@ -10,7 +10,7 @@ from typing import get_args
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradmesh.backends.process_group import kept_by
+from gradmesh.backends.process_group import group_cache
 from gradmesh.errors import ArgumentError, AxisError, message
 from gradmesh.types import Reduction
 from gradmesh.world import current_mesh, world_group
@@ -231,7 +231,7 @@ def _meant(op: str, which: object) -> str | None:
 
 
 def _of_group(group: dist.ProcessGroup, name: str) -> Axis:
-    kept = kept_by(group)
+    kept = group_cache(group)
     if kept is None:
         return Axis(name, group.rank(), group.size(), group)
     found: Axis | None = kept.get((Axis, name))

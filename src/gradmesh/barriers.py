@@ -8,8 +8,8 @@ from gradmesh._torch import in_plain_mode
 from gradmesh.axis import AxisLike, resolve
 from gradmesh.checking import check_level
 from gradmesh.errors import NotInitializedError, message
-from gradmesh.wire import carrier, compiling, kept_by
-from gradmesh.wire.claims import calls_of, claim
+from gradmesh.transport import compiling, group_cache, transport
+from gradmesh.transport.call_checks import call_check, calls_of
 from gradmesh.withdrawal import on_cpu
 
 __all__ = ["barrier"]
@@ -43,10 +43,10 @@ def barrier(axis: AxisLike = None) -> None:
         if here.size == 1 or compiling() or not on_cpu(None, here) or not check_level():
             dist.barrier(group=here.group)
             return
-        signature, calls = claim("barrier", str(here), "barrier()"), calls_of(here.group)
+        signature, calls = call_check("barrier", str(here), "barrier()"), calls_of(here.group)
         with calls.lock:
-            if kept_by(here.group) is None:
-                in_plain_mode(carrier(here, signature).compare)
+            if group_cache(here.group) is None:
+                in_plain_mode(transport(here, signature).compare)
             else:  # gradmesh's backends compare the calls of torch.distributed themselves
                 signature.count(calls)
             dist.barrier(group=here.group)

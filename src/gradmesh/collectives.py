@@ -48,7 +48,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from gradmesh import reductions, together
+from gradmesh import pytrees, reductions
 from gradmesh._torch import keyword_fields_last
 from gradmesh.arguments import Call, SizesLike, explained, integer
 from gradmesh.autograd import apply
@@ -162,7 +162,7 @@ def all_reduce(
         [(5.0, 3.0), (10.0, 3.0)]
     """
     if type(x) is not Tensor and is_structure(x):
-        return together.packed(
+        return pytrees.packed(
             "all_reduce",
             x,
             axis,
@@ -238,8 +238,8 @@ def all_gather(
             )
 
         if sizes is None:
-            return together.gathered(x, axis, dim, gather_one)
-        return together.one_by_one("all_gather", x, axis, lambda one: gather_one(one, dim))
+            return pytrees.gathered(x, axis, dim, gather_one)
+        return pytrees.per_leaf("all_gather", x, axis, lambda one: gather_one(one, dim))
     x = _stackable(x)
     call = Call("all_gather", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     along = call.dim(dim)
@@ -380,7 +380,7 @@ def broadcast(
         [1.0, 1.0]
     """
     if type(x) is not Tensor and is_structure(x):
-        return together.packed(
+        return pytrees.packed(
             "broadcast",
             x,
             axis,
@@ -576,7 +576,7 @@ def replicate(
         [3.0, 3.0]
     """
     if type(x) is not Tensor and is_structure(x):
-        return together.packed(
+        return pytrees.packed(
             "replicate",
             x,
             axis,
@@ -788,8 +788,8 @@ def shift(
             )
 
         if sizes is None:
-            return together.packed("shift", x, axis, shift_one)
-        return together.one_by_one("shift", x, axis, shift_one)
+            return pytrees.packed("shift", x, axis, shift_one)
+        return pytrees.per_leaf("shift", x, axis, shift_one)
     call = Call("shift", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     ranks = integer(offset)
     if ranks is None:
@@ -857,8 +857,8 @@ def permute(
             )
 
         if sizes is None:
-            return together.packed("permute", x, axis, permute_one)
-        return together.one_by_one("permute", x, axis, permute_one)
+            return pytrees.packed("permute", x, axis, permute_one)
+        return pytrees.per_leaf("permute", x, axis, permute_one)
     call = Call("permute", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     op = call.op(Permute, None, call.pairs(pairs))
     along = call.dim(dim) if sizes is not None or isinstance(dim, str) else 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from gradmesh.deferred.reductions import DeferredReductions
+from gradmesh.deferred.steps import watch
 from gradmesh.errors import OrderError, message
-from gradmesh.owed.ledger import Ledger
-from gradmesh.owed.steps import watch
 from gradmesh.state import rank_state
-from gradmesh.wire import compiling
+from gradmesh.transport import compiling
 
 __all__ = ["Owed", "no_sync"]
 
@@ -29,7 +29,7 @@ class Owed:
         [(1, None, 0, [2.0, 2.0]), (1, None, 0, [2.0, 2.0])]
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: DeferredReductions) -> None:
         self._ledger = ledger
 
     def __len__(self) -> int:
@@ -99,8 +99,8 @@ def no_sync() -> Iterator[Owed]:
             )
         )
     state = rank_state()
-    ledger = state.owed if isinstance(state.owed, Ledger) else Ledger()
-    state.owed = ledger
+    ledger = state.deferred if isinstance(state.deferred, DeferredReductions) else DeferredReductions()
+    state.deferred = ledger
     watch(ledger)
     ledger.open += 1
     try:

@@ -20,11 +20,11 @@ from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.checking import FULL, check_level
 from gradmesh.collectives import all_gather
 from gradmesh.errors import ArgumentError, MismatchError, message
-from gradmesh.state import FOLLOWED, rank_state
+from gradmesh.state import ACTIVE_TRACERS, rank_state
 from gradmesh.structure import Packed
+from gradmesh.transport import compiling
+from gradmesh.transport.values import DeclaredAlike
 from gradmesh.types import I, R, Type, V
-from gradmesh.wire import compiling
-from gradmesh.wire.values import DeclaredAlike
 from gradmesh.withdrawal import withdraw
 
 __all__ = ["objective"]
@@ -175,8 +175,8 @@ def _declared(scalar: Tensor, axis: Axis, loss_type: Type, passed: LastPass | No
         scalar.register_hook(passed)
     if loss_type is R and scalar.requires_grad and not compiling() and check_level() == FULL:
         scalar.register_hook(rank_state().own(DeclaredAlike))
-    if loss_type is not I and FOLLOWED[0] and (follower := rank_state().follower) is not None:
-        follower.declare(scalar, axis, V)
+    if loss_type is not I and ACTIVE_TRACERS[0] and (tracer := rank_state().tracer) is not None:
+        tracer.declare(scalar, axis, V)
     return scalar
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradmesh._torch import enters_graphs, forward_level_open
 from gradmesh.errors import ArgumentError, GradmeshError, OrderError, message
-from gradmesh.wire import compiling
+from gradmesh.transport import compiling
 
 __all__ = ["scale_gradient"]
 

@@ -20,14 +20,14 @@ from gradmesh.backends import threads
 from gradmesh.errors import OrderError, message
 
 __all__ = [
-    "FOLLOWED",
+    "ACTIVE_TRACERS",
     "Chain",
-    "Follower",
-    "Owes",
+    "Deferral",
     "RankState",
+    "Tracer",
     "Unwaited",
     "finished",
-    "one_by_one",
+    "must_decompose",
     "rank_state",
 ]
 
@@ -47,7 +47,7 @@ class Chain(Protocol):
     def begin(self, op: Any, x: Tensor) -> Any:
         """Begin an op as the next link."""
 
-    def end(self, begun: Any) -> Tensor:
+    def end(self, started: Any) -> Tensor:
         """Wait for an op that was begun, as the next link."""
 
     def refuse_reentrant(self, op: Any) -> None:
@@ -106,14 +106,14 @@ class Unwaited:
         )
 
 
-class Owes(Protocol):
+class Deferral(Protocol):
     """What backward owes to leaves, put off by `no_sync`."""
 
     def recorded(self, op: Any, x: Tensor, call: Any, run: Callable[[], T]) -> T:
         """Make a call that becomes a node of the graph."""
 
 
-class Follower(Protocol):
+class Tracer(Protocol):
     """What follows tensors through the library's calls: `gradmesh.typed`, `gradmesh check`.
 
     Attributes:
@@ -133,14 +133,14 @@ class Follower(Protocol):
         """Take a tensor for what the library itself says it is."""
 
 
-FOLLOWED = [0]
-"""How many followers there are in this process: mostly none, and then no rank has one."""
+ACTIVE_TRACERS = [0]
+"""How many tracers there are in this process: mostly none, and then no rank has one."""
 
 
-def one_by_one() -> bool:
-    """Whether a layer is to make its calls one by one, for who follows them; see `Follower`."""
-    follower = rank_state().follower if FOLLOWED[0] else None
-    return follower is not None and follower.plain
+def must_decompose() -> bool:
+    """Whether a layer is to make its calls one by one, for who follows them; see `Tracer`."""
+    tracer = rank_state().tracer if ACTIVE_TRACERS[0] else None
+    return tracer is not None and tracer.plain
 
 
 class _OfThread(threading.local):
@@ -150,7 +150,7 @@ class _OfThread(threading.local):
         # No attribute of the class: Dynamo of torch 2.11 would read that one, and not the thread's.
         self.chain: Chain | None = None
         self.coalescing: Any = None
-        self.owed: Owes | None = None
+        self.deferred: Deferral | None = None
 
 
 @dataclass(slots=True)
@@ -161,7 +161,7 @@ class RankState:
         mesh: the current mesh.
         mesh_world: the world that it was made in; in another one it counts for nothing.
         check: how much is compared (`gradmesh.checking`); None: what the environment says.
-        follower: what follows tensors through the library's calls.
+        tracer: what follows tensors through the library's calls.
         reorderable: whether a compiler may move the collectives of the programs that it makes now.
         posted: messages that were sent and may not have gone yet, each with the memory that it is sent from.
         waits_at_exit: whether the process waits for them when it ends.
@@ -173,10 +173,10 @@ class RankState:
     mesh_world: dist.ProcessGroup | None = None
     check: int | None = None
     reorderable: bool = False
-    follower: Follower | None = None
+    tracer: Tracer | None = None
     posted: deque[tuple[Tensor, dist.Work]] = field(default_factory=deque)
     waits_at_exit: bool = False
-    begun: Unwaited = field(default_factory=Unwaited)
+    started: Unwaited = field(default_factory=Unwaited)
     kept: dict[type, Any] = field(default_factory=dict)
     _of_thread: _OfThread = field(default_factory=_OfThread)
 
@@ -199,13 +199,13 @@ class RankState:
         self._of_thread.chain = chain
 
     @property
-    def owed(self) -> Owes | None:
+    def deferred(self) -> Deferral | None:
         """What this thread has put off; None: it never did."""
-        return self._of_thread.owed
+        return self._of_thread.deferred
 
-    @owed.setter
-    def owed(self, owed: Owes | None) -> None:
-        self._of_thread.owed = owed
+    @deferred.setter
+    def deferred(self, deferred: Deferral | None) -> None:
+        self._of_thread.deferred = deferred
 
     def keep(self, value: object) -> None:
         """Keep an object, in the place of one of the same class."""
@@ -243,10 +243,10 @@ def finished(run: Callable[[], T]) -> T:
     Raises:
         OrderError: it has not.
     """
-    begun = rank_state().begun
+    started = rank_state().started
     try:
         result = run()
-        begun.check(at_the_end=True)
+        started.check(at_the_end=True)
     finally:
-        begun.forgive()
+        started.forgive()
     return result

@@ -26,7 +26,7 @@ class Packed:
     """
 
     flat: Tensor
-    made_of: str
+    operand_desc: str
 
 
 def is_structure(x: object) -> bool:

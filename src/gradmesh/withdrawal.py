@@ -9,9 +9,9 @@ from gradmesh._torch import is_fake
 from gradmesh.axis import Axis
 from gradmesh.checking import check_level
 from gradmesh.structure import Packed
-from gradmesh.wire import carrier, compiling, kept_by
-from gradmesh.wire.claims import claim
-from gradmesh.wire.courier import in_turn
+from gradmesh.transport import compiling, group_cache, transport
+from gradmesh.transport.call_checks import call_check
+from gradmesh.transport.comm_thread import in_turn
 
 __all__ = ["on_cpu", "withdraw"]
 
@@ -38,14 +38,14 @@ def withdraw(verb: str, axis: Axis, x: object, error: Exception, peer: int | Non
         if peer not in range(axis.size) or peer == axis.rank:
             return
         if verb == "send":
-            carrier(axis).withdraw_message(
+            transport(axis).withdraw_message(
                 peer, f"none, since rank {axis.rank} refuses to send: {str(error).splitlines()[0]}"
             )
         else:
-            carrier(axis).pass_over(peer)
+            transport(axis).pass_over(peer)
     elif check_level() and verb not in _SILENT:
         words = f"{verb}, refused"
-        in_turn(axis, lambda: carrier(axis, claim(verb, str(axis), words)).withdraw(error))
+        in_turn(axis, lambda: transport(axis, call_check(verb, str(axis), words)).withdraw(error))
 
 
 def on_cpu(x: object, axis: Axis) -> bool:
@@ -53,4 +53,4 @@ def on_cpu(x: object, axis: Axis) -> bool:
     given = x.flat if isinstance(x, Packed) else x
     if isinstance(given, Tensor):
         return given.is_cpu and not is_fake(given)
-    return kept_by(axis.group) is not None or not torch.accelerator.is_available()
+    return group_cache(axis.group) is not None or not torch.accelerator.is_available()

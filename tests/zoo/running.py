@@ -45,7 +45,7 @@ class Outcome:
 
 def run(program: Program) -> Outcome:
     """Run one program under its check."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -54,7 +54,7 @@ def run(program: Program) -> Outcome:
             reported, text = ("raises",), str(error)
         except Exception:  # a check that fails by itself is a report that is wrong
             reported, text = ("the check raises",), traceback.format_exc()
-    return Outcome(program.name, reported, text, time.perf_counter() - begun)
+    return Outcome(program.name, reported, text, time.perf_counter() - started)
 
 
 def _audited(program: Program) -> tuple[tuple[str, ...], str]:

@@ -154,7 +154,7 @@ class Report:
         findings: findings, by kind.
     """
 
-    claims: Counter[str] = field(default_factory=Counter)
+    call_checks: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     findings: Counter[str] = field(default_factory=Counter)
@@ -162,7 +162,7 @@ class Report:
 
     def __str__(self) -> str:
         return (
-            f"claims: {dict(sorted(self.claims.items()))}\nfindings: {dict(sorted(self.findings.items()))}\n"
+            f"claims: {dict(sorted(self.call_checks.items()))}\nfindings: {dict(sorted(self.findings.items()))}\n"
             f"refused: {dict(self.refused)}\none operator: {dict(self.single)}\nwrong: {len(self.wrong)}\n"
             + "\n".join(self.wrong)
         )
@@ -214,8 +214,8 @@ def _run(program: Program, *, learn: bool) -> tuple[list[Tensor], list[gm.Type |
             values.append(_step(name, given, values, number, rank, ranks))
         if learn and values[-1].requires_grad:
             values[-1].square().sum().backward()
-        claims = [types.of(x).get("world") for x in values]
-    return [x.detach().clone() for x in values], claims, [finding.kind for finding in types.findings]
+        call_checks = [types.of(x).get("world") for x in values]
+    return [x.detach().clone() for x in values], call_checks, [finding.kind for finding in types.findings]
 
 
 def _step(name: str, given: list[Tensor], values: list[Tensor], number: int, rank: int, ranks: int) -> Tensor:
@@ -297,9 +297,9 @@ def _one(report: Report, number: int, program: Program, ranks: int, *, learn: bo
         return None
     for findings in (one[2] for one in told):
         report.findings.update(findings)
-    values, claims, found = [one[0] for one in told], [one[1] for one in told], [one[2] for one in told]
-    _hold(report, number, program, values, claims)
-    return values, claims, found
+    values, call_checks, found = [one[0] for one in told], [one[1] for one in told], [one[2] for one in told]
+    _hold(report, number, program, values, call_checks)
+    return values, call_checks, found
 
 
 def _hold_single(
@@ -307,13 +307,13 @@ def _hold_single(
     number: int,
     program: Program,
     values: list[list[Tensor]],
-    claims: list[list[gm.Type | None]],
+    call_checks: list[list[gm.Type | None]],
     found: list[list[str]],
 ) -> None:
     """Whether there is a finding where the sum is another, and nowhere else."""
     name, picks, _ = program[-1]
-    made, total = _dense(name, picks, values, claims[0]), torch.stack([own[-1] for own in values]).sum(0)
-    same = gm.R in {claims[0][-1]} or gm.I in {claims[0][-1]}  # overwritten whole
+    made, total = _dense(name, picks, values, call_checks[0]), torch.stack([own[-1] for own in values]).sum(0)
+    same = gm.R in {call_checks[0][-1]} or gm.I in {call_checks[0][-1]}  # overwritten whole
     right = same or torch.allclose(made, total, rtol=1e-4, atol=1e-4 * float(1 + total.abs().max()))
     report.single["right" if right else "wrong"] += 1
     for findings in found:
@@ -328,29 +328,29 @@ def _hold(
     number: int,
     program: Program,
     values: list[list[Tensor]],
-    claims: list[list[gm.Type | None]],
+    call_checks: list[list[gm.Type | None]],
 ) -> None:
     for at, (name, picks, _) in enumerate(program):
         mine = [own[at] for own in values]
-        claimed = {own[at] for own in claims}
+        claimed = {own[at] for own in call_checks}
         if len(claimed) > 1:
             report.wrong.append(f"program {number}, {name}: the ranks claim {claimed}")
             continue
         (kind,) = claimed
-        report.claims[str(kind)] += 1
+        report.call_checks[str(kind)] += 1
         if kind in (gm.R, gm.I) and any(not torch.equal(mine[0], one) for one in mine[1:]):
             report.wrong.append(f"program {number}, {name} of {picks} at {at}: {kind}, and differs")
         if (
             kind is not gm.P or name not in OPERATORS or name == "view exp"
         ):  # a V beside the rest, with a finding
             continue
-        made, total = _dense(name, picks, values, claims[0]), torch.stack(mine).sum(0)
+        made, total = _dense(name, picks, values, call_checks[0]), torch.stack(mine).sum(0)
         if not torch.allclose(made, total, rtol=1e-4, atol=1e-4 * float(1 + total.abs().max())):
             report.wrong.append(f"program {number}, {name} of {picks} at {at}: P, and the sum is another")
 
 
 def _dense(
-    name: str, picks: tuple[int, ...], values: list[list[Tensor]], claims: list[gm.Type | None]
+    name: str, picks: tuple[int, ...], values: list[list[Tensor]], call_checks: list[gm.Type | None]
 ) -> Tensor:
     """What the sum over ranks has to be.
 
@@ -358,13 +358,16 @@ def _dense(
     it is what the sum is when the ranks' terms have changed places.
     """
     run, ranks = OPERATORS[name][1], len(values)
-    if gm.V not in {claims[pick] for pick in picks}:
+    if gm.V not in {call_checks[pick] for pick in picks}:
         whole = [torch.stack([own[pick] for own in values]).sum(0) for pick in picks]
         return run(
-            *(x if claims[pick] is gm.P else values[0][pick] for x, pick in zip(whole, picks, strict=True))
+            *(
+                x if call_checks[pick] is gm.P else values[0][pick]
+                for x, pick in zip(whole, picks, strict=True)
+            )
         )
     turned = [
-        [values[(rank + 1) % ranks if claims[pick] is gm.P else rank][pick] for pick in picks]
+        [values[(rank + 1) % ranks if call_checks[pick] is gm.P else rank][pick] for pick in picks]
         for rank in range(ranks)
     ]
     return torch.stack([run(*given) for given in turned]).sum(0)

@@ -7,9 +7,9 @@ from collections import defaultdict
 
 import torch
 
-from gradmesh.inference.kinds import S, V
-from gradmesh.inference.raw import CALLS
-from gradmesh.inference.table import TABLE
+from gradmesh.type_inference.kinds import S, V
+from gradmesh.type_inference.raw import CALLS
+from gradmesh.type_inference.table import TABLE
 from tools.operators.proof import Proof, prove
 from tools.operators.samples import SAMPLES
 from tools.operators.twins import twins_of

@@ -29,6 +29,7 @@ from gradmesh._torch.dispatched import (
     need_dispatch,
     version_of,
 )
+from gradmesh._torch.duplicate_groups import duplicate_group, is_known
 from gradmesh._torch.fresh import fill_fresh_memory
 from gradmesh._torch.fsdp import (
     flat_parameters,
@@ -69,7 +70,6 @@ from gradmesh._torch.passes import (
 from gradmesh._torch.profiles import profiler_of_all_threads
 from gradmesh._torch.rendezvous import join_through
 from gradmesh._torch.threads import _RankWorld, adopt_thread, stand_in, thread_isolation
-from gradmesh._torch.twins import is_known, twin
 
 __all__ = [
     "RELIED_ON",
@@ -87,6 +87,7 @@ __all__ = [
     "constant_to_compilers",
     "default_group",
     "dispatched_name",
+    "duplicate_group",
     "enters_graphs",
     "fill_fresh_memory",
     "flash_backward",
@@ -133,7 +134,6 @@ __all__ = [
     "tracing",
     "tracing_script",
     "transforms_active",
-    "twin",
     "version_of",
     "without_autograd",
 ]

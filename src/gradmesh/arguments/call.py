@@ -27,8 +27,8 @@ from gradmesh.overlap.expected import receive
 from gradmesh.overlap.pending import begin
 from gradmesh.state import rank_state
 from gradmesh.structure import Packed
-from gradmesh.wire import compiling, kept_by
-from gradmesh.wire.courier import aside
+from gradmesh.transport import compiling, group_cache
+from gradmesh.transport.comm_thread import async_axis
 from gradmesh.withdrawal import on_cpu, withdraw
 
 __all__ = ["Call", "SizesLike"]
@@ -36,7 +36,7 @@ __all__ = ["Call", "SizesLike"]
 _HEADER = 16
 """Numbers that tell a shape: how many dimensions, and their sizes."""
 
-_AS_IT_IS = Precision(comm_dtype=None, backward_dtype=None, made_of=None)
+_AS_IT_IS = Precision(comm_dtype=None, backward_dtype=None, operand_desc=None)
 
 T = TypeVar("T")
 OpT = TypeVar("OpT", bound=Op)
@@ -68,7 +68,7 @@ class Call:
     ) -> None:
         self.verb = verb
         self._peer, self._async = peer, async_op is True
-        made_of: str | None = None
+        operand_desc: str | None = None
         self.axis: Axis = resolve(axis, verb)
         if async_op is not False:
             self._begun(x, async_op)
@@ -76,7 +76,7 @@ class Call:
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested or x.is_quantized:
             if not isinstance(x, Packed):
                 self._refuse_operand(x)
-            made_of, x = x.made_of, x.flat
+            operand_desc, x = x.operand_desc, x.flat
         if type(x) is not Tensor and hasattr(x, "to_local"):
             self._refuse_dtensor(x)
         if x.dtype in NEVER_COPIED:
@@ -86,10 +86,12 @@ class Call:
         if self.names is not None:
             if names is None and stale(x):
                 refuse_stale(self.names, x, self.fail)
-            made_of = said(self.names)
+            operand_desc = said(self.names)
         self.precision = _AS_IT_IS
-        if comm_dtype is not None or backward_dtype is not None or made_of is not None:
-            self.precision = Precision(comm_dtype=comm_dtype, backward_dtype=backward_dtype, made_of=made_of)
+        if comm_dtype is not None or backward_dtype is not None or operand_desc is not None:
+            self.precision = Precision(
+                comm_dtype=comm_dtype, backward_dtype=backward_dtype, operand_desc=operand_desc
+            )
             for name, dtype in (("comm_dtype", comm_dtype), ("backward_dtype", backward_dtype)):
                 if dtype is not None:
                     self._precision(name, dtype)
@@ -128,12 +130,12 @@ class Call:
         """Take the way of calls that are begun, where there is one."""
         # A message concerns two ranks alone, who could not make a group of all.
         if self._peer is None and self.axis.size > 1 and not compiling() and on_cpu(x, self.axis):
-            self.axis = aside(self.axis)
+            self.axis = async_axis(self.axis)
         self.flag(async_op, "async_op")  # type: ignore[arg-type]
 
     def op(self, kind: Callable[..., OpT], *fields: Hashable) -> OpT:
         """The op of these fields on this axis: one that was made before, where the group keeps it."""
-        kept = kept_by(self.axis.group)
+        kept = group_cache(self.axis.group)
         if kept is None:
             return kind(self.axis, *fields, **self.precision)
         key = (kind, self.axis.name, self._async, fields, *self.precision.values())
@@ -178,7 +180,7 @@ class Call:
         """Raise an error that names the verb and the axis; the other ranks hear of it."""
         axis = str(self.axis)
         error = kind(message(problem, op=self.verb, axis=axis, expected=expected, got=got, remedy=remedy))
-        rank_state().begun.forgive()
+        rank_state().started.forgive()
         withdraw(self.verb, self.axis, self.x, error, integer(self._peer))
         raise error
 
@@ -283,7 +285,7 @@ class Call:
             )
         # An op as any other, so that it is compared, and that a torch.func transform does not see the numbers.
         mine = torch.tensor([own], dtype=torch.int64, device=self.x.device)
-        found = apply(AllGather(self.axis, 0, EQUAL, made_of=self.precision["made_of"]), mine)
+        found = apply(AllGather(self.axis, 0, EQUAL, operand_desc=self.precision["operand_desc"]), mine)
         return Sizes(tuple(found.tolist()))
 
     def halo(self, halo: int | tuple[int, int]) -> tuple[int, int]:

@@ -16,16 +16,16 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from gradmesh._torch import compiling
-from gradmesh.backends.claim import Claim
+from gradmesh.backends.call_check import CallCheck
 from gradmesh.backends.torch_names import Tensors, TorchNames
 from gradmesh.backends.works import OwnWork
+from gradmesh.bounded_cache import BoundedCache
 from gradmesh.errors import ArgumentError, ShapeError, message
-from gradmesh.memo import Memo
 
-__all__ = ["OwnGroup", "Tensors", "kept_by"]
+__all__ = ["OwnGroup", "Tensors", "group_cache"]
 
 
-def kept_by(group: dist.ProcessGroup) -> Memo | None:
+def group_cache(group: dist.ProcessGroup) -> BoundedCache | None:
     """What callers of a group have worked out for it, to do so once.
 
     None for groups of other backends, and in a program that is being compiled, which sees nothing of a group.
@@ -147,26 +147,32 @@ class OwnGroup(TorchNames):
     # every rank's words, or a MismatchError where there is no claim, and the group is as good as before.
 
     @abc.abstractmethod
-    def all_gather_flat(self, out: torch.Tensor, given: torch.Tensor, claim: Claim | None = None) -> None:
+    def all_gather_flat(
+        self, out: torch.Tensor, given: torch.Tensor, call_check: CallCheck | None = None
+    ) -> None:
         """Write every rank's tensor, all of one size, into `out`, one after another."""
 
     @abc.abstractmethod
-    def reduce_scatter_flat(self, out: torch.Tensor, given: torch.Tensor, claim: Claim | None = None) -> None:
+    def reduce_scatter_flat(
+        self, out: torch.Tensor, given: torch.Tensor, call_check: CallCheck | None = None
+    ) -> None:
         """Sum the ranks' tensors in rank order, and write this rank's equal part of the sum."""
 
     @abc.abstractmethod
-    def all_reduce_flat(self, out: torch.Tensor, given: torch.Tensor, claim: Claim | None = None) -> None:
+    def all_reduce_flat(
+        self, out: torch.Tensor, given: torch.Tensor, call_check: CallCheck | None = None
+    ) -> None:
         """Write the sum of the ranks' tensors, in rank order: the same bits everywhere."""
 
     @abc.abstractmethod
     def reduce_flat(
-        self, out: torch.Tensor, given: torch.Tensor, root: int, claim: Claim | None = None
+        self, out: torch.Tensor, given: torch.Tensor, root: int, call_check: CallCheck | None = None
     ) -> None:
         """Write the sum at the root; the other ranks' `out` is left alone."""
 
     @abc.abstractmethod
     def broadcast_flat(
-        self, out: torch.Tensor, given: torch.Tensor, root: int, claim: Claim | None = None
+        self, out: torch.Tensor, given: torch.Tensor, root: int, call_check: CallCheck | None = None
     ) -> None:
         """Write the root's `given` into every rank's `out`, the root's own too; the others' `given` is not read."""
 
@@ -177,22 +183,22 @@ class OwnGroup(TorchNames):
         given: torch.Tensor,
         send: Sequence[int] | None = None,
         receive: Sequence[int] | None = None,
-        claim: Claim | None = None,
+        call_check: CallCheck | None = None,
     ) -> None:
         """Give `send[r]` elements to each rank r and take `receive[r]` from it, in rank order; None: equal parts."""
 
     @abc.abstractmethod
     def relay_flat(
-        self, out: torch.Tensor, given: torch.Tensor, source: int | None, claim: Claim | None = None
+        self, out: torch.Tensor, given: torch.Tensor, source: int | None, call_check: CallCheck | None = None
     ) -> None:
         """Hand on `given`, which may be empty, to whoever takes it, and take that of one rank or of none."""
 
     @abc.abstractmethod
-    def withdraw(self, claim: Claim | None, said: str) -> None:
+    def withdraw(self, call_check: CallCheck | None, said: str) -> None:
         """Make the call that this rank would have claimed an error on the others, as it fails before it can make it.
 
         Args:
-            claim: what it would have claimed.
+            call_check: what it would have claimed.
             said: why it cannot, in words; it stands for this rank in the others' error.
         """
 

@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from gradmesh._torch import never_compiled
 from gradmesh.backends.monitored import pass_monitored
+from gradmesh.bounded_cache import BoundedCache
 from gradmesh.errors import ArgumentError, message
-from gradmesh.memo import Memo
 
 __all__ = ["Tensors", "TorchNames"]
 
@@ -51,8 +51,8 @@ class TorchNames(dist.ProcessGroup):
         self.timeout = timeout.total_seconds()
         self._name = name
         self._desc = "undefined"
-        self.kept = Memo()
-        """What callers of the group work out once for it; see `kept_by`."""
+        self.kept = BoundedCache()
+        """What callers of the group work out once for it; see `group_cache`."""
 
     # -- who the group is
 

@@ -23,7 +23,7 @@ from gradmesh.checker.recording.tape import Tape
 from gradmesh.errors import ArgumentError, message
 from gradmesh.launch.ports import free_port
 
-__all__ = ["Recorded", "Target", "check_script", "processor_time", "recorded"]
+__all__ = ["Recording", "Target", "check_script", "processor_time", "recorded"]
 
 _AT_WORK = 0.2
 """Seconds of a processor: ranks that have used more of it are at work."""
@@ -54,7 +54,7 @@ class Target:
 
 
 @dataclass
-class Recorded:
+class Recording:
     """What a script's ranks left.
 
     Attributes:
@@ -105,11 +105,11 @@ def check_script(
             )
         )
     found = recorded(target, ranks=ranks, steps=steps, timeout=timeout)
-    begun = time.perf_counter()
+    since = time.perf_counter()
     verdict = judged(
         found.tapes, found.calls, found.output, stuck=found.stuck, killed=found.killed, ranks=ranks, see=see
     )
-    verdict.seconds.update(checked=found.seconds, judged=time.perf_counter() - begun)
+    verdict.seconds.update(checked=found.seconds, judged=time.perf_counter() - since)
     if {each.rule.id for each in verdict.errors} == {"GM101"} and sends_nothing(found.tapes):
         # Ranks may take steps of their own for a while, and bring their values together then.
         longer = recorded(target, ranks=ranks, steps=_LOCAL_STEPS, timeout=timeout)
@@ -125,18 +125,18 @@ def check_script(
     return verdict
 
 
-def recorded(target: Target, *, ranks: int, steps: int, timeout: float, record: bool = True) -> Recorded:
+def recorded(target: Target, *, ranks: int, steps: int, timeout: float, record: bool = True) -> Recording:
     """Run a script on ranks, and collect their tapes."""
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory(prefix="gradmesh-check-") as folder, _ended(server) as start:
-        port, begun = free_port(), time.perf_counter()
+        port, since = free_port(), time.perf_counter()
         started = [
             start(run_rank, (rank, ranks, port, target, folder, steps, record)) for rank in range(ranks)
         ]
         stuck, killed = _waited(started, Path(folder), timeout)
-        seconds = time.perf_counter() - begun
-        return Recorded(
+        seconds = time.perf_counter() - since
+        return Recording(
             [_tape(Path(folder) / f"{rank}.tape") for rank in range(ranks)],
             [_lines(Path(folder) / f"{rank}.calls") for rank in range(ranks)],
             ["\n".join(_lines(Path(folder) / f"{rank}.out")) for rank in range(ranks)],

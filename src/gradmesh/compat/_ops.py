@@ -23,8 +23,8 @@ from gradmesh.ops.gather import Gather
 from gradmesh.ops.neighbor import neighbors as neighbor_op
 from gradmesh.ops.shard import AllGatherInvariant, Shard
 from gradmesh.ops.sizes import Sizes
+from gradmesh.transport import Transport
 from gradmesh.types import I, P, R, Type
-from gradmesh.wire import Carrier
 
 __all__ = [
     "CountedByAll",
@@ -32,17 +32,17 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
-    "alone",
     "gather",
     "neighbors",
     "reduce",
     "reduce_scatter",
     "replicate",
     "shard",
+    "single_rank_axis",
 ]
 
 
-def alone(name: str) -> Axis:
+def single_rank_axis(name: str) -> Axis:
     """An axis of this rank by itself, also where no process group was made."""
     return Axis(name, 0, 1, dist.ProcessGroup(dist.HashStore(), 0, 1))  # type: ignore[attr-defined]
 
@@ -125,7 +125,7 @@ class CountedByAll(SameShape):
     sends = False
     src, dst = I, R
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Copy."""
         return wire.copy(x)
 
@@ -144,7 +144,7 @@ class SumOfEqual(SameShape):
     sends = False
     src, dst = P, I
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Scale."""
         return wire.copy(x).mul_(self.axis.size)
 

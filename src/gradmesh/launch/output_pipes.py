@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable
 from typing import IO, Any
 
-from gradmesh.launch.output_lines import LineSplitter, Screen, prefixes
+from gradmesh.launch.log_prefix import LineSplitter, Screen, prefixes
 
 __all__ = ["OutputPipes"]
 

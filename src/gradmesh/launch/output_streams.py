@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
-from gradmesh.launch.output_lines import LineSplitter, Screen
+from gradmesh.launch.log_prefix import LineSplitter, Screen
 
 __all__ = ["finish_lines", "mark_thread", "ranks_write_lines", "thread_mark"]
 

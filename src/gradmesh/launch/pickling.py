@@ -10,7 +10,7 @@ import sys
 import types
 from typing import Any, NamedTuple
 
-from gradmesh.launch import by_value
+from gradmesh.launch import pickle_by_value
 
 __all__ = ["Pickled", "dumps", "dumps_result", "importable"]
 
@@ -19,7 +19,7 @@ class Pickled(NamedTuple):
     """A pickle, and what its reader needs to explain errors of functions that are in it by value."""
 
     data: bytes
-    origin: by_value.Origin | None = None
+    origin: pickle_by_value.Origin | None = None
 
 
 class _ByValue(Exception):  # noqa: N818 - a signal, caught here
@@ -74,9 +74,9 @@ def dumps(obj: object) -> Pickled:
     try:
         _ByName(buffer, pickle.HIGHEST_PROTOCOL).dump(obj)
     except _ByValue as error:
-        return Pickled(*by_value.dumps(obj, importable, reason=f"something from the module {error}"))
+        return Pickled(*pickle_by_value.dumps(obj, importable, reason=f"something from the module {error}"))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        return Pickled(*by_value.dumps(obj, importable, reason=str(error)))
+        return Pickled(*pickle_by_value.dumps(obj, importable, reason=str(error)))
     return Pickled(buffer.getvalue())
 
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
+from gradmesh.launch.hang_detector import Probe
 from gradmesh.launch.outcomes import FAILURE_GRACE, POLL, START_LIMIT, Failure, Outcome
 from gradmesh.launch.output_pipes import OutputPipes
 from gradmesh.launch.pickling import dumps
 from gradmesh.launch.ports import free_port
 from gradmesh.launch.private_store import PrivateStore
-from gradmesh.launch.stuck import Probe
 
 __all__ = ["ProcessRanks"]
 

@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 
 from gradmesh.backends import shm
-from gradmesh.launch.by_value import Origin
+from gradmesh.launch.hang_detector import MainThread
 from gradmesh.launch.outcomes import Failure, group_timeout
+from gradmesh.launch.pickle_by_value import Origin
 from gradmesh.launch.pickling import dumps_result
 from gradmesh.launch.private_store import join, join_only
-from gradmesh.launch.stuck import MainThread
 from gradmesh.state import finished
 
 __all__ = ["main"]

@@ -17,8 +17,8 @@ from gradmesh import _torch
 from gradmesh.backends import threads
 from gradmesh.backends.threads.waiting import World
 from gradmesh.errors import AbortedError, message
+from gradmesh.launch.log_prefix import prefixes
 from gradmesh.launch.outcomes import FAILURE_GRACE, POLL, Failure, Outcome, group_timeout
-from gradmesh.launch.output_lines import prefixes
 from gradmesh.launch.output_streams import finish_lines, mark_thread, ranks_write_lines, thread_mark
 from gradmesh.stacks import shown, stack_of
 from gradmesh.state import RankState, finished

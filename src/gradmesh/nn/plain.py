@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import is_fake, transforms_active
-from gradmesh.wire import compiling
+from gradmesh.transport import compiling
 
 __all__ = ["known", "widened"]
 

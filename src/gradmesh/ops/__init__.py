@@ -5,5 +5,6 @@
 * row.py: what a row of the registry says.
 * registry.py: the rows of all files, which tests and docs are made from.
 
-An op uses a carrier (`gradmesh.wire`) to move bytes and knows nothing of backends, nor of autograd, which applies it.
+An op moves bytes through a transport (`gradmesh.transport`). It is independent of backends and of autograd, which
+applies it.
 """

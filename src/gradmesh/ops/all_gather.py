@@ -12,9 +12,9 @@ from gradmesh.axis import Axis
 from gradmesh.ops.base import LinearOp, shifted
 from gradmesh.ops.row import Example, Examples, Row, uneven
 from gradmesh.ops.sizes import EQUAL, Sizes
+from gradmesh.transport import Transport
+from gradmesh.transport.packing import assemble, counts, pack
 from gradmesh.types import P, R, V
-from gradmesh.wire import Carrier
-from gradmesh.wire.packing import assemble, counts, pack
 
 __all__ = ["ROWS", "AllGather", "Join", "ReduceScatter", "Split", "parts", "wholes"]
 
@@ -40,7 +40,7 @@ class Split(LinearOp):
         """Where all parts are equal."""
         return self.sizes.equal
 
-    def loose(self) -> tuple[int, ...]:
+    def ragged_dims(self) -> tuple[int, ...]:
         """The sizes along `dim`, where each rank's is told."""
         return () if self.sizes.equal else (self.dim,)
 
@@ -66,7 +66,7 @@ class Join(Split):
             shifted(shape, self.dim, sum(sizes)) if in_a_row else None,
         )
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Gather, then put the parts side by side along `dim`."""
         sizes, lengths, whole = self.once(x.shape, lambda: self.layout(x.shape))
         flat = pack(x, self.dim, (x.shape[self.dim],))
@@ -106,7 +106,7 @@ class ReduceScatter(Split):
         sizes = self.parts(shape)
         return sizes, counts(shape, self.dim, sizes), shifted(shape, self.dim, sizes[self.axis.rank])
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Send each rank its slice and add what comes."""
         sizes, lengths, shape = self.once(x.shape, lambda: self.layout(x.shape))
         flat = pack(x, self.dim, sizes)

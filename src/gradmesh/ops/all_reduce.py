@@ -6,8 +6,8 @@ from torch import Tensor
 
 from gradmesh.ops.base import LinearOp, SameShape
 from gradmesh.ops.row import Row, on_axis
+from gradmesh.transport import Transport
 from gradmesh.types import I, P, R
-from gradmesh.wire import Carrier
 
 __all__ = ["ROWS", "AllReduce", "AllReduceInvariant", "Replicate"]
 
@@ -21,7 +21,7 @@ class AllReduce(SameShape):
     sums = True
     symmetric = True
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Sum over the ranks."""
         return wire.sum(x)
 
@@ -40,7 +40,7 @@ class AllReduceInvariant(SameShape):
     sums = True
     symmetric = True
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Sum over the ranks."""
         return wire.sum(x)
 
@@ -57,7 +57,7 @@ class Replicate(SameShape):
     sends = False
     src, dst = I, R
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Copy."""
         return wire.copy(x)
 

@@ -12,9 +12,9 @@ from gradmesh.axis import Axis
 from gradmesh.ops.base import LinearOp, shifted
 from gradmesh.ops.row import Example, Row, uneven
 from gradmesh.ops.sizes import EQUAL, Sizes
+from gradmesh.transport import Transport
+from gradmesh.transport.packing import assemble, counts, pack
 from gradmesh.types import V
-from gradmesh.wire import Carrier
-from gradmesh.wire.packing import assemble, counts, pack
 
 __all__ = ["ROWS", "AllToAll"]
 
@@ -37,14 +37,14 @@ class AllToAll(LinearOp):
 
     verb = "all_to_all"
     src, dst = V, V
-    per_rank = ("split_sizes", "concat_sizes")
+    rank_local_fields = ("split_sizes", "concat_sizes")
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]
         """Where all parts are equal."""
         return self.split_sizes.equal and self.concat_sizes.equal
 
-    def loose(self) -> tuple[int, ...]:
+    def ragged_dims(self) -> tuple[int, ...]:
         """What is cut, where the cuts are told, and what is joined, where that differs."""
         cut = () if self.split_sizes.equal or self.split_dim != self.concat_dim else (self.split_dim,)
         return cut if self.concat_sizes.equal else (*cut, self.concat_dim)
@@ -70,7 +70,7 @@ class AllToAll(LinearOp):
         receive, joined = [math.prod(s) for s in shapes], [s[self.concat_dim] for s in shapes]
         return sizes, counts(shape, self.split_dim, sizes), receive, joined, shapes[0]
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Pack a part for each rank, exchange, join."""
         sizes, send, receive, joined, shape = self.once(x.shape, lambda: self.layout(x.shape))
         flat = pack(x, self.split_dim, sizes)

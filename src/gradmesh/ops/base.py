@@ -23,17 +23,24 @@ from torch import Tensor
 from gradmesh import profiling
 from gradmesh._torch import is_fake, profiler_on
 from gradmesh.axis import Axis
+from gradmesh.bounded_cache import BoundedCache
 from gradmesh.checking import FULL, check_level
 from gradmesh.dtypes import BITS, NEVER_COPIED
 from gradmesh.errors import DTypeError, GradmeshError, ShapeError, message
-from gradmesh.memo import Memo
-from gradmesh.state import FOLLOWED, rank_state
+from gradmesh.state import ACTIVE_TRACERS, rank_state
+from gradmesh.transport import Transport, compiling, transport
+from gradmesh.transport.call_checks import (
+    BACKWARD,
+    NEEDS_BACKWARD,
+    CallRecord,
+    OpCallCheck,
+    Signature,
+    calls_of,
+)
+from gradmesh.transport.comm_thread import AsyncAxis, carried, in_turn
+from gradmesh.transport.packing import laid_out_as
+from gradmesh.transport.values import ValueClaim
 from gradmesh.types import I, R, Type
-from gradmesh.wire import Carrier, carrier, compiling
-from gradmesh.wire.claims import BACKWARD, JOINS, CallClaim, Recorded, Said, calls_of
-from gradmesh.wire.courier import Aside, carried, in_turn
-from gradmesh.wire.packing import laid_out_as
-from gradmesh.wire.values import ValueClaim
 
 T = TypeVar("T")
 
@@ -68,15 +75,15 @@ class Precision(TypedDict):
 
     comm_dtype: torch.dtype | None
     backward_dtype: torch.dtype | None
-    made_of: str | None
+    operand_desc: str | None
 
 
 @dataclass(frozen=True)
 class Op(abc.ABC):
     """A map over the ranks of an axis, as a frozen value.
 
-    A subclass owes `transfer` and `out_shape`; `batched` if it has a dimension; `loose` if sizes may differ from rank
-    to rank; and the class attributes below where they are not as here.
+    A subclass defines `transfer` and `out_shape`; `batched` if it has a dimension; `ragged_dims` if sizes may differ
+    between ranks; and the class attributes below where they are not as here.
 
     Attributes:
         axis: the ranks it runs over; captured when the verb is called.
@@ -88,7 +95,7 @@ class Op(abc.ABC):
     axis: Axis
     comm_dtype: torch.dtype | None = field(default=None, kw_only=True)
     backward_dtype: torch.dtype | None = field(default=None, kw_only=True)
-    made_of: str | None = field(default=None, kw_only=True)
+    operand_desc: str | None = field(default=None, kw_only=True)
 
     verb: ClassVar[str]
     """The public function it belongs to, for error texts."""
@@ -96,7 +103,7 @@ class Op(abc.ABC):
     """Whether values of different ranks are added, which bool has no rule for."""
     sends: ClassVar[bool] = True
     """Whether anything goes over the wire, so that the ranks' calls have to fit together."""
-    per_rank: ClassVar[tuple[str, ...]] = ()
+    rank_local_fields: ClassVar[tuple[str, ...]] = ()
     """The fields that may differ from rank to rank."""
     chosen: ClassVar[tuple[str, ...]] = ()
     """Which of "src" and "dst" the caller of the verb chooses, for error texts."""
@@ -110,7 +117,7 @@ class Op(abc.ABC):
     # -- what a subclass owes
 
     @abc.abstractmethod
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Run the op in the dtype of `x`.
 
         Args:
@@ -129,7 +136,7 @@ class Op(abc.ABC):
         """The same op on tensors with one more dimension in front, for vmap."""
         return self
 
-    def loose(self) -> tuple[int, ...]:
+    def ragged_dims(self) -> tuple[int, ...]:
         """The operand's dimensions whose sizes may differ from rank to rank."""
         return ()
 
@@ -149,39 +156,39 @@ class Op(abc.ABC):
 
     # -- what comes from it
 
-    def apply(self, x: Tensor, recorded: Recorded | None = None) -> Tensor:
+    def apply(self, x: Tensor, recorded: CallRecord | None = None) -> Tensor:
         """Run the op on this rank's plain tensor. The result is fresh memory; `x` is only read.
 
         Args:
             x: the operand.
             recorded: what is to be remembered of the call, and what it comes from.
         """
-        if FOLLOWED[0] and (follower := rank_state().follower) is not None:
-            return follower.follow(self, x, recorded, lambda: self._applied(x, recorded))
+        if ACTIVE_TRACERS[0] and (tracer := rank_state().tracer) is not None:
+            return tracer.follow(self, x, recorded, lambda: self._applied(x, recorded))
         return self._applied(x, recorded)
 
-    def _applied(self, x: Tensor, recorded: Recorded | None) -> Tensor:
+    def _applied(self, x: Tensor, recorded: CallRecord | None) -> Tensor:
         if is_fake(x):
             self.accepts(x.dtype)
             return self.imagined(x)
-        if type(self.axis) is Aside and not self.axis.courier.here:
-            self.axis.courier.finish()  # behind what was begun
-        claim = self.claimed(x, recorded)
-        wire = carrier(self.axis, claim)
-        if claim is None:
+        if type(self.axis) is AsyncAxis and not self.axis.comm_thread.here:
+            self.axis.comm_thread.finish()  # behind what was begun
+        call_check = self.claimed(x, recorded)
+        wire = transport(self.axis, call_check)
+        if call_check is None:
             y = self._made(x, recorded, wire)
         else:
             with wire.calls.lock:
                 y = self._made(x, recorded, wire)
-            claim.settle()
+            call_check.settle()
         return y if x.is_contiguous() else laid_out_as(x, y)
 
-    def _made(self, x: Tensor, recorded: Recorded | None, wire: Carrier) -> Tensor:
+    def _made(self, x: Tensor, recorded: CallRecord | None, wire: Transport) -> Tensor:
         """Make the call, or withdraw it."""
-        claim = wire.claim
+        call_check = wire.call_check
         try:
             self.accepts(x.dtype)
-            if claim is not None and not self.sends:
+            if call_check is not None and not self.sends:
                 wire.compare()
             if profiler_on():
                 back = recorded is not None and recorded.role == BACKWARD
@@ -189,7 +196,7 @@ class Op(abc.ABC):
                     return self._run(x, wire)
             return self._run(x, wire)
         except Exception as error:
-            rank_state().begun.forgive()
+            rank_state().started.forgive()
             wire.withdraw(error)
             raise
 
@@ -198,7 +205,7 @@ class Op(abc.ABC):
         y = x.new_empty(self.out_shape(x.shape))
         return y if x.is_contiguous() else laid_out_as(x, y)
 
-    def _run(self, x: Tensor, wire: Carrier) -> Tensor:
+    def _run(self, x: Tensor, wire: Transport) -> Tensor:
         """Run the op in the dtype that travels."""
         if self.comm_dtype is None or self.comm_dtype is x.dtype:
             return self.transfer(x, wire)
@@ -207,12 +214,12 @@ class Op(abc.ABC):
     def withdraw(self, x: Tensor, error: Exception) -> None:
         """Tell the other ranks that this one cannot make the call, so that they do not wait for it."""
         if not is_fake(x):
-            in_turn(self.axis, lambda: carrier(self.axis, self.claimed(x)).withdraw(error))
+            in_turn(self.axis, lambda: transport(self.axis, self.claimed(x)).withdraw(error))
 
     @cached_property
-    def memo(self) -> Memo:
+    def memo(self) -> BoundedCache:
         """What this op has worked out about operands like the ones before."""
-        return Memo()
+        return BoundedCache()
 
     def once(self, key: Hashable, work: Callable[[], T]) -> T:
         """Work something out once for each key; in a program that is being compiled every time."""
@@ -223,7 +230,7 @@ class Op(abc.ABC):
             found = self.memo[key] = work()
         return found
 
-    def claimed(self, x: Tensor, recorded: Recorded | None = None) -> CallClaim | None:
+    def claimed(self, x: Tensor, recorded: CallRecord | None = None) -> OpCallCheck | None:
         """What this rank says about the call, for the others to compare; None where nothing is compared.
 
         A call that sends nothing is noted, if it is to be remembered and its backward sends. Only where values are
@@ -237,16 +244,16 @@ class Op(abc.ABC):
         src: Type | None = getattr(self, "src", None)
         if self.sends or (level == FULL and src in (R, I)):
             said = self._said(x, recorded)
-            return ValueClaim(said, recorded, x, src) if level == FULL else CallClaim(said, recorded)
-        if recorded is not None and recorded.flags & JOINS and self.sends_back:
+            return ValueClaim(said, recorded, x, src) if level == FULL else OpCallCheck(said, recorded)
+        if recorded is not None and recorded.flags & NEEDS_BACKWARD and self.sends_back:
             calls_of(carried(self.axis).group).note(self._said(x, recorded), recorded)
         return None
 
-    def _said(self, x: Tensor, recorded: Recorded | None) -> Said:
+    def _said(self, x: Tensor, recorded: CallRecord | None) -> Signature:
         memo, key = self.memo, (x.shape, x.dtype)
-        said: Said | None = memo.get(key)
+        said: Signature | None = memo.get(key)
         if said is None:
-            said = memo[key] = Said.of(self.verb, str(self.axis), self.words(x), self.own_words())
+            said = memo[key] = Signature.of(self.verb, str(self.axis), self.words(x), self.rank_local_desc())
         if recorded is not None:
             recorded.text = said.text
         return said
@@ -258,13 +265,13 @@ class Op(abc.ABC):
 
     def words(self, x: Tensor) -> str:
         """What every rank's call has to say alike: the call, and the operand's dtype and sizes."""
-        sizes = ["*" if dim in self.loose() else str(size) for dim, size in enumerate(x.shape)]
+        sizes = ["*" if dim in self.ragged_dims() else str(size) for dim, size in enumerate(x.shape)]
         said = f"{self.called} of {str(x.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
-        return said if self.made_of is None else f"{said}, made of {self.made_of}"
+        return said if self.operand_desc is None else f"{said}, made of {self.operand_desc}"
 
-    def own_words(self) -> str:
+    def rank_local_desc(self) -> str:
         """What this rank's call says otherwise than the others' may."""
-        named = [f"{name}={getattr(self, name)}" for name in self.per_rank]
+        named = [f"{name}={getattr(self, name)}" for name in self.rank_local_fields]
         return f" with {', '.join(named)}" if named else ""
 
     @property
@@ -277,7 +284,9 @@ class Op(abc.ABC):
         """What the verb is told to make this op, on every rank alike: arguments by name."""
         names = [field_.name for field_ in fields(self)]
         return {
-            name: getattr(self, name) for name in names if name not in ("axis", "made_of", *self.per_rank)
+            name: getattr(self, name)
+            for name in names
+            if name not in ("axis", "operand_desc", *self.rank_local_fields)
         }
 
     def fail(
@@ -330,7 +339,9 @@ class LinearOp(Op):
     @property
     def swapped(self) -> Precision:
         """The precision of the adjoint."""
-        return Precision(comm_dtype=self.backward_dtype, backward_dtype=self.comm_dtype, made_of=self.made_of)
+        return Precision(
+            comm_dtype=self.backward_dtype, backward_dtype=self.comm_dtype, operand_desc=self.operand_desc
+        )
 
 
 class SameShape(LinearOp):

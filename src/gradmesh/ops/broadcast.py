@@ -9,8 +9,8 @@ from torch import Tensor
 
 from gradmesh.ops.base import LinearOp, SameShape
 from gradmesh.ops.row import Examples, Row
+from gradmesh.transport import Transport
 from gradmesh.types import I, P, R, V
-from gradmesh.wire import Carrier
 
 __all__ = ["ROWS", "Broadcast", "BroadcastInvariant", "KeepAtRoot", "Reduce", "Rooted"]
 
@@ -28,7 +28,7 @@ class _FromRoot(Rooted):
     rooted = True
     symmetric = True
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Copy from the root."""
         return wire.copy_from(x, self.root)
 
@@ -51,7 +51,7 @@ class Reduce(Rooted):
     src, dst = P, V
     sums = True
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Sum at the root."""
         return wire.sum_at(x, self.root)
 
@@ -80,7 +80,7 @@ class KeepAtRoot(Rooted):
     src, dst = I, V
     sends = False
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Copy at the root."""
         if self.axis.rank == self.root:
             return wire.copy(x)

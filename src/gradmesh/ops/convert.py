@@ -7,8 +7,8 @@ from torch import Tensor
 
 from gradmesh.ops.base import LinearOp, SameShape
 from gradmesh.ops.row import Row, on_axis
+from gradmesh.transport import Transport
 from gradmesh.types import I, P, R, V
-from gradmesh.wire import Carrier
 
 __all__ = [
     "ROWS",
@@ -25,7 +25,7 @@ class _Relabel(SameShape):
     chosen = ("src", "dst")
     sends = False
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Copy."""
         return wire.copy(x)
 
@@ -35,7 +35,7 @@ class _KeepAtFirst(SameShape):
     chosen = ("src", "dst")
     sends = False
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Copy on rank 0; zeros on the others, so that the sum over the ranks is the value."""
         return wire.copy(x) if self.axis.rank == 0 else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
 

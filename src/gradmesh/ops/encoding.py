@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 
 from gradmesh._torch import constant_to_compilers, resolve_group
 from gradmesh.axis import Axis
+from gradmesh.bounded_cache import BoundedCache
 from gradmesh.errors import ArgumentError, message
-from gradmesh.memo import Memo
 from gradmesh.ops.base import Op
 from gradmesh.ops.neighbor import Picked
 from gradmesh.ops.permute import Extents
@@ -161,7 +161,7 @@ def _derived(kind: type[Any]) -> Iterator[type[Any]]:
         yield from _derived(each)
 
 
-_decoded = Memo()
+_decoded = BoundedCache()
 
 
 def recalled(words: str, numbers: Sequence[int], group: str) -> Op:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradmesh.ops.base import Op
-from gradmesh.wire import Carrier
+from gradmesh.transport import Transport
 
 __all__ = ["Extremum"]
 
@@ -31,7 +31,7 @@ class Extremum(Op):
         told["op"] = "max" if told.pop("largest") else "min"
         return told
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Fold with torch's own amax or amin, because backends drop a NaN or not as the order falls."""
         return wire.fold(x, lambda parts: parts.amax(0) if self.largest else parts.amin(0))
 

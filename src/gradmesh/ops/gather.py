@@ -11,9 +11,9 @@ from gradmesh.axis import Axis
 from gradmesh.ops.base import LinearOp, shifted
 from gradmesh.ops.row import Example, Row, uneven
 from gradmesh.ops.sizes import Sizes
+from gradmesh.transport import Transport
+from gradmesh.transport.packing import assemble, counts, pack
 from gradmesh.types import V
-from gradmesh.wire import Carrier
-from gradmesh.wire.packing import assemble, counts, pack
 
 __all__ = ["ROWS", "Gather", "Scatter"]
 
@@ -38,7 +38,7 @@ class _AtRoot(LinearOp):
         """The same op one dimension further back."""
         return replace(self, dim=self.dim + 1)
 
-    def loose(self) -> tuple[int, ...]:
+    def ragged_dims(self) -> tuple[int, ...]:
         """The sizes along `dim`, as each rank's is told."""
         return (self.dim,)
 
@@ -56,7 +56,7 @@ class Gather(_AtRoot):
 
     verb = "gather"
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Send the own part to the root."""
         self.sizes.of_part(self, self.dim, x.shape[self.dim])
         send = counts(x.shape, self.dim, self.for_root())
@@ -86,7 +86,7 @@ class Scatter(_AtRoot):
     verb = "scatter"
     rooted = True
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Send each rank its part from the root."""
         self._see_that_it_fits(x.shape)
         send = counts(x.shape, self.dim, self.at_root())

@@ -15,8 +15,8 @@ from gradmesh.axis import Axis
 from gradmesh.ops.base import LinearOp, shifted
 from gradmesh.ops.row import Example, Row, uneven
 from gradmesh.ops.sizes import Sizes
+from gradmesh.transport import Transport
 from gradmesh.types import V
-from gradmesh.wire import Carrier
 
 __all__ = ["ROWS", "HaloExchange", "HaloReturn"]
 
@@ -88,7 +88,7 @@ class _Halo(LinearOp):
         """The same op one dimension further back."""
         return replace(self, dim=self.dim + 1)
 
-    def loose(self) -> tuple[int, ...]:
+    def ragged_dims(self) -> tuple[int, ...]:
         """The sizes along `dim`, as each rank's is told."""
         return (self.dim,)
 
@@ -110,7 +110,7 @@ class _Halo(LinearOp):
         return [s for s in self.plan[me] if s.owner == owner] if owner != me else []
 
     def swap(
-        self, x: Tensor, wire: Carrier, pieces: list[list[Tensor]], expected: list[list[Segment]]
+        self, x: Tensor, wire: Transport, pieces: list[list[Tensor]], expected: list[list[Segment]]
     ) -> list[list[Tensor]]:
         """Send each rank its pieces and receive the expected ones, each as a view of one fresh buffer.
 
@@ -134,7 +134,7 @@ class _Halo(LinearOp):
 class HaloExchange(_Halo):
     """V -> V: the edge slabs of the neighbours attached; at open ends nothing is attached."""
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Send edge rows to the ranks that need them and join what comes around the own rows."""
         ranks, me = range(self.axis.size), self.axis.rank
         self.sizes.of_part(self, self.dim, x.shape[self.dim])
@@ -166,7 +166,7 @@ class HaloReturn(_Halo):
     public = False
     sums = True
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Send borrowed rows home and add the own ones that come back."""
         ranks, me = range(self.axis.size), self.axis.rank
         lengths = [s.length for s in self.plan[me]]

@@ -14,8 +14,8 @@ from gradmesh.ops.all_gather import AllGather, ReduceScatter, parts, wholes
 from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant, Replicate
 from gradmesh.ops.base import LinearOp
 from gradmesh.ops.row import Example, Examples, Row, on_axis
+from gradmesh.transport import Transport
 from gradmesh.types import Type
-from gradmesh.wire import Carrier
 
 __all__ = ["ROWS", "Mean"]
 
@@ -32,11 +32,11 @@ class Mean(LinearOp):
     axis: Axis = field(init=False)
     comm_dtype: torch.dtype | None = field(init=False)
     backward_dtype: torch.dtype | None = field(init=False)
-    made_of: str | None = field(init=False)
+    operand_desc: str | None = field(init=False)
     op: LinearOp
 
     def __init__(self, op: LinearOp) -> None:
-        for name in ("axis", "comm_dtype", "backward_dtype", "made_of"):
+        for name in ("axis", "comm_dtype", "backward_dtype", "operand_desc"):
             object.__setattr__(self, name, getattr(op, name))
         object.__setattr__(self, "op", op)
 
@@ -72,11 +72,11 @@ class Mean(LinearOp):
                 kind=DTypeError,
             )
 
-    def _run(self, x: Tensor, wire: Carrier) -> Tensor:
+    def _run(self, x: Tensor, wire: Transport) -> Tensor:
         """Run the op, and divide what has the operand's dtype again: more exact than in the dtype that travels."""
         return self.op._run(x, wire).div_(self.axis.size)
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """The same: what is of the dtype that travels is not converted."""
         return self._run(x, wire)
 
@@ -90,9 +90,9 @@ class Mean(LinearOp):
         return self.op.sums
 
     @property
-    def per_rank(self) -> tuple[str, ...]:  # type: ignore[override]
+    def rank_local_fields(self) -> tuple[str, ...]:  # type: ignore[override]
         """Those of the op."""
-        return self.op.per_rank
+        return self.op.rank_local_fields
 
     def told(self) -> dict[str, object]:
         """What the verb of the op is told, and that it is the mean."""
@@ -103,13 +103,13 @@ class Mean(LinearOp):
         """As the op."""
         return self.op.symmetric
 
-    def own_words(self) -> str:
+    def rank_local_desc(self) -> str:
         """Those of the op."""
-        return self.op.own_words()
+        return self.op.rank_local_desc()
 
-    def loose(self) -> tuple[int, ...]:
+    def ragged_dims(self) -> tuple[int, ...]:
         """As the op."""
-        return self.op.loose()
+        return self.op.ragged_dims()
 
     def batched(self) -> Mean:
         """The mean of the batched op."""

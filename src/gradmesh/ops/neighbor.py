@@ -17,9 +17,9 @@ from gradmesh.errors import DTypeError
 from gradmesh.ops.base import LinearOp, shifted
 from gradmesh.ops.row import Example, Row
 from gradmesh.ops.sizes import Sizes
+from gradmesh.transport import Transport, compiling
+from gradmesh.transport.packing import assemble, counts, pack
 from gradmesh.types import V
-from gradmesh.wire import Carrier, compiling
-from gradmesh.wire.packing import assemble, counts, pack
 
 __all__ = ["ROWS", "CountsByRank", "NeighborAllToAll", "NeighborReturn", "Picked", "RowsByRank", "neighbors"]
 
@@ -83,13 +83,13 @@ class _Neighbor(LinearOp):
 
     verb = "neighbor_all_to_all"
     src, dst = V, V
-    per_rank = ("rows",)
+    rank_local_fields = ("rows",)
 
     def batched(self) -> _Neighbor:
         """The same op one dimension further back."""
         return replace(self, dim=self.dim + 1)
 
-    def loose(self) -> tuple[int, ...]:
+    def ragged_dims(self) -> tuple[int, ...]:
         """The number of rows, which is each rank's own affair."""
         return (self.dim,)
 
@@ -115,7 +115,7 @@ class _Neighbor(LinearOp):
                 remedy="make the index for this tensor",
             )
 
-    def exchanged(self, x: Tensor, wire: Carrier, sent: Sizes, received: Sizes) -> Tensor:
+    def exchanged(self, x: Tensor, wire: Transport, sent: Sizes, received: Sizes) -> Tensor:
         """Exchange parts along `dim`."""
         send = counts(x.shape, self.dim, sent.told)
         receive = counts(x.shape, self.dim, received.told)
@@ -128,7 +128,7 @@ class _Neighbor(LinearOp):
 class NeighborAllToAll(_Neighbor):
     """V -> V: each rank gets the rows that the others picked for it, in rank order."""
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Pick, then exchange."""
         self.check(self.rows.total, x.shape)
         picked = x.resolve_conj().resolve_neg().index_select(self.dim, self.rows.index)
@@ -151,7 +151,7 @@ class NeighborReturn(_Neighbor):
     public = False
     sums = True
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Exchange, then add, in an order that is the same every time."""
         rows = self.rows
         self.check(rows.received.total, x.shape)

@@ -2,7 +2,7 @@
 
 What follows a program records the call and looks no further. It has an ordered effect: a compiler neither drops it nor
 moves it past another one, forward or backward, also where the ranks' local work differs or a rank does not use the
-result. When the program runs, the op is run as it is outside of one: by the same carriers, compared in the same way.
+result. When the program runs, the op is run as it is outside of one: by the same transports, compared in the same way.
 
 `Traced` is the op as autograd's one rule takes it, so that every order and mode of derivative is what it is for the op
 itself, and the calls in it are recorded too. Where a recorded forward runs and autograd follows it then, as it does an
@@ -21,9 +21,9 @@ from gradmesh._torch import keep_order_in_inductor, ordered_effect
 from gradmesh.errors import OrderError
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.ops.encoding import Encoded, decode, encode, recalled
-from gradmesh.wire import Carrier, traced_carrier
-from gradmesh.wire.claims import BACKWARD, JOINS, NOTHING, Recorded
-from gradmesh.wire.packing import CARRIED, laid_out_as
+from gradmesh.transport import Transport, traced_transport
+from gradmesh.transport.call_checks import BACKWARD, NEEDS_BACKWARD, ZERO_GRAD, CallRecord
+from gradmesh.transport.packing import CARRIED, laid_out_as
 
 __all__ = ["Traced", "collective"]
 
@@ -62,10 +62,10 @@ def collective(
     """
     code = Encoded(words, list(numbers), list(tensors), group)
     op = decode(code) if tensors else recalled(words, numbers, group)
-    call = Recorded(role, flags=JOINS if (joins or x.requires_grad) and not op.sends else 0)
+    call = CallRecord(role, flags=NEEDS_BACKWARD if (joins or x.requires_grad) and not op.sends else 0)
     if origin is not None:
         number, local = origin.tolist()
-        call.origin = Recorded(number=number, local=local, text="in a compiled program")
+        call.origin = CallRecord(number=number, local=local, text="in a compiled program")
     y = op.apply(x, call)
     return y, torch.tensor([call.number, call.local], device="cpu")
 
@@ -107,8 +107,8 @@ def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
     nothing = grad is None
     if grad is None:
         grad = torch.zeros(ctx.result, dtype=ctx.dtype, device=ctx.device)
-    origin = Recorded(traced=place)
-    back = Traced(op.back).apply(grad, Recorded(BACKWARD, origin, NOTHING if nothing else 0))
+    origin = CallRecord(traced=place)
+    back = Traced(op.back).apply(grad, CallRecord(BACKWARD, origin, ZERO_GRAD if nothing else 0))
     # torch takes an empty list for one of tensors
     no_numbers: list[None] | None = None if ctx.numbers else []
     return back, None, no_numbers, [None] * len(tensors), None, None, None, None
@@ -133,7 +133,7 @@ class Traced(LinearOp):
     followed: bool
 
     def __init__(self, op: Op, *, reorderable: bool = False, followed: bool = False) -> None:
-        told = {name: getattr(op, name) for name in ("axis", "comm_dtype", "backward_dtype", "made_of")}
+        told = {name: getattr(op, name) for name in ("axis", "comm_dtype", "backward_dtype", "operand_desc")}
         own = {"op": op, "reorderable": reorderable, "followed": followed}
         for name, value in {**told, **own}.items():
             object.__setattr__(self, name, value)
@@ -148,7 +148,7 @@ class Traced(LinearOp):
         """As the op."""
         return self.op.rooted
 
-    def apply(self, x: Tensor, recorded: Recorded | None = None) -> Tensor:
+    def apply(self, x: Tensor, recorded: CallRecord | None = None) -> Tensor:
         """Run it in one call that a tracer records; in torch's own ops where there is nothing to keep in order.
 
         The call is made, and numbered, each time that the program runs. So its place is a value of the program, which
@@ -156,11 +156,11 @@ class Traced(LinearOp):
         """
         y: Tensor
         op, travels = self.op, self.op.comm_dtype or x.dtype
-        joins = self.followed and recorded is not None and bool(recorded.flags & JOINS)
+        joins = self.followed and recorded is not None and bool(recorded.flags & NEEDS_BACKWARD)
         silent = self.followed and not op.sends and not (joins and op.sends_back)
         if op.axis.size == 1 or silent or (self.reorderable and op.symmetric and travels in CARRIED):
             op.accepts(x.dtype)
-            y = op._run(x, traced_carrier(op.axis))
+            y = op._run(x, traced_transport(op.axis))
             return y if x.is_contiguous() else laid_out_as(x, y)
         role, origin = "", None
         if recorded is not None:
@@ -170,7 +170,7 @@ class Traced(LinearOp):
             recorded.traced = place
         return y
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """As the op."""
         return self.op.transfer(x, wire)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gradmesh.errors import ArgumentError, MismatchError
 from gradmesh.ops.base import LinearOp
+from gradmesh.transport import Transport
 from gradmesh.types import V
-from gradmesh.wire import Carrier
 
 __all__ = ["Receive", "Send"]
 
@@ -45,7 +45,7 @@ class _Pair(LinearOp):
     def greeting(self, x: Tensor) -> str:
         """What both ends have to say alike."""
         said = f"{str(x.dtype).removeprefix('torch.')}{list(self.shape)}"
-        return said if self.made_of is None else f"{said}, made of {self.made_of}"
+        return said if self.operand_desc is None else f"{said}, made of {self.operand_desc}"
 
 
 class Send(_Pair):
@@ -53,7 +53,7 @@ class Send(_Pair):
 
     verb = "send"
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Hand the message over, without waiting for the other end to take it."""
         if tuple(x.shape) != self.shape:
             self.fail(
@@ -80,7 +80,7 @@ class Receive(_Pair):
 
     verb = "recv"
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Wait for the message."""
         out = torch.empty(self.shape, dtype=x.dtype, device=x.device)
         heard = wire.fetch(out, self.peer, self.greeting(x))

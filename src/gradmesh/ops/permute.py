@@ -14,8 +14,8 @@ from gradmesh.axis import Axis
 from gradmesh.ops.base import LinearOp, shifted
 from gradmesh.ops.row import Example, Row, uneven
 from gradmesh.ops.sizes import Sizes
+from gradmesh.transport import Transport
 from gradmesh.types import V
-from gradmesh.wire import Carrier
 
 __all__ = ["ROWS", "Extents", "Permute", "Shift"]
 
@@ -65,7 +65,7 @@ class Route(LinearOp):
     def turned(self) -> Self:
         """The way back, for operands of one shape and the same precision."""
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Send and receive."""
         shape, me = self.out_shape(x.shape), self.axis.rank
         targets = [rank for rank in range(self.axis.size) if self.source_of(rank) == me]
@@ -80,7 +80,7 @@ class Route(LinearOp):
         before.of_part(self, dim, shape[dim])
         return shifted(shape, dim, after[self.axis.rank])
 
-    def loose(self) -> tuple[int, ...]:
+    def ragged_dims(self) -> tuple[int, ...]:
         """The dimension along which sizes are told."""
         return () if self.extents is None else (self.extents.dim,)
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from gradmesh.ops.base import LinearOp, SameShape
 from gradmesh.ops.row import Examples, Row
+from gradmesh.transport import Transport
 from gradmesh.types import V
-from gradmesh.wire import Carrier
 
 __all__ = ["ROWS", "Exscan", "Scan"]
 
@@ -28,7 +28,7 @@ class Scan(SameShape):
     src, dst = V, V
     sums = True
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Add in log2(size) rounds, each from twice as far (Hillis and Steele, 1986)."""
         out, reach = wire.copy(x), 1
         while reach < self.axis.size:
@@ -55,7 +55,7 @@ class Exscan(Scan):
 
     verb = "exscan"
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Pass on by one rank, then scan."""
         got = wire.relay(x, *self.neighbours(1), x.shape)
         return super().transfer(x.new_zeros(x.shape) if got is None else got, wire)

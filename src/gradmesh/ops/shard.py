@@ -10,8 +10,8 @@ from torch import Tensor
 from gradmesh.ops.all_gather import Join, Split, parts, wholes
 from gradmesh.ops.base import LinearOp, shifted
 from gradmesh.ops.row import Row
+from gradmesh.transport import Transport
 from gradmesh.types import I, P, R, V
-from gradmesh.wire import Carrier
 
 __all__ = ["ROWS", "AllGatherInvariant", "Pad", "Shard", "ShardReplicated"]
 
@@ -21,7 +21,7 @@ class _Slice(Split):
     chosen = ("src",)
     sends = False
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Copy the own slice."""
         sizes, rank = self.parts(x.shape), self.axis.rank
         return wire.copy(x.narrow(self.dim, sum(sizes[:rank]), sizes[rank]))
@@ -74,7 +74,7 @@ class Pad(Split):
     src, dst = V, P
     sends = False
 
-    def transfer(self, x: Tensor, wire: Carrier) -> Tensor:  # noqa: ARG002 - it is written in parts
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:  # noqa: ARG002 - it is written in parts
         """Copy into the own place."""
         sizes = self.pieces(x.shape)
         out = torch.zeros(self.out_shape(x.shape), dtype=x.dtype, device=x.device)

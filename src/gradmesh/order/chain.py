@@ -23,9 +23,9 @@ from gradmesh.call_sites import Site, call_site, show_site
 from gradmesh.errors import OrderError, message
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.ops.convert import PartialFromVarying
-from gradmesh.overlap.begun import Begun, begun, begun_linked, ended, ended_linked
+from gradmesh.overlap.async_nodes import AsyncCollective, finish_ordered, finished, start_ordered, started
 from gradmesh.state import rank_state
-from gradmesh.wire import compiling, messages
+from gradmesh.transport import compiling, messages
 
 __all__ = ["Order"]
 
@@ -50,7 +50,7 @@ class Order:
         self._count = 0
         self._first: tuple[str, Site] = ("", None)
         self._joined = False
-        self._begun: list[Begun] = []
+        self._begun: list[AsyncCollective] = []
         self._opened_in = -1 if compiling() else backward_pass()
 
     @property
@@ -80,25 +80,25 @@ class Order:
         self.refuse_reentrant(op)
         return run(_SPARE if saves_for_a_checkpoint() else None)[0]
 
-    def begin(self, op: LinearOp, x: Tensor) -> Begun:
+    def begin(self, op: LinearOp, x: Tensor) -> AsyncCollective:
         """Begin a collective as the next link."""
         if not self.here:
             self.refuse_reentrant(op)
-            return begun_linked(op, x, _SPARE)[0] if saves_for_a_checkpoint() else begun(op, x)
-        made, self._token = begun_linked(op, x, self._next(op))
+            return start_ordered(op, x, _SPARE)[0] if saves_for_a_checkpoint() else started(op, x)
+        made, self._token = start_ordered(op, x, self._next(op))
         self._begun.append(made)
         return made
 
-    def end(self, made: Begun) -> Tensor:
+    def end(self, made: AsyncCollective) -> Tensor:
         """Wait for a collective that was begun, as the next link."""
         if not made.call.linked:
-            return ended(made)
+            return finished(made)
         if not self.here:
-            return ended_linked(made, None, _SPARE)[0]
+            return finish_ordered(made, None, _SPARE)[0]
         if made not in self._begun:
             self._refuse_after_join(made.op)
         self._begun.remove(made)
-        y, self._token = ended_linked(made, None, self._next(made.op))
+        y, self._token = finish_ordered(made, None, self._next(made.op))
         return y
 
     def _next(self, op: Op) -> Tensor:
@@ -205,7 +205,7 @@ class Order:
                 )
             )
         if self._begun:
-            self._refuse_begun()
+            self._refuse_started()
         joined = loss
         if joined is None:
             joined = _NO_LOSS if compiling() else torch.zeros((), device="cpu", requires_grad=True)
@@ -216,10 +216,10 @@ class Order:
             self._joined = True
         return joined
 
-    def _refuse_begun(self) -> NoReturn:
+    def _refuse_started(self) -> NoReturn:
         never = [f"{made.op.verb} {show_site(made.call.site)}" for made in self._begun]
         self._begun.clear()
-        rank_state().begun.forgive()
+        rank_state().started.forgive()
         raise OrderError(
             message(
                 "join, and a call that was begun is not waited for",
@@ -318,7 +318,7 @@ class Order:
     def close(self) -> None:
         """Refuse to end with collectives that no loss was tied to."""
         if self._begun:
-            self._refuse_begun()
+            self._refuse_started()
         if self._count and not self._joined:
             verb, site = self._first
             raise OrderError(

@@ -141,7 +141,7 @@ class Coalescing:
             if member.sent is not None:
                 continue
             member.refused = "a block that was left by an error"
-            rank_state().begun.drop(member.number)
+            rank_state().started.drop(member.number)
 
     def send(self) -> None:
         """Begin one call for each kind and dtype."""
@@ -167,7 +167,7 @@ class Coalescing:
     def _send(self, kind: Op, members: list[_Member]) -> None:
         tensors = [member.x for member in members]
         words = ", ".join(
-            f"{member.op.made_of or ''}{list(member.x.shape)}{_dim(member.op)}" for member in members
+            f"{member.op.operand_desc or ''}{list(member.x.shape)}{_dim(member.op)}" for member in members
         )
         flat = torch.cat([x.reshape(-1) for x in tensors])
         pending = begin(_of_many(kind, words), flat)
@@ -191,13 +191,13 @@ def _dim(op: Op) -> str:
     return f" along {plain.dim}" if isinstance(plain, _Gathers) else ""
 
 
-def _of_many(op: Op, made_of: str | None) -> Op:
+def _of_many(op: Op, operand_desc: str | None) -> Op:
     """The op for several operands as one."""
     if isinstance(op, Mean):
-        return Mean(_of_many(op.op, made_of))  # type: ignore[arg-type]  # linear, as it is
+        return Mean(_of_many(op.op, operand_desc))  # type: ignore[arg-type]  # linear, as it is
     if isinstance(op, _Gathers):
-        return replace(op, dim=0, sizes=EQUAL, made_of=made_of)
-    return replace(op, made_of=made_of)
+        return replace(op, dim=0, sizes=EQUAL, operand_desc=operand_desc)
+    return replace(op, operand_desc=operand_desc)
 
 
 @contextlib.contextmanager

@@ -23,11 +23,11 @@ from gradmesh.call_sites import Site, call_site, show_site
 from gradmesh.dims import known_names, with_names
 from gradmesh.errors import OrderError, message
 from gradmesh.ops.base import LinearOp, Op
-from gradmesh.overlap.begun import Begun, begun, ended
+from gradmesh.overlap.async_nodes import AsyncCollective, finished, started
 from gradmesh.state import Unwaited, rank_state
 from gradmesh.structure import leaves, rebuilt
-from gradmesh.wire import compiling
-from gradmesh.wire.courier import Aside, Job, completing
+from gradmesh.transport import compiling
+from gradmesh.transport.comm_thread import AsyncAxis, WorkItem, completing
 
 __all__ = ["Pending", "begin", "together", "version"]
 
@@ -103,7 +103,7 @@ class Pending(Generic[T]):
         self._tied = tied or requires
         self._region = checkpoint_region()
         self._number = next(_numbers)
-        self._ledger = rank_state().begun
+        self._ledger = rank_state().started
         self._forgiven = self._ledger.forgiven
         # What is run again for a checkpoint may end as soon as it has saved what backward needs.
         if self._region is None or not in_backward():
@@ -265,24 +265,24 @@ def begin(
     """Begin an op on this rank's tensor, differentiably; inside `ordered()`, as the next link of the chain.
 
     Args:
-        op: the op; on an `Aside`, or it is made at once.
+        op: the op; on an `AsyncAxis`, or it is made at once.
         x: the operand.
         then: makes what `wait` returns of the op's result; by default that is it.
         steps: whether that needs further calls, which nobody else can make.
     """
     axis, finish = str(op.axis), then if then is not None else _same
-    apart = type(op.axis) is Aside and not compiling() and not tracing()
+    apart = type(op.axis) is AsyncAxis and not compiling() and not tracing()
     if not apart or transforms_active() or is_legacy_batched(x):
         y = finish(apply(op, x))
         return Pending(op.verb, axis, lambda: y, future=lambda: _known(y))
     state = rank_state()
-    if state.begun.lost:
+    if state.started.lost:
         refuse_lost(op, x)
     if state.coalescing is not None and not steps and state.coalescing.takes(op):
         added: Pending[Any] = state.coalescing.add(op, x, finish)
         return added
     made, result = _begun(op, x)
-    job: Job[Tensor] = made.job  # type: ignore[assignment]  # it is on its way
+    job: WorkItem[Tensor] = made.job  # type: ignore[assignment]  # it is on its way
     return Pending(
         op.verb,
         axis,
@@ -294,11 +294,11 @@ def begin(
     )
 
 
-def _begun(op: Op, x: Tensor) -> tuple[Begun, Callable[[Begun], Tensor]]:
+def _begun(op: Op, x: Tensor) -> tuple[AsyncCollective, Callable[[AsyncCollective], Tensor]]:
     """A call that was begun, and what ends it."""
     chain = rank_state().chain
     if chain is None:
-        return begun(op, x), ended
+        return started(op, x), finished
     try:
         if torch.is_grad_enabled() and isinstance(op, LinearOp) and differentiable(x):
             return chain.begin(op, x), chain.end
@@ -306,10 +306,10 @@ def _begun(op: Op, x: Tensor) -> tuple[Begun, Callable[[Begun], Tensor]]:
     except OrderError as error:  # of the chain: nothing was sent
         op.withdraw(x, error)
         raise
-    made = begun(op, x)
+    made = started(op, x)
     if saves_for_a_checkpoint():
         chain.keep_place()
-    return made, ended
+    return made, finished
 
 
 def together(parts: Sequence[Pending[Any]], finish: Callable[[list[Any]], T]) -> Pending[T]:
@@ -348,11 +348,11 @@ def _known(value: T) -> torch.futures.Future[T]:
     return future
 
 
-def _promised(job: Job[Tensor], finish: Callable[[Tensor], T]) -> torch.futures.Future[T]:
+def _promised(job: WorkItem[Tensor], finish: Callable[[Tensor], T]) -> torch.futures.Future[T]:
     """A future of what is made of a call's result."""
     future: torch.futures.Future[T] = torch.futures.Future()
 
-    def complete(over: Job[Tensor]) -> None:
+    def complete(over: WorkItem[Tensor]) -> None:
         try:
             future.set_result(finish(over.wait().detach()))
         except Exception as error:

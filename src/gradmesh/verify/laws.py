@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gradmesh.axis import Axis
 from gradmesh.ops.base import LinearOp
+from gradmesh.transport import transport
 from gradmesh.types import Type
-from gradmesh.wire import carrier
 
 __all__ = [
     "adjoint_matrix_error",
@@ -56,7 +56,7 @@ def pairing(kind: Type, x: Tensor, y: Tensor, axis: Axis) -> Tensor:
     Complex numbers are read as pairs of real ones, which is what torch's gradient convention does.
     """
     local = (as_real(x) * as_real(y)).sum()
-    return local if kind is Type.I else carrier(axis).sum(local)
+    return local if kind is Type.I else transport(axis).sum(local)
 
 
 def inner_product_error(
@@ -98,7 +98,7 @@ def law_error(
     y = sample(dst.dual, result.shape, result.dtype, axis, seed=2)
     left = pairing(dst, result, y, axis)
     right = pairing(src, x, backward(x, y), axis)
-    scale = carrier(axis).sum(x.abs().double().sum() + y.abs().double().sum() + 1)
+    scale = transport(axis).sum(x.abs().double().sum() + y.abs().double().sum() + 1)
     return float((left - right).abs() / scale)
 
 
@@ -115,7 +115,7 @@ def matrix(op: LinearOp, shape: Sequence[int]) -> Tensor:
     found = matrix_of(op.apply, op.axis, shape)
     if found is not None:
         return found
-    rows = carrier(op.axis).sum(torch.tensor(torch.Size(op.out_shape(shape)).numel()))
+    rows = transport(op.axis).sum(torch.tensor(torch.Size(op.out_shape(shape)).numel()))
     return torch.zeros(int(rows), 0, dtype=torch.float64)
 
 
@@ -136,11 +136,11 @@ def matrix_of(
 
 def gathered(x: Tensor, axis: Axis) -> Tensor:
     """The elements of every rank's tensor, of any sizes, in rank order."""
-    return carrier(axis).gather(x.reshape(-1), _sizes(x.numel(), axis))
+    return transport(axis).gather(x.reshape(-1), _sizes(x.numel(), axis))
 
 
 def _sizes(own: int, axis: Axis) -> list[int]:
-    sizes: list[int] = carrier(axis).gather(torch.tensor([own]), [1] * axis.size).tolist()
+    sizes: list[int] = transport(axis).gather(torch.tensor([own]), [1] * axis.size).tolist()
     return sizes
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradmesh import _torch
-from gradmesh.backends.claim import Claim
+from gradmesh.backends.call_check import CallCheck
 from gradmesh.backends.process_group import OwnGroup
 from gradmesh.backends.shm import collectives, motions
 from gradmesh.backends.shm.engine import Engine
@@ -39,27 +39,29 @@ class DirectCalls(OwnGroup):
     engine: Engine
 
     @override
-    def all_gather_flat(self, out: Tensor, given: Tensor, claim: Claim | None = None) -> None:
-        self._run(motions.ALL_GATHER, out, given, None, claim, 1, *facts(given))
+    def all_gather_flat(self, out: Tensor, given: Tensor, call_check: CallCheck | None = None) -> None:
+        self._run(motions.ALL_GATHER, out, given, None, call_check, 1, *facts(given))
 
     @override
-    def reduce_scatter_flat(self, out: Tensor, given: Tensor, claim: Claim | None = None) -> None:
+    def reduce_scatter_flat(self, out: Tensor, given: Tensor, call_check: CallCheck | None = None) -> None:
         reducible(out, "SUM")
-        self._run(motions.REDUCE_SCATTER, out, given, None, claim, 1, *facts(out), _SUM)
+        self._run(motions.REDUCE_SCATTER, out, given, None, call_check, 1, *facts(out), _SUM)
 
     @override
-    def all_reduce_flat(self, out: Tensor, given: Tensor, claim: Claim | None = None) -> None:
+    def all_reduce_flat(self, out: Tensor, given: Tensor, call_check: CallCheck | None = None) -> None:
         reducible(given, "SUM")
-        self._run(motions.ALL_REDUCE, out, given, None, claim, 1, *facts(given), _SUM)
+        self._run(motions.ALL_REDUCE, out, given, None, call_check, 1, *facts(given), _SUM)
 
     @override
-    def reduce_flat(self, out: Tensor, given: Tensor, root: int, claim: Claim | None = None) -> None:
+    def reduce_flat(self, out: Tensor, given: Tensor, root: int, call_check: CallCheck | None = None) -> None:
         reducible(given, "SUM")
-        self._run(motions.REDUCE, out, given, root, claim, *facts(given), _SUM, root)
+        self._run(motions.REDUCE, out, given, root, call_check, *facts(given), _SUM, root)
 
     @override
-    def broadcast_flat(self, out: Tensor, given: Tensor, root: int, claim: Claim | None = None) -> None:
-        self._run(motions.BROADCAST, out, given, root, claim, 1, *facts(out), root)
+    def broadcast_flat(
+        self, out: Tensor, given: Tensor, root: int, call_check: CallCheck | None = None
+    ) -> None:
+        self._run(motions.BROADCAST, out, given, root, call_check, 1, *facts(out), root)
 
     @override
     def exchange_flat(
@@ -68,38 +70,46 @@ class DirectCalls(OwnGroup):
         given: Tensor,
         send: Sequence[int] | None = None,
         receive: Sequence[int] | None = None,
-        claim: Claim | None = None,
+        call_check: CallCheck | None = None,
     ) -> None:
         number = DTYPE_NUMBER[given.dtype]
         if send is None or receive is None:
-            self._run(motions.EXCHANGE_EVEN, out, given, None, claim, number)
+            self._run(motions.EXCHANGE_EVEN, out, given, None, call_check, number)
         else:
-            self._run(motions.EXCHANGE, out, given, (send, receive), claim, number)
+            self._run(motions.EXCHANGE, out, given, (send, receive), call_check, number)
 
     @override
-    def relay_flat(self, out: Tensor, given: Tensor, source: int | None, claim: Claim | None = None) -> None:
+    def relay_flat(
+        self, out: Tensor, given: Tensor, source: int | None, call_check: CallCheck | None = None
+    ) -> None:
         if self.count == 1:  # its row of the amounts would be too short
             if source is not None:
                 out.copy_(given)
             return
-        self._run(motions.RELAY, out, given, source, claim, DTYPE_NUMBER[given.dtype])
+        self._run(motions.RELAY, out, given, source, call_check, DTYPE_NUMBER[given.dtype])
 
     @override
-    def withdraw(self, claim: Claim | None, said: str) -> None:
+    def withdraw(self, call_check: CallCheck | None, said: str) -> None:
         if self.engine.closed is not None:
             return
-        refuse = claim.refusal if claim is not None else refusal(self._name)
-        call = Call(self.engine.lockstep, secrets.randbits(64), Claim(0, lambda: said, refuse))
+        refuse = call_check.refusal if call_check is not None else refusal(self._name)
+        call = Call(self.engine.lockstep, secrets.randbits(64), CallCheck(0, lambda: said, refuse))
         work = CallWork(self.engine, collectives.barrier(call), [], False, Shown(said, []))
         with contextlib.suppress(Exception):  # the caller has an error of its own
             self.engine.post(work)
             work.wait()
 
     def _run(
-        self, motion: Motion, out: Tensor, given: Tensor, extra: Any, claim: Claim | None, *numbers: int
+        self,
+        motion: Motion,
+        out: Tensor,
+        given: Tensor,
+        extra: Any,
+        call_check: CallCheck | None,
+        *numbers: int,
     ) -> None:
         """Make a call at once if it can be, and through the queue if not, or from where it has to wait."""
-        engine, bits = self.engine, head(motion.name, claim, numbers)
+        engine, bits = self.engine, head(motion.name, call_check, numbers)
         lockstep, opened = engine.lockstep, False
         with engine.lock:
             engine.check()
@@ -115,7 +125,7 @@ class DirectCalls(OwnGroup):
                     opened = True
                     if (
                         lockstep.open(bits, engine.spins)
-                        and lockstep.agree(bits, claim)
+                        and lockstep.agree(bits, call_check)
                         and motion.read(lockstep, out, given, extra)
                     ):
                         return
@@ -123,7 +133,7 @@ class DirectCalls(OwnGroup):
                     engine.give_up(error)
                     raise
             shown = Shown(motion.shown.format(extra), [given], [out])
-            call = Call(lockstep, bits, claim or Claim(0, shown, refusal(self._name)), opened=opened)
+            call = Call(lockstep, bits, call_check or CallCheck(0, shown, refusal(self._name)), opened=opened)
             work = CallWork(engine, motion.steps(call, out, given, extra), None, out.is_inference(), shown)
             engine.post(work, opened=opened)
         work.wait()

@@ -19,11 +19,11 @@ import torch
 
 from gradmesh import _torch
 from gradmesh.backends.shm import progress, waiting
-from gradmesh.backends.shm.p2p import Mail, Receive, Send
+from gradmesh.backends.shm.p2p import P2PChannel, Receive, Send
 from gradmesh.backends.shm.phases import Lockstep, RefusedError
 from gradmesh.backends.shm.runs import run
 from gradmesh.backends.shm.segment import BROKE, FAILED, LEFT, Segment
-from gradmesh.backends.shm.works import Begun, CallWork, MessageWork
+from gradmesh.backends.shm.works import AsyncWork, CallWork, MessageWork
 from gradmesh.errors import AbortedError, GradmeshError, NotInitializedError, message
 
 __all__ = ["Engine"]
@@ -52,12 +52,12 @@ class Engine:
         self.name, self.timeout = name, timeout
         self.spins = waiting.spins(segment.size)
         self.lockstep = Lockstep(segment)
-        self.mail = Mail(segment)
+        self.mail = P2PChannel(segment)
         self.lock = threading.RLock()
         self.queue: deque[CallWork] = deque()
         self.closed: Callable[[], GradmeshError] | None = None
         self._messages: set[MessageWork] = set()
-        self._promises: list[Begun] = []
+        self._promises: list[AsyncWork] = []
         self._looked = 0.0
         _engines.add(self)
         run.members.add(self)
@@ -92,7 +92,7 @@ class Engine:
                 self._go_on()
             if self.queue:
                 progress.busy(self)
-                work.shown.begun()  # now that there is time
+                work.shown.started()  # now that there is time
                 if background:
                     progress.in_background(self)
 
@@ -112,14 +112,14 @@ class Engine:
             if not work.over:
                 self._messages.add(work)
                 progress.busy(self)
-                work.shown.begun()
+                work.shown.started()
                 progress.in_background(self)
 
     def settled(self, work: MessageWork) -> None:
         """Take note of a message that has gone, or come."""
         self._messages.discard(work)
 
-    def promised(self, work: Begun) -> None:
+    def promised(self, work: AsyncWork) -> None:
         """See to a call without being asked again: somebody has its future. The caller holds the lock."""
         self._promises.append(work)
         progress.busy(self)

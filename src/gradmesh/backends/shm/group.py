@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from gradmesh.backends.claim import Claim
+from gradmesh.backends.call_check import CallCheck
 from gradmesh.backends.process_group import Tensors
 from gradmesh.backends.reductions import reduction
 from gradmesh.backends.shm import collectives
@@ -86,7 +86,7 @@ class ShmGroup(DirectCalls):
     # -- beginning
 
     def _call(self, kind: str, shown: Callable[[], str], *numbers: int) -> Call:
-        return Call(self.engine.lockstep, head(kind, None, numbers), Claim(0, shown, refusal(self._name)))
+        return Call(self.engine.lockstep, head(kind, None, numbers), CallCheck(0, shown, refusal(self._name)))
 
     def _begin(
         self, shown: Shown, steps: Steps, result: object, outputs: Iterable[Tensor], opts: Any = None

@@ -5,7 +5,7 @@ The lowest bits are the flags of the claim: they are published with the others, 
 
 from __future__ import annotations
 
-from gradmesh.backends.claim import FLAGS, Claim
+from gradmesh.backends.call_check import FLAGS, CallCheck
 from gradmesh.backends.reductions import REDUCTIONS
 
 __all__ = ["REDUCTION_NUMBER", "head"]
@@ -32,15 +32,15 @@ _KINDS = (
 _KIND_NUMBER = {name: number for number, name in enumerate(_KINDS)}
 
 
-def head(kind: str, claim: Claim | None, facts: tuple[int, ...]) -> int:
+def head(kind: str, call_check: CallCheck | None, facts: tuple[int, ...]) -> int:
     """The head of a call.
 
     Args:
         kind: its name.
-        claim: what the rank claims about it, if anything.
+        call_check: what the rank claims about it, if anything.
         facts: numbers that have to be the same on every rank. (The hash of integers is the same in every process.)
     """
     bits = hash((_KIND_NUMBER[kind], *facts))
-    if claim is None:
+    if call_check is None:
         return bits & _COMPARED
-    return hash((claim.digest, bits)) & _COMPARED | claim.flags
+    return hash((call_check.digest, bits)) & _COMPARED | call_check.flags

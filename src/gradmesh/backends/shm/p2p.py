@@ -19,7 +19,7 @@ from gradmesh.backends.shm.segment import Segment
 from gradmesh.backends.words import unfit_message
 from gradmesh.errors import MismatchError
 
-__all__ = ["DTYPES", "Mail", "Receive", "Send", "misfit"]
+__all__ = ["DTYPES", "P2PChannel", "Receive", "Send", "misfit"]
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 """Every dtype of torch; its place here is its number in shared memory, the same for every process."""
@@ -80,7 +80,7 @@ class _Incoming:
         return f"{_show(DTYPES[self.number])}, {self.elements} elements, tag {self.tag}"
 
 
-class Mail:
+class P2PChannel:
     """The messages of one rank in a group."""
 
     def __init__(self, segment: Segment) -> None:

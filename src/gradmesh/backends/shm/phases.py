@@ -16,7 +16,7 @@ from os import sched_yield
 
 import torch
 
-from gradmesh.backends.claim import FLAGS, Claim
+from gradmesh.backends.call_check import FLAGS, CallCheck
 from gradmesh.backends.shm import futex
 from gradmesh.backends.shm.buffers import Slots
 from gradmesh.backends.shm.segment import Segment
@@ -84,14 +84,14 @@ class Lockstep:
         row = 2 * self.size * self.rank
         self.segment.amounts[phase & 1][row : row + len(amounts)] = memoryview(array("Q", amounts))
 
-    def agree(self, head: int, claim: Claim | None) -> bool:
+    def agree(self, head: int, call_check: CallCheck | None) -> bool:
         """Whether the call of every rank has this head; flags that differ are told to the claim."""
         heads = self.segment.heads[self.phase & 1].tolist()
         if heads.count(head) == self.size:
             return True
-        if claim is None or any((other ^ head) & ~FLAGS for other in heads):
+        if call_check is None or any((other ^ head) & ~FLAGS for other in heads):
             return False
-        claim.heard = [other & FLAGS for other in heads]
+        call_check.peer_flags = [other & FLAGS for other in heads]
         return True
 
     def arrived(self) -> bool:
@@ -123,10 +123,10 @@ class Call:
         opened: its first phase has been published already, with everything that belongs to it.
     """
 
-    def __init__(self, lockstep: Lockstep, head: int, claim: Claim, *, opened: bool = False) -> None:
+    def __init__(self, lockstep: Lockstep, head: int, call_check: CallCheck, *, opened: bool = False) -> None:
         self.lockstep = lockstep
         self.head = head & _64_BITS
-        self.claim = claim
+        self.call_check = call_check
         self.agreed = False
         self.opened = opened
 
@@ -157,7 +157,7 @@ class Call:
             if not lockstep.publish():
                 yield
         self.agreed = True
-        if not lockstep.agree(self.head, self.claim):
+        if not lockstep.agree(self.head, self.call_check):
             yield from self.refuse()
 
     def refuse(self) -> Steps:
@@ -171,12 +171,12 @@ class Call:
         lockstep.uses = lockstep.phase
         lockstep.uses += 1
         chunks = [lockstep.segment.raw_slot(rank, lockstep.uses & 1) for rank in range(lockstep.size)]
-        said = self.claim.said().encode()[:_WORDS]
+        said = self.call_check.said().encode()[:_WORDS]
         chunks[lockstep.rank][:_WORDS] = said.ljust(_WORDS)
         if not lockstep.publish():
             yield
         words = [bytes(chunk[:_WORDS]).decode(errors="replace").rstrip() for chunk in chunks]
-        raise RefusedError(self.claim.refusal(words))
+        raise RefusedError(self.call_check.refusal(words))
 
 
 class RefusedError(Exception):

@@ -20,7 +20,7 @@ from gradmesh.call_sites import Site, call_site
 if TYPE_CHECKING:
     from gradmesh.backends.shm.engine import Engine
 
-__all__ = ["Begun", "CallWork", "MessageWork", "Shown"]
+__all__ = ["AsyncWork", "CallWork", "MessageWork", "Shown"]
 
 
 class Shown:
@@ -32,7 +32,7 @@ class Shown:
         self._call, self._inputs, self._outputs = call, inputs, outputs
         self._site: Site = None
 
-    def begun(self) -> None:
+    def started(self) -> None:
         """Keep where the call is made: it may be finished elsewhere."""
         self._site = call_site()
 
@@ -41,7 +41,7 @@ class Shown:
         return show_call(self._call, self._inputs, self._outputs, self._site or call_site())
 
 
-class Begun(OwnWork):
+class AsyncWork(OwnWork):
     """What calls and messages have in common: they are over when the engine says so.
 
     Attributes:
@@ -96,7 +96,7 @@ class Begun(OwnWork):
         return failed.future
 
 
-class CallWork(Begun):
+class CallWork(AsyncWork):
     """A collective of one rank, begun."""
 
     def __init__(self, engine: Engine, steps: Steps, result: object, inference: bool, shown: Shown) -> None:
@@ -116,7 +116,7 @@ class CallWork(Begun):
         return self.engine.lockstep.late()
 
 
-class MessageWork(Begun):
+class MessageWork(AsyncWork):
     """A message of one rank, begun."""
 
     def __init__(self, engine: Engine, under_way: Send | Receive, result: object, shown: Shown) -> None:

@@ -15,9 +15,9 @@ How it works, from the bottom:
 * A `World` (`waiting`) knows of every rank whether it runs, waits, or has gone. A rank that waits sleeps on a lock of
   its own, its gate; when no rank runs and nothing can complete, that is a deadlock, and everybody who waits is told who
   waits where.
-* The ranks of a group meet (`rendezvous`): the n-th call of each goes to the n-th `Meeting` of the group, and the rank
-  that comes last does the work for all, while the others sleep. It compares the parts first, so that calls that do not
-  fit are an error on every rank. Messages are copied and kept until they are asked for: they are always eager.
+* The ranks of a group meet (`rendezvous`): the n-th call of each goes to the n-th `Rendezvous` of the group, and the
+  rank that arrives last does the work for all, while the others sleep. It compares the contributions first, so that
+  mismatched calls are an error on every rank. Messages are copied and kept until they are received (always eager).
 * What is done with the tensors of all ranks, which lie in one memory, is in `collectives`: pieces are moved, or summed
   in rank order, without a copy in between.
 * `group` is torch's method table, one object for each rank. A future is complete when it is handed out, which means

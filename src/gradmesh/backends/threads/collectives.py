@@ -2,7 +2,7 @@
 
 There are three: pieces move from rank to rank, pieces are summed on the rank they go to, and tensors are
 summed on every rank. Each takes the parts of all ranks in rank order, so that a sum has the same bits
-everywhere and every time. `Part.pieces` says which tensors a rank gives and takes.
+everywhere and every time. `Contribution.pieces` says which tensors a rank gives and takes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from gradmesh.backends.reductions import REDUCTIONS, averaged
-from gradmesh.backends.threads.rendezvous import Misfit, Part
+from gradmesh.backends.threads.rendezvous import Contribution, Misfit
 
 __all__ = ["Exchange", "exchange", "reduce", "reduce_scatter", "relay", "write"]
 
@@ -49,7 +49,7 @@ def write(output: torch.Tensor, value: torch.Tensor) -> None:
         output.copy_(value)
 
 
-def exchange(parts: list[Part]) -> None:
+def exchange(parts: list[Contribution]) -> None:
     """Move every piece to the rank that takes it: gather, scatter, broadcast and all_to_all are this."""
     rounds = {len(part.pieces) for part in parts}  # type: ignore[arg-type]
     if len(rounds) > 1:
@@ -72,7 +72,7 @@ def exchange(parts: list[Part]) -> None:
                 write(taken, given)
 
 
-def reduce(parts: list[Part], *, op: str, root: int | None) -> None:
+def reduce(parts: list[Contribution], *, op: str, root: int | None) -> None:
     """Reduce the inputs over the ranks, onto the outputs of the root or of all of them; they may be the inputs."""
     tensors = [part.inputs for part in parts]
     _same(tensors)
@@ -86,7 +86,7 @@ def reduce(parts: list[Part], *, op: str, root: int | None) -> None:
             write(part.outputs[number], value)
 
 
-def relay(parts: list[Part]) -> None:
+def relay(parts: list[Contribution]) -> None:
     """Hand each rank the tensor of the rank that its `pieces` name, or nothing."""
     moves = [(part.outputs[0], parts[part.pieces].inputs[0]) for part in parts if part.pieces is not None]  # type: ignore[call-overload]
     if len({part.inputs[0].dtype for part in parts}) > 1 or not all(_fit(*move) for move in moves):
@@ -95,7 +95,7 @@ def relay(parts: list[Part]) -> None:
         write(out, given)
 
 
-def reduce_scatter(parts: list[Part], *, op: str) -> None:
+def reduce_scatter(parts: list[Contribution], *, op: str) -> None:
     """Reduce the pieces that go to one rank, onto its output."""
     for number in range(len(parts[0].pieces)):  # type: ignore[arg-type]
         given = [part.pieces[number].give for part in parts]  # type: ignore[index]

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from gradmesh.backends.claim import Claim
+from gradmesh.backends.call_check import CallCheck
 from gradmesh.backends.process_group import OwnGroup, Tensors
 from gradmesh.backends.reductions import reduction
 from gradmesh.backends.threads import collectives
 from gradmesh.backends.threads.collectives import Exchange
-from gradmesh.backends.threads.rendezvous import Group, Part, Receive
+from gradmesh.backends.threads.rendezvous import Contribution, Group, Receive
 from gradmesh.backends.threads.waiting import Waitable
 from gradmesh.backends.works import Done, OwnWork, Together, promised
 from gradmesh.call_sites import call_site
@@ -27,7 +27,7 @@ from gradmesh.errors import MismatchError
 
 __all__ = ["ThreadsGroup"]
 
-_Kernel = Callable[[list[Part]], None]
+_Kernel = Callable[[list[Contribution]], None]
 
 
 class _Work(OwnWork):
@@ -125,7 +125,7 @@ class ThreadsGroup(OwnGroup):
         pieces: object = None,
         result: object = None,
     ) -> OwnWork:
-        part = Part(call, inputs, outputs, call_site(), pieces)
+        part = Contribution(call, inputs, outputs, call_site(), pieces)
         return self._work(self.shared.meet(self.place, part, kernel), outputs if result is None else result)
 
     def _work(self, waits_for: Waitable, result: object) -> OwnWork:
@@ -149,35 +149,41 @@ class ThreadsGroup(OwnGroup):
     # -- the calls of gradmesh itself
 
     @override
-    def all_gather_flat(self, out: torch.Tensor, given: torch.Tensor, claim: Claim | None = None) -> None:
+    def all_gather_flat(
+        self, out: torch.Tensor, given: torch.Tensor, call_check: CallCheck | None = None
+    ) -> None:
         pieces = [Exchange(_same_for_all(given, self.count), self._equal(out))]
-        self._direct("all_gather_single", collectives.exchange, out, given, pieces, claim)
+        self._direct("all_gather_single", collectives.exchange, out, given, pieces, call_check)
 
     @override
-    def reduce_scatter_flat(self, out: torch.Tensor, given: torch.Tensor, claim: Claim | None = None) -> None:
+    def reduce_scatter_flat(
+        self, out: torch.Tensor, given: torch.Tensor, call_check: CallCheck | None = None
+    ) -> None:
         kernel = functools.partial(collectives.reduce_scatter, op="SUM")
         pieces = [Exchange(self._equal(given), ())]
-        self._direct("reduce_scatter_single(sum)", kernel, out, given, pieces, claim)
+        self._direct("reduce_scatter_single(sum)", kernel, out, given, pieces, call_check)
 
     @override
-    def all_reduce_flat(self, out: torch.Tensor, given: torch.Tensor, claim: Claim | None = None) -> None:
+    def all_reduce_flat(
+        self, out: torch.Tensor, given: torch.Tensor, call_check: CallCheck | None = None
+    ) -> None:
         kernel = functools.partial(collectives.reduce, op="SUM", root=None)
-        self._direct("all_reduce(sum)", kernel, out, given, None, claim)
+        self._direct("all_reduce(sum)", kernel, out, given, None, call_check)
 
     @override
     def reduce_flat(
-        self, out: torch.Tensor, given: torch.Tensor, root: int, claim: Claim | None = None
+        self, out: torch.Tensor, given: torch.Tensor, root: int, call_check: CallCheck | None = None
     ) -> None:
         kernel = functools.partial(collectives.reduce, op="SUM", root=root)
-        self._direct(f"reduce(sum, root {root})", kernel, out, given, None, claim)
+        self._direct(f"reduce(sum, root {root})", kernel, out, given, None, call_check)
 
     @override
     def broadcast_flat(
-        self, out: torch.Tensor, given: torch.Tensor, root: int, claim: Claim | None = None
+        self, out: torch.Tensor, given: torch.Tensor, root: int, call_check: CallCheck | None = None
     ) -> None:
         gives = _same_for_all(given if self.place == root else None, self.count)
         pieces = [Exchange(gives, _only_at(root, out, self.count))]
-        self._direct(f"broadcast(root {root})", collectives.exchange, out, given, pieces, claim)
+        self._direct(f"broadcast(root {root})", collectives.exchange, out, given, pieces, call_check)
 
     @override
     def exchange_flat(
@@ -186,25 +192,25 @@ class ThreadsGroup(OwnGroup):
         given: torch.Tensor,
         send: Sequence[int] | None = None,
         receive: Sequence[int] | None = None,
-        claim: Claim | None = None,
+        call_check: CallCheck | None = None,
     ) -> None:
         gives = self._equal(given) if send is None else list(given.split(list(send)))
         takes = self._equal(out) if receive is None else list(out.split(list(receive)))
         pieces = [Exchange(gives, takes)]
-        self._direct("all_to_all_single", collectives.exchange, out, given, pieces, claim)
+        self._direct("all_to_all_single", collectives.exchange, out, given, pieces, call_check)
 
     @override
     def relay_flat(
-        self, out: torch.Tensor, given: torch.Tensor, source: int | None, claim: Claim | None = None
+        self, out: torch.Tensor, given: torch.Tensor, source: int | None, call_check: CallCheck | None = None
     ) -> None:
-        self._direct("relay", collectives.relay, out, given, source, claim)
+        self._direct("relay", collectives.relay, out, given, source, call_check)
 
     @override
-    def withdraw(self, claim: Claim | None, said: str) -> None:
-        if claim is not None:
-            claim = Claim(secrets.randbits(64), lambda: said, claim.refusal)
+    def withdraw(self, call_check: CallCheck | None, said: str) -> None:
+        if call_check is not None:
+            call_check = CallCheck(secrets.randbits(64), lambda: said, call_check.refusal)
         with contextlib.suppress(Exception):  # the caller has an error of its own
-            self._meet(Part(said, [], [], call_site(), None, claim), lambda _parts: None)
+            self._meet(Contribution(said, [], [], call_site(), None, call_check), lambda _parts: None)
 
     def _direct(
         self,
@@ -213,18 +219,18 @@ class ThreadsGroup(OwnGroup):
         out: torch.Tensor,
         given: torch.Tensor,
         pieces: object,
-        claim: Claim | None,
+        call_check: CallCheck | None,
     ) -> None:
-        self._meet(Part(call, [given], [out], call_site(), pieces, claim, direct=True), kernel)
+        self._meet(Contribution(call, [given], [out], call_site(), pieces, call_check, direct=True), kernel)
 
-    def _meet(self, part: Part, kernel: _Kernel) -> None:
+    def _meet(self, part: Contribution, kernel: _Kernel) -> None:
         meeting = self.shared.meet(self.place, part, kernel)
         try:
             meeting.wait(self.timeout)
         except MismatchError:
-            if part.claim is None or meeting.words is None:
+            if part.call_check is None or meeting.words is None:
                 raise
-            raise part.claim.refusal(list(meeting.words)) from None
+            raise part.call_check.refusal(list(meeting.words)) from None
 
     def _equal(self, flat: torch.Tensor) -> Tensors:
         return list(flat.view(self.count, flat.numel() // self.count).unbind(0))
@@ -342,7 +348,7 @@ class ThreadsGroup(OwnGroup):
 
     @override
     def send(self, tensors: Tensors, to: int, tag: int) -> OwnWork:
-        part = Part(f"send(to place {to}, tag {tag})", tensors, tensors, call_site())
+        part = Contribution(f"send(to place {to}, tag {tag})", tensors, tensors, call_site())
         self.shared.send(self.place, to, tag, part)
         return self._collected(Done(tensors))
 
@@ -355,7 +361,7 @@ class ThreadsGroup(OwnGroup):
         return self._receive(tensors, None, tag, f"recv(from anybody, tag {tag})")
 
     def _receive(self, tensors: Tensors, source: int | None, tag: int, call: str) -> OwnWork:
-        part = Part(call, tensors, tensors, call_site())
+        part = Contribution(call, tensors, tensors, call_site())
         return self._work(self.shared.receive(self.place, source, tag, part), tensors)
 
     # -- coalescing

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradmesh.backends.threads.rendezvous import Group, Meeting, Part, Receive
+    from gradmesh.backends.threads.rendezvous import Contribution, Group, Receive, Rendezvous
     from gradmesh.backends.threads.waiting import Waitable
 
 __all__ = ["Observer"]
@@ -29,7 +29,7 @@ class Observer:
         """Whether only the ranks' own threads may call, one at a time, so that nothing can be done beside them."""
         return False
 
-    def aside(self, group: Group, run: Callable[[], None]) -> Callable[[], None]:
+    def async_axis(self, group: Group, run: Callable[[], None]) -> Callable[[], None]:
         """Run what a rank has begun, where ranks take turns, as if it were done beside what the rank does.
 
         Args:
@@ -41,7 +41,9 @@ class Observer:
         """
         raise NotImplementedError
 
-    def meet(self, group: Group, place: int, part: Part, kernel: Callable[[list[Part]], None]) -> Meeting:
+    def meet(
+        self, group: Group, place: int, part: Contribution, kernel: Callable[[list[Contribution]], None]
+    ) -> Rendezvous:
         """A rank brings its part to the next call of a group.
 
         Args:
@@ -52,11 +54,11 @@ class Observer:
         """
         return group.bring(place, part, kernel)
 
-    def send(self, group: Group, place: int, to: int, tag: int, part: Part) -> None:
+    def send(self, group: Group, place: int, to: int, tag: int, part: Contribution) -> None:
         """A rank sends a message to the rank at place `to`."""
         group.hand(place, to, tag, part)
 
-    def receive(self, group: Group, place: int, source: int | None, tag: int, part: Part) -> Receive:
+    def receive(self, group: Group, place: int, source: int | None, tag: int, part: Contribution) -> Receive:
         """A rank asks for the message of the rank at place `source`, or of anybody."""
         return group.take(place, source, tag, part)
 

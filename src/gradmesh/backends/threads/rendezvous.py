@@ -1,6 +1,6 @@
 """Where ranks that are threads meet: each brings its part of a call, and the last one does the work for all.
 
-Every rank posts its n-th call on a group into that group's n-th `Meeting`. When the parts do not fit, every
+Every rank posts its n-th call on a group into that group's n-th `Rendezvous`. When the parts do not fit, every
 rank gets an error that shows what each of them called, and where. Messages from rank to rank are copied, and
 kept until they are asked for.
 """
@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from gradmesh import _torch
-from gradmesh.backends.claim import Claim
+from gradmesh.backends.call_check import CallCheck
 from gradmesh.backends.threads.waiting import Waitable, World
 from gradmesh.backends.words import show_call, unfit_message
 from gradmesh.call_sites import Site, seen_from
 from gradmesh.errors import MismatchError, message
 
-__all__ = ["Group", "Misfit", "Part", "Receive"]
+__all__ = ["Contribution", "Group", "Misfit", "Receive"]
 
 
 class Misfit(Exception):  # noqa: N818 - caught here, and turned into a MismatchError with every rank's call
@@ -27,7 +27,7 @@ class Misfit(Exception):  # noqa: N818 - caught here, and turned into a Mismatch
 
 
 @dataclasses.dataclass(slots=True)
-class Part:
+class Contribution:
     """What one rank brings to a call: its name with root and reduce op, its tensors, and where it was made."""
 
     call: str
@@ -36,7 +36,7 @@ class Part:
     site: Site
     pieces: object = None
     """The same tensors, cut up as the kernel of the call wants them."""
-    claim: Claim | None = None
+    call_check: CallCheck | None = None
     """What else the ranks have to agree in."""
     direct: bool = False
     """Whether gradmesh made the call, past torch.distributed's functions."""
@@ -45,14 +45,14 @@ class Part:
         return show_call(self.call, self.inputs, self.outputs, self.site)
 
 
-class Meeting(Waitable):
+class Rendezvous(Waitable):
     """One call of a group: the parts that have come, and the ranks that have not."""
 
     def __init__(self, group: Group, number: int) -> None:
         super().__init__(group.world)
         self.group = group
         self.number = number
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, Contribution] = {}
         self.words: list[str] | None = None
         """What every rank claimed, in words, if all claimed something and it does not fit together."""
 
@@ -70,15 +70,15 @@ class Meeting(Waitable):
         """Say whether a rank is missing; it will find the meeting over."""
         return len(self.parts) < len(self.group.ranks)
 
-    def _in_order(self) -> list[Part]:
+    def _in_order(self) -> list[Contribution]:
         return [self.parts[place] for place in range(len(self.group.ranks))]
 
-    def work(self, kernel: Callable[[list[Part]], None]) -> None:
+    def work(self, kernel: Callable[[list[Contribution]], None]) -> None:
         """Do the work for all, in the thread of the rank that came last."""
         parts = self._in_order()
         error: BaseException | None = None
         try:
-            self._compare([part.claim for part in parts])
+            self._compare([part.call_check for part in parts])
             if any(part.call != parts[0].call for part in parts):
                 raise Misfit("the ranks of a group made different calls")
             _torch.in_plain_mode(lambda: kernel(parts))
@@ -92,22 +92,22 @@ class Meeting(Waitable):
             self.parts.clear()  # the tensors belong to their ranks again
             self._complete(error)
 
-    def _compare(self, claims: Sequence[Claim | None]) -> None:
-        if len({None if claim is None else claim.digest for claim in claims}) == 1:
-            flags = [claim.flags for claim in claims if claim is not None]
+    def _compare(self, call_checks: Sequence[CallCheck | None]) -> None:
+        if len({None if call_check is None else call_check.digest for call_check in call_checks}) == 1:
+            flags = [call_check.flags for call_check in call_checks if call_check is not None]
             if len(set(flags)) > 1:
-                for claim in claims:
-                    claim.heard = flags  # type: ignore[union-attr]  # there are flags, so there are claims
+                for call_check in call_checks:
+                    call_check.peer_flags = flags  # type: ignore[union-attr]  # there are flags, so there are claims
             return
         raise Misfit("the ranks of a group made different calls")
 
-    def _say(self, parts: Sequence[Part]) -> None:
+    def _say(self, parts: Sequence[Contribution]) -> None:
         """Keep what every rank claims, in words, if all of them claim something."""
-        if all(part.claim is not None for part in parts):
+        if all(part.call_check is not None for part in parts):
             self.words = []
             for part in parts:
                 with seen_from(part.site):
-                    self.words.append(part.claim.said() if part.claim else str(part))
+                    self.words.append(part.call_check.said() if part.call_check else str(part))
 
     def _mismatch(self, problem: str) -> MismatchError:
         got = [f"rank {self.group.ranks[place]}  {part}" for place, part in sorted(self.parts.items())]
@@ -125,11 +125,11 @@ class Meeting(Waitable):
 class Receive(Waitable):
     """A tensor that waits to be filled by the message of a peer, or of anybody (`source` None)."""
 
-    def __init__(self, group: Group, place: int, source: int | None, tag: int, part: Part) -> None:
+    def __init__(self, group: Group, place: int, source: int | None, tag: int, part: Contribution) -> None:
         super().__init__(group.world)
         self.group, self.place, self.source, self.tag, self.part = group, place, source, tag, part
         self.came_from = -1
-        self.sent: Part | None = None
+        self.sent: Contribution | None = None
         """What the sender called, once the message has come."""
 
     def needs(self) -> Iterable[int]:
@@ -175,7 +175,7 @@ class Message:
     source: int
     tag: int
     tensor: torch.Tensor
-    part: Part
+    part: Contribution
 
 
 class Group:
@@ -194,7 +194,7 @@ class Group:
         self.purpose = ""
         self.ranks = list(ranks)
         self.calls = [0] * len(self.ranks)
-        self.meetings: dict[int, Meeting] = {}
+        self.meetings: dict[int, Rendezvous] = {}
         self.arrived: list[list[Message]] = [[] for _ in self.ranks]
         self.posted: list[list[Receive]] = [[] for _ in self.ranks]
 
@@ -206,14 +206,18 @@ class Group:
         )
         return f"group '{self.name}' of ranks {ranks}"
 
-    def meet(self, place: int, part: Part, kernel: Callable[[list[Part]], None]) -> Meeting:
+    def meet(
+        self, place: int, part: Contribution, kernel: Callable[[list[Contribution]], None]
+    ) -> Rendezvous:
         """Bring the part of one rank to its next call; the last one to come does the work."""
         observer = self.world.observer
         if observer is not None:
             return observer.meet(self, place, part, kernel)
         return self.bring(place, part, kernel)
 
-    def bring(self, place: int, part: Part, kernel: Callable[[list[Part]], None]) -> Meeting:
+    def bring(
+        self, place: int, part: Contribution, kernel: Callable[[list[Contribution]], None]
+    ) -> Rendezvous:
         """`meet`, unobserved."""
         with self.world.lock:
             self.world.check()
@@ -221,7 +225,7 @@ class Group:
             self.calls[place] += 1
             meeting = self.meetings.get(number)
             if meeting is None:
-                meeting = self.meetings[number] = Meeting(self, number)
+                meeting = self.meetings[number] = Rendezvous(self, number)
             meeting.parts[place] = part
             self.world.events += 1
             complete = len(meeting.parts) == len(self.ranks)
@@ -232,7 +236,7 @@ class Group:
             meeting.work(kernel)
         return meeting
 
-    def send(self, place: int, to: int, tag: int, part: Part) -> None:
+    def send(self, place: int, to: int, tag: int, part: Contribution) -> None:
         """Hand a message to who waits for it, or leave it until it is asked for."""
         observer = self.world.observer
         if observer is not None:
@@ -240,7 +244,7 @@ class Group:
         else:
             self.hand(place, to, tag, part)
 
-    def hand(self, place: int, to: int, tag: int, part: Part) -> None:
+    def hand(self, place: int, to: int, tag: int, part: Contribution) -> None:
         """`send`, unobserved."""
         sent = Message(place, tag, _torch.in_plain_mode(part.inputs[0].clone), part)
         with self.world.lock:
@@ -255,14 +259,14 @@ class Group:
                 return
         receive.fill(sent)
 
-    def receive(self, place: int, source: int | None, tag: int, part: Part) -> Receive:
+    def receive(self, place: int, source: int | None, tag: int, part: Contribution) -> Receive:
         """Take the first message that fits, or wait for it."""
         observer = self.world.observer
         if observer is not None:
             return observer.receive(self, place, source, tag, part)
         return self.take(place, source, tag, part)
 
-    def take(self, place: int, source: int | None, tag: int, part: Part) -> Receive:
+    def take(self, place: int, source: int | None, tag: int, part: Contribution) -> Receive:
         """`receive`, unobserved."""
         receive = Receive(self, place, source, tag, part)
         with self.world.lock:

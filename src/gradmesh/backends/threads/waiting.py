@@ -20,7 +20,7 @@ from gradmesh.backends.threads.observing import Observer
 from gradmesh.backends.words import RETURNED_REMEDY, SAME_CALLS, nothing_came
 from gradmesh.errors import AbortedError, DeadlockError, GradmeshError, message
 
-__all__ = ["Errand", "Runner", "Waitable", "World"]
+__all__ = ["BackgroundTask", "BackgroundThread", "Waitable", "World"]
 
 GRACE = 0.25
 """Seconds between two looks at the world; what is stuck at two looks in a row, with no event between, is stuck."""
@@ -43,7 +43,7 @@ class World:
         self.events = 0
         self.shared: dict[object, Any] = {}  # what the ranks made together, such as their groups
         self.rank_of_thread: dict[int, int] = {}
-        self.errand_of_thread: dict[int, Errand] = {}
+        self.errand_of_thread: dict[int, BackgroundTask] = {}
         self.observer: Observer | None = None
 
     def begin(self) -> None:
@@ -245,7 +245,7 @@ class Waitable:
             world.check()
 
 
-class Runner:
+class BackgroundThread:
     """A thread that runs errands for a rank, one after another.
 
     Attributes:
@@ -256,7 +256,7 @@ class Runner:
         self.waits_for: Waitable | None = None
 
 
-class Errand(Waitable):
+class BackgroundTask(Waitable):
     """What a thread does for a rank, which may wait for its end; a deadlock is seen through it.
 
     Args:
@@ -264,7 +264,7 @@ class Errand(Waitable):
         runner: the thread; what an earlier errand waits for holds up this one.
     """
 
-    def __init__(self, world: World, runner: Runner) -> None:
+    def __init__(self, world: World, runner: BackgroundThread) -> None:
         super().__init__(world)
         self.runner = runner
 

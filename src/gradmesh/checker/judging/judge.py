@@ -66,7 +66,7 @@ def judged(
             if not segment.whole:
                 continue
             more = _step(there, segment, number, notes, see, every[number : number + 1])
-            if segment.by_hand and not more:
+            if segment.manual_calls and not more:
                 more = parted(there, segment, every[number : number + 1])
             found += more
             if any(each.severity == "error" for each in more):
@@ -146,7 +146,7 @@ def _judged_step(
             "gradients that come through it are not compared"
         )
         wrong = [got for got in wrong if got.kind != "bent"]
-    if wrong and segment.by_hand:
+    if wrong and segment.manual_calls:
         notes.append(
             f"step {number} is written by hand, and not with what is in .grad: nothing is said of it"
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradmesh.checker.judging.segments import Segment
 from gradmesh.checker.judging.truth import Truth, in_double, near
 from gradmesh.checker.recording.params import nameless
-from gradmesh.checker.recording.tape import Alias, Changed, Given, Op, Param, Sent, refs
+from gradmesh.checker.recording.tape import Alias, Changed, Op, Param, ProgramInput, Sent, refs
 
 __all__ = ["Got", "Part", "Scales", "gotten", "is_constant", "is_sum", "ratio_of", "tolerance"]
 
@@ -137,7 +137,7 @@ def _line(error: Exception) -> str:
 
 def _parts_of(segment: Segment, truth: Truth, scales: dict[str, Scales], rank: int) -> list[Part]:
     """The parameters of a rank: those that it steps, those of which it steps a copy, and those that it only uses."""
-    leaves = [event for event in segment.parts[rank] if isinstance(event, Given) and event.leaf]
+    leaves = [event for event in segment.parts[rank] if isinstance(event, ProgramInput) and event.leaf]
     by_name = {leaf.name: leaf for leaf in leaves}
     params = [param for step in segment.steps[rank] for param in step.params]
     found, stepped = [], set[int]()

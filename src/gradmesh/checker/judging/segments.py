@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradmesh.checker.recording.tape import Event, Given, Root, Scaled, Step, Tape
+from gradmesh.checker.recording.tape import Event, ProgramInput, Root, Scaled, Step, Tape
 
 __all__ = ["Segment", "segments"]
 
@@ -30,7 +30,7 @@ class Segment:
         return any(isinstance(event, Root) for part in self.parts for event in part)
 
     @property
-    def by_hand(self) -> bool:
+    def manual_calls(self) -> bool:
         """Whether the program writes a step itself, along something else than what is in `.grad`."""
         return not all(step.by_gradients for steps in self.steps for step in steps)
 
@@ -69,4 +69,4 @@ def _cut(tape: Tape) -> list[tuple[int, list[Event], list[Step]]]:
 
 
 def _grows(part: Sequence[Event]) -> bool:
-    return any(isinstance(event, Given) and event.leaf for event in part)
+    return any(isinstance(event, ProgramInput) and event.leaf for event in part)

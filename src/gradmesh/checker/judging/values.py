@@ -13,7 +13,7 @@ from gradmesh.checker.judging.context import Context, finding, with_text
 from gradmesh.checker.judging.parameters import Got, is_constant
 from gradmesh.checker.judging.segments import Segment
 from gradmesh.checker.judging.truth import near
-from gradmesh.checker.recording.tape import Given, Op, Param, Root, Sent, Step, Tape, refs
+from gradmesh.checker.recording.tape import Op, Param, ProgramInput, Root, Sent, Step, Tape, refs
 
 __all__ = [
     "averages_values",
@@ -190,8 +190,8 @@ def masks(context: Context) -> list[Finding]:
     """Random masks that differ where the activation is the same, or the other way round."""
     drawn: list[dict[tuple[str, str, int], tuple[Op, Tensor, Tensor]]] = []
     for rank in range(len(context.tapes)):
-        masks = {e.id: e.value for e in context.events(rank) if isinstance(e, Given) and e.random}
-        leaves = {e.id for e in context.events(rank) if isinstance(e, Given) and e.leaf}
+        masks = {e.id: e.value for e in context.events(rank) if isinstance(e, ProgramInput) and e.random}
+        leaves = {e.id for e in context.events(rank) if isinstance(e, ProgramInput) and e.leaf}
         own: dict[tuple[str, str, int], tuple[Op, Tensor, Tensor]] = {}
         for event in context.events(rank):
             if not isinstance(event, Op) or event.name.split(".")[1] not in (
@@ -282,7 +282,7 @@ def drifted_later(context: Context, following: Sequence[Segment]) -> list[Findin
             {
                 event.name: event.value
                 for event in part
-                if isinstance(event, Given) and event.leaf and event.name
+                if isinstance(event, ProgramInput) and event.leaf and event.name
             }
             for part in later.parts
         ]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from gradmesh._torch.dispatched import WeakTensors, is_random
 from gradmesh.checker.recording.numbering import mapped
-from gradmesh.checker.recording.tape import Back, Given, Op
-from gradmesh.inference.operators import tensors_in
+from gradmesh.checker.recording.tape import Back, Op, ProgramInput
+from gradmesh.type_inference.operators import tensors_in
 
 __all__ = ["Writing"]
 
@@ -61,5 +61,5 @@ class Writing:
         known: int | None = self._known.get(x)
         if known is None:
             known = self._number(x)
-            self.back.ops.append(Given(known, x.detach().clone()))
+            self.back.ops.append(ProgramInput(known, x.detach().clone()))
         return known

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gradmesh._torch.dispatched import arguments, written
 from gradmesh.checker.recording.tape import Changed
-from gradmesh.inference.operators import tensors_in
-from gradmesh.inference.tape import memory_of
+from gradmesh.type_inference.operators import tensors_in
+from gradmesh.type_inference.tape import memory_of
 
 __all__ = ["Changes", "Gradients", "Moved", "address_of", "gradient_of", "is_mean", "is_multiple"]
 

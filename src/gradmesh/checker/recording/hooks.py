@@ -18,8 +18,8 @@ from gradmesh.checker.recording.backs import Writing
 from gradmesh.checker.recording.params import parameters_of, values_after
 from gradmesh.checker.recording.recorder import Recorder
 from gradmesh.checker.recording.tape import Called, Hooked, Lost, Over, Param, Root, Step
-from gradmesh.inference.tape import memory_of
 from gradmesh.ops.base import Op
+from gradmesh.type_inference.tape import memory_of
 
 __all__ = ["watched"]
 
@@ -44,7 +44,7 @@ def watched(recorder: Recorder, steps: int, enough: Callable[[], None]) -> Itera
         register_optimizer_step_post_hook(watcher.after_step),
     )
     function.apply = classmethod(watcher.applied(apply))  # type: ignore[assignment, method-assign]
-    torch.autograd.backward = watcher.begun(backward)
+    torch.autograd.backward = watcher.start(backward)
     torch.autograd.grad = watcher.asked(grad)
     register, accumulate = Tensor.register_hook, Tensor.register_post_accumulate_grad_hook
     Tensor.register_hook = watcher.hooked(register)  # type: ignore[method-assign]
@@ -227,7 +227,7 @@ class _Watcher:
 
     # -- backward ------------------------------------------------------------------------------------------------
 
-    def begun(self, original: Any) -> Any:
+    def start(self, original: Any) -> Any:
         """`torch.autograd.backward`, told to the recorder."""
         to = self._to
 

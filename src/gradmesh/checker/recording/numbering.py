@@ -17,8 +17,8 @@ from gradmesh.checker.findings import Place
 from gradmesh.checker.recording.gradients import Changes, Gradients, Moved, gradient_of
 from gradmesh.checker.recording.names import Modules
 from gradmesh.checker.recording.params import nameless
-from gradmesh.checker.recording.tape import Alias, Called, Changed, Given, Ref, Tape
-from gradmesh.inference.tape import memory_of
+from gradmesh.checker.recording.tape import Alias, Called, Changed, ProgramInput, Ref, Tape
+from gradmesh.type_inference.tape import memory_of
 
 __all__ = ["Known", "Numbering", "mapped"]
 
@@ -44,7 +44,7 @@ class Known:
     spoilt: bool = False
     leaf: bool = False
     received: bool = False
-    given: Given | None = None
+    given: ProgramInput | None = None
     size: int = -1
 
 
@@ -188,7 +188,7 @@ class Numbering:
         known.size = x.numel()
         self._held[memory_of(x)] = weakref.ref(x)
         with self.unseen():
-            known.given = Given(number, x.detach().clone(), True, name)
+            known.given = ProgramInput(number, x.detach().clone(), True, name)
             self.tape.events.append(known.given)
         return number
 
@@ -285,7 +285,7 @@ class Numbering:
                 return self._lost(x, "where a tensor came from is not known")
         random = x in self._random
         number = self._number(x, False)
-        self.tape.events.append(Given(number, x.detach().clone(), random=random))
+        self.tape.events.append(ProgramInput(number, x.detach().clone(), random=random))
         return number
 
     def _parameter_at(self, x: Tensor) -> Known | None:
@@ -300,12 +300,12 @@ class Numbering:
         """Take a tensor for data that autograd follows, and whose gradient goes nowhere."""
         number = self._number(x, True)
         with self.unseen():
-            self.tape.events.append(Given(number, x.detach().clone()))
+            self.tape.events.append(ProgramInput(number, x.detach().clone()))
 
     def _lost(self, x: Tensor, why: str) -> int:
         """Take a tensor for data, with a word on why, which counts where a loss depends on it."""
         number = self._number(x, True)
-        self.tape.events.append(Given(number, x.detach().clone(), lost=why, site=self.site()))
+        self.tape.events.append(ProgramInput(number, x.detach().clone(), lost=why, site=self.site()))
         return number
 
     def _view(self, x: Tensor) -> int | None:

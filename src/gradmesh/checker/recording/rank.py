@@ -22,7 +22,7 @@ from gradmesh.checker.recording.names import Modules
 from gradmesh.checker.recording.recorder import Recorder
 from gradmesh.checker.recording.tape import Tape
 from gradmesh.checker.recording.verbs import Verbs
-from gradmesh.state import FOLLOWED, rank_state
+from gradmesh.state import ACTIVE_TRACERS, rank_state
 
 __all__ = ["run_rank"]
 
@@ -61,10 +61,10 @@ def run_rank(
     torch.set_num_threads(1)
     tape, modules = Tape(rank, size), Modules()
     recorder = Recorder(tape, modules, Path(folder) / f"{rank}.calls")
-    begun = time.perf_counter()
+    start = time.perf_counter()
 
     def enough() -> None:
-        tape.ended, tape.seconds = "stopped", time.perf_counter() - begun
+        tape.ended, tape.seconds = "stopped", time.perf_counter() - start
         _leave(tape, recorder, Path(folder))
 
     try:
@@ -75,8 +75,8 @@ def run_rank(
             stack.enter_context(watched(recorder, steps, enough))
             if record:
                 stack.enter_context(recorder)
-                rank_state().follower = Verbs(recorder)
-                FOLLOWED[0] += 1
+                rank_state().tracer = Verbs(recorder)
+                ACTIVE_TRACERS[0] += 1
             kept = _run(target)  # noqa: F841  DDP may never end where its group is destroyed before it
     except SystemExit as error:
         if error.code not in (None, 0):
@@ -84,7 +84,7 @@ def run_rank(
     except BaseException as error:
         _failed(tape, recorder, error, Path(folder))
     if tape.ended != "stopped":
-        tape.seconds = time.perf_counter() - begun
+        tape.seconds = time.perf_counter() - start
         _leave(tape, recorder, Path(folder))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -27,11 +27,11 @@ from gradmesh.checker.recording.collectives import Call, call_of
 from gradmesh.checker.recording.gradients import address_of, gradient_of, is_multiple
 from gradmesh.checker.recording.names import Modules
 from gradmesh.checker.recording.numbering import Numbering, mapped
-from gradmesh.checker.recording.tape import Back, Given, Op, Ref, Saved, Scaled, Sent, Tape
-from gradmesh.inference.operators import tensors_in
-from gradmesh.inference.tape import memory_of
+from gradmesh.checker.recording.tape import Back, Op, ProgramInput, Ref, Saved, Scaled, Sent, Tape
+from gradmesh.type_inference.operators import tensors_in
+from gradmesh.type_inference.tape import memory_of
 
-__all__ = ["Begun", "Recorder"]
+__all__ = ["PendingEvent", "Recorder"]
 
 _CHECKPOINT = torch.utils.checkpoint.__file__
 """What is detached in here is what autograd keeps."""
@@ -43,7 +43,7 @@ _SCALING = {"mul_", "div_", "_foreach_mul_", "_foreach_div_"}
 
 
 @dataclass(slots=True)
-class Begun:
+class PendingEvent:
     """A collective or a message that is under way.
 
     Attributes:
@@ -292,7 +292,7 @@ class Recorder(Numbering, DispatchMode):
         scale = mask.to(made.dtype) / (1 - args[1]) if args[2] else torch.ones_like(made)
         self._numbers += 1
         factor = Ref(self._numbers)
-        self.tape.events.append(Given(factor.id, scale, random=True))
+        self.tape.events.append(ProgramInput(factor.id, scale, random=True))
         outs = [self._number(made, True)]
         product = (event.args[0], factor)
         self.tape.events.append(Op("aten.mul.Tensor", product, {}, outs, event.site, event.call))
@@ -304,26 +304,26 @@ class Recorder(Numbering, DispatchMode):
         call = call_of(func, args, kwargs)
         if call is None:
             return self._waited(func, args, kwargs)
-        begun = self.begins(call)
-        if begun.event.followed:
-            begun.event.outs = [self.target(x) for x in call.outs or ()]
+        pending = self.begins(call)
+        if pending.event.followed:
+            pending.event.outs = [self.target(x) for x in call.outs or ()]
         result = func(*args, **kwargs)
-        if self.roots and not begun.event.followed and not self.backward:
+        if self.roots and not pending.event.followed and not self.backward:
             self.changes.arrives(tensors_in(result) if call.outs is None else call.outs)
-        self.tape.events.append(begun.event)
-        if begun.event.followed:
+        self.tape.events.append(pending.event)
+        if pending.event.followed:
             made = list(tensors_in(result)) if call.outs is None else call.outs
             if call.outs is None:
-                begun.event.outs = [self._number(x, True) for x in made]
+                pending.event.outs = [self._number(x, True) for x in made]
             if func.namespace == "c10d" and call.kind == "reduce_scatter":
                 for x in made:
                     self._awaited[x] = True
-            self.came(begun, made)
+            self.came(pending, made)
         elif call.kind == "all_reduce" and call.reduce == "sum" and len(call.ins) == 1:
-            self._remember(begun.event, call.ins[0])
+            self._remember(pending.event, call.ins[0])
         return result
 
-    def begins(self, call: Call, *, may_follow: bool = True) -> Begun:
+    def begins(self, call: Call, *, may_follow: bool = True) -> PendingEvent:
         """Say that a collective or a message is about to be made, and take down what is handed in.
 
         Args:
@@ -361,31 +361,31 @@ class Recorder(Numbering, DispatchMode):
             self._handed.append((event, [x for x in call.ins or call.outs or () if x.is_leaf]))
         if event.followed:
             event.ins = [self.ref(x) for x in call.ins]
-        return Begun(event, cut)
+        return PendingEvent(event, cut)
 
-    def came(self, begun: Begun, made: Sequence[Tensor]) -> None:
+    def came(self, pending: PendingEvent, made: Sequence[Tensor]) -> None:
         """Say what a followed call wrote to, or made, all of which has its number."""
         for x in made:
             self._holds_gradients(x)
-            if begun.cut:
+            if pending.cut:
                 self._cut[x] = True
-            self._known[x].received = begun.event.kind == "recv"
+            self._known[x].received = pending.event.kind == "recv"
 
-    def begins_verb(self, call: Call, *, may_follow: bool) -> Begun:
+    def begins_verb(self, call: Call, *, may_follow: bool) -> PendingEvent:
         """Say that one of the library's own calls is about to be made, which makes one tensor, and take it down."""
-        begun = self.begins(call, may_follow=may_follow)
-        begun.event.hidden = False
-        if begun.event.followed:
+        pending = self.begins(call, may_follow=may_follow)
+        pending.event.hidden = False
+        if pending.event.followed:
             self._numbers += 1
-            begun.event.outs = [self._numbers]
-        self.tape.events.append(begun.event)
-        return begun
+            pending.event.outs = [self._numbers]
+        self.tape.events.append(pending.event)
+        return pending
 
-    def made_verb(self, begun: Begun, y: Tensor) -> None:
+    def made_verb(self, pending: PendingEvent, y: Tensor) -> None:
         """Say what came of it, maybe in another thread and later."""
-        if begun.event.followed:
-            self._numbered(y, begun.event.outs[0], True)
-            self.came(begun, [y])
+        if pending.event.followed:
+            self._numbered(y, pending.event.outs[0], True)
+            self.came(pending, [y])
 
     def _remember(self, event: Sent, x: Tensor) -> None:
         if x.numel() == 1:

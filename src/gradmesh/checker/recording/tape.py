@@ -16,12 +16,12 @@ __all__ = [
     "Called",
     "Changed",
     "Event",
-    "Given",
     "Hooked",
     "Lost",
     "Op",
     "Over",
     "Param",
+    "ProgramInput",
     "Ref",
     "Root",
     "Saved",
@@ -43,7 +43,7 @@ class Ref:
 
 
 @dataclass(slots=True)
-class Given:
+class ProgramInput:
     """A tensor that no recorded operator made: a parameter, data, what was computed without gradients.
 
     Attributes:
@@ -166,7 +166,7 @@ class Back:
         repeats: whether it can be run again: nothing of it was drawn at random in place.
     """
 
-    ops: list[Op | Given]
+    ops: list[Op | ProgramInput]
     met: list[Tensor | None]
     gave: list[Tensor | None]
     outs: list[int | None]
@@ -364,7 +364,7 @@ class Lost:
     site: int
 
 
-Event = Given | Alias | Op | Sent | Root | Term | Step | Scaled | Saved | Lost | Over | Hooked
+Event = ProgramInput | Alias | Op | Sent | Root | Term | Step | Scaled | Saved | Lost | Over | Hooked
 
 
 @dataclass

@@ -11,15 +11,15 @@ from torch import Tensor
 from gradmesh._torch import functorch_active, is_fake
 from gradmesh.axis import Axis
 from gradmesh.checker.recording.collectives import Call
-from gradmesh.checker.recording.recorder import Begun, Recorder
+from gradmesh.checker.recording.recorder import PendingEvent, Recorder
 from gradmesh.checker.recording.tape import Lost, Term, Verb
 from gradmesh.ops.base import Op
 from gradmesh.ops.encoding import encode
 from gradmesh.ops.extremum import Extremum
 from gradmesh.ops.mean import Mean
 from gradmesh.ops.pair import Receive, Send
+from gradmesh.transport.comm_thread import job_here
 from gradmesh.types import Type
-from gradmesh.wire.courier import job_here
 
 __all__ = ["Verbs"]
 
@@ -35,7 +35,7 @@ class Verbs:
 
     def __init__(self, recorder: Recorder) -> None:
         self._to = recorder
-        self._begun: dict[int, Begun] = {}
+        self._begun: dict[int, PendingEvent] = {}
         """Calls that another thread makes, by what autograd remembers of them."""
 
     def begins(self, op: Op, x: Tensor, recorded: Any) -> None:
@@ -47,9 +47,9 @@ class Verbs:
         """Run an op of the library, and write it down."""
         if job_here() is not None:  # what is recorded of a thread is that of the program's own
             y = run()
-            begun = self._begun.pop(id(recorded), None)
-            if begun is not None:
-                self._to.made_verb(begun, y)
+            pending = self._begun.pop(id(recorded), None)
+            if pending is not None:
+                self._to.made_verb(pending, y)
             return y
         if self._to.quiet or is_fake(x):
             return run()
@@ -59,10 +59,10 @@ class Verbs:
             )
             with self._to.unseen():
                 return run()
-        begun = self._write(op, x)
+        pending = self._write(op, x)
         with self._to.unseen():
             y = run()
-        self._to.made_verb(begun, y)
+        self._to.made_verb(pending, y)
         return y
 
     def declare(self, x: Tensor, axis: Axis, kind: Type) -> None:
@@ -71,7 +71,7 @@ class Verbs:
         if kind is Type.V and number is not None and not self._to.quiet:
             self._to.tape.events.append(Term(number, tuple(axis.global_ranks)))
 
-    def _write(self, op: Op, x: Tensor) -> Begun:
+    def _write(self, op: Op, x: Tensor) -> PendingEvent:
         alone = op.axis.size == 1 or not (op.sends or isinstance(op, Send | Receive))
         ranks = (self._to.tape.rank,) if alone else tuple(op.axis.global_ranks)
         call = Call(op.verb, ranks, f"gradmesh {op.axis.name}", [x], None)
@@ -86,10 +86,10 @@ class Verbs:
         call.verb = Verb(
             code.words, code.numbers, list(map(_readable, code.tensors)), op.axis.rank, op.axis.size
         )
-        begun = self._to.begins_verb(call, may_follow=followed and not rounds)
-        if rounds and followed and begun.event.phase == "apart":
-            self._to.tape.events.append(Lost(f"{op.verb} rounds what travels", begun.event.site))
-        return begun
+        pending = self._to.begins_verb(call, may_follow=followed and not rounds)
+        if rounds and followed and pending.event.phase == "apart":
+            self._to.tape.events.append(Lost(f"{op.verb} rounds what travels", pending.event.site))
+        return pending
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradmesh.checker.recording.tape import Back, Given, Op, Ref
+from gradmesh.checker.recording.tape import Back, Op, ProgramInput, Ref
 
 __all__ = ["Unclear", "hook_of", "named_operator", "scale_of", "through"]
 
@@ -129,7 +129,7 @@ def _run(back: Back, gradients: Sequence[Tensor | None]) -> list[Tensor | None] 
     try:
         with torch.no_grad():
             for each in back.ops:
-                if isinstance(each, Given):
+                if isinstance(each, ProgramInput):
                     tensors[each.id] = each.value.clone()
                 elif isinstance(each, Op):
                     result = named_operator(each.name)(*valued(each.args), **valued(each.kwargs))

@@ -14,11 +14,11 @@ from gradmesh.checker.recording.tape import (
     Alias,
     Called,
     Event,
-    Given,
     Hooked,
     Lost,
     Op,
     Over,
+    ProgramInput,
     Ref,
     Root,
     Sent,
@@ -80,7 +80,7 @@ class Rank:
         self.returned = put_back(events)
         self.continues = any(isinstance(event, Root) and event.passed_on for event in events)
         for event in events:
-            if isinstance(event, Given):
+            if isinstance(event, ProgramInput):
                 value = event.value
                 if event.lost and (value.is_floating_point() or value.is_complex()):
                     missing = value.clone().requires_grad_()

@@ -1,6 +1,6 @@
 """The library's own calls as arithmetic on the ranks' tensors: each op as it is, on a wire that autograd follows.
 
-All motions of a carrier come down to `exchange`, which here is a concatenation of slices of the other ranks' tensors.
+All motions of a transport come down to `exchange`, which here is a concatenation of slices of the other ranks' tensors.
 So the gradient is what autograd makes of the forward, and nothing of the ops' own adjoints is believed.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from gradmesh.axis import Axis
 from gradmesh.checker.recording.tape import Verb
 from gradmesh.ops.encoding import Encoded, decoded_on
-from gradmesh.wire import Carrier
+from gradmesh.transport import Transport
 
 __all__ = ["results_of_verb"]
 
@@ -37,7 +37,7 @@ class _Table:
         return got
 
 
-class _Arithmetic(Carrier):
+class _Arithmetic(Transport):
     """One rank's way over the table."""
 
     def __init__(self, axis: Axis, table: _Table) -> None:

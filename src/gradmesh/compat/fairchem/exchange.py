@@ -19,7 +19,7 @@ from gradmesh.errors import ShapeError
 from gradmesh.nn.graph import GraphPlan, Rows
 from gradmesh.nn.graph.agree import meeting
 from gradmesh.nn.graph.edges import checked_edges
-from gradmesh.nn.graph.given import checked_own, checked_owner, failing, see_that_own_fits
+from gradmesh.nn.graph.inputs import checked_own, checked_owner, failing, see_that_own_fits
 from gradmesh.ops.neighbor import NeighborAllToAll, Picked
 from gradmesh.ops.sizes import Sizes
 from gradmesh.types import R

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gradmesh._torch import default_group
 from gradmesh.axis import Axis
-from gradmesh.compat._ops import alone
+from gradmesh.compat._ops import single_rank_axis
 from gradmesh.errors import ArgumentError, GradmeshError, NotInitializedError, message
 from gradmesh.state import rank_state
 from gradmesh.world import world_group
@@ -235,4 +235,4 @@ def get_gp_world_size() -> int:
 def gp_axis() -> Axis:
     """The ranks that share this rank's graph, as an axis; before the set-up this rank alone."""
     group = get_gp_group()
-    return alone("gp") if group is None else Axis("gp", group.rank(), group.size(), group)
+    return single_rank_axis("gp") if group is None else Axis("gp", group.rank(), group.size(), group)

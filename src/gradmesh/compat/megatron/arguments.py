@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradmesh.axis import Axis, AxisLike, resolve
-from gradmesh.compat._ops import alone
+from gradmesh.compat._ops import single_rank_axis
 from gradmesh.errors import AxisError, message
 from gradmesh.state import rank_state
 from gradmesh.world import current_mesh
@@ -82,7 +82,7 @@ def axis_of(group: Group) -> Axis:
 def _of_ranks(group: Ranks) -> Axis:
     """The axis of an object with a rank and a size; where there are several, it has to hold what connects them."""
     if group.size() == 1:
-        return alone("group")
+        return single_rank_axis("group")
     held = [
         value for value in getattr(group, "__dict__", {}).values() if isinstance(value, dist.ProcessGroup)
     ]

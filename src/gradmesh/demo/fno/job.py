@@ -142,7 +142,7 @@ def run(job: Job, tell: Tell | None = None) -> Result:
         ArgumentError: the number of ranks or the backend cannot be.
         RankError: a rank failed.
     """
-    tell, begun = tell or (lambda *_: None), time.perf_counter()
+    tell, started = tell or (lambda *_: None), time.perf_counter()
     with one_thread():
         fields, solutions = data_of(job)
         dense = dense_operator(job)
@@ -168,7 +168,7 @@ def run(job: Job, tell: Tell | None = None) -> Result:
         max(_apart(each[-1].operator.state_dict().values(), state.values()) for each, _, _ in found),
         float(relative_error(diffused(fields[held]), solutions[held], False)),
         (fields[-1], solutions[-1], found[0][2]),
-        time.perf_counter() - begun,
+        time.perf_counter() - started,
     )
 
 

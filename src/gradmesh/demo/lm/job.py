@@ -73,7 +73,7 @@ def run(job: Job, tell: Tell) -> Result:
     words, text = words_of()
     dense = dense_model(len(words), settings)
     with one_thread():
-        begun = time.perf_counter()
+        started = time.perf_counter()
         near = tell if job.backend == "threads" else None
         found = gm.launch(
             follow, job.ranks, backend=job.backend, args=(settings, job.dp, job.sp, job.tp, near)
@@ -94,5 +94,5 @@ def run(job: Job, tell: Tell) -> Result:
         max(float((whole[name] - state[name]).abs().max()) for name in state),
         len(words),
         (sum(each.numel() for each in dense.parameters()), max(own for _, _, own in found)),
-        {IN_PARTS: between - begun, ALONE: over - between},
+        {IN_PARTS: between - started, ALONE: over - between},
     )

@@ -20,7 +20,7 @@ from gradmesh.autograd import apply
 from gradmesh.axis import Axis, AxisLike, balanced
 from gradmesh.nn.attention.blocks import exact
 from gradmesh.nn.attention.by_ring import blockwise
-from gradmesh.nn.attention.given import Given, Lengths
+from gradmesh.nn.attention.inputs import AttentionInputs, Lengths
 from gradmesh.nn.order import Order, places
 from gradmesh.ops.all_to_all import AllToAll
 from gradmesh.ops.sizes import Sizes
@@ -97,7 +97,7 @@ def ulysses_attention(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [True, True]
     """
-    given = Given.of(
+    given = AttentionInputs.of(
         _VERB,
         q,
         k,
@@ -126,7 +126,7 @@ def ulysses_attention(
     if (asked := heads.sent) is not None:
         k, v = k.index_select(1, asked.to(k.device)), v.index_select(1, asked.to(v.device))
     rows, keys = Sizes(given.rows), Sizes(given.keys)
-    there = AllToAll(given.axis, 1, 2, Sizes(heads.queries), rows, made_of=given.words)
+    there = AllToAll(given.axis, 1, 2, Sizes(heads.queries), rows, operand_desc=given.words)
     features = k.shape[3], v.shape[3]
     q = _sorted(apply(there, q), given, given.rows)
     others = replace(there, split_sizes=Sizes(heads.groups), concat_sizes=keys)
@@ -171,7 +171,7 @@ class _Heads:
 
 
 def _local(
-    given: Given,
+    given: AttentionInputs,
     heads: _Heads,
     q: Tensor,
     k: Tensor,
@@ -198,7 +198,7 @@ def _local(
     return attention(q, k, v, **told)
 
 
-def _sorted(x: Tensor, given: Given, sizes: tuple[int, ...], *, back: bool = False) -> Tensor:
+def _sorted(x: Tensor, given: AttentionInputs, sizes: tuple[int, ...], *, back: bool = False) -> Tensor:
     """The whole sequence in its own order, or back in that of the ranks."""
     if given.order == "plain" or sizes != given.keys:
         return x

@@ -7,7 +7,7 @@ from torch import Tensor
 from gradmesh.arguments import SizesLike
 from gradmesh.axis import AxisLike
 from gradmesh.nn.attention.blocks import exact
-from gradmesh.nn.attention.given import Given, Lengths
+from gradmesh.nn.attention.inputs import AttentionInputs, Lengths
 from gradmesh.nn.attention.node import attend
 from gradmesh.nn.attention.ring import Ring
 from gradmesh.nn.order import Order
@@ -74,7 +74,7 @@ def ring_attention(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [True, True]
     """
-    given = Given.of(
+    given = AttentionInputs.of(
         "nn.ring_attention",
         q,
         k,
@@ -91,7 +91,7 @@ def ring_attention(
     return blockwise(given, q, k, v)
 
 
-def blockwise(given: Given, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def blockwise(given: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention as it was asked for."""
     batch, heads, rows, _ = q.shape
     groups, features = k.shape[1], (k.shape[3], v.shape[3])

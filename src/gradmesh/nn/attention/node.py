@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import is_fake, is_legacy_batched, saves_for_a_checkpoint, tracing, transforms_active
-from gradmesh.autograd import LOOSE, apply, leaf, linked, refuse_lost, unlinked
+from gradmesh.autograd import DETACHED_TOKEN, apply, leaf, linked, refuse_lost, unlinked
 from gradmesh.errors import OrderError
 from gradmesh.nn.attention import composed
 from gradmesh.nn.attention.blocks import exact
 from gradmesh.nn.attention.ring import Ring, backward, forward
 from gradmesh.ops.permute import Shift
-from gradmesh.state import one_by_one, rank_state
-from gradmesh.wire import compiling
-from gradmesh.wire.claims import BACKWARD, CAN_JOIN, JOINS, NOTHING, Recorded
+from gradmesh.state import must_decompose, rank_state
+from gradmesh.transport import compiling
+from gradmesh.transport.call_checks import BACKWARD, CAN_BACKWARD, NEEDS_BACKWARD, ZERO_GRAD, CallRecord
 
 __all__ = ["attend"]
 
@@ -25,27 +25,27 @@ __all__ = ["attend"]
 def attend(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """What this rank's rows see, differentiably; inside `ordered()`, as the next link of the chain."""
     traced = compiling() or tracing() or is_fake(q)
-    if traced or transforms_active() or one_by_one() or any(is_legacy_batched(x) for x in (q, k, v)):
+    if traced or transforms_active() or must_decompose() or any(is_legacy_batched(x) for x in (q, k, v)):
         return composed.attention(ring, q, k, v, apply)
     recording = torch.is_grad_enabled()
     requires = recording and (q.requires_grad or k.requires_grad or v.requires_grad)
 
     def run(thread: Tensor | None) -> tuple[Tensor, Tensor]:
         joins = requires or thread is not None
-        call = Recorded(flags=JOINS * joins | CAN_JOIN * recording, linked=thread is not None)
+        call = CallRecord(flags=NEEDS_BACKWARD * joins | CAN_BACKWARD * recording, linked=thread is not None)
         with torch.no_grad():
             out, lse = forward(ring, q, k, v, call)
         if thread is None:
-            if not requires and not call.others_join:
-                return out, LOOSE
-            thread = LOOSE if requires else leaf()
+            if not requires and not call.others_need_backward:
+                return out, DETACHED_TOKEN
+            thread = DETACHED_TOKEN if requires else leaf()
         y, _, thread = _Node.apply(_Made(ring, call, out, lse), q, k, v, thread)  # type: ignore[no-untyped-call]
         return y, thread
 
     state, op = rank_state(), ring.op(0)
     if ring.axis.size == 1:
         return run(None)[0]
-    if state.begun.lost:
+    if state.started.lost:
         refuse_lost(op, k)
     chain = state.chain
     if chain is None:
@@ -69,7 +69,7 @@ class _Made:
     """What was computed before its node is made, as it was not known whether there would be one."""
 
     ring: Ring
-    call: Recorded
+    call: CallRecord
     out: Tensor
     lse: Tensor
 
@@ -108,14 +108,14 @@ def _slopes(
         grad = torch.zeros_like(saved[3])
     if following is None and ctx.call.linked:
         following = thread.clone()
-    call = Recorded(BACKWARD, ctx.call, NOTHING * nothing)
+    call = CallRecord(BACKWARD, ctx.call, ZERO_GRAD * nothing)
     if torch.is_grad_enabled() or is_legacy_batched(grad) or transforms_active():
         links = _Links(call, following if ctx.call.linked else thread)
         slopes = composed.gradients(ring, saved, grad, grad_lse, links.run)
         return None, *slopes, links.thread if ctx.call.linked else None
     slopes = backward(ring, saved, grad, grad_lse, call)
     # No gradient on any rank gives none, and not zeros, which are NaN behind an infinite derivative.
-    if nothing and not ctx.call.linked and (ring.axis.size == 1 or call.all_nothing):
+    if nothing and not ctx.call.linked and (ring.axis.size == 1 or call.all_zero):
         return None, None, None, None, None
     return None, *slopes, following
 
@@ -123,7 +123,7 @@ def _slopes(
 class _Links:
     """The calls of a backward that is recorded itself: links of the chain, or the first is tied to the forward call."""
 
-    def __init__(self, call: Recorded, thread: Tensor | None) -> None:
+    def __init__(self, call: CallRecord, thread: Tensor | None) -> None:
         self._call, self._linked = call, call.origin is not None and call.origin.linked
         self.thread = thread
 

@@ -14,10 +14,10 @@ from gradmesh.nn.attention.blocks import Gradients, Seen
 from gradmesh.nn.attention.tiles import Layout, Tile, tiles
 from gradmesh.ops.permute import Shift
 from gradmesh.ops.sizes import Sizes
-from gradmesh.overlap.begun import Begun, begun
-from gradmesh.wire import compiling
-from gradmesh.wire.claims import Recorded
-from gradmesh.wire.courier import Aside
+from gradmesh.overlap.async_nodes import AsyncCollective, started
+from gradmesh.transport import compiling
+from gradmesh.transport.call_checks import CallRecord
+from gradmesh.transport.comm_thread import AsyncAxis
 
 __all__ = ["Ring", "backward", "forward"]
 
@@ -47,7 +47,7 @@ class Ring:
         return self._op(hop) if compiling() else self._ops[hop % len(self.sizes)]
 
     def _op(self, hop: int) -> Shift:
-        plain, sizes = Shift(self.axis, made_of=self.words), self.sizes
+        plain, sizes = Shift(self.axis, operand_desc=self.words), self.sizes
         if all(size == sizes[0] for size in sizes):
             return plain
         hop %= len(sizes)
@@ -65,15 +65,15 @@ class Ring:
         """The scores that are to be taken then."""
         return tiles(self.layout, self.axis.rank, self.source(hop))
 
-    def start(self, hop: int, block: Tensor, call: Recorded) -> Begun:
+    def start(self, hop: int, block: Tensor, call: CallRecord) -> AsyncCollective:
         """Begin to hand a block on; where there is no way to go on meanwhile, it is done at once."""
         op = self.op(hop)
-        if type(op.axis) is Aside:
-            return begun(op, block, call)
-        return Begun(op, None, call, held=op.apply(block, call))
+        if type(op.axis) is AsyncAxis:
+            return started(op, block, call)
+        return AsyncCollective(op, None, call, held=op.apply(block, call))
 
     def blocks(
-        self, k: Tensor, v: Tensor, call: Recorded
+        self, k: Tensor, v: Tensor, call: CallRecord
     ) -> Iterator[tuple[tuple[Tile, ...], Tensor, Tensor]]:
         """The own keys and values and then those of the ranks before, each with its tiles."""
         size = self.axis.size
@@ -88,7 +88,7 @@ class Ring:
                 k, v = block.split(self.features, -1)
 
 
-def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, call: Recorded) -> tuple[Tensor, Tensor]:
+def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, call: CallRecord) -> tuple[Tensor, Tensor]:
     """The attention of this rank's rows to the keys of all ranks, and the logsumexp of each row's scores.
 
     Args:
@@ -109,7 +109,7 @@ def backward(
     saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     grad: Tensor,
     grad_lse: Tensor | None,
-    call: Recorded,
+    call: CallRecord,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients by the own rows, keys and values. Those of a block go round behind it, and home in the end.
 
@@ -122,7 +122,7 @@ def backward(
     """
     q, k, v, out, lse = saved
     gradients = Gradients(q, out, lse, grad, grad_lse, ring.scale)
-    way: Begun | None = None
+    way: AsyncCollective | None = None
     parts = k, v  # of which there are others at once: there is a hop
     for hop, (of, keys, values) in enumerate(ring.blocks(k, v, call)):
         parts = gradients.add(of, keys, values)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradmesh.wire import compiling
+from gradmesh.transport import compiling
 
 __all__ = ["Layout", "Piece", "Tile", "mask", "tiles"]
 

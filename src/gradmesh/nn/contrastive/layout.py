@@ -13,7 +13,7 @@ from gradmesh.axis import Axis
 from gradmesh.collectives import all_gather, all_reduce, reduce_scatter
 from gradmesh.nn.contrastive.kernels import Kernel, Logits, Tensors, grouped
 from gradmesh.nn.contrastive.ring import Round, ring_log_sums, ring_sum
-from gradmesh.nn.contrastive.tiles import Job, log_sum, log_sums, table_sum, widened
+from gradmesh.nn.contrastive.tiles import TileWork, log_sum, log_sums, table_sum, widened
 from gradmesh.types import R
 
 __all__ = ["ExpKernel", "Gathered", "Layout", "LogSums", "Passed"]
@@ -132,7 +132,7 @@ class Gathered:
             with torch.autocast(operands[0].device.type, enabled=False):
                 found = kernel(*map(widened, operands))
         else:
-            found = table_sum(Job(kernel, self.tile), operands, known)
+            found = table_sum(TileWork(kernel, self.tile), operands, known)
         rows, cols, shared = grouped(found, kernel.outputs)
         home = [reduce_scatter(y, self.axis, sizes=self.sizes) for y in cols]
         return (*rows, *home, *shared)
@@ -194,7 +194,7 @@ class Passed:
 
     def total(self, kernel: Kernel, operands: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Tensors:
         """In one round; the sums of the columns come home."""
-        return ring_sum(self.way, Job(kernel, self.tile), operands, known)
+        return ring_sum(self.way, TileWork(kernel, self.tile), operands, known)
 
     def logs(
         self, kernel: ExpKernel, rows: Sequence[Tensor], cols: Sequence[Tensor], *, columns: bool

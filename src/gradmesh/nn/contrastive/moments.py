@@ -10,7 +10,7 @@ from gradmesh.arguments import SizesLike
 from gradmesh.axis import Axis, AxisLike, balanced
 from gradmesh.collectives import all_reduce, reduce_scatter
 from gradmesh.errors import ArgumentError, message
-from gradmesh.nn.contrastive.given import Given
+from gradmesh.nn.contrastive.inputs import LossInputs
 from gradmesh.nn.contrastive.tiles import widened
 from gradmesh.types import Convention, I, R
 
@@ -67,7 +67,7 @@ def vic_reg_loss(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [37.5392, 37.5392]
     """
-    given = Given("nn.vic_reg_loss", {"left": left, "right": right}, axis, sizes=sizes, dst=dst)
+    given = LossInputs("nn.vic_reg_loss", {"left": left, "right": right}, axis, sizes=sizes, dst=dst)
     _refuse_one(given)
     x, y = widened(left), widened(right)
     features = x.shape[1]
@@ -128,7 +128,7 @@ def barlow_twins_loss(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [0.0068, 0.0068]
     """
-    given = Given("nn.barlow_twins_loss", {"left": left, "right": right}, axis, sizes=sizes, dst=dst)
+    given = LossInputs("nn.barlow_twins_loss", {"left": left, "right": right}, axis, sizes=sizes, dst=dst)
     _refuse_one(given)
     both = torch.stack([widened(left), widened(right)])
     centred = both - _mean(both, given)
@@ -141,7 +141,7 @@ def barlow_twins_loss(
     return given.mean((1 - diagonal).square().sum() + off_diagonal * others, 1)
 
 
-def _mean(x: Tensor, given: Given) -> Tensor:
+def _mean(x: Tensor, given: LossInputs) -> Tensor:
     """The mean over the samples of all ranks, which each rank takes from its own."""
     return all_reduce(x.sum(1, keepdim=True) / given.total, given.axis, dst=R)
 
@@ -155,7 +155,7 @@ def _own_rows(
     return own, axis.offset(sizes)
 
 
-def _refuse_one(given: Given) -> None:
+def _refuse_one(given: LossInputs) -> None:
     if given.total < 2:  # which every rank sees
         raise ArgumentError(
             message(

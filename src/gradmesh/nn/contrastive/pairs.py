@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradmesh.arguments import SizesLike
 from gradmesh.axis import AxisLike
-from gradmesh.nn.contrastive.given import Gather, Given, Number
+from gradmesh.nn.contrastive.inputs import Gather, LossInputs, Number
 from gradmesh.nn.contrastive.kernels import ExpBoth, Sigmoid
 from gradmesh.nn.contrastive.tiles import widened
 from gradmesh.types import Convention, I
@@ -77,7 +77,7 @@ def clip_loss(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [(0.5856, (1, 3)), (0.5856, (2, 3))]
     """
-    given = Given(
+    given = LossInputs(
         "nn.clip_loss",
         {"left": left, "right": right},
         axis,
@@ -137,7 +137,7 @@ def siglip_loss(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [0.6933, 0.6933]
     """
-    given = Given(
+    given = LossInputs(
         "nn.siglip_loss",
         {"left": left, "right": right},
         axis,

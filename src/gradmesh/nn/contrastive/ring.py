@@ -17,9 +17,9 @@ from torch import Tensor
 from gradmesh.axis import Axis
 from gradmesh.collectives import all_gather, shift
 from gradmesh.nn.contrastive.kernels import Adjoint, Batched, Logits, Tangent, Tensors, grouped
-from gradmesh.nn.contrastive.tiles import Job, log_sums, merged, tiled_sum
+from gradmesh.nn.contrastive.tiles import TileWork, log_sums, merged, tiled_sum
 from gradmesh.overlap.pending import Pending
-from gradmesh.state import one_by_one, rank_state
+from gradmesh.state import must_decompose, rank_state
 from gradmesh.structure import Packed
 
 __all__ = ["Round", "ring_log_sums", "ring_sum"]
@@ -55,7 +55,7 @@ class Round:
     order: int = 0
 
     @classmethod
-    def begun(
+    def started(
         cls,
         axis: Axis,
         sizes: tuple[int, ...],
@@ -115,8 +115,8 @@ class Round:
         A rank that refuses to is heard of here, as it would not be among calls that are begun. And the calls alone
         would not tell the derivatives of two sums apart.
         """
-        made_of = ", ".join(f"{str(x.dtype)[6:]}{list(x.shape[1:])}" for x in cols)
-        words = f"derivative {self.order} of loss {self.number}, of columns {made_of}"
+        operand_desc = ", ".join(f"{str(x.dtype)[6:]}{list(x.shape[1:])}" for x in cols)
+        words = f"derivative {self.order} of loss {self.number}, of columns {operand_desc}"
         all_gather(Packed(cols[0].new_zeros(1), words), self.axis)  # type: ignore[call-overload]
 
 
@@ -138,18 +138,18 @@ def ring_log_sums(
     return found[0], home[0] if columns else None, tuple(found[1:])
 
 
-def ring_sum(way: Round, job: Job, operands: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Tensors:
+def ring_sum(way: Round, job: TileWork, operands: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Tensors:
     """As `tiles.table_sum`, of this rank's rows over all ranks' columns, and of this rank's columns over all rows.
 
     Every rank takes part in the backward, whether its operands require grad or not.
     """
-    known = () if one_by_one() else known
+    known = () if must_decompose() else known
     joins = torch.zeros(1, requires_grad=True)
     found: Tensors = _RingSum.apply(way, job, len(known), joins, *known, *operands)  # type: ignore[no-untyped-call]
     return found
 
 
-def _summed(way: Round, job: Job, operands: Sequence[Tensor]) -> Tensors:
+def _summed(way: Round, job: TileWork, operands: Sequence[Tensor]) -> Tensors:
     rows, cols, shared = grouped(operands, job.kernel.counts)
     mine: list[Tensor] = []
     kept = job.kernel.outputs
@@ -168,7 +168,7 @@ class _RingSum(torch.autograd.Function):
     """A sum over tiles whose columns go round, every derivative of which is one."""
 
     @staticmethod
-    def forward(way: Round, job: Job, known: int, joins: Tensor, *tensors: Tensor) -> Tensors:  # noqa: ARG004
+    def forward(way: Round, job: TileWork, known: int, joins: Tensor, *tensors: Tensor) -> Tensors:  # noqa: ARG004
         if known:
             return tuple(y.clone() for y in tensors[:known])
         return _summed(way, job, tensors)
@@ -185,7 +185,7 @@ class _RingSum(torch.autograd.Function):
         kernel, operands = ctx.job.kernel, ctx.saved_tensors
         wanted = kernel.differentiated
         laid = merged(kernel, operands, grads)
-        found = iter(ring_sum(ctx.way.derived(), Job(Adjoint(kernel, wanted), ctx.job.tile), laid))
+        found = iter(ring_sum(ctx.way.derived(), TileWork(Adjoint(kernel, wanted), ctx.job.tile), laid))
         given = (
             next(found).to(x.dtype) if is_wanted else None
             for x, is_wanted in zip(operands, wanted, strict=True)
@@ -205,14 +205,14 @@ class _RingSum(torch.autograd.Function):
         flags, along = iter(moved), iter(filled)
         groups = grouped(operands, kernel.counts)
         laid = [x for own in groups for x in (*own, *[next(along) for _ in own if next(flags)])]
-        return ring_sum(ctx.way.derived(), Job(Tangent(kernel, moved), ctx.job.tile), laid)
+        return ring_sum(ctx.way.derived(), TileWork(Tangent(kernel, moved), ctx.job.tile), laid)
 
     @staticmethod
     def vmap(
         _: Any,
         in_dims: tuple[int | None, ...],
         way: Round,
-        job: Job,
+        job: TileWork,
         known: int,
         __: Tensor,
         *tensors: Tensor,
@@ -224,6 +224,6 @@ class _RingSum(torch.autograd.Function):
             for place, (x, dim) in enumerate(zip(operands, dims, strict=True))
         ]
         batched = Batched(job.kernel, tuple(dim is not None for dim in dims))
-        found = ring_sum(way, Job(batched, job.tile), moved)
+        found = ring_sum(way, TileWork(batched, job.tile), moved)
         cut = job.kernel.outputs.rows + job.kernel.outputs.cols
         return found, tuple(int(place < cut) for place in range(len(found)))

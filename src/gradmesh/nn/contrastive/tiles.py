@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gradmesh.nn.contrastive.kernels import Adjoint, Batched, Kernel, Logits, Tangent, Tensors, grouped
-from gradmesh.state import one_by_one
-from gradmesh.wire import compiling
+from gradmesh.state import must_decompose
+from gradmesh.transport import compiling
 
-__all__ = ["Job", "log_sum", "log_sums", "merged", "runs", "table_sum", "tiled_sum", "widened"]
+__all__ = ["TileWork", "log_sum", "log_sums", "merged", "runs", "table_sum", "tiled_sum", "widened"]
 
 
 @dataclass(frozen=True)
-class Job:
+class TileWork:
     """A kernel, and the size of its tiles."""
 
     kernel: Kernel
@@ -39,7 +39,7 @@ def widened(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def tiled_sum(job: Job, *operands: Tensor) -> Tensors:
+def tiled_sum(job: TileWork, *operands: Tensor) -> Tensors:
     """The kernel's outputs, summed over the tiles; no derivative, and no graph.
 
     Args:
@@ -76,7 +76,7 @@ def _add(sums: list[Tensor], more: Sequence[Tensor]) -> list[Tensor]:
     return [total.add_(x) for total, x in zip(sums, more, strict=True)]
 
 
-def table_sum(job: Job, operands: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Tensors:
+def table_sum(job: TileWork, operands: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Tensors:
     """The kernel's outputs, summed over the tiles, differentiably.
 
     Args:
@@ -86,7 +86,7 @@ def table_sum(job: Job, operands: Sequence[Tensor], known: Sequence[Tensor] = ()
     """
     if compiling():
         return _traced(job, operands)
-    known = () if one_by_one() else known
+    known = () if must_decompose() else known
     found: Tensors = _TableSum.apply(job, len(known), *known, *operands)  # type: ignore[no-untyped-call]
     return found
 
@@ -95,7 +95,7 @@ class _TableSum(torch.autograd.Function):
     """A sum over tiles, whose every derivative is one."""
 
     @staticmethod
-    def forward(job: Job, known: int, *tensors: Tensor) -> Tensors:
+    def forward(job: TileWork, known: int, *tensors: Tensor) -> Tensors:
         if known:
             return tuple(y.clone() for y in tensors[:known])
         return tiled_sum(job, *tensors)
@@ -115,7 +115,7 @@ class _TableSum(torch.autograd.Function):
         if not any(wanted):
             return (*none, *(None for _ in operands))
         adjoint = Adjoint(kernel, wanted)
-        found = iter(table_sum(Job(adjoint, ctx.job.tile), merged(kernel, operands, grads)))
+        found = iter(table_sum(TileWork(adjoint, ctx.job.tile), merged(kernel, operands, grads)))
         given = (
             next(found).to(x.dtype) if is_wanted else None
             for x, is_wanted in zip(operands, wanted, strict=True)
@@ -131,10 +131,10 @@ class _TableSum(torch.autograd.Function):
         groups = zip(grouped(operands, kernel.counts), grouped(given, kernel.counts), strict=True)  # type: ignore[arg-type]
         flags = iter(moved)
         laid = [x for own, their in groups for x in (*own, *[t for t in their if next(flags)])]
-        return table_sum(Job(tangent, ctx.job.tile), laid)
+        return table_sum(TileWork(tangent, ctx.job.tile), laid)
 
     @staticmethod
-    def vmap(_: Any, in_dims: tuple[int | None, ...], job: Job, known: int, *tensors: Tensor) -> Any:
+    def vmap(_: Any, in_dims: tuple[int | None, ...], job: TileWork, known: int, *tensors: Tensor) -> Any:
         operands, dims = tensors[known:], in_dims[2 + known :]
         cut = job.kernel.counts.rows + job.kernel.counts.cols
         moved = [
@@ -142,7 +142,7 @@ class _TableSum(torch.autograd.Function):
             for place, (x, dim) in enumerate(zip(operands, dims, strict=True))
         ]
         batched = Batched(job.kernel, tuple(dim is not None for dim in dims))
-        found = table_sum(Job(batched, job.tile), moved)
+        found = table_sum(TileWork(batched, job.tile), moved)
         cut = job.kernel.outputs.rows + job.kernel.outputs.cols
         return found, tuple(int(place < cut) for place in range(len(found)))
 
@@ -153,7 +153,7 @@ def merged(kernel: Kernel, operands: Sequence[Tensor], more: Sequence[Tensor]) -
     return [x for own, added in groups for x in (*own, *added)]
 
 
-def _traced(job: Job, operands: Sequence[Tensor]) -> Tensors:
+def _traced(job: TileWork, operands: Sequence[Tensor]) -> Tensors:
     """The same in a program that is being compiled: each tile is a checkpoint, which the compiler knows."""
     rows, cols, shared = grouped(operands, job.kernel.counts)
     kept = job.kernel.outputs

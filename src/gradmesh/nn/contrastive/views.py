@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradmesh.arguments import SizesLike
 from gradmesh.axis import AxisLike
-from gradmesh.nn.contrastive.given import Gather, Given, Number
+from gradmesh.nn.contrastive.inputs import Gather, LossInputs, Number
 from gradmesh.nn.contrastive.kernels import ExpLabelled, ExpOthers
 from gradmesh.nn.contrastive.tiles import widened
 from gradmesh.types import Convention, I
@@ -57,7 +57,7 @@ def nt_xent_loss(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [0.5944, 0.5944]
     """
-    given = Given(
+    given = LossInputs(
         "nn.nt_xent_loss",
         {"left": left, "right": right},
         axis,
@@ -112,7 +112,7 @@ def sup_con_loss(
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [0.2088, 0.2088]
     """
-    given = Given(
+    given = LossInputs(
         "nn.sup_con_loss",
         {"x": x},
         axis,
@@ -145,7 +145,7 @@ def sup_con_loss(
 
 
 def _loss(
-    given: Given,
+    given: LossInputs,
     views: Tensor,
     labels: Tensor | None,
     comm_dtype: torch.dtype | None,
@@ -175,7 +175,7 @@ def _loss(
     return given.mean(share, given.total * each)
 
 
-def _numbers(given: Given, views: int, z: Tensor) -> Tensor:
+def _numbers(given: LossInputs, views: int, z: Tensor) -> Tensor:
     """A number for each of this rank's views, among all."""
     each = given.sizes or (given.rows,) * given.axis.size
     begin = list(accumulate(each, initial=0))[given.axis.rank] * views

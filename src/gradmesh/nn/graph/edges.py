@@ -12,7 +12,7 @@ from torch import Tensor
 from gradmesh._torch import is_fake, modes_active
 from gradmesh.arguments.plain import kind_of
 from gradmesh.errors import ArgumentError
-from gradmesh.wire import compiling
+from gradmesh.transport import compiling
 
 __all__ = [
     "INDEX",

@@ -14,7 +14,7 @@ from gradmesh.errors import ArgumentError, ShapeError, message
 from gradmesh.nn.graph.agree import agree, words
 from gradmesh.nn.graph.bound import Bound
 from gradmesh.nn.graph.edges import Edges, added, checked_edges, local_edges
-from gradmesh.nn.graph.given import checked_owner, failing, hops_of
+from gradmesh.nn.graph.inputs import checked_owner, failing, hops_of
 from gradmesh.nn.graph.rows import Rows
 from gradmesh.nn.graph.state import put_types, take_types
 from gradmesh.nn.graph.stored import digest
@@ -217,8 +217,8 @@ class HeteroPlan(Bound):
         kinds = self._kinds(x, "exchange")
         if not async_op or not kinds:
             return {kind: self.rows[kind].exchange(x[kind], **precision) for kind in kinds}
-        begun = [self.rows[kind].exchange(x[kind], async_op=True, **precision) for kind in kinds]
-        return together(begun, lambda rows: dict(zip(kinds, rows, strict=True)))
+        started = [self.rows[kind].exchange(x[kind], async_op=True, **precision) for kind in kinds]
+        return together(started, lambda rows: dict(zip(kinds, rows, strict=True)))
 
     def take(self, x: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The own rows of tensors that are the same on every rank, by type; as `GraphPlan.take`."""

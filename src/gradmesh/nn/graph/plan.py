@@ -13,8 +13,8 @@ from gradmesh.axis import AxisLike
 from gradmesh.nn.graph import state
 from gradmesh.nn.graph.agree import agree
 from gradmesh.nn.graph.edges import INDEX, Edges, added, checked_edges, is_table, local_edges, picked_edges
-from gradmesh.nn.graph.given import (
-    Given,
+from gradmesh.nn.graph.inputs import (
+    GraphInput,
     Kind,
     checked_own,
     checked_owner,
@@ -113,7 +113,7 @@ class GraphPlan(Rows):
         self._kind: Kind = "parts" if own is not None else "whole" if root is None else "root"
         self._root = -1 if root is None else call.rank(root)
         here, told = call.axis, [_KINDS.index(self._kind), depth, self._root]
-        given: Given | None = None
+        given: GraphInput | None = None
         if self._kind == "whole":
             nodes = checked_owner(owner, here.size, fail)
             pairs = checked_edges(edges, len(nodes), fail)
@@ -135,7 +135,7 @@ class GraphPlan(Rows):
 
     def _from_root(
         self, edges: Tensor | None, owner: Tensor | None, call: Call, told: list[int]
-    ) -> tuple[Given, Tensor]:
+    ) -> tuple[GraphInput, Tensor]:
         fail = failing(call)
         if call.axis.rank == self._root:
             owner = checked_owner(owner, call.axis.size, fail)
@@ -151,7 +151,7 @@ class GraphPlan(Rows):
         agree(call.axis, self.verb, "root and hops", told)
         return sent_by_root(edges, owner, call.axis, self._root)
 
-    def _build(self, given: Given, hops: int) -> None:
+    def _build(self, given: GraphInput, hops: int) -> None:
         """Find the edges and the remote rows, and ask for these."""
         found = given.ending_at(self.own, self) if given.whole else given
         pairs, numbers = [found.pairs], [found.numbers]

@@ -18,8 +18,8 @@ from gradmesh.nn.graph.edges import added
 from gradmesh.ops.neighbor import NeighborAllToAll, Picked
 from gradmesh.ops.sizes import Sizes
 from gradmesh.overlap.pending import Pending
+from gradmesh.transport import compiling
 from gradmesh.types import Convention, I, R
-from gradmesh.wire import compiling
 
 __all__ = ["Rows"]
 
@@ -283,7 +283,7 @@ class Rows(Bound):
         """The exchange, made once for each of the ways in which it can be asked for."""
         precision = call.precision
         if self.kind is not None:
-            precision = precision | {"made_of": f"rows of type {self.kind!r}"}
+            precision = precision | {"operand_desc": f"rows of type {self.kind!r}"}
         if compiling():
             return NeighborAllToAll(call.axis, 0, self._picked, **precision)
         key = (call.axis, *precision.values())

@@ -11,7 +11,7 @@ from gradmesh.axis import Axis
 from gradmesh.checking import FULL, check_level
 from gradmesh.collectives import replicate
 from gradmesh.nn.plain import known
-from gradmesh.wire import compiling
+from gradmesh.transport import compiling
 
 __all__ = ["out_of_range", "place", "same_on_all_ranks"]
 

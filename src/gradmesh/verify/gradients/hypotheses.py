@@ -19,7 +19,6 @@ __all__ = [
     "CONJUGATE",
     "DROPPED",
     "MEANS",
-    "NOTHING",
     "PRECISION",
     "SCALED",
     "SLICE",
@@ -28,6 +27,7 @@ __all__ = [
     "TIMES_W",
     "TWICE",
     "UNDER_W",
+    "ZERO_GRAD",
     "Case",
     "Fit",
     "fits",
@@ -43,7 +43,7 @@ DROPPED = "dropped on ranks that did not use the output"
 CONJUGATE = "conjugate missing"
 TERM = "one term of several scaled"
 SCALED = "scaled"
-NOTHING = "no gradient"
+ZERO_GRAD = "no gradient"
 PRECISION = "precision lost"
 
 
@@ -60,7 +60,7 @@ def _nothing(of: Cases) -> Fit | None:
     if not all(case.is_(torch.zeros_like(case.want)) for case in of.bad):
         return None
     if len(of.bad) == len(of.all):
-        return Fit(NOTHING, "there is no gradient on any rank: the path to the loss is cut")
+        return Fit(ZERO_GRAD, "there is no gradient on any rank: the path to the loss is cut")
     unused = [case.rank for case in of.bad if case.terms is not None and _small(case, case.terms[case.rank])]
     whose = " whose own loss does not depend on it" if len(unused) == len(of.bad) else ""
     return Fit(

@@ -138,7 +138,7 @@ class _Vectors:
         if not by_factor:
             return [1.0] if bool(((changed[0] - self._want).abs() <= self._allowed).all()) else None
         through = torch.stack([(each - self.base) / self._allowed for each in changed], 1)
-        owed = (self._want - self.base) / self._allowed
+        deferred = (self._want - self.base) / self._allowed
         size = through.norm(dim=0)
         there = size > 1
         if not bool(there.any()) or through.shape[0] <= through.shape[1]:
@@ -147,8 +147,8 @@ class _Vectors:
         if int(torch.linalg.matrix_rank(columns, rtol=1e-6)) < columns.shape[1]:
             return None
         x = torch.zeros(len(size), dtype=torch.float64)
-        x[there] = torch.linalg.lstsq(columns, owed.unsqueeze(1)).solution.squeeze(1) / size[there]
-        fits = bool(((owed - through @ x).abs() <= max(1.0, float(x.abs().max()))).all())
+        x[there] = torch.linalg.lstsq(columns, deferred.unsqueeze(1)).solution.squeeze(1) / size[there]
+        fits = bool(((deferred - through @ x).abs() <= max(1.0, float(x.abs().max()))).all())
         return [1 + float(each) for each in x] if fits else None
 
 
@@ -246,7 +246,7 @@ def _flat(x: Tensor) -> Tensor:
 
 def _likely(hypothesis: str, places: list[Found]) -> list[Suspect]:
     """Where nothing that was tried mends the gradients: what is known to do such a thing."""
-    missing = hypothesis in (h.SUM_MISSING, h.NOTHING, h.DROPPED, NONE_FITS)
+    missing = hypothesis in (h.SUM_MISSING, h.ZERO_GRAD, h.DROPPED, NONE_FITS)
     raw = [each for each in places if each.raw]
     forward_alone = [each for each in places if not each.raw and not each.ours and not each.back]
     both = [each for each in places if not each.raw and not each.ours and each.back]

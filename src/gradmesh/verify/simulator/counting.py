@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gradmesh.backends.threads.rendezvous import Part
+from gradmesh.backends.threads.rendezvous import Contribution
 
 __all__ = ["op_of", "payload_of", "sent_by"]
 
@@ -41,7 +41,7 @@ _OPS = {
 }
 
 
-def op_of(part: Part) -> str:
+def op_of(part: Contribution) -> str:
     """What travels; "withdrawn" for a call that its rank could not make."""
     return _OPS.get(part.call.partition("(")[0], "withdrawn")
 
@@ -58,12 +58,12 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.itemsize
 
 
-def payload_of(part: Part) -> int:
+def payload_of(part: Contribution) -> int:
     """Bytes of the tensors that a rank hands in."""
     return bytes_of(part.inputs)
 
 
-def sent_by(place: int, part: Part, size: int) -> int:
+def sent_by(place: int, part: Contribution, size: int) -> int:
     """Bytes that a rank has to give to others.
 
     Args:

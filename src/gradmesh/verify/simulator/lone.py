@@ -14,7 +14,7 @@ import torch
 
 from gradmesh import _torch
 from gradmesh.backends.threads.collectives import write
-from gradmesh.backends.threads.rendezvous import Group, Meeting, Part, Receive
+from gradmesh.backends.threads.rendezvous import Contribution, Group, Receive, Rendezvous
 from gradmesh.errors import ArgumentError, message
 from gradmesh.verify.simulator.counting import op_of
 from gradmesh.verify.simulator.watching import Watching
@@ -29,27 +29,27 @@ class Lone(Watching):
         self,
         group: Group,
         place: int,
-        part: Part,
-        kernel: Callable[[list[Part]], None],  # noqa: ARG002 - it wants every rank's part
+        part: Contribution,
+        kernel: Callable[[list[Contribution]], None],  # noqa: ARG002 - it wants every rank's part
         carried: Callable[[], None],
-    ) -> Meeting:
-        meeting = Meeting(group, group.calls[place])
+    ) -> Rendezvous:
+        meeting = Rendezvous(group, group.calls[place])
         group.calls[place] += 1
         _torch.in_plain_mode(lambda: _make_up(place, part, len(group.ranks)))
         carried()
         meeting.done = True
         return meeting
 
-    def send(self, group: Group, place: int, to: int, tag: int, part: Part) -> None:  # noqa: ARG002
+    def send(self, group: Group, place: int, to: int, tag: int, part: Contribution) -> None:  # noqa: ARG002
         """Refuse: nobody receives it."""
         raise _no_other_end(group, part)
 
-    def receive(self, group: Group, place: int, source: int | None, tag: int, part: Part) -> Receive:  # noqa: ARG002
+    def receive(self, group: Group, place: int, source: int | None, tag: int, part: Contribution) -> Receive:  # noqa: ARG002
         """Refuse: nobody sends it."""
         raise _no_other_end(group, part)
 
 
-def _no_other_end(group: Group, part: Part) -> ArgumentError:
+def _no_other_end(group: Group, part: Contribution) -> ArgumentError:
     return ArgumentError(
         message(
             "one rank that plays alone has nobody to exchange messages with",
@@ -62,7 +62,7 @@ def _no_other_end(group: Group, part: Part) -> ArgumentError:
     )
 
 
-def _make_up(place: int, part: Part, size: int) -> None:
+def _make_up(place: int, part: Contribution, size: int) -> None:
     """Write what would come, if every rank handed in what this one does."""
     op, pieces = op_of(part), part.pieces
     if op == "reduce_scatter":

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Mapping
 
 from gradmesh._torch import in_backward
-from gradmesh.backends.threads.rendezvous import Group, Part
+from gradmesh.backends.threads.rendezvous import Contribution, Group
 from gradmesh.call_sites import Site
+from gradmesh.transport.call_checks import TANGENT, CallRecord, OpCallCheck
 from gradmesh.verify.simulator.counting import op_of, payload_of, sent_by
 from gradmesh.verify.simulator.events import Event, Phase
-from gradmesh.wire.claims import TANGENT, CallClaim, Recorded
 
 __all__ = ["Notes", "show"]
 
@@ -28,19 +28,19 @@ class Notes:
         self._lock = threading.Lock()
         self._mesh = dict(mesh)
         self._axes: dict[Group, str] = {}
-        self._made_by: dict[int, tuple[Recorded, Event]] = {}
-        self._last: dict[tuple[Group, int], tuple[CallClaim, Site]] = {}
+        self._made_by: dict[int, tuple[CallRecord, Event]] = {}
+        self._last: dict[tuple[Group, int], tuple[OpCallCheck, Site]] = {}
 
-    def note(self, group: Group, place: int, part: Part, now: float) -> Event:
+    def note(self, group: Group, place: int, part: Contribution, now: float) -> Event:
         """Make an event of a call."""
         with self._lock:
             return self._note(group, place, part, now)
 
-    def _note(self, group: Group, place: int, part: Part, now: float) -> Event:
+    def _note(self, group: Group, place: int, part: Contribution, now: float) -> Event:
         told, first = self._told(group, place, part)
         recorded = None if told is None else told.recorded
         phase: Phase = "backward" if in_backward() else "forward"
-        origin: Recorded | None = None
+        origin: CallRecord | None = None
         if recorded is not None:
             origin = recorded.origin
             if recorded.role:
@@ -66,15 +66,15 @@ class Notes:
         self.events.append(event)
         return event
 
-    def _told(self, group: Group, place: int, part: Part) -> tuple[CallClaim | None, bool]:
+    def _told(self, group: Group, place: int, part: Contribution) -> tuple[OpCallCheck | None, bool]:
         """What the verb said of the call, and whether it is the verb's first motion.
 
         A verb may need several motions; only the first has its claim, and the others come from the same line.
         """
         key = group, place
-        if isinstance(part.claim, CallClaim):
-            self._last[key] = part.claim, part.site
-            return part.claim, True
+        if isinstance(part.call_check, OpCallCheck):
+            self._last[key] = part.call_check, part.site
+            return part.call_check, True
         last = self._last.get(key)
         if last is not None and part.direct and last[1] == part.site:
             return last[0], False

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from gradmesh.backends.threads.waiting import World
 from gradmesh.errors import ArgumentError, RankError, message
 from gradmesh.launch import Ranks
-from gradmesh.verify.simulator.alone import run_alone
 from gradmesh.verify.simulator.clocks import OwnClocks, WallClock
 from gradmesh.verify.simulator.events import Events
 from gradmesh.verify.simulator.lone import Lone
 from gradmesh.verify.simulator.model import CostModel
 from gradmesh.verify.simulator.schedule import Schedule
+from gradmesh.verify.simulator.single_rank import run_single_rank
 from gradmesh.verify.simulator.trace import trace_of
 from gradmesh.verify.simulator.watching import Watching
 from gradmesh.verify.simulator.wire import Wire
@@ -148,7 +148,7 @@ def simulate(
     results, error = [], None
     try:
         if only is not None:
-            results = [run_alone(world_size, only, prepare, watch, on_rank, timeout)]
+            results = [run_single_rank(world_size, only, prepare, watch, on_rank, timeout)]
         else:
             with Ranks(world_size, backend="threads", timeout=timeout) as ranks:
                 world = ranks.run(prepare)[0]

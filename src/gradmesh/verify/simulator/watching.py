@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from weakref import WeakKeyDictionary
 
 from gradmesh.backends.threads.observing import Observer
-from gradmesh.backends.threads.rendezvous import Group, Meeting, Part, Receive
+from gradmesh.backends.threads.rendezvous import Contribution, Group, Receive, Rendezvous
 from gradmesh.backends.threads.waiting import Waitable, World
 from gradmesh.verify.simulator.clocks import Clock, WallClock
 from gradmesh.verify.simulator.events import Event
@@ -23,7 +23,7 @@ from gradmesh.verify.simulator.wire import Wire
 
 __all__ = ["Watching"]
 
-Kernel = Callable[[list[Part]], None]
+Kernel = Callable[[list[Contribution]], None]
 
 
 class _Call:
@@ -58,7 +58,7 @@ class Watching(Observer):
         self._world, self._schedule = world, schedule
         self._calls: dict[tuple[Group, int], _Call] = {}
         self._of: WeakKeyDictionary[Waitable, _Call] = WeakKeyDictionary()
-        self._messages: dict[int, tuple[Part, float]] = {}
+        self._messages: dict[int, tuple[Contribution, float]] = {}
         self._free: dict[tuple[Group, int], float] = {}
 
     @property
@@ -135,7 +135,7 @@ class Watching(Observer):
 
     # -- what a rank calls
 
-    def meet(self, group: Group, place: int, part: Part, kernel: Kernel) -> Meeting:
+    def meet(self, group: Group, place: int, part: Contribution, kernel: Kernel) -> Rendezvous:
         """Note the call, and have its end entered when all ranks have made it."""
         with self._off_the_clock() as rank:
             self._turn(rank)
@@ -152,17 +152,17 @@ class Watching(Observer):
             return meeting
 
     def _bring(
-        self, group: Group, place: int, part: Part, kernel: Kernel, carried: Callable[[], None]
-    ) -> Meeting:
+        self, group: Group, place: int, part: Contribution, kernel: Kernel, carried: Callable[[], None]
+    ) -> Rendezvous:
         """Make the call; `carried` is to be called when all ranks have made it, before any of them goes on."""
 
-        def work(parts: list[Part]) -> None:
+        def work(parts: list[Contribution]) -> None:
             kernel(parts)
             carried()
 
         return group.bring(place, part, work)
 
-    def send(self, group: Group, place: int, to: int, tag: int, part: Part) -> None:
+    def send(self, group: Group, place: int, to: int, tag: int, part: Contribution) -> None:
         """Note the message, and when it is there."""
         with self._off_the_clock() as rank:
             self._turn(rank)
@@ -170,7 +170,7 @@ class Watching(Observer):
             self._messages[id(part)] = part, self.wire.send(event)
             group.hand(place, to, tag, part)
 
-    def receive(self, group: Group, place: int, source: int | None, tag: int, part: Part) -> Receive:
+    def receive(self, group: Group, place: int, source: int | None, tag: int, part: Contribution) -> Receive:
         """Note the call."""
         with self._off_the_clock() as rank:
             self._turn(rank)

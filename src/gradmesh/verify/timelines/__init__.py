@@ -1,6 +1,6 @@
 """What the ranks of a real run worked, began, sent and waited for; and a wire that is as slow as a test says.
 
-    through.py     a carrier that says of each motion what it is and what it sends; the two below are made of it
+    through.py     a transport that says of each motion what it is and what it sends; the two below are made of it
     delay.py       `delayed`: every motion takes at least what a cost model says
     recorder.py    what a rank notes while it is watched
     work.py        what a rank worked, from that

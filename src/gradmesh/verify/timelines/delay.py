@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from gradmesh.transport import Transport, install_middleware
 from gradmesh.verify.simulator.model import CostModel, Link
 from gradmesh.verify.timelines.through import Motion, Through
-from gradmesh.wire import Carrier, surrounded
 
 __all__ = ["delayed"]
 
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 class _Delayed(Through):
-    """A carrier whose motions take at least what a cost model says."""
+    """A transport whose motions take at least what a cost model says."""
 
-    def __init__(self, inner: Carrier, model: CostModel) -> None:
+    def __init__(self, inner: Transport, model: CostModel) -> None:
         super().__init__(inner)
         self._model = model
 
@@ -68,5 +68,5 @@ def delayed(wire: CostModel | Link) -> Iterator[None]:
     """
     model = CostModel(wire, "direct") if isinstance(wire, Link) else wire
     # Inside of what watches, so that a timeline shows the delay whichever of the two was entered first.
-    with surrounded(lambda carrier: _Delayed(carrier, model), innermost=True):
+    with install_middleware(lambda transport: _Delayed(transport, model), innermost=True):
         yield

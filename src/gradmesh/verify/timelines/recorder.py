@@ -12,13 +12,13 @@ from torch.overrides import TorchFunctionMode
 
 from gradmesh._torch import in_backward
 from gradmesh.call_sites import call_site
+from gradmesh.transport import Transport
+from gradmesh.transport.call_checks import TANGENT, CallRecord
+from gradmesh.transport.comm_thread import WorkItem, job_here
 from gradmesh.verify.simulator.events import Event, Phase
 from gradmesh.verify.simulator.notes import show
 from gradmesh.verify.timelines.through import Motion, Through
 from gradmesh.verify.timelines.work import Span
-from gradmesh.wire import Carrier
-from gradmesh.wire.claims import TANGENT, Recorded
-from gradmesh.wire.courier import Job, job_here
 
 __all__ = ["Noted", "Passes", "Recorder"]
 
@@ -43,12 +43,12 @@ class Recorder:
         self._thread = threading.get_ident()
         self._lock = threading.Lock()
         self._marked = False
-        self._made_by: dict[int, tuple[Recorded, Event]] = {}
+        self._made_by: dict[int, tuple[CallRecord, Event]] = {}
         self._made_beside: dict[int, Event] = {}
 
-    def note(self, carrier: Noted, motion: Motion, begin: float, end: float) -> None:
+    def note(self, transport: Noted, motion: Motion, begin: float, end: float) -> None:
         """Note a motion that has been made."""
-        recorded, job = carrier.recorded, job_here()
+        recorded, job = transport.recorded, job_here()
         here = job is None and threading.get_ident() == self._thread
         phase: Phase = "backward" if in_backward() else "forward"
         origin = None if recorded is None else recorded.origin
@@ -58,16 +58,16 @@ class Recorder:
             number=0,
             rank=self.rank,
             op=motion.op,
-            verb=carrier.verb,
-            axis=carrier.axis.name,
-            size=carrier.axis.size,
+            verb=transport.verb,
+            axis=transport.axis.name,
+            size=transport.axis.size,
             payload=motion.payload,
             sent=round(motion.sent),
             phase=phase,
             line=show(call_site()),
             origin=None,
             of="" if origin is None else show(origin.site),
-            called=begin if job is None else job.begun,
+            called=begin if job is None else job.started,
             start=begin,
             end=end,
         )
@@ -83,7 +83,7 @@ class Recorder:
         if here:
             self._stand(event, begin, end)
 
-    def waited(self, job: Job[Any], begin: float, end: float) -> None:
+    def waited(self, job: WorkItem[Any], begin: float, end: float) -> None:
         """Note a wait for what was begun, if it is this thread that waited."""
         if threading.get_ident() != self._thread:
             return
@@ -109,13 +109,13 @@ class Recorder:
 
 
 class Noted(Through):
-    """A carrier whose motions are noted."""
+    """A transport whose motions are noted."""
 
-    def __init__(self, inner: Carrier, recorder: Recorder) -> None:
+    def __init__(self, inner: Transport, recorder: Recorder) -> None:
         super().__init__(inner)
         self._recorder = recorder
-        self.verb = "" if self.claim is None else self.claim.verb
-        self.recorded = None if self.claim is None else self.claim.recorded
+        self.verb = "" if self.call_check is None else self.call_check.verb
+        self.recorded = None if self.call_check is None else self.call_check.recorded
 
     def through(self, motion: Motion, move: Callable[[], T]) -> T:
         """Make the motion, and note it."""

@@ -1,4 +1,4 @@
-"""A carrier that moves everything by another one, and says of each motion what it is and how many bytes it sends.
+"""A transport that moves everything by another one, and says of each motion what it is and how many bytes it sends.
 
 The words and the bytes are those of the simulator (`gradmesh.verify.simulator.counting`): `payload` is what this rank
 hands in, `sent` what it has to give to others, by no particular algorithm. Of a gather both are those of the rank with
@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from gradmesh.wire import Carrier
+from gradmesh.transport import Transport
 
 __all__ = ["Motion", "Through"]
 
@@ -34,15 +34,15 @@ class Motion(NamedTuple):
     sent: float
 
 
-class Through(Carrier):
-    """A carrier around another one.
+class Through(Transport):
+    """A transport around another one.
 
     Args:
-        inner: the carrier that moves.
+        inner: the transport that moves.
     """
 
-    def __init__(self, inner: Carrier) -> None:
-        super().__init__(inner.axis, inner.claim)
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner.axis, inner.call_check)
         self.inner = inner
 
     @abc.abstractmethod
@@ -51,7 +51,7 @@ class Through(Carrier):
 
         Args:
             motion: what it is.
-            move: makes it, by the carrier inside.
+            move: makes it, by the transport inside.
         """
 
     def exchange(

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator
 import torch.distributed as dist
 
 from gradmesh.errors import MissingExtraError, message
+from gradmesh.transport import install_middleware
+from gradmesh.transport.middleware import waits_seen
 from gradmesh.verify.joining import complete
 from gradmesh.verify.simulator.events import Event, Events
 from gradmesh.verify.simulator.trace import Work, trace_of
 from gradmesh.verify.timelines.recorder import Noted, Passes, Recorder
 from gradmesh.verify.timelines.work import worked
-from gradmesh.wire import surrounded
-from gradmesh.wire.around import waits_seen
 
 __all__ = ["Timeline", "timeline"]
 
@@ -138,7 +138,7 @@ def timeline() -> Iterator[Timeline]:
     found = Timeline()
     recorder = Recorder(dist.get_rank() if dist.is_initialized() else 0)
     with (
-        surrounded(lambda carrier: Noted(carrier, recorder)),
+        install_middleware(lambda transport: Noted(transport, recorder)),
         waits_seen(recorder.waited),
         Passes(recorder),
     ):

@@ -1,0 +1,252 @@
+"""What backward owes to leaves: local gradients that wait for one sum over the ranks.
+
+What counts is where the forward ran. A call inside of the block whose operand is a leaf, and whose adjoint sends, gets
+an entry; its backward adds to the entry and sends nothing. A call outside of the block whose leaf and op have an entry
+adds to it too, and has the sums taken at the end of that backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from gradmesh._torch import (
+    accumulates,
+    after_pass,
+    backward_pass,
+    can_accumulate_later,
+    in_backward,
+    leaf_behind,
+    saves_for_a_checkpoint,
+)
+from gradmesh.axis import Axis
+from gradmesh.call_sites import Site
+from gradmesh.deferred.messages import totals
+from gradmesh.errors import OrderError, message
+from gradmesh.ops.base import LinearOp
+from gradmesh.ops.opaque import Traced
+from gradmesh.transport.call_checks import DEFERRED, CallRecord
+
+__all__ = ["DeferredReduction", "DeferredReductions"]
+
+T = TypeVar("T")
+
+
+class DeferredReduction:
+    """What one call of an op on one leaf is owed, over all micro-batches.
+
+    Attributes:
+        leaf: the leaf.
+        op: the op.
+        serial: its place among the entries of the ledger, the same on every rank.
+        site: where the first of the calls was made.
+        grad: this rank's gradient of the result so far, in memory of its own; None: there was none.
+        met: whether a backward pass has come through.
+    """
+
+    __slots__ = ("grad", "leaf", "ledger", "met", "op", "serial", "site")
+
+    def __init__(
+        self, ledger: DeferredReductions, leaf: Tensor, op: LinearOp, serial: int, site: Site
+    ) -> None:
+        self.ledger, self.leaf, self.op, self.serial, self.site = ledger, leaf, op, serial, site
+        self.grad: Tensor | None = None
+        self.met = False
+
+    @property
+    def key(self) -> tuple[int, LinearOp]:
+        """What the calls have in common."""
+        return id(self.leaf), self.op
+
+    def keeps(self, node: Any, grad: Tensor | None) -> bool:
+        """Defer the reduction of a call inside of the block, if it can wait; see `DeferredReductions.keeps`."""
+        _, accumulate = leaf_behind(node)
+        if torch.is_grad_enabled() or not accumulates(accumulate) or not can_accumulate_later(self.leaf):
+            return False
+        self.ledger.put(self, grad)
+        return True
+
+    def add(self, grad: Tensor | None) -> None:
+        """Add a gradient of the result; None: a pass came through without any."""
+        self.met = True
+        if grad is None:
+            return
+        if self.grad is None:  # a copy, as others may hold or write what comes
+            self.grad = grad.detach().clone(memory_format=torch.contiguous_format)
+        else:
+            self.grad.add_(grad)
+
+
+class _Due:
+    """The axes whose sums are taken at the end of a backward pass."""
+
+    def __init__(self) -> None:
+        self.axes: set[Axis] = set()
+
+
+class DeferredReductions:
+    """The entries of one thread of a rank."""
+
+    def __init__(self) -> None:
+        self.open = 0
+        """How many blocks are open, one inside the other."""
+        self._entries: dict[tuple[int, LinearOp], DeferredReduction] = {}
+        self._serials = itertools.count()
+        # Held by the pass alone, so that one that fails leaves nothing behind.
+        self._due: WeakValueDictionary[int, _Due] = WeakValueDictionary()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    # -- forward
+
+    def recorded(self, op: Any, x: Tensor, call: CallRecord, run: Callable[[], T]) -> T:
+        """Make a call that becomes a node of the graph, and have its backward ask here first where it sends.
+
+        Args:
+            op: the op.
+            x: its operand.
+            call: what is remembered of the call.
+            run: makes it.
+        """
+        if (
+            call.role
+            or not isinstance(op, LinearOp)
+            or isinstance(op, Traced)
+            or op.axis.size == 1
+            or not op.back.sends
+        ):
+            return run()
+        # What a checkpoint runs again is not what the backward pass goes through.
+        if self.open and can_accumulate_later(x) and not (in_backward() and saves_for_a_checkpoint()):
+            call.flags |= DEFERRED
+        made = run()
+        # A root's operand may be the only leaf, which shows where the ranks compare their calls.
+        known = call.number > 0 or not op.rooted
+        call.deferral = self._enter(x, op, call.site) if known and call.deferred else self
+        return made
+
+    def _enter(self, leaf: Tensor, op: LinearOp, site: Site) -> DeferredReduction:
+        key = id(leaf), op
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = DeferredReduction(self, leaf, op, next(self._serials), site)
+        return entry
+
+    # -- backward
+
+    def put(self, entry: DeferredReduction, grad: Tensor | None) -> None:
+        """Add to an entry, also where its sum was taken since the forward."""
+        self._entries.setdefault(entry.key, entry).add(grad)
+
+    def keeps(self, node: Any, grad: Tensor | None) -> bool:
+        """Add what the backward of a call outside of the block owes to the entry of its leaf and op, if there is one.
+
+        The sums of the axis are then taken at the end of the pass.
+
+        Args:
+            node: the call's node of the graph.
+            grad: the gradient of its result; None: there is none.
+
+        Returns:
+            Whether that was done, so that there is nothing to send or to hand on.
+        """
+        if not self._entries:
+            return False
+        leaf, accumulate = leaf_behind(node)
+        entry = None if leaf is None else self._entries.get((id(leaf), node.op))
+        if entry is None or not accumulates(accumulate):
+            return False
+        due = self._due.get(backward_pass())
+        if due is None:
+            due = self._due[backward_pass()] = _Due()
+            after_pass(functools.partial(self._take_due, due))
+        due.axes.add(entry.op.axis)
+        if torch.is_grad_enabled() or not can_accumulate_later(entry.leaf):
+            return False
+        entry.add(grad)
+        return True
+
+    def _take_due(self, due: _Due) -> None:
+        self.take(due.axes)
+
+    # -- the sums
+
+    def take(self, axes: set[Axis] | None = None) -> None:
+        """Take the sums, and hand each to its leaf.
+
+        Args:
+            axes: of these axes alone.
+        """
+        deferred = [entry for entry in list(self._entries.values()) if axes is None or entry.op.axis in axes]
+        deferred.sort(key=lambda entry: entry.serial)
+        _refuse_freed(deferred)
+        whole: dict[int, tuple[Tensor, Tensor]] = {}
+        with torch.no_grad():
+            for axis in dict.fromkeys(entry.op.axis for entry in deferred):
+                of_axis = [entry for entry in deferred if entry.op.axis == axis]
+                calls = [(entry.op, entry.leaf, entry.grad) for entry in of_axis]
+                for entry, total in zip(of_axis, totals(calls), strict=True):
+                    if total is not None:
+                        _, before = whole.get(id(entry.leaf), (None, None))
+                        whole[id(entry.leaf)] = (
+                            entry.leaf,
+                            total if before is None else before.add_(total),
+                        )
+        self._drop(deferred)
+        wanted = []
+        for leaf, total in whole.values():
+            if leaf.requires_grad:
+                wanted.append((leaf, total))
+            else:
+                _add_to_frozen(leaf, total)
+        if wanted:
+            # They are held here meanwhile, and may be views: so torch copies, and .grad is memory of its own.
+            torch.autograd.backward([leaf for leaf, _ in wanted], [total for _, total in wanted])
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._drop(list(self._entries.values()))
+
+    def _drop(self, entries: list[DeferredReduction]) -> None:
+        for entry in entries:
+            self._entries.pop(entry.key, None)
+            entry.grad, entry.met = None, False
+
+    def pending(self) -> Iterator[DeferredReduction]:
+        """The entries of those axes that a backward pass has put something off for, on this rank or on others."""
+        axes = {entry.op.axis for entry in list(self._entries.values()) if entry.met}
+        return (entry for entry in list(self._entries.values()) if entry.op.axis in axes)
+
+
+def _add_to_frozen(leaf: Tensor, total: Tensor) -> None:
+    """Add to `.grad` of a leaf that was frozen since, which has what came before, as autograd would pass it by."""
+    with torch.no_grad():
+        if leaf.grad is None:
+            leaf.grad = total.clone(memory_format=torch.contiguous_format)
+        else:
+            leaf.grad.add_(total)
+
+
+def _refuse_freed(deferred: list[DeferredReduction]) -> None:
+    """Refuse leaves whose memory a wrapper has taken back, and whose gradient it would not see any more."""
+    freed = [entry for entry in deferred if entry.leaf.numel() and not entry.leaf.untyped_storage().nbytes()]
+    if freed:
+        first = freed[0]
+        raise OrderError(
+            message(
+                "the sum that is owed to a parameter comes too late, as its memory is gone",
+                op="no_sync",
+                axis=str(first.op.axis),
+                expected="parameters that stay where they are until the last micro-batch",
+                got=f"{first.op.verb} of a parameter of shape {list(first.leaf.shape)} that a wrapper such as "
+                "fully_shard has gathered and freed",
+                remedy="use the wrapper's own set_requires_gradient_sync, and gradmesh.no_sync for other parameters",
+            )
+        )

@@ -1,0 +1,217 @@
+"""Autograd nodes of an async collective: one that starts it and one that waits for it, forward and backward.
+
+`started` makes a node that takes the operand and returns a ticket, a dummy tensor of one element; `finished` makes
+one that takes the ticket and returns the result. In backward the node of the wait runs first: it starts the adjoint and
+passes its ticket to the node of the start, which waits for it. What the program computes between the two in forward has
+its backward between the two in backward. Both halves of the backward are made of the same nodes, so derivatives of
+every order work.
+
+The rest is as in `gradmesh.autograd`: both nodes have a thread for a second output, and both are links in `ordered()`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradmesh._torch import backward_pass, is_legacy_batched, transforms_active
+from gradmesh.autograd import DETACHED_TOKEN, differentiable, join_late, leaf, linked, token_of, unlinked
+from gradmesh.call_sites import call_site
+from gradmesh.errors import OrderError, message
+from gradmesh.ops.base import LinearOp, Op
+from gradmesh.state import ACTIVE_TRACERS, rank_state
+from gradmesh.transport.call_checks import BACKWARD, CAN_BACKWARD, NEEDS_BACKWARD, ZERO_GRAD, CallRecord
+from gradmesh.transport.comm_thread import AsyncAxis, WorkItem
+
+__all__ = ["AsyncCollective", "finish_ordered", "finished", "start_ordered", "started"]
+
+
+@dataclass(slots=True, eq=False)
+class AsyncCollective:
+    """A call that was begun on this rank.
+
+    Attributes:
+        op: the op, on an `AsyncAxis`.
+        x: the operand, where this rank has no node for the call.
+        call: what autograd remembers of it.
+        ticket: what the end is tied to the beginning with, until then; None: this rank has no node for the call.
+        job: the call on its way.
+        held: its result, where it was made at once.
+        backs: by the number of each backward pass, its adjoint, which was begun there and is to be ended.
+    """
+
+    op: Op
+    x: Tensor | None
+    call: CallRecord
+    ticket: Tensor | None = None
+    job: WorkItem[Tensor] | None = None
+    held: Tensor | None = None
+    backs: dict[int, AsyncCollective] = field(default_factory=dict)
+
+    def start(self, x: Tensor) -> None:
+        """Hand the call to the courier."""
+        axis: AsyncAxis = self.op.axis  # type: ignore[assignment]  # on no other is a call begun
+        op, call, given = self.op, self.call, x.detach()
+        call.site = call_site()
+        if ACTIVE_TRACERS[0] and (tracer := rank_state().tracer) is not None:
+            tracer.begins(op, given, call)
+        self.job = WorkItem(lambda: op.apply(given, call))
+        axis.comm_thread.begin(self.job)
+
+    def result(self) -> Tensor:
+        """Wait for the result."""
+        if self.held is not None:
+            return self.held
+        return self.job.wait()  # type: ignore[union-attr]  # it is on its way
+
+
+def started(
+    op: Op, x: Tensor, call: CallRecord | None = None, thread: Tensor | None = None
+) -> AsyncCollective:
+    """Begin a call; as `gradmesh.autograd.unlinked`."""
+    recording = torch.is_grad_enabled()
+    if recording and op.rooted and not x.requires_grad and thread is None and differentiable(x):
+        thread = leaf()
+    joins = recording and (x.requires_grad or (thread is not None and thread.requires_grad))
+    call = CallRecord() if call is None else call
+    call.flags |= (NEEDS_BACKWARD if joins else 0) | (CAN_BACKWARD if recording else 0)
+    made = AsyncCollective(op, None if joins else x, call)
+    if joins:
+        made.ticket, _ = _begin(made, x, DETACHED_TOKEN if thread is None else thread)
+    else:
+        made.start(x)
+    return made
+
+
+def finished(made: AsyncCollective, ticket: Tensor | None = None) -> Tensor:
+    """Wait for the result of a call.
+
+    Args:
+        made: the call.
+        ticket: what its end is tied to; None: the ticket of its beginning.
+    """
+    if made.ticket is not None:
+        y, _ = _end(made, made.ticket if ticket is None else ticket, DETACHED_TOKEN)
+        return y
+    y = made.result()
+    return (
+        join_late(made.op, made.x, y, made.call)
+        if made.call.others_need_backward and made.x is not None
+        else y
+    )
+
+
+def start_ordered(
+    op: LinearOp, x: Tensor, thread: Tensor, role: str = "", origin: CallRecord | None = None
+) -> tuple[AsyncCollective, Tensor]:
+    """Begin a call as a link of the chain; as `gradmesh.autograd.linked`."""
+    made = AsyncCollective(op, None, CallRecord(role, origin, NEEDS_BACKWARD | CAN_BACKWARD, linked=True))
+    made.ticket, thread = _begin(made, x, thread)
+    return made, thread
+
+
+def finish_ordered(made: AsyncCollective, ticket: Tensor | None, thread: Tensor) -> tuple[Tensor, Tensor]:
+    """Wait for its result, as another link of the chain."""
+    return _end(made, made.ticket if ticket is None else ticket, thread)  # type: ignore[arg-type]  # a link has one
+
+
+def _begin(made: AsyncCollective, x: Tensor, thread: Tensor) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = _Begin.apply(made, x, thread)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _end(made: AsyncCollective, ticket: Tensor, thread: Tensor) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = _End.apply(made, ticket, thread)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Begin(torch.autograd.Function):
+    """The beginning: in backward, the end of the adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, made: AsyncCollective, x: Tensor, thread: Tensor) -> tuple[Tensor, Tensor]:
+        made.start(x)
+        ctx.made, following = made, torch.zeros_like(thread)
+        ctx.save_for_backward(thread if made.call.linked else following)
+        ctx.set_materialize_grads(False)
+        return torch.zeros(1, device="cpu"), following
+
+    @staticmethod
+    def backward(ctx: Any, ticket: Tensor | None, following: Tensor | None) -> tuple[Tensor | None, ...]:
+        made: AsyncCollective = ctx.made
+        back = made.backs.pop(backward_pass(), None)
+        if back is None:
+            raise OrderError(
+                message(
+                    "the backward of a call that was begun, without that of its end",
+                    op=made.op.verb,
+                    axis=str(made.op.axis),
+                    expected="backward through what wait() returned",
+                    got=f"no such pass, for {made.call.describe()}",
+                    remedy="wait for the call before the loss is made",
+                )
+            )
+        if not made.call.linked:
+            gradient = finished(back, ticket)
+            nothing = back.call.flags & ZERO_GRAD and (back.call.all_zero or not back.op.sends)
+            return None, None if nothing else gradient, None
+        (thread,) = ctx.saved_tensors
+        if following is None:
+            following = thread.clone()
+        if back.held is None and torch.is_grad_enabled():
+            gradient, following = finish_ordered(back, ticket, following)
+            return None, gradient, following
+        return None, back.result(), following
+
+
+class _End(torch.autograd.Function):
+    """The end: in backward, the beginning of the adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, made: AsyncCollective, ticket: Tensor, thread: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004
+        y = made.result()
+        ctx.made, following = made, torch.zeros_like(thread)
+        ctx.result, ctx.dtype, ctx.device = y.shape, y.dtype, y.device
+        ctx.save_for_backward(thread if made.call.linked else following)
+        ctx.set_materialize_grads(False)
+        made.job = None  # and with it the result, which is its receiver's
+        made.ticket = None  # which would hold the graph that holds this
+        return y, following
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, following: Tensor | None) -> tuple[Tensor | None, ...]:
+        made: AsyncCollective = ctx.made
+        op: LinearOp = made.op  # type: ignore[assignment]  # no other has a backward
+        nothing = grad is None
+        if grad is None:
+            grad = torch.zeros(ctx.result, dtype=ctx.dtype, device=ctx.device)
+        elif grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        recording, at_once = torch.is_grad_enabled(), is_legacy_batched(grad) or transforms_active()
+        ticket = torch.zeros(1, device="cpu")
+        if not made.call.linked:
+            call = CallRecord(BACKWARD, made.call, ZERO_GRAD if nothing else 0)
+            thread = token_of(ctx) if recording else None
+            if at_once:
+                back = AsyncCollective(op.back, None, call, held=unlinked(op.back, grad, call, thread))
+            else:
+                back = started(op.back, grad, call, thread)
+            made.backs[backward_pass()] = back
+            return None, ticket if back.ticket is None else back.ticket, None
+        (thread,) = ctx.saved_tensors
+        if following is None:
+            following = thread.clone()
+        if at_once:
+            held, following = linked(op.back, grad, following, BACKWARD, made.call)
+            back = AsyncCollective(op.back, None, CallRecord(linked=True), held=held)
+        elif recording:
+            back, following = start_ordered(op.back, grad, following, BACKWARD, made.call)
+            ticket = back.ticket  # type: ignore[assignment]  # a link has one
+        else:
+            back = AsyncCollective(op.back, None, CallRecord(BACKWARD, made.call))
+            back.start(grad)
+        made.backs[backward_pass()] = back
+        return None, ticket, following

@@ -1,0 +1,69 @@
+"""Transports: how the bytes of a collective travel, and which transport an axis uses.
+
+An op defines what moves (`gradmesh.ops`), autograd in which direction (`gradmesh.autograd`), and a transport moves it:
+
+* `Transport` (base.py): the abstract primitives that ops are made of.
+* `TorchGroup`: any process group of torch.distributed.
+* `OwnGroupTransport`: groups of gradmesh's own backends, called directly.
+* `LocalTransport`: an axis of one rank, on which nothing travels.
+* `Functional`: functional collectives, which a compiler can see and move.
+
+`transport` chooses among them, here and nowhere else. A new transport is a subclass of `Transport` in a file of its own
+and a line in `TRANSPORTS` with the class of process group that it serves. `install_middleware` (middleware.py) wraps
+every transport of a rank for a while, for delay injection or recording.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from gradmesh._torch import compiling
+from gradmesh.axis import Axis
+from gradmesh.backends.process_group import group_cache
+from gradmesh.backends.shm.group import ShmGroup
+from gradmesh.backends.threads.group import ThreadsGroup
+from gradmesh.transport.base import Transport
+from gradmesh.transport.call_checks import OpCallCheck
+from gradmesh.transport.comm_thread import carried
+from gradmesh.transport.functional import Functional
+from gradmesh.transport.local import LocalTransport, TracedLocalTransport
+from gradmesh.transport.middleware import MIDDLEWARE, install_middleware
+from gradmesh.transport.own_group import OwnGroupTransport
+from gradmesh.transport.torch_group import TorchGroup
+
+__all__ = [
+    "TRANSPORTS",
+    "Transport",
+    "compiling",
+    "group_cache",
+    "install_middleware",
+    "traced_transport",
+    "transport",
+]
+
+TRANSPORTS: dict[type[dist.ProcessGroup], type[Transport]] = {
+    ShmGroup: OwnGroupTransport,
+    ThreadsGroup: OwnGroupTransport,
+}
+"""The transport for each class of process group; `TorchGroup` for any other."""
+
+
+def transport(axis: Axis, call_check: OpCallCheck | None = None) -> Transport:
+    """The transport for one op.
+
+    Args:
+        axis: the ranks that take part.
+        call_check: what this rank says about the call.
+    """
+    if axis.size == 1:
+        return LocalTransport(axis)
+    axis = carried(axis)
+    found = TRANSPORTS.get(type(axis.group), TorchGroup)(axis, call_check)
+    for wrap in MIDDLEWARE.wraps:
+        found = wrap(found)
+    return found
+
+
+def traced_transport(axis: Axis) -> Transport:
+    """The transport for one op whose motions a compiler sees."""
+    return TracedLocalTransport(axis) if axis.size == 1 else Functional(axis)

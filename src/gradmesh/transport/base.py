@@ -1,0 +1,267 @@
+"""The abstract transport: the few primitives that all ops are made of.
+
+A transport serves one call of an op on one rank: it belongs to an axis and, where calls are compared, to the check of
+the call that is being made. The ranks of the axis make the same motions in the same order.
+
+Rules that hold for every motion:
+
+* Operands are plain tensors of any strides unless a motion says `flat`: then they are dense, contiguous and of one
+  dimension. No operand is written, and no result shares memory with an operand, also on an axis of one rank.
+* Counts are numbers of elements, one for each rank, in rank order. `even` says that all counts are equal on all ranks
+  because nobody told sizes: a transport may use it to choose a faster call, and must not need it.
+* Sums are taken in the operand's dtype, in rank order where the transport does the adding.
+* A motion is blocking: when it returns, its result can be read, and its operand can be written.
+* Where the ranks' claims differ, every rank raises the same `MismatchError`, before anything is written.
+
+`exchange` is what a transport has to have, and `post` and `fetch` if it is to carry messages between two ranks. The
+other motions come down to `exchange`, and a transport that has something faster overrides them.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from gradmesh.axis import Axis
+from gradmesh.errors import ArgumentError, message
+from gradmesh.transport import memory
+from gradmesh.transport.call_checks import Calls, OpCallCheck, calls_of
+from gradmesh.transport.packing import dense, flattened
+
+__all__ = ["Transport"]
+
+
+class Transport(abc.ABC):
+    """One op's way over the wire.
+
+    Args:
+        axis: the ranks that take part.
+        claim: what this rank says about the call, for the others to compare; None: nothing is compared.
+    """
+
+    def __init__(self, axis: Axis, call_check: OpCallCheck | None = None) -> None:
+        self.axis = axis
+        self.call_check = call_check
+
+    # -- what a transport has to have
+
+    @abc.abstractmethod
+    def exchange(
+        self,
+        flat: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        shape: Sequence[int] | None = None,
+        *,
+        even: bool = False,
+    ) -> Tensor:
+        """Give each rank its part of a flat buffer, and get a part from each.
+
+        Args:
+            flat: this rank's parts for all ranks, one after another in rank order: `sum(send)` elements.
+            send: the length of the part for each rank.
+            receive: the length of the part from each rank.
+            shape: the shape of the result; None: flat.
+            even: all lengths are equal, on all ranks.
+
+        Returns:
+            The parts from all ranks, in rank order: `sum(receive)` elements.
+        """
+
+    # -- messages between two ranks
+
+    def post(self, x: Tensor, peer: int, greeting: str) -> None:  # noqa: ARG002
+        """Send a tensor to one rank and go on, without waiting for that rank.
+
+        Args:
+            x: the message; it may be written as soon as this returns.
+            peer: the rank that it goes to, which calls `fetch`.
+            greeting: what both ends say alike about the message.
+        """
+        self._no_messages("send")
+
+    def fetch(self, out: Tensor, peer: int, greeting: str) -> str | None:  # noqa: ARG002
+        """Receive a tensor from one rank, in place.
+
+        Args:
+            out: a dense tensor of the message's shape, which is written.
+            peer: the rank that it comes from.
+            greeting: what both ends say alike about the message.
+
+        Returns:
+            None; or what the other end said, if it was something else (`out` is then not to be read).
+        """
+        self._no_messages("recv")
+
+    def withdraw_message(self, peer: int, said: str) -> None:  # noqa: B027 - most transports have none
+        """Say to a rank that the message which it may wait for does not come.
+
+        Args:
+            peer: the rank, which then has `said` for what the other end said from `fetch`.
+            said: why, in words.
+        """
+
+    def pass_over(self, peer: int) -> None:  # noqa: B027
+        """Leave out the next message of a rank, when it comes, as this rank cannot receive it."""
+
+    def _no_messages(self, verb: str) -> NoReturn:
+        raise ArgumentError(
+            message(
+                "this transport has no messages between two ranks",
+                op=verb,
+                axis=str(self.axis),
+                expected="a transport with post and fetch",
+                got=type(self).__name__,
+                remedy="use gradmesh.permute, which all ranks call",
+            )
+        )
+
+    # -- motions that come down to it
+
+    def gather(
+        self, flat: Tensor, counts: Sequence[int], shape: Sequence[int] | None = None, *, even: bool = False
+    ) -> Tensor:
+        """Every rank's flat buffer, one after another.
+
+        Args:
+            flat: this rank's buffer, of `counts[rank]` elements.
+            counts: the length of every rank's buffer.
+            shape: the shape of the result; None: flat.
+            even: all lengths are equal, on all ranks.
+
+        Returns:
+            `sum(counts)` elements, the same on every rank.
+        """
+        size = self.axis.size
+        return self.exchange(flat.repeat(size), [flat.numel()] * size, counts, shape, even=even)
+
+    def sum_and_scatter(
+        self, flat: Tensor, counts: Sequence[int], shape: Sequence[int], *, even: bool = False
+    ) -> Tensor:
+        """Add the ranks' flat buffers and keep the own part.
+
+        Args:
+            flat: this rank's term of the sum, of `sum(counts)` elements.
+            counts: the length of every rank's part.
+            shape: the shape of the own part, of `counts[rank]` elements.
+            even: all lengths are equal, on all ranks.
+        """
+        mine, size = counts[self.axis.rank], self.axis.size
+        # The same bytes travel as in a reduce-scatter, and torch adds them in rank order.
+        parts = self.exchange(flat, counts, [mine] * size, (size, *shape), even=even)
+        return parts.sum(0, dtype=flat.dtype)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of every rank's tensor, of the operand's shape, the same on every rank."""
+        return self.fold(x, lambda parts: parts.sum(0, dtype=parts.dtype))
+
+    def sum_at(self, x: Tensor, root: int) -> Tensor:
+        """The sum of every rank's tensor at the root, zeros of the operand's shape elsewhere."""
+        total = self.sum(x)
+        return total if self.axis.rank == root else total.zero_()
+
+    def fold(self, x: Tensor, fold: Callable[[Tensor], Tensor]) -> Tensor:
+        """Fold the ranks' tensors with any function of torch.
+
+        It moves the bytes of an all-reduce (reduce-scatter, then all-gather). Each element is folded on one rank, so
+        that the result is the same on every rank, to the bit.
+
+        Args:
+            x: this rank's tensor, of one shape and dtype on all ranks.
+            fold: reduces a tensor whose first dimension is the ranks, in rank order, along that dimension.
+
+        Returns:
+            A tensor of the operand's shape.
+        """
+        one, size = flattened(dense(x)), self.axis.size
+        share, more = divmod(one.numel(), size)
+        counts = [share + (rank < more) for rank in range(size)]
+        mine = counts[self.axis.rank]
+        parts = self.exchange(one, counts, [mine] * size, (size, mine))
+        return self.gather(fold(parts), counts, x.shape)
+
+    def copy_from(self, x: Tensor, root: int) -> Tensor:
+        """The root's tensor on every rank.
+
+        Args:
+            x: at the root the value; elsewhere a tensor of the same shape and dtype, whose values do not count.
+            root: the rank that it comes from.
+        """
+        size, rank = self.axis.size, self.axis.rank
+        send = [x.numel() if rank == root else 0] * size
+        receive = [x.numel() if source == root else 0 for source in range(size)]
+        one = flattened(dense(x))
+        return self.exchange(one.repeat(size) if rank == root else one[:0], send, receive, x.shape)
+
+    def relay(self, x: Tensor, to: int | None, source: int | None, shape: Sequence[int]) -> Tensor | None:
+        """Hand a tensor to one rank or to none, and take one from one rank or from none.
+
+        Args:
+            x: what is handed on.
+            to: the rank that gets it, which names this one as its `source`; no two ranks give to the same one.
+            source: the rank to take from.
+            shape: the shape of what comes.
+
+        Returns:
+            What came; None if `source` is.
+        """
+        size = self.axis.size
+        send, receive = [0] * size, [0] * size
+        one = flattened(dense(x))
+        if to is not None:
+            send[to] = one.numel()
+        if source is not None:
+            receive[source] = math.prod(shape)
+        got = self.exchange(
+            one if to is not None else one[:0], send, receive, None if source is None else shape
+        )
+        return None if source is None else got
+
+    # -- results
+
+    def room(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Memory for a result: dense, uninitialised, of the dtype and on the device of another tensor."""
+        if type(like) is Tensor and math.prod(shape) * like.dtype.itemsize < memory.SMALLEST:
+            return like.new_empty(shape)
+        return memory.empty(shape, like.dtype, like.device)
+
+    def copy(self, x: Tensor) -> Tensor:
+        """A dense copy of `x`, in memory of its own."""
+        plain = x.resolve_conj().resolve_neg()
+        return self.room(plain, plain.shape).copy_(plain)
+
+    def filled(self, flat: Tensor, shape: Sequence[int] | None) -> Tensor:
+        """A copy of a flat buffer in another shape; None: its own."""
+        out = self.room(flat, flat.shape if shape is None else shape)
+        out.view(-1).copy_(flat)
+        return out
+
+    # -- what is compared, and what goes wrong
+
+    @property
+    def calls(self) -> Calls:
+        """The count of the calls of the axis's group, on this rank."""
+        return calls_of(self.axis.group)
+
+    def take_claim(self) -> OpCallCheck | None:
+        """The claim, for the first motion of the call; None afterwards."""
+        call_check, self.call_check = self.call_check, None
+        if call_check is not None:
+            call_check.count(self.calls)
+        return call_check
+
+    def compare(self) -> None:
+        """Compare the claim of a call that sends nothing."""
+        self.gather(torch.zeros(1, device="cpu"), [1] * self.axis.size, even=True)
+
+    def withdraw(self, error: Exception) -> None:  # noqa: B027 - most transports cannot tell
+        """Tell the others that this rank cannot make its call, so that they raise instead of waiting for it.
+
+        It is called when an op fails on this rank, and has an effect only if no motion has begun yet. A transport that
+        cannot tell does nothing.
+        """

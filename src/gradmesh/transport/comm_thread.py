@@ -1,0 +1,361 @@
+"""The communication thread, which runs async collectives while their rank computes.
+
+Async calls on an axis use a process group of their own with the same ranks: they are paired with other ranks' calls by
+the order in which they were started, whatever the rank calls meanwhile (DDP's buckets, say). The thread runs them one
+after another and sleeps on a queue while there are none.
+
+What is called on an `AsyncAxis` and not begun waits until the communication thread is through with what was.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from gradmesh import _torch
+from gradmesh.axis import Axis
+from gradmesh.backends import threads
+from gradmesh.backends.threads.group import ThreadsGroup
+from gradmesh.backends.threads.rendezvous import Group
+from gradmesh.backends.threads.waiting import BackgroundTask, BackgroundThread
+from gradmesh.call_sites import Site, call_site, seen_from
+from gradmesh.errors import NotInitializedError, OrderError, message
+from gradmesh.state import rank_state
+from gradmesh.transport.middleware import MIDDLEWARE
+
+__all__ = [
+    "AsyncAxis",
+    "CommThread",
+    "WorkItem",
+    "async_axis",
+    "carried",
+    "completing",
+    "in_turn",
+    "job_here",
+]
+
+T = TypeVar("T")
+
+
+class WorkItem(Generic[T]):
+    """One call that a communication thread makes.
+
+    Args:
+        work: makes it, and returns its result.
+
+    Attributes:
+        begun: when it was begun, by `time.perf_counter`.
+        over: whether it has been made, well or badly, and the functions of `then` have returned.
+    """
+
+    __slots__ = (
+        "_after",
+        "_by",
+        "_errand",
+        "_error",
+        "_gate",
+        "_maker",
+        "_result",
+        "_site",
+        "_until",
+        "_work",
+        "over",
+        "started",
+    )
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self.started = time.perf_counter()
+        self._work: Callable[[], T] | None = work
+        self._site: Site = call_site()
+        self._result: T
+        self._error: BaseException | None = None
+        self._errand: BackgroundTask | None = None
+        self._by: threading.Thread | None = None
+        self._maker: int | None = None  # the thread that has made it, and calls the functions of `then`
+        # Not an Event: a launcher that looks for ranks which wait has to see this file, and not that of threading.
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self.over = False
+        self._until: Callable[[], None] | None = None
+        self._after: list[Callable[[WorkItem[T]], None]] = []
+
+    def run(self) -> None:
+        """Make the call, on the courier's thread."""
+        if self._errand is None:
+            self._make()
+        else:
+            self._errand.run(self._make)
+        self._maker = threading.get_ident()
+        while True:
+            with _after_lock:
+                after, self._after = self._after, []
+                if not after:
+                    self.over = True
+                    self._gate.release()
+                    return
+            _made.completing = True
+            try:
+                for then in after:
+                    then(self)
+            finally:
+                _made.completing = False
+
+    @property
+    def _made_here(self) -> bool:
+        """Whether the caller is a function of `then`, which has the result before others have it."""
+        return not self.over and self._maker == threading.get_ident()
+
+    def _make(self) -> None:
+        work, self._work = self._work, None
+        if work is None:
+            return
+        _made.job = self
+        try:
+            with seen_from(self._site):
+                self._result = work()
+        except BaseException as error:
+            self._error = error
+        finally:
+            _made.job = None
+
+    def wait(self) -> T:
+        """The result, when it is there; what went wrong with the call is raised here."""
+        if self._made_here:
+            return self._outcome()
+        if self._by is threading.current_thread() and not self.over:
+            raise OrderError(
+                message(
+                    "a call is waited for on the thread that is to make it",
+                    op="async_op",
+                    expected="wait() on a thread of the program",
+                    got="wait() in what future().then(...) runs",
+                    remedy="wait for the calls first, or use torch.futures.collect_all",
+                )
+            )
+        if not MIDDLEWARE.told:
+            return self._wait()
+        started = time.perf_counter()
+        try:
+            return self._wait()
+        finally:
+            for waited in MIDDLEWARE.told:
+                waited(self, started, time.perf_counter())
+
+    def _wait(self) -> T:
+        if self._until is not None:
+            self._until()
+        elif self._errand is not None:
+            self._errand.wait(float("inf"))
+        with self._gate:
+            pass
+        return self._outcome()
+
+    def _outcome(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def then(self, call: Callable[[WorkItem[T]], None]) -> None:
+        """Have a function called when the call has been made, on the courier's thread; at once if it is over.
+
+        `wait` returns after the function, so that a future which the function completes is done by then.
+        """
+        with _after_lock:
+            if not self.over and not self._made_here:
+                self._after.append(call)
+                return
+        call(self)
+
+
+_after_lock = threading.Lock()
+# .job: that which the thread is making; .completing: whether it runs functions of `then`
+_made = threading.local()
+
+
+def job_here() -> WorkItem[Any] | None:
+    """The job that the calling thread is making."""
+    return getattr(_made, "job", None)
+
+
+def completing() -> bool:
+    """Whether the caller is a function of `then`, on the thread that makes the calls."""
+    return getattr(_made, "completing", False)
+
+
+class CommThread:
+    """Makes the calls of an axis, in the order in which they were begun, on a thread of its own.
+
+    Args:
+        axis: the axis.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self._name, self._rank, self._size = axis.name, axis.rank, axis.size
+        self._of = weakref.ref(axis.group)  # which keeps this communication thread
+        self._own: Axis | None = None
+        self._shared: Group | None = None
+        if isinstance(axis.group, ThreadsGroup):
+            # Made without waiting for the others, by the rank itself, as whose it is entered.
+            self._shared = self.axis.group.shared  # type: ignore[attr-defined]
+        self._jobs: queue.SimpleQueue[WorkItem[Any] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+        self._runner = BackgroundThread()
+
+    @property
+    def axis(self) -> Axis:
+        """The axis with the group of its own, for whoever's turn it is to call; at first its ranks make that."""
+        if self._own is None:
+            group = self._of()
+            if group is None:
+                raise NotInitializedError(
+                    message(
+                        "the group is over, and a call that was begun on it is not made",
+                        op="async_op",
+                        remedy="wait for what was begun, and keep the group until then",
+                    )
+                )
+            self._own = Axis(self._name, self._rank, self._size, _torch.duplicate_group(group, "started"))
+            rank_state().own(_Twins).add(group, self._own.group)
+        return self._own
+
+    def begin(self, job: WorkItem[Any]) -> None:
+        """Have a call made when those before it have been."""
+        shared = self._shared
+        if shared is not None:
+            observer = shared.world.observer
+            if observer is not None and observer.takes_turns:
+                job._until = observer.async_axis(shared, job.run)
+                return
+            job._errand = BackgroundTask(shared.world, self._runner)
+        if self._process != os.getpid():  # no thread comes along into a forked process
+            job.run()
+            return
+        with _starting:  # a program may begin calls in several threads
+            if self._thread is None:
+                self._thread = self._started()
+        job._by = self._thread
+        self._jobs.put(job)
+
+    @property
+    def here(self) -> bool:
+        """Whether the calling thread is the courier's."""
+        return self._thread is None or threading.get_ident() == self._thread.ident
+
+    def finish(self) -> None:
+        """Wait until what was begun has been made. Its caller makes the call behind it, in whose modes it belongs."""
+        before: WorkItem[None] = WorkItem(lambda: None)
+        self.begin(before)
+        before.wait()
+
+    def _started(self) -> threading.Thread:
+        take_place = threads.stand_in() if self._shared is not None else None
+        arguments = self._jobs, torch.get_num_threads(), take_place
+        thread = threading.Thread(target=_serve, args=arguments, name="gradmesh courier", daemon=True)
+        thread.start()
+        # A thread that calls into torch while the interpreter goes down would take the process with it.
+        ending = weakref.finalize(self, self._jobs.put, None)
+        ending.atexit = False
+        _alive.add(self)
+        return thread
+
+
+def _serve(
+    jobs: queue.SimpleQueue[WorkItem[Any] | None], cores: int, take_place: Callable[[], None] | None
+) -> None:
+    if take_place is not None:
+        take_place()
+    torch.set_num_threads(cores)
+    torch.set_grad_enabled(False)
+    while (job := jobs.get()) is not None:
+        job.run()
+        del job
+
+
+_starting = threading.Lock()
+_alive: weakref.WeakSet[CommThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end() -> None:
+    """Stop the communication threads, and report calls that were never waited for."""
+    comm_threads = list(_alive)
+    for comm_thread in comm_threads:
+        comm_thread._jobs.put(None)
+    for comm_thread in comm_threads:
+        if comm_thread._thread is not None:
+            comm_thread._thread.join(1)
+    try:
+        rank_state().started.check(at_the_end=True)
+    except OrderError as error:
+        print(error, file=sys.stderr)
+
+
+@dataclass
+class _Twins:
+    """The groups that were made for begun calls on a rank, each with the group that it was made for.
+
+    torch keeps every group that was not destroyed, so those of groups that are over are looked for when one is made.
+    """
+
+    made: list[tuple[weakref.ref[dist.ProcessGroup], dist.ProcessGroup]] = field(default_factory=list)
+
+    def add(self, group: dist.ProcessGroup, duplicate_group: dist.ProcessGroup) -> None:
+        """Enter one, and destroy those whose group is over."""
+        over = [pair for pair in self.made if not _torch.is_known(pair[0]())]
+        self.made = [pair for pair in self.made if pair not in over]
+        self.made.append((weakref.ref(group), duplicate_group))
+        for _, left in over:
+            if _torch.is_known(left):
+                dist.destroy_process_group(left)
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncAxis(Axis):
+    """An axis for calls that are begun.
+
+    Attributes:
+        communication thread: makes them, on a group of its own.
+    """
+
+    comm_thread: CommThread
+
+
+def carried(axis: Axis) -> Axis:
+    """The axis whose group carries what is called on another."""
+    return axis.comm_thread.axis if type(axis) is AsyncAxis else axis
+
+
+def in_turn(axis: Axis, work: Callable[[], T]) -> T:
+    """Do what calls on an axis: on an `AsyncAxis` behind what was begun there, else at once."""
+    if type(axis) is AsyncAxis and not axis.comm_thread.here:
+        axis.comm_thread.finish()
+    return work()
+
+
+_couriers: weakref.WeakKeyDictionary[dist.ProcessGroup, CommThread] = weakref.WeakKeyDictionary()
+
+
+def async_axis(axis: Axis) -> AsyncAxis:
+    """The same axis for calls that are begun.
+
+    Args:
+        axis: an axis of several ranks.
+    """
+    if isinstance(axis, AsyncAxis):
+        return axis
+    found = _couriers.get(axis.group)
+    if found is None:
+        found = _couriers.setdefault(axis.group, CommThread(axis))
+    return AsyncAxis(axis.name, axis.rank, axis.size, axis.group, found)

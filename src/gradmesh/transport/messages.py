@@ -1,0 +1,179 @@
+"""Messages from one rank to another over torch.distributed, which only these two know of.
+
+A message between CPUs is preceded by a header of fixed length, which says what it is and how long, so that a receiver
+that expects something else can say so, and take it out of the way of the next one. What is sent is copied first and
+kept until it has gone, so that the sender can go on, however much is under way.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradmesh.axis import Axis
+from gradmesh.backends.works import OwnWork
+from gradmesh.state import RankState, rank_state
+from gradmesh.transport.packing import flat_memory, flattened
+
+__all__ = ["pass_over", "post", "receive", "settle", "withdraw"]
+
+_TAG = 7103
+"""Keeps these messages apart from those that users send on the same group."""
+
+_LENGTH = 8
+"""Bytes of the number at the beginning of a header: the bytes that follow it."""
+
+_GREETING = 120
+"""Bytes of the rest: what both ends say alike."""
+
+_NOTHING = -1
+"""Stands for the length where no message follows, as the sender could not make it."""
+
+_OUTSTANDING = 256
+"""Parts of messages under way from which on a thread waits for them, where a work cannot be asked whether it has."""
+
+
+@dataclass
+class _Outbox:
+    """What a rank keeps of messages besides those that it has posted.
+
+    Attributes:
+        passed_over: how many messages of a rank are not to be received any more, by group and rank.
+        withdrawn: headers that say that no message comes; nobody waits for their end, as nobody may ask for them.
+        watched: whether a thread waits for posted messages.
+    """
+
+    passed_over: Counter[tuple[dist.ProcessGroup, int]] = field(default_factory=Counter)
+    withdrawn: list[tuple[Tensor, dist.Work]] = field(default_factory=list)
+    watched: bool = False
+
+
+def post(message: Tensor, axis: Axis, peer: int, greeting: str) -> None:
+    """Send a dense tensor to one rank and go on; it is kept until it has gone, and must not be written any more."""
+    state = rank_state()
+    posted = state.posted
+    if not state.waits_at_exit:
+        state.waits_at_exit = True
+        atexit.register(_last, posted)
+    if message.device.type == "cpu":
+        body = flattened(message).view(torch.uint8)
+        parts = [_header(body.numel(), greeting), body]
+    else:
+        parts = [flat_memory(message)]
+    for part in parts:
+        work = _send(part, axis, peer)
+        if work is not None:
+            posted.append((part, work))
+    _forget_gone(state)
+
+
+def receive(out: Tensor, axis: Axis, peer: int, greeting: str) -> str | None:
+    """Receive a tensor from one rank, in place; returns what came instead if it greets otherwise."""
+    if out.device.type != "cpu":
+        _take(flat_memory(out), axis, peer)
+        return None
+    passed_over, key = rank_state().own(_Outbox).passed_over, (axis.group, peer)
+    while passed_over[key]:
+        length, _ = _hear(axis, peer)
+        _drop(length, axis, peer)
+        passed_over[key] -= 1
+    length, said = _hear(axis, peer)
+    if length == _NOTHING or said != _padded(greeting):
+        _drop(length, axis, peer)
+        return said.rstrip().decode(errors="replace")
+    _take(flattened(out).view(torch.uint8), axis, peer)
+    return None
+
+
+def withdraw(axis: Axis, peer: int, said: str) -> None:
+    """Say to a rank that the message which it may wait for does not come."""
+    header = _header(_NOTHING, said)
+    work = _send(header, axis, peer)
+    if work is not None:
+        rank_state().own(_Outbox).withdrawn.append((header, work))
+
+
+def pass_over(axis: Axis, peer: int) -> None:
+    """Leave out the next message of a rank, when it comes, as this rank cannot receive it."""
+    rank_state().own(_Outbox).passed_over[axis.group, peer] += 1
+
+
+def settle(outstanding: int = 0) -> None:
+    """Wait until no more than so many posted messages are under way from this rank."""
+    _wait_for(rank_state().posted, outstanding)
+
+
+def _wait_for(posted: deque[tuple[Tensor, dist.Work]], outstanding: int) -> None:
+    while len(posted) > outstanding:
+        try:
+            _, oldest = posted.popleft()
+        except IndexError:  # a thread was faster
+            return
+        oldest.wait()
+
+
+def _forget_gone(state: RankState) -> None:
+    """Free what has gone. The receiver may be sending as much itself, so this rank must not wait for it here."""
+    posted = state.posted
+    while posted and isinstance(posted[0][1], OwnWork) and posted[0][1].is_completed():
+        posted.popleft()
+    if len(posted) <= _OUTSTANDING or isinstance(posted[0][1], OwnWork):
+        return
+    outbox = state.own(_Outbox)
+    if not outbox.watched:
+        outbox.watched = True
+        threading.Thread(target=_watch, args=(outbox, posted), name="gradmesh messages", daemon=True).start()
+
+
+def _watch(outbox: _Outbox, posted: deque[tuple[Tensor, dist.Work]]) -> None:
+    try:
+        # What went wrong is for the rank's own next call on the group to tell.
+        with contextlib.suppress(RuntimeError):
+            _wait_for(posted, _OUTSTANDING // 2)
+    finally:
+        outbox.watched = False
+
+
+def _send(part: Tensor, axis: Axis, peer: int) -> dist.Work | None:
+    """Torch's type allows for a rank that is not in the group."""
+    return dist.isend(part, group_dst=peer, group=axis.group, tag=_TAG)
+
+
+def _take(part: Tensor, axis: Axis, peer: int) -> None:
+    dist.recv(part, group_src=peer, group=axis.group, tag=_TAG)
+
+
+def _header(length: int, greeting: str) -> Tensor:
+    told = length.to_bytes(_LENGTH, "little", signed=True) + _padded(greeting)
+    return torch.tensor(list(told), dtype=torch.uint8, device="cpu")
+
+
+def _hear(axis: Axis, peer: int) -> tuple[int, bytes]:
+    header = torch.empty(_LENGTH + _GREETING, dtype=torch.uint8, device="cpu")
+    _take(header, axis, peer)
+    told = bytes(header.tolist())
+    return int.from_bytes(told[:_LENGTH], "little", signed=True), told[_LENGTH:]
+
+
+def _drop(length: int, axis: Axis, peer: int) -> None:
+    if length != _NOTHING:
+        _take(torch.empty(length, dtype=torch.uint8, device="cpu"), axis, peer)
+
+
+def _padded(greeting: str) -> bytes:
+    return greeting.encode()[:_GREETING].ljust(_GREETING)
+
+
+def _last(posted: deque[tuple[Tensor, dist.Work]]) -> None:
+    """Let messages go before the process does, if there is still a group to carry them."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        for _, work in list(posted):
+            work.wait(timedelta(seconds=30))

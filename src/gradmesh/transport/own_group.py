@@ -1,0 +1,102 @@
+"""The transport for groups of gradmesh's own backends, which share memory.
+
+Their groups are called directly, without torch.distributed's functions, which take a tenth of a small call: with flat
+buffers, results in their place, and the claim of the call, which travels with it and costs nothing. A rank that fails
+before it has sent tells the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradmesh.axis import Axis
+from gradmesh.backends.process_group import OwnGroup
+from gradmesh.transport.base import Transport
+from gradmesh.transport.call_checks import OpCallCheck, refused
+from gradmesh.transport.packing import dense, flattened
+from gradmesh.transport.torch_group import TorchGroup
+
+__all__ = ["OwnGroupTransport"]
+
+
+class OwnGroupTransport(Transport):
+    """An axis whose group is one of gradmesh's own."""
+
+    def __init__(self, axis: Axis, call_check: OpCallCheck | None = None) -> None:
+        super().__init__(axis, call_check)
+        self.group: OwnGroup = axis.group  # type: ignore[assignment]  # by whose class this transport is chosen
+
+    def exchange(
+        self,
+        flat: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        shape: Sequence[int] | None = None,
+        *,
+        even: bool = False,
+    ) -> Tensor:
+        """Parts straight from rank to rank."""
+        out = self.room(flat, [sum(receive)] if shape is None else shape)
+        if even:
+            self.group.exchange_flat(flattened(out), flat, None, None, self.take_claim())
+        else:
+            self.group.exchange_flat(flattened(out), flat, send, receive, self.take_claim())
+        return out
+
+    def gather(
+        self, flat: Tensor, counts: Sequence[int], shape: Sequence[int] | None = None, *, even: bool = False
+    ) -> Tensor:
+        """Each rank's part is read by all."""
+        if not even and len(set(counts)) > 1:
+            return super().gather(flat, counts, shape)
+        out = self.room(flat, [sum(counts)] if shape is None else shape)
+        self.group.all_gather_flat(flattened(out), flat, self.take_claim())
+        return out
+
+    def sum_and_scatter(
+        self, flat: Tensor, counts: Sequence[int], shape: Sequence[int], *, even: bool = False
+    ) -> Tensor:
+        """Each rank reads its part of all ranks and adds."""
+        if not even and len(set(counts)) > 1:
+            return super().sum_and_scatter(flat, counts, shape)
+        out = self.room(flat, shape)
+        self.group.reduce_scatter_flat(flattened(out), flat, self.take_claim())
+        return out
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Not in place, unlike torch's."""
+        out = self.room(x, x.shape)
+        self.group.all_reduce_flat(flattened(out), flattened(dense(x)), self.take_claim())
+        return out
+
+    def sum_at(self, x: Tensor, root: int) -> Tensor:
+        """Not in place; the other ranks' zeros are written once."""
+        at_root = self.axis.rank == root
+        out = self.room(x, x.shape) if at_root else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        self.group.reduce_flat(flattened(out), flattened(dense(x)), root, self.take_claim())
+        return out
+
+    def copy_from(self, x: Tensor, root: int) -> Tensor:
+        """The root's part is read by all."""
+        out = self.room(x, x.shape)
+        self.group.broadcast_flat(flattened(out), flattened(dense(x)), root, self.take_claim())
+        return out
+
+    def relay(self, x: Tensor, to: int | None, source: int | None, shape: Sequence[int]) -> Tensor | None:
+        """One call for all ranks, whether they give, take, both or neither."""
+        one = flattened(dense(x))
+        out = self.room(x, [0] if source is None else shape)
+        self.group.relay_flat(flattened(out), one if to is not None else one[:0], source, self.take_claim())
+        return None if source is None else out
+
+    def withdraw(self, error: Exception) -> None:
+        """Make the others' call an error."""
+        call_check = self.take_claim()
+        if call_check is not None:
+            self.group.withdraw(call_check, refused(error))
+
+    post, fetch = TorchGroup.post, TorchGroup.fetch
+    withdraw_message, pass_over = TorchGroup.withdraw_message, TorchGroup.pass_over

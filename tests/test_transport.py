@@ -1,0 +1,169 @@
+"""The seam: a transport of one's own carries every op, and which transport serves is decided in one place."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradmesh as gm
+from gradmesh.backends.threads.group import ThreadsGroup
+from gradmesh.ops.registry import REGISTRY
+from gradmesh.transport import TRANSPORTS, Transport
+from tests import contract
+
+Ranks = Callable[[int], Callable[..., list[Any]]]
+PACKAGE = Path(gm.__file__).parent
+
+
+# ---- a transport of one's own: letters in boxes ----------------------------------------------------------------------
+
+Box = queue.SimpleQueue[Any]
+BOXES: dict[object, Box] = defaultdict(queue.SimpleQueue)
+LOCK = threading.Lock()
+
+
+class Letters(Transport):
+    """Ranks that are threads put letters into boxes, one for each pair of ranks; a letter is lists of numbers."""
+
+    def box(self, kind: str, source: int, target: int) -> Box:
+        with LOCK:
+            return BOXES[kind, tuple(self.axis.global_ranks), source, target]
+
+    def exchange(
+        self,
+        flat: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        shape: Sequence[int] | None = None,
+        *,
+        even: bool = False,
+    ) -> Tensor:
+        me = self.axis.rank
+        for rank, part in enumerate(flat.split(list(send))):
+            self.box("parts", me, rank).put(bytes(part.contiguous().view(torch.uint8).tolist()))
+        out = self.room(flat, [sum(receive)] if shape is None else shape)
+        for rank, part in enumerate(out.view(-1).split(list(receive))):
+            letter = self.box("parts", rank, me).get(timeout=60)
+            if letter:
+                part.copy_(torch.frombuffer(bytearray(letter), dtype=flat.dtype))
+        return out
+
+    def post(self, x: Tensor, peer: int, greeting: str) -> None:
+        self.box("message", self.axis.rank, peer).put((greeting, x.clone()))
+
+    def fetch(self, out: Tensor, peer: int, greeting: str) -> str | None:
+        said, x = self.box("message", peer, self.axis.rank).get(timeout=60)
+        if said == greeting:
+            out.copy_(x)
+        return None if said == greeting else str(said)
+
+
+# ---- and what it carries ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRANSPORTS, ThreadsGroup, Letters)
+
+
+@pytest.mark.usefixtures("letters")
+@pytest.mark.parametrize("row", range(len(REGISTRY)), ids=contract.row_ids())
+@pytest.mark.parametrize(("size", "place"), [(3, "world"), (4, "subgroup")], ids=["world", "subgroup"])
+def test_a_carrier_with_one_motion_carries_every_op_and_every_law(
+    size: int, place: str, row: int, threads: Ranks
+) -> None:
+    def on_each_rank() -> int:
+        axis = contract.axis_of(place)
+        return sum(contract.on_examples_of(axis, law, [row]) for law in contract.LAWS)
+
+    assert max(threads(size)(on_each_rank)) >= len(contract.LAWS)
+    assert BOXES  # it was this transport that carried them, and nothing was left over
+    assert all(box.empty() for box in BOXES.values())
+
+
+@pytest.mark.usefixtures("letters")
+def test_a_carrier_of_ones_own_carries_messages_both_ways(threads: Ranks) -> None:
+    def on_each_rank() -> float | None:
+        x = torch.tensor(3.0, requires_grad=True)
+        with gm.ordered():
+            if gm.axis().rank == 0:
+                gm.send(x**2, to=1)
+                gm.backward(None)
+            else:
+                gm.backward(10 * gm.recv(torch.empty(()), source=0))
+        return None if x.grad is None else x.grad.item()
+
+    assert threads(2)(on_each_rank) == [60.0, None]
+
+
+def test_a_carrier_without_messages_says_so(threads: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = type("Bare", (Letters,), {"post": Transport.post, "fetch": Transport.fetch})
+    monkeypatch.setitem(TRANSPORTS, ThreadsGroup, bare)
+
+    def on_each_rank() -> str:
+        rank = gm.axis().rank
+        with pytest.raises(gm.ArgumentError, match="no messages between two ranks") as caught:
+            gm.send(torch.ones(2), to=1) if rank == 0 else gm.recv(torch.ones(2), source=0)
+        return str(caught.value)
+
+    first, second = threads(2)(on_each_rank)
+    assert "gradmesh.send" in first
+    assert "gradmesh.recv" in second
+
+
+# ---- one place decides -----------------------------------------------------------------------------------------------
+
+
+def mentions(text: str) -> list[str]:
+    """The files of the package, outside of the rooms that may, in which a text stands."""
+    rooms = ("wire", "backends")
+    files = [f for f in PACKAGE.rglob("*.py") if f.relative_to(PACKAGE).parts[0] not in rooms]
+    return sorted(str(f.relative_to(PACKAGE)) for f in files if text in f.read_text())
+
+
+@pytest.mark.parametrize("text", ["ShmGroup", "ThreadsGroup", "OwnGroup", "isinstance(axis.group"])
+def test_nothing_above_the_carriers_asks_which_transport_it_has(text: str) -> None:
+    assert mentions(text) == []
+
+
+@pytest.mark.parametrize("room", ["ops", "autograd", "arguments", "order", "reductions", "collectives"])
+def test_nothing_above_the_carriers_imports_a_backend(room: str) -> None:
+    whole = PACKAGE / room
+    files = whole.rglob("*.py") if whole.is_dir() else [whole.with_suffix(".py")]
+    assert [file.name for file in files if "gradmesh.backends" in file.read_text()] == []
+
+
+def test_torch_is_asked_in_one_place_whether_it_compiles() -> None:
+    asking = [f.relative_to(PACKAGE) for f in PACKAGE.rglob("*.py") if "is_compiling" in f.read_text()]
+    assert asking == [Path("_torch/compiled.py")]
+
+
+def test_a_sum_of_operands_in_different_memory_formats_is_right(processes: Ranks, threads: Ranks) -> None:
+    """Gloo adds tensors in the order of their memory; through the verbs that cannot be seen."""
+
+    def on_each_rank() -> bool:
+        rank = gm.axis().rank
+        x = torch.arange(6.0).view(2, 3) * (1 + rank)
+        mine = x if rank == 0 else x.T.contiguous().T
+        image = torch.arange(48.0).view(2, 2, 3, 4)
+        last = image if rank == 0 else image.contiguous(memory_format=torch.channels_last)
+        return all(
+            [
+                torch.equal(gm.all_reduce(mine, dst=gm.R), 3 * torch.arange(6.0).view(2, 3)),
+                torch.equal(gm.reduce_scatter(mine), (3 * torch.arange(6.0).view(2, 3))[rank : rank + 1]),
+                torch.equal(gm.all_reduce(last, dst=gm.R), 2 * image),
+                torch.equal(gm.all_reduce(last, op="max", dst=gm.R), image),
+                torch.equal(gm.scan(last), (1 + rank) * image),
+            ]
+        )
+
+    assert threads(2)(on_each_rank) == [True, True]
+    assert processes(2)(on_each_rank) == [True, True]
