@@ -359,7 +359,7 @@ def test_a_deadlock_of_begun_calls_is_told_with_their_lines() -> None:
     assert time.monotonic() - begin < 10
     assert "DeadlockError" in text
     first = on_rank.__code__.co_firstlineno
-    assert f"test_pending.py:{first + 4} in on_rank  (call 1 of group '0 begun'" in text
+    assert f"test_pending.py:{first + 4} in on_rank  (call 1 of group '0 async'" in text
     assert f":{first + 6}" in text
 
 

@@ -564,7 +564,7 @@ def _twin_of_two() -> tuple[int, str, float] | None:
     group = dist.new_group([1, 3], timeout=timedelta(seconds=45))
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return None
-    made = _torch.duplicate_group(group, "begun")
+    made = _torch.duplicate_group(group, "async")
     x = torch.tensor(float(dist.get_rank()))
     dist.all_reduce(x, group=made)
     assert dist.get_process_group_ranks(made) == [1, 3]

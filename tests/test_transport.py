@@ -123,19 +123,19 @@ def test_a_carrier_without_messages_says_so(threads: Ranks, monkeypatch: pytest.
 
 
 def mentions(text: str) -> list[str]:
-    """The files of the package, outside of the rooms that may, in which a text stands."""
-    rooms = ("wire", "backends")
-    files = [f for f in PACKAGE.rglob("*.py") if f.relative_to(PACKAGE).parts[0] not in rooms]
+    """The files of the package, outside of the packages that may, which contain a text."""
+    packages = ("transport", "backends")
+    files = [f for f in PACKAGE.rglob("*.py") if f.relative_to(PACKAGE).parts[0] not in packages]
     return sorted(str(f.relative_to(PACKAGE)) for f in files if text in f.read_text())
 
 
 @pytest.mark.parametrize("text", ["ShmGroup", "ThreadsGroup", "OwnGroup", "isinstance(axis.group"])
-def test_nothing_above_the_carriers_asks_which_transport_it_has(text: str) -> None:
+def test_nothing_above_the_transports_asks_which_transport_it_has(text: str) -> None:
     assert mentions(text) == []
 
 
 @pytest.mark.parametrize("room", ["ops", "autograd", "arguments", "order", "reductions", "collectives"])
-def test_nothing_above_the_carriers_imports_a_backend(room: str) -> None:
+def test_nothing_above_the_transports_imports_a_backend(room: str) -> None:
     whole = PACKAGE / room
     files = whole.rglob("*.py") if whole.is_dir() else [whole.with_suffix(".py")]
     assert [file.name for file in files if "gradmesh.backends" in file.read_text()] == []

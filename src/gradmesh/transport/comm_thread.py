@@ -226,7 +226,7 @@ class CommThread:
                         remedy="wait for what was begun, and keep the group until then",
                     )
                 )
-            self._own = Axis(self._name, self._rank, self._size, _torch.duplicate_group(group, "started"))
+            self._own = Axis(self._name, self._rank, self._size, _torch.duplicate_group(group, "async"))
             rank_state().own(_Twins).add(group, self._own.group)
         return self._own
 

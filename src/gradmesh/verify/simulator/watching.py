@@ -71,7 +71,7 @@ class Watching(Observer):
         """Whether each rank has its own clock."""
         return self.clock.of_ranks
 
-    def aside(self, group: Group, run: Callable[[], None]) -> Callable[[], None]:
+    def async_axis(self, group: Group, run: Callable[[], None]) -> Callable[[], None]:
         """Run it now, and set the rank's clock back; what was begun before on the group comes first."""
         with self._off_the_clock() as rank:
             if rank is None:
