@@ -1,4 +1,4 @@
-"""Fail on words that readers do not search for, each with the word to use instead: `python -m tools.wording [PATH ...]`.
+"""Fail on words that readers do not search for, and name the word to use: `python -m tools.wording [PATH ...]`.
 
 A line that needs one of them, such as a quotation, ends in a comment with `wording: ok`.
 """
