@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,11 +30,12 @@ def found(body: Callable[[int], object]) -> tuple[str, str]:
     Warnings are errors here. On threads they are by the configuration of pytest: how they are caught is one for all.
     """
     own_process = dist.get_backend() != "threads"
-    with warnings.catch_warnings() if own_process else contextlib.nullcontext(), gm.check("full"):
+    with warnings.catch_warnings() if own_process else contextlib.nullcontext():
         if own_process:
             warnings.simplefilter("error", gm.CheckWarning)
         try:
-            body(gm.rank())
+            with gm.check("full"):
+                kept = body(gm.rank())  # noqa: F841  a parameter is looked at for as long as it lives
         except gm.MismatchError as problem:
             return str(problem), ""
         except gm.CheckWarning as warning:
@@ -80,7 +82,60 @@ def swapped(rank: int) -> None:
         gm.all_gather(x)
 
 
-CASES: dict[str, tuple[Callable[[int], None], str, str]] = {
+def summed_loss(rank: int) -> torch.Tensor:
+    """Each rank's leaf has its own values."""
+    x = leaf(3, seed=rank)
+    gm.all_reduce((x**2).sum(), dst=gm.I).backward()
+    return x
+
+
+def missing_replicate(rank: int) -> torch.Tensor:
+    """A parameter that is equal on every rank meets what differs."""
+    w = leaf(3)
+    (0.5 * gm.all_reduce(((1 + rank) * w**2).sum(), dst=gm.I)).backward()
+    return w
+
+
+def replicated(rank: int) -> torch.Tensor:
+    w = leaf(3)
+    gm.all_reduce(((1 + rank) * gm.replicate(w) ** 2).sum(), dst=gm.I).backward()
+    return w
+
+
+def summed_by_hand(rank: int) -> torch.Tensor:
+    w = leaf(3)
+    gm.all_reduce(((1 + rank) * w**2).sum(), dst=gm.I).backward()
+    assert w.grad is not None
+    w.grad = gm.all_reduce(w.grad, dst=gm.I)
+    return w
+
+
+def stepped(rank: int, *, replicates: bool) -> None:
+    """The optimizer uses the gradients inside of the block, and then they are dropped."""
+    w = leaf(3)
+    optimizer = torch.optim.SGD([w], lr=0.1)
+    gm.all_reduce(((1 + rank) * (gm.replicate(w) if replicates else w) ** 2).sum(), dst=gm.I).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def shards_that_begin_alike(rank: int) -> list[torch.Tensor]:
+    """Each rank has a shard of its own, whose initial values happen to be those of the others."""
+    shards = [torch.zeros(3), torch.ones(3), torch.tensor(1.0)]
+    for shard in shards:
+        gm.all_reduce(((1 + rank) * shard.requires_grad_() + rank).pow(2).sum(), dst=gm.I).backward()
+    return shards
+
+
+def different_graphs(rank: int) -> list[torch.Tensor]:
+    """The ranks have different numbers of parameters behind one loss."""
+    w, own = leaf(3), [leaf(2, seed=seed) for seed in range(rank)]
+    terms = [(gm.replicate(w) ** 2).sum(), *((x**2).sum() for x in own)]
+    gm.all_reduce((1 + rank) * sum(terms, torch.zeros(())), dst=gm.I).backward()
+    return [w, *own]
+
+
+CASES: dict[str, tuple[Callable[[int], object], str, str]] = {
     "a gradient that differs behind dst=I": (declared_invariant, "dst=gm.R", ""),
     "a gradient that is the same behind dst=I": (invariant, "", ""),
     "a gradient that is the same behind dst=R": (summed, "", "dst=gm.I"),
@@ -88,6 +143,14 @@ CASES: dict[str, tuple[Callable[[int], None], str, str]] = {
     "a parameter that is not the same": (not_replicated, "values number", ""),
     "calls that changed places": (swapped, "", "at different lines"),
     "a value that is not finite": (infinite, "", "by rank 1"),
+    "a summed loss": (summed_loss, "", ""),
+    "a missing replicate": (missing_replicate, "", "(missing-sum)"),
+    "a parameter that is replicated": (replicated, "", ""),
+    "a gradient that is summed by hand": (summed_by_hand, "", ""),
+    "a step with a missing replicate": (partial(stepped, replicates=False), "", "gm.replicate(parameter)"),
+    "a step with replicate": (partial(stepped, replicates=True), "", ""),
+    "shards that begin alike": (shards_that_begin_alike, "", ""),
+    "a loss of different graphs": (different_graphs, "", ""),
 }
 
 

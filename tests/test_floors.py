@@ -33,7 +33,7 @@ FLOORS = (
     ("profiling",),
     ("transport",),
     ("ops", "scaling", "withdrawal"),
-    ("barriers",),
+    ("barriers", "unsummed"),
     ("autograd",),
     ("overlap",),
     ("arguments", "order", "deferred", "reordering"),

@@ -766,20 +766,30 @@ def test_a_second_derivative_is_that_of_the_scaled_term(threads: Ranks) -> None:
     assert threads(2)(second_order) == [[4.5, 3.0, 6.0], [4.5, 12.0, 12.0]]
 
 
-def a_loss_summed_to_be_printed() -> list[str]:
-    x = torch.tensor(1.0 + gm.rank(), requires_grad=True)
+def a_loss_summed_to_be_printed(wrapper: str) -> list[str]:
+    x = torch.ones(2, dtype=T) * (1 + gm.rank())
+    net: nn.Module = _linear(0)
+    if wrapper == "DDP":
+        net = nn.parallel.DistributedDataParallel(net)
+    elif wrapper == "FSDP":
+        fully_shard(net)
+    else:
+        for parameter in net.parameters():
+            parameter.data *= 1 + gm.rank()
     with gm.check("full"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        gm.all_reduce(x**2, dst=gm.I, op="mean").backward()
-        gm.all_reduce(x**2, dst=gm.I).backward()
-        (3 * gm.all_reduce(x**2, dst=gm.I)).backward()  # a value that the loss is made of
-    return [str(w.message) for w in caught]
+        gm.all_reduce((net(x) ** 2).sum(), dst=gm.I, op="mean").backward()
+        gm.all_reduce((net(x) ** 2).sum(), dst=gm.I).backward()
+    return [str(w.message) for w in caught if issubclass(w.category, gm.CheckWarning)]
 
 
 @pytest.mark.processes
-def test_the_full_check_names_a_backward_that_starts_from_a_sum_of_losses(processes: Ranks) -> None:
-    for texts in processes(2)(a_loss_summed_to_be_printed):
-        assert ["gradmesh.objective" in text for text in texts] == [True, True]
+@pytest.mark.parametrize("wrapper", ["none", "DDP", "FSDP"])
+def test_the_full_check_names_a_backward_from_a_sum_of_losses_that_a_wrapper_averages(
+    wrapper: str, processes: Ranks
+) -> None:
+    for texts in processes(2)(a_loss_summed_to_be_printed, wrapper):
+        assert ["gradmesh.objective" in text for text in texts] == [True] * (0 if wrapper == "none" else 2)
 
 
 class Gained(nn.Module):

@@ -31,6 +31,7 @@ from gradmesh._torch import (
     transforms_active,
 )
 from gradmesh.call_sites import call_site
+from gradmesh.checking import FULL, check_level
 from gradmesh.errors import OrderError
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.ops.encoding import Encoded, decode, encode
@@ -45,6 +46,8 @@ from gradmesh.transport.call_checks import (
     ZERO_GRAD,
     CallRecord,
 )
+from gradmesh.types import I
+from gradmesh.unsummed import compare_after_pass
 
 __all__ = [
     "DETACHED_TOKEN",
@@ -315,6 +318,8 @@ class _Rule(torch.autograd.Function):
             grad = torch.zeros(ctx.result, dtype=ctx.dtype, device=ctx.device)
         elif grad.layout is not torch.strided:
             grad = grad.to_dense()
+        if op.dst is I and grad.numel() == 1 and check_level() == FULL:
+            compare_after_pass(op, ctx, ctx.call)
         kept = ctx.call.deferral is not None and ctx.call.deferral.keeps(ctx, None if nothing else grad)
         if not ctx.call.linked:
             if kept:

@@ -41,9 +41,11 @@ def check(level: Level) -> Iterator[None]:
     * What is handed in as R or I, an operand or the gradient of a result `dst=gm.I`, has to be the same bits on every
       rank; else `MismatchError`.
     * A `CheckWarning` where the same gradient comes from every rank and is summed (right if each rank's loss is a
-      term of the whole, too large by the number of ranks if they repeat the same work), where a backward pass starts
-      from a loss that was summed with `dst=gm.I` (see `gradmesh.objective`), where a NaN or an infinity is handed in,
-      with the ranks, and where the ranks make the same call at different lines.
+      term of the whole, too large by the number of ranks if they repeat the same work), where a NaN or an infinity is
+      handed in, with the ranks, and where the ranks make the same call at different lines.
+    * Behind a loss that was summed with `dst=gm.I`: a `CheckWarning` where a parameter that is equal on every rank gets
+      only each rank's part of its gradient (a missing `gm.replicate`), reported when an optimizer uses the gradient and
+      at the end of the block; and where DDP or FSDP averages the gradients of such a loss (see `gradmesh.objective`).
 
     Args:
         level: 0: nothing; 1: what each rank calls, forward and backward, which is the default; "full": the values too.
@@ -76,6 +78,8 @@ def check(level: Level) -> Iterator[None]:
         _blocks[0] += 1
     try:
         yield
+        if wanted == FULL and state.suspects is not None:
+            state.suspects.report()
     finally:
         with _lock:
             _blocks[0] -= 1

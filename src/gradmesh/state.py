@@ -24,6 +24,7 @@ __all__ = [
     "Chain",
     "Deferral",
     "RankState",
+    "Suspects",
     "Tracer",
     "Unwaited",
     "finished",
@@ -113,6 +114,13 @@ class Deferral(Protocol):
         """Make a call that becomes a node of the graph."""
 
 
+class Suspects(Protocol):
+    """What the level "full" found in a backward pass, to be reported unless it changes."""
+
+    def report(self) -> None:
+        """Warn of what has not changed, and forget all."""
+
+
 class Tracer(Protocol):
     """What follows tensors through the library's calls: `gradmesh.typed`, `gradmesh check`.
 
@@ -162,6 +170,7 @@ class RankState:
         mesh_world: the world that it was made in; in another one it counts for nothing.
         check: how much is compared (`gradmesh.checking`); None: what the environment says.
         tracer: what follows tensors through the library's calls.
+        suspects: what the level "full" found, to be reported when a gradient is used.
         reorderable: whether a compiler may move the collectives of the programs that it makes now.
         posted: messages that were sent and may not have gone yet, each with the memory that it is sent from.
         waits_at_exit: whether the process waits for them when it ends.
@@ -172,6 +181,7 @@ class RankState:
     mesh: DeviceMesh | None = None
     mesh_world: dist.ProcessGroup | None = None
     check: int | None = None
+    suspects: Suspects | None = None
     reorderable: bool = False
     tracer: Tracer | None = None
     posted: deque[tuple[Tensor, dist.Work]] = field(default_factory=deque)

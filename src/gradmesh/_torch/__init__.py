@@ -5,7 +5,13 @@ gives one warning that names them. `tests/test_torch_private.py` states what is 
 torch release fails there, by name, and not somewhere in a training run.
 """
 
-from gradmesh._torch.accumulation import accumulates, after_pass, can_accumulate_later, leaf_behind
+from gradmesh._torch.accumulation import (
+    accumulates,
+    after_pass,
+    can_accumulate_later,
+    can_run_after_pass,
+    leaf_behind,
+)
 from gradmesh._torch.attention import flash_backward, flash_forward, flash_takes
 from gradmesh._torch.compiled import (
     compiling,
@@ -82,6 +88,7 @@ __all__ = [
     "arguments_of",
     "backward_pass",
     "can_accumulate_later",
+    "can_run_after_pass",
     "checkpoint_region",
     "compiling",
     "constant_to_compilers",

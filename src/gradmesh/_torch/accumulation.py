@@ -11,16 +11,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradmesh._torch.names import find
 
-__all__ = ["accumulates", "after_pass", "can_accumulate_later", "leaf_behind"]
+__all__ = ["accumulates", "after_pass", "can_accumulate_later", "can_run_after_pass", "leaf_behind"]
 
 _SUMMED_AT_ONCE = (
     "no_sync() puts nothing off: sums owed to leaves are taken in each backward pass, which is right"
 )
 
 _executes = find("torch._C._will_engine_execute_node", without=_SUMMED_AT_ONCE)
-_after = find("torch.autograd.Variable._execution_engine.queue_callback", without=_SUMMED_AT_ONCE)
+_after = find(
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    without=f'{_SUMMED_AT_ONCE}; check("full") does not find sums that are missing',
+)
 _hooks = find("torch._C.TensorBase._backward_hooks", without=_SUMMED_AT_ONCE)
 _hooks_behind = find("torch._C.TensorBase._post_accumulate_grad_hooks", without=_SUMMED_AT_ONCE)
+can_run_after_pass = _after is not None
 _there = None not in (_executes, _after, _hooks, _hooks_behind)
 
 

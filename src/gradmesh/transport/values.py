@@ -25,7 +25,7 @@ from gradmesh.transport.call_checks import BACKWARD, CallRecord, OpCallCheck, Si
 from gradmesh.transport.packing import dense, flattened, with_memory
 from gradmesh.types import I, P, R, Type
 
-__all__ = ["DeclaredAlike", "ValueClaim", "number_of"]
+__all__ = ["DeclaredAlike", "ValueClaim", "bits_of", "number_of"]
 
 _NOT_FINITE = 8
 _LINE_SHIFT, _LINE_BITS = 4, (1 << 10) - 1
@@ -41,10 +41,18 @@ class DeclaredAlike(LastPass):
 def number_of(x: Tensor) -> int:
     """20 bits that differ where the bits of two tensors do, also where the same values stand in other places.
 
-    Zeros have 0. Numbers of eight bytes are summed in lanes, which takes as long as reading the memory.
+    Zeros have 0.
+    """
+    return int.from_bytes(bits_of(x, 4), "little") & _BITS
+
+
+def bits_of(x: Tensor, size: int) -> bytes:
+    """A digest of a tensor's bits, of as many bytes; zeros and tensors without elements have zero bytes.
+
+    Numbers of eight bytes are summed in lanes, which takes as long as reading the memory.
     """
     if not x.numel():
-        return 0
+        return bytes(size)
     memory = flattened(with_memory(dense(x))).view(torch.uint8)
     if memory.storage_offset() % 8:
         memory = memory.clone()
@@ -52,9 +60,8 @@ def number_of(x: Tensor) -> int:
     lanes = memory[:whole].view(torch.int64).view(-1, _LANES).sum(0).tolist() if whole else []
     rest = memory[whole:].tolist()
     if not any(lanes) and not any(rest):
-        return 0
-    digest = hashlib.blake2b(array("q", lanes).tobytes() + bytes(rest), digest_size=4).digest()
-    return int.from_bytes(digest, "little") & _BITS
+        return bytes(size)
+    return hashlib.blake2b(array("q", lanes).tobytes() + bytes(rest), digest_size=size).digest()
 
 
 def _finite(x: Tensor) -> bool:
@@ -64,10 +71,6 @@ def _finite(x: Tensor) -> bool:
         x = x.to(torch.complex64 if x.is_complex() else torch.float32)
     # A sum is a tenth of the work of asking every element; only where it is not finite are they asked.
     return cmath.isfinite(x.sum().item()) or bool(torch.isfinite(x).all())
-
-
-def _is_one(x: Tensor) -> bool:
-    return x.numel() == 1 and in_plain_mode(x.item) == 1
 
 
 def _line() -> int:
@@ -89,13 +92,11 @@ class ValueClaim(OpCallCheck):
         src: the operand's type over the ranks; None: it has none.
     """
 
-    __slots__ = ("_loss", "_src", "tells_places")
+    __slots__ = ("_src", "tells_places")
 
     def __init__(self, said: Signature, recorded: CallRecord | None, x: Tensor, src: Type | None) -> None:
         super().__init__(said, recorded)
         self._src = src
-        # What a backward pass starts with is one, and it comes to the gradient of a sum only if that is the loss.
-        self._loss = self._backward and src is I and said.verb == "replicate" and _is_one(x)
         counts = src in (R, I) or self._summed
         self.tells_places = not counts
         finite, number = in_plain_mode(lambda: (_finite(x), number_of(x) if counts else 0))
@@ -128,8 +129,6 @@ class ValueClaim(OpCallCheck):
             and not rank_state().own(DeclaredAlike).running
         ):
             self._warn("the same gradient on every rank is summed", _SUMMED)
-        if self._loss:
-            self._warn("a backward pass starts from what was summed over the ranks with dst=gm.I", _PRINTED)
         if peer_flags is not None and len({other >> _LINE_SHIFT & _LINE_BITS for other in peer_flags}) > 1:
             self._warn("the ranks make this call at different lines", _ELSEWHERE)
         if flags & _NOT_FINITE or (
@@ -178,11 +177,6 @@ class ValueClaim(OpCallCheck):
 _SUMMED = (
     "if every rank repeats the same work on the result, this gradient is too large by the number of ranks: say "
     "dst=gm.I; if each rank's loss is a term of the whole, it is right"
-)
-_PRINTED = (
-    "if it is a loss that was summed to be printed, declare it instead: gradmesh.objective(loss, ddp=...) has its "
-    "value, and the right gradient where DDP or FSDP averages. If every rank has a part of one loss, or it was "
-    "declared with loss_type=gm.I, it is right"
 )
 _ELSEWHERE = (
     "if calls of one kind changed places on a rank, mend that; a branch that makes the same call is right"

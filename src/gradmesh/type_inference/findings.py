@@ -10,6 +10,7 @@ from gradmesh.call_sites import Site, show_site
 from gradmesh.errors import message
 from gradmesh.type_inference import rules
 from gradmesh.type_inference.kinds import Kind, shown
+from gradmesh.unsummed import MISSING_SUM
 
 __all__ = ["KINDS", "Condition", "Finding", "began_at", "types_of"]
 
@@ -48,10 +49,7 @@ KINDS = {
         "dst=gm.I says that every rank repeats the same work on the result, and the ranks' gradients differ",
         "say dst=gm.R, whose backward sums what each rank finds, or make the ranks do the same",
     ),
-    "missing-sum": (
-        "a parameter that is the same on every rank gets each rank's own part of its gradient",
-        "gm.replicate(parameter) where it meets what differs, or sum its gradient over the ranks before the step",
-    ),
+    "missing-sum": MISSING_SUM,
     "sum-too-many": (
         "backward begins at a loss that every rank has, and that is made of R values: it counts once for each rank",
         "say dst=gm.I where the ranks go on alike, or gradmesh.objective(loss, loss_type=gm.R); right as it is where "
