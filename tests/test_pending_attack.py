@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gradmesh.overlap import begun
+from gradmesh.overlap import async_nodes
 from gradmesh.overlap.coalesce import _Message
 from tools.attack.calls import Verb
 from tools.attack.command import attack
@@ -89,7 +89,9 @@ def test_a_defect_of_what_is_begun_is_found(
     defect: str, pools: Pools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if defect == "a backward of another sign":
-        monkeypatch.setattr(begun._Begin, "backward", staticmethod(_of_another(begun._Begin.backward)))
+        monkeypatch.setattr(
+            async_nodes._Begin, "backward", staticmethod(_of_another(async_nodes._Begin.backward))
+        )
     else:
         monkeypatch.setattr(_Message, "part", _the_first)
     summary = attack(400, pools, seed=SEED, begun=SHARE, most_findings=1, tell=lambda _: None, shrink=False)
