@@ -13,7 +13,7 @@ from gradmesh.verify.auditing.kinds import KINDS, table
 from tools.audit_cases import SYSTEMS, drop_ins
 from tools.audit_plans import plans
 
-PAGE = (Path(__file__).parent.parent / "docs" / "audits.md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs" / "reports" / "audits.md").read_text()
 OWN = {**SYSTEMS["gradmesh"], **plans(), **drop_ins()}
 SOME = [
     "all_gather(dst=I)",

@@ -35,6 +35,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "errors").glob("*.md")),
+    *sorted((ROOT / "docs" / "reports").glob("*.md")),
 ]
 
 
@@ -69,7 +70,7 @@ def test_the_readmes_picture_shows_what_is_computed() -> None:
 
 
 def test_the_page_of_environment_variables_has_every_one_and_there_are_no_others() -> None:
-    text = (ROOT / "docs" / "environment.md").read_text()
+    text = (ROOT / "docs" / "launch.md").read_text()
     assert text == generate.with_variables(text)
     named = {variable.name for variable in environment.VARIABLES}
     sources = [file.read_text() for file in (ROOT / "src").rglob("*.py")]

@@ -191,7 +191,7 @@ def test_a_step_is_predicted_by_its_work_and_its_calls() -> None:
 
 
 def test_figures_go_where_the_page_has_their_command() -> None:
-    page = (Path(__file__).parent.parent / "docs" / "graphs-scale.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "reports" / "graphs-scale.md").read_text()
     for part in figures.PARTS:
         changed = figures.with_figures(page, part, "other figures")
         assert changed.count("other figures") == 1
@@ -207,7 +207,7 @@ def test_the_words_of_small_figures_say_what_was_counted() -> None:
 
 def test_the_command_writes_into_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
-    page.write_text((Path(__file__).parent.parent / "docs" / "graphs-scale.md").read_text())
+    page.write_text((Path(__file__).parent.parent / "docs" / "reports" / "graphs-scale.md").read_text())
     monkeypatch.setitem(figures.PARTS, "exact", lambda: "other figures")
     assert figures.main(["exact", "--write", str(page)]) == 0
     assert "other figures" in page.read_text()

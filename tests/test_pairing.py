@@ -1,6 +1,6 @@
 """Backward collectives are never taken for each other: a program is right, or refused on every rank.
 
-`USES` is the table of docs/conventions.md, "What holds by itself, and what needs ordered()": a cell each.
+`USES` is the table of docs/order.md, "What holds by itself, and what needs ordered()": a cell each.
 """
 
 from __future__ import annotations

@@ -22,13 +22,13 @@ ROOT = Path(__file__).parent.parent
 
 KINDS = {
     "index": "index.html",
-    "how-to": "debug-gradient.html",
+    "how-to": "debugging.html",
     "pictures in text": "types.html",
     "all pictures": "pictures/README.html",
     "tutorial": "tutorials/clip.html",
     "api": "api/verbs.html",
-    "long tables": "operators.html",
-    "measured": "bench.html",
+    "long tables": "reports/operators.html",
+    "measured": "reports/bench.html",
     "rule": "rules/GM105.html",
     "error": "errors/MismatchError.html",
     "search": "search.html",

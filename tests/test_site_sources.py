@@ -95,6 +95,9 @@ def test_every_page_is_on_the_way_from_the_index() -> None:
     trees = re.findall(r"```\{toctree\}\n(.*?)```", index, re.DOTALL)
     listed = {line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")}
     assert {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"} <= listed
+    reports = (ROOT / "docs" / "reports" / "README.md").read_text()
+    written = {path.name for path in (ROOT / "docs" / "reports").glob("*.md")} - {"README.md"}
+    assert written == set(re.findall(r"\]\(([\w-]+\.md)\)", reports))
 
 
 def test_every_public_name_has_a_place_in_the_reference() -> None:

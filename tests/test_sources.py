@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "sources.md"
+PAGE = ROOT / "docs" / "reports" / "coverage.md"
 
 SOURCES = [
     "ocpmodels.common.gp_utils",

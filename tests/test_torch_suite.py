@@ -38,7 +38,7 @@ def test_without_gloo_all_that_torch_does_not_skip_is_asked() -> None:
 
 
 def test_what_is_not_run_is_in_the_docs_with_the_reason() -> None:
-    page = (ROOT / "docs" / "torch-suite.md").read_text()
+    page = (ROOT / "docs" / "reports" / "torch-suite.md").read_text()
     for backend, tests in SKIPPED.items():
         for pattern, why in tests.items():
             assert f"| `{backend}` | `{pattern}` | {why} |" in page

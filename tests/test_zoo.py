@@ -114,7 +114,7 @@ def test_a_check_that_fails_by_itself_is_a_wrong_report() -> None:
 
 
 def test_the_page_has_every_program_and_what_is_expected_of_it() -> None:
-    text = (DOCS / "wrong-programs.md").read_text()
+    text = (DOCS / "reports" / "known-bad-programs.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \|[^|]*\|[^|]*\| ([^|]*) \|", text, re.MULTILINE))
     assert rows == {program.name: program.expected or "none" for program in PROGRAMS.values()}
     missed = set(re.findall(r"^\| `(\w+)` \|.*\| wrong \|", text, re.MULTILINE))

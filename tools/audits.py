@@ -1,4 +1,4 @@
-"""Audit gradmesh and what else there is, and write docs/audits.md: python -m tools.audits --write docs/audits.md.
+"""Audit gradmesh and what else there is, and write docs/reports/audits.md: python -m tools.audits --write docs/reports/audits.md.
 
 Of torch: `torch.distributed.nn.functional`; the functional collectives, of which the differentiable ones live in the
 private module `torch.distributed._functional_collectives`; and DTensor's redistribute. `spmd_types` where it is
@@ -66,7 +66,7 @@ reading that is meant. From the command line,
 is, 2 where the function could not be audited.
 
 A reading `V -> R` says: the operand varies over the ranks, the result is the same on each and each uses it differently.
-The types are those of [conventions.md](conventions.md). Readings that follow from stronger ones are not listed.
+The types are those of [types](../types.md). Readings that follow from stronger ones are not listed.
 
 ## The kinds
 """
@@ -77,7 +77,7 @@ _RESULTS = """
 torch {torch}, Python {python}, {cores} cores, 2 ranks on threads, in float64, {seconds:.0f} s in all. Written by
 
 ```console
-$ python -m tools.audits --write docs/audits.md
+$ python -m tools.audits --write docs/reports/audits.md
 ```
 
 Each call is made as its documentation says, see `benchmarks/systems/peers.py`; results that only the root has are

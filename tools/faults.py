@@ -290,7 +290,7 @@ def table(results: Sequence[Trial]) -> str:
 
 PAGE = """# When a rank fails
 
-`python -m tools.faults --write docs/faults.md` gave rank {victim} of {size} a fault while the others were in the middle
+`python -m tools.faults --write docs/reports/faults.md` gave rank {victim} of {size} a fault while the others were in the middle
 of something, and wrote this page. A rank that is only slow is waited for. One that is stuck in its own code ends with
 the timeout of the group, which was {seconds:g} s here (it is 300 s unless you say otherwise); the error of the launch
 then has the Python stack of that rank. "Ended by the launcher" means that the rank was still waiting when

@@ -12,8 +12,8 @@ from tools.badges import badges
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-VERSIONS, VARIABLES = ROOT / "docs" / "versions.md", ROOT / "docs" / "environment.md"
-MODES = ROOT / "docs" / "modes.md"
+VERSIONS, VARIABLES = ROOT / "docs" / "versions.md", ROOT / "docs" / "launch.md"
+MODES = ROOT / "docs" / "reports" / "modes.md"
 OTHERS = "<!-- modes: begin (make docs) -->", "<!-- modes: end -->"
 BEGIN, END = "<!-- table: begin (make docs) -->", "<!-- table: end -->"
 

@@ -1,6 +1,6 @@
 """Instructions that a verb takes around its transfer, counted by valgrind's Callgrind through torch's Timer.
 
-$ python -m tools.instructions --write docs/benchmark.md
+$ python -m tools.instructions --write docs/profiler.md
 
 In a world of one rank, where nothing travels: what is counted is arguments, the op, the result's memory, the graph.
 """
@@ -20,7 +20,7 @@ from torch.utils.benchmark import Timer
 
 __all__ = ["LINES", "available", "counted", "main"]
 
-BEGIN, END = "<!-- python -m tools.instructions --write docs/benchmark.md -->", "<!-- end -->"
+BEGIN, END = "<!-- python -m tools.instructions --write docs/profiler.md -->", "<!-- end -->"
 
 LINES = {
     "torch: x.clone()": "x.clone()",

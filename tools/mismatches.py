@@ -1,7 +1,7 @@
 """Calls that do not fit together, forward, backward and twice backward, and what every rank hears of them.
 
     python -m tools.mismatches
-    python -m tools.mismatches --write docs/mismatches.md
+    python -m tools.mismatches --write docs/reports/mismatches.md
 
 Each mismatch is a pair of calls: rank 0 makes the first and rank 1 the second. Forward they are made like that.
 Backward both ranks make both, and each rank's loss uses its own; twice backward both gradients are taken, and each rank
@@ -203,7 +203,7 @@ def main(backends: tuple[str, ...], write: Path | None) -> None:
 
 PAGE = """# What ranks hear of calls that do not fit together
 
-Written by `python -m tools.mismatches --write docs/mismatches.md` on torch {torch}, 2 ranks of one machine. Rank 0
+Written by `python -m tools.mismatches --write docs/reports/mismatches.md` on torch {torch}, 2 ranks of one machine. Rank 0
 makes one call of a pair and rank 1 the other: forward; in the backward of two calls that both made; in the second
 backward. "both calls, lines": every rank raised an error of gradmesh with every rank's call and its line of code; a
 backward call also names the line of the forward call. The time is until the last rank had raised. "the launch": a rank

@@ -2,7 +2,7 @@
 
 python -m tools.zoo                                 # the table, and how much of it is right
 python -m tools.zoo --only NAME                     # those with NAME in their name, with the whole report
-python -m tools.zoo --write docs/wrong-programs.md  # the page
+python -m tools.zoo --write docs/reports/known-bad-programs.md  # the page
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ said. Each is handed to a check of `gradmesh.verify`: `audit` for collectives, `
 and nothing that is not true of the program. The programs are in `tests/zoo/`; this page is written by
 
 ```console
-$ python -m tools.zoo --write docs/wrong-programs.md
+$ python -m tools.zoo --write docs/reports/known-bad-programs.md
 ```
 
 """

@@ -27,7 +27,7 @@ _STYLES = {"ok": "green", "refused": "yellow", "n/a": "dim"}
 _INTRO = """\
 # Every verb in every mode, measured
 
-Written by `python -m benchmarks.modes --write docs/modes.md`. Each cell is a run on two ranks (subgroup: a group of
+Written by `python -m benchmarks.modes --write docs/reports/modes.md`. Each cell is a run on two ranks (subgroup: a group of
 two among four), in float64, and is held against the same program written densely for one process: value, gradient,
 second derivative or tangent, to within 1e-10 of the largest entry. The objective is the sum of the ranks' losses,
 which differ from rank to rank; where a result is typed I it is one loss, the same on every rank. The same script and

@@ -4,7 +4,7 @@ python -m tools.graphs                              # 20,000 nodes on 4 ranks by
 python -m tools.graphs --ranks 5 --empty            # the same on 4, and a rank that owns nothing
 python -m tools.graphs --partition count            # cut by number: nearly everything is sent
 python -m tools.graphs --nodes 200000 --only-rows   # what is sent alone
-python -m tools.graphs figures --help               # the figures of docs/graphs-scale.md
+python -m tools.graphs figures --help               # the figures of docs/reports/graphs-scale.md
 """
 
 from __future__ import annotations

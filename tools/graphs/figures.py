@@ -1,7 +1,7 @@
-"""The figures of docs/graphs-scale.md, as measured on the machine that runs this.
+"""The figures of docs/reports/graphs-scale.md, as measured on the machine that runs this.
 
 python -m tools.graphs figures                                          # all of them
-python -m tools.graphs figures bytes growth --write docs/graphs-scale.md   # some, into the page
+python -m tools.graphs figures bytes growth --write docs/reports/graphs-scale.md   # some, into the page
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PICTURE = "graphs.png"
 
 def with_figures(page: str, part: str, text: str) -> str:
     """The page with other figures for a part."""
-    begin = f"<!-- python -m tools.graphs figures {part} --write docs/graphs-scale.md -->"
+    begin = f"<!-- python -m tools.graphs figures {part} --write docs/reports/graphs-scale.md -->"
     before, rest = page.split(begin)
     return f"{before}{begin}\n\n{text}\n\n{END}{rest.partition(END)[2]}"
 

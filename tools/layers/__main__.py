@@ -3,7 +3,7 @@
 python -m tools.layers                          # all of it: some minutes
 python -m tools.layers --layer linear_cross_entropy
 python -m tools.layers --beside                 # time and memory beside torch's own layers
-python -m tools.layers --write docs/layers.md   # the table of the page
+python -m tools.layers --write docs/reports/layers.md   # the table of the page
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tools.overlap.page import machine
 
 
 def _marks(what: str, options: str) -> tuple[str, str]:
-    begin = f"<!-- {what}: begin (python -m tools.layers {options}--write docs/layers.md) -->"
+    begin = f"<!-- {what}: begin (python -m tools.layers {options}--write docs/reports/layers.md) -->"
     return begin, f"<!-- {what}: end -->"
 
 

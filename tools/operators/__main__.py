@@ -1,6 +1,6 @@
 """The rules for operators, proven, as a page; and random programs that attack what `gm.typed` makes of them.
 
-python -m tools.operators --write docs/operators.md
+python -m tools.operators --write docs/reports/operators.md
 python -m tools.operators --attack 500 --seed 1
 """
 

@@ -1,4 +1,4 @@
-"""docs/operators.md: every operator, its rule, and how it was proven."""
+"""docs/reports/operators.md: every operator, its rule, and how it was proven."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["page", "proofs", "twins"]
 _HEAD = """\
 # What each operator does to types over ranks
 
-`gm.typed` follows [types](typed.md) by this table. What is made of values that are the same on every rank is the same;
+`gm.typed` follows [types](../typed.md) by this table. What is made of values that are the same on every rank is the same;
 what is made of a value that varies, varies: so it is for every operator here but those of shapes alone and random ones.
 A rule says what becomes of a pending sum, P. Numbers are the places of the arguments:
 
@@ -48,7 +48,7 @@ operands and more, for some).
 * *Faults*: where the rule calls it a finding, the sum over ranks is another.
 * *Twins*: in place and on lists (`_foreach_`), the same bits.
 
-`python -m tools.operators --write docs/operators.md` proves them and writes this page.
+`python -m tools.operators --write docs/reports/operators.md` proves them and writes this page.
 """
 
 

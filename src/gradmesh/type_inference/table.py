@@ -1,6 +1,6 @@
 """What each torch operator does to types over ranks: one rule each, in the language of `type_inference.rules`.
 
-An operator in place has the rule of its twin, and one on lists that of its twin on each. docs/operators.md lists them
+An operator in place has the rule of its twin, and one on lists that of its twin on each. docs/reports/operators.md lists them
 all and how each was proven (`python -m tools.operators`). The empty rule says nothing of pending sums: what such an
 operator makes of one has no known type.
 """
