@@ -39,7 +39,7 @@ def test_the_page_has_every_call_of_gradmesh_and_no_finding_in_one() -> None:
 
 
 def test_the_page_names_the_kinds_that_there_are() -> None:
-    found = PAGE[PAGE.index("## What is found") :]
+    found = PAGE[PAGE.index("## Findings") :]
     named = {
         name
         for line in found.splitlines()

@@ -1,4 +1,4 @@
-"""Audit gradmesh and what else there is, and write docs/reports/audits.md: python -m tools.audits --write docs/reports/audits.md.
+"""Audit the collectives of gradmesh and of other libraries: python -m tools.audits --write docs/reports/audits.md.
 
 Of torch: `torch.distributed.nn.functional`; the functional collectives, of which the differentiable ones live in the
 private module `torch.distributed._functional_collectives`; and DTensor's redistribute. `spmd_types` where it is
@@ -25,10 +25,11 @@ from tools.audit_plans import plans
 
 __all__ = ["audits", "page"]
 
-_HEAD = """# What the audit says of collectives
+_HEAD = """# Audits of collectives: gradmesh, torch.distributed, DTensor and others
 
-`gradmesh.verify.audit` runs a collective, autograd Function or layer of anyone's on a few ranks, which are threads of
-one process, and reports under which typed reading its backward is the adjoint of its forward, and what is wrong:
+What `gm.verify.audit` finds in the collectives of gradmesh and of other libraries, and what each kind of finding means.
+`audit` runs a collective, `autograd.Function` or layer on a few ranks (threads of one process) and reports for which
+types its backward is the adjoint of its forward, and which faults it has:
 
 ```python
 import torch
@@ -60,19 +61,18 @@ print(found.kinds[0], found.findings[0].ranks)
 gradient-overwritten (0, 1, 2)
 ```
 
-`build` may take `group=`, `parts=` and `local_rank=`; what it does not take is left out. `arrow="P -> R"` asks for the
-reading that is meant. From the command line,
-`gradmesh audit module:build` prints the whole report; its exit status is 0 where nothing is found, 1 where something
-is, 2 where the function could not be audited.
+`build` may accept `group=`, `parts=` and `local_rank=`. `arrow="P -> R"` checks one intended pair of types. On the
+command line, `gradmesh audit module:build` prints the full report; its exit status is 0 without findings, 1 with
+findings, and 2 if the function could not be audited.
 
-A reading `V -> R` says: the operand varies over the ranks, the result is the same on each and each uses it differently.
-The types are those of [types](../types.md). Readings that follow from stronger ones are not listed.
+An arrow such as `V -> R` gives the [types](../types.md) of operand and result: here the operand varies over the ranks,
+and the result is the same on each rank, which uses it differently. Arrows that follow from stronger ones are left out.
 
-## The kinds
+## Kinds of findings
 """
 
 _RESULTS = """
-## What is found
+## Findings
 
 torch {torch}, Python {python}, {cores} cores, 2 ranks on threads, in float64, {seconds:.0f} s in all. Written by
 
@@ -81,9 +81,9 @@ $ python -m tools.audits --write docs/reports/audits.md
 ```
 
 Each call is made as its documentation says, see `benchmarks/systems/peers.py`; results that only the root has are
-judged there. The functional collectives with a backward live in a private module of torch,
-`torch.distributed._functional_collectives`. `unused-output` is asked for inside `gm.ordered()`, in which raw
-collectives take no part; a group is one of ranks 1 and 2 of three.
+judged on the root. The functional collectives with a backward are in a private module of torch,
+`torch.distributed._functional_collectives`. `unused-output` is tested inside `gm.ordered()`, which has no effect on raw
+collectives. Subgroups consist of ranks 1 and 2 of three.
 """
 
 
@@ -133,7 +133,7 @@ def page(found: dict[str, dict[str, Audit | str]], seconds: float) -> str:
     for name, calls in found.items():
         clean = sum(isinstance(each, Audit) and each.ok for each in calls.values())
         lines += [f"### {name}: {clean} of {len(calls)} without a finding", ""]
-        lines += ["| call | backward is the adjoint as | findings |", "|---|---|---|", *_rows(calls), ""]
+        lines += ["| call | backward is the adjoint for | findings |", "|---|---|---|", *_rows(calls), ""]
     return "\n".join(lines)
 
 
@@ -144,7 +144,7 @@ def _rows(calls: dict[str, Audit | str]) -> list[str]:
             rows.append(f"| `{call}` | | raises: {each.replace('|', '/')[:160]} |")
             continue
         kinds = ", ".join(f"`{kind}`" for kind in each.kinds) or "none"
-        rows.append(f"| `{call}` | {'; '.join(each.arrows) or 'no reading'} | {kinds} |")
+        rows.append(f"| `{call}` | {'; '.join(each.arrows) or 'none'} | {kinds} |")
     return rows
 
 

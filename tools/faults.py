@@ -288,17 +288,19 @@ def table(results: Sequence[Trial]) -> str:
     return "\n".join(lines)
 
 
-PAGE = """# When a rank fails
+PAGE = """# Rank failures: what the other ranks receive
 
-`python -m tools.faults --write docs/reports/faults.md` gave rank {victim} of {size} a fault while the others were in the middle
-of something, and wrote this page. A rank that is only slow is waited for. One that is stuck in its own code ends with
-the timeout of the group, which was {seconds:g} s here (it is 300 s unless you say otherwise); the error of the launch
-then has the Python stack of that rank. "Ended by the launcher" means that the rank was still waiting when
-`gradmesh.launch`, or torchrun, ended it because of the other.
+What happens to the other ranks, and what the caller receives, when one rank is killed, raises, returns early, is slow
+or is stuck during a collective, an async call, a message or a backward pass. Written by
+`python -m tools.faults --write docs/reports/faults.md`, which gives rank {victim} of {size} the fault.
 
-Gloo's own errors name no rank. The verbs of gradmesh find it out: a rank whose call failed leaves word in the store,
-and names those who leave none. Calls of torch.distributed itself (here the asynchronous call and the message) raise
-what Gloo says; the caller of `gradmesh.launch` gets the rank all the same.
+A slow rank is waited for. A rank stuck in user code is caught by the timeout of the group, which was {seconds:g} s here
+(the default is 300 s); the launcher's error then contains the Python stack of that rank. "Ended by the launcher" means
+that the rank was still waiting when `gradmesh.launch`, or torchrun, ended it because of the failed rank.
+
+Gloo's own errors do not name the failed rank. The verbs of gradmesh determine it: a rank whose call failed records that
+in the store, and the error names the ranks without a record. Calls of torch.distributed itself (here the async call and
+the message) raise Gloo's error; `gradmesh.launch` still reports the rank.
 
 torch {torch}, {falls}
 

@@ -26,7 +26,7 @@ def _between_marks(text: str, generated: str, begin: str = BEGIN, end: str = END
 
 def with_table(text: str) -> str:
     """The text with the table of ops between its marks, and the one of other systems as it was measured."""
-    measured = MODES.read_text().split("## In short\n\n")[1].split("\n\n")[0]
+    measured = MODES.read_text().split("## Summary\n\n")[1].split("\n\n")[0]
     return _between_marks(_between_marks(text, table()), measured, *OTHERS)
 
 

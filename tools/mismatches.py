@@ -201,18 +201,21 @@ def main(backends: tuple[str, ...], write: Path | None) -> None:
         write.write_text(PAGE.format(table="\n".join(lines), torch=torch.__version__))
 
 
-PAGE = """# What ranks hear of calls that do not fit together
+PAGE = """# Mismatch detection: what each rank receives when the ranks' calls differ
 
-Written by `python -m tools.mismatches --write docs/reports/mismatches.md` on torch {torch}, 2 ranks of one machine. Rank 0
-makes one call of a pair and rank 1 the other: forward; in the backward of two calls that both made; in the second
-backward. "both calls, lines": every rank raised an error of gradmesh with every rank's call and its line of code; a
-backward call also names the line of the forward call. The time is until the last rank had raised. "the launch": a rank
-was through, and the other one's wait was ended with an error that names both.
+What gradmesh reports when two ranks make different collective calls at the same point: other ops, shapes, dtypes, sizes
+or arguments. Written by `python -m tools.mismatches --write docs/reports/mismatches.md` on torch {torch}, 2 ranks of
+one machine.
+
+Rank 0 makes one call of a pair and rank 1 the other: in forward; in the backward of two calls that both ranks made; in
+the second backward. "both calls, lines": every rank raised an error of gradmesh with every rank's call and its line of
+code; a backward call also names the line of the forward call. The time is until the last rank had raised. "the launch":
+one rank had finished, and the launcher ended the other one's wait with an error that names both.
 
 {table}
 
-Two calls of one kind, one shape and one dtype that change places on a rank are told by nothing but their lines,
-forward; `gradmesh.check("full")` warns of that. Where a rank misses a call altogether, its next call meets the others'.
+In forward, two calls of the same kind, shape and dtype that are swapped on one rank differ only in their lines;
+`gradmesh.check("full")` warns of that. If a rank skips a call, its next call is compared with the others' skipped one.
 """
 
 if __name__ == "__main__":

@@ -72,12 +72,12 @@ def _summary(found: Sequence[Outcome]) -> str:
 # ---- the page
 
 
-_HEAD = """# Wrong programs, and what is said of them
+_HEAD = """# Known-bad programs: what the checkers detect
 
-Small programs over several ranks, each wrong in one way that real code is, and right ones of which nothing may be
-said. Each is handed to a check of `gradmesh.verify`: `audit` for collectives, `gradcheck` for programs with a loss,
-`same_as_single` for programs that have a counterpart on one process. A report is right if it names the expected kind
-and nothing that is not true of the program. The programs are in `tests/zoo/`; this page is written by
+Small distributed programs, each with one bug that real code has, and correct ones on which nothing may be reported: how
+many of them the checkers of `gm.verify` get right. `audit` runs on collectives, `gradcheck` on programs with a loss,
+`same_as_single` on programs with a counterpart on one process. A report counts as right if it names the expected kind
+and nothing that is false. The programs are in `tests/zoo/`. This page is written by
 
 ```console
 $ python -m tools.zoo --write docs/reports/known-bad-programs.md
@@ -87,8 +87,8 @@ $ python -m tools.zoo --write docs/reports/known-bad-programs.md
 
 
 _LIMITS = """
-What no check here sees: what a compiler makes of a program, how fast it is, what a network does to it, and a program
-whose reference is wrong in the same way.
+No check here covers what a compiler does to a program, its speed, faults of a network, or a program whose
+single-process reference has the same bug.
 """
 
 
@@ -105,7 +105,7 @@ def page(found: Sequence[Outcome]) -> str:
                 name, expected, reported, right, seconds = _row(outcome)
                 cells = (f"`{name}`", program.seen, program.check, expected, reported, right, seconds)
                 parts.append("| " + " | ".join(cells) + " |\n")
-    parts.append("\n## Reports that are wrong\n\n")
+    parts.append("\n## Wrong reports\n\n")
     parts += [f"* `{name}`: {why}.\n" for name, why in MISSED.items()]
     return "".join(parts) + _LIMITS
 

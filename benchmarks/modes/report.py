@@ -25,15 +25,17 @@ Measured = Mapping[str, tuple[System, Grid]]
 _STYLES = {"ok": "green", "refused": "yellow", "n/a": "dim"}
 
 _INTRO = """\
-# Every verb in every mode, measured
+# Autodiff modes: every collective in reverse, forward, vmap, compile and more, in five systems
 
-Written by `python -m benchmarks.modes --write docs/reports/modes.md`. Each cell is a run on two ranks (subgroup: a group of
-two among four), in float64, and is held against the same program written densely for one process: value, gradient,
-second derivative or tangent, to within 1e-10 of the largest entry. The objective is the sum of the ranks' losses,
-which differ from rank to rank; where a result is typed I it is one loss, the same on every rank. The same script and
-the same cases measure all systems, each called as its own documentation says. What an error says is taken as the
-system's own refusal when in doubt. A group's collectives time out after 5 s (compile: 30 s). All of it is on CPU
-tensors over Gloo; another backend may refuse, or allow, other things."""
+Which collectives of gradmesh, `torch.distributed.nn.functional`, the functional collectives, DTensor and spmd_types
+give right results in which autodiff mode. Written by `python -m benchmarks.modes --write docs/reports/modes.md`.
+
+Each cell is a run on two ranks (subgroup: a group of two among four), in float64, compared with the same program
+written densely for one process: value, gradient, second derivative or tangent, to within 1e-10 of the largest entry.
+The objective is the sum of the ranks' losses, which differ between ranks; where a result has type I it is one loss, the
+same on every rank. The same script and the same cases measure all systems, each called as its own documentation says.
+Ambiguous errors are counted as a deliberate refusal. A group's collectives time out after 5 s (compile: 30 s).
+Everything runs on CPU tensors over Gloo; another backend may refuse or support other calls."""
 
 
 def faults(grid: Grid) -> list[str]:
@@ -77,7 +79,7 @@ def show(measured: Measured, console: Console) -> None:
 def markdown(measured: Measured) -> str:
     """The page of the docs."""
     grids = [grid for _, grid in measured.values()]
-    parts = [_INTRO, f"Measured with {_on(machine())}.", "## What is run\n\n"]
+    parts = [_INTRO, f"Measured with {_on(machine())}.", "## Modes\n\n"]
     parts[-1] += "\n".join(f"* {name}: {MODES[name].text}" for name in _modes(*grids))
     reasons = {
         reason: mode.name
@@ -85,11 +87,11 @@ def markdown(measured: Measured) -> str:
         for case in CASES.values()
         if (reason := no_meaning(case, mode))
     }
-    parts.append("## What a cell says\n\n")
+    parts.append("## Verdicts\n\n")
     parts[-1] += "\n".join(f"* {word}: {meaning}" for word, meaning in VERDICTS.items())
     parts[-1] += "".join(f"\n  * {mode}: {reason}" for reason, mode in reasons.items())
-    parts.append("## In short\n\n" + _rows(["system", *VERDICTS], _counts(measured)))
-    parts.append("Cells that are ok, of those that have a meaning:\n\n" + _by_verb(measured))
+    parts.append("## Summary\n\n" + _rows(["system", *VERDICTS], _counts(measured)))
+    parts.append("Cells that are ok, out of those that have a meaning:\n\n" + _by_verb(measured))
     for name, (system, grid) in measured.items():
         modes, notes = _modes(grid), _Notes()
         rows = [

@@ -17,38 +17,40 @@ from tools.operators.twins import twins_of
 __all__ = ["page", "proofs", "twins"]
 
 _HEAD = """\
-# What each operator does to types over ranks
+# Operator rules of gm.typed: how each torch operator changes V, R, I and P
 
-`gm.typed` follows [types](../typed.md) by this table. What is made of values that are the same on every rank is the same;
-what is made of a value that varies, varies: so it is for every operator here but those of shapes alone and random ones.
-A rule says what becomes of a pending sum, P. Numbers are the places of the arguments:
+How [`gm.typed`](../typed.md) derives the type of each operator's result from the types of its operands, and how each
+rule was tested. Unless noted: if all inputs are replicated the output is replicated; if any input varies the output
+varies. Operators that depend on shapes only, and random ones, are the exceptions. A rule says what happens to a pending
+sum, P. Numbers are argument positions:
 
-| rule | reads |
+| rule | meaning |
 |---|---|
-| `0` | linear in argument 0: of P comes P; each tensor of a list is a term |
-| `0+1` | linear in both together: P and P give P, a V beside a P is a term; a value that every rank has is a finding |
+| `0` | linear in argument 0: P gives P; each tensor of a list is a term |
+| `0+1` | jointly linear in both: P and P give P, a V beside a P is a term; a replicated value beside a P is a finding |
 | `0*1` | linear in each: P and R, or P and I, give P; P and P, P and V are findings |
 | `0+1*2` | a sum of such terms |
 | `0/1` | linear in 0 for a given 1, and not in 1 |
-| `0\\|1` | linear in 0 for a given 1; nothing is said of 1: a note |
-| `0@1` | linear in 0; 1, a mask or indices, chooses elements: P and V give a finding |
+| `0\\|1` | linear in 0 for a given 1; unknown for a P in 1: a note |
+| `0@1` | linear in 0; 1 is a mask or indices that select elements: P and V give a finding |
 | `!0` | not linear in 0: a finding |
 | `-0` | 0 is overwritten |
-| `=S`, `=Z`, `=V` | made of shapes alone: the same on every rank; zeros, which are a pending sum too; not written yet |
-| `=1` | made of shapes and the number 1: zeros if that is 0, else the same on every rank |
-| `~` | random: observed when the program runs |
-| none | nothing is said of pending sums: a note |
+| `=S`, `=Z`, `=V` | depends on shapes only: the same on every rank; zeros, also a pending sum; uninitialized memory |
+| `=1` | depends on shapes and the number in argument 1: zeros if that is 0, else the same on every rank |
+| `~` | random: observed at run time |
+| none | unknown for pending sums: a note |
 
-Proven means: on three simulated ranks, in double precision, for every choice of types of the operands (for three
-operands and more, for some).
+Each rule is tested on three simulated ranks, in double precision, for every choice of operand types (for some choices
+only, with three operands and more). The columns count the tests:
 
-* *Values*: what is the same is so bit for bit; what is P sums up to what the operator makes of the sums.
-* *Gradients*: those of the operands, added up as their types say, are the finite differences of the objective of all
-  ranks, and those of I and P are the same on every rank.
-* *Faults*: where the rule calls it a finding, the sum over ranks is another.
-* *Twins*: in place and on lists (`_foreach_`), the same bits.
+* *values*: results of type R or I are equal on every rank bit for bit; results of type P add up to the operator's
+  result on the sums.
+* *gradients*: the operands' gradients, combined as their types say, equal the finite differences of the objective of
+  all ranks; those of I and P operands are the same on every rank.
+* *faults*: where the rule reports a finding, the sum over ranks is in fact different.
+* *twins*: the in-place form and the form on lists (`_foreach_`) give the same bits.
 
-`python -m tools.operators --write docs/reports/operators.md` proves them and writes this page.
+`python -m tools.operators --write docs/reports/operators.md` runs these tests and writes this page.
 """
 
 
@@ -89,9 +91,9 @@ def page(proven: dict[str, Proof], others: dict[str, list[str]]) -> str:
     count = sum(len(set(names)) for names in others.values())
     left = sorted(set(TABLE) - set(proven))
     rows.append(
-        f"{len(proven)} operators and {count} twins of them are proven; {len(left)} have a rule that is not proven "
-        "here, since they run on other devices, or say nothing of pending sums. These are the figures of torch "
-        f"{'.'.join(torch.__version__.split('.')[:2])}.\n"
+        f"{len(proven)} operators and {count} twins are tested, on torch "
+        f"{'.'.join(torch.__version__.split('.')[:2])}. {len(left)} more have a rule that is not tested here, "
+        "because they run on other devices or have no rule for pending sums.\n"
     )
     rows += ["| operator | rule | twins | values | gradients | faults | |", "|---|---|---|---|---|---|---|"]
     for name, one in sorted(proven.items()):
@@ -100,14 +102,14 @@ def page(proven: dict[str, Proof], others: dict[str, list[str]]) -> str:
         rule = f"`{one.rule}`".replace("|", "\\|") if one.rule else ""
         counts = " | ".join(str(n or "") for n in (one.values, one.gradients, one.refused))
         rows.append(f"| `{name}` | {rule} | {shown} | {counts} | {said} |")
-    rows += ["", "Not proven here: " + ", ".join(f"`{name}`" for name in left) + ".", ""]
+    rows += ["", "Not tested here: " + ", ".join(f"`{name}`" for name in left) + ".", ""]
     rows += [
         "## Collectives of torch.distributed",
         "",
-        "Where torch's dispatcher sees them: on Gloo and NCCL. What is the same on every rank is R or I as its use "
-        "makes it.",
+        "Where torch's dispatcher sees them: on Gloo and NCCL. A result that is the same on every rank is R or I, "
+        "depending on its use.",
         "",
-        "| collective | leaves |",
+        "| collective | its result is |",
         "|---|---|",
     ]
     words = {S: "the same on every rank", V: "V"}

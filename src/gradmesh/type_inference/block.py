@@ -182,10 +182,10 @@ def _count(by: int) -> None:
 
 @contextlib.contextmanager
 def typed(axis: AxisLike = None, strict: bool = False) -> Iterator[Types]:
-    """Follow what every tensor is over the ranks, V, R, I or P, through every operator and every collective.
+    """Infer the type V, R, I or P of every tensor, through every operator and every collective.
 
-    Nothing is annotated. What comes from outside is observed: a parameter that is the same on every rank is I, data
-    that is the same is R or I as its use makes it, all else is V. Results follow by the rules of docs/reports/operators.md, and
+    Nothing is annotated. Inputs are observed: a parameter that is the same on every rank is I, data that is the same is
+    R or I depending on its use, everything else is V. Results follow by the rules of docs/reports/operators.md, and
     those of the verbs by the registry of ops. Ranks compare what they have where they meet anyway, at collectives and
     at the end of the block, so they may do different things in between; what only some of them do is V.
 

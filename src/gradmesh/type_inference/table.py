@@ -1,8 +1,8 @@
 """What each torch operator does to types over ranks: one rule each, in the language of `type_inference.rules`.
 
-An operator in place has the rule of its twin, and one on lists that of its twin on each. docs/reports/operators.md lists them
-all and how each was proven (`python -m tools.operators`). The empty rule says nothing of pending sums: what such an
-operator makes of one has no known type.
+An in-place operator has the rule of its twin, and one on lists that of its twin on each. docs/reports/operators.md
+lists all of them and how each was tested (`python -m tools.operators`). With the empty rule, the result of a pending
+sum has no known type.
 """
 
 from __future__ import annotations
