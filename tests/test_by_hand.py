@@ -17,7 +17,7 @@ import gradmesh as gm
 from gradmesh.axis import axis
 from gradmesh.transport import manual_calls as places
 from gradmesh.transport.call_checks import calls_of
-from gradmesh.transport.manual_calls import Functions, Made, apart, shown, told
+from gradmesh.transport.manual_calls import FunctionCalls, Functions, conflicting, encode_flags, show_flags
 from tests.by_hand_programs import by_hand, drawn, outcome, verdict
 from tools.attack.command import attack
 from tools.attack.draw import drawn as drawn_program
@@ -131,10 +131,10 @@ def test_with_every_value_compared_they_are_told_apart_too(threads: Ranks) -> No
 def test_what_is_known_on_two_ranks_has_to_have_a_call_in_common(
     ranks: tuple[tuple[int, int] | None, ...], different: bool
 ) -> None:
-    made = [one and Made(*one, "", None) for one in ranks]
-    heard = [0 if one is None else told(one) | 5 for one in made]
-    assert apart(heard) == different
-    text = shown(heard, made[0])
+    made = [one and FunctionCalls(*one, "", None) for one in ranks]
+    heard = [0 if one is None else encode_flags(one) | 5 for one in made]
+    assert conflicting(heard) == different
+    text = show_flags(heard, made[0])
     assert ("not known" in text) == (None in ranks)
     assert (
         made[0] is None or f"rank 0: in the backward of the function that made call {made[0].first}" in text
@@ -333,7 +333,7 @@ def test_what_a_function_calls_first_and_last_is_kept_of_one_thread_alone() -> N
     made = functions.of(3)
     assert made is not None
     assert (made.first, made.last, made.text) == (7, 9, "first")
-    found: list[Made | None] = []
+    found: list[FunctionCalls | None] = []
 
     def elsewhere() -> None:
         functions.note(4, 10, "of another count")

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradmesh as gm
-from gradmesh.transport.values import number_of
+from gradmesh.transport.values import checksum
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
 
@@ -219,12 +219,12 @@ def test_one_element_that_differs_or_moves_gives_another_number(
     place = seed % size
     y = x.clone()
     y[place] += 1
-    assert number_of(x) == number_of(x.clone())
-    assert number_of(x) != number_of(y)
-    assert number_of(torch.cat([torch.zeros(1, dtype=dtype), x])[1:]) == number_of(x)
+    assert checksum(x) == checksum(x.clone())
+    assert checksum(x) != checksum(y)
+    assert checksum(torch.cat([torch.zeros(1, dtype=dtype), x])[1:]) == checksum(x)
     if size > 1 and x[0] != x[1]:
-        assert number_of(torch.cat([x[1:2], x[:1], x[2:]])) != number_of(x)
-    assert number_of(torch.zeros(size, dtype=dtype)) == 0
+        assert checksum(torch.cat([x[1:2], x[:1], x[2:]])) != checksum(x)
+    assert checksum(torch.zeros(size, dtype=dtype)) == 0
 
 
 def odd_tensors() -> list[list[int]]:

@@ -21,7 +21,7 @@ from gradmesh.autograd import apply
 from gradmesh.ops.base import LinearOp
 from gradmesh.ops.mean import Mean
 from gradmesh.ops.registry import REGISTRY
-from gradmesh.overlap.pending import begin
+from gradmesh.overlap.pending import start_op
 from gradmesh.transport.comm_thread import async_axis
 from gradmesh.verify import CostModel, Link, simulate
 from tests import contract
@@ -68,7 +68,7 @@ def is_the_same_begun(op: LinearOp, shape: Sequence[int]) -> None:
         return
     for ordered in (False, True):
         at_once = derivatives(functools.partial(apply, op), shape, ordered=ordered)
-        apart = derivatives(lambda x: begin(beside(op), x).wait(), shape, ordered=ordered)
+        apart = derivatives(lambda x: start_op(beside(op), x).wait(), shape, ordered=ordered)
         for one, other in zip(at_once, apart, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)
 
@@ -354,9 +354,9 @@ def test_a_deadlock_of_begun_calls_is_told_with_their_lines() -> None:
         else:
             gm.all_gather(x)
 
-    begin = time.monotonic()
+    start_op = time.monotonic()
     text = failed(on_rank)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - start_op < 10
     assert "DeadlockError" in text
     first = on_rank.__code__.co_firstlineno
     assert f"test_pending.py:{first + 4} in on_rank  (call 1 of group '0 async'" in text

@@ -90,7 +90,7 @@ def test_a_defect_of_what_is_begun_is_found(
 ) -> None:
     if defect == "a backward of another sign":
         monkeypatch.setattr(
-            async_nodes._Begin, "backward", staticmethod(_of_another(async_nodes._Begin.backward))
+            async_nodes._StartNode, "backward", staticmethod(_of_another(async_nodes._StartNode.backward))
         )
     else:
         monkeypatch.setattr(_Message, "part", _the_first)

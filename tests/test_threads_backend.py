@@ -82,7 +82,7 @@ def test_what_a_rank_keeps_is_its_own_and_none_elsewhere() -> None:
     def work() -> tuple[int, bool]:
         mine = threads.rank_locals()
         assert isinstance(mine, RankState)
-        mine.keep(dist.get_rank())
+        mine.put(dist.get_rank())
         dist.barrier()
         helper: list[object] = []
         thread = threading.Thread(target=lambda: helper.append(threads.rank_locals()))
@@ -90,7 +90,7 @@ def test_what_a_rank_keeps_is_its_own_and_none_elsewhere() -> None:
         thread.join()
         again = threads.rank_locals()
         assert again is mine
-        return mine.kept[int], helper == [None]
+        return mine.objects[int], helper == [None]
 
     assert ranks(work) == [(0, True), (1, True), (2, True)]
     assert threads.rank_locals() is None

@@ -52,14 +52,14 @@ from gradmesh.unsummed import compare_after_pass
 __all__ = [
     "DETACHED_TOKEN",
     "apply",
-    "compiled_link",
+    "apply_ordered",
+    "apply_unordered",
+    "attach_backward",
+    "compiled_ordered",
     "differentiable",
-    "join_late",
-    "leaf",
-    "linked",
-    "refuse_lost",
+    "grad_token",
+    "refuse_dropped",
     "token_of",
-    "unlinked",
 ]
 
 
@@ -72,13 +72,13 @@ def apply(op: Op, x: Tensor) -> Tensor:
     if compiling():
         return _compiled(op, x)
     state = rank_state()
-    if state.started.lost:
-        refuse_lost(op, x)
+    if state.started.dropped:
+        refuse_dropped(op, x)
     chain, linear = state.chain, isinstance(op, LinearOp)
     if tracing():
         op = Traced(op)
     if chain is None:
-        return unlinked(op, x)
+        return apply_unordered(op, x)
     try:
         if torch.is_grad_enabled() and linear and differentiable(x):
             return chain.link(op, x)
@@ -86,13 +86,13 @@ def apply(op: Op, x: Tensor) -> Tensor:
     except OrderError as error:  # of the chain: nothing was sent
         op.withdraw(x, error)
         raise
-    y = unlinked(op, x)
+    y = apply_unordered(op, x)
     if saves_for_a_checkpoint():
         chain.keep_place()
     return y
 
 
-def refuse_lost(op: Op, x: Tensor) -> None:
+def refuse_dropped(op: Op, x: Tensor) -> None:
     """Raise the error of calls that were begun and never waited for."""
     try:
         rank_state().started.check()
@@ -101,8 +101,8 @@ def refuse_lost(op: Op, x: Tensor) -> None:
         raise
 
 
-def linked(
-    op: LinearOp, x: Tensor, thread: Tensor, role: str = "", origin: CallRecord | None = None
+def apply_ordered(
+    op: LinearOp, x: Tensor, token: Tensor, role: str = "", origin: CallRecord | None = None
 ) -> tuple[Tensor, Tensor]:
     """Run an op, and pass on a thread that requires grad, so that the op's backward runs whoever uses its result.
 
@@ -112,25 +112,27 @@ def linked(
     Args:
         op: the op.
         x: this rank's operand.
-        thread: that of the link before.
+        token: that of the previous ordered op.
         role: what the call is to the one that it comes from.
         origin: that call.
     """
     if not forward_level_open() or functorch_active():
-        return _recorded(op, x, thread, CallRecord(role, origin, NEEDS_BACKWARD | CAN_BACKWARD, linked=True))
+        return _apply_node(
+            op, x, token, CallRecord(role, origin, NEEDS_BACKWARD | CAN_BACKWARD, ordered=True)
+        )
     primal, tangent = forward_ad.unpack_dual(x)
-    call = CallRecord(role, origin, NEEDS_BACKWARD | CAN_BACKWARD, linked=True)
-    y, thread = _recorded(op, primal, thread, call)
-    moved, thread = _recorded(
+    call = CallRecord(role, origin, NEEDS_BACKWARD | CAN_BACKWARD, ordered=True)
+    y, token = _apply_node(op, primal, token, call)
+    moved, token = _apply_node(
         op,
         torch.zeros_like(primal) if tangent is None else tangent,
-        thread,
-        CallRecord(TANGENT, call, NEEDS_BACKWARD | CAN_BACKWARD, linked=True),
+        token,
+        CallRecord(TANGENT, call, NEEDS_BACKWARD | CAN_BACKWARD, ordered=True),
     )
-    return forward_ad.make_dual(y, moved), thread
+    return forward_ad.make_dual(y, moved), token
 
 
-def unlinked(op: Op, x: Tensor, call: CallRecord | None = None, thread: Tensor | None = None) -> Tensor:
+def apply_unordered(op: Op, x: Tensor, call: CallRecord | None = None, token: Tensor | None = None) -> Tensor:
     """Run an op by itself.
 
     Where no derivative can be asked for, the op is run bare: building a graph node costs more than a small
@@ -140,51 +142,51 @@ def unlinked(op: Op, x: Tensor, call: CallRecord | None = None, thread: Tensor |
         op: the op.
         x: this rank's operand.
         call: what the call comes from, and what is to be remembered of it.
-        thread: that of a call to which this one is to be tied.
+        token: that of a call that has to precede this one in the graph.
     """
     if compiling() and not isinstance(op, Traced):
         return _compiled(op, x)
     if is_legacy_batched(x):
-        return on_legacy_batch(x, lambda whole: unlinked(op.batched(), whole, call, thread))
+        return on_legacy_batch(x, lambda whole: apply_unordered(op.batched(), whole, call, token))
     if isinstance(op, Traced) and tracing_script():
         return op.apply(x, call)  # a node would be recorded as a call of Python's, which no file can hold
     recording, transforms = torch.is_grad_enabled(), transforms_active()
-    if recording and op.rooted and not x.requires_grad and thread is None and differentiable(x):
+    if recording and op.rooted and not x.requires_grad and token is None and differentiable(x):
         # Only the root's operand counts, and a rank whose own does not require grad would miss the backward.
-        thread = None if functorch_active() else leaf()
-    joins = recording and (x.requires_grad or (thread is not None and thread.requires_grad))
+        token = None if functorch_active() else grad_token()
+    needs_backward = recording and (x.requires_grad or (token is not None and token.requires_grad))
     if not recording and call is None and not transforms:
         return op.apply(x)
     call = CallRecord() if call is None else call
-    if joins:
+    if needs_backward:
         call.flags |= NEEDS_BACKWARD
     if recording and not (transforms and functorch_active()):
         call.flags |= CAN_BACKWARD
-    if joins or transforms:
-        if thread is None:  # a tracer takes no tensor that is not its own
-            thread = torch.zeros(1, device="cpu") if isinstance(op, Traced) or is_fake(x) else DETACHED_TOKEN
-        y = _recorded(op, x, thread, call)[0]
+    if needs_backward or transforms:
+        if token is None:  # a tracer takes no tensor that is not its own
+            token = torch.zeros(1, device="cpu") if isinstance(op, Traced) or is_fake(x) else DETACHED_TOKEN
+        y = _apply_node(op, x, token, call)[0]
     else:
         y = op.apply(x, call)
-    return join_late(op, x, y, call) if call.others_need_backward else y
+    return attach_backward(op, x, y, call) if call.others_need_backward else y
 
 
-def join_late(op: Op, x: Tensor, y: Tensor, call: CallRecord) -> Tensor:
+def attach_backward(op: Op, x: Tensor, y: Tensor, call: CallRecord) -> Tensor:
     """The result of a call that has been made, tied to a node of its own, to take part in a backward of others."""
     if not forward_level_open():
-        return _recorded(_Done(op, y), x, leaf(), call)[0]
+        return _apply_node(_FinishedCall(op, y), x, grad_token(), call)[0]
     (x, _), (y, moved) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(y)
-    joined = _recorded(_Done(op, y), x, leaf(), call)[0]
+    joined = _apply_node(_FinishedCall(op, y), x, grad_token(), call)[0]
     return joined if moved is None else forward_ad.make_dual(joined, moved)
 
 
-def _recorded(op: Op | _Done, x: Tensor, thread: Tensor, call: CallRecord) -> tuple[Tensor, Tensor]:
+def _apply_node(op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallRecord) -> tuple[Tensor, Tensor]:
     """Run an op as a node of the graph."""
     rule: Any = _Rule if functorch_active() else _Node
 
     def run() -> tuple[Tensor, Tensor]:
         # Called by Python itself: where torch has `apply` in C++, a profile function sees no other call of it.
-        result: tuple[Tensor, Tensor] = rule.apply(op, x, thread, call)
+        result: tuple[Tensor, Tensor] = rule.apply(op, x, token, call)
         return result
 
     deferred = None if rule is _Rule else rank_state().deferred
@@ -198,22 +200,22 @@ def token_of(ctx: Any) -> Tensor | None:
     where it was not retained, and then it has no thread any more.
     """
     try:
-        thread: Tensor = ctx.saved_tensors[0]
+        token: Tensor = ctx.saved_tensors[0]
     except RuntimeError:
         return None
-    return thread
+    return token
 
 
-def leaf() -> Tensor:
+def grad_token() -> Tensor:
     """A thread that requires grad, so that what takes it takes part in backward, whatever its operand."""
     return torch.zeros(1, device="cpu", requires_grad=True)
 
 
-_KNOWN_LEAF = outside_modes(leaf)
+_GRAD_TOKEN = outside_modes(grad_token)
 """A leaf for compiled programs: what does not come from outside of one requires no gradient in it."""
 
 
-class _Done:
+class _FinishedCall:
     """An op that ran before it was known that another rank takes part in its backward, and so has this one."""
 
     def __init__(self, op: Op, y: Tensor) -> None:
@@ -233,20 +235,20 @@ def _compiled(op: Op, x: Tensor) -> Tensor:
     state = rank_state()
     if state.chain is not None and torch.is_grad_enabled() and isinstance(op, LinearOp) and differentiable(x):
         return state.chain.link(op, x)
-    tell_dynamo()
-    joins = op.rooted and torch.is_grad_enabled() and not x.requires_grad and differentiable(x)
-    return _in_graph(x, _KNOWN_LEAF if joins else None, *encode(op), state.reorderable)
+    allow_in_dynamo()
+    needs_backward = op.rooted and torch.is_grad_enabled() and not x.requires_grad and differentiable(x)
+    return _in_graph(x, _GRAD_TOKEN if needs_backward else None, *encode(op), state.reorderable)
 
 
-def compiled_link(op: LinearOp, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-    """As `linked`, inside a program that is being compiled."""
-    tell_dynamo()
-    return _linked_in_graph(x, token, *encode(op), rank_state().reorderable)
+def compiled_ordered(op: LinearOp, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    """As `apply_ordered`, inside a program that is being compiled."""
+    allow_in_dynamo()
+    return _ordered_in_graph(x, token, *encode(op), rank_state().reorderable)
 
 
 def _in_graph(
     x: Tensor,
-    thread: Tensor | None,
+    token: Tensor | None,
     words: str,
     numbers: list[int],
     tensors: list[Tensor],
@@ -256,10 +258,10 @@ def _in_graph(
     """Run an op in the graph that Dynamo has made: from here on autograd follows it, and not Dynamo."""
     op = decode(Encoded(words, numbers, tensors, group))
     traced = Traced(op, reorderable=reorderable, followed=not torch.compiler.is_exporting())
-    return unlinked(traced, x, thread=None if functorch_active() else thread)
+    return apply_unordered(traced, x, token=None if functorch_active() else token)
 
 
-def _linked_in_graph(
+def _ordered_in_graph(
     x: Tensor,
     token: Tensor,
     words: str,
@@ -269,10 +271,12 @@ def _linked_in_graph(
     reorderable: bool,
 ) -> tuple[Tensor, Tensor]:
     op = decode(Encoded(words, numbers, tensors, group))
-    return linked(Traced(op, reorderable=reorderable, followed=not torch.compiler.is_exporting()), x, token)
+    return apply_ordered(
+        Traced(op, reorderable=reorderable, followed=not torch.compiler.is_exporting()), x, token
+    )
 
 
-tell_dynamo = enters_graphs(_in_graph, _linked_in_graph)
+allow_in_dynamo = enters_graphs(_in_graph, _ordered_in_graph)
 
 
 def _refuse(op: Op, problem: str, remedy: str) -> NoReturn:
@@ -294,20 +298,20 @@ class _Rule(torch.autograd.Function):
     """The law of `gradmesh.ops.base`, told to autograd; with a thread of the chain, it is also a link of it."""
 
     @staticmethod
-    def forward(op: Op | _Done, x: Tensor, thread: Tensor, call: CallRecord) -> tuple[Tensor, Tensor]:
-        return op.apply(x, call), torch.zeros_like(thread)
+    def forward(op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallRecord) -> tuple[Tensor, Tensor]:
+        return op.apply(x, call), torch.zeros_like(token)
 
     @staticmethod
     def setup_context(
-        ctx: Any, inputs: tuple[Op | _Done, Tensor, Tensor, CallRecord], output: tuple[Tensor, Tensor]
+        ctx: Any, inputs: tuple[Op | _FinishedCall, Tensor, Tensor, CallRecord], output: tuple[Tensor, Tensor]
     ) -> None:
-        op, x, thread, ctx.call = inputs
-        ctx.op = op.op if isinstance(op, _Done) else op
+        op, x, token, ctx.call = inputs
+        ctx.op = op.op if isinstance(op, _FinishedCall) else op
         ctx.operand, ctx.result = x.shape, output[0].shape
         ctx.dtype, ctx.device = x.dtype, x.device
         ctx.call.site = call_site()
         # One tensor either way: a checkpoint counts them, and what is recomputed may be outside of ordered().
-        ctx.save_for_backward(thread if ctx.call.linked else output[1])
+        ctx.save_for_backward(token if ctx.call.ordered else output[1])
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -320,35 +324,35 @@ class _Rule(torch.autograd.Function):
             grad = grad.to_dense()
         if op.dst is I and grad.numel() == 1 and check_level() == FULL:
             compare_after_pass(op, ctx, ctx.call)
-        kept = ctx.call.deferral is not None and ctx.call.deferral.keeps(ctx, None if nothing else grad)
-        if not ctx.call.linked:
+        kept = ctx.call.deferral is not None and ctx.call.deferral.defers(ctx, None if nothing else grad)
+        if not ctx.call.ordered:
             if kept:
                 return None, None, None, None
             call = CallRecord(BACKWARD, ctx.call, ZERO_GRAD if nothing else 0)
-            back = unlinked(op.back, grad, call, token_of(ctx) if torch.is_grad_enabled() else None)
+            back = apply_unordered(op.back, grad, call, token_of(ctx) if torch.is_grad_enabled() else None)
             alone = op.axis.size == 1 or not op.back.sends
             # No gradient on any rank gives none, and not zeros, which are NaN behind an infinite derivative.
             return None, None if nothing and (alone or call.all_zero) else back, None, None
         # Read also where it is not needed: inside a checkpoint this is what makes every rank recompute here, and
         # not some of them elsewhere or never.
-        (thread,) = ctx.saved_tensors
+        (token,) = ctx.saved_tensors
         if following is None:
             # The end of the chain. The backward pass goes on with the thread itself, as a zero would come from
             # nowhere and lose the order of the passes to come.
-            following = thread.clone()
+            following = token.clone()
         if kept:
             return None, None, following, None
         if torch.is_grad_enabled() or forward_level_open():
-            back, following = linked(op.back, grad, following, BACKWARD, ctx.call)
+            back, following = apply_ordered(op.back, grad, following, BACKWARD, ctx.call)
             return None, back, following, None
-        return None, unlinked(op.back, grad, CallRecord(BACKWARD, ctx.call)), following, None
+        return None, apply_unordered(op.back, grad, CallRecord(BACKWARD, ctx.call)), following, None
 
     @staticmethod
-    def jvp(ctx: Any, _: None, tangent: Tensor | None, thread: Tensor | None, *__: None) -> Any:
+    def jvp(ctx: Any, _: None, tangent: Tensor | None, token: Tensor | None, *__: None) -> Any:
         if tangent is None:
             tangent = torch.zeros(ctx.operand, dtype=ctx.dtype, device=ctx.device)
-        moved = unlinked(ctx.op, tangent, CallRecord(TANGENT, ctx.call))
-        return moved, torch.zeros(1, device="cpu") if thread is None else torch.zeros_like(thread)
+        moved = apply_unordered(ctx.op, tangent, CallRecord(TANGENT, ctx.call))
+        return moved, torch.zeros(1, device="cpu") if token is None else torch.zeros_like(token)
 
     @staticmethod
     def vmap(
@@ -356,18 +360,18 @@ class _Rule(torch.autograd.Function):
         in_dims: tuple[int | None, ...],
         op: Op,
         x: Tensor,
-        thread: Tensor,
+        token: Tensor,
         call: CallRecord,
     ) -> Any:
         dim = in_dims[1]
         if dim is None:  # only the thread's gradient is batched
-            return _recorded(op, x, thread, call), (None, in_dims[2])
+            return _apply_node(op, x, token, call), (None, in_dims[2])
         batched, x = op.batched(), x.movedim(dim, 0)
         if (
-            call.linked and isinstance(batched, LinearOp) and forward_level_open()
+            call.ordered and isinstance(batched, LinearOp) and forward_level_open()
         ):  # the tangent is a link of its own
-            return linked(batched, x, thread, call.role, call.origin), (0, in_dims[2])
-        return _recorded(batched, x, thread, call), (0, in_dims[2])
+            return apply_ordered(batched, x, token, call.role, call.origin), (0, in_dims[2])
+        return _apply_node(batched, x, token, call), (0, in_dims[2])
 
 
 # Function.apply asks for the signature at every call; computing it anew takes longer than the rest of the rule.
@@ -379,10 +383,10 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, op: Op | _Done, x: Tensor, thread: Tensor, call: CallRecord
+        ctx: Any, op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallRecord
     ) -> tuple[Tensor, Tensor]:
-        output = _Rule.forward(op, x, thread, call)
-        _Rule.setup_context(ctx, (op, x, thread, call), output)
+        output = _Rule.forward(op, x, token, call)
+        _Rule.setup_context(ctx, (op, x, token, call), output)
         return output
 
     backward, jvp = _Rule.backward, _Rule.jvp

@@ -66,7 +66,7 @@ class Averaged(NamedTuple):
         return frozenset(() if self.over is None else dist.get_process_group_ranks(self.over))
 
 
-_NOT = Averaged(1, None)
+_NOT_AVERAGED = Averaged(1, None)
 """A parameter that nothing averages."""
 
 
@@ -121,39 +121,39 @@ class Averaging:
         graph = _Graph(loss.grad_fn)
         # An activation that is a leaf is none of these: its gradient goes on elsewhere.
         ends = [
-            (node, index, leaf, self._how(leaf))
+            (node, index, leaf, self._averaging_of(leaf))
             for node, index, leaf in graph.edges
             if isinstance(leaf, nn.Parameter)
         ]
-        coming: dict[Any, float] = {}
-        crossed = self._cross(graph, ends, coming) if graph.ops else {}
-        going: dict[Any, dict[int, float]] = {}
-        for node, index, leaf, how in ends:
-            self._check_invisible(node, leaf, how)
+        incoming: dict[Any, float] = {}
+        crossed = self._cross(graph, ends, incoming) if graph.ops else {}
+        outgoing: dict[Any, dict[int, float]] = {}
+        for node, index, leaf, averaged in ends:
+            self._check_invisible(node, leaf, averaged)
             # What a wrapper averages is counted as often as the wrapper has ranks, whatever lies between.
-            ways = crossed.get(node, {_NOTHING}) if how is _NOT else {_NOTHING}
-            factors = {how.divisor / self.divisor * math.prod(n for _, n in way) for way in ways}
+            ways = crossed.get(node, {_NOTHING}) if averaged is _NOT_AVERAGED else {_NOTHING}
+            factors = {averaged.divisor / self.divisor * math.prod(n for _, n in way) for way in ways}
             if len(factors) > 1:
                 self._refuse_both_ways(self._name(leaf))
             (factor,) = factors
             if factor != 1:
-                going.setdefault(node, {})[index] = factor
+                outgoing.setdefault(node, {})[index] = factor
         for node in graph.hiding:
             self._check_hidden(node)
-        if not coming and not going:
+        if not incoming and not outgoing:
             return None
-        passed = LastPass()
-        for node in dict.fromkeys([*coming, *going]):
-            self._scale(node, coming.get(node, 1.0), going.get(node, {}), passed)
-        return passed
+        hook = LastPass()
+        for node in dict.fromkeys([*incoming, *outgoing]):
+            self._scale(node, incoming.get(node, 1.0), outgoing.get(node, {}), hook)
+        return hook
 
-    def _cross(self, graph: _Graph, ends: list[End], coming: dict[Any, float]) -> dict[Any, set[Crossed]]:
+    def _cross(self, graph: _Graph, ends: list[End], incoming: dict[Any, float]) -> dict[Any, set[Crossed]]:
         """Go from the loss down its graph.
 
         Args:
             graph: the graph.
             ends: the parameters, and how they are averaged.
-            coming: gets the factor for what comes to each verb that needs one.
+            incoming: gets the factor for what comes to each verb that needs one.
 
         Returns:
             For each node what lies between the loss and what it hands on, on each of the ways there.
@@ -176,10 +176,10 @@ class Averaging:
             if n == 1:
                 continue
             if op.dst is not I:
-                coming[node] = 1 / n
+                incoming[node] = 1 / n
                 found[node] = {way | {(ranks, n)} for way in ways}
             elif all((ranks, n) in way for way in ways):
-                coming[node] = float(n)
+                incoming[node] = float(n)
                 found[node] = {way - {(ranks, n)} for way in ways}
             elif any((ranks, n) in way for way in ways):
                 self._refuse_both_ways(f"what {op.verb} made on axis {op.axis} {_place(node)}")
@@ -195,11 +195,15 @@ class Averaging:
         ends: list[End],
     ) -> set[int]:
         """How many of some ranks the parameters behind a node are averaged over."""
-        counts = {how.over: len(ranks & how.ranks) for *_, how in ends if how.over is not None}
+        counts = {
+            averaged.over: len(ranks & averaged.ranks) for *_, averaged in ends if averaged.over is not None
+        }
         if len(set(counts.values())) > 1:
             below = graph.below(node)
             counts = {
-                how.over: counts[how.over] for end, _, _, how in ends if how.over in counts and end in below
+                averaged.over: counts[averaged.over]
+                for end, _, _, averaged in ends
+                if averaged.over in counts and end in below
             }
         return set(counts.values())
 
@@ -210,15 +214,15 @@ class Averaging:
             "use what replicate returned in every place on this rank, or in none",
         )
 
-    def _how(self, leaf: Tensor) -> Averaged:
+    def _averaging_of(self, leaf: Tensor) -> Averaged:
         """How a parameter is averaged."""
         if (found := self.wrapped.get(id(leaf))) is not None:
             return found
         if self._names.get(id(leaf)) is not None:
-            return _NOT
+            return _NOT_AVERAGED
         if type(leaf).__name__ == "FlatParameter":  # of a torch in which its module cannot be found
             return Averaged(self.divisor, None)
-        elsewhere = self._elsewhere(leaf)
+        elsewhere = self._averaged_elsewhere(leaf)
         if elsewhere is None and gc.get_freeze_count():
             self._refuse(
                 f"{self._name(leaf)}, which `ddp` does not hold, in a process with gc.freeze(), where no other "
@@ -226,9 +230,9 @@ class Averaging:
                 "a module that holds all parameters of the loss",
                 "pass ddp=torch.nn.ModuleList([wrapped, the others])",
             )
-        return elsewhere or _NOT
+        return elsewhere or _NOT_AVERAGED
 
-    def _elsewhere(self, leaf: Tensor) -> Averaged | None:
+    def _averaged_elsewhere(self, leaf: Tensor) -> Averaged | None:
         """How a parameter that the module does not hold is averaged by any wrapper of this process; None: by none."""
         _count_wrappers()
         known = _known.get(id(leaf))
@@ -280,20 +284,20 @@ class Averaging:
                 "call gradmesh.objective outside of the compiled function or the torch.func transform",
             )
 
-    def _summed_by_layers(self, module: nn.Module, how: Averaged) -> Iterator[nn.Module]:
+    def _summed_by_layers(self, module: nn.Module, averaged: Averaged) -> Iterator[nn.Module]:
         """The layers in a module that sum their own parameters' gradients over ranks that a wrapper averages over."""
         for part in module.modules():
             if getattr(part, "replicated", False) is True and hasattr(part, "over"):
                 given: Any = part.over
                 for over in given if isinstance(given, tuple) else (given,):
-                    if len(how.ranks.intersection(resolve(over, "objective").global_ranks)) > 1:
+                    if len(averaged.ranks.intersection(resolve(over, "objective").global_ranks)) > 1:
                         yield part
 
-    def _check_invisible(self, node: Any, leaf: Tensor, how: Averaged) -> None:
+    def _check_invisible(self, node: Any, leaf: Tensor, averaged: Averaged) -> None:
         """Refuse a compiled region in which a layer sums the gradient of a parameter that is averaged too."""
-        if self.module is None or type(node).__name__ != "CompiledFunctionBackward" or how.over is None:
+        if self.module is None or type(node).__name__ != "CompiledFunctionBackward" or averaged.over is None:
             return
-        for layer in self._summed_by_layers(self.module, how):
+        for layer in self._summed_by_layers(self.module, averaged):
             if any(p is leaf for p in layer.parameters()):
                 self._refuse(
                     f"{self._name(leaf)} of a compiled {type(layer).__name__}, which sums its gradient by itself",
@@ -303,20 +307,20 @@ class Averaging:
 
     def _check_hidden(self, node: Any) -> None:
         """Refuse what a reentrant checkpoint runs, if a parameter in there needs a factor of its own."""
-        for held in _held(getattr(node, "run_function", None)):
+        for held in _tensors_in(getattr(node, "run_function", None)):
             inside = list(held.parameters()) if isinstance(held, nn.Module) else [held]
             for parameter in inside:
                 if isinstance(parameter, nn.Parameter) and parameter.requires_grad:
-                    how = self._how(parameter)
-                    if how.divisor != self.divisor:
+                    averaged = self._averaging_of(parameter)
+                    if averaged.divisor != self.divisor:
                         self._refuse(
                             f"{self._name(parameter)} in a reentrant checkpoint, which hides it, and divided by "
-                            f"{how.divisor:g} instead of {self.divisor:g}",
+                            f"{averaged.divisor:g} instead of {self.divisor:g}",
                             "parameters with a factor of their own where the graph of the loss shows them",
                             "pass use_reentrant=False to the checkpoint",
                         )
-                    if isinstance(held, nn.Module) and how.over is not None:
-                        for layer in self._summed_by_layers(held, how):
+                    if isinstance(held, nn.Module) and averaged.over is not None:
+                        for layer in self._summed_by_layers(held, averaged):
                             self._refuse(
                                 f"{type(layer).__name__} in a reentrant checkpoint, which hides it, that sums its "
                                 "gradients over ranks that the wrapper averages over",
@@ -324,14 +328,14 @@ class Averaging:
                                 "pass use_reentrant=False to the checkpoint",
                             )
 
-    def _scale(self, node: Any, coming: float, going: dict[int, float], passed: LastPass) -> None:
+    def _scale(self, node: Any, incoming: float, outgoing: dict[int, float], hook: LastPass) -> None:
         """Scale what comes to a node, and what it hands to some of its next ones, in the passes of a loss."""
-        if going and hasattr(node, "op"):
+        if outgoing and hasattr(node, "op"):
             # What comes to a verb, as `no_sync` may keep it instead of handing it on.
-            coming, going = coming * going.pop(0), going
+            incoming, outgoing = incoming * outgoing.pop(0), outgoing
         there = node.metadata.get(_METADATA)
-        if there is not None and there[:2] == (coming, going):  # another loss of the same graph
-            there[2].add(passed)
+        if there is not None and there[:2] == (incoming, outgoing):  # another loss of the same graph
+            there[2].add(hook)
             return
         if there is not None:
             self._refuse(
@@ -340,25 +344,26 @@ class Averaging:
                 "run their backward passes on graphs of their own",
             )
         # A graph that is kept may have many losses, one in each step: each lives as long as its hook.
-        passes = WeakSet([passed])
-        node.metadata[_METADATA] = coming, going, passes
+        passes = WeakSet([hook])
+        node.metadata[_METADATA] = incoming, outgoing, passes
 
         def active() -> bool:
             return any(each.running for each in passes)
 
         def before(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
             first, *others = grads
-            return (first * coming, *others) if first is not None and active() else None
+            return (first * incoming, *others) if first is not None and active() else None
 
         def behind(grads: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...] | None:
             scaled = (
-                g if g is None or index not in going else g * going[index] for index, g in enumerate(grads)
+                g if g is None or index not in outgoing else g * outgoing[index]
+                for index, g in enumerate(grads)
             )
             return tuple(scaled) if active() else None
 
-        if coming != 1:
+        if incoming != 1:
             node.register_prehook(before)
-        if going:
+        if outgoing:
             node.register_hook(behind)
 
     def _warn_of_unwrapped(self, loss: Tensor) -> None:
@@ -429,15 +434,15 @@ def _averaged_by(part: nn.Module, axis: Axis) -> dict[int, Averaged]:
         own = fully_sharded(part)
         if own is None:
             _refuse(axis, "a module of fully_shard in a torch that does not tell it", _PASS_A_NUMBER)
-        return {key: Averaged(*how) for key, how in own.items()}
+        return {key: Averaged(*averaged) for key, averaged in own.items()}
     if is_replicated(part):
         _refuse(axis, "a module that replicate was applied to, which does not tell it", _PASS_A_NUMBER)
     return {}
 
 
 def _all_of(part: Any, left_out: set[int]) -> dict[int, Averaged]:
-    how = Averaged(part.process_group.size(), part.process_group)
-    return {id(p): how for p in part.parameters() if p.requires_grad and id(p) not in left_out}
+    averaged = Averaged(part.process_group.size(), part.process_group)
+    return {id(p): averaged for p in part.parameters() if p.requires_grad and id(p) not in left_out}
 
 
 _known: dict[int, tuple[ref[Tensor], Averaged | None, int]] = {}
@@ -554,7 +559,7 @@ def _place(node: Any) -> str:
 
 def _op_of(node: Any) -> LinearOp | None:
     """The op that a node of the graph is of."""
-    made = getattr(node, "made", None) if type(node).__name__ == "_EndBackward" else None
+    made = getattr(node, "made", None) if type(node).__name__ == "_WaitNodeBackward" else None
     op = getattr(node, "op", None) if made is None else made.op
     op = op.op if isinstance(op, Traced) else op
     return op if isinstance(op, LinearOp) and hasattr(op, "axis") else None
@@ -563,7 +568,7 @@ def _op_of(node: Any) -> LinearOp | None:
 _DEEP = 4
 
 
-def _held(what: object, deep: int = 0) -> Iterator[nn.Module | Tensor]:
+def _tensors_in(what: object, deep: int = 0) -> Iterator[nn.Module | Tensor]:
     """The modules and tensors that a function holds."""
     if isinstance(what, nn.Module | Tensor):
         yield what
@@ -584,7 +589,7 @@ def _held(what: object, deep: int = 0) -> Iterator[nn.Module | Tensor]:
                 continue
     if deep < _DEEP:
         for each in inside:
-            yield from _held(each, deep + 1)
+            yield from _tensors_in(each, deep + 1)
 
 
 def _refuse(

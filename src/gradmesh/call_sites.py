@@ -27,7 +27,7 @@ _INTERNAL = (
 
 Site = tuple[CodeType, int] | None
 
-_ours_or_torchs: dict[str, bool] = {}
+_is_internal: dict[str, bool] = {}
 """For each file of code whether a call from it is none of the user's; there are as many as files of code."""
 
 _seen = threading.local()  # .site: what `call_site` answers in this thread instead of looking
@@ -46,15 +46,15 @@ def seen_from(site: Site) -> Iterator[None]:
 
 def call_site() -> Site:
     """The first frame outside torch and gradmesh, as cheaply as possible: it is only shown in errors."""
-    told: Site = getattr(_seen, "site", None)
-    if told is not None:
-        return told
+    override: Site = getattr(_seen, "site", None)
+    if override is not None:
+        return override
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        internal = _ours_or_torchs.get(code.co_filename)
+        internal = _is_internal.get(code.co_filename)
         if internal is None:
-            internal = _ours_or_torchs[code.co_filename] = code.co_filename.startswith(_INTERNAL)
+            internal = _is_internal[code.co_filename] = code.co_filename.startswith(_INTERNAL)
         if not internal:
             return code, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]

@@ -62,7 +62,7 @@ def commands() -> click.Group:
     group.add_command(
         click.Command(
             "audit",
-            callback=_status(audit_command),
+            callback=_with_exit_status(audit_command),
             short_help="Find out what is wrong with a collective of anyone's, and which law its backward obeys.",
             help="Audit functions that return (fn, inputs), as gradmesh.verify.audit takes them: MODULE:FUNCTION or "
             "FILE.py:FUNCTION. The exit status is 0 where nothing is found, 1 where something is, and 2 where a "
@@ -107,7 +107,7 @@ def commands() -> click.Group:
     group.add_command(
         click.Command(
             "check",
-            callback=_status(check_command),
+            callback=_with_exit_status(check_command),
             short_help="Find what is wrong with the gradients of a training script that knows nothing of gradmesh.",
             help="Run a script of torch.distributed on local ranks, as torchrun would, and hold the gradients that "
             "its parameters get against those of the sum of its losses: gradmesh check train.py -n 4 -- --lr 0.1, "
@@ -157,11 +157,11 @@ def commands() -> click.Group:
             ],
         )
     )
-    group.add_command(demo_group(_told))
+    group.add_command(demo_group(_reporting_errors))
     group.add_command(
         click.Command(
             "bench",
-            callback=_told(bench),
+            callback=_reporting_errors(bench),
             short_help="Time the verbs on this machine, beside torch.distributed's own calls.",
             help="Time the verbs on local ranks of this machine, forward, and forward with backward, at a few sizes, "
             "beside torch.distributed's own call of the same backend where there is one. Shows medians and their "
@@ -187,7 +187,7 @@ def commands() -> click.Group:
     group.add_command(
         click.Command(
             "explain",
-            callback=_told(explain_command),
+            callback=_reporting_errors(explain_command),
             short_help="Show the page of an error, or of a rule of gradmesh check.",
             help="Show the pages of errors (AxisError) and of rules of gradmesh check (GM101, or missing-sum): what "
             "raises it in programs that run, and what to do. Without a name, list what has a page.",
@@ -197,7 +197,7 @@ def commands() -> click.Group:
     group.add_command(
         click.Command(
             "info",
-            callback=_told(info),
+            callback=_reporting_errors(info),
             short_help="Say what is installed here and what gradmesh can run on.",
             help="Say what is installed here, which backends and extras there are, and which environment variables "
             "are set for gradmesh.",
@@ -210,7 +210,7 @@ def commands() -> click.Group:
         group.add_command(
             click.Command(
                 name,
-                callback=_told(functools.partial(_moved, name)),
+                callback=_reporting_errors(functools.partial(_moved, name)),
                 hidden=True,
                 add_help_option=False,
                 context_settings={"ignore_unknown_options": True},
@@ -247,12 +247,12 @@ def info(table: bool) -> None:
     Console(highlight=False).print(grid, soft_wrap=True)
 
 
-def _status(command: Callable[..., int]) -> Callable[..., None]:
+def _with_exit_status(command: Callable[..., int]) -> Callable[..., None]:
     """The command, with what it returns as the exit status, and gradmesh's errors and unusable files as `NOT_RUN`."""
     import click
 
     @functools.wraps(command)
-    def told(**options: object) -> None:
+    def wrapped(**options: object) -> None:
         try:
             status = command(**options)
         except BrokenPipeError:  # who reads has enough: click ends without a word
@@ -262,7 +262,7 @@ def _status(command: Callable[..., int]) -> Callable[..., None]:
             status = NOT_RUN
         click.get_current_context().exit(status)
 
-    return told
+    return wrapped
 
 
 def _available(_context: click.Context, _option: click.Parameter, backend: str) -> str:
@@ -286,12 +286,12 @@ def _moved(name: str, arguments: tuple[str, ...]) -> None:
     )
 
 
-def _told(command: Callable[..., None]) -> Callable[..., None]:
+def _reporting_errors(command: Callable[..., None]) -> Callable[..., None]:
     """The command, with gradmesh's own errors and unusable files told as text and exit status 1."""
     import click
 
     @functools.wraps(command)
-    def told(**options: object) -> None:
+    def wrapped(**options: object) -> None:
         try:
             command(**options)
         except BrokenPipeError:
@@ -299,4 +299,4 @@ def _told(command: Callable[..., None]) -> Callable[..., None]:
         except (GradmeshError, OSError) as error:
             raise click.ClickException(str(error)) from error
 
-    return told
+    return wrapped

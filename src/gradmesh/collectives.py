@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-any-return"
-# What a verb is declared to return it returns without async_op; `begins` and `takes_structures` tell the rest.
+# What a verb is declared to return it returns without async_op; `async_verb` and `pytree_verb` tell the rest.
 """The verbs: each resolves its axis, builds the op and applies it.
 
 What the ops do, their types and their adjoints stand in the registry (`gradmesh.ops`). Below, W is the number
@@ -75,8 +75,8 @@ from gradmesh.ops.permute import Permute, Shift
 from gradmesh.ops.scan import Exscan, Scan
 from gradmesh.ops.shard import AllGatherInvariant, Shard, ShardReplicated
 from gradmesh.ops.sizes import Sizes
-from gradmesh.overlap.pending import Pending, begin
-from gradmesh.overlap.signatures import begins, takes_structures
+from gradmesh.overlap.pending import Pending, start_op
+from gradmesh.overlap.signatures import async_verb, pytree_verb
 from gradmesh.structure import is_structure
 from gradmesh.types import Convention, I, P, R, Reduction, Type, V
 
@@ -116,7 +116,7 @@ _WHICH_DST = (
 )
 
 
-@takes_structures
+@pytree_verb
 @explained("dst")
 def all_reduce(
     x: Tensor,
@@ -184,7 +184,7 @@ def all_reduce(
     return call.run(_scaled(call.op(kind), reduction), call.x)
 
 
-@takes_structures
+@pytree_verb
 def all_gather(
     x: Tensor,
     axis: AxisLike = None,
@@ -247,7 +247,7 @@ def all_gather(
     return call.run(call.op(kind, along, call.sizes(sizes, along)), call.x)
 
 
-@begins
+@async_verb
 def reduce_scatter(
     x: Tensor,
     axis: AxisLike = None,
@@ -290,7 +290,7 @@ def reduce_scatter(
     return call.run(_scaled(call.op(ReduceScatter, along, given), reduction), x)
 
 
-@begins
+@async_verb
 def all_to_all(
     x: Tensor,
     axis: AxisLike = None,
@@ -340,7 +340,7 @@ def all_to_all(
     return call.run(call.op(AllToAll, cut, join, send, receive), x)
 
 
-@takes_structures
+@pytree_verb
 def broadcast(
     x: Tensor,
     axis: AxisLike = None,
@@ -399,7 +399,7 @@ def broadcast(
     return call.run(call.op(kind, call.rank(root)), call.x)
 
 
-@begins
+@async_verb
 def reduce(
     x: Tensor,
     axis: AxisLike = None,
@@ -441,7 +441,7 @@ def reduce(
     return call.run(call.op(Reduce, call.rank(root)), x)
 
 
-@begins
+@async_verb
 def gather(
     x: Tensor,
     axis: AxisLike = None,
@@ -487,11 +487,11 @@ def gather(
     call = Call("gather", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     call.refuse_unordered("all_gather", of_all=True)
     along = call.dim(dim)
-    given = call.told(sizes, along)
+    given = call.explicit_sizes(sizes, along)
     return call.run(call.op(Gather, along, call.rank(root), given), x)
 
 
-@begins
+@async_verb
 def scatter(
     x: Tensor,
     axis: AxisLike = None,
@@ -537,7 +537,7 @@ def scatter(
     call = Call("scatter", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     along, root = call.dim(dim), call.rank(root)
     if sizes is None or (isinstance(sizes, str) and sizes == "auto"):
-        given = Sizes.balanced(call.found_sizes(x.shape[along])[root], call.axis.size)
+        given = Sizes.balanced(call.exchanged_sizes(x.shape[along])[root], call.axis.size)
     else:
         given = call.sizes(sizes, along)
     if call.axis.rank != root and x.shape[along] == given.total:
@@ -545,7 +545,7 @@ def scatter(
     return call.run(call.op(Scatter, along, root, given), x)
 
 
-@takes_structures
+@pytree_verb
 def replicate(
     x: Tensor,
     axis: AxisLike = None,
@@ -588,7 +588,7 @@ def replicate(
     return call.run(call.op(Replicate), call.x)
 
 
-@begins
+@async_verb
 def shard(
     x: Tensor,
     axis: AxisLike = None,
@@ -732,10 +732,10 @@ def convert(
     )
     kind = call.choose("(src, dst)", (src, dst) if known else f"({src!r}, {dst!r})", _CONVERSIONS, way)
     op, finish = call.op(kind), call.naming()
-    return begin(op, x, finish) if call.flag(async_op, "async_op") else finish(apply(op, x))
+    return start_op(op, x, finish) if call.flag(async_op, "async_op") else finish(apply(op, x))
 
 
-@takes_structures
+@pytree_verb
 def shift(
     x: Tensor,
     axis: AxisLike = None,
@@ -801,10 +801,10 @@ def shift(
         )
     op = call.op(Shift, None, ranks, call.flag(wrap, "wrap"))
     along = call.dim(dim) if sizes is not None or isinstance(dim, str) else 0
-    return call.run(op if sizes is None else op.along(along, call.told(sizes, along)), call.x)
+    return call.run(op if sizes is None else op.along(along, call.explicit_sizes(sizes, along)), call.x)
 
 
-@takes_structures
+@pytree_verb
 def permute(
     x: Tensor,
     axis: AxisLike = None,
@@ -862,10 +862,10 @@ def permute(
     call = Call("permute", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     op = call.op(Permute, None, call.pairs(pairs))
     along = call.dim(dim) if sizes is not None or isinstance(dim, str) else 0
-    return call.run(op if sizes is None else op.along(along, call.told(sizes, along)), call.x)
+    return call.run(op if sizes is None else op.along(along, call.explicit_sizes(sizes, along)), call.x)
 
 
-@begins
+@async_verb
 def send(
     x: Tensor,
     axis: AxisLike = None,
@@ -924,7 +924,7 @@ def send(
     return call.run(call.op(Send, peer, tuple(x.shape)), x)
 
 
-@begins
+@async_verb
 def recv(
     like: Tensor,
     axis: AxisLike = None,
@@ -962,7 +962,7 @@ def recv(
     return call.received(call.op(Receive, peer, tuple(like.shape)), like.new_empty(0))
 
 
-@begins
+@async_verb
 def exchange(
     parts: Sequence[Tensor],
     axis: AxisLike = None,
@@ -1030,7 +1030,7 @@ def exchange(
     )
 
 
-@begins
+@async_verb
 def halo_exchange(
     x: Tensor,
     axis: AxisLike = None,
@@ -1076,12 +1076,12 @@ def halo_exchange(
     call = Call("halo_exchange", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     along = call.dim(dim)
     left, right = call.halo(halo)
-    given = call.told(sizes, along)
+    given = call.explicit_sizes(sizes, along)
     wrap = call.flag(wrap, "wrap")
     return call.run(call.op(HaloExchange, along, left, right, wrap, given), x)
 
 
-@begins
+@async_verb
 def neighbor_all_to_all(
     x: Tensor,
     axis: AxisLike = None,
@@ -1132,7 +1132,7 @@ def neighbor_all_to_all(
     return call.run(op, x)
 
 
-@begins
+@async_verb
 def scan(
     x: Tensor,
     axis: AxisLike = None,
@@ -1165,7 +1165,7 @@ def scan(
     return call.run(call.op(Scan, call.flag(reverse, "reverse")), x)
 
 
-@begins
+@async_verb
 def exscan(
     x: Tensor,
     axis: AxisLike = None,
@@ -1211,7 +1211,7 @@ def sizes(x: Tensor, axis: AxisLike = None, dim: DimLike = 0) -> tuple[int, ...]
         [(3, 4), (3, 4)]
     """
     call = Call("sizes", x, axis)
-    return call.found_sizes(x.shape[call.dim(dim)]).told
+    return call.exchanged_sizes(x.shape[call.dim(dim)]).explicit
 
 
 def _stackable(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradmesh._torch import compiling
 from gradmesh.errors import ArgumentError, message
 
-__all__ = ["DimLike", "Names", "known_names", "named", "names", "said", "stale", "with_names"]
+__all__ = ["DimLike", "Names", "known_names", "named", "names", "show_names", "stale", "with_names"]
 
 DimLike = int | str
 """A dimension by its number or by its name."""
@@ -123,7 +123,7 @@ def with_names(x: TensorT, given: Names | None) -> TensorT:
     return x
 
 
-def said(given: Names) -> str:
+def show_names(given: Names) -> str:
     """Names in words.
 
     >>> said(("N", None))

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from gradmesh.deferred.reductions import DeferredReductions
-from gradmesh.deferred.steps import watch
+from gradmesh.deferred.steps import refuse_steps
 from gradmesh.errors import OrderError, message
 from gradmesh.state import rank_state
 from gradmesh.transport import compiling
@@ -29,12 +29,12 @@ class Owed:
         [(1, None, 0, [2.0, 2.0]), (1, None, 0, [2.0, 2.0])]
     """
 
-    def __init__(self, ledger: DeferredReductions) -> None:
-        self._ledger = ledger
+    def __init__(self, reductions: DeferredReductions) -> None:
+        self._reductions = reductions
 
     def __len__(self) -> int:
         """For how many pairs of a leaf and an op a sum is put off."""
-        return len(self._ledger)
+        return len(self._reductions)
 
     def sync(self) -> None:
         """Take the sums now, on every rank, and add them to `.grad`: for a last micro-batch that shows too late.
@@ -42,11 +42,11 @@ class Owed:
         Raises:
             MismatchError: the ranks have put off different sums.
         """
-        self._ledger.take()
+        self._reductions.take()
 
     def clear(self) -> None:
         """Drop what was put off, on every rank, as for a step that is left out. `zero_grad` leaves it as it is."""
-        self._ledger.clear()
+        self._reductions.clear()
 
 
 @contextlib.contextmanager
@@ -99,11 +99,11 @@ def no_sync() -> Iterator[Owed]:
             )
         )
     state = rank_state()
-    ledger = state.deferred if isinstance(state.deferred, DeferredReductions) else DeferredReductions()
-    state.deferred = ledger
-    watch(ledger)
-    ledger.open += 1
+    reductions = state.deferred if isinstance(state.deferred, DeferredReductions) else DeferredReductions()
+    state.deferred = reductions
+    refuse_steps(reductions)
+    reductions.open += 1
     try:
-        yield Owed(ledger)
+        yield Owed(reductions)
     finally:
-        ledger.open -= 1
+        reductions.open -= 1

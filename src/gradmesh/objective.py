@@ -23,7 +23,7 @@ from gradmesh.errors import ArgumentError, MismatchError, message
 from gradmesh.state import ACTIVE_TRACERS, rank_state
 from gradmesh.structure import Packed
 from gradmesh.transport import compiling
-from gradmesh.transport.values import DeclaredAlike
+from gradmesh.transport.values import ReplicatedLossPass
 from gradmesh.types import I, R, Type, V
 from gradmesh.withdrawal import withdraw
 
@@ -122,7 +122,7 @@ def objective(
                 )
         else:
             _check_same(where, loss_type, divided, weights, total, local)
-        passed = averaged.correct(loss)
+        hook = averaged.correct(loss)
     except ArgumentError as error:
         withdraw("objective", where, loss, error)
         raise
@@ -130,7 +130,7 @@ def objective(
     by = steps if reduction == "mean" else 1
     if loss_type is not V:
         factor = (divided if loss_type is R else where.size) / (where.size * by)
-        return _declared(_valued(own * factor, own.detach() / by), where, loss_type, passed)
+        return _declared(_with_value(own * factor, own.detach() / by), where, loss_type, hook)
     # A mean over samples that are not there is 0 / 0, and stands for nothing.
     kept = own if local == "sum" else torch.where(count > 0, own, 0)
     weight = count if local == "mean" else torch.ones_like(count)
@@ -139,14 +139,14 @@ def objective(
     said += ", with total" * (over is not None) + ", with weights" * (weights is not None)
     mine = [count, term] if over is None else [count, term, over]
     with torch.no_grad():  # a value alone: no link of a chain, nothing to go back through
-        told = all_gather(Packed(torch.stack(mine), said), where)  # type: ignore[call-overload]
-    rows = told.view(-1, len(mine))
+        gathered = all_gather(Packed(torch.stack(mine), said), where)  # type: ignore[call-overload]
+    rows = gathered.view(-1, len(mine))
     if over is not None:
         _check_total(rows[:, 2], where)
     counts, value = rows[:, :2].sum(0).unbind()
     if reduction == "sum":
         return _declared(
-            _valued(kept * (weight * divided).to(own.dtype), value.to(own.dtype)), where, V, passed
+            _with_value(kept * (weight * divided).to(own.dtype), value.to(own.dtype)), where, V, hook
         )
     whole = counts * steps if over is None else over
     if _readable(whole) and not whole > 0:
@@ -159,22 +159,22 @@ def objective(
         )
     # One factor, in double precision: counts are more than a narrow dtype of the loss can tell.
     term = kept * (weight * divided / whole).to(own.dtype)
-    return _declared(_valued(term, (value / whole).to(own.dtype)), where, V, passed)
+    return _declared(_with_value(term, (value / whole).to(own.dtype)), where, V, hook)
 
 
-def _declared(scalar: Tensor, axis: Axis, loss_type: Type, passed: LastPass | None) -> Tensor:
+def _declared(scalar: Tensor, axis: Axis, loss_type: Type, hook: LastPass | None) -> Tensor:
     """Have tracers and checks take the ranks' losses as terms of one: a loss of type R is scaled to be that.
 
     Args:
         scalar: the declared loss.
         axis: the ranks.
         loss_type: what the loss was on the ranks.
-        passed: the hook that marks the backward passes of the loss.
+        hook: the hook that marks the backward passes of the loss.
     """
-    if passed is not None and scalar.requires_grad:
-        scalar.register_hook(passed)
+    if hook is not None and scalar.requires_grad:
+        scalar.register_hook(hook)
     if loss_type is R and scalar.requires_grad and not compiling() and check_level() == FULL:
-        scalar.register_hook(rank_state().own(DeclaredAlike))
+        scalar.register_hook(rank_state().get_or_create(ReplicatedLossPass))
     if loss_type is not I and ACTIVE_TRACERS[0] and (tracer := rank_state().tracer) is not None:
         tracer.declare(scalar, axis, V)
     return scalar
@@ -195,7 +195,7 @@ def _check_total(totals: Tensor, axis: Axis) -> None:
         )
 
 
-def _valued(term: Tensor, value: Tensor) -> Tensor:
+def _with_value(term: Tensor, value: Tensor) -> Tensor:
     """A scalar with the gradient of one and the value of another."""
     return torch.where(torch.isfinite(term.detach()), term - term.detach(), term) + value
 

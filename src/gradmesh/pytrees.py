@@ -13,9 +13,9 @@ from torch import Tensor
 
 from gradmesh.arguments import Call
 from gradmesh.axis import Axis, AxisLike, resolve
-from gradmesh.dims import DimLike, known_names, said, with_names
+from gradmesh.dims import DimLike, known_names, show_names, with_names
 from gradmesh.errors import ArgumentError, DTypeError
-from gradmesh.overlap.pending import Pending, together
+from gradmesh.overlap.pending import Pending, combined
 from gradmesh.structure import Packed, cut, cut_by_rank, leaves, rebuilt
 from gradmesh.withdrawal import withdraw
 
@@ -101,14 +101,14 @@ def _in_groups(
 
 def _names(leaf: Tensor) -> str:
     names = known_names(leaf)
-    return "" if names is None else f" of {said(names)}"
+    return "" if names is None else f" of {show_names(names)}"
 
 
 def _finished(done: list[Tensor | Pending[Tensor]], finish: Callable[[list[Tensor]], X]) -> Any:
     """What is made of the results; where these are pending, that is too."""
     pending = [one for one in done if isinstance(one, Pending)]
     if pending:
-        return together(pending, finish)
+        return combined(pending, finish)
     return finish(cast("list[Tensor]", done))
 
 

@@ -75,7 +75,7 @@ def scale_gradient(x: Tensor, s: float | Tensor) -> Tensor:
                 "call the function uncompiled inside forward mode",
                 OrderError,
             )
-        tell_dynamo()
+        allow_in_dynamo()
     return _scaled(x, s)
 
 
@@ -84,7 +84,7 @@ def _scaled(x: Tensor, s: float | Tensor) -> Tensor:
     return y
 
 
-tell_dynamo = enters_graphs(_scaled)
+allow_in_dynamo = enters_graphs(_scaled)
 
 
 class _Scaled(torch.autograd.Function):

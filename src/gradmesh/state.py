@@ -26,10 +26,10 @@ __all__ = [
     "RankState",
     "Suspects",
     "Tracer",
-    "Unwaited",
-    "finished",
+    "UnwaitedCalls",
     "must_decompose",
     "rank_state",
+    "run_to_end",
 ]
 
 
@@ -58,7 +58,7 @@ class Chain(Protocol):
         """Have a collective that is no link, in a region of a checkpoint, run again on every rank."""
 
 
-class Unwaited:
+class UnwaitedCalls:
     """The calls that this rank has begun and not waited for.
 
     Attributes:
@@ -69,19 +69,19 @@ class Unwaited:
 
     def __init__(self) -> None:
         self.open: dict[int, str] = {}
-        self.lost: dict[int, str] = {}
-        self.forgiven = 0
+        self.dropped: dict[int, str] = {}
+        self.abandoned = 0
 
     def drop(self, number: int) -> None:
         """One of them was never sent: nobody has to wait for it."""
         self.open.pop(number, None)
-        self.lost.pop(number, None)
+        self.dropped.pop(number, None)
 
-    def forgive(self) -> None:
+    def abandon(self) -> None:
         """A call has failed: the others may be left."""
-        self.forgiven += 1
+        self.abandoned += 1
         self.open.clear()
-        self.lost.clear()
+        self.dropped.clear()
 
     def check(self, *, at_the_end: bool = False) -> None:
         """Refuse to go on past calls that nobody will wait for.
@@ -92,10 +92,10 @@ class Unwaited:
         Raises:
             OrderError: there are some.
         """
-        never = [*self.lost.values(), *(self.open.values() if at_the_end else ())]
+        never = [*self.dropped.values(), *(self.open.values() if at_the_end else ())]
         if not never:
             return
-        self.forgive()
+        self.abandon()
         raise OrderError(
             message(
                 "a call that was begun was never waited for",
@@ -186,8 +186,8 @@ class RankState:
     tracer: Tracer | None = None
     posted: deque[tuple[Tensor, dist.Work]] = field(default_factory=deque)
     waits_at_exit: bool = False
-    started: Unwaited = field(default_factory=Unwaited)
-    kept: dict[type, Any] = field(default_factory=dict)
+    started: UnwaitedCalls = field(default_factory=UnwaitedCalls)
+    objects: dict[type, Any] = field(default_factory=dict)
     _of_thread: _OfThread = field(default_factory=_OfThread)
 
     @property
@@ -217,25 +217,25 @@ class RankState:
     def deferred(self, deferred: Deferral | None) -> None:
         self._of_thread.deferred = deferred
 
-    def keep(self, value: object) -> None:
+    def put(self, value: object) -> None:
         """Keep an object, in the place of one of the same class."""
-        self.kept[type(value)] = value
+        self.objects[type(value)] = value
 
-    def find(self, kind: type[T]) -> T | None:
+    def get(self, kind: type[T]) -> T | None:
         """The object of that class that is kept."""
-        found: T | None = self.kept.get(kind)
+        found: T | None = self.objects.get(kind)
         return found
 
-    def own(self, kind: type[T]) -> T:
+    def get_or_create(self, kind: type[T]) -> T:
         """The object of that class that is kept; made without arguments and kept where there is none."""
-        found: T | None = self.kept.get(kind)
+        found: T | None = self.objects.get(kind)
         if found is None:
-            found = self.kept[kind] = kind()
+            found = self.objects[kind] = kind()
         return found
 
     def drop(self, kind: type) -> None:
         """Keep the object of that class no longer."""
-        self.kept.pop(kind, None)
+        self.objects.pop(kind, None)
 
 
 _process_state = RankState()
@@ -247,7 +247,7 @@ def rank_state() -> RankState:
     return found if isinstance(found, RankState) else _process_state
 
 
-def finished(run: Callable[[], T]) -> T:
+def run_to_end(run: Callable[[], T]) -> T:
     """Run the function of a rank to its end, and see that it has waited for what it has begun.
 
     Raises:
@@ -258,5 +258,5 @@ def finished(run: Callable[[], T]) -> T:
         result = run()
         started.check(at_the_end=True)
     finally:
-        started.forgive()
+        started.abandon()
     return result

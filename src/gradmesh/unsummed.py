@@ -108,7 +108,7 @@ def _compare(op: LinearOp, call: CallRecord, leaves: list[Tensor]) -> None:
         if _comparable(leaf) and leaf.grad is not None and _comparable(leaf.grad) and not _plain(leaf):
             mine[_number(leaf), _number(leaf.grad)] = leaf
     every = [set(pairs) for pairs in _exchanged(op, list(mine))]
-    suspects = state.own(_Suspects)
+    suspects = state.get_or_create(_Suspects)
     state.suspects = suspects
     for (value, grad), leaf in mine.items():
         same = all(any(value == other for other, _ in pairs) for pairs in every)

@@ -11,7 +11,7 @@ from gradmesh.checking import check_level
 from gradmesh.structure import Packed
 from gradmesh.transport import compiling, group_cache, transport
 from gradmesh.transport.call_checks import call_check
-from gradmesh.transport.comm_thread import in_turn
+from gradmesh.transport.comm_thread import after_pending
 
 __all__ = ["on_cpu", "withdraw"]
 
@@ -45,7 +45,7 @@ def withdraw(verb: str, axis: Axis, x: object, error: Exception, peer: int | Non
             transport(axis).pass_over(peer)
     elif check_level() and verb not in _SILENT:
         words = f"{verb}, refused"
-        in_turn(axis, lambda: transport(axis, call_check(verb, str(axis), words)).withdraw(error))
+        after_pending(axis, lambda: transport(axis, call_check(verb, str(axis), words)).withdraw(error))
 
 
 def on_cpu(x: object, axis: Axis) -> bool:

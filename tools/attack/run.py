@@ -91,7 +91,7 @@ def on_rank(text: str) -> Outcome:
         out = names["on_each_rank"]()
         return {name: None if x is None else plain(x) for name, x in out.items()}
     except Exception as error:
-        state.started.forgive()  # the program ends here
+        state.started.abandon()  # the program ends here
         return Failure(type(error).__name__, isinstance(error, gm.GradmeshError), str(error))
     finally:
         state.mesh = state.mesh_world = state.chain = None

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import functorch_active, is_fake, only_vmap_active, transforms_active
-from gradmesh.arguments.naming import finished, number_of, refuse_stale
+from gradmesh.arguments.naming import dim_number, refuse_stale, with_result_names
 from gradmesh.arguments.plain import integer, kind_of
 from gradmesh.autograd import apply
 from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.checking import check_level
-from gradmesh.dims import DimLike, Names, known_names, said, stale
+from gradmesh.dims import DimLike, Names, known_names, show_names, stale
 from gradmesh.dtypes import NEVER_COPIED
 from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError, message
 from gradmesh.ops.all_gather import AllGather
@@ -24,7 +24,7 @@ from gradmesh.ops.base import Op, Precision
 from gradmesh.ops.pair import Receive
 from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.overlap.expected import receive
-from gradmesh.overlap.pending import begin
+from gradmesh.overlap.pending import start_op
 from gradmesh.state import rank_state
 from gradmesh.structure import Packed
 from gradmesh.transport import compiling, group_cache
@@ -71,7 +71,7 @@ class Call:
         operand_desc: str | None = None
         self.axis: Axis = resolve(axis, verb)
         if async_op is not False:
-            self._begun(x, async_op)
+            self._use_async_axis(x, async_op)
         self.x: Tensor = x  # type: ignore[assignment]  # for what is refused here
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested or x.is_quantized:
             if not isinstance(x, Packed):
@@ -86,7 +86,7 @@ class Call:
         if self.names is not None:
             if names is None and stale(x):
                 refuse_stale(self.names, x, self.fail)
-            operand_desc = said(self.names)
+            operand_desc = show_names(self.names)
         self.precision = _AS_IT_IS
         if comm_dtype is not None or backward_dtype is not None or operand_desc is not None:
             self.precision = Precision(
@@ -109,14 +109,14 @@ class Call:
         if self.names is not None:
             then = self.naming(then)
         if self._async:
-            return begin(op, x, then)
+            return start_op(op, x, then)
         y = apply(op, x)
         return y if then is None else then(y)
 
     def run_in_steps(self, op: Op, x: Tensor, then: Callable[[Tensor], Any]) -> Any:
         """Run the op, or begin it, where `then` calls others."""
         then = self.naming(then)
-        return begin(op, x, then, steps=True) if self._async else then(apply(op, x))
+        return start_op(op, x, then, steps=True) if self._async else then(apply(op, x))
 
     def received(self, op: Receive, x: Tensor) -> Any:
         """Receive a message, now or when it is waited for: those of one rank in the order of the calls."""
@@ -124,9 +124,9 @@ class Call:
 
     def naming(self, then: Callable[[Tensor], Any] | None = None) -> Callable[[Tensor], Any]:
         """What makes of a result what the verb returns, with the operand's names."""
-        return partial(finished, self.names, then)
+        return partial(with_result_names, self.names, then)
 
-    def _begun(self, x: object, async_op: object) -> None:
+    def _use_async_axis(self, x: object, async_op: object) -> None:
         """Take the way of calls that are begun, where there is one."""
         # A message concerns two ranks alone, who could not make a group of all.
         if self._peer is None and self.axis.size > 1 and not compiling() and on_cpu(x, self.axis):
@@ -180,7 +180,7 @@ class Call:
         """Raise an error that names the verb and the axis; the other ranks hear of it."""
         axis = str(self.axis)
         error = kind(message(problem, op=self.verb, axis=axis, expected=expected, got=got, remedy=remedy))
-        rank_state().started.forgive()
+        rank_state().started.abandon()
         withdraw(self.verb, self.axis, self.x, error, integer(self._peer))
         raise error
 
@@ -201,7 +201,7 @@ class Call:
     def dim(self, dim: DimLike, name: str = "dim") -> int:
         """A tensor dimension, counted from 0."""
         if isinstance(dim, str):
-            return number_of(dim, name, self.names, self.x, self.fail)
+            return dim_number(dim, name, self.names, self.x, self.fail)
         n, whole = self.x.dim(), dim if type(dim) is int else integer(dim)
         if whole is None or not -n <= whole < n:
             self.fail(
@@ -243,7 +243,7 @@ class Call:
         if sizes is None:
             return EQUAL
         if isinstance(sizes, str) and sizes == "auto":
-            return self.found_sizes(self.x.shape[dim])
+            return self.exchanged_sizes(self.x.shape[dim])
         # A set has no order that the ranks could go by.
         listed = isinstance(sizes, Iterable) and not isinstance(sizes, str | Set)
         given = [integer(n) for n in sizes] if listed else []
@@ -258,7 +258,7 @@ class Call:
             )
         return Sizes(whole)
 
-    def told(self, sizes: SizesLike, dim: int) -> Sizes:
+    def explicit_sizes(self, sizes: SizesLike, dim: int) -> Sizes:
         """The same; the own size for all ranks where nothing is said."""
         given = self.sizes(sizes, dim)
         return Sizes((self.x.shape[dim],) * self.axis.size) if given.equal else given
@@ -274,7 +274,7 @@ class Call:
             )
         return sizes
 
-    def found_sizes(self, own: int) -> Sizes:
+    def exchanged_sizes(self, own: int) -> Sizes:
         """Every rank's own number, by one small exchange."""
         if is_fake(self.x):
             self.fail(

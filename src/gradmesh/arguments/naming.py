@@ -7,12 +7,12 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from gradmesh.dims import Names, said, with_names
+from gradmesh.dims import Names, show_names, with_names
 
-__all__ = ["finished", "number_of", "refuse_stale"]
+__all__ = ["dim_number", "refuse_stale", "with_result_names"]
 
 
-def number_of(dim: str, name: str, names: Names | None, x: Tensor, fail: Callable[..., NoReturn]) -> int:
+def dim_number(dim: str, name: str, names: Names | None, x: Tensor, fail: Callable[..., NoReturn]) -> int:
     """The number of the dimension that has a name.
 
     Args:
@@ -35,7 +35,7 @@ def number_of(dim: str, name: str, names: Names | None, x: Tensor, fail: Callabl
         fail(
             "no dimension has this name",
             expected=f"{name} one of {', '.join(repr(known) for known in names if known is not None)}",
-            got=f"{given} with {said(names)}",
+            got=f"{given} with {show_names(names)}",
             remedy="take one of its names, or count dimensions from 0",
         )
     return names.index(dim)
@@ -45,13 +45,13 @@ def refuse_stale(names: Names, x: Tensor, fail: Callable[..., NoReturn]) -> NoRe
     """Refuse an operand whose dimensions may not be where they were named."""
     fail(
         "the tensor was given another shape in place since it was named",
-        expected=f"{said(names)} where they were",
+        expected=f"{show_names(names)} where they were",
         got=f"shape {tuple(x.shape)} and strides {x.stride()}, which were others",
         remedy="name it again: x = gradmesh.named(x, ...)",
     )
 
 
-def finished(names: Names | None, then: Callable[[Tensor], Any] | None, y: Tensor) -> Any:
+def with_result_names(names: Names | None, then: Callable[[Tensor], Any] | None, y: Tensor) -> Any:
     """What a verb returns of its op's result, with names: dimensions stay where they are."""
     made = y if then is None else then(y)
     if names is None:

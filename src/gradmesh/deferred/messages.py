@@ -48,7 +48,7 @@ def totals(calls: Sequence[tuple[LinearOp, Tensor, Tensor | None]]) -> list[Tens
         kinds.setdefault(_kind(each, place), []).append(place)
     found: list[Tensor | None] = [None] * len(deferred)
     for places in kinds.values():
-        for place, total in zip(places, _together([deferred[place] for place in places]), strict=True):
+        for place, total in zip(places, _combined([deferred[place] for place in places]), strict=True):
             found[place] = total if some[place] else None
     return found
 
@@ -56,7 +56,7 @@ def totals(calls: Sequence[tuple[LinearOp, Tensor, Tensor | None]]) -> list[Tens
 def _on_any_rank(deferred: list[Reduction]) -> list[bool]:
     """For each sum whether any rank has a gradient; the ranks compare what the sums are of."""
     axis, mine = deferred[0].op.axis, [each.grad is not None for each in deferred]
-    operand_desc = "; ".join(each.op.words(each.leaf) for each in deferred)
+    operand_desc = "; ".join(each.op.describe(each.leaf) for each in deferred)
     count = AllReduceInvariant(axis, operand_desc=f"what no_sync() has put off: {operand_desc}")
     told = count.apply(torch.tensor(mine, dtype=torch.int32, device=deferred[0].leaf.device))
     # Who has a gradient for each need not wait for a device to be told so.
@@ -74,7 +74,7 @@ def _kind(each: Reduction, place: int) -> Hashable:
     return place
 
 
-def _together(deferred: list[Reduction]) -> list[Tensor]:
+def _combined(deferred: list[Reduction]) -> list[Tensor]:
     """The sums of one kind."""
     grads = [_grad(each) for each in deferred]
     if len(deferred) == 1:

@@ -50,31 +50,31 @@ class DeferredReduction:
         met: whether a backward pass has come through.
     """
 
-    __slots__ = ("grad", "leaf", "ledger", "met", "op", "serial", "site")
+    __slots__ = ("grad", "leaf", "op", "reached", "reductions", "serial", "site")
 
     def __init__(
-        self, ledger: DeferredReductions, leaf: Tensor, op: LinearOp, serial: int, site: Site
+        self, reductions: DeferredReductions, leaf: Tensor, op: LinearOp, serial: int, site: Site
     ) -> None:
-        self.ledger, self.leaf, self.op, self.serial, self.site = ledger, leaf, op, serial, site
+        self.reductions, self.leaf, self.op, self.serial, self.site = reductions, leaf, op, serial, site
         self.grad: Tensor | None = None
-        self.met = False
+        self.reached = False
 
     @property
     def key(self) -> tuple[int, LinearOp]:
         """What the calls have in common."""
         return id(self.leaf), self.op
 
-    def keeps(self, node: Any, grad: Tensor | None) -> bool:
+    def defers(self, node: Any, grad: Tensor | None) -> bool:
         """Defer the reduction of a call inside of the block, if it can wait; see `DeferredReductions.keeps`."""
         _, accumulate = leaf_behind(node)
         if torch.is_grad_enabled() or not accumulates(accumulate) or not can_accumulate_later(self.leaf):
             return False
-        self.ledger.put(self, grad)
+        self.reductions.put(self, grad)
         return True
 
     def add(self, grad: Tensor | None) -> None:
         """Add a gradient of the result; None: a pass came through without any."""
-        self.met = True
+        self.reached = True
         if grad is None:
             return
         if self.grad is None:  # a copy, as others may hold or write what comes
@@ -145,7 +145,7 @@ class DeferredReductions:
         """Add to an entry, also where its sum was taken since the forward."""
         self._entries.setdefault(entry.key, entry).add(grad)
 
-    def keeps(self, node: Any, grad: Tensor | None) -> bool:
+    def defers(self, node: Any, grad: Tensor | None) -> bool:
         """Add what the backward of a call outside of the block owes to the entry of its leaf and op, if there is one.
 
         The sums of the axis are then taken at the end of the pass.
@@ -217,11 +217,11 @@ class DeferredReductions:
     def _drop(self, entries: list[DeferredReduction]) -> None:
         for entry in entries:
             self._entries.pop(entry.key, None)
-            entry.grad, entry.met = None, False
+            entry.grad, entry.reached = None, False
 
     def pending(self) -> Iterator[DeferredReduction]:
         """The entries of those axes that a backward pass has put something off for, on this rank or on others."""
-        axes = {entry.op.axis for entry in list(self._entries.values()) if entry.met}
+        axes = {entry.op.axis for entry in list(self._entries.values()) if entry.reached}
         return (entry for entry in list(self._entries.values()) if entry.op.axis in axes)
 
 

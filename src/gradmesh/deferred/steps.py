@@ -13,12 +13,12 @@ from gradmesh.deferred.reductions import DeferredReductions
 from gradmesh.errors import OrderError, message
 from gradmesh.state import rank_state
 
-__all__ = ["watch"]
+__all__ = ["refuse_steps"]
 
 _SHOWN = 5
 
 
-class _Ledgers(list[DeferredReductions]):
+class _RankReductions(list[DeferredReductions]):
     """Those of all threads of a rank."""
 
 
@@ -26,7 +26,7 @@ _lock = threading.Lock()
 _hooked: list[object] = []
 
 
-def watch(ledger: DeferredReductions) -> None:
+def refuse_steps(reductions: DeferredReductions) -> None:
     """Refuse optimizer steps of this rank while something is owed in a ledger."""
     with _lock:
         if not _hooked:
@@ -34,17 +34,23 @@ def watch(ledger: DeferredReductions) -> None:
             # A closure's sums are put off within the step.
             _hooked.append(register_optimizer_step_post_hook(_refuse_if_deferred))
     state = rank_state()
-    ledgers = state.find(_Ledgers) or _Ledgers()
+    of_rank = state.get(_RankReductions) or _RankReductions()
     # Those of threads that have ended stay as long as there is something in them.
-    state.keep(_Ledgers([*(one for one in ledgers if (one or one.open) and one is not ledger), ledger]))
+    state.put(
+        _RankReductions(
+            [*(one for one in of_rank if (one or one.open) and one is not reductions), reductions]
+        )
+    )
 
 
 def _refuse_if_deferred(optimizer: Optimizer, *_: Any) -> None:
-    ledgers = rank_state().find(_Ledgers)
-    if not ledgers or not any(ledgers):
+    of_rank = rank_state().get(_RankReductions)
+    if not of_rank or not any(of_rank):
         return
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    deferred = [entry for ledger in ledgers for entry in ledger.pending() if id(entry.leaf) in stepped]
+    deferred = [
+        entry for reductions in of_rank for entry in reductions.pending() if id(entry.leaf) in stepped
+    ]
     if not deferred:
         return
     shown = [

@@ -29,7 +29,7 @@ from gradmesh.launch.outcomes import Failure, group_timeout
 from gradmesh.launch.pickle_by_value import Origin
 from gradmesh.launch.pickling import dumps_result
 from gradmesh.launch.private_store import join, join_only
-from gradmesh.state import finished
+from gradmesh.state import run_to_end
 
 __all__ = ["main"]
 
@@ -135,7 +135,7 @@ def _serve(rank: int, call: bytes, origin: Origin | None) -> tuple[str, bytes]:
         origin.adopt_lines()
     try:
         fn, args, kwargs = pickle.loads(call)
-        result = finished(lambda: fn(*args, **kwargs))
+        result = run_to_end(lambda: fn(*args, **kwargs))
     except BaseException as error:
         shm.run.end(failed=True)
         return "failed", _dumps(_with_lost_global(Failure.of(rank, error), error, origin))

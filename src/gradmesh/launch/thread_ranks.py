@@ -21,7 +21,7 @@ from gradmesh.launch.log_prefix import prefixes
 from gradmesh.launch.outcomes import FAILURE_GRACE, POLL, Failure, Outcome, group_timeout
 from gradmesh.launch.output_streams import finish_lines, mark_thread, ranks_write_lines, thread_mark
 from gradmesh.stacks import shown, stack_of
-from gradmesh.state import RankState, finished
+from gradmesh.state import RankState, run_to_end
 
 __all__ = ["ThreadRanks"]
 
@@ -167,7 +167,7 @@ class ThreadRanks:
     def _do(self, rank: int, job: Callable[[], object]) -> tuple[int, object, Failure | None]:
         try:
             try:
-                result = finished(job)
+                result = run_to_end(job)
             finally:
                 finish_lines()
         except BaseException as error:

@@ -57,7 +57,7 @@ class AllToAll(LinearOp):
         """The shape of the part that comes from each rank."""
         mine = self._split(shape)[self.axis.rank]
         if self.split_dim == self.concat_dim:
-            sizes = (mine,) * self.axis.size if self.concat_sizes.equal else self.concat_sizes.told
+            sizes = (mine,) * self.axis.size if self.concat_sizes.equal else self.concat_sizes.explicit
             return [shifted(shape, self.concat_dim, n) for n in sizes]
         joined = self.concat_sizes.of_part(self, self.concat_dim, shape[self.concat_dim])
         return [shifted(shifted(shape, self.split_dim, mine), self.concat_dim, n) for n in joined]
@@ -102,7 +102,7 @@ def _exchanges(axis: Axis) -> list[Example]:
     """All-to-alls with the same and with different dims, equal and uneven."""
     size, rank = axis.size, axis.rank
     sizes = uneven(axis)
-    turned = Sizes(tuple(reversed(sizes.told)))
+    turned = Sizes(tuple(reversed(sizes.explicit)))
     # What rank r sends to rank s, as a table that is not symmetric.
     amounts = [[(r + 2 * s) % 3 for s in range(size)] for r in range(size)]
     ragged = AllToAll(axis, 0, 0, Sizes(tuple(amounts[rank])), Sizes(tuple(row[rank] for row in amounts)))

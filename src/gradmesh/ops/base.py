@@ -37,9 +37,9 @@ from gradmesh.transport.call_checks import (
     Signature,
     calls_of,
 )
-from gradmesh.transport.comm_thread import AsyncAxis, carried, in_turn
+from gradmesh.transport.comm_thread import AsyncAxis, after_pending, transport_axis
 from gradmesh.transport.packing import laid_out_as
-from gradmesh.transport.values import ValueClaim
+from gradmesh.transport.values import ValueCheck
 from gradmesh.types import I, R, Type
 
 T = TypeVar("T")
@@ -170,20 +170,20 @@ class Op(abc.ABC):
     def _applied(self, x: Tensor, recorded: CallRecord | None) -> Tensor:
         if is_fake(x):
             self.accepts(x.dtype)
-            return self.imagined(x)
+            return self.fake_result(x)
         if type(self.axis) is AsyncAxis and not self.axis.comm_thread.here:
-            self.axis.comm_thread.finish()  # behind what was begun
-        call_check = self.claimed(x, recorded)
+            self.axis.comm_thread.drain()  # behind what was begun
+        call_check = self.make_check(x, recorded)
         wire = transport(self.axis, call_check)
         if call_check is None:
-            y = self._made(x, recorded, wire)
+            y = self._call(x, recorded, wire)
         else:
             with wire.calls.lock:
-                y = self._made(x, recorded, wire)
+                y = self._call(x, recorded, wire)
             call_check.settle()
         return y if x.is_contiguous() else laid_out_as(x, y)
 
-    def _made(self, x: Tensor, recorded: CallRecord | None, wire: Transport) -> Tensor:
+    def _call(self, x: Tensor, recorded: CallRecord | None, wire: Transport) -> Tensor:
         """Make the call, or withdraw it."""
         call_check = wire.call_check
         try:
@@ -196,11 +196,11 @@ class Op(abc.ABC):
                     return self._run(x, wire)
             return self._run(x, wire)
         except Exception as error:
-            rank_state().started.forgive()
+            rank_state().started.abandon()
             wire.withdraw(error)
             raise
 
-    def imagined(self, x: Tensor) -> Tensor:
+    def fake_result(self, x: Tensor) -> Tensor:
         """A result of the right shape and strides for an operand without values."""
         y = x.new_empty(self.out_shape(x.shape))
         return y if x.is_contiguous() else laid_out_as(x, y)
@@ -214,7 +214,7 @@ class Op(abc.ABC):
     def withdraw(self, x: Tensor, error: Exception) -> None:
         """Tell the other ranks that this one cannot make the call, so that they do not wait for it."""
         if not is_fake(x):
-            in_turn(self.axis, lambda: transport(self.axis, self.claimed(x)).withdraw(error))
+            after_pending(self.axis, lambda: transport(self.axis, self.make_check(x)).withdraw(error))
 
     @cached_property
     def memo(self) -> BoundedCache:
@@ -230,7 +230,7 @@ class Op(abc.ABC):
             found = self.memo[key] = work()
         return found
 
-    def claimed(self, x: Tensor, recorded: CallRecord | None = None) -> OpCallCheck | None:
+    def make_check(self, x: Tensor, recorded: CallRecord | None = None) -> OpCallCheck | None:
         """What this rank says about the call, for the others to compare; None where nothing is compared.
 
         A call that sends nothing is noted, if it is to be remembered and its backward sends. Only where values are
@@ -243,17 +243,19 @@ class Op(abc.ABC):
             return None
         src: Type | None = getattr(self, "src", None)
         if self.sends or (level == FULL and src in (R, I)):
-            said = self._said(x, recorded)
-            return ValueClaim(said, recorded, x, src) if level == FULL else OpCallCheck(said, recorded)
+            said = self._signature(x, recorded)
+            return ValueCheck(said, recorded, x, src) if level == FULL else OpCallCheck(said, recorded)
         if recorded is not None and recorded.flags & NEEDS_BACKWARD and self.sends_back:
-            calls_of(carried(self.axis).group).note(self._said(x, recorded), recorded)
+            calls_of(transport_axis(self.axis).group).note(self._signature(x, recorded), recorded)
         return None
 
-    def _said(self, x: Tensor, recorded: CallRecord | None) -> Signature:
+    def _signature(self, x: Tensor, recorded: CallRecord | None) -> Signature:
         memo, key = self.memo, (x.shape, x.dtype)
         said: Signature | None = memo.get(key)
         if said is None:
-            said = memo[key] = Signature.of(self.verb, str(self.axis), self.words(x), self.rank_local_desc())
+            said = memo[key] = Signature.of(
+                self.verb, str(self.axis), self.describe(x), self.rank_local_desc()
+            )
         if recorded is not None:
             recorded.text = said.text
         return said
@@ -263,7 +265,7 @@ class Op(abc.ABC):
         """Whether the backward of a call goes over the wire."""
         return False
 
-    def words(self, x: Tensor) -> str:
+    def describe(self, x: Tensor) -> str:
         """What every rank's call has to say alike: the call, and the operand's dtype and sizes."""
         sizes = ["*" if dim in self.ragged_dims() else str(size) for dim, size in enumerate(x.shape)]
         said = f"{self.called} of {str(x.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
@@ -277,10 +279,10 @@ class Op(abc.ABC):
     @property
     def called(self) -> str:
         """The call of the verb that makes this op, as a user writes it. Ops that differ are called differently."""
-        told = sorted((name, value) for name, value in self.told().items() if value is not None)
-        return f"{self.verb}({', '.join(f'{name}={_shown(value)}' for name, value in told)})"
+        params = sorted((name, value) for name, value in self.params().items() if value is not None)
+        return f"{self.verb}({', '.join(f'{name}={_shown(value)}' for name, value in params)})"
 
-    def told(self) -> dict[str, object]:
+    def params(self) -> dict[str, object]:
         """What the verb is told to make this op, on every rank alike: arguments by name."""
         names = [field_.name for field_ in fields(self)]
         return {
@@ -313,9 +315,9 @@ class LinearOp(Op):
             return super().called
         return f"backward of {self.adjoint.called}"
 
-    def told(self) -> dict[str, object]:
+    def params(self) -> dict[str, object]:
         """What the verb is told to make this op, its types among it where they can be chosen."""
-        return {**super().told(), **{name: getattr(self, name) for name in self.chosen}}
+        return {**super().params(), **{name: getattr(self, name) for name in self.chosen}}
 
     @property
     @abc.abstractmethod

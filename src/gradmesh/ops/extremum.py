@@ -25,11 +25,11 @@ class Extremum(Op):
 
     verb = "all_reduce"
 
-    def told(self) -> dict[str, object]:
+    def params(self) -> dict[str, object]:
         """The reduction's name."""
-        told = super().told()
-        told["op"] = "max" if told.pop("largest") else "min"
-        return told
+        params = super().params()
+        params["op"] = "max" if params.pop("largest") else "min"
+        return params
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Fold with torch's own amax or amin, because backends drop a NaN or not as the order falls."""

@@ -44,7 +44,7 @@ class _AtRoot(LinearOp):
 
     def at_root(self) -> Sequence[int]:
         """What the root has of each rank along `dim`; on the other ranks nothing."""
-        return self.sizes.told if self.axis.rank == self.root else (0,) * self.axis.size
+        return self.sizes.explicit if self.axis.rank == self.root else (0,) * self.axis.size
 
     def for_root(self) -> Sequence[int]:
         """What this rank has for each rank along `dim`: its part for the root."""
@@ -88,7 +88,7 @@ class Scatter(_AtRoot):
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Send each rank its part from the root."""
-        self._see_that_it_fits(x.shape)
+        self._check_shape(x.shape)
         send = counts(x.shape, self.dim, self.at_root())
         receive = counts(x.shape, self.dim, self.for_root())
         flat = pack(x, self.dim, self.at_root())
@@ -96,10 +96,10 @@ class Scatter(_AtRoot):
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The own size along `dim`."""
-        self._see_that_it_fits(shape)
+        self._check_shape(shape)
         return shifted(shape, self.dim, self.sizes[self.axis.rank])
 
-    def _see_that_it_fits(self, shape: Sequence[int]) -> None:
+    def _check_shape(self, shape: Sequence[int]) -> None:
         size = shape[self.dim]
         if self.axis.rank == self.root:
             self.sizes.check(self, self.dim, self.sizes.total, size)

@@ -78,11 +78,11 @@ class _Halo(LinearOp):
     verb = "halo_exchange"
     src, dst = V, V
 
-    def told(self) -> dict[str, object]:
+    def params(self) -> dict[str, object]:
         """The two sides as the verb takes them."""
-        told = super().told()
-        told["halo"] = (told.pop("left"), told.pop("right"))
-        return told
+        params = super().params()
+        params["halo"] = (params.pop("left"), params.pop("right"))
+        return params
 
     def batched(self) -> _Halo:
         """The same op one dimension further back."""
@@ -95,16 +95,16 @@ class _Halo(LinearOp):
     @property
     def plan(self) -> tuple[tuple[Segment, ...], ...]:
         """Every rank's segments."""
-        if any(type(size) is not int for size in self.sizes.told):  # a tracer's numbers are no keys
-            return plan.__wrapped__(self.sizes.told, self.left, self.right, self.wrap)
-        return plan(self.sizes.told, self.left, self.right, self.wrap)
+        if any(type(size) is not int for size in self.sizes.explicit):  # a tracer's numbers are no keys
+            return plan.__wrapped__(self.sizes.explicit, self.left, self.right, self.wrap)
+        return plan(self.sizes.explicit, self.left, self.right, self.wrap)
 
-    def lent(self, to: int) -> list[Segment]:
+    def rows_for(self, to: int) -> list[Segment]:
         """This rank's rows in the result of another rank; none for itself, since they need no message."""
         me = self.axis.rank
         return [s for s in self.plan[to] if s.owner == me] if to != me else []
 
-    def borrowed(self, owner: int) -> list[Segment]:
+    def rows_from(self, owner: int) -> list[Segment]:
         """Another rank's rows in the result of this rank."""
         me = self.axis.rank
         return [s for s in self.plan[me] if s.owner == owner] if owner != me else []
@@ -139,9 +139,9 @@ class HaloExchange(_Halo):
         ranks, me = range(self.axis.size), self.axis.rank
         self.sizes.of_part(self, self.dim, x.shape[self.dim])
         x = x.resolve_conj().resolve_neg()
-        pieces = [[x.narrow(self.dim, s.start, s.length) for s in self.lent(to)] for to in ranks]
+        pieces = [[x.narrow(self.dim, s.start, s.length) for s in self.rows_for(to)] for to in ranks]
         received = [
-            iter(views) for views in self.swap(x, wire, pieces, [self.borrowed(owner) for owner in ranks])
+            iter(views) for views in self.swap(x, wire, pieces, [self.rows_from(owner) for owner in ranks])
         ]
         joined = [
             x.narrow(self.dim, s.start, s.length) if s.owner == me else next(received[s.owner])
@@ -175,8 +175,8 @@ class HaloReturn(_Halo):
         slabs = list(zip(self.plan[me], x.split(lengths, self.dim), strict=True)) if lengths else []
         pieces = [[slab for s, slab in slabs if s.owner == owner and owner != me] for owner in ranks]
         own = [(s, slab) for s, slab in slabs if s.owner == me]
-        lent = [self.lent(to) for to in ranks]
-        for segments, views in zip(lent, self.swap(x, wire, pieces, lent), strict=True):
+        rows_for = [self.rows_for(to) for to in ranks]
+        for segments, views in zip(rows_for, self.swap(x, wire, pieces, rows_for), strict=True):
             own.extend(zip(segments, views, strict=True))
         out = x.new_zeros(self.out_shape(x.shape))
         for s, slab in own:

@@ -94,9 +94,9 @@ class Mean(LinearOp):
         """Those of the op."""
         return self.op.rank_local_fields
 
-    def told(self) -> dict[str, object]:
+    def params(self) -> dict[str, object]:
         """What the verb of the op is told, and that it is the mean."""
-        return {**self.op.told(), "op": "mean"}
+        return {**self.op.params(), "op": "mean"}
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]

@@ -117,11 +117,11 @@ class _Neighbor(LinearOp):
 
     def exchanged(self, x: Tensor, wire: Transport, sent: Sizes, received: Sizes) -> Tensor:
         """Exchange parts along `dim`."""
-        send = counts(x.shape, self.dim, sent.told)
-        receive = counts(x.shape, self.dim, received.told)
-        flat = pack(x, self.dim, sent.told)
+        send = counts(x.shape, self.dim, sent.explicit)
+        receive = counts(x.shape, self.dim, received.explicit)
+        flat = pack(x, self.dim, sent.explicit)
         return assemble(
-            lambda shape: wire.exchange(flat, send, receive, shape), x.shape, self.dim, received.told
+            lambda shape: wire.exchange(flat, send, receive, shape), x.shape, self.dim, received.explicit
         )
 
 
@@ -218,16 +218,16 @@ def neighbors(
     return NeighborAllToAll(axis, dim, Picked(torch.cat(every), sent, received, x.shape[dim]), **precision)
 
 
-def _by_rank(size: int, name: str, told: Mapping[Any, T], fail: Fail) -> dict[int, T]:
+def _by_rank(size: int, name: str, params: Mapping[Any, T], fail: Fail) -> dict[int, T]:
     """The same with plain ints as keys, whatever the ranks are told as: a tensor of one, a NumPy integer."""
     found: dict[int, T] = {}
-    for key, value in told.items():
+    for key, value in params.items():
         rank = operator.index(key) if hasattr(key, "__index__") and not isinstance(key, bool) else -1
         if rank not in range(size) or rank in found:
             fail(
                 f"{name} names something else than ranks of the axis, each once",
                 expected=f"ints with 0 <= rank < {size}",
-                got=", ".join(map(repr, told)),
+                got=", ".join(map(repr, params)),
                 remedy="count ranks along the axis, not in the world",
             )
         found[rank] = value

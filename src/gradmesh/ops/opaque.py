@@ -82,7 +82,7 @@ def _(
     keep_order_in_inductor(torch.ops.gradmesh.collective.default)
     op = decode(Encoded(words, list(numbers), list(tensors), group))
     op.accepts(x.dtype)
-    return op.imagined(x), torch.empty(2, dtype=torch.int64, device="cpu")
+    return op.fake_result(x), torch.empty(2, dtype=torch.int64, device="cpu")
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -133,9 +133,11 @@ class Traced(LinearOp):
     followed: bool
 
     def __init__(self, op: Op, *, reorderable: bool = False, followed: bool = False) -> None:
-        told = {name: getattr(op, name) for name in ("axis", "comm_dtype", "backward_dtype", "operand_desc")}
+        params = {
+            name: getattr(op, name) for name in ("axis", "comm_dtype", "backward_dtype", "operand_desc")
+        }
         own = {"op": op, "reorderable": reorderable, "followed": followed}
-        for name, value in {**told, **own}.items():
+        for name, value in {**params, **own}.items():
             object.__setattr__(self, name, value)
 
     @property

@@ -47,22 +47,24 @@ class Route(LinearOp):
 
     src, dst = V, V
 
-    def told(self) -> dict[str, object]:
+    def params(self) -> dict[str, object]:
         """The sizes as the verb takes them. What a rank gets that nothing comes to is told by none but the backward."""
-        told = super().told()
+        params = super().params()
         there = self.extents
-        del told["extents"]
+        del params["extents"]
         if there is None:
-            return told
-        told |= {"dim": there.dim, "sizes": there.before}
-        return told if self.along(there.dim, there.before) == self else {**told, "sizes_after": there.after}
+            return params
+        params |= {"dim": there.dim, "sizes": there.before}
+        return (
+            params if self.along(there.dim, there.before) == self else {**params, "sizes_after": there.after}
+        )
 
     @abc.abstractmethod
     def source_of(self, rank: int) -> int | None:
         """The rank that this rank receives from."""
 
     @abc.abstractmethod
-    def turned(self) -> Self:
+    def inverse(self) -> Self:
         """The way back, for operands of one shape and the same precision."""
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
@@ -101,7 +103,7 @@ class Route(LinearOp):
         """The way back; sizes before and after change places."""
         there = self.extents
         back = None if there is None else Extents(there.dim, there.after, there.before)
-        return replace(self.turned(), extents=back, **self.swapped)
+        return replace(self.inverse(), extents=back, **self.swapped)
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class Permute(Route):
         """The partner in the pairs."""
         return next((source for source, target in self.pairs if target == rank), None)
 
-    def turned(self) -> Self:
+    def inverse(self) -> Self:
         """Every pair turned round."""
         return replace(self, pairs=tuple((target, source) for source, target in self.pairs))
 
@@ -146,7 +148,7 @@ class Shift(Route):
             return source % self.axis.size
         return source if 0 <= source < self.axis.size else None
 
-    def turned(self) -> Self:
+    def inverse(self) -> Self:
         """The shift back."""
         return replace(self, offset=-self.offset)
 

@@ -1,4 +1,4 @@
-"""Sizes that the ranks have along one dimension of a tensor: equal ones, or told ones."""
+"""Sizes that the ranks have along one dimension of a tensor: equal ones, or explicit ones."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["EQUAL", "Sizes"]
 class Sizes:
     """Each rank's size along one dimension, in rank order.
 
-    They are *equal* (nobody said anything: every rank has what this one has), *told* by the caller, or *found* by
-    asking the ranks, after which they are as good as told.
+    They are *equal* (nobody said anything: every rank has what this one has), *explicit* by the caller, or *found* by
+    asking the ranks, after which they are as good as explicit.
 
     Attributes:
         each: one size for each rank; None: equal.
@@ -33,24 +33,24 @@ class Sizes:
         return cls(balanced(total, ranks))
 
     def __getitem__(self, rank: int) -> int:
-        """The size of a rank, of told sizes."""
-        return self.told[rank]
+        """The size of a rank, of explicit sizes."""
+        return self.explicit[rank]
 
     @property
-    def told(self) -> tuple[int, ...]:
-        """The sizes of all ranks, of told ones."""
+    def explicit(self) -> tuple[int, ...]:
+        """The sizes of all ranks, of explicit ones."""
         if self.each is None:
             raise ValueError("equal sizes are known with an operand alone")
         return self.each
 
     @property
     def total(self) -> int:
-        """The sum of told sizes."""
-        return sum(self.told)
+        """The sum of explicit sizes."""
+        return sum(self.explicit)
 
     @property
     def equal(self) -> bool:
-        """Whether they are equal because nobody told any."""
+        """Whether they are equal because nobody explicit any."""
         return self.each is None
 
     def of_whole(self, op: Op, dim: int, total: int) -> Sequence[int]:

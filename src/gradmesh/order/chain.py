@@ -17,7 +17,7 @@ from gradmesh._torch import (
     outside_modes,
     saves_for_a_checkpoint,
 )
-from gradmesh.autograd import compiled_link, leaf, linked, unlinked
+from gradmesh.autograd import apply_ordered, apply_unordered, compiled_ordered, grad_token
 from gradmesh.axis import Axis
 from gradmesh.call_sites import Site, call_site, show_site
 from gradmesh.errors import OrderError, message
@@ -31,10 +31,10 @@ __all__ = ["Order"]
 
 T = TypeVar("T")
 
-_SPARE = outside_modes(leaf)
+_SPARE_TOKEN = outside_modes(grad_token)
 """The first thread of a compiled program, which cannot make a leaf, and that of a recomputed collective: a selective
 checkpoint counts what is made."""
-_NOWHERE = Axis("chain", 0, 1, None)  # type: ignore[arg-type]  # nothing is sent
+_LOCAL_AXIS = Axis("chain", 0, 1, None)  # type: ignore[arg-type]  # nothing is sent
 """The axis of the op that ties a chain to a loss, which is this rank's affair alone."""
 
 _NO_LOSS = outside_modes(lambda: torch.zeros((), device="cpu", requires_grad=True))
@@ -61,10 +61,10 @@ class Order:
     def link(self, op: LinearOp, x: Tensor) -> Tensor:
         """Run a collective as the next link."""
         if compiling():
-            return self._compiled_link(op, x)
+            return self._compiled_ordered(op, x)
         if not self.here:
             return self._recompute(op, x)
-        y, self._token = linked(op, x, self._next(op))
+        y, self._token = apply_ordered(op, x, self._next(op))
         return y
 
     def node(self, op: LinearOp, run: Callable[[Tensor | None], tuple[T, Tensor]]) -> T:
@@ -78,23 +78,23 @@ class Order:
             y, self._token = run(self._next(op))
             return y
         self.refuse_reentrant(op)
-        return run(_SPARE if saves_for_a_checkpoint() else None)[0]
+        return run(_SPARE_TOKEN if saves_for_a_checkpoint() else None)[0]
 
     def begin(self, op: LinearOp, x: Tensor) -> AsyncCollective:
         """Begin a collective as the next link."""
         if not self.here:
             self.refuse_reentrant(op)
-            return start_ordered(op, x, _SPARE)[0] if saves_for_a_checkpoint() else started(op, x)
+            return start_ordered(op, x, _SPARE_TOKEN)[0] if saves_for_a_checkpoint() else started(op, x)
         made, self._token = start_ordered(op, x, self._next(op))
         self._begun.append(made)
         return made
 
     def end(self, made: AsyncCollective) -> Tensor:
         """Wait for a collective that was begun, as the next link."""
-        if not made.call.linked:
+        if not made.call.ordered:
             return finished(made)
         if not self.here:
-            return finish_ordered(made, None, _SPARE)[0]
+            return finish_ordered(made, None, _SPARE_TOKEN)[0]
         if made not in self._begun:
             self._refuse_after_join(made.op)
         self._begun.remove(made)
@@ -123,22 +123,22 @@ class Order:
         self._count += 1
         return self._token
 
-    def _compiled_link(self, op: LinearOp, x: Tensor) -> Tensor:
+    def _compiled_ordered(self, op: LinearOp, x: Tensor) -> Tensor:
         """Run a collective as the next link, in a program that is being compiled."""
         if self._joined:
             self._refuse_after_join(op)
         if self._token is None:
-            self._root = self._token = _SPARE
+            self._root = self._token = _SPARE_TOKEN
         self._count = max(self._count, 1)  # a number of its own at each call would be a program of its own
-        y, self._token = compiled_link(op, x, self._token)
+        y, self._token = compiled_ordered(op, x, self._token)
         return y
 
     def _recompute(self, op: LinearOp, x: Tensor) -> Tensor:
         """Run a collective again for a checkpoint: it saves what it saved before, and the chain stays as it is."""
         self.refuse_reentrant(op)
         if not saves_for_a_checkpoint():  # a collective of a hook, which is on no chain
-            return unlinked(op, x)
-        return linked(op, x, _SPARE)[0]
+            return apply_unordered(op, x)
+        return apply_ordered(op, x, _SPARE_TOKEN)[0]
 
     def refuse_reentrant(self, op: Op) -> None:
         """Refuse a collective in a reentrant checkpoint: it has no graph there, and some ranks run it again."""
@@ -161,15 +161,15 @@ class Order:
         So a link that sends nothing is put behind the collective, whose backward every rank runs.
         """
         with torch.enable_grad():
-            tie, nothing = PartialFromVarying(_NOWHERE), torch.zeros((), device="cpu")
+            tie, nothing = PartialFromVarying(_LOCAL_AXIS), torch.zeros((), device="cpu")
             if not self.here:
-                linked(tie, nothing, _SPARE)
+                apply_ordered(tie, nothing, _SPARE_TOKEN)
                 return
             if self._joined:
                 return
             if self._token is None:
                 self._root = self._token = torch.zeros(1, device="cpu", requires_grad=True)
-            _, self._token = linked(tie, nothing, self._token)
+            _, self._token = apply_ordered(tie, nothing, self._token)
 
     def _refuse_after_join(self, op: Op) -> NoReturn:
         raise OrderError(
@@ -211,15 +211,15 @@ class Order:
             joined = _NO_LOSS if compiling() else torch.zeros((), device="cpu", requires_grad=True)
         # Without grad mode nothing is tied, and the block will say that join is missing.
         if self._token is not None and torch.is_grad_enabled():
-            link = compiled_link if compiling() else linked
-            joined, _ = link(PartialFromVarying(_NOWHERE), joined, self._token)
+            link = compiled_ordered if compiling() else apply_ordered
+            joined, _ = link(PartialFromVarying(_LOCAL_AXIS), joined, self._token)
             self._joined = True
         return joined
 
     def _refuse_started(self) -> NoReturn:
         never = [f"{made.op.verb} {show_site(made.call.site)}" for made in self._begun]
         self._begun.clear()
-        rank_state().started.forgive()
+        rank_state().started.abandon()
         raise OrderError(
             message(
                 "join, and a call that was begun is not waited for",

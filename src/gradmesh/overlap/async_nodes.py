@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import backward_pass, is_legacy_batched, transforms_active
-from gradmesh.autograd import DETACHED_TOKEN, differentiable, join_late, leaf, linked, token_of, unlinked
+from gradmesh.autograd import (
+    DETACHED_TOKEN,
+    apply_ordered,
+    apply_unordered,
+    attach_backward,
+    differentiable,
+    grad_token,
+    token_of,
+)
 from gradmesh.call_sites import call_site
 from gradmesh.errors import OrderError, message
 from gradmesh.ops.base import LinearOp, Op
@@ -49,7 +57,7 @@ class AsyncCollective:
     ticket: Tensor | None = None
     job: WorkItem[Tensor] | None = None
     held: Tensor | None = None
-    backs: dict[int, AsyncCollective] = field(default_factory=dict)
+    adjoints: dict[int, AsyncCollective] = field(default_factory=dict)
 
     def start(self, x: Tensor) -> None:
         """Hand the call to the courier."""
@@ -59,7 +67,7 @@ class AsyncCollective:
         if ACTIVE_TRACERS[0] and (tracer := rank_state().tracer) is not None:
             tracer.begins(op, given, call)
         self.job = WorkItem(lambda: op.apply(given, call))
-        axis.comm_thread.begin(self.job)
+        axis.comm_thread.submit(self.job)
 
     def result(self) -> Tensor:
         """Wait for the result."""
@@ -69,18 +77,18 @@ class AsyncCollective:
 
 
 def started(
-    op: Op, x: Tensor, call: CallRecord | None = None, thread: Tensor | None = None
+    op: Op, x: Tensor, call: CallRecord | None = None, token: Tensor | None = None
 ) -> AsyncCollective:
     """Begin a call; as `gradmesh.autograd.unlinked`."""
     recording = torch.is_grad_enabled()
-    if recording and op.rooted and not x.requires_grad and thread is None and differentiable(x):
-        thread = leaf()
-    joins = recording and (x.requires_grad or (thread is not None and thread.requires_grad))
+    if recording and op.rooted and not x.requires_grad and token is None and differentiable(x):
+        token = grad_token()
+    needs_backward = recording and (x.requires_grad or (token is not None and token.requires_grad))
     call = CallRecord() if call is None else call
-    call.flags |= (NEEDS_BACKWARD if joins else 0) | (CAN_BACKWARD if recording else 0)
-    made = AsyncCollective(op, None if joins else x, call)
-    if joins:
-        made.ticket, _ = _begin(made, x, DETACHED_TOKEN if thread is None else thread)
+    call.flags |= (NEEDS_BACKWARD if needs_backward else 0) | (CAN_BACKWARD if recording else 0)
+    made = AsyncCollective(op, None if needs_backward else x, call)
+    if needs_backward:
+        made.ticket, _ = _start(made, x, DETACHED_TOKEN if token is None else token)
     else:
         made.start(x)
     return made
@@ -94,55 +102,55 @@ def finished(made: AsyncCollective, ticket: Tensor | None = None) -> Tensor:
         ticket: what its end is tied to; None: the ticket of its beginning.
     """
     if made.ticket is not None:
-        y, _ = _end(made, made.ticket if ticket is None else ticket, DETACHED_TOKEN)
+        y, _ = _wait(made, made.ticket if ticket is None else ticket, DETACHED_TOKEN)
         return y
     y = made.result()
     return (
-        join_late(made.op, made.x, y, made.call)
+        attach_backward(made.op, made.x, y, made.call)
         if made.call.others_need_backward and made.x is not None
         else y
     )
 
 
 def start_ordered(
-    op: LinearOp, x: Tensor, thread: Tensor, role: str = "", origin: CallRecord | None = None
+    op: LinearOp, x: Tensor, token: Tensor, role: str = "", origin: CallRecord | None = None
 ) -> tuple[AsyncCollective, Tensor]:
-    """Begin a call as a link of the chain; as `gradmesh.autograd.linked`."""
-    made = AsyncCollective(op, None, CallRecord(role, origin, NEEDS_BACKWARD | CAN_BACKWARD, linked=True))
-    made.ticket, thread = _begin(made, x, thread)
-    return made, thread
+    """Begin a call as a link of the chain; as `gradmesh.autograd.ordered`."""
+    made = AsyncCollective(op, None, CallRecord(role, origin, NEEDS_BACKWARD | CAN_BACKWARD, ordered=True))
+    made.ticket, token = _start(made, x, token)
+    return made, token
 
 
-def finish_ordered(made: AsyncCollective, ticket: Tensor | None, thread: Tensor) -> tuple[Tensor, Tensor]:
+def finish_ordered(made: AsyncCollective, ticket: Tensor | None, token: Tensor) -> tuple[Tensor, Tensor]:
     """Wait for its result, as another link of the chain."""
-    return _end(made, made.ticket if ticket is None else ticket, thread)  # type: ignore[arg-type]  # a link has one
+    return _wait(made, made.ticket if ticket is None else ticket, token)  # type: ignore[arg-type]  # a link has one
 
 
-def _begin(made: AsyncCollective, x: Tensor, thread: Tensor) -> tuple[Tensor, Tensor]:
-    result: tuple[Tensor, Tensor] = _Begin.apply(made, x, thread)  # type: ignore[no-untyped-call]
+def _start(made: AsyncCollective, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = _StartNode.apply(made, x, token)  # type: ignore[no-untyped-call]
     return result
 
 
-def _end(made: AsyncCollective, ticket: Tensor, thread: Tensor) -> tuple[Tensor, Tensor]:
-    result: tuple[Tensor, Tensor] = _End.apply(made, ticket, thread)  # type: ignore[no-untyped-call]
+def _wait(made: AsyncCollective, ticket: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = _WaitNode.apply(made, ticket, token)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Begin(torch.autograd.Function):
+class _StartNode(torch.autograd.Function):
     """The beginning: in backward, the end of the adjoint."""
 
     @staticmethod
-    def forward(ctx: Any, made: AsyncCollective, x: Tensor, thread: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, made: AsyncCollective, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         made.start(x)
-        ctx.made, following = made, torch.zeros_like(thread)
-        ctx.save_for_backward(thread if made.call.linked else following)
+        ctx.made, following = made, torch.zeros_like(token)
+        ctx.save_for_backward(token if made.call.ordered else following)
         ctx.set_materialize_grads(False)
         return torch.zeros(1, device="cpu"), following
 
     @staticmethod
     def backward(ctx: Any, ticket: Tensor | None, following: Tensor | None) -> tuple[Tensor | None, ...]:
         made: AsyncCollective = ctx.made
-        back = made.backs.pop(backward_pass(), None)
+        back = made.adjoints.pop(backward_pass(), None)
         if back is None:
             raise OrderError(
                 message(
@@ -154,28 +162,28 @@ class _Begin(torch.autograd.Function):
                     remedy="wait for the call before the loss is made",
                 )
             )
-        if not made.call.linked:
+        if not made.call.ordered:
             gradient = finished(back, ticket)
             nothing = back.call.flags & ZERO_GRAD and (back.call.all_zero or not back.op.sends)
             return None, None if nothing else gradient, None
-        (thread,) = ctx.saved_tensors
+        (token,) = ctx.saved_tensors
         if following is None:
-            following = thread.clone()
+            following = token.clone()
         if back.held is None and torch.is_grad_enabled():
             gradient, following = finish_ordered(back, ticket, following)
             return None, gradient, following
         return None, back.result(), following
 
 
-class _End(torch.autograd.Function):
+class _WaitNode(torch.autograd.Function):
     """The end: in backward, the beginning of the adjoint."""
 
     @staticmethod
-    def forward(ctx: Any, made: AsyncCollective, ticket: Tensor, thread: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004
+    def forward(ctx: Any, made: AsyncCollective, ticket: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004
         y = made.result()
-        ctx.made, following = made, torch.zeros_like(thread)
+        ctx.made, following = made, torch.zeros_like(token)
         ctx.result, ctx.dtype, ctx.device = y.shape, y.dtype, y.device
-        ctx.save_for_backward(thread if made.call.linked else following)
+        ctx.save_for_backward(token if made.call.ordered else following)
         ctx.set_materialize_grads(False)
         made.job = None  # and with it the result, which is its receiver's
         made.ticket = None  # which would hold the graph that holds this
@@ -192,26 +200,26 @@ class _End(torch.autograd.Function):
             grad = grad.to_dense()
         recording, at_once = torch.is_grad_enabled(), is_legacy_batched(grad) or transforms_active()
         ticket = torch.zeros(1, device="cpu")
-        if not made.call.linked:
+        if not made.call.ordered:
             call = CallRecord(BACKWARD, made.call, ZERO_GRAD if nothing else 0)
-            thread = token_of(ctx) if recording else None
+            token = token_of(ctx) if recording else None
             if at_once:
-                back = AsyncCollective(op.back, None, call, held=unlinked(op.back, grad, call, thread))
+                back = AsyncCollective(op.back, None, call, held=apply_unordered(op.back, grad, call, token))
             else:
-                back = started(op.back, grad, call, thread)
-            made.backs[backward_pass()] = back
+                back = started(op.back, grad, call, token)
+            made.adjoints[backward_pass()] = back
             return None, ticket if back.ticket is None else back.ticket, None
-        (thread,) = ctx.saved_tensors
+        (token,) = ctx.saved_tensors
         if following is None:
-            following = thread.clone()
+            following = token.clone()
         if at_once:
-            held, following = linked(op.back, grad, following, BACKWARD, made.call)
-            back = AsyncCollective(op.back, None, CallRecord(linked=True), held=held)
+            held, following = apply_ordered(op.back, grad, following, BACKWARD, made.call)
+            back = AsyncCollective(op.back, None, CallRecord(ordered=True), held=held)
         elif recording:
             back, following = start_ordered(op.back, grad, following, BACKWARD, made.call)
             ticket = back.ticket  # type: ignore[assignment]  # a link has one
         else:
             back = AsyncCollective(op.back, None, CallRecord(BACKWARD, made.call))
             back.start(grad)
-        made.backs[backward_pass()] = back
+        made.adjoints[backward_pass()] = back
         return None, ticket, following

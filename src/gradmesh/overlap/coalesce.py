@@ -19,7 +19,7 @@ from gradmesh.ops.mean import Mean
 from gradmesh.ops.permute import Route
 from gradmesh.ops.shard import AllGatherInvariant
 from gradmesh.ops.sizes import EQUAL
-from gradmesh.overlap.pending import Pending, begin, version
+from gradmesh.overlap.pending import Pending, start_op, version
 from gradmesh.state import rank_state
 from gradmesh.structure import cut, cut_by_rank
 
@@ -170,14 +170,14 @@ class Coalescing:
             f"{member.op.operand_desc or ''}{list(member.x.shape)}{_dim(member.op)}" for member in members
         )
         flat = torch.cat([x.reshape(-1) for x in tensors])
-        pending = begin(_of_many(kind, words), flat)
+        pending = start_op(_of_many(kind, words), flat)
         dims = [_plain(member.op).dim for member in members if isinstance(_plain(member.op), _Gathers)]
         like = [x.detach() for x in tensors]  # for the shapes
         sent = _Message(
             pending,
             lambda whole: cut_by_rank(whole, like, dims, kind.axis.size) if dims else cut(whole, like),
         )
-        pending._waited()  # as the calls have to be that it is made of
+        pending._mark_waited()  # as the calls have to be that it is made of
         for number, member in enumerate(members):
             member.sent = sent, number
 

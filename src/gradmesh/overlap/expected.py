@@ -61,7 +61,7 @@ def receive(op: Receive, x: Tensor, then: Callable[[Tensor], Any], *, later: boo
         then: makes what is returned of the op's result.
         later: whether to return a `Pending`.
     """
-    inbox, key = rank_state().own(_Inbox), (op.axis.group, op.peer)
+    inbox, key = rank_state().get_or_create(_Inbox), (op.axis.group, op.peer)
     if not later:
         inbox.take(key)
         return then(apply(op, x))

@@ -18,18 +18,18 @@ from gradmesh._torch import (
     tracing,
     transforms_active,
 )
-from gradmesh.autograd import apply, differentiable, refuse_lost
+from gradmesh.autograd import apply, differentiable, refuse_dropped
 from gradmesh.call_sites import Site, call_site, show_site
 from gradmesh.dims import known_names, with_names
 from gradmesh.errors import OrderError, message
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.overlap.async_nodes import AsyncCollective, finished, started
-from gradmesh.state import Unwaited, rank_state
+from gradmesh.state import UnwaitedCalls, rank_state
 from gradmesh.structure import leaves, rebuilt
 from gradmesh.transport import compiling
-from gradmesh.transport.comm_thread import AsyncAxis, WorkItem, completing
+from gradmesh.transport.comm_thread import AsyncAxis, WorkItem, in_then_callback
 
-__all__ = ["Pending", "begin", "together", "version"]
+__all__ = ["Pending", "combined", "start_op", "version"]
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ class Pending(Generic[T]):
         self._result: T
         self._error: BaseException | None = None
         self._operand = operand
-        self._ledger: Unwaited | None = None
+        self._unwaited: UnwaitedCalls | None = None
         self._lock: threading.Lock | None = None
         self._site: Site = None
         self._recording = False
@@ -103,11 +103,11 @@ class Pending(Generic[T]):
         self._tied = tied or requires
         self._region = checkpoint_region()
         self._number = next(_numbers)
-        self._ledger = rank_state().started
-        self._forgiven = self._ledger.forgiven
+        self._unwaited = rank_state().started
+        self._abandoned = self._unwaited.abandoned
         # What is run again for a checkpoint may end as soon as it has saved what backward needs.
         if self._region is None or not in_backward():
-            self._ledger.open[self._number] = self._told()
+            self._unwaited.open[self._number] = self._description()
 
     def wait(self) -> T:
         """The result, as the verb without `async_op` returns it. A second call returns the same.
@@ -118,20 +118,20 @@ class Pending(Generic[T]):
             MismatchError: what the ranks called does not fit together; and whatever else the verb raises.
         """
         if self._lock is None:
-            return self._taken()
+            return self._finish_once()
         # The program may hold the lock, waiting for a function of `then` in which this is called.
-        if not self._lock.acquire(blocking=not completing()):
-            return self._promised_value()
+        if not self._lock.acquire(blocking=not in_then_callback()):
+            return self._future_value()
         try:
-            return self._taken()
+            return self._finish_once()
         finally:
             self._lock.release()
 
-    def _promised_value(self) -> T:
+    def _future_value(self) -> T:
         """The value of the future, in a function of `then` while the program waits for the call."""
         future = None if self._future is None else self._future()
         if future is None or not future.done():
-            raise self._refusal(
+            raise self._order_error(
                 "a function of future().then(...) waits for a call that is made after it has returned",
                 "wait() on a thread of the program",
                 "wait() in what then(...) runs",
@@ -139,29 +139,29 @@ class Pending(Generic[T]):
             )
         return future.value()
 
-    def _taken(self) -> T:
+    def _finish_once(self) -> T:
         if self._error is not None:
             raise self._error
         if self._finish is None:
             return self._result
-        self._refuse_elsewhere()
+        self._check_wait()
         finish, self._finish = self._finish, None
-        self._waited()
+        self._mark_waited()
         try:
             self._result = finish()
         except Exception as error:
             self._error, self._operand = error, None
-            if self._ledger is not None:
-                self._ledger.forgive()
+            if self._unwaited is not None:
+                self._unwaited.abandon()
             raise
         except BaseException:  # Ctrl-C, say: the call is still under way
             self._finish = finish
             raise
         self._operand = None
         # A call that is kept keeps its result, and nothing else.
-        self._over, result = _always, self._result
+        self._over, result = _true, self._result
         if self._future is not None:
-            self._future = lambda: _known(result)
+            self._future = lambda: _completed(result)
         return result
 
     def done(self) -> bool:
@@ -173,7 +173,7 @@ class Pending(Generic[T]):
         if self._finish is None:
             return True
         if self._over is None:
-            raise self._refusal(
+            raise self._order_error(
                 "nobody knows of a message before it is taken",
                 "wait()",
                 "done()",
@@ -186,7 +186,7 @@ class Pending(Generic[T]):
 
         The call is made all the same: the other ranks wait for it.
         """
-        self._waited()
+        self._mark_waited()
 
     def future(self) -> torch.futures.Future[T]:
         """A future of the value alone, for `then`, `torch.futures.collect_all` and `wait_all`.
@@ -200,66 +200,66 @@ class Pending(Generic[T]):
                 `wait` takes.
         """
         if self._future is None:
-            raise self._refusal(
+            raise self._order_error(
                 "a call of several steps has no future",
                 "wait()",
                 "future()",
                 "call wait() where the result is needed",
             )
         if not self._recording:
-            self._waited()
+            self._mark_waited()
         return self._future()
 
-    def _told(self) -> str:
+    def _description(self) -> str:
         return f"{self._verb} {show_site(self._site)}"
 
-    def _waited(self) -> None:
-        if self._ledger is not None:
-            self._ledger.open.pop(self._number, None)
+    def _mark_waited(self) -> None:
+        if self._unwaited is not None:
+            self._unwaited.open.pop(self._number, None)
 
-    def _refuse_elsewhere(self) -> None:
+    def _check_wait(self) -> None:
         """Refuse a wait whose backward could not meet that of the beginning."""
         operand = self._operand
         if compiling() or operand is None:
             return
         if self._tied and torch.is_grad_enabled() != self._mode:
             modes = {True: "gradients recorded", False: "torch.no_grad()"}
-            raise self._refusal(
+            raise self._order_error(
                 "a call was begun with another grad mode than it is waited for with",
                 f"{modes[self._mode]}, as at the beginning",
                 modes[not self._mode],
                 "begin and wait inside the same torch.no_grad() block, or both outside of it",
             )
         if checkpoint_region() is not self._region:
-            raise self._refusal(
+            raise self._order_error(
                 "a call was begun in another region of a checkpoint, or in another run of it",
                 "the beginning and wait() in one region",
                 "one of them alone, which would be recomputed without the other",
                 "move both into the checkpointed function, or both out of it",
             )
         if version(operand) != self._version:
-            raise self._refusal(
+            raise self._order_error(
                 "the operand was written before the call was waited for",
                 "an operand that is only read until then",
                 "one that was changed in place, maybe before it was sent",
                 "hand in a copy, or write after wait()",
             )
 
-    def _refusal(self, problem: str, expected: str, got: str, remedy: str) -> OrderError:
+    def _order_error(self, problem: str, expected: str, got: str, remedy: str) -> OrderError:
         got += f"; begun {show_site(self._site)}"
         return OrderError(
             message(problem, op=self._verb, axis=self._axis, expected=expected, got=got, remedy=remedy)
         )
 
     def __del__(self) -> None:
-        ledger: Unwaited | None = getattr(self, "_ledger", None)
-        if ledger is None or ledger.open.pop(self._number, None) is None:
+        unwaited: UnwaitedCalls | None = getattr(self, "_unwaited", None)
+        if unwaited is None or unwaited.open.pop(self._number, None) is None:
             return
-        if self._forgiven == ledger.forgiven:
-            ledger.lost[self._number] = self._told()
+        if self._abandoned == unwaited.abandoned:
+            unwaited.dropped[self._number] = self._description()
 
 
-def begin(
+def start_op(
     op: Op, x: Tensor, then: Callable[[Tensor], Any] | None = None, *, steps: bool = False
 ) -> Pending[Any]:
     """Begin an op on this rank's tensor, differentiably; inside `ordered()`, as the next link of the chain.
@@ -270,31 +270,31 @@ def begin(
         then: makes what `wait` returns of the op's result; by default that is it.
         steps: whether that needs further calls, which nobody else can make.
     """
-    axis, finish = str(op.axis), then if then is not None else _same
+    axis, finish = str(op.axis), then if then is not None else _identity
     apart = type(op.axis) is AsyncAxis and not compiling() and not tracing()
     if not apart or transforms_active() or is_legacy_batched(x):
         y = finish(apply(op, x))
-        return Pending(op.verb, axis, lambda: y, future=lambda: _known(y))
+        return Pending(op.verb, axis, lambda: y, future=lambda: _completed(y))
     state = rank_state()
-    if state.started.lost:
-        refuse_lost(op, x)
+    if state.started.dropped:
+        refuse_dropped(op, x)
     if state.coalescing is not None and not steps and state.coalescing.takes(op):
         added: Pending[Any] = state.coalescing.add(op, x, finish)
         return added
-    made, result = _begun(op, x)
+    made, result = _start(op, x)
     job: WorkItem[Tensor] = made.job  # type: ignore[assignment]  # it is on its way
     return Pending(
         op.verb,
         axis,
         lambda: finish(result(made)),
-        future=None if steps else lambda: _promised(job, finish),
+        future=None if steps else lambda: _future_of(job, finish),
         over=lambda: job.over,
         operand=x,
         tied=made.ticket is not None,
     )
 
 
-def _begun(op: Op, x: Tensor) -> tuple[AsyncCollective, Callable[[AsyncCollective], Tensor]]:
+def _start(op: Op, x: Tensor) -> tuple[AsyncCollective, Callable[[AsyncCollective], Tensor]]:
     """A call that was begun, and what ends it."""
     chain = rank_state().chain
     if chain is None:
@@ -312,7 +312,7 @@ def _begun(op: Op, x: Tensor) -> tuple[AsyncCollective, Callable[[AsyncCollectiv
     return made, finished
 
 
-def together(parts: Sequence[Pending[Any]], finish: Callable[[list[Any]], T]) -> Pending[T]:
+def combined(parts: Sequence[Pending[Any]], finish: Callable[[list[Any]], T]) -> Pending[T]:
     """Several calls as one.
 
     Args:
@@ -321,7 +321,7 @@ def together(parts: Sequence[Pending[Any]], finish: Callable[[list[Any]], T]) ->
     """
     first = parts[0]
     for part in parts:
-        part._waited()  # as this one has to be, whose parts they are
+        part._mark_waited()  # as this one has to be, whose parts they are
     return Pending(
         first._verb,
         first._axis,
@@ -334,21 +334,21 @@ def together(parts: Sequence[Pending[Any]], finish: Callable[[list[Any]], T]) ->
     )
 
 
-def _always() -> bool:
+def _true() -> bool:
     return True
 
 
-def _same(y: Tensor) -> Tensor:
+def _identity(y: Tensor) -> Tensor:
     return y
 
 
-def _known(value: T) -> torch.futures.Future[T]:
+def _completed(value: T) -> torch.futures.Future[T]:
     future: torch.futures.Future[T] = torch.futures.Future()
     future.set_result(_detached(value))
     return future
 
 
-def _promised(job: WorkItem[Tensor], finish: Callable[[Tensor], T]) -> torch.futures.Future[T]:
+def _future_of(job: WorkItem[Tensor], finish: Callable[[Tensor], T]) -> torch.futures.Future[T]:
     """A future of what is made of a call's result."""
     future: torch.futures.Future[T] = torch.futures.Future()
 

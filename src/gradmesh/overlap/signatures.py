@@ -10,7 +10,7 @@ from torch import Tensor
 from gradmesh.overlap.pending import Pending
 from gradmesh.structure import Tree
 
-__all__ = ["Begins", "Verb", "begins", "takes_structures"]
+__all__ = ["AsyncVerb", "Verb", "async_verb", "pytree_verb"]
 
 StructureT = TypeVar("StructureT", bound=Sequence[Tree] | Mapping[Any, Tree])
 P = ParamSpec("P")
@@ -36,12 +36,12 @@ class Verb(Protocol[P]):
     def __call__(self, x: Tensor, *args: Any, async_op: bool, **kwargs: Any) -> Tensor | Pending[Tensor]: ...
 
 
-def takes_structures(verb: Callable[Concatenate[Tensor, P], Tensor]) -> Verb[P]:
+def pytree_verb(verb: Callable[Concatenate[Tensor, P], Tensor]) -> Verb[P]:
     """Tell type checkers that a verb takes structures too; when the program runs, this is the verb itself."""
     return cast("Verb[P]", verb)
 
 
-class Begins(Protocol[P, Result]):
+class AsyncVerb(Protocol[P, Result]):
     """A verb that gives something, or a `Pending` of it."""
 
     __name__: str
@@ -54,6 +54,6 @@ class Begins(Protocol[P, Result]):
     def __call__(self, *args: Any, async_op: bool, **kwargs: Any) -> Result | Pending[Result]: ...
 
 
-def begins(verb: Callable[P, Result]) -> Begins[P, Result]:
+def async_verb(verb: Callable[P, Result]) -> AsyncVerb[P, Result]:
     """Tell type checkers what a verb gives with `async_op=True`; when the program runs, this is the verb itself."""
-    return cast("Begins[P, Result]", verb)
+    return cast("AsyncVerb[P, Result]", verb)

@@ -24,7 +24,7 @@ from gradmesh.backends.shm.group import ShmGroup
 from gradmesh.backends.threads.group import ThreadsGroup
 from gradmesh.transport.base import Transport
 from gradmesh.transport.call_checks import OpCallCheck
-from gradmesh.transport.comm_thread import carried
+from gradmesh.transport.comm_thread import transport_axis
 from gradmesh.transport.functional import Functional
 from gradmesh.transport.local import LocalTransport, TracedLocalTransport
 from gradmesh.transport.middleware import MIDDLEWARE, install_middleware
@@ -57,7 +57,7 @@ def transport(axis: Axis, call_check: OpCallCheck | None = None) -> Transport:
     """
     if axis.size == 1:
         return LocalTransport(axis)
-    axis = carried(axis)
+    axis = transport_axis(axis)
     found = TRANSPORTS.get(type(axis.group), TorchGroup)(axis, call_check)
     for wrap in MIDDLEWARE.wraps:
         found = wrap(found)

@@ -248,7 +248,7 @@ class Transport(abc.ABC):
         """The count of the calls of the axis's group, on this rank."""
         return calls_of(self.axis.group)
 
-    def take_claim(self) -> OpCallCheck | None:
+    def take_check(self) -> OpCallCheck | None:
         """The claim, for the first motion of the call; None afterwards."""
         call_check, self.call_check = self.call_check, None
         if call_check is not None:

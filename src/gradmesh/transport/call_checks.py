@@ -41,7 +41,7 @@ __all__ = [
     "Signature",
     "call_check",
     "calls_of",
-    "refused",
+    "refusal_text",
 ]
 
 NEEDS_BACKWARD = 1
@@ -91,10 +91,10 @@ class Signature:
         return cls(verb, axis, text + own, int.from_bytes(digest, "little", signed=True))
 
 
-class Keeps(Protocol):
+class DefersReduction(Protocol):
     """Who may keep what a backward call would send."""
 
-    def keeps(self, node: Any, grad: Tensor | None) -> bool:
+    def defers(self, node: Any, grad: Tensor | None) -> bool:
         """Whether it does, of this gradient of a node's result."""
 
 
@@ -106,7 +106,7 @@ class CallRecord:
         role: what it is to the call that it comes from: `BACKWARD` or `TANGENT`; "" for a call of its own.
         origin: that call.
         flags: `NEEDS_BACKWARD`, `CAN_BACKWARD`, and `ZERO_GRAD` or `DEFERRED`.
-        linked: whether it is a link of the chain of `ordered()`.
+        ordered: whether it is a link of the chain of `ordered()`.
         number: its place among the calls of the group that are compared; 0: nothing is compared.
         local: its place among the calls since then that send nothing; 0: it sends.
         text: the call in words.
@@ -119,14 +119,14 @@ class CallRecord:
     role: str = ""
     origin: CallRecord | None = None
     flags: int = 0
-    linked: bool = False
+    ordered: bool = False
     number: int = 0
     local: int = 0
     text: str = ""
     site: Site = None
     peer_flags: Sequence[int] | None = None
     traced: Tensor | None = None
-    deferral: Keeps | None = None
+    deferral: DefersReduction | None = None
 
     @property
     def deferred(self) -> bool:
@@ -149,7 +149,7 @@ class CallRecord:
         flags = [self.flags] if self.peer_flags is None else self.peer_flags
         return self.number > 0 and all(f & ZERO_GRAD for f in flags)
 
-    def another(self) -> CallRecord:
+    def sibling(self) -> CallRecord:
         """One for a further call that is the same to the call that it comes from."""
         return CallRecord(self.role, self.origin)
 
@@ -172,7 +172,7 @@ class CallRecord:
 class Calls:
     """The calls of a group, as one of its ranks counts them."""
 
-    __slots__ = ("functions", "local", "lock", "number", "since", "words")
+    __slots__ = ("functions", "local", "local_digest", "lock", "number", "words")
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -181,7 +181,7 @@ class Calls:
         """How many calls were compared."""
         self.local = 0
         """How many since the last of these sent nothing, and have a backward that does."""
-        self.since = 0
+        self.local_digest = 0
         """A number made of those."""
         self.words: list[str] = []
         self.functions = manual_calls.Functions()
@@ -190,7 +190,7 @@ class Calls:
     def note(self, said: Signature, recorded: CallRecord) -> None:
         """Count a call that sends nothing."""
         self.local += 1
-        self.since = hash((self.since, said.digest))
+        self.local_digest = hash((self.local_digest, said.digest))
         recorded.number, recorded.local = self.number, self.local
         if self.local <= _SHOWN_LOCAL:
             self.words.append(f"{said.text} {show_site(call_site())}")
@@ -215,53 +215,55 @@ class OpCallCheck(CallCheck):
         recorded: what is remembered of it; None where nobody will ask.
     """
 
-    __slots__ = ("_before", "_made", "_made_in", "_recorded", "_what", "_within")
+    __slots__ = ("_backward_node", "_forward_node", "_function_calls", "_preceding", "_record", "_signature")
 
-    tells_places: bool = True
+    sends_positions: bool = True
     """Whether there is room to tell the places of calls by hand."""
 
     def __init__(self, said: Signature, recorded: CallRecord | None) -> None:
         self.digest = said.digest
         self.flags = 0 if recorded is None else recorded.flags
         self.peer_flags = None
-        self._what, self._recorded = said, recorded
-        self._before: list[str] = []
-        self._made: manual_calls.Made | None = None
+        self._signature, self._record = said, recorded
+        self._preceding: list[str] = []
+        self._function_calls: manual_calls.FunctionCalls | None = None
         # Asked now: what moves the bytes switches autograd off. A call of gradmesh's own nodes is recorded.
-        self._within = function_backward() if recorded is None or recorded.origin is None else None
-        self._made_in = function_forward() if recorded is None else None
+        self._backward_node = function_backward() if recorded is None or recorded.origin is None else None
+        self._forward_node = function_forward() if recorded is None else None
 
     @property
     def verb(self) -> str:
         """The verb that is called."""
-        return self._what.verb
+        return self._signature.verb
 
     @property
     def recorded(self) -> CallRecord | None:
         """What autograd remembers of the call, and what it comes from."""
-        return self._recorded
+        return self._record
 
     def count(self, calls: Calls) -> None:
         """Take a number, as the call is about to be made, and say of which call it is the backward."""
         calls.number += 1
-        if self._within is not None and self.tells_places:
-            self._made = calls.functions.of(self._within)
-            self.flags |= 0 if self._made is None else manual_calls.told(self._made)
-        if self._made_in is not None:
-            calls.functions.note(self._made_in, calls.number, self._what.text)
+        if self._backward_node is not None and self.sends_positions:
+            self._function_calls = calls.functions.of(self._backward_node)
+            self.flags |= (
+                0 if self._function_calls is None else manual_calls.encode_flags(self._function_calls)
+            )
+        if self._forward_node is not None:
+            calls.functions.note(self._forward_node, calls.number, self._signature.text)
         of: tuple[int, ...] = ()
-        if (recorded := self._recorded) is not None:
+        if (recorded := self._record) is not None:
             recorded.number = calls.number
             if (origin := recorded.origin) is not None:
                 of = _ROLE_NUMBER[recorded.role], origin.number, origin.local
         if of or calls.local:
             # No number here is negative: -1 and -2 have one hash.
-            self.digest = hash((self.digest, of, calls.local, calls.since))
+            self.digest = hash((self.digest, of, calls.local, calls.local_digest))
         if calls.local:
-            self._before, calls.words = calls.words, []
+            self._preceding, calls.words = calls.words, []
             if calls.local > _SHOWN_LOCAL:
-                self._before.append(f"{calls.local - _SHOWN_LOCAL} more such calls")
-            calls.local = calls.since = 0
+                self._preceding.append(f"{calls.local - _SHOWN_LOCAL} more such calls")
+            calls.local = calls.local_digest = 0
 
     def settle(self) -> None:
         """Look at what the others said of their part in the backward.
@@ -273,13 +275,13 @@ class OpCallCheck(CallCheck):
         peer_flags = self.peer_flags
         if peer_flags is None:
             return
-        if self._recorded is not None:
-            self._recorded.peer_flags = peer_flags
-        if self.tells_places and manual_calls.apart(peer_flags):
+        if self._record is not None:
+            self._record.peer_flags = peer_flags
+        if self.sends_positions and manual_calls.conflicting(peer_flags):
             self._refuse(
                 "the ranks are in the backward of different calls of a function",
                 expected="the backward of the same call on every rank, in the same order",
-                got=manual_calls.shown(peer_flags, self._made),
+                got=manual_calls.show_flags(peer_flags, self._function_calls),
                 remedy=_OUTSIDE,
             )
         if any(flags & NEEDS_BACKWARD for flags in peer_flags) and not all(
@@ -289,7 +291,7 @@ class OpCallCheck(CallCheck):
                 "a rank will take part in the backward of this call, and another one cannot",
                 expected="gradients recorded on every rank, or on none",
                 got="\n".join(
-                    f"rank {rank}: {_JOINING[flags & (NEEDS_BACKWARD | CAN_BACKWARD)]}"
+                    f"rank {rank}: {_BACKWARD_STATUS[flags & (NEEDS_BACKWARD | CAN_BACKWARD)]}"
                     for rank, flags in enumerate(peer_flags)
                 ),
                 remedy="enter torch.no_grad() on every rank or on none, or detach() the operand on all; inside a "
@@ -302,8 +304,8 @@ class OpCallCheck(CallCheck):
         raise MismatchError(
             message(
                 problem,
-                op=self._what.verb,
-                axis=self._what.axis,
+                op=self._signature.verb,
+                axis=self._signature.axis,
                 expected=expected,
                 got=f"{got}\nin {self.said()}",
                 remedy=remedy,
@@ -312,12 +314,12 @@ class OpCallCheck(CallCheck):
 
     def said(self) -> str:
         """The call, where it is, what it is the backward of, and what went before it without being sent."""
-        said = f"{self._what.text} {show_site(call_site())}"
-        if self._recorded is not None:
-            said += self._recorded.of()
-        if self._made is not None:
-            said += f", {self._made}"
-        return f"{said}, after {' and '.join(self._before)}" if self._before else said
+        said = f"{self._signature.text} {show_site(call_site())}"
+        if self._record is not None:
+            said += self._record.of()
+        if self._function_calls is not None:
+            said += f", {self._function_calls}"
+        return f"{said}, after {' and '.join(self._preceding)}" if self._preceding else said
 
     def refusal(self, words: list[str]) -> Exception:
         """One table: what each rank called, where, and the remedy."""
@@ -335,8 +337,8 @@ class OpCallCheck(CallCheck):
         return MismatchError(
             message(
                 "the ranks' calls do not fit together",
-                op=self._what.verb,
-                axis=self._what.axis,
+                op=self._signature.verb,
+                axis=self._signature.axis,
                 expected=expected,
                 got="\n".join(f"rank {rank}: {said}" for rank, said in enumerate(words)),
                 remedy=remedy,
@@ -344,7 +346,7 @@ class OpCallCheck(CallCheck):
         )
 
 
-_JOINING = {
+_BACKWARD_STATUS = {
     0: "under torch.no_grad(), in a transform with an operand that requires no gradient, or in a compiled program",
     NEEDS_BACKWARD: "its operand requires grad",
     CAN_BACKWARD: "its operand requires no gradient",
@@ -363,6 +365,6 @@ def call_check(verb: str, axis: str, text: str) -> OpCallCheck:
     return OpCallCheck(Signature.of(verb, axis, text), None)
 
 
-def refused(error: Exception) -> str:
+def refusal_text(error: Exception) -> str:
     """What a rank says that refuses its call: the error, and where."""
     return f"{type(error).__name__} {show_site(call_site())}: {error}"

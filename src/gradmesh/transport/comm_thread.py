@@ -38,11 +38,11 @@ __all__ = [
     "AsyncAxis",
     "CommThread",
     "WorkItem",
+    "after_pending",
     "async_axis",
-    "carried",
-    "completing",
-    "in_turn",
-    "job_here",
+    "current_job",
+    "in_then_callback",
+    "transport_axis",
 ]
 
 T = TypeVar("T")
@@ -61,15 +61,15 @@ class WorkItem(Generic[T]):
 
     __slots__ = (
         "_after",
-        "_by",
-        "_errand",
+        "_completed_on",
         "_error",
         "_gate",
-        "_maker",
         "_result",
         "_site",
-        "_until",
+        "_task",
+        "_wait_for",
         "_work",
+        "_worker",
         "over",
         "started",
     )
@@ -80,23 +80,25 @@ class WorkItem(Generic[T]):
         self._site: Site = call_site()
         self._result: T
         self._error: BaseException | None = None
-        self._errand: BackgroundTask | None = None
-        self._by: threading.Thread | None = None
-        self._maker: int | None = None  # the thread that has made it, and calls the functions of `then`
+        self._task: BackgroundTask | None = None
+        self._worker: threading.Thread | None = None
+        self._completed_on: int | None = (
+            None  # the thread that has made it, and calls the functions of `then`
+        )
         # Not an Event: a launcher that looks for ranks which wait has to see this file, and not that of threading.
         self._gate = threading.Lock()
         self._gate.acquire()
         self.over = False
-        self._until: Callable[[], None] | None = None
+        self._wait_for: Callable[[], None] | None = None
         self._after: list[Callable[[WorkItem[T]], None]] = []
 
     def run(self) -> None:
         """Make the call, on the courier's thread."""
-        if self._errand is None:
-            self._make()
+        if self._task is None:
+            self._execute()
         else:
-            self._errand.run(self._make)
-        self._maker = threading.get_ident()
+            self._task.run(self._execute)
+        self._completed_on = threading.get_ident()
         while True:
             with _after_lock:
                 after, self._after = self._after, []
@@ -104,36 +106,36 @@ class WorkItem(Generic[T]):
                     self.over = True
                     self._gate.release()
                     return
-            _made.completing = True
+            _current.completing = True
             try:
                 for then in after:
                     then(self)
             finally:
-                _made.completing = False
+                _current.completing = False
 
     @property
     def _made_here(self) -> bool:
         """Whether the caller is a function of `then`, which has the result before others have it."""
-        return not self.over and self._maker == threading.get_ident()
+        return not self.over and self._completed_on == threading.get_ident()
 
-    def _make(self) -> None:
+    def _execute(self) -> None:
         work, self._work = self._work, None
         if work is None:
             return
-        _made.job = self
+        _current.job = self
         try:
             with seen_from(self._site):
                 self._result = work()
         except BaseException as error:
             self._error = error
         finally:
-            _made.job = None
+            _current.job = None
 
     def wait(self) -> T:
         """The result, when it is there; what went wrong with the call is raised here."""
         if self._made_here:
             return self._outcome()
-        if self._by is threading.current_thread() and not self.over:
+        if self._worker is threading.current_thread() and not self.over:
             raise OrderError(
                 message(
                     "a call is waited for on the thread that is to make it",
@@ -143,20 +145,20 @@ class WorkItem(Generic[T]):
                     remedy="wait for the calls first, or use torch.futures.collect_all",
                 )
             )
-        if not MIDDLEWARE.told:
+        if not MIDDLEWARE.wait_observers:
             return self._wait()
         started = time.perf_counter()
         try:
             return self._wait()
         finally:
-            for waited in MIDDLEWARE.told:
+            for waited in MIDDLEWARE.wait_observers:
                 waited(self, started, time.perf_counter())
 
     def _wait(self) -> T:
-        if self._until is not None:
-            self._until()
-        elif self._errand is not None:
-            self._errand.wait(float("inf"))
+        if self._wait_for is not None:
+            self._wait_for()
+        elif self._task is not None:
+            self._task.wait(float("inf"))
         with self._gate:
             pass
         return self._outcome()
@@ -180,17 +182,17 @@ class WorkItem(Generic[T]):
 
 _after_lock = threading.Lock()
 # .job: that which the thread is making; .completing: whether it runs functions of `then`
-_made = threading.local()
+_current = threading.local()
 
 
-def job_here() -> WorkItem[Any] | None:
+def current_job() -> WorkItem[Any] | None:
     """The job that the calling thread is making."""
-    return getattr(_made, "job", None)
+    return getattr(_current, "job", None)
 
 
-def completing() -> bool:
+def in_then_callback() -> bool:
     """Whether the caller is a function of `then`, on the thread that makes the calls."""
-    return getattr(_made, "completing", False)
+    return getattr(_current, "completing", False)
 
 
 class CommThread:
@@ -227,25 +229,25 @@ class CommThread:
                     )
                 )
             self._own = Axis(self._name, self._rank, self._size, _torch.duplicate_group(group, "async"))
-            rank_state().own(_Twins).add(group, self._own.group)
+            rank_state().get_or_create(_DuplicateGroups).add(group, self._own.group)
         return self._own
 
-    def begin(self, job: WorkItem[Any]) -> None:
+    def submit(self, job: WorkItem[Any]) -> None:
         """Have a call made when those before it have been."""
         shared = self._shared
         if shared is not None:
             observer = shared.world.observer
             if observer is not None and observer.takes_turns:
-                job._until = observer.async_axis(shared, job.run)
+                job._wait_for = observer.async_axis(shared, job.run)
                 return
-            job._errand = BackgroundTask(shared.world, self._runner)
+            job._task = BackgroundTask(shared.world, self._runner)
         if self._process != os.getpid():  # no thread comes along into a forked process
             job.run()
             return
         with _starting:  # a program may begin calls in several threads
             if self._thread is None:
-                self._thread = self._started()
-        job._by = self._thread
+                self._thread = self._start_thread()
+        job._worker = self._thread
         self._jobs.put(job)
 
     @property
@@ -253,13 +255,13 @@ class CommThread:
         """Whether the calling thread is the courier's."""
         return self._thread is None or threading.get_ident() == self._thread.ident
 
-    def finish(self) -> None:
+    def drain(self) -> None:
         """Wait until what was begun has been made. Its caller makes the call behind it, in whose modes it belongs."""
         before: WorkItem[None] = WorkItem(lambda: None)
-        self.begin(before)
+        self.submit(before)
         before.wait()
 
-    def _started(self) -> threading.Thread:
+    def _start_thread(self) -> threading.Thread:
         take_place = threads.stand_in() if self._shared is not None else None
         arguments = self._jobs, torch.get_num_threads(), take_place
         thread = threading.Thread(target=_serve, args=arguments, name="gradmesh courier", daemon=True)
@@ -303,7 +305,7 @@ def _end() -> None:
 
 
 @dataclass
-class _Twins:
+class _DuplicateGroups:
     """The groups that were made for begun calls on a rank, each with the group that it was made for.
 
     torch keeps every group that was not destroyed, so those of groups that are over are looked for when one is made.
@@ -332,19 +334,19 @@ class AsyncAxis(Axis):
     comm_thread: CommThread
 
 
-def carried(axis: Axis) -> Axis:
+def transport_axis(axis: Axis) -> Axis:
     """The axis whose group carries what is called on another."""
     return axis.comm_thread.axis if type(axis) is AsyncAxis else axis
 
 
-def in_turn(axis: Axis, work: Callable[[], T]) -> T:
+def after_pending(axis: Axis, work: Callable[[], T]) -> T:
     """Do what calls on an axis: on an `AsyncAxis` behind what was begun there, else at once."""
     if type(axis) is AsyncAxis and not axis.comm_thread.here:
-        axis.comm_thread.finish()
+        axis.comm_thread.drain()
     return work()
 
 
-_couriers: weakref.WeakKeyDictionary[dist.ProcessGroup, CommThread] = weakref.WeakKeyDictionary()
+_comm_threads: weakref.WeakKeyDictionary[dist.ProcessGroup, CommThread] = weakref.WeakKeyDictionary()
 
 
 def async_axis(axis: Axis) -> AsyncAxis:
@@ -355,7 +357,7 @@ def async_axis(axis: Axis) -> AsyncAxis:
     """
     if isinstance(axis, AsyncAxis):
         return axis
-    found = _couriers.get(axis.group)
+    found = _comm_threads.get(axis.group)
     if found is None:
-        found = _couriers.setdefault(axis.group, CommThread(axis))
+        found = _comm_threads.setdefault(axis.group, CommThread(axis))
     return AsyncAxis(axis.name, axis.rank, axis.size, axis.group, found)

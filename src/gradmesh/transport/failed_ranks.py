@@ -19,7 +19,7 @@ __all__ = ["failed_ranks_named"]
 
 _GRACE = 0.4
 """Seconds that the others get to leave word; they notice a lost connection at nearly the same time."""
-_LOOK = 0.02
+_POLL = 0.02
 
 
 @contextlib.contextmanager
@@ -34,36 +34,36 @@ def failed_ranks_named(axis: Axis) -> Iterator[None]:
     except GradmeshError:
         raise
     except RuntimeError as error:
-        lost = _lost(axis)
-        if not lost:
+        missing = _unresponsive(axis)
+        if not missing:
             raise
-        raise _named(axis, lost, error) from error
+        raise _error(axis, missing, error) from error
 
 
-def _lost(axis: Axis) -> list[int]:
+def _unresponsive(axis: Axis) -> list[int]:
     """The ranks of the axis that leave no word; none of them if there is no store to leave it in."""
     with contextlib.suppress(Exception):
         store: Any = axis.group.get_group_store()
         store.set(f"lost/{axis.rank}", "1")
-        silent = [rank for rank in range(axis.size) if rank != axis.rank]
+        missing = [rank for rank in range(axis.size) if rank != axis.rank]
         deadline = time.monotonic() + _GRACE
-        while silent and time.monotonic() < deadline:
-            time.sleep(_LOOK)
-            silent = [rank for rank in silent if not store.check([f"lost/{rank}"])]
-        return silent
+        while missing and time.monotonic() < deadline:
+            time.sleep(_POLL)
+            missing = [rank for rank in missing if not store.check([f"lost/{rank}"])]
+        return missing
     return []
 
 
-def _named(axis: Axis, lost: list[int], error: RuntimeError) -> AbortedError:
+def _error(axis: Axis, missing: list[int], error: RuntimeError) -> AbortedError:
     ranks = axis.global_ranks
-    names = ", ".join(str(ranks[rank]) for rank in lost)
+    names = ", ".join(str(ranks[rank]) for rank in missing)
     return AbortedError(
         message(
-            f"rank{'s' * (len(lost) > 1)} {names} did not answer, and the backend gave up",
+            f"rank{'s' * (len(missing) > 1)} {names} did not answer, and the backend gave up",
             axis=str(axis),
             expected="every rank of the axis in this call",
             got=str(error).splitlines()[0],
             remedy=f"see the error or the exit of that rank, or what it is busy with; else {RETURNED_REMEDY}",
         ),
-        rank=ranks[lost[0]],
+        rank=ranks[missing[0]],
     )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from gradmesh.call_sites import Site, call_site, show_site
 
-__all__ = ["Functions", "Made", "apart", "shown", "told"]
+__all__ = ["FunctionCalls", "Functions", "conflicting", "encode_flags", "show_flags"]
 
 _SHIFT = 14
 """Where in a claim's flags the places are told; two fields of 10 bits, the lower one 0 where they are not known."""
@@ -26,7 +26,7 @@ _KEPT = 1 << 14
 
 
 @dataclass(slots=True)
-class Made:
+class FunctionCalls:
     """What a Function's forward called in a group.
 
     Attributes:
@@ -66,7 +66,7 @@ class Functions:
     __slots__ = ("_made", "_thread")
 
     def __init__(self) -> None:
-        self._made: OrderedDict[int, Made] = OrderedDict()
+        self._made: OrderedDict[int, FunctionCalls] = OrderedDict()
         self._thread: object = None
 
     def __len__(self) -> int:
@@ -81,16 +81,16 @@ class Functions:
         if (known := self._made.get(node)) is not None:
             known.last = place
             return
-        self._made[node] = Made(place, place, text, call_site())
+        self._made[node] = FunctionCalls(place, place, text, call_site())
         if len(self._made) > _KEPT:
             self._made.popitem(last=False)
 
-    def of(self, node: int) -> Made | None:
+    def of(self, node: int) -> FunctionCalls | None:
         """What the forward of a node's Function called, if that is known."""
         return self._made.get(node) if self._thread is _here.token else None
 
 
-def told(made: Made) -> int:
+def encode_flags(made: FunctionCalls) -> int:
     """The places as flags of a claim."""
     return (1 + made.first % _FIELD | min(made.last - made.first, _FIELD) << 10) << _SHIFT
 
@@ -101,7 +101,7 @@ def _read(flags: int) -> tuple[int, int] | None:
     return (first - 1, more) if first else None
 
 
-def apart(peer_flags: Sequence[int]) -> bool:
+def conflicting(peer_flags: Sequence[int]) -> bool:
     """Whether two ranks are in the backward of Functions that have no call in common.
 
     >>> one, both = told(Made(7, 7, "", None)), told(Made(7, 8, "", None))
@@ -115,7 +115,7 @@ def apart(peer_flags: Sequence[int]) -> bool:
     )
 
 
-def shown(peer_flags: Sequence[int], own: Made | None) -> str:
+def show_flags(peer_flags: Sequence[int], own: FunctionCalls | None) -> str:
     """What each rank told, a line each.
 
     Args:

@@ -51,9 +51,9 @@ class _Outbox:
         watched: whether a thread waits for posted messages.
     """
 
-    passed_over: Counter[tuple[dist.ProcessGroup, int]] = field(default_factory=Counter)
+    skipped: Counter[tuple[dist.ProcessGroup, int]] = field(default_factory=Counter)
     withdrawn: list[tuple[Tensor, dist.Work]] = field(default_factory=list)
-    watched: bool = False
+    draining: bool = False
 
 
 def post(message: Tensor, axis: Axis, peer: int, greeting: str) -> None:
@@ -62,7 +62,7 @@ def post(message: Tensor, axis: Axis, peer: int, greeting: str) -> None:
     posted = state.posted
     if not state.waits_at_exit:
         state.waits_at_exit = True
-        atexit.register(_last, posted)
+        atexit.register(_flush_at_exit, posted)
     if message.device.type == "cpu":
         body = flattened(message).view(torch.uint8)
         parts = [_header(body.numel(), greeting), body]
@@ -78,18 +78,18 @@ def post(message: Tensor, axis: Axis, peer: int, greeting: str) -> None:
 def receive(out: Tensor, axis: Axis, peer: int, greeting: str) -> str | None:
     """Receive a tensor from one rank, in place; returns what came instead if it greets otherwise."""
     if out.device.type != "cpu":
-        _take(flat_memory(out), axis, peer)
+        _recv(flat_memory(out), axis, peer)
         return None
-    passed_over, key = rank_state().own(_Outbox).passed_over, (axis.group, peer)
-    while passed_over[key]:
-        length, _ = _hear(axis, peer)
-        _drop(length, axis, peer)
-        passed_over[key] -= 1
-    length, said = _hear(axis, peer)
+    skipped, key = rank_state().get_or_create(_Outbox).skipped, (axis.group, peer)
+    while skipped[key]:
+        length, _ = _recv_header(axis, peer)
+        _discard(length, axis, peer)
+        skipped[key] -= 1
+    length, said = _recv_header(axis, peer)
     if length == _NOTHING or said != _padded(greeting):
-        _drop(length, axis, peer)
+        _discard(length, axis, peer)
         return said.rstrip().decode(errors="replace")
-    _take(flattened(out).view(torch.uint8), axis, peer)
+    _recv(flattened(out).view(torch.uint8), axis, peer)
     return None
 
 
@@ -98,12 +98,12 @@ def withdraw(axis: Axis, peer: int, said: str) -> None:
     header = _header(_NOTHING, said)
     work = _send(header, axis, peer)
     if work is not None:
-        rank_state().own(_Outbox).withdrawn.append((header, work))
+        rank_state().get_or_create(_Outbox).withdrawn.append((header, work))
 
 
 def pass_over(axis: Axis, peer: int) -> None:
     """Leave out the next message of a rank, when it comes, as this rank cannot receive it."""
-    rank_state().own(_Outbox).passed_over[axis.group, peer] += 1
+    rank_state().get_or_create(_Outbox).skipped[axis.group, peer] += 1
 
 
 def settle(outstanding: int = 0) -> None:
@@ -127,19 +127,19 @@ def _forget_gone(state: RankState) -> None:
         posted.popleft()
     if len(posted) <= _OUTSTANDING or isinstance(posted[0][1], OwnWork):
         return
-    outbox = state.own(_Outbox)
-    if not outbox.watched:
-        outbox.watched = True
-        threading.Thread(target=_watch, args=(outbox, posted), name="gradmesh messages", daemon=True).start()
+    outbox = state.get_or_create(_Outbox)
+    if not outbox.draining:
+        outbox.draining = True
+        threading.Thread(target=_drain, args=(outbox, posted), name="gradmesh messages", daemon=True).start()
 
 
-def _watch(outbox: _Outbox, posted: deque[tuple[Tensor, dist.Work]]) -> None:
+def _drain(outbox: _Outbox, posted: deque[tuple[Tensor, dist.Work]]) -> None:
     try:
         # What went wrong is for the rank's own next call on the group to tell.
         with contextlib.suppress(RuntimeError):
             _wait_for(posted, _OUTSTANDING // 2)
     finally:
-        outbox.watched = False
+        outbox.draining = False
 
 
 def _send(part: Tensor, axis: Axis, peer: int) -> dist.Work | None:
@@ -147,32 +147,32 @@ def _send(part: Tensor, axis: Axis, peer: int) -> dist.Work | None:
     return dist.isend(part, group_dst=peer, group=axis.group, tag=_TAG)
 
 
-def _take(part: Tensor, axis: Axis, peer: int) -> None:
+def _recv(part: Tensor, axis: Axis, peer: int) -> None:
     dist.recv(part, group_src=peer, group=axis.group, tag=_TAG)
 
 
 def _header(length: int, greeting: str) -> Tensor:
-    told = length.to_bytes(_LENGTH, "little", signed=True) + _padded(greeting)
-    return torch.tensor(list(told), dtype=torch.uint8, device="cpu")
+    header = length.to_bytes(_LENGTH, "little", signed=True) + _padded(greeting)
+    return torch.tensor(list(header), dtype=torch.uint8, device="cpu")
 
 
-def _hear(axis: Axis, peer: int) -> tuple[int, bytes]:
+def _recv_header(axis: Axis, peer: int) -> tuple[int, bytes]:
     header = torch.empty(_LENGTH + _GREETING, dtype=torch.uint8, device="cpu")
-    _take(header, axis, peer)
-    told = bytes(header.tolist())
-    return int.from_bytes(told[:_LENGTH], "little", signed=True), told[_LENGTH:]
+    _recv(header, axis, peer)
+    raw = bytes(header.tolist())
+    return int.from_bytes(raw[:_LENGTH], "little", signed=True), raw[_LENGTH:]
 
 
-def _drop(length: int, axis: Axis, peer: int) -> None:
+def _discard(length: int, axis: Axis, peer: int) -> None:
     if length != _NOTHING:
-        _take(torch.empty(length, dtype=torch.uint8, device="cpu"), axis, peer)
+        _recv(torch.empty(length, dtype=torch.uint8, device="cpu"), axis, peer)
 
 
 def _padded(greeting: str) -> bytes:
     return greeting.encode()[:_GREETING].ljust(_GREETING)
 
 
-def _last(posted: deque[tuple[Tensor, dist.Work]]) -> None:
+def _flush_at_exit(posted: deque[tuple[Tensor, dist.Work]]) -> None:
     """Let messages go before the process does, if there is still a group to carry them."""
     with contextlib.suppress(RuntimeError, ValueError):
         for _, work in list(posted):

@@ -13,30 +13,30 @@ from typing import Any
 from gradmesh.state import rank_state
 from gradmesh.transport.base import Transport
 
-__all__ = ["MIDDLEWARE", "Waited", "Wrap", "install_middleware", "waits_seen"]
+__all__ = ["MIDDLEWARE", "WaitObserver", "Wrap", "install_middleware", "observe_waits"]
 
 Wrap = Callable[[Transport], Transport]
 """Makes of a transport the one that is used instead, which moves what it has to move by the first one."""
 
-Waited = Callable[[Any, float, float], None]
+WaitObserver = Callable[[Any, float, float], None]
 """Is told of a `gradmesh.transport.comm_thread.WorkItem` that was waited for, and when the wait began and ended."""
 
 
-class _Around:
+class _Middleware:
     """What stands around the transports of all ranks of the process, from the inside to the outside, and who is told.
 
     The tuples are replaced and never changed, as other threads go through them.
     """
 
-    __slots__ = ("lock", "told", "wraps")
+    __slots__ = ("lock", "wait_observers", "wraps")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.wraps: tuple[Wrap, ...] = ()
-        self.told: tuple[Waited, ...] = ()
+        self.wait_observers: tuple[WaitObserver, ...] = ()
 
 
-MIDDLEWARE = _Around()
+MIDDLEWARE = _Middleware()
 
 
 @contextlib.contextmanager
@@ -64,12 +64,14 @@ def install_middleware(wrap: Wrap, *, innermost: bool = False) -> Iterator[None]
 
 
 @contextlib.contextmanager
-def waits_seen(waited: Waited) -> Iterator[None]:
+def observe_waits(waited: WaitObserver) -> Iterator[None]:
     """Have somebody told of each wait for a call that was begun, of whatever rank of the process, on its own thread."""
     with MIDDLEWARE.lock:
-        MIDDLEWARE.told = (*MIDDLEWARE.told, waited)
+        MIDDLEWARE.wait_observers = (*MIDDLEWARE.wait_observers, waited)
     try:
         yield
     finally:
         with MIDDLEWARE.lock:
-            MIDDLEWARE.told = tuple(other for other in MIDDLEWARE.told if other is not waited)
+            MIDDLEWARE.wait_observers = tuple(
+                other for other in MIDDLEWARE.wait_observers if other is not waited
+            )

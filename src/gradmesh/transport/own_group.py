@@ -15,7 +15,7 @@ from torch import Tensor
 from gradmesh.axis import Axis
 from gradmesh.backends.process_group import OwnGroup
 from gradmesh.transport.base import Transport
-from gradmesh.transport.call_checks import OpCallCheck, refused
+from gradmesh.transport.call_checks import OpCallCheck, refusal_text
 from gradmesh.transport.packing import dense, flattened
 from gradmesh.transport.torch_group import TorchGroup
 
@@ -41,9 +41,9 @@ class OwnGroupTransport(Transport):
         """Parts straight from rank to rank."""
         out = self.room(flat, [sum(receive)] if shape is None else shape)
         if even:
-            self.group.exchange_flat(flattened(out), flat, None, None, self.take_claim())
+            self.group.exchange_flat(flattened(out), flat, None, None, self.take_check())
         else:
-            self.group.exchange_flat(flattened(out), flat, send, receive, self.take_claim())
+            self.group.exchange_flat(flattened(out), flat, send, receive, self.take_check())
         return out
 
     def gather(
@@ -53,7 +53,7 @@ class OwnGroupTransport(Transport):
         if not even and len(set(counts)) > 1:
             return super().gather(flat, counts, shape)
         out = self.room(flat, [sum(counts)] if shape is None else shape)
-        self.group.all_gather_flat(flattened(out), flat, self.take_claim())
+        self.group.all_gather_flat(flattened(out), flat, self.take_check())
         return out
 
     def sum_and_scatter(
@@ -63,40 +63,40 @@ class OwnGroupTransport(Transport):
         if not even and len(set(counts)) > 1:
             return super().sum_and_scatter(flat, counts, shape)
         out = self.room(flat, shape)
-        self.group.reduce_scatter_flat(flattened(out), flat, self.take_claim())
+        self.group.reduce_scatter_flat(flattened(out), flat, self.take_check())
         return out
 
     def sum(self, x: Tensor) -> Tensor:
         """Not in place, unlike torch's."""
         out = self.room(x, x.shape)
-        self.group.all_reduce_flat(flattened(out), flattened(dense(x)), self.take_claim())
+        self.group.all_reduce_flat(flattened(out), flattened(dense(x)), self.take_check())
         return out
 
     def sum_at(self, x: Tensor, root: int) -> Tensor:
         """Not in place; the other ranks' zeros are written once."""
         at_root = self.axis.rank == root
         out = self.room(x, x.shape) if at_root else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-        self.group.reduce_flat(flattened(out), flattened(dense(x)), root, self.take_claim())
+        self.group.reduce_flat(flattened(out), flattened(dense(x)), root, self.take_check())
         return out
 
     def copy_from(self, x: Tensor, root: int) -> Tensor:
         """The root's part is read by all."""
         out = self.room(x, x.shape)
-        self.group.broadcast_flat(flattened(out), flattened(dense(x)), root, self.take_claim())
+        self.group.broadcast_flat(flattened(out), flattened(dense(x)), root, self.take_check())
         return out
 
     def relay(self, x: Tensor, to: int | None, source: int | None, shape: Sequence[int]) -> Tensor | None:
         """One call for all ranks, whether they give, take, both or neither."""
         one = flattened(dense(x))
         out = self.room(x, [0] if source is None else shape)
-        self.group.relay_flat(flattened(out), one if to is not None else one[:0], source, self.take_claim())
+        self.group.relay_flat(flattened(out), one if to is not None else one[:0], source, self.take_check())
         return None if source is None else out
 
     def withdraw(self, error: Exception) -> None:
         """Make the others' call an error."""
-        call_check = self.take_claim()
+        call_check = self.take_check()
         if call_check is not None:
-            self.group.withdraw(call_check, refused(error))
+            self.group.withdraw(call_check, refusal_text(error))
 
     post, fetch = TorchGroup.post, TorchGroup.fetch
     withdraw_message, pass_over = TorchGroup.withdraw_message, TorchGroup.pass_over

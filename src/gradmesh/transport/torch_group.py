@@ -18,7 +18,7 @@ from torch import Tensor
 from gradmesh.backends.call_check import FLAGS
 from gradmesh.transport import messages
 from gradmesh.transport.base import Transport
-from gradmesh.transport.call_checks import refused
+from gradmesh.transport.call_checks import refusal_text
 from gradmesh.transport.count_checks import agreed, balance, signed
 from gradmesh.transport.failed_ranks import failed_ranks_named
 from gradmesh.transport.packing import CARRIED, flat_memory, with_memory
@@ -137,7 +137,7 @@ class TorchGroup(Transport):
 
     def _agree(self, send: Sequence[int] = (), receive: Sequence[int] = ()) -> None:
         """Compare the ranks' claims, and what they give with what they take, before the first motion of the call."""
-        call_check = self.take_claim()
+        call_check = self.take_check()
         if call_check is None:
             return
         bits = call_check.digest & ~FLAGS
@@ -150,13 +150,13 @@ class TorchGroup(Transport):
 
     def withdraw(self, error: Exception) -> None:
         """Take part in the comparison with a claim that fits no other."""
-        call_check = self.take_claim()
+        call_check = self.take_check()
         if call_check is None:
             return
         own = ~call_check.digest & ~FLAGS
         with contextlib.suppress(RuntimeError):  # the caller has an error of its own
             if not agreed(self._heads(own), own):
-                self._words(refused(error))
+                self._words(refusal_text(error))
 
     def _heads(self, own: int) -> list[int]:
         numbers = torch.empty(self.axis.size, dtype=torch.int64, device="cpu")

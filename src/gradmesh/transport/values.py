@@ -25,7 +25,7 @@ from gradmesh.transport.call_checks import BACKWARD, CallRecord, OpCallCheck, Si
 from gradmesh.transport.packing import dense, flattened, with_memory
 from gradmesh.types import I, P, R, Type
 
-__all__ = ["DeclaredAlike", "ValueClaim", "bits_of", "number_of"]
+__all__ = ["ReplicatedLossPass", "ValueCheck", "bits_of", "checksum"]
 
 _NOT_FINITE = 8
 _LINE_SHIFT, _LINE_BITS = 4, (1 << 10) - 1
@@ -34,11 +34,11 @@ _BITS = (1 << 20) - 1
 _LANES = 64
 
 
-class DeclaredAlike(LastPass):
+class ReplicatedLossPass(LastPass):
     """The backward pass of a loss that was declared the same on every rank, and scaled to be a term of the whole."""
 
 
-def number_of(x: Tensor) -> int:
+def checksum(x: Tensor) -> int:
     """20 bits that differ where the bits of two tensors do, also where the same values stand in other places.
 
     Zeros have 0.
@@ -82,7 +82,7 @@ def _line() -> int:
     return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=2).digest(), "little") & _LINE_BITS
 
 
-class ValueClaim(OpCallCheck):
+class ValueCheck(OpCallCheck):
     """The claim of one call, and of what is handed in.
 
     Args:
@@ -92,19 +92,19 @@ class ValueClaim(OpCallCheck):
         src: the operand's type over the ranks; None: it has none.
     """
 
-    __slots__ = ("_src", "tells_places")
+    __slots__ = ("_src", "sends_positions")
 
     def __init__(self, said: Signature, recorded: CallRecord | None, x: Tensor, src: Type | None) -> None:
         super().__init__(said, recorded)
         self._src = src
         counts = src in (R, I) or self._summed
-        self.tells_places = not counts
-        finite, number = in_plain_mode(lambda: (_finite(x), number_of(x) if counts else 0))
+        self.sends_positions = not counts
+        finite, number = in_plain_mode(lambda: (_finite(x), checksum(x) if counts else 0))
         self.flags |= (0 if finite else _NOT_FINITE) | _line() << _LINE_SHIFT | number << _SHIFT
 
     @property
     def _backward(self) -> bool:
-        return self._recorded is not None and self._recorded.role == BACKWARD
+        return self._record is not None and self._record.role == BACKWARD
 
     @property
     def _summed(self) -> bool:
@@ -126,7 +126,7 @@ class ValueClaim(OpCallCheck):
         if (
             self._summed
             and numbers == {flags >> _SHIFT} != {0}
-            and not rank_state().own(DeclaredAlike).running
+            and not rank_state().get_or_create(ReplicatedLossPass).running
         ):
             self._warn("the same gradient on every rank is summed", _SUMMED)
         if peer_flags is not None and len({other >> _LINE_SHIFT & _LINE_BITS for other in peer_flags}) > 1:
@@ -154,8 +154,8 @@ class ValueClaim(OpCallCheck):
         return MismatchError(
             message(
                 f"{declared} the same on every rank, is not",
-                op=self._what.verb,
-                axis=self._what.axis,
+                op=self._signature.verb,
+                axis=self._signature.axis,
                 expected=f"the same bits on every rank, which gm.{self._src} says",
                 got="\n".join(
                     f"rank {rank}: values number {other >> _SHIFT}" for rank, other in enumerate(peer_flags)
@@ -169,7 +169,9 @@ class ValueClaim(OpCallCheck):
 
     def _warn(self, problem: str, remedy: str) -> None:
         site = call_site()
-        text = message(problem, op=self._what.verb, axis=self._what.axis, got=self.said(), remedy=remedy)
+        text = message(
+            problem, op=self._signature.verb, axis=self._signature.axis, got=self.said(), remedy=remedy
+        )
         place = ("<unknown>", 0) if site is None else (site[0].co_filename, site[1])
         warnings.warn_explicit(text, CheckWarning, *place)
 

@@ -18,7 +18,7 @@ from gradmesh.ops.encoding import encode
 from gradmesh.ops.extremum import Extremum
 from gradmesh.ops.mean import Mean
 from gradmesh.ops.pair import Receive, Send
-from gradmesh.transport.comm_thread import job_here
+from gradmesh.transport.comm_thread import current_job
 from gradmesh.types import Type
 
 __all__ = ["Verbs"]
@@ -45,7 +45,7 @@ class Verbs:
 
     def follow(self, op: Op, x: Tensor, recorded: Any, run: Callable[[], Tensor]) -> Tensor:
         """Run an op of the library, and write it down."""
-        if job_here() is not None:  # what is recorded of a thread is that of the program's own
+        if current_job() is not None:  # what is recorded of a thread is that of the program's own
             y = run()
             pending = self._begun.pop(id(recorded), None)
             if pending is not None:

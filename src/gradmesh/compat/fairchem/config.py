@@ -66,12 +66,12 @@ def set_gp_config(config: GraphParallelConfig | Mapping[str, Any] | None) -> Non
     """
     rank_state().drop(GraphParallelConfig)
     if config is not None:
-        rank_state().keep(GraphParallelConfig(**config) if isinstance(config, Mapping) else config)
+        rank_state().put(GraphParallelConfig(**config) if isinstance(config, Mapping) else config)
 
 
 def get_gp_config() -> GraphParallelConfig | None:
     """The configuration that was set; else, once the groups are set up, the default one of their size; else None."""
-    found = rank_state().find(GraphParallelConfig)
+    found = rank_state().get(GraphParallelConfig)
     return GraphParallelConfig(get_gp_world_size()) if found is None and initialized() else found
 
 

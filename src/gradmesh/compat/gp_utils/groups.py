@@ -41,7 +41,7 @@ class _Groups(NamedTuple):
 
 def _made() -> _Groups | None:
     """What this rank set up and did not take down."""
-    return rank_state().find(_Groups)
+    return rank_state().get(_Groups)
 
 
 def _groups() -> _Groups | None:
@@ -154,7 +154,7 @@ def _set_up(world: dist.ProcessGroup, size: int, backend: str | None, name: str)
     layout = torch.arange(world.size()).view(-1, size)
     data = _own_group(layout.T.tolist(), world.rank(), backend)
     graph = _own_group(layout.tolist(), world.rank(), backend)
-    rank_state().keep(_Groups(graph, data, world))
+    rank_state().put(_Groups(graph, data, world))
 
 
 def _own_group(rows: Iterable[list[int]], rank: int, backend: str | None) -> dist.ProcessGroup:

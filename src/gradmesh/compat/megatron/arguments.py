@@ -62,12 +62,12 @@ def set_default_group(group: Group | Callable[[], Group]) -> None:
     """
     rank_state().drop(_Default)
     if group is not None:
-        rank_state().keep(_Default(group))
+        rank_state().put(_Default(group))
 
 
 def axis_of(group: Group) -> Axis:
     """The tensor parallel ranks; None is what `set_default_group` says, else the axis "tp" of the current mesh."""
-    default = rank_state().find(_Default) if group is None else None
+    default = rank_state().get(_Default) if group is None else None
     if default is not None:
         group = default.which() if callable(default.which) else default.which
     mesh = current_mesh()

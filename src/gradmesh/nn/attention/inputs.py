@@ -76,7 +76,7 @@ class AttentionInputs:
         _refuse_unsupported(call, attn_mask, dropout_p)
         causal = call.flag(causal, "causal")
         chosen = call.choose("order", order, _ORDERS)
-        keys = call.told(sizes, 2).told
+        keys = call.explicit_sizes(sizes, 2).explicit
         if keys[call.axis.rank] != k.shape[2]:
             call.fail(
                 "sizes is not what this rank has",
@@ -95,7 +95,7 @@ class AttentionInputs:
             )
         rows = keys if q.shape[2] == k.shape[2] else tuple(q.shape[2] for _ in keys)
         if query_sizes is not None:
-            rows = Call(verb, q, axis, async_op=True).told(query_sizes, 2).told
+            rows = Call(verb, q, axis, async_op=True).explicit_sizes(query_sizes, 2).explicit
         if rows[call.axis.rank] != q.shape[2]:
             call.fail(
                 "query_sizes is not what this rank has",

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import is_fake, is_legacy_batched, saves_for_a_checkpoint, tracing, transforms_active
-from gradmesh.autograd import DETACHED_TOKEN, apply, leaf, linked, refuse_lost, unlinked
+from gradmesh.autograd import (
+    DETACHED_TOKEN,
+    apply,
+    apply_ordered,
+    apply_unordered,
+    grad_token,
+    refuse_dropped,
+)
 from gradmesh.errors import OrderError
 from gradmesh.nn.attention import composed
 from gradmesh.nn.attention.blocks import exact
@@ -30,23 +37,23 @@ def attend(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     recording = torch.is_grad_enabled()
     requires = recording and (q.requires_grad or k.requires_grad or v.requires_grad)
 
-    def run(thread: Tensor | None) -> tuple[Tensor, Tensor]:
-        joins = requires or thread is not None
-        call = CallRecord(flags=NEEDS_BACKWARD * joins | CAN_BACKWARD * recording, linked=thread is not None)
+    def run(token: Tensor | None) -> tuple[Tensor, Tensor]:
+        joins = requires or token is not None
+        call = CallRecord(flags=NEEDS_BACKWARD * joins | CAN_BACKWARD * recording, ordered=token is not None)
         with torch.no_grad():
             out, lse = forward(ring, q, k, v, call)
-        if thread is None:
+        if token is None:
             if not requires and not call.others_need_backward:
                 return out, DETACHED_TOKEN
-            thread = DETACHED_TOKEN if requires else leaf()
-        y, _, thread = _Node.apply(_Made(ring, call, out, lse), q, k, v, thread)  # type: ignore[no-untyped-call]
-        return y, thread
+            token = DETACHED_TOKEN if requires else grad_token()
+        y, _, token = _Node.apply(_Made(ring, call, out, lse), q, k, v, token)  # type: ignore[no-untyped-call]
+        return y, token
 
     state, op = rank_state(), ring.op(0)
     if ring.axis.size == 1:
         return run(None)[0]
-    if state.started.lost:
-        refuse_lost(op, k)
+    if state.started.dropped:
+        refuse_dropped(op, k)
     chain = state.chain
     if chain is None:
         return run(None)[0]
@@ -78,9 +85,9 @@ class _Node(torch.autograd.Function):
     """Its outputs are what was seen, the logsumexp, which the gradient's own gradient needs, and a thread."""
 
     @staticmethod
-    def forward(ctx: Any, made: _Made, q: Tensor, k: Tensor, v: Tensor, thread: Tensor) -> tuple[Tensor, ...]:
-        ctx.ring, ctx.call, following = made.ring, made.call, torch.zeros_like(thread)
-        ctx.save_for_backward(thread if made.call.linked else following, q, k, v, made.out, made.lse)
+    def forward(ctx: Any, made: _Made, q: Tensor, k: Tensor, v: Tensor, token: Tensor) -> tuple[Tensor, ...]:
+        ctx.ring, ctx.call, following = made.ring, made.call, torch.zeros_like(token)
+        ctx.save_for_backward(token if made.call.ordered else following, q, k, v, made.out, made.lse)
         ctx.set_materialize_grads(False)
         return made.out, made.lse, following
 
@@ -88,14 +95,14 @@ class _Node(torch.autograd.Function):
     def backward(
         ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, following: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        thread, *saved = ctx.saved_tensors  # once: a checkpoint hands them out once
+        token, *saved = ctx.saved_tensors  # once: a checkpoint hands them out once
         with exact(saved[0].device):
-            return _slopes(ctx, thread, tuple(saved), grad, grad_lse, following)
+            return _slopes(ctx, token, tuple(saved), grad, grad_lse, following)
 
 
 def _slopes(
     ctx: Any,
-    thread: Tensor,
+    token: Tensor,
     saved: Any,
     grad: Tensor | None,
     grad_lse: Tensor | None,
@@ -106,16 +113,16 @@ def _slopes(
     nothing = grad is None and grad_lse is None
     if grad is None:
         grad = torch.zeros_like(saved[3])
-    if following is None and ctx.call.linked:
-        following = thread.clone()
+    if following is None and ctx.call.ordered:
+        following = token.clone()
     call = CallRecord(BACKWARD, ctx.call, ZERO_GRAD * nothing)
     if torch.is_grad_enabled() or is_legacy_batched(grad) or transforms_active():
-        links = _Links(call, following if ctx.call.linked else thread)
+        links = _Links(call, following if ctx.call.ordered else token)
         slopes = composed.gradients(ring, saved, grad, grad_lse, links.run)
-        return None, *slopes, links.thread if ctx.call.linked else None
+        return None, *slopes, links.token if ctx.call.ordered else None
     slopes = backward(ring, saved, grad, grad_lse, call)
     # No gradient on any rank gives none, and not zeros, which are NaN behind an infinite derivative.
-    if nothing and not ctx.call.linked and (ring.axis.size == 1 or call.all_zero):
+    if nothing and not ctx.call.ordered and (ring.axis.size == 1 or call.all_zero):
         return None, None, None, None, None
     return None, *slopes, following
 
@@ -123,15 +130,15 @@ def _slopes(
 class _Links:
     """The calls of a backward that is recorded itself: links of the chain, or the first is tied to the forward call."""
 
-    def __init__(self, call: CallRecord, thread: Tensor | None) -> None:
-        self._call, self._linked = call, call.origin is not None and call.origin.linked
-        self.thread = thread
+    def __init__(self, call: CallRecord, token: Tensor | None) -> None:
+        self._call, self._linked = call, call.origin is not None and call.origin.ordered
+        self.token = token
 
     def run(self, op: Shift, x: Tensor) -> Tensor:
         """Make the next call."""
-        call, self._call = self._call, self._call.another()
+        call, self._call = self._call, self._call.sibling()
         if self._linked:
-            y, self.thread = linked(op, x, self.thread, call.role, call.origin)  # type: ignore[arg-type]  # a link has one
+            y, self.token = apply_ordered(op, x, self.token, call.role, call.origin)  # type: ignore[arg-type]  # a link has one
             return y
-        thread, self.thread = self.thread, None
-        return unlinked(op, x, call, thread if torch.is_grad_enabled() else None)
+        token, self.token = self.token, None
+        return apply_unordered(op, x, call, token if torch.is_grad_enabled() else None)

@@ -81,7 +81,7 @@ class Ring:
         for hop in range(size):
             coming = None
             if block is not None and hop < size - 1:
-                coming = self.start(hop, block, call.another() if hop else call)
+                coming = self.start(hop, block, call.sibling() if hop else call)
             yield self.tiles(hop), k, v
             if coming is not None:
                 block = coming.result()
@@ -130,7 +130,7 @@ def backward(
             block = torch.cat(parts, -1)
             if way is not None:
                 block += way.result()
-            way = ring.start(hop, block, call.another())
+            way = ring.start(hop, block, call.sibling())
             del block
     dk, dv = parts if way is None else (x.clone() for x in way.result().split(ring.features, -1))
     return gradients.dq(), dk.to(k.dtype), dv.to(v.dtype)

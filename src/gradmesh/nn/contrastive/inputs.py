@@ -125,10 +125,10 @@ class LossInputs:
                 self._call.fail(
                     "sizes has another number for this rank",
                     expected=f"{self.rows} at place {self.axis.rank}, as many as there are rows",
-                    got=f"sizes={tuple(told.told)}",
+                    got=f"sizes={tuple(told.explicit)}",
                     remedy='give each rank\'s number of samples, or sizes="auto"',
                 )
-            return tuple(told.told)
+            return tuple(told.explicit)
         self._call.refuse_compiled("sizes are asked for in a compiled program", "sizes=None, or the sizes")
         words = f"{self._call.verb} of {first.dtype} with {list(first.shape[1:])} features, {said}"
         # Counts and numbers as one message; double precision has both exactly.

@@ -64,7 +64,7 @@ class Round:
         device: torch.device,
     ) -> Round:
         """The way for a loss, which takes a number: the next one of the rank that has had the most."""
-        own = rank_state().own(_Rounds)
+        own = rank_state().get_or_create(_Rounds)
         numbers = all_gather(torch.tensor([own.number], device=device), axis)
         own.number = max(numbers.tolist()) + 1
         return cls(axis, sizes, comm_dtype, backward_dtype, own.number)

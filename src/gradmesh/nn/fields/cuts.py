@@ -78,7 +78,7 @@ def cuts_of(verb: str, x: Tensor, axis: AxesLike, dim: DimsLike, sizes: Rows) ->
     cuts = []
     for call, one, rows in zip(calls, dims, each, strict=True):
         place = call.dim(one)
-        cuts.append(Cut(call.axis, place, call.told(rows, place).told))
+        cuts.append(Cut(call.axis, place, call.explicit_sizes(rows, place).explicit))
         if cuts[-1].sizes[call.axis.rank] != x.shape[place]:
             call.fail(
                 f"dim {place} is not what sizes says for this rank",

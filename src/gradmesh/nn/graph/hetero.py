@@ -18,7 +18,7 @@ from gradmesh.nn.graph.inputs import checked_owner, failing, hops_of
 from gradmesh.nn.graph.rows import Rows
 from gradmesh.nn.graph.state import put_types, take_types
 from gradmesh.nn.graph.stored import digest
-from gradmesh.overlap.pending import Pending, together
+from gradmesh.overlap.pending import Pending, combined
 from gradmesh.types import Convention, R
 
 __all__ = ["HeteroPlan", "Relation"]
@@ -218,7 +218,7 @@ class HeteroPlan(Bound):
         if not async_op or not kinds:
             return {kind: self.rows[kind].exchange(x[kind], **precision) for kind in kinds}
         started = [self.rows[kind].exchange(x[kind], async_op=True, **precision) for kind in kinds]
-        return together(started, lambda rows: dict(zip(kinds, rows, strict=True)))
+        return combined(started, lambda rows: dict(zip(kinds, rows, strict=True)))
 
     def take(self, x: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The own rows of tensors that are the same on every rank, by type; as `GraphPlan.take`."""

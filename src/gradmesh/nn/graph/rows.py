@@ -86,13 +86,13 @@ class Rows(Bound):
     @property
     def send_rows(self) -> dict[int, Tensor]:
         """For each rank that gets rows of this one, which; as `gradmesh.neighbor_all_to_all` takes them."""
-        parts = self._picked.index.split(self._picked.sent.told)
+        parts = self._picked.index.split(self._picked.sent.explicit)
         return {rank: rows for rank, rows in enumerate(parts) if len(rows)}
 
     @property
     def receive_counts(self) -> dict[int, int]:
         """For each rank that sends rows to this one, how many."""
-        return {rank: rows for rank, rows in enumerate(self._picked.received.told) if rows}
+        return {rank: rows for rank, rows in enumerate(self._picked.received.explicit) if rows}
 
     @property
     def rows_sent(self) -> int:

@@ -35,7 +35,7 @@ def put_rows(rows: Rows) -> dict[str, Tensor]:
     """The tensors of rows, which they share."""
     fields = vars(rows)
     picked: Picked = fields["_picked"]
-    amounts = zip(_AMOUNTS, (rows.counts, picked.sent.told, picked.received.told), strict=True)
+    amounts = zip(_AMOUNTS, (rows.counts, picked.sent.explicit, picked.received.explicit), strict=True)
     return {
         **{name.lstrip("_"): fields[name] for name in _FIELDS},
         "send": picked.index,

@@ -20,7 +20,7 @@ from gradmesh.nn.tensor.cuts import Parallel, Replicated
 from gradmesh.nn.tensor.embedding import VocabParallelEmbedding
 from gradmesh.nn.tensor.linear import ColumnParallelLinear, RowParallelLinear, Rows, is_conv1d
 from gradmesh.structure import Packed
-from gradmesh.transport.values import number_of
+from gradmesh.transport.values import checksum
 from gradmesh.withdrawal import withdraw
 
 __all__ = ["tensor_parallel"]
@@ -168,9 +168,9 @@ def _see_the_same_start(module: nn.Module, here: Axis, words: str) -> None:
         and not any(len(ours & set(axis.global_ranks)) > 1 for axis in known.over(parameter))
     }
     shapes = [(name, tuple(each.shape), each.dtype) for name, each in compared.items()]
-    number = number_of(torch.tensor(list(repr(shapes).encode()), dtype=torch.uint8))
+    number = checksum(torch.tensor(list(repr(shapes).encode()), dtype=torch.uint8))
     said = f"{words} of {len(shapes)} parameters, names and shapes number {number}"
-    own = torch.tensor([number_of(each.detach()) for each in compared.values()], device=meeting(here))
+    own = torch.tensor([checksum(each.detach()) for each in compared.values()], device=meeting(here))
     with torch.no_grad():
         rows: Tensor = all_gather(Packed(own.unsqueeze(0), said), here)  # type: ignore[call-overload]
     same = (rows == rows[:1]).all(0).tolist()

@@ -14,7 +14,7 @@ from gradmesh._torch import in_backward
 from gradmesh.call_sites import call_site
 from gradmesh.transport import Transport
 from gradmesh.transport.call_checks import TANGENT, CallRecord
-from gradmesh.transport.comm_thread import WorkItem, job_here
+from gradmesh.transport.comm_thread import WorkItem, current_job
 from gradmesh.verify.simulator.events import Event, Phase
 from gradmesh.verify.simulator.notes import show
 from gradmesh.verify.timelines.through import Motion, Through
@@ -48,7 +48,7 @@ class Recorder:
 
     def note(self, transport: Noted, motion: Motion, begin: float, end: float) -> None:
         """Note a motion that has been made."""
-        recorded, job = transport.recorded, job_here()
+        recorded, job = transport.recorded, current_job()
         here = job is None and threading.get_ident() == self._thread
         phase: Phase = "backward" if in_backward() else "forward"
         origin = None if recorded is None else recorded.origin

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gradmesh.errors import MissingExtraError, message
 from gradmesh.transport import install_middleware
-from gradmesh.transport.middleware import waits_seen
+from gradmesh.transport.middleware import observe_waits
 from gradmesh.verify.joining import complete
 from gradmesh.verify.simulator.events import Event, Events
 from gradmesh.verify.simulator.trace import Work, trace_of
@@ -139,7 +139,7 @@ def timeline() -> Iterator[Timeline]:
     recorder = Recorder(dist.get_rank() if dist.is_initialized() else 0)
     with (
         install_middleware(lambda transport: Noted(transport, recorder)),
-        waits_seen(recorder.waited),
+        observe_waits(recorder.waited),
         Passes(recorder),
     ):
         yield found
