@@ -206,7 +206,15 @@ def test_a_fault_beside_what_is_done_to_gradients_on_purpose_is_found(
 
 
 @pytest.mark.parametrize(
-    "name", ["fsdp1", "sparse_embedding", "deliberate_gradients", "float32_masters", "torch_pipelining"]
+    "name",
+    [
+        "fsdp1",
+        "flat_master_shards",
+        "sparse_embedding",
+        "deliberate_gradients",
+        "float32_masters",
+        "torch_pipelining",
+    ],
 )
 def test_what_is_done_to_gradients_on_purpose_is_no_finding(name: str) -> None:
     verdict = check_script(Target(str(RIGHT[name].path)), ranks=RIGHT[name].ranks)

@@ -14,7 +14,20 @@ from tools import scripts
 
 RULES = {
     *("GM101", "GM102", "GM103", "GM104", "GM105", "GM106", "GM107", "GM108", "GM109"),
-    *("GM201", "GM202", "GM203", "GM204", "GM205", "GM301", "GM302", "GM303", "GM401", "GM402", "GM501"),
+    *(
+        "GM201",
+        "GM202",
+        "GM203",
+        "GM204",
+        "GM205",
+        "GM206",
+        "GM301",
+        "GM302",
+        "GM303",
+        "GM401",
+        "GM402",
+        "GM501",
+    ),
 }
 QUICK = ("megatron_f_without_sum", "cp_loss_divided_twice", "same_batches", "megatron_mlp", "ddp_token_mean")
 

@@ -126,7 +126,7 @@ def shown(script: Script) -> str | None:
         return (
             f"{ratio:.3g} of the twin's gradients" if ratio and abs(ratio * script.ranks - 1) < 1e-3 else None
         )
-    if rule == "GM201":
+    if rule in ("GM201", "GM206"):
         return "parameters part" if drift(played) else None
     if rule == "GM202":
         differ = not all(map(alike, each(played, "before", 0)))

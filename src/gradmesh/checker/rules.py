@@ -208,6 +208,17 @@ _ALL = (
         "gradients are averaged.",
     ),
     Rule(
+        "GM206",
+        "settings-differ",
+        "warning",
+        "An optimizer's settings differ between ranks that step copies of one parameter.",
+        "The copies get the same gradient, but the learning rate, the weight decay, the betas or another setting of "
+        "the optimizer is not the same, or a ReduceLROnPlateau is given a value that is not the same. The copies move "
+        "apart, at first by less than rounding hides, and the ranks then average gradients of different models.",
+        "Build the optimizer from the same settings on every rank, and give schedulers a value that is the same on "
+        "every rank, such as the loss averaged with dist.all_reduce.",
+    ),
+    Rule(
         "GM301",
         "same-data",
         "warning",

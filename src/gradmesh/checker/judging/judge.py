@@ -16,6 +16,7 @@ from gradmesh.checker.judging.gradients import faults_of_gradients, scaled_alone
 from gradmesh.checker.judging.parameters import gotten
 from gradmesh.checker.judging.rounding import forgive_rounding
 from gradmesh.checker.judging.segments import Segment, segments
+from gradmesh.checker.judging.settings import settings_apart, unused_plateaus
 from gradmesh.checker.judging.truth import Truth, truth_of
 from gradmesh.checker.judging.values import (
     drifted,
@@ -71,6 +72,8 @@ def judged(
             found += more
             if any(each.severity == "error" for each in more):
                 break  # what follows is a consequence
+        found += settings_apart(there)
+        notes += unused_plateaus(there)
         idle = [str(tape.rank) for tape in there if not tape.steps]
         if 0 < len(idle) < len(there) and not found:
             notes.append(
@@ -110,7 +113,7 @@ def _step(
         return []
     context = Context(tapes, segment, again, truth, [])
     try:
-        context.got = gotten(segment, truth, scales(tapes, segment), notes)
+        context.got = gotten(segment, again, truth, scales(tapes, segment), notes)
         see(context)
         return _judged_step(context, number, notes, following)
     except _UNFORESEEN as error:

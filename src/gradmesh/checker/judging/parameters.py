@@ -14,6 +14,7 @@ from gradmesh.checker.judging.segments import Segment
 from gradmesh.checker.judging.truth import Truth, in_double, near
 from gradmesh.checker.recording.params import nameless
 from gradmesh.checker.recording.tape import Alias, Changed, Op, Param, ProgramInput, Sent, refs
+from gradmesh.checker.replay.engine import Again
 
 __all__ = ["Got", "Part", "Scales", "gotten", "is_constant", "is_sum", "ratio_of", "tolerance"]
 
@@ -87,19 +88,20 @@ def tolerance(x: Tensor) -> float:
 
 
 def gotten(
-    segment: Segment, truth: Truth, scales: Sequence[dict[str, Scales]], notes: list[str]
+    segment: Segment, again: Again, truth: Truth, scales: Sequence[dict[str, Scales]], notes: list[str]
 ) -> list[Got]:
     """Each parameter of a step; gradients are divided by what the program multiplied them by.
 
     Args:
         segment: what leads to the step.
+        again: the same, run again.
         truth: its true gradients.
         scales: what each rank's gradients were multiplied by.
         notes: take what could not be compared.
     """
     by_name: dict[str, list[Part]] = {}
     for rank in range(len(segment.parts)):
-        for part in _parts_of(segment, truth, scales[rank], rank):
+        for part in _parts_of(segment, again.ranks[rank].tensors, truth, scales[rank], rank):
             by_name.setdefault(part.param.name, []).append(part)
     # What is nothing but rounding, as the gradient of what a norm takes away, is compared with nothing.
     trues = [part.true for parts in by_name.values() for part in parts if part.true is not None]
@@ -135,9 +137,15 @@ def _line(error: Exception) -> str:
     return (str(error).splitlines() or [""])[0]
 
 
-def _parts_of(segment: Segment, truth: Truth, scales: dict[str, Scales], rank: int) -> list[Part]:
+def _parts_of(
+    segment: Segment, tensors: dict[int, Tensor], truth: Truth, scales: dict[str, Scales], rank: int
+) -> list[Part]:
     """The parameters of a rank: those that it steps, those of which it steps a copy, and those that it only uses."""
-    leaves = [event for event in segment.parts[rank] if isinstance(event, ProgramInput) and event.leaf]
+    leaves = [
+        _as_used(event, tensors)
+        for event in segment.parts[rank]
+        if isinstance(event, ProgramInput) and event.leaf
+    ]
     by_name = {leaf.name: leaf for leaf in leaves}
     params = [param for step in segment.steps[rank] for param in step.params]
     found, stepped = [], set[int]()
@@ -204,6 +212,12 @@ def _parts_of(segment: Segment, truth: Truth, scales: dict[str, Scales], rank: i
         covered = None if bool(mask.all()) else mask.view(leaf.value.shape)
         found.append(made(param, (leaf.id,), covered=covered))
     return found + [made(param, ids) for param, ids in copies if id(param) not in pieced]
+
+
+def _as_used(leaf: ProgramInput, tensors: dict[int, Tensor]) -> ProgramInput:
+    """A parameter with the value that it is used with: the program may have written to it since it was met."""
+    now = tensors.get(leaf.id)
+    return leaf if now is None or now.shape != leaf.value.shape else replace(leaf, value=now.detach())
 
 
 def covered_by(param: Param, value: Tensor) -> tuple[int, int, int] | None:

@@ -17,6 +17,7 @@ from gradmesh._torch import functorch_active
 from gradmesh.checker.recording.backs import Writing
 from gradmesh.checker.recording.params import parameters_of, values_after
 from gradmesh.checker.recording.recorder import Recorder
+from gradmesh.checker.recording.settings import Optimizers
 from gradmesh.checker.recording.tape import Called, Hooked, Lost, Over, Param, Root, Step
 from gradmesh.ops.base import Op
 from gradmesh.type_inference.tape import memory_of
@@ -63,7 +64,7 @@ def watched(recorder: Recorder, steps: int, enough: Callable[[], None]) -> Itera
 
     graph.disable_saved_tensors_hooks = without  # type: ignore[assignment]
     try:
-        with hooked:
+        with hooked, watcher.optimizers.watched():
             yield
     finally:
         graph.disable_saved_tensors_hooks = disable
@@ -86,6 +87,7 @@ class _Watcher:
         """The parameters of the optimizer that is stepping."""
         self._nested = 0
         self._returned: dict[int, Tensor] = {}
+        self.optimizers = Optimizers(recorder)
 
     # -- Functions -----------------------------------------------------------------------------------------------
 
@@ -320,6 +322,12 @@ class _Watcher:
             return  # an optimizer that calls others
         self._held = [p for group in optimizer.param_groups for p in group["params"]]
         self._take(self._held, manual=False)
+        if self._step is not None:
+            self._step.optimizer = self.optimizers.number(optimizer)
+            with self._to.unseen():
+                every = self.optimizers.settings(optimizer)
+            for param, settings in zip(self._step.params, every, strict=True):
+                param.settings = settings
         self._to.stepping = True
 
     def after_step(self, optimizer: Any, *_: Any) -> None:

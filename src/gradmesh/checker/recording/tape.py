@@ -21,12 +21,14 @@ __all__ = [
     "Op",
     "Over",
     "Param",
+    "Plateau",
     "ProgramInput",
     "Ref",
     "Root",
     "Saved",
     "Scaled",
     "Sent",
+    "Settings",
     "Step",
     "Tape",
     "Term",
@@ -282,6 +284,36 @@ class Changed:
 
 
 @dataclass(slots=True)
+class Settings:
+    """The numbers that an optimizer steps a group of parameters with.
+
+    Attributes:
+        numbers: by the setting's name, such as "lr" and "betas".
+        made: the line that made the optimizer.
+        scheduled: the line of the last step of a scheduler of it; -1 where there was none.
+    """
+
+    numbers: dict[str, tuple[float, ...]]
+    made: int
+    scheduled: int = -1
+
+
+@dataclass(slots=True)
+class Plateau:
+    """A `ReduceLROnPlateau`.
+
+    Attributes:
+        optimizer: the number of its optimizer.
+        made: the line that made it.
+        given: the values that it was given, each with the line.
+    """
+
+    optimizer: int
+    made: int
+    given: list[tuple[float, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Param:
     """A parameter at an optimizer step.
 
@@ -297,6 +329,7 @@ class Param:
         factor: what the gradient was multiplied by in another tensor than its own, and
         share: the same, where it may be that of a mean over ranks.
         changed: what else was done to it.
+        settings: of the optimizer; None where the program steps by itself.
     """
 
     name: str
@@ -311,6 +344,7 @@ class Param:
     factor: float = 1.0
     share: float = 1.0
     changed: Changed | None = None
+    settings: Settings | None = None
 
 
 @dataclass(slots=True)
@@ -325,6 +359,8 @@ class Step:
     """The ranks of a DistributedDataParallel whose gradients are averaged; () without one."""
     by_gradients: bool = True
     """Whether parameters move along what is in their `.grad`, as far as the first of them tells."""
+    optimizer: int = -1
+    """The number of the optimizer; -1 for a step of the program's own."""
 
 
 @dataclass(slots=True)
@@ -375,6 +411,7 @@ class Tape:
         rank, size: of the rank.
         events: in order.
         calls: of Functions, by number.
+        plateaus: the schedulers that lower a learning rate where a value stops to fall.
         places: the lines that `site` numbers.
         steps: how many optimizer steps were seen.
         ended: "stopped" after the steps asked for, "returned", or "raised".
@@ -387,6 +424,7 @@ class Tape:
     size: int
     events: list[Event] = field(default_factory=list)
     calls: dict[int, Called] = field(default_factory=dict)
+    plateaus: list[Plateau] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     steps: int = 0
     ended: str = "returned"
