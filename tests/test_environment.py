@@ -11,7 +11,12 @@ import pytest
 import gradmesh as gm
 from gradmesh.environment import CHECK, RECYCLE, SHM_CHUNK, VARIABLES, Variable
 
-UNUSABLE = {"GRADMESH_CHECK": "yes", "GRADMESH_RECYCLE": "-1", "GRADMESH_SHM_CHUNK": "12345"}
+UNUSABLE = {
+    "GRADMESH_CHECK": "yes",
+    "GRADMESH_RECYCLE": "-1",
+    "GRADMESH_SHM_CHUNK": "12345",
+    "GRADMESH_TRACEBACK": "0",
+}
 
 
 @pytest.mark.parametrize("variable", VARIABLES, ids=lambda variable: variable.name)

@@ -23,6 +23,7 @@ FLOORS = (
         "extras",
         "stacks",
         "structure",
+        "tracebacks",
         "types",
     ),
     ("dims",),

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 from gradmesh.errors import ArgumentError, message
 
-__all__ = ["CHECK", "CHECK_LEVELS", "RECYCLE", "SHM_CHUNK", "VARIABLES", "Variable", "table"]
+__all__ = ["CHECK", "CHECK_LEVELS", "RECYCLE", "SHM_CHUNK", "TRACEBACK", "VARIABLES", "Variable", "table"]
 
 T = TypeVar("T")
 
@@ -119,8 +119,16 @@ SHM_CHUNK = Variable(
     meaning="bytes of a message that a rank of the shm backend hands on at once; rank 0's counts",
     parse=_chunk,
 )
+TRACEBACK = Variable(
+    "GRADMESH_TRACEBACK",
+    default="short",
+    expected="short or full",
+    meaning="the traceback of an uncaught error of gradmesh: short shows the frames of the program alone, full those "
+    "inside of gradmesh and torch too",
+    parse=("short", "full").index,
+)
 
-VARIABLES: tuple[Variable[int], ...] = (CHECK, RECYCLE, SHM_CHUNK)
+VARIABLES: tuple[Variable[int], ...] = (CHECK, RECYCLE, SHM_CHUNK, TRACEBACK)
 
 
 def table() -> str:

@@ -16,6 +16,7 @@ from gradmesh._torch import default_group
 from gradmesh.backends import shm
 from gradmesh.errors import ArgumentError, NotInitializedError, message
 from gradmesh.state import rank_state
+from gradmesh.tracebacks import install
 
 __all__ = ["TIMEOUT", "current_mesh", "init", "mesh", "use_mesh", "world_group"]
 
@@ -48,6 +49,7 @@ def init(backend: str | None = None, *, timeout: float = TIMEOUT) -> None:
         >>> gm.axis().size
         1
     """
+    install()
     if dist.is_initialized():
         return
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:

@@ -13,6 +13,7 @@ from gradmesh.errors import ArgumentError, message
 from gradmesh.launch.outcomes import Outcome
 from gradmesh.launch.process_ranks import ProcessRanks
 from gradmesh.launch.thread_ranks import ThreadRanks
+from gradmesh.tracebacks import install
 
 __all__ = ["Ranks", "launch"]
 
@@ -117,6 +118,7 @@ class Ranks:
         prefix: bool | None = None,
     ) -> None:
         threads.register()
+        install()
         backend = shm.default() if backend is None else backend
         if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
             raise _argument_error("nprocs", "an integer, 1 or more", nprocs, "say how many ranks to start")

@@ -8,14 +8,13 @@ import os
 import re
 import threading
 import time
-import traceback
 from types import TracebackType
 
 import torch
 
 from gradmesh.backends.words import RETURNED_REMEDY
-from gradmesh.errors import AbortedError, DeadlockError, RankError, message
-from gradmesh.stacks import PARSING
+from gradmesh.errors import AbortedError, DeadlockError, GradmeshError, RankError, message
+from gradmesh.tracebacks import shortened
 from gradmesh.world import TIMEOUT
 
 __all__ = ["FAILURE_GRACE", "POLL", "START_LIMIT", "Failure", "Outcome", "group_timeout", "last_place"]
@@ -39,7 +38,7 @@ _LIBRARIES = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
 )
-_INTERNAL = (os.path.dirname(os.path.abspath(__file__)) + os.sep, threading.__file__)
+_INTERNAL = (_LIBRARIES[1], threading.__file__)
 
 
 def group_timeout(timeout: float | None) -> datetime.timedelta:
@@ -62,6 +61,7 @@ class Failure:
         expected: what the library asks for instead, where it knows that.
         remedy: what to do about it, where the library knows that.
         traceback: the rank's traceback as text; empty when it died.
+        frames: of an error of the library that no other led to, the same without its text; else empty.
         cause: the exception; None when the rank died, and when the exception cannot be pickled.
         secondary: whether it only says that another rank failed.
         when: when it failed, by `time.monotonic`, which all processes of a machine share.
@@ -73,6 +73,7 @@ class Failure:
     expected: str | None = None
     remedy: str | None = None
     traceback: str = ""
+    frames: str = ""
     cause: BaseException | None = None
     secondary: bool = False
     when: float = dataclasses.field(default_factory=time.monotonic)
@@ -86,13 +87,20 @@ class Failure:
     def of(cls, rank: int, error: BaseException) -> Failure:
         """Describe an exception that is being handled on the rank. The launcher's own frames are left out."""
         error.__traceback__ = _outside(error.__traceback__)
-        with PARSING:
-            text = "".join(traceback.format_exception(error))
+        shown = shortened(error)
+        text = "".join(shown.format())
+        # The library's own text stands above it already.
+        alone = (
+            isinstance(error, GradmeshError)
+            and shown.__cause__ is None
+            and (shown.__context__ is None or shown.__suppress_context__)
+        )
         return cls(
             rank=rank,
             kind=type(error).__name__,
             text=str(error),
             traceback=text,
+            frames="".join(shown.stack.format()) if alone else "",
             cause=error,
             secondary=isinstance(error, AbortedError)
             or (isinstance(error, RuntimeError | OSError) and _LOST_PEER.search(str(error)) is not None),
@@ -159,7 +167,8 @@ class Outcome:
             remedy=first.remedy,
         )
         if first.traceback:
-            text += f"\n\nTraceback of rank {first.rank}:\n\n{first.traceback.rstrip()}"
+            shown = first.frames or first.traceback
+            text += f"\n\nTraceback of rank {first.rank}:\n\n{shown.rstrip()}"
         if waited and self.missing:
             text += f"\n\n{self._places()}"
         return RankError(text, rank=first.rank, rank_traceback=first.traceback)
