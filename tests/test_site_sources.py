@@ -47,9 +47,12 @@ def test_the_pages_of_errors_have_every_text_that_the_source_has() -> None:
     assert [path.name for path, text in made.items() if path.read_text() != text] == []
     assert {path.stem for path in texts.FOLDER.glob("*.md")} == {*texts.classes(), "README"}
     found = {text.problem: text.kind for text in texts.texts()}
-    assert found["... is out of range"] == "ArgumentError"
+    assert found["<name> is out of range"] == "ArgumentError"
     assert found["ordered() ended without join"] == "OrderError"
     assert len(found) > 250
+    for text in made.values():
+        table = text.partition(texts.BEGIN)[2]
+        assert not re.search(r"\.{4}|\.{3} +\.{3}|\| +\.{3}|\| *\|", table)
     assert len(texts.examples(texts.texts())) > 25
 
 

@@ -1,19 +1,20 @@
 """Write every error text that users can meet into the page of its class: python -m tools.errors --write docs/errors.
 
-The texts are read off the source: what is handed to `errors.message`, and to the methods that refuse an argument
-through it. What a text is filled in with is shown as dots. Without `--write` it only says which pages are not up to
-date.
+The texts are read from the source: the arguments of `errors.message`, and of the helpers that raise through it. The
+values that fill a text in are shown as names in angle brackets. Without `--write` it only lists outdated pages.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import gradmesh
 from gradmesh import errors
@@ -29,15 +30,16 @@ BEGIN, END = "<!-- texts: begin (python -m tools.errors --write docs/errors) -->
 _REFUSING = {"fail", "_fail", "_refuse"}
 _NOT_OF_USERS = ("demo", "checker/recording")
 
-_INDEX = """# Errors
+_INDEX = """# Errors and warnings
 
-Every error that gradmesh raises on purpose is one of these, and its traceback ends with the page to read, which
-`gradmesh explain AxisError` shows where there is no clone. A text always has the same lines: the verb and the problem,
-then `axis`, `expected`, `got` and `remedy`. Each page has programs that raise it, what to do, and all texts of the
-kind, with the shortest of the wrong calls of the tests that ends in it (`ones` is `torch.ones`); written by
-`python -m tools.errors --write docs/errors`.
+Every error class of gradmesh, with what raises it and how to fix it. The traceback of an error ends with the name of
+its page; `gradmesh explain AxisError` prints the page without a clone.
 
-| | it is also | texts | |
+A message always has the same lines: the verb and the problem, then `axis`, `expected`, `got` and `remedy`. Each page
+has programs that raise the error, what to do, and all messages of the class, with the shortest call in the tests that
+raises each (`ones` is `torch.ones`). The lists are written by `python -m tools.errors --write docs/errors`.
+
+| class | it is also | messages | raised when |
 |---|---|---|---|
 """
 
@@ -88,12 +90,13 @@ def _of_file(file: Path) -> Iterator[Text]:
             default = (not of_an_op and helpers.get(name)) or ("ShapeError" if of_an_op else "ArgumentError")
             kind = _name(given["kind"]) if "kind" in given else default
             remedy = _shown(given.get("remedy")) or (
-                told[-1] if len(told) > 2 and "(..." not in told[-1] else ""
+                told[-1] if len(told) > 2 and " " in told[-1] and told[-1][0] != "(" else ""
             )
         else:
             continue
-        if " " in problem and kind in classes():
-            yield Text(problem, remedy, kind)
+        if kind in classes() and len(re.findall(r"\w+", _FILLED.sub("", problem))) > 1:
+            if problem != remedy:
+                yield Text(problem, remedy, kind)
 
 
 def _around(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:
@@ -119,17 +122,64 @@ def _name(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
+_FILLED = re.compile(r"<[^<>]*>")
+
+
 def _shown(node: ast.AST | None) -> str:
-    """A string of the source as text, with dots for what it is filled in with."""
+    """A string of the source as text, with names in angle brackets for the values that fill it in."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+        parts = (
+            str(part.value)
+            if isinstance(part, ast.Constant)
+            else _filled(part.value if isinstance(part, ast.FormattedValue) else part)
+            for part in node.values
+        )
+        return re.sub(r"(<[^<>]*>)(?=<)", r"\1 ", "".join(parts))
     if isinstance(node, ast.BinOp):
         return _shown(node.left) + _shown(node.right)
     if isinstance(node, ast.IfExp):
         return " / ".join(filter(None, (_shown(node.body), _shown(node.orelse))))
     return ""
+
+
+def _filled(node: ast.AST) -> str:
+    """A value that fills a text in: its name in angle brackets, or the alternatives between which it chooses."""
+    if isinstance(node, ast.IfExp) and all(
+        isinstance(each, ast.Constant) for each in (node.body, node.orelse)
+    ):
+        options = [_shown(each) for each in (node.body, node.orelse)]
+        return "/".join(options) if all(options) else f"({''.join(options)})"
+    inner: Any = node
+    while not isinstance(inner, ast.Name | ast.Attribute):
+        if isinstance(inner, ast.GeneratorExp | ast.ListComp):
+            inner = inner.generators[0].iter
+        elif isinstance(inner, ast.Call) and inner.args:
+            inner = inner.args[-1]
+        else:
+            inner = getattr(inner, "value", None) or getattr(inner, "left", None)
+        if not isinstance(inner, ast.expr):
+            return "<value>"
+    name = _name(inner).strip("_")
+    return _constants().get(name) or f"<{name}>"
+
+
+@functools.cache
+def _constants() -> dict[str, str]:
+    """The texts that the source's modules define as constants."""
+    found = {}
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                name, text = node.targets[0].id.strip("_"), _literal(node.value)
+                if name.isupper() and " " in text:
+                    found[name] = text
+    return found
+
+
+def _literal(node: ast.expr) -> str:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
 def examples(known: list[Text]) -> dict[Text, str]:
@@ -138,14 +188,15 @@ def examples(known: list[Text]) -> dict[Text, str]:
     for call, (kind, first) in cases().items():
         ends = [text for text in known if text.kind == kind and _fits(text.problem, first)]
         assert ends, f"{call} ends in a text that was not found: {kind}: {first}"
-        text = max(ends, key=lambda text: len(text.problem))  # not one that is dots alone
+        text = max(ends, key=lambda text: len(_FILLED.sub("", text.problem)))  # the most specific one
         if not re.search(r"\b_[a-z]", call):
             found[text] = min(found.get(text, call), call, key=len)
     return found
 
 
 def _fits(problem: str, first: str) -> bool:
-    return re.fullmatch(re.escape(problem).replace(re.escape("..."), ".*"), first) is not None
+    parts = re.split(r"<[^<>]*>|\(\w+\)|\w+(?:/\w+)+", problem)
+    return re.fullmatch(".*".join(map(re.escape, parts)), first) is not None
 
 
 def pages(folder: Path) -> dict[Path, str]:
@@ -168,14 +219,22 @@ def pages(folder: Path) -> dict[Path, str]:
 
 
 def _table(own: list[Text], shown: dict[Text, str]) -> str:
-    if not own:
-        return ""
-    heads = ["text", "what to do", "for example"]
-    rows = [[_cell(text.problem), _cell(text.remedy), _code(shown.get(text, ""))] for text in own]
-    if not any(row[2] for row in rows):
-        heads, rows = heads[:2], [row[:2] for row in rows]
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join(["\n## All texts\n", *(f"| {' | '.join(line)} |" for line in lines), ""])
+    """All messages with their remedies; those whose remedy depends on the call come as a list."""
+    rows: dict[str, list[str]] = {}
+    for text in own:
+        example = f"<br>{_code(shown[text])}" if text in shown else ""
+        rows.setdefault(_cell(text.problem) + example, []).append(_cell(text.remedy))
+    lines = [
+        f"| {problem} | {'; or: '.join(filter(None, remedies))} |"
+        for problem, remedies in rows.items()
+        if any(remedies)
+    ]
+    parts = ["", "## All messages", ""] if own else []
+    if lines:
+        parts += ["| message | what to do |", "| --- | --- |", *lines, ""]
+    if rest := [f"* {problem}" for problem, remedies in rows.items() if not any(remedies)]:
+        parts += ["The remedy in these messages depends on the call:" if lines else "", "", *rest, ""]
+    return "\n".join(parts)
 
 
 def _code(call: str) -> str:
