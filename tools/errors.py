@@ -39,7 +39,7 @@ A message always has the same lines: the verb and the problem, then `axis`, `exp
 has programs that raise the error, what to do, and all messages of the class, with the shortest call in the tests that
 raises each (`ones` is `torch.ones`). The lists are written by `python -m tools.errors --write docs/errors`.
 
-| class | it is also | messages | raised when |
+| class | it is also | messages | meaning |
 |---|---|---|---|
 """
 
@@ -94,9 +94,9 @@ def _of_file(file: Path) -> Iterator[Text]:
             )
         else:
             continue
-        if kind in classes() and len(re.findall(r"\w+", _FILLED.sub("", problem))) > 1:
-            if problem != remedy:
-                yield Text(problem, remedy, kind)
+        literal = _FILLED.sub("", problem)
+        if kind in classes() and len(re.findall(r"\w+", literal)) > 1 and problem != remedy:
+            yield Text(problem, remedy, kind)
 
 
 def _around(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> str:
@@ -213,7 +213,7 @@ def pages(folder: Path) -> dict[Path, str]:
         bases = [base.__name__ for base in kind.__mro__[1:] if base.__module__ == "builtins"]
         bases = [base for base in bases if base not in ("Exception", "Warning", "BaseException", "object")]
         says = (kind.__doc__ or "").splitlines()[0]
-        index.append(f"| [{name}]({name}.md) | {', '.join(bases)} | {len(own) or ''} | {says} |")
+        index.append(f"| [{name}]({name}.md) | {', '.join(bases)} | {len(own)} | {says} |")
     found[folder / "README.md"] = "\n".join(index) + "\n"
     return found
 
