@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -176,6 +177,38 @@ def test_a_page_of_each_kind_can_be_seen(site: Path, address: str, tmp_path: Pat
         picture = tmp_path / f"{kind}.png"
         assert seen(f"{address}/{page}", picture, (width, 1000), tmp_path / "profile") == []
         assert picture.stat().st_size > 5_000, f"{kind} is blank"
+
+
+@needs_sphinx
+@pytest.mark.parametrize(
+    ("query", "page"),
+    [
+        ("context parallel", "attention"),
+        ("tensor parallel", "tensor-parallel"),
+        ("loss scaling", "objective"),
+        ("domain decomposition", "fields"),
+        ("async collectives", "overlap"),
+    ],
+)
+def test_the_search_index_has_the_fields_terms_in_titles(site: Path, query: str, page: str) -> None:
+    index = json.loads(
+        (site / "searchindex.js").read_text().removeprefix("Search.setIndex(").removesuffix(")")
+    )
+    number = index["docnames"].index(page)
+    for word in query.split():
+        found = [
+            docs
+            for stem, docs in index["titleterms"].items()
+            if word.startswith(stem) or stem.startswith(word)
+        ]
+        assert any(number in ([docs] if isinstance(docs, int) else docs) for docs in found), word
+
+
+@needs_sphinx
+def test_a_wrong_address_leads_to_a_page_with_links(site: Path) -> None:
+    text = (site / "404.html").read_text()
+    assert "Page not found" in text
+    assert 'href="reports/README.html"' in text
 
 
 @needs_sphinx

@@ -1,4 +1,4 @@
-"""The gradient of one contrastive step on four ranks, gathered in the usual ways, beside that of one process.
+"""The gradient of one contrastive step on four ranks, gathered in the usual ways, compared with one process.
 
 $ python -m tools.point --write docs/point.svg
 """
@@ -122,31 +122,40 @@ def said(far: float) -> str:
     return "rounding only" if far < 1e-9 else f"{far:.0%}"
 
 
+_HEAD = """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">
+<title>Error of the gradient of a CLIP step on 4 ranks, compared with one process</title>
+<style>
+.card {{ fill: #ffffff }} text {{ font: 15px system-ui, sans-serif; fill: #24292f }}
+.code {{ font-family: ui-monospace, "DejaVu Sans Mono", monospace }} .value {{ font-weight: bold }}
+.right {{ fill: #1f7a45 }} .wrong {{ fill: #b8402c }}
+@media (prefers-color-scheme: dark) {{
+  .card {{ fill: #1b1f24 }} text {{ fill: #e6edf3 }} .right {{ fill: #4fc27f }} .wrong {{ fill: #f0806c }}
+}}
+</style>
+<rect class="card" width="{width}" height="{height}" rx="8"/>
+"""
+
+
 def draw(found: dict[str, float], path: Path) -> None:
-    """A bar for each way."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams.update({"svg.hashsalt": "gradmesh", "svg.fonttype": "none", "font.size": 10})
-    plt.rcParams["font.family"] = ["DejaVu Sans Mono", "monospace"]
-    figure, axes = plt.subplots(figsize=(8.4, 2.9))
+    """A bar for each way, below its name: readable on a phone, and on light and dark pages."""
+    width, top, row = 500, 62, 48
+    lines = [_HEAD.format(width=width, height=top + row * len(found)).rstrip()]
+    places = {name: top + row * place for place, name in enumerate(found)}
     names = list(found)[::-1]
-    for place, name in enumerate(names):
-        far, right = found[name], found[name] < 1e-9
-        axes.barh(place, far, color="#2e9e5b" if right else "#c8503c", height=0.62)
-        axes.text(
-            far + 0.01, place, said(far), va="center", weight="bold", color="#2e9e5b" if right else "#c8503c"
+    for name in names:
+        lines.append(f'<text class="code" x="16" y="{places[name] + 4}">{name}</text>')
+    for name in names:
+        kind, length = "right" if found[name] < 1e-9 else "wrong", round(16 + 560 * found[name])
+        at, height = f'x="{length + 8}" y="{places[name] + 24}"', 14
+        lines.append(
+            f'<rect class="{kind}" x="16" y="{places[name] + 12}" width="{max(length - 16, 2)}" height="{height}"/>'
         )
-    axes.set_yticks(range(len(names)), names)
-    axes.set_xticks([])
-    axes.set_xlim(0, 1.15 * max(found.values()))
-    for side in ("top", "right", "bottom"):
-        axes.spines[side].set_visible(False)
-    figure.suptitle("Error of the gradient of a CLIP step on 4 ranks, beside one process", fontsize=11)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None}, facecolor="white", bbox_inches="tight")
+        lines.append(f'<text class="value {kind}" {at}>{said(found[name])}</text>')
+    lines.append(
+        '<text x="16" y="30">Gradient error of a CLIP step on 4 ranks, relative to one process</text>'
+    )
+    path.write_text("\n".join([*lines, "</svg>", ""]))
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -56,6 +57,9 @@ html_theme = "furo"
 html_title = f"gradmesh {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_logo = html_favicon = "_static/logo.svg"
+templates_path = ["_templates"]
+html_additional_pages = {"404": "404.html"}
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False
@@ -63,6 +67,16 @@ html_show_copyright = False
 smartquotes = False  # much of the text is code
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
+
+# Where the project has a public repository, each page links to its source and to an editor of it.
+_urls = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"].get("urls", {})
+if "Repository" in _urls:
+    html_theme_options = {
+        "source_repository": _urls["Repository"],
+        "source_branch": "main",
+        "source_directory": "docs/",
+        "top_of_page_buttons": ["view", "edit"],
+    }
 
 
 def setup(app: Sphinx) -> None:
