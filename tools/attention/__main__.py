@@ -71,8 +71,8 @@ def hidden(case: Case, rounds: int) -> str:
     return (
         f"The ring on 2 ranks takes {1e3 * plain:.0f} ms a step on the wire as it is, and {1e3 * slow:.0f} ms on one "
         f"of {1e3 * link.gbytes_per_s:.0f} MB/s, where its 4 calls take {1e3 * calls:.0f} ms: "
-        f"{100 * (1 - (slow - plain) / calls):.0f} % of them are hidden. The last one cannot be: it has the gradients "
-        "of the own keys come home."
+        f"{100 * (1 - (slow - plain) / calls):.0f} % of them are hidden. The last one cannot be hidden: it returns "
+        "the gradients of the local keys."
     )
 
 

@@ -2,7 +2,7 @@
 
     python -m tools.no_sync [--write docs/no_sync.md]
 
-Layers whose parameters every rank has (`replicate`), that are cut over the ranks (`all_gather`), or both with a
+Layers whose parameters every rank has (`replicate`), that are sharded over the ranks (`all_gather`), or both with a
 broadcast, uneven shards and a gradient that travels in float32, go through k micro-batches on ranks that are simulated.
 Events are those of one rank going backward in one optimizer step.
 """
@@ -54,7 +54,7 @@ def mixed() -> Layers:
 
 MODELS: dict[str, Callable[[], Layers]] = {
     "every rank has all (`replicate`)": replicated,
-    "cut over the ranks (`all_gather`)": sharded,
+    "sharded over the ranks (`all_gather`)": sharded,
     "of all kinds": mixed,
 }
 
