@@ -316,6 +316,41 @@ def test_a_call_left_behind_an_error_is_none(threads: Ranks) -> None:
     assert threads(2)(on_rank) == [2.0, 2.0]
 
 
+USES: dict[str, Callable[[Any, Tensor], object]] = {
+    "a product": lambda pending, _: pending * 2,
+    "a product from the right": lambda pending, _: 2 * pending,
+    "a sum": lambda pending, x: pending + x,
+    "a sum from the right": lambda pending, x: x + pending,
+    "a function of torch": lambda pending, _: torch.sin(pending),
+    "a list of tensors": lambda pending, x: torch.cat([x, pending]),
+    "a keyword": lambda pending, x: torch.add(x, other=pending),
+    "an attribute": lambda pending, _: pending.shape,
+    "a method": lambda pending, _: pending.sum(),
+    "an element": lambda pending, _: pending[0],
+    "a number": lambda pending, _: float(pending),
+    "a loop": lambda pending, _: list(pending),
+    "an operand of a verb": lambda pending, _: gm.replicate(pending),
+}
+
+
+def used_before_the_wait(name: str) -> str:
+    x = random(3)
+    pending = gm.all_gather(x, async_op=True)
+    with pytest.raises(gm.GradmeshError) as caught:
+        USES[name](pending, x)
+    assert not hasattr(pending, "shape")
+    assert not hasattr(pending, "no_such_name")
+    pending.wait()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_pending_that_is_used_as_a_tensor_is_an_error_that_says_wait(name: str, threads: Ranks) -> None:
+    for text in threads(2)(used_before_the_wait, name):
+        assert ".wait()" in text
+        assert "test_pending.py" in text
+
+
 def test_another_grad_mode_at_the_wait_is_refused(threads: Ranks) -> None:
     def on_rank() -> None:
         x = random(2).requires_grad_()

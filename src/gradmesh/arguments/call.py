@@ -14,6 +14,7 @@ from gradmesh.arguments.naming import dim_number, refuse_stale, with_result_name
 from gradmesh.arguments.plain import integer, kind_of
 from gradmesh.autograd import apply
 from gradmesh.axis import Axis, AxisLike, resolve
+from gradmesh.call_sites import show_site
 from gradmesh.checking import check_level
 from gradmesh.dims import DimLike, Names, known_names, show_names, stale
 from gradmesh.dtypes import NEVER_COPIED
@@ -24,7 +25,7 @@ from gradmesh.ops.base import Op, Precision
 from gradmesh.ops.pair import Receive
 from gradmesh.ops.sizes import EQUAL, Sizes
 from gradmesh.overlap.expected import receive
-from gradmesh.overlap.pending import start_op
+from gradmesh.overlap.pending import Pending, start_op
 from gradmesh.state import rank_state
 from gradmesh.structure import Packed
 from gradmesh.transport import compiling, group_cache
@@ -152,7 +153,9 @@ class Call:
             "the operand is not a dense tensor",
             expected="a strided torch.Tensor",
             got=kind_of(x),
-            remedy="pass a tensor; use torch.as_tensor, to_dense() or dequantize() first",
+            remedy=f"call .wait() on the Pending, made {show_site(x._site)}, and pass the result"
+            if isinstance(x, Pending)
+            else "pass a tensor; use torch.as_tensor, to_dense() or dequantize() first",
         )
 
     def _refuse_dtensor(self, x: Tensor) -> NoReturn:

@@ -251,12 +251,55 @@ class Pending(Generic[T]):
             message(problem, op=self._verb, axis=self._axis, expected=expected, got=got, remedy=remedy)
         )
 
+    def _use_error(self, use: str) -> OrderError:
+        return self._order_error(
+            "a pending result is used as a tensor",
+            "the result, which wait() returns",
+            f"{use} of a Pending",
+            "call .wait() first, where the result is needed: y = pending.wait()",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and hasattr(Tensor, name):
+            raise _PendingAttributeError(str(self._use_error(f".{name}")))
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse a function of torch that takes this for a tensor."""
+        found: Any = [*args, *(kwargs or {}).values()]
+        while not isinstance(found[0], Pending):
+            found = [*(found[0] if isinstance(found[0], list | tuple) else ()), *found[1:]]
+        raise found[0]._use_error(getattr(func, "__name__", str(func)))
+
     def __del__(self) -> None:
         unwaited: UnwaitedCalls | None = getattr(self, "_unwaited", None)
         if unwaited is None or unwaited.open.pop(self._number, None) is None:
             return
         if self._abandoned == unwaited.abandoned:
             unwaited.dropped[self._number] = self._description()
+
+
+class _PendingAttributeError(OrderError, AttributeError):
+    """An attribute of the result; an AttributeError too, for `hasattr`."""
+
+
+def _refuse_operators() -> None:
+    """Refuse a Pending as an operand of Python's operators."""
+
+    def refused(name: str) -> Callable[..., Any]:
+        def method(self: Pending[Any], *_: object) -> Any:
+            raise self._use_error(name)
+
+        return method
+
+    arithmetic = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+    names = [*arithmetic, *(f"r{name}" for name in arithmetic), "lt", "le", "gt", "ge", "neg", "abs"]
+    for name in [*names, "getitem", "len", "iter", "float", "int"]:
+        setattr(Pending, f"__{name}__", refused(f"__{name}__"))
+
+
+_refuse_operators()
 
 
 def start_op(
