@@ -18,7 +18,9 @@ Every verb takes:
   otherwise, and whose place is where backward begins.
 
 Several verbs take `sizes`, each rank's size along `dim`: a sequence of W ints; None: the same on every rank (for an
-operand that is whole on every rank, equal slices); or "auto": found by one small exchange.
+operand that is whole on every rank, equal slices); "auto": found by one small exchange; or "balanced": those of
+`shard`, where the first ranks get one more. Of shards "balanced" is found as "auto" is, and every rank raises
+`ShapeError` if they are not that split.
 
 `all_gather`, `all_reduce`, `broadcast`, `permute`, `replicate` and `shift` take a tuple, list or dict of tensors too,
 also nested, and return one like it. The tensors of a dtype travel as one message, unless `sizes` are given. Every rank
@@ -116,6 +118,16 @@ _WHICH_DST = (
 )
 
 
+_BY_TORCHS_NAME = {"avg": "mean", "average": "mean", "product": "prod", "add": "sum"}
+
+
+def _named_by_torch(op: object, choices: Iterable[str]) -> str:
+    """What a reduction is called here that is called as torch or NCCL do; "" for any other."""
+    name = str(op).lower().rpartition(".")[2]  # of ReduceOp.AVG and RedOpType.AVG too
+    name = _BY_TORCHS_NAME.get(name, name)
+    return f'pass op="{name}"' if name in choices else ""
+
+
 @pytree_verb
 @explained("dst")
 def all_reduce(
@@ -140,9 +152,11 @@ def all_reduce(
 
     Args:
         x: this rank's term; or a tuple, list or dict of such.
-        op: "sum"; "mean", the sum divided by W; or "max", "min", "prod", "logsumexp". Ties of max and min share the
-            gradient equally, prod is right with zeros among the factors, logsumexp is shifted so that it does not
-            overflow. max and min carry a NaN of any rank. prod gathers all ranks' factors (W times the memory).
+        op: "sum"; "mean", the sum divided by W (`ReduceOp.AVG` of torch: each reduction has one name here, the one of
+            `torch.mean`, and "avg" raises an error that says it); or "max", "min", "prod", "logsumexp". Ties of max and
+            min share the gradient equally, prod is right with zeros among the factors, logsumexp is shifted so that it
+            does not overflow. max and min carry a NaN of any rank. prod gathers all ranks' factors (W times the
+            memory).
         dst: `gm.R` if each rank uses the result differently, `gm.I` if every rank repeats the same work on it. There
             is no default, because the wrong one is off by a factor that need not even be constant.
         axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
@@ -178,7 +192,7 @@ def all_reduce(
         )
     call = Call("all_reduce", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     kind = call.choose("dst", dst, _ALL_REDUCES, _WHICH_DST)
-    reduction = call.choose("op", op, _REDUCTIONS)
+    reduction = call.choose("op", op, _REDUCTIONS, _named_by_torch(op, _REDUCTIONS))
     if reduction in reductions.RULES:
         return reductions.RULES[reduction](call, kind.dst)
     return call.run(_scaled(call.op(kind), reduction), call.x)
@@ -269,9 +283,9 @@ def reduce_scatter(
     Args:
         x: this rank's term of the sum, whole along `dim`.
         dim: the tensor dimension to cut.
-        op: "sum" or "mean".
-        sizes: the size of each rank's slice; None: equal slices. "auto" is not defined here, as every rank holds
-            the whole.
+        op: "sum" or "mean", the sum divided by W (`ReduceOp.AVG` of torch).
+        sizes: the size of each rank's slice; None: equal slices; "balanced": the split of `gradmesh.shard`, without a
+            message. "auto" is not defined here, as every rank holds the whole.
         axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
@@ -285,8 +299,9 @@ def reduce_scatter(
     """
     call = Call("reduce_scatter", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     along = call.dim(dim)
-    reduction = call.choose("op", op, {"sum": "sum", "mean": "mean"})
-    given = call.sizes(call.not_auto(sizes), along)
+    choices = {"sum": "sum", "mean": "mean"}
+    reduction = call.choose("op", op, choices, _named_by_torch(op, choices))
+    given = call.whole_sizes(sizes, along)
     return call.run(_scaled(call.op(ReduceScatter, along, given), reduction), x)
 
 
@@ -536,7 +551,7 @@ def scatter(
     """
     call = Call("scatter", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     along, root = call.dim(dim), call.rank(root)
-    if sizes is None or (isinstance(sizes, str) and sizes == "auto"):
+    if sizes is None or (isinstance(sizes, str) and sizes in ("auto", "balanced")):
         given = Sizes.balanced(call.exchanged_sizes(x.shape[along])[root], call.axis.size)
     else:
         given = call.sizes(sizes, along)
@@ -614,8 +629,8 @@ def shard(
         dim: the tensor dimension to cut.
         src: `gm.I` if every rank did the same work so far, `gm.R` if each rank uses `x` differently (its gradient
             is then a pending sum).
-        sizes: the size of each rank's slice; None: the balanced split (the first n % W ranks one more). "auto" is
-            not defined here, as every rank holds the whole.
+        sizes: the size of each rank's slice; None or "balanced": the balanced split (the first n % W ranks one more).
+            "auto" is not defined here, as every rank holds the whole.
         axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
@@ -630,7 +645,7 @@ def shard(
     call = Call("shard", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     along = call.dim(dim)
     kind = call.choose("src", src, {I: Shard, R: ShardReplicated})
-    given = call.sizes(call.not_auto(sizes), along)
+    given = call.whole_sizes(sizes, along)
     if given.equal and x.shape[along] % call.axis.size:
         given = Sizes.balanced(x.shape[along], call.axis.size)
     return call.run(call.op(kind, along, given), x)

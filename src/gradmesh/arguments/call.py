@@ -13,12 +13,12 @@ from gradmesh._torch import functorch_active, is_fake, only_vmap_active, transfo
 from gradmesh.arguments.naming import dim_number, refuse_stale, with_result_names
 from gradmesh.arguments.plain import integer, kind_of
 from gradmesh.autograd import apply
-from gradmesh.axis import Axis, AxisLike, resolve
+from gradmesh.axis import Axis, AxisLike, balanced, resolve
 from gradmesh.call_sites import show_site
 from gradmesh.checking import check_level
 from gradmesh.dims import DimLike, Names, known_names, show_names, stale
 from gradmesh.dtypes import NEVER_COPIED
-from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError, message
+from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError, ShapeError, message
 from gradmesh.ops.all_gather import AllGather
 from gradmesh.ops.all_to_all import AllToAll
 from gradmesh.ops.base import Op, Precision
@@ -37,11 +37,14 @@ __all__ = ["Call", "SizesLike"]
 _HEADER = 16
 """Numbers that tell a shape: how many dimensions, and their sizes."""
 
+_CUTTING = ("reduce_scatter", "shard")
+"""The verbs that cut an operand which is whole on every rank."""
+
 _AS_IT_IS = Precision(comm_dtype=None, backward_dtype=None, operand_desc=None)
 
 T = TypeVar("T")
 OpT = TypeVar("OpT", bound=Op)
-SizesLike = Sequence[int] | Literal["auto"] | None
+SizesLike = Sequence[int] | Literal["auto", "balanced"] | None
 
 
 class Call:
@@ -242,11 +245,14 @@ class Call:
             )
 
     def sizes(self, sizes: SizesLike, dim: int, name: str = "sizes") -> Sizes:
-        """Each rank's size along a dim that was checked; "auto" asks the ranks for the operand's own."""
+        """Each rank's size along a dim that was checked; "auto" and "balanced" ask the ranks for the operand's own."""
         if sizes is None:
             return EQUAL
-        if isinstance(sizes, str) and sizes == "auto":
-            return self.exchanged_sizes(self.x.shape[dim])
+        if isinstance(sizes, str) and sizes in ("auto", "balanced"):
+            found = self.exchanged_sizes(self.x.shape[dim])
+            if sizes == "balanced":
+                self._check_balanced(found)
+            return found
         # A set has no order that the ranks could go by.
         listed = isinstance(sizes, Iterable) and not isinstance(sizes, str | Set)
         given = [integer(n) for n in sizes] if listed else []
@@ -255,11 +261,36 @@ class Call:
             self.fail(
                 f"{name} does not have one size for each rank",
                 expected=f"{self.axis.size} ints of 0 or more, or None"
-                + (', or "auto"' if name == "sizes" else ""),
+                + (', or "auto" or "balanced"' if name == "sizes" else ""),
                 got=f"{name}={sizes!r}",
-                remedy="give each rank's size along dim, in rank order",
+                remedy=f"give each rank's size along dim, in rank order, such as {name}="
+                f"{self._example(dim, whole=name == 'split_sizes' or self.verb in _CUTTING)}",
             )
         return Sizes(whole)
+
+    def _example(self, dim: int, *, whole: bool) -> tuple[int, ...]:
+        """Sizes that fit the operand, which is whole along dim or the shard of this rank."""
+        size, ranks = self.x.shape[dim], self.axis.size
+        return balanced(size, ranks) if whole else (size,) * ranks
+
+    def _check_balanced(self, found: Sizes) -> None:
+        """Refuse shards of other sizes than those of the balanced split; every rank has the same sizes here."""
+        split = Sizes.balanced(found.total, self.axis.size)
+        if found != split:
+            self.fail(
+                "the shards are not the balanced split",
+                expected=f"sizes={split}, the balanced split of {found.total} over {self.axis.size} ranks",
+                got=f"sizes={found}, found by asking the ranks",
+                remedy=f'pass sizes="auto" or sizes={found}, or cut with gradmesh.shard, which makes that split',
+                kind=ShapeError,
+            )
+
+    def whole_sizes(self, sizes: SizesLike, dim: int) -> Sizes:
+        """Each rank's size of a cut along a dim in which the operand is whole on every rank."""
+        if not (isinstance(sizes, str) and sizes == "balanced"):
+            return self.sizes(self.not_auto(sizes), dim)
+        total, ranks = self.x.shape[dim], self.axis.size
+        return Sizes.balanced(total, ranks) if total % ranks else EQUAL
 
     def explicit_sizes(self, sizes: SizesLike, dim: int) -> Sizes:
         """The same; the own size for all ranks where nothing is said."""
@@ -269,11 +300,15 @@ class Call:
     def not_auto(self, sizes: SizesLike, name: str = "sizes") -> SizesLike:
         """Sizes for a verb whose operand is whole on every rank, where there is nothing to ask the others."""
         if isinstance(sizes, str):
+            cuts = self.verb in _CUTTING
             self.fail(
                 f"{name} cannot be found by asking the ranks for what they hold",
-                expected=f"{self.axis.size} ints or None",
+                expected=f"{self.axis.size} ints" + (', "balanced" or None' if cuts else " or None"),
                 got=f"{name}={sizes!r}",
-                remedy="give the size of each rank's slice; gradmesh.sizes(part) has those of existing parts",
+                remedy=f'pass {name}="balanced", or the size of each rank\'s slice; gradmesh.sizes(shard) returns '
+                "those of existing shards"
+                if cuts
+                else "give the size of each rank's slice; gradmesh.sizes(shard) returns those of existing shards",
             )
         return sizes
 

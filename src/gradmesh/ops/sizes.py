@@ -66,7 +66,8 @@ class Sizes:
                     f"dim {dim} cannot be split equally",
                     expected=f"a size that {op.axis.size} ranks divide",
                     got=f"size {total}",
-                    remedy="pass the size of each rank's part",
+                    remedy=('pass sizes="balanced", or ' if op.verb == "reduce_scatter" else "pass ")
+                    + f"the size of each rank's part, such as {_example(op, total)}",
                 )
             return (share,) * op.axis.size
         if sum(self.each) != total:
@@ -74,7 +75,7 @@ class Sizes:
                 f"the sizes do not add up to dim {dim}",
                 expected=f"sizes with the sum {total}",
                 got=f"sizes={self.each} with the sum {sum(self.each)}",
-                remedy="give each rank's size along dim",
+                remedy=f"give each rank's size along dim, such as {_example(op, total)}",
             )
         return self.each
 
@@ -99,11 +100,21 @@ class Sizes:
             f"dim {dim} is not what sizes says for this rank",
             expected=f"size {expected}, from sizes={self.each}",
             got=f"size {got}",
-            remedy='pass the true sizes, or sizes="auto" to have them exchanged',
+            remedy=f"pass the true sizes, such as sizes={self._with(op.axis.rank, got)} if the others are right, or "
+            'sizes="auto" to have them exchanged',
         )
+
+    def _with(self, rank: int, size: int) -> tuple[int, ...]:
+        return (*self.explicit[:rank], size, *self.explicit[rank + 1 :])
 
     def __str__(self) -> str:
         return "equal" if self.each is None else str(self.each)
+
+
+def _example(op: Op, total: int) -> str:
+    """An argument that fits, for an error."""
+    name = "split_sizes" if op.verb == "all_to_all" else "sizes"
+    return f"{name}={balanced(total, op.axis.size)}, the balanced split of {total} over {op.axis.size} ranks"
 
 
 EQUAL = Sizes()

@@ -13,6 +13,7 @@ Beside what is compared, a rank tells whether its call will have a backward: see
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -326,14 +327,13 @@ class OpCallCheck(CallCheck):
         if any(f", {BACKWARD} call " in said for said in words):
             expected = "the backward of the same call on every rank, in the same order"
             remedy = _ORDERED
-        elif any(", after " in said for said in words):
+        elif len({_preceding(said) for said in words}) > 1:
             expected = "the same calls on every rank, those before it that send nothing themselves among them"
             remedy = (
                 "look where the ranks part: replicate and shard of what requires grad belong on every rank"
             )
         else:
-            expected = "the same call, with operands of the same dtype and sizes, on every rank"
-            remedy = 'if sizes differ on purpose, pass them, or sizes="auto"; else look where the ranks part'
+            expected, remedy = _SAME_OPERANDS, _remedy(words)
         return MismatchError(
             message(
                 "the ranks' calls do not fit together",
@@ -344,6 +344,39 @@ class OpCallCheck(CallCheck):
                 remedy=remedy,
             )
         )
+
+
+_SAME_OPERANDS = "the same call, with operands of the same dtype and sizes, on every rank"
+_CALL = re.compile(r"(\w+)\((.*?)\) of (\w+)\[([\d, ]*)\]")
+_PLACES = re.compile(r" at \S+:\d+ in \S+")
+
+
+def _preceding(said: str) -> str:
+    """The calls before one that send nothing, without their places, which may differ."""
+    return _PLACES.sub("", said.partition(", after ")[2])
+
+
+def _remedy(words: Sequence[str]) -> str:
+    """What to do about calls that differ in themselves."""
+    calls = [found.groups() for found in map(_CALL.match, words) if found is not None]
+    if len(calls) < len(words):  # a call without an operand, or an error of the call on some rank
+        return "look at the lines above, and make the same call on every rank"
+    verbs, arguments, dtypes, _ = (set(column) for column in zip(*calls, strict=True))
+    if len(verbs) > 1:
+        return "make the same call on every rank: look for the condition under which the ranks take different lines"
+    if len(arguments) > 1:
+        return "pass the same arguments on every rank"
+    if len(dtypes) > 1:
+        return "convert the operand to one dtype on every rank"
+    sizes = [[int(size) for size in call[3].split(",") if size.strip()] for call in calls]
+    differ = [dim for dim, each in enumerate(zip(*sizes, strict=False)) if len(set(each)) > 1]
+    along = re.search(r"\bdim=(\d+)", calls[0][1])
+    if "sizes=equal" in calls[0][1] and along is not None and differ == [int(along[1])]:
+        each = tuple(one[differ[0]] for one in sizes)
+        if verbs <= {"reduce_scatter", "shard"}:
+            return f"hand in a tensor of the same size along dim {differ[0]} on every rank"
+        return f'if the sizes differ on purpose, pass sizes="auto" or sizes={each}; else make them equal'
+    return "hand in tensors of the same shape on every rank"
 
 
 _BACKWARD_STATUS = {

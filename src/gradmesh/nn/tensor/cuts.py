@@ -139,8 +139,9 @@ class Parallel(nn.Module):
             yield
         except (ShapeError, MismatchError) as error:
             if self.rows is None:
+                text = str(error).rpartition("\n  remedy ")[0]  # which names an argument of the verb
                 error.args = (
-                    f"{error}\n  in        nn.{type(self).__name__}{self.called}, with equal rows on every rank\n"
+                    f"{text}\n  in        nn.{type(self).__name__}{self.called}, with equal rows on every rank\n"
                     '  remedy    pass rows="balanced" to gradmesh.nn.tensor_parallel or to the layer',
                 )
             raise

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gradmesh.axis import AxisLike, balanced
+from gradmesh.axis import AxisLike
 from gradmesh.collectives import all_reduce, reduce_scatter
 from gradmesh.errors import ArgumentError, message
 from gradmesh.nn.tensor.cuts import Parallel
@@ -125,11 +125,9 @@ class VocabParallelEmbedding(Parallel):
             found = self.weight.sum() * self.weight.new_zeros(*ids.shape, self.embedding_dim)
         if self.sequence_dim is None:
             return all_reduce(found, here, dst=I)
-        dim, told = self.along(found, self.sequence_dim), self.rows
+        dim = self.along(found, self.sequence_dim)
         with self.naming_rows():
-            return reduce_scatter(
-                found, here, dim, sizes=balanced(found.shape[dim], len(sizes)) if told == "balanced" else told
-            )
+            return reduce_scatter(found, here, dim, sizes=self.rows)
 
     def extra_repr(self) -> str:
         """The dense layer's numbers, and this rank's."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from gradmesh.axis import AxisLike, balanced
+from gradmesh.axis import AxisLike
 from gradmesh.collectives import all_gather, all_reduce, reduce_scatter, replicate, shard
 from gradmesh.nn.tensor.cuts import Cut, Parallel
 from gradmesh.types import I
@@ -233,11 +233,9 @@ class RowParallelLinear(_Linear):
         if self.sequence_dim is None:
             y = all_reduce(y, here, dst=I)
         else:
-            dim, rows = self.along(y, self.sequence_dim), self.rows
+            dim = self.along(y, self.sequence_dim)
             with self.naming_rows():
-                y = reduce_scatter(
-                    y, here, dim, sizes=balanced(y.shape[dim], here.size) if rows == "balanced" else rows
-                )
+                y = reduce_scatter(y, here, dim, sizes=self.rows)
             bias = None if bias is None else replicate(bias, here)
         # Under autocast the product alone is of the narrow dtype, as all of the dense layer's result.
         return y if bias is None else y + bias.to(y.dtype)
