@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import linecache
 import pickle
+import subprocess
 import sys
 import textwrap
 import threading
@@ -131,6 +132,53 @@ def test_without_cloudpickle_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'gradmesh\[notebook\]'"):
         pickling.dumps(lambda: 1)
+
+
+MAIN = """
+import sys
+sys.modules["cloudpickle"] = None
+import torch, gradmesh as gm
+
+FACTOR = 10
+
+class Term:
+    def __init__(self, value):
+        self.value = value
+
+def scaled(x):
+    return x * FACTOR
+
+def on_each_rank(term):
+    return Term(scaled(gm.all_gather(torch.tensor([term.value + gm.rank()])).sum().item()))
+
+{guard}
+    print([term.value for term in gm.launch(on_each_rank, 2, args=(Term(1.0),))])
+    try:
+        gm.launch(lambda: 1, 2)
+    except gm.MissingExtraError as error:
+        print(error)
+"""
+
+
+def run_script(folder: Path, guard: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "program.py"
+    script.write_text(MAIN.format(guard=guard))
+    return subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.processes
+def test_a_function_of_a_guarded_script_needs_no_extra(tmp_path: Path) -> None:
+    done = run_script(tmp_path, 'if __name__ == "__main__":')
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[30.0, 30.0]\n")
+    assert 'if __name__ == "__main__":' in done.stdout  # of the lambda
+
+
+def test_a_script_without_the_guard_is_told_of_it(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "if True:")
+    assert "MissingExtraError" in done.stderr
+    assert 'if __name__ == "__main__":' in done.stderr
+    assert "gradmesh[notebook]" in done.stderr
 
 
 # ---- source lines

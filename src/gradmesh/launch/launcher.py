@@ -38,8 +38,9 @@ def launch(
     Processes are fresh interpreters, which do not import the main module again: a script needs no
     `if __name__ == "__main__"`. A function that cannot be imported by name (from a script, a notebook cell,
     a closure) is sent by value, which needs `pip install 'gradmesh[notebook]'`; with it go the globals that
-    its code names, and no others. Results and exceptions come back by pickle. Threads get and return the objects
-    themselves.
+    its code names, and no others. Without that extra, a top-level function of a script that launches under
+    `if __name__ == "__main__":` is sent by name, and each rank runs the rest of the script, as with
+    `multiprocessing`. Results and exceptions come back by pickle. Threads get and return the objects themselves.
 
     What the ranks print comes to this process's `sys.stdout` and `sys.stderr`, in whole lines that start with
     the rank: `[rank 1] text`. On processes these are pipes: C code and the rank's own child processes print

@@ -97,7 +97,8 @@ def dumps(obj: object, importable: Callable[[str | None], bool], reason: str) ->
                 "the function or its arguments cannot be imported by name in another process",
                 op="launch",
                 got=reason,
-                remedy="pip install 'gradmesh[notebook]', or move it to a module of its own",
+                remedy="pip install 'gradmesh[notebook]'; or define it at the top level of the script and call\n"
+                'launch under if __name__ == "__main__":, or move it to a module of its own',
             )
         ) from None
     registered = []

@@ -10,7 +10,8 @@ import sys
 import types
 from typing import Any, NamedTuple
 
-from gradmesh.launch import pickle_by_value
+from gradmesh.errors import MissingExtraError
+from gradmesh.launch import main_script, pickle_by_value
 
 __all__ = ["Pickled", "dumps", "dumps_result", "importable"]
 
@@ -33,6 +34,26 @@ class _ByName(pickle.Pickler):
         if isinstance(obj, type | types.FunctionType) and not importable(obj.__module__):
             raise _ByValue(obj.__module__)
         return NotImplemented
+
+
+class _OfScript(_ByName):
+    """A pickler that takes functions and classes of the main script by name, for a process that imports the script.
+
+    Args:
+        buffer: what to write to.
+        script: the path of the script.
+    """
+
+    def __init__(self, buffer: io.BytesIO, script: str) -> None:
+        super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
+        self._script = script
+
+    def reducer_override(self, obj: object) -> Any:
+        if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":
+            if main_script.find(sys.modules["__main__"], obj.__qualname__) is obj:
+                return main_script.load, (self._script, obj.__qualname__)
+            raise _ByValue("__main__")
+        return super().reducer_override(obj)
 
 
 def importable(name: str | None) -> bool:
@@ -74,7 +95,21 @@ def dumps(obj: object) -> Pickled:
     try:
         _ByName(buffer, pickle.HIGHEST_PROTOCOL).dump(obj)
     except _ByValue as error:
-        return Pickled(*pickle_by_value.dumps(obj, importable, reason=f"something from the module {error}"))
+        try:
+            return Pickled(
+                *pickle_by_value.dumps(obj, importable, reason=f"something from the module {error}")
+            )
+        except MissingExtraError:
+            script = main_script.importable()
+            if script is None:
+                raise
+        buffer = io.BytesIO()
+        try:
+            _OfScript(buffer, script).dump(obj)
+        except (_ByValue, pickle.PicklingError, AttributeError, TypeError):
+            return Pickled(
+                *pickle_by_value.dumps(obj, importable, reason=f"something from the module {error}")
+            )
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         return Pickled(*pickle_by_value.dumps(obj, importable, reason=str(error)))
     return Pickled(buffer.getvalue())

@@ -66,8 +66,7 @@ class Sizes:
                     f"dim {dim} cannot be split equally",
                     expected=f"a size that {op.axis.size} ranks divide",
                     got=f"size {total}",
-                    remedy=('pass sizes="balanced", or ' if op.verb == "reduce_scatter" else "pass ")
-                    + f"the size of each rank's part, such as {_example(op, total)}",
+                    remedy=f"pass the size of each rank's part, such as {_example(op, total)}",
                 )
             return (share,) * op.axis.size
         if sum(self.each) != total:
@@ -113,7 +112,7 @@ class Sizes:
 
 def _example(op: Op, total: int) -> str:
     """An argument that fits, for an error."""
-    name = "split_sizes" if op.verb == "all_to_all" else "sizes"
+    name = {"all_to_all": "split_sizes", "reduce_scatter": 'sizes="balanced" or sizes'}.get(op.verb, "sizes")
     return f"{name}={balanced(total, op.axis.size)}, the balanced split of {total} over {op.axis.size} ranks"
 
 
