@@ -20,12 +20,14 @@ _NAME = "__mp_main__"
 
 def importable() -> str | None:
     """The path of the main script, if it has the guard that makes importing it harmless; else None."""
-    file = getattr(sys.modules["__main__"], "__file__", None)
+    file: str | None = getattr(sys.modules["__main__"], "__file__", None)
     try:
-        tree = None if file is None else ast.parse(Path(file).read_bytes())
+        if file is None:
+            return None
+        tree = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return None
-    if tree is None or not any(isinstance(node, ast.If) and _guards(node.test) for node in tree.body):
+    if not any(isinstance(node, ast.If) and _guards(node.test) for node in tree.body):
         return None
     return str(Path(file).resolve())
 
