@@ -14,7 +14,7 @@ from gradmesh.checker.judging.truth import in_double
 from gradmesh.checker.recording.gradients import is_mean
 from gradmesh.checker.recording.tape import Op, Root, Scaled, Sent, Tape, refs
 
-__all__ = ["faults_of_gradients", "scaled_alone", "scales", "wrong_ones"]
+__all__ = ["division", "faults_of_gradients", "scaled_alone", "scales", "wrong_ones"]
 
 _NEAR = 5e-3
 
@@ -95,7 +95,7 @@ def faults_of_gradients(context: Context, wrong: Sequence[Got]) -> list[Finding]
     odd = odd and _counts(context, context.expected)
     root = context.place(0, context.root_site(0)) or _first_root(context)
     if right and odd:
-        line = _division(context)
+        line = division(context)
         at = line or root
         times = context.expected
         if times == 0:
@@ -113,7 +113,7 @@ def faults_of_gradients(context: Context, wrong: Sequence[Got]) -> list[Finding]
         )
         return [*found, finding("GM109", said, at, root, ranks)]
     if right and not wrong and different > 1 and abs(context.expected * different - 1) < _NEAR:
-        line = _division(context)
+        line = division(context)
         if line is not None:
             said = (
                 f"the loss is divided by a number that counts all ranks, and its gradient is averaged over them: "
@@ -157,8 +157,11 @@ def _apart(context: Context, got: Got) -> Finding:
     total = ratio_of(torch.stack(got.got).sum(0), got.true, tol)
     zero = torch.zeros_like(got.true)
     own = [
-        ratio_of(given, zero if part.true is None else in_double(part.true), tol)
-        for given, part in zip(got.got, got.parts, strict=True)
+        ratio_of(given, true, tol) if true.shape == given.shape else None
+        for given, true in (
+            (given, zero if part.true is None else in_double(part.true))
+            for given, part in zip(got.got, got.parts, strict=False)
+        )
     ]
     lines = {str(context.place(part.rank, context.used_at(part.rank, part.ids))) for part in got.parts}
     if len(lines) > 1:  # an embedding and a head, say
@@ -267,7 +270,7 @@ def _is_one_model(context: Context) -> bool:
     return context.again.calls > 0 or any(len(got.parts) > 1 for got in context.got)
 
 
-def _division(context: Context) -> Place | None:
+def division(context: Context) -> Place | None:
     """The line where a loss is divided by a number that counts all ranks, and is not multiplied by theirs."""
     ranks = context.truth.different
     for rank in range(len(context.tapes)):

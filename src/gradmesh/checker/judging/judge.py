@@ -8,6 +8,7 @@ import torch
 
 from gradmesh.checker.findings import Finding, Status, Verdict
 from gradmesh.checker.judging.added import added_before_sums
+from gradmesh.checker.judging.averages import notes_on_averages
 from gradmesh.checker.judging.calls import faults_of_calls, overwritten
 from gradmesh.checker.judging.context import Context
 from gradmesh.checker.judging.cuts import cut_before_collectives
@@ -165,6 +166,7 @@ def _judged_step(
     elif not apart:
         found += added_before_sums(context, []) or faults_of_gradients(context, [])
         found += drifted(context.got, context) or drifted_later(context, following)
+        notes.extend(notes_on_averages(context))
     for got in context.got:
         if got.kind == "infinite":
             notes.append(f"step {number}: the gradient of {got.name} is not finite, and is not compared")
@@ -178,8 +180,8 @@ def _judged_step(
             place = context.place(rank, what.site)
             where = f" at {place}" if place is not None else ""
             notes.append(
-                f"the gradient of {got.name} is made into another one before the step ({what.what}{where}): "
-                "it is unknown whether that is intended, so it is not compared"
+                f"the gradient of {got.name} is changed before the step ({what.what}{where}): "
+                "whether that is intended is unknown, so it is not compared"
             )
         if got.kind == "ambiguous":
             notes.append(

@@ -84,7 +84,8 @@ class Got:
 
 def tolerance(x: Tensor) -> float:
     """How far apart two gradients of this dtype may be."""
-    return {torch.float64: 1e-7, torch.float32: 2e-3}.get(x.dtype, 6e-2)
+    dtype = x.dtype.to_real() if x.dtype.is_complex else x.dtype
+    return {torch.float64: 1e-7, torch.float32: 2e-3}.get(dtype, 6e-2)
 
 
 def gotten(
@@ -278,17 +279,34 @@ def _joined(by_name: dict[str, list[Part]]) -> dict[str, list[Part]]:
 def _groups(parts: Sequence[Part]) -> list[list[Part]]:
     """Parts whose values are the same: one parameter."""
     groups: list[list[Part]] = []
-    for part in parts:
+    for part in (part for part in parts if not part.param.whole):
         for group in groups:
             first = group[0].param
-            if part.param.whole or (
-                part.param.value.shape == first.value.shape and torch.equal(part.param.value, first.value)
-            ):
+            if part.param.value.shape == first.value.shape and torch.equal(part.param.value, first.value):
                 group.append(part)
                 break
         else:
             groups.append([part])
-    return groups
+    return groups + _groups_of_meshes([part for part in parts if part.param.whole])
+
+
+def _groups_of_meshes(parts: Sequence[Part]) -> list[list[Part]]:
+    """DTensors of one mesh, and those of several meshes that have the same value."""
+    by_mesh: dict[str, list[Part]] = {}
+    for part in parts:
+        by_mesh.setdefault(str(part.param.mesh), []).append(part)
+    groups: list[tuple[Tensor | None, list[Part]]] = []
+    for own in by_mesh.values():
+        first = own[0].param
+        values = {part.rank: part.param.value for part in own}
+        value = _assembled(first, first.placements, values, own[0].rank) if len(by_mesh) > 1 else None
+        for other, group in groups:
+            if value is not None and other is not None and torch.equal(value, other):
+                group.extend(own)
+                break
+        else:
+            groups.append((value, own))
+    return [group for _, group in groups]
 
 
 def _judged(name: str, group: list[Part], shared: Callable[[list[Part]], bool], noise: float) -> Got | None:
@@ -475,32 +493,46 @@ def is_constant(x: Tensor) -> bool:
 
 
 def _spread(name: str, group: list[Part], shared: Callable[[list[Part]], bool], noise: float) -> Got | None:
-    """A DTensor: its gradient's parts put together, beside what all uses of it add."""
+    """A DTensor: for each rank the gradient that its shards make up, beside what all uses of the parameter add.
+
+    A mesh may hold several copies of it, along its replicated dims, and so may several meshes of one shape.
+    """
     first = group[0].param
-    values = {part.rank: part.param for part in group}
-    flat = _flattened(first.mesh)
-    if any(rank not in values for rank in flat):
-        return None
-    whole_grads = {r: p.grad for r, p in values.items()}
-    if any(x is None for x in whole_grads.values()):
-        return None
-    got = _assembled(first, first.grad_placements, {r: x for r, x in whole_grads.items() if x is not None})
+    params = {part.rank: part.param for part in group}
+    grads = {
+        rank: torch.zeros_like(param.value) if param.grad is None else param.grad
+        for rank, param in params.items()
+    }
     trues = {part.rank: part.true for part in group if part.true is not None}
-    if got is None or len(trues) != len(group):
+    if not len(params) == len(trues) == len(group):
         return None
+    given = [
+        _assembled(param, param.grad_placements or param.placements, grads, rank)
+        for rank, param in params.items()
+    ]
     if all(tuple(x.shape) == first.whole for x in trues.values()) and not _is_whole(first):
         # Gathered before it is used: each rank's use adds to the whole.
-        true: Tensor | None = torch.stack(list(trues.values())).sum(0)
+        uses: list[Tensor | None] = list(trues.values())
     else:
         parts = [(kind if kind == "shard" else "partial", dim) for kind, dim in first.placements]
-        true = _assembled(first, parts, trues)
-    if true is None or true.shape != got.shape:
+        meshes = {tuple(_flattened(param.mesh)): rank for rank, param in params.items()}
+        uses = [_assembled(params[rank], parts, trues, rank) for rank in meshes.values()]
+    known, used = [x for x in given if x is not None], [x for x in uses if x is not None]
+    if len(known) < len(given) or len(used) < len(uses):
         return None
-    own = [in_double(x) for x in whole_grads.values() if x is not None]
-    everywhere = all(kind == "replicate" for kind, _ in first.grad_placements)
-    if everywhere and not all(near(x, own[0], tolerance(first.value)) for x in own):
-        return Got(name, group, in_double(true), own, 0.0, "apart")  # said to be the same, and is not
-    return _compared(name, group, true, [got], [true], shared, noise)
+    true = torch.stack(used).sum(0)
+    if any(x.shape != true.shape for x in known):
+        return None
+    one_mesh = len({str(param.mesh) for param in params.values()}) == 1
+    return _compared(
+        name,
+        group,
+        true,
+        known,
+        [true / len(known)] * len(known),
+        lambda group: one_mesh or shared(group),  # copies on one mesh are declared to be one parameter
+        noise,
+    )
 
 
 def _is_whole(param: Param) -> bool:
@@ -508,22 +540,26 @@ def _is_whole(param: Param) -> bool:
 
 
 def _assembled(
-    param: Param, placements: Sequence[tuple[str, int]], locals_: dict[int, Tensor]
+    param: Param, placements: Sequence[tuple[str, int]], locals_: dict[int, Tensor], rank: int
 ) -> Tensor | None:
-    """The whole tensor of its parts along each mesh dim, from the last."""
+    """The whole tensor of its parts along each mesh dim, from the last; of copies the one that a rank has."""
     mesh = torch.tensor(param.mesh)
+    found = (mesh == rank).nonzero()
+    own = found[0].tolist() if len(found) else [0] * mesh.dim()
 
     def along(index: tuple[int, ...], dim: int) -> Tensor | None:
         if dim == mesh.dim():
             return locals_.get(int(mesh[index]))
+        kind, cut = placements[dim]
+        if kind == "replicate":
+            return along((*index, own[dim]), dim + 1)
         parts = [along((*index, at), dim + 1) for at in range(mesh.shape[dim])]
         known = [part for part in parts if part is not None]
         if len(known) != len(parts):
             return None
-        kind, cut = placements[dim]
         if kind == "shard":
             return torch.cat(known, cut) if all(x.dim() > cut for x in known) else None
-        return torch.stack(known).sum(0) if kind == "partial" else known[0]
+        return torch.stack(known).sum(0)
 
     try:
         return along((), 0)

@@ -61,6 +61,20 @@ class Gradients:
             self._look()
         return self._at[at][0] if at in self._at and at else None
 
+    def part_of(self, x: Tensor) -> str | None:
+        """The parameter of whose gradient a tensor is a part: some rows, say, or the imaginary parts; else None."""
+        if not self._sought or x.requires_grad or not x.numel():
+            return None
+        at, last = address_of(x), _end_of(x)
+        for name, held in self._named:
+            p = held()
+            gradient = None if p is None else gradient_of(p)
+            if gradient is None or not address_of(gradient) <= at <= last <= _end_of(gradient):
+                continue
+            if x.numel() * x.element_size() < gradient.numel() * gradient.element_size():
+                return name
+        return None
+
     def _is_there(self, at: int) -> bool:
         entry = self._at.get(at)
         p = None if entry is None else entry[1]()
@@ -72,6 +86,12 @@ def gradient_of(p: Tensor) -> Tensor | None:
     """This rank's part of a parameter's gradient."""
     gradient: Any = p.grad
     return None if gradient is None else getattr(gradient, "_local_tensor", gradient)
+
+
+def _end_of(x: Tensor) -> int:
+    """Where the last entry of a tensor ends."""
+    steps = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return address_of(x) + (steps + 1) * x.element_size()
 
 
 def is_multiple(x: Tensor, of: Tensor) -> bool:
@@ -146,13 +166,17 @@ class Changes:
     def follow(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """Run an operator, and say what its results are."""
         given = list(tensors_in((args, kwargs)))
+        name = func.overloadpacket.__name__
+        told = arguments(func, args, kwargs) if written(func) else {}
+        targets = [x for key in written(func) for x in tensors_in(told.get(key))]
+        changed = [name != "copy_" and self._changes_part(name, x) for x in targets]
+        if changed and all(changed):
+            return run()
         if not any(self.of(x) is not None for x in given):
             return run()
-        name = func.overloadpacket.__name__
         if name.endswith("_like") or name.startswith("new_"):
             return run()  # takes no more than what it looks like
-        told = arguments(func, args, kwargs)
-        targets = [x for key in written(func) for x in tensors_in(told.get(key))]
+        told = told or arguments(func, args, kwargs)
         if name == "_local_scalar_dense":
             self.read = True
         elif name in ("zero_", "fill_") and all(self._gradients.name_at(x) is None for x in targets):
@@ -182,6 +206,15 @@ class Changes:
                 moved = Moved(number=True)
             self._mark(x, moved, inplace=bool(targets))
         return result
+
+    def _changes_part(self, name: str, x: Tensor) -> bool:
+        """Whether an operator writes to a part of a gradient, which is then another one."""
+        part = self._gradients.part_of(x)
+        if part is not None:
+            known = self._by_name.get(part, Moved())
+            changed = known.changed or Changed(f"{name} of a part of it", self._site())
+            self._by_name[part] = replace(known, changed=changed)
+        return part is not None
 
     def _mark(self, x: Tensor, moved: Moved, *, inplace: bool) -> None:
         name = self._gradients.name_at(x)

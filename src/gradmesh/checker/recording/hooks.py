@@ -47,6 +47,9 @@ def watched(recorder: Recorder, steps: int, enough: Callable[[], None]) -> Itera
     function.apply = classmethod(watcher.applied(apply))  # type: ignore[assignment, method-assign]
     torch.autograd.backward = watcher.start(backward)
     torch.autograd.grad = watcher.asked(grad)
+    ddp = torch.nn.parallel.DistributedDataParallel
+    communicate = ddp.register_comm_hook
+    ddp.register_comm_hook = watcher.communicated(communicate)  # type: ignore[method-assign]
     register, accumulate = Tensor.register_hook, Tensor.register_post_accumulate_grad_hook
     Tensor.register_hook = watcher.hooked(register)  # type: ignore[method-assign]
     Tensor.register_post_accumulate_grad_hook = watcher.accumulated(accumulate)  # type: ignore[method-assign]
@@ -71,6 +74,7 @@ def watched(recorder: Recorder, steps: int, enough: Callable[[], None]) -> Itera
         function.apply = apply  # type: ignore[method-assign]
         torch.autograd.backward, torch.autograd.grad = backward, grad
         Tensor.register_hook, Tensor.register_post_accumulate_grad_hook = register, accumulate  # type: ignore[method-assign]
+        ddp.register_comm_hook = communicate  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
 
@@ -166,6 +170,15 @@ class _Watcher:
 
         node.register_prehook(begins)
         node.register_hook(ends)
+
+    def communicated(self, original: Any) -> Any:
+        """`DistributedDataParallel.register_comm_hook`, whose line is recorded."""
+
+        def register_comm_hook(ddp: Any, *args: Any, **kwargs: Any) -> None:
+            self._tape.comm_hook = self._to.site()
+            original(ddp, *args, **kwargs)
+
+        return register_comm_hook
 
     def hooked(self, original: Any) -> Any:
         """`Tensor.register_hook`, with hooks that are reported to the recorder."""

@@ -205,6 +205,8 @@ class Recorder(Numbering, DispatchMode):
         for name in targets:
             for x in tensors_in(told.get(name)):
                 store = memory_of(x)
+                if self.gradients.part_of(x) is not None:
+                    return  # it becomes a note
                 if self.gradients.name_at(x):
                     operator = func.overloadpacket.__name__
                     if operator in _SCALING:

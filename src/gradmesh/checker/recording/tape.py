@@ -411,6 +411,7 @@ class Tape:
         rank, size: of the rank.
         events: in order.
         calls: of Functions, by number.
+        comm_hook: the line that registered a communication hook with DistributedDataParallel; -1 where there is none.
         plateaus: the schedulers that lower a learning rate where a value stops to fall.
         places: the lines that `site` numbers.
         steps: how many optimizer steps were seen.
@@ -424,6 +425,7 @@ class Tape:
     size: int
     events: list[Event] = field(default_factory=list)
     calls: dict[int, Called] = field(default_factory=dict)
+    comm_hook: int = -1
     plateaus: list[Plateau] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     steps: int = 0

@@ -1,0 +1,88 @@
+"""Averages of which a script does not say what they are meant to be: notes with the numbers, and no finding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradmesh.checker.run import Target, check_script
+
+pytestmark = pytest.mark.processes
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+
+
+def hook(state, bucket):
+    {divide}
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+
+{register}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(1 + rank)
+for _ in range(2):
+    x = torch.randn({rows}, 4)
+    optimizer.zero_grad()
+    loss = {loss}
+    loss.backward()
+    optimizer.step()
+"""
+REGISTER = "model.register_comm_hook(None, hook)"
+MEAN = "model(x).square().mean()"
+UNEVEN = "6 + 4 * rank"
+
+
+def notes(
+    folder: Path, *, divide: str = "pass", register: str = "", rows: str = "6", loss: str = MEAN
+) -> list[str]:
+    script = folder / "train.py"
+    script.write_text(SCRIPT.format(divide=divide, register=register, rows=rows, loss=loss))
+    verdict = check_script(Target(str(script)), ranks=2, steps=2)
+    assert verdict.ok
+    assert not verdict.findings, verdict.findings[0].message
+    return list(verdict.notes)
+
+
+def test_a_communication_hook_that_sums_is_noted_with_its_line_and_its_factor(tmp_path: Path) -> None:
+    [note] = notes(tmp_path, register=REGISTER)
+    line = SCRIPT.splitlines().index("{register}") + 1
+    assert f"train.py:{line} sums the gradients of 2 ranks" in note
+    assert "2 times the mean" in note
+
+
+@pytest.mark.parametrize(
+    ("divide", "loss"),
+    [("bucket.buffer().div_(world)", MEAN), ("pass", f"{MEAN} / world")],
+    ids=["the bucket is divided", "the loss is divided"],
+)
+def test_a_communication_hook_that_comes_to_the_mean_is_not_noted(
+    tmp_path: Path, divide: str, loss: str
+) -> None:
+    assert notes(tmp_path, register=REGISTER, divide=divide, loss=loss) == []
+
+
+@pytest.mark.parametrize("loss", [MEAN, "nn.functional.mse_loss(model(x), x) / 5"])
+def test_a_mean_of_means_over_uneven_batches_is_noted_with_its_counts(tmp_path: Path, loss: str) -> None:
+    noted = notes(tmp_path, rows=UNEVEN, loss=loss)
+    assert noted
+    assert all("24 on rank 0, 40 on rank 1" in note and "1/64" in note for note in noted)
+
+
+@pytest.mark.parametrize(
+    ("rows", "loss"),
+    [
+        ("6", MEAN),
+        (UNEVEN, f"{MEAN} * ((6 + 4 * rank) * world / 16)"),
+        (UNEVEN, "model(x).square().sum() / 64 * world"),
+    ],
+)
+def test_even_batches_and_weighted_means_are_not_noted(tmp_path: Path, rows: str, loss: str) -> None:
+    assert notes(tmp_path, rows=rows, loss=loss) == []

@@ -1,0 +1,69 @@
+"""A part of a gradient that the program changes by hand: a note says that the gradient was not judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradmesh.checker.run import Target, check_script
+
+pytestmark = pytest.mark.processes
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+kept, other = (nn.Parameter(torch.randn(4, 4, dtype=torch.{dtype})) for _ in range(2))
+optimizer = torch.optim.SGD([kept, other], lr=0.1)
+torch.manual_seed(1 + dist.get_rank())
+for _ in range(2):
+    optimizer.zero_grad()
+    x = torch.randn(6, 4, dtype=torch.{dtype})
+    (x @ kept @ other).abs().square().mean().backward()
+    for p in (kept, other):
+        dist.all_reduce(p.grad)
+    p = kept
+    {change}
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "change"),
+    [
+        ("float32", "p.grad[0].zero_()"),
+        ("float32", "p.grad[1].mul_(3)"),
+        ("float32", "p.grad.view(-1)[:3] *= 2"),
+        ("float32", "p.grad[2, 1:].add_(1)"),
+        ("complex64", "p.grad.imag.mul_(2)"),
+        ("complex64", "p.grad.real.zero_()"),
+    ],
+)
+def test_a_change_of_a_part_of_a_gradient_is_a_note_that_names_it_and_its_line(
+    tmp_path: Path, dtype: str, change: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(dtype=dtype, change=change))
+    verdict = check_script(Target(str(script)), ranks=2, steps=2)
+    assert not verdict.findings, verdict.findings[0].message
+    assert verdict.status == "complete"
+    line = SCRIPT.splitlines().index("    {change}") + 1
+    noted = [note for note in verdict.notes if "of a part of it" in note]
+    assert noted
+    assert all(f"train.py:{line})" in note and "not compared" in note for note in noted), noted
+
+
+@pytest.mark.parametrize(
+    "change", ["p.grad.view(-1).mul_(0.5); other.grad.mul_(0.5)", "p.grad[0].clone().zero_()"]
+)
+def test_a_whole_gradient_by_another_view_and_a_copy_of_a_part_are_no_parts(
+    tmp_path: Path, change: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(dtype="float32", change=change))
+    verdict = check_script(Target(str(script)), ranks=2, steps=2)
+    assert not verdict.findings
+    assert not [note for note in verdict.notes if "of a part of it" in note]
