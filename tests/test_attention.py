@@ -269,32 +269,40 @@ def test_no_grad_on_one_rank_is_refused(by: str, threads: Ranks) -> None:
 
 WRONG: dict[str, tuple[Callable[[list[Tensor]], list[Tensor]], dict[str, Any], str]] = {
     "dimensions": (lambda x: [x[0][0], *x[1:]], {}, "4 dimensions"),
-    "heads": (lambda x: [x[0], x[1].repeat(1, 3, 1, 1), x[2].repeat(1, 3, 1, 1)], {}, "divide"),
-    "keys": (lambda x: [x[0], x[1][:, :, :1], x[2]], {}, "as many keys as values"),
-    "dtype": (lambda x: [x[0].float(), *x[1:]], {}, "one floating-point dtype"),
-    "whole numbers": (lambda x: [y.long() for y in x], {}, "one floating-point dtype"),
-    "rows": (lambda x: [x[0][:, :, :1], *x[1:]], {"causal": True}, "places of one sequence"),
+    "heads": (
+        lambda x: [x[0], x[1].repeat(1, 3, 1, 1), x[2].repeat(1, 3, 1, 1)],
+        {},
+        "heads of q a multiple of that of k",
+    ),
+    "keys": (lambda x: [x[0], x[1][:, :, :1], x[2]], {}, "k and v of equal heads and length"),
+    "dtype": (lambda x: [x[0].float(), *x[1:]], {}, "the same floating-point dtype"),
+    "whole numbers": (lambda x: [y.long() for y in x], {}, "the same floating-point dtype"),
+    "rows": (
+        lambda x: [x[0][:, :, :1], *x[1:]],
+        {"causal": True},
+        "causal= and lengths= need as many queries as keys",
+    ),
     "order": (lambda x: x, {"order": "spiral"}, "'plain', 'zigzag'"),
     "causal": (lambda x: x, {"causal": 1}, "causal is not a bool"),
-    "scale": (lambda x: x, {"scale": "1"}, "scale is no number"),
-    "sizes": (lambda x: x, {"sizes": (1, 5)}, "sizes is not what this rank has"),
+    "scale": (lambda x: x, {"scale": "1"}, "scale must be a float or None"),
+    "sizes": (lambda x: x, {"sizes": (1, 5)}, "sizes does not match this rank's number of keys"),
     "lengths": (lambda x: x, {"lengths": (2, 2)}, "add up to 6"),
     "lengths of each": (lambda x: x, {"lengths": ((2, 2), (6,))}, "1 lists"),
-    "lengths that are none": (lambda x: x, {"lengths": (2.5, 3.5)}, "add up to 6"),
+    "fractional lengths": (lambda x: x, {"lengths": (2.5, 3.5)}, "add up to 6"),
     "mask": (lambda x: x, {"attn_mask": torch.ones(3, 6)}, "ulysses_attention"),
-    "dropout": (lambda x: x, {"dropout_p": 0.1}, "no dropout"),
+    "dropout": (lambda x: x, {"dropout_p": 0.1}, "dropout of attention weights is not supported"),
 }
 
 
 @BY
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_taken_is_refused_on_every_rank(by: str, name: str, threads: Ranks) -> None:
-    change, told, text = WRONG[name]
+def test_invalid_arguments_raise_on_every_rank(by: str, name: str, threads: Ranks) -> None:
+    change, options, text = WRONG[name]
     program = Program(by=by)
 
     def call(wrong: bool) -> None:
         operands = parts(program)
-        VERBS[by](*(change(operands) if wrong else operands), **(told if wrong else {}))
+        VERBS[by](*(change(operands) if wrong else operands), **(options if wrong else {}))
 
     assert refused_on_all(threads(2), call, True).count(text) >= 2
     one_alone = refused_on_all(threads(2), lambda: call(gm.rank() == 1))
@@ -304,29 +312,31 @@ def test_what_cannot_be_taken_is_refused_on_every_rank(by: str, name: str, threa
 
 
 @BY
-def test_parts_in_another_order_than_is_said_are_refused(by: str, threads: Ranks) -> None:
+def test_sizes_that_are_not_zigzag_raise_with_the_zigzag_sizes(by: str, threads: Ranks) -> None:
     program = Program(by=by, sizes=(1, 5))
-    told = {"order": "zigzag", "sizes": (1, 5)}
-    said = refused_on_all(threads(2), lambda: VERBS[by](*parts(program), **told))
-    assert said.count("expected  sizes (3, 3)") == 2
+    options = {"order": "zigzag", "sizes": (1, 5)}
+    text = refused_on_all(threads(2), lambda: VERBS[by](*parts(program), **options))
+    assert text.count("expected  sizes (3, 3)") == 2
 
 
 @BY
-@pytest.mark.parametrize("told", [{"causal": True}, {"scale": 2.0}, {"lengths": (4, 2)}], ids=str)
-def test_ranks_that_say_different_things_are_told(by: str, told: dict[str, Any], threads: Ranks) -> None:
+@pytest.mark.parametrize("options", [{"causal": True}, {"scale": 2.0}, {"lengths": (4, 2)}], ids=str)
+def test_arguments_that_differ_between_ranks_are_named(
+    by: str, options: dict[str, Any], threads: Ranks
+) -> None:
     program = Program(by=by)
-    said = refused_on_all(threads(2), lambda: VERBS[by](*parts(program), **(told if gm.rank() else {})))
-    assert said.count("the ranks' calls do not fit together") == 2
-    assert next(iter(told)) + "=" in said
+    text = refused_on_all(threads(2), lambda: VERBS[by](*parts(program), **(options if gm.rank() else {})))
+    assert text.count("the ranks' calls do not fit together") == 2
+    assert next(iter(options)) + "=" in text
 
 
-def test_documents_are_the_affair_of_an_attention_that_is_given(threads: Ranks) -> None:
+def test_a_custom_attention_cannot_be_combined_with_lengths(threads: Ranks) -> None:
     program = Program()
 
     def call() -> None:
         VERBS["heads"](*parts(program), lengths=(3, 3), attention=scaled_dot_product_attention)
 
-    assert "without lengths" in refused_on_all(threads(2), call)
+    assert "cannot be combined with lengths=" in refused_on_all(threads(2), call)
 
 
 # ---- values
@@ -379,20 +389,20 @@ def test_rows_need_not_be_as_many_as_keys(by: str, threads: Ranks) -> None:
 def test_uneven_numbers_of_queries_by_heads_are_passed_or_refused_by_name(threads: Ranks) -> None:
     program = Program(by="heads", sizes=(3, 5))
 
-    def on_each_rank(told: Any) -> float | str:
+    def on_each_rank(query_sizes: Any) -> float | str:
         _, k, v = parts(program)
         whole = torch.randn(1, 2, 7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
         q = whole[:, :, gm.axis().slice((3, 4))]  # on rank 0 as many as keys, by chance
-        if told is None:
+        if query_sizes is None:
             with pytest.raises(gm.MismatchError) as error:
                 gm.nn.ulysses_attention(q, k, v, sizes=program.sizes)
             return str(error.value)
-        seen = gm.nn.ulysses_attention(q, k, v, sizes=program.sizes, query_sizes=told)
+        seen = gm.nn.ulysses_attention(q, k, v, sizes=program.sizes, query_sizes=query_sizes)
         dense = (q @ program.whole[1].mT / 2).softmax(-1) @ program.whole[2]
         return float((seen - dense).abs().max())
 
-    for told in ((3, 4), "auto"):
-        assert max(threads(2)(on_each_rank, told)) < 1e-12
+    for query_sizes in ((3, 4), "auto"):
+        assert max(threads(2)(on_each_rank, query_sizes)) < 1e-12
     for text in threads(2)(on_each_rank, None):
         assert "query_sizes=(3, 5)" in text
         assert "query_sizes=(4, 4)" in text
@@ -406,7 +416,7 @@ def test_query_sizes_that_are_not_this_ranks_are_refused(threads: Ranks) -> None
         return str(error.value)
 
     for text in threads(2)(on_each_rank):
-        assert "query_sizes is not what this rank has" in text
+        assert "query_sizes does not match this rank's number of queries" in text
 
 
 @BY
@@ -485,7 +495,7 @@ def test_a_rank_keeps_its_part_alone_for_backward(causal: bool, threads: Ranks) 
         assert seen.requires_grad
         return sum(kept)
 
-    each = {size: threads(size)(on_each_rank, size)[0] - 4 for size in (1, 2, 3, 4)}  # but for the thread
+    each = {size: threads(size)(on_each_rank, size)[0] - 4 for size in (1, 2, 3, 4)}  # without the token
     assert each[1] == 24 * 2 * (4 * 4 + 1) * 4  # q, k, v, the result and its logsumexp
     assert all(size * kept == each[1] for size, kept in each.items())
 
@@ -493,7 +503,7 @@ def test_a_rank_keeps_its_part_alone_for_backward(causal: bool, threads: Ranks) 
 def test_blocks_travel_while_others_are_attended_to(threads: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both halves take less than work and calls in turn, by at least half of what can be hidden."""
     work, wire, ranks = 0.03, 0.02, 3
-    attend, slope = blocks._attend, blocks.Gradients._of
+    attend, slope = blocks._attend, blocks.BlockwiseGradients._of
 
     def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
         def slow(*args: Any) -> Any:
@@ -503,7 +513,7 @@ def test_blocks_travel_while_others_are_attended_to(threads: Ranks, monkeypatch:
         return slow
 
     monkeypatch.setattr(blocks, "_attend", slowly(attend))
-    monkeypatch.setattr(blocks.Gradients, "_of", slowly(slope))
+    monkeypatch.setattr(blocks.BlockwiseGradients, "_of", slowly(slope))
     program = Program(sizes=(2,) * ranks)
 
     def on_each_rank() -> tuple[float, float]:
@@ -586,7 +596,7 @@ def test_a_sequence_is_cut_and_put_together_again(length: int, order: Any, threa
 
 
 def test_parts_that_are_in_no_zigzag_order_are_refused(threads: Ranks) -> None:
-    assert "zigzag order" in refused_on_all(
+    assert "sizes of a zigzag sequence" in refused_on_all(
         threads(2), lambda: gm.nn.sequence.unshard(torch.zeros(1 + 3 * gm.rank(), 1), dim=0, order="zigzag")
     )
-    assert "order one of" in refused_on_all(threads(2), lambda: gm.nn.sequence.sizes(4, order="spiral"))  # type: ignore[arg-type]
+    assert "unknown order" in refused_on_all(threads(2), lambda: gm.nn.sequence.sizes(4, order="spiral"))  # type: ignore[arg-type]

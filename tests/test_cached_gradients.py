@@ -254,7 +254,7 @@ def test_a_check_warns_of_a_second_run_that_is_not_like_the_first(threads: Threa
             gm.nn.cached_gradients(encode, samples(), lambda x: x.sum(), 7)
         return []
 
-    with pytest.warns(gm.CheckWarning, match="the second run of a chunk has other embeddings"):
+    with pytest.warns(gm.CheckWarning, match="the second run of a chunk gave other embeddings"):
         threads(1)(run)
 
 
@@ -304,31 +304,37 @@ def test_in_ordered_a_rank_may_leave_its_embeddings_unused(threads: Threads) -> 
 @pytest.mark.parametrize(
     ("call", "problem"),
     [
-        (lambda: gm.nn.cached_gradients(lambda x: x, samples(), lambda x: x.sum(), 0), "there are no chunks"),
+        (
+            lambda: gm.nn.cached_gradients(lambda x: x, samples(), lambda x: x.sum(), 0),
+            "cannot split the inputs into chunks",
+        ),
         (
             lambda: gm.nn.cached_gradients(lambda x, y: x, (samples(), samples()[1:]), lambda x: x.sum(), 2),
-            "there are no chunks",
+            "cannot split the inputs into chunks",
         ),
         (
             lambda: gm.nn.cached_gradients(lambda x: x.sum(0), samples(), lambda x: x.sum(), 2),
-            "something else than embeddings",
+            "encode returned invalid outputs",
         ),
         (
             lambda: gm.nn.cached_gradients(lambda x: None, samples(), lambda x: x.sum(), 2),  # type: ignore[arg-type]
-            "something else than embeddings",
+            "encode returned invalid outputs",
         ),
         (
             lambda: gm.nn.cached_gradients(lambda x: (x,) * len(x), samples(), lambda *x: x[0].sum(), 2),
-            "something else than embeddings",
+            "encode returned invalid outputs",
         ),
         (
             lambda: gm.nn.cached_gradients(lambda x: x, encoder()(samples())[0], lambda x: x.sum(), 2),
-            "an input has a graph behind it",
+            "an input has a graph, which",
         ),
-        (lambda: gm.nn.cached_gradients(encoder(), samples(), lambda *x: x[0], 2), "no loss to run"),
+        (
+            lambda: gm.nn.cached_gradients(encoder(), samples(), lambda *x: x[0], 2),
+            "loss did not return a scalar that requires grad",
+        ),
         (
             lambda: gm.nn.cached_gradients(encoder(), samples(), lambda *x: x[0].detach().sum(), 2),
-            "no loss to run",
+            "loss did not return a scalar",
         ),
     ],
 )

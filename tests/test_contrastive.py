@@ -353,22 +353,46 @@ def test_an_axis_of_a_mesh_has_its_own_batch(threads: Threads) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[], Tensor], str]] = {
-    "no rows": (lambda: gm.nn.clip_loss(normal(0, 3), normal(0, 3), 1.0), "nothing to take the mean of"),
-    "no matrix": (lambda: gm.nn.clip_loss(normal(3), normal(3), 1.0), "left holds no embeddings"),
-    "other rows": (lambda: gm.nn.siglip_loss(normal(2, 3), normal(3, 3), 1.0), "right does not fit"),
-    "other dtype": (lambda: gm.nn.nt_xent_loss(normal(2, 3), normal(2, 3).float()), "right does not fit"),
-    "whole numbers": (lambda: gm.nn.vic_reg_loss(normal(2, 3).long(), normal(2, 3).long()), "no embeddings"),
-    "one sample": (lambda: _on_first(gm.nn.barlow_twins_loss), "one sample has no variance"),
-    "scale": (lambda: gm.nn.clip_loss(normal(2, 3), normal(2, 3), normal(2)), "scale is not a number"),
-    "bias": (lambda: gm.nn.siglip_loss(normal(2, 3), normal(2, 3), 1.0, "x"), "bias is not a number"),  # type: ignore[arg-type]
+    "no rows": (
+        lambda: gm.nn.clip_loss(normal(0, 3), normal(0, 3), 1.0),
+        "cannot compute the mean over zero samples",
+    ),
+    "no matrix": (
+        lambda: gm.nn.clip_loss(normal(3), normal(3), 1.0),
+        "left is not a floating-point tensor with 2 dimensions",
+    ),
+    "other rows": (
+        lambda: gm.nn.siglip_loss(normal(2, 3), normal(3, 3), 1.0),
+        "right does not match the other embeddings",
+    ),
+    "other dtype": (
+        lambda: gm.nn.nt_xent_loss(normal(2, 3), normal(2, 3).float()),
+        "right does not match the other embeddings",
+    ),
+    "whole numbers": (
+        lambda: gm.nn.vic_reg_loss(normal(2, 3).long(), normal(2, 3).long()),
+        "is not a floating-point tensor",
+    ),
+    "one sample": (lambda: _on_first(gm.nn.barlow_twins_loss), "cannot compute the variance of one sample"),
+    "scale": (lambda: gm.nn.clip_loss(normal(2, 3), normal(2, 3), normal(2)), "scale is not a real number"),
+    "bias": (lambda: gm.nn.siglip_loss(normal(2, 3), normal(2, 3), 1.0, "x"), "bias is not a real number"),  # type: ignore[arg-type]
     "gather": (
         lambda: gm.nn.clip_loss(normal(2, 3), normal(2, 3), 1.0, gather="some"),  # type: ignore[arg-type]
         "gather is not one",
     ),
-    "tile": (lambda: gm.nn.clip_loss(normal(2, 3), normal(2, 3), 1.0, tile=0), "tile is no size"),
+    "tile": (
+        lambda: gm.nn.clip_loss(normal(2, 3), normal(2, 3), 1.0, tile=0),
+        "tile must be a positive int or None",
+    ),
     "dst": (lambda: gm.nn.clip_loss(normal(2, 3), normal(2, 3), 1.0, dst=gm.V), "dst is not one"),  # type: ignore[arg-type]
-    "sizes": (lambda: gm.nn.clip_loss(normal(2, 3), normal(2, 3), 1.0, sizes=(2, 3)), "sizes has another"),
-    "labels": (lambda: gm.nn.sup_con_loss(normal(2, 3), torch.zeros(2)), "not one label for each sample"),
+    "sizes": (
+        lambda: gm.nn.clip_loss(normal(2, 3), normal(2, 3), 1.0, sizes=(2, 3)),
+        "sizes does not match this rank",
+    ),
+    "labels": (
+        lambda: gm.nn.sup_con_loss(normal(2, 3), torch.zeros(2)),
+        "labels does not have one integer for each sample",
+    ),
 }
 
 

@@ -241,30 +241,42 @@ def test_rows_come_in_the_order_of_ranks_and_tokens(threads: Threads) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
-    "an expert that is none": (lambda: gm.nn.ExpertDispatch(torch.tensor([[4]]), 4), "that there are not"),
+    "an expert that is none": (
+        lambda: gm.nn.ExpertDispatch(torch.tensor([[4]]), 4),
+        "an expert index in chosen is out of range",
+    ),
     "choices without a dim": (lambda: gm.nn.ExpertDispatch(torch.tensor([0]), 4), "k experts for each token"),
     "choices that are no numbers": (
         lambda: gm.nn.ExpertDispatch(torch.ones(2, 1), 4),
         "k experts for each token",
     ),
-    "no experts": (lambda: gm.nn.ExpertDispatch(torch.tensor([[0]]), 0), "not dealt"),
-    "experts of other ranks": (lambda: gm.nn.ExpertDispatch(torch.tensor([[0]]), (1, 1, 1)), "not dealt"),
+    "no experts": (
+        lambda: gm.nn.ExpertDispatch(torch.tensor([[0]]), 0),
+        "experts cannot be distributed over the ranks",
+    ),
+    "experts of other ranks": (
+        lambda: gm.nn.ExpertDispatch(torch.tensor([[0]]), (1, 1, 1)),
+        "experts cannot be distributed over the ranks",
+    ),
     "more choices than experts": (
         lambda: gm.nn.ExpertParallel(nn.Linear(1, 2), lambda _: nn.Identity(), 2, k=3),
-        "k is no number",
+        "k is out of range",
     ),
     "other tokens": (
         lambda: gm.nn.ExpertDispatch(torch.tensor([[0]]), 2).send(torch.ones(2, 1)),
-        "one row for each token",
+        "the number of rows is not the number of tokens",
     ),
     "other rows": (
         lambda: gm.nn.ExpertDispatch(torch.tensor([[0]]), 2).combine(torch.ones(5, 1), torch.ones(1, 1)),
-        "one row for each one sent",
+        "not the number of rows that send",
     ),
-    "experts that are no number": (lambda: gm.nn.ExpertDispatch(torch.tensor([[0]]), "ab"), "not dealt"),  # type: ignore[arg-type]
+    "experts that are no number": (
+        lambda: gm.nn.ExpertDispatch(torch.tensor([[0]]), "ab"),
+        "experts cannot be distributed over the ranks",
+    ),  # type: ignore[arg-type]
     "experts of a layer that are not dealt": (
         lambda: gm.nn.ExpertParallel(nn.Linear(1, 2), lambda _: nn.Identity(), (3, -1), 1),
-        "not dealt",
+        "experts cannot be distributed over the ranks",
     ),
     "a router of other experts": (
         lambda: gm.nn.ExpertParallel(nn.Linear(1, 1), lambda _: nn.Identity(), 2, 2)(torch.ones(1, 1)),
@@ -272,11 +284,11 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a balance of experts that there are not": (
         lambda: gm.nn.balance_loss(torch.ones(1, 3), torch.tensor([[4]])),
-        "that there are not",
+        "an expert index in chosen is out of range",
     ),
     "a balance of negative experts": (
         lambda: gm.nn.balance_loss(torch.ones(1, 3), torch.tensor([[-1]])),
-        "that there are not",
+        "an expert index in chosen is out of range",
     ),
     "a balance of choices that are no numbers": (
         lambda: gm.nn.balance_loss(torch.ones(1, 3), torch.ones(1, 1)),
@@ -284,7 +296,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a layer of experts that is replicated": (
         lambda: gm.nn.Replicated(gm.nn.ExpertParallel(nn.Linear(1, 2), lambda _: nn.Linear(1, 1), 2, 1)),
-        "its own way over these ranks",
+        "already sharded or replicated over this axis",
     ),
     "a capacity below 0": (
         lambda: gm.nn.ExpertDispatch(torch.tensor([[0]]), 2, capacity_factor=-1.0),

@@ -297,13 +297,13 @@ def test_layers_compile_whole(worlds: Callable[..., Any], kinds: tuple[str, ...]
 
 X = torch.ones(1, 2, 3)
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
-    "other channels": (lambda: gm.nn.HaloConv1d(3, 1, 3)(X), "other channels"),
+    "other channels": (lambda: gm.nn.HaloConv1d(3, 1, 3)(X), "wrong number of channels or dims"),
     "other numbers, on a rank without rows too": (
         lambda: gm.nn.HaloConv1d(2, 1, 3, padding=1, sizes=(0, 3))(X[..., : 3 * gm.rank()].double()),
-        "other numbers than the weight",
+        "dtype differs from the weight's",
     ),
-    "no batch": (lambda: gm.nn.HaloConv1d(2, 1, 3)(X[0]), "other channels"),
-    "a cut channel": (lambda: gm.nn.HaloConv1d(2, 1, 3, dim=1)(X), "not cut along its rows"),
+    "no batch": (lambda: gm.nn.HaloConv1d(2, 1, 3)(X[0]), "wrong number of channels or dims"),
+    "a cut channel": (lambda: gm.nn.HaloConv1d(2, 1, 3, dim=1)(X), "not sharded along a spatial dim"),
     "a reflection of more than the field": (
         lambda: gm.nn.HaloConv1d(2, 1, 3, padding=6, padding_mode="reflect")(X),
         "one less with 'reflect'",
@@ -313,23 +313,29 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: gm.nn.HaloConv1d(2, 1, 3, padding=7, padding_mode="circular")(X),
         "too small",
     ),
-    "other rows": (lambda: gm.nn.HaloConv1d(2, 1, 3, sizes=(3, 2))(X[..., :1]), "sizes says for this rank"),
-    "dims without axes": (lambda: gm.nn.HaloConv1d(2, 1, 3, dim=(1, 2))(X), "one dim for each axis"),
+    "other rows": (
+        lambda: gm.nn.HaloConv1d(2, 1, 3, sizes=(3, 2))(X[..., :1]),
+        "sizes does not match this rank's rows",
+    ),
+    "dims without axes": (lambda: gm.nn.HaloConv1d(2, 1, 3, dim=(1, 2))(X), "one dim for each of 1 axes"),
     "an axis twice": (
         lambda: gm.nn.HaloConv1d(2, 1, 3, axis=(None, None), dim=(1, 2))(X),
-        "named twice",
+        "is repeated",
     ),
-    "an output size": (lambda: gm.nn.HaloConvTranspose1d(2, 1, 3)(X, [9]), "output_size is not there"),
-    "no output": (lambda: gm.nn.HaloConvTranspose1d(2, 1, 1, padding=3)(X), "no output along dim 2"),
-    "much padding": (lambda: gm.nn.HaloMaxPool(2, padding=2)(X), "half of the kernel"),
+    "an output size": (lambda: gm.nn.HaloConvTranspose1d(2, 1, 3)(X, [9]), "output_size is not supported"),
+    "no output": (
+        lambda: gm.nn.HaloConvTranspose1d(2, 1, 1, padding=3)(X),
+        "the output is empty along dim 2",
+    ),
+    "much padding": (lambda: gm.nn.HaloMaxPool(2, padding=2)(X), "larger than half of the kernel"),
     "numbers of other dims": (lambda: gm.nn.HaloAvgPool((2, 2))(X), "each spatial dim"),
     "a pool of no size": (lambda: gm.nn.HaloMaxPool(0)(X), "each spatial dim"),
     "a pool with less padding than none": (lambda: gm.nn.HaloAvgPool(2, padding=-1)(X), "each spatial dim"),
-    "means of whole numbers": (lambda: gm.nn.HaloAvgPool(2)(X.long()), "no pool of such numbers"),
-    "the largest whole number": (lambda: gm.nn.HaloMaxPool(2)(X.long()), "no pool of such numbers"),
+    "means of whole numbers": (lambda: gm.nn.HaloAvgPool(2)(X.long()), "unsupported dtype"),
+    "the largest whole number": (lambda: gm.nn.HaloMaxPool(2)(X.long()), "unsupported dtype"),
     "two grids": (
         lambda: gm.nn.fields.interpolate(X, 3, scale_factor=2.0),
-        "not told for each spatial dim",
+        "either size or scale_factor",
     ),
     "a grid of a half": (lambda: gm.nn.fields.interpolate(X, 3.5), "each spatial dim"),  # type: ignore[arg-type]
     "a grid of four dims": (
@@ -338,10 +344,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "another mode": (
         lambda: gm.nn.fields.interpolate(X, 3, mode="cubic"),  # type: ignore[arg-type]
-        "no such interpolation",
+        "unsupported interpolation mode",
     ),
-    "a grid of none": (lambda: gm.nn.fields.interpolate(X, 0), "no points"),
-    "many modes": (lambda: gm.nn.SpectralConv(2, 1, 5)(X), "does not fit the layer"),
+    "a grid of none": (lambda: gm.nn.fields.interpolate(X, 0), "the result is empty along dim 2"),
+    "many modes": (lambda: gm.nn.SpectralConv(2, 1, 5)(X), "does not match the layer"),
     "modes over two axes": (
         lambda: gm.nn.SpectralConv(2, 1, 1, axis=(None, None), dim=(2, 3))(X),  # type: ignore[arg-type]
         "axis argument",

@@ -399,16 +399,16 @@ def test_operators_compile_whole(worlds: Callable[..., Any]) -> None:
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "a singular matrix": (
         lambda: fields.inv_ex(torch.eye(2).unsqueeze(0) * gm.rank(), check_errors=True),
-        "number 0 of all ranks' has a pivot of zero",
+        "at index 0 of all ranks' batch has a zero pivot",
     ),
-    "no batch": (lambda: fields.inv_ex(torch.eye(2)), "no batch of square matrices"),
+    "no batch": (lambda: fields.inv_ex(torch.eye(2)), "not a batch of square matrices"),
     "another target": (
         lambda: fields.bce_with_logits(torch.ones(2), torch.ones(3)),
-        "not of the logits' shape",
+        "do not match the logits",
     ),
     "a weight that is too long": (
         lambda: fields.bce_with_logits(torch.ones(2), torch.ones(2), pos_weight=torch.ones(3)),
-        "not of the logits' shape",
+        "do not match the logits",
     ),
     "another reduction": (
         lambda: fields.bce_with_logits(torch.ones(2), torch.ones(2), reduction="batchmean"),  # type: ignore[arg-type]
@@ -416,23 +416,23 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "offsets twice": (
         lambda: fields.spdiags(torch.ones(2, 1), torch.tensor([0, 0]), (2, 2)),
-        "one offset for each diagonal",
+        "one distinct int for each diagonal",
     ),
     "rows of another matrix": (
         lambda: fields.spdiags(torch.ones(1, 1), torch.tensor([0]), (2, 2), rows=(2, 2)),
-        "no cut of the matrix",
+        "rows does not match the matrix",
     ),
     "offsets between diagonals": (
         lambda: fields.spdiags(torch.ones(1, 1), torch.tensor([0.5]), (2, 2)),
-        "one offset for each diagonal",
+        "one distinct int for each diagonal",
     ),
     "a matrix of one size": (
         lambda: fields.spdiags(torch.ones(1, 1), [0], (2,)),  # type: ignore[arg-type]
-        "of no matrix",
+        "shape must be two ints",
     ),
     "an offset that is no number": (
         lambda: fields.spdiags(torch.ones(1, 1), None, (2, 2)),  # type: ignore[arg-type]
-        "one offset for each diagonal",
+        "one distinct int for each diagonal",
     ),
     "a block layout": (
         lambda: fields.spdiags(torch.ones(1, 1), [0], (2, 2), layout=torch.sparse_bsr),
@@ -440,17 +440,23 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a sparse range beyond the end": (
         lambda: fields.narrow_copy(torch.ones(2).to_sparse(), 0, 3, 2),
-        "not in the tensor",
+        "start and length are out of range",
     ),
-    "a range from a half on": (lambda: fields.narrow_copy(torch.ones(2), 0, 0.5, 1), "not in the tensor"),  # type: ignore[arg-type]
-    "a range beyond the end": (lambda: fields.narrow_copy(torch.ones(2), 0, 3, 2), "not in the tensor"),
+    "a range from a half on": (
+        lambda: fields.narrow_copy(torch.ones(2), 0, 0.5, 1),
+        "start and length are out of range",
+    ),  # type: ignore[arg-type]
+    "a range beyond the end": (
+        lambda: fields.narrow_copy(torch.ones(2), 0, 3, 2),
+        "start and length are out of range",
+    ),
     "a range over two axes": (
         lambda: fields.narrow_copy(torch.ones(2, 2), (0, 1), 0, 3, (None, None)),  # type: ignore[arg-type]
         "axis argument",
     ),
     "a vector's norm": (
         lambda: fields.spectral_norm(nn.LayerNorm(2)),
-        "no matrix",
+        "fewer than 2 dims",
     ),
 }
 

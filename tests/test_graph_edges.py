@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 import gradmesh as gm
 from gradmesh.nn.graph import GraphPlan, HeteroPlan, by_graph, by_metis, by_space
-from gradmesh.nn.graph.agree import device_of_root, meeting
+from gradmesh.nn.graph.agree import device_of_root, exchange_device
 from tests.conftest import Run
 
 Ranks = Callable[[int], Run]
@@ -219,26 +219,29 @@ def test_a_cell_may_be_in_any_unit_and_left_handed(unit: float) -> None:
     [
         (torch.tensor([[math.inf, 0.0], [0.0, 0.0]]), "1 nodes with NaN or infinity"),
         (torch.tensor([[math.nan, 0.0], [-math.inf, 0.0]]), "2 nodes with NaN or infinity"),
-        (torch.tensor([[1.7e308, 0.0], [-1.7e308, 0.0]], dtype=torch.float64), "further apart"),
-        (torch.rand(4, 2).to_sparse(), "positions is no matrix"),
-        (torch.rand(4, 2).to("meta"), "positions is no matrix"),
-        (torch.rand(4, 2) * 1j, "positions is no matrix"),
-        (torch.rand(4, 2) > 0, "positions is no matrix"),
-        ([[0.0, 1.0]], "positions is no matrix"),
+        (
+            torch.tensor([[1.7e308, 0.0], [-1.7e308, 0.0]], dtype=torch.float64),
+            "extent of the positions overflows",
+        ),
+        (torch.rand(4, 2).to_sparse(), "positions is not a real tensor of shape"),
+        (torch.rand(4, 2).to("meta"), "positions is not a real tensor of shape"),
+        (torch.rand(4, 2) * 1j, "positions is not a real tensor of shape"),
+        (torch.rand(4, 2) > 0, "positions is not a real tensor of shape"),
+        ([[0.0, 1.0]], "positions is not a real tensor of shape"),
     ],
 )
-def test_places_that_are_none_are_refused(at: Any, text: str, method: Any) -> None:
+def test_invalid_positions_raise(at: Any, text: str, method: Any) -> None:
     with pytest.raises(gm.ArgumentError, match=text):
         by_space(at, 2, method=method)
 
 
-def test_places_that_leave_the_numbers_in_the_cell_are_refused() -> None:
+def test_positions_that_overflow_in_the_cell_raise() -> None:
     at = torch.tensor([[1e300, 0.0], [0.0, 0.0]], dtype=torch.float64)
-    with pytest.raises(gm.ArgumentError, match="further apart"):
+    with pytest.raises(gm.ArgumentError, match="extent of the positions overflows"):
         by_space(at, 2, cell=1e-30 * torch.eye(2))
 
 
-def test_places_may_require_grad_and_be_in_half_precision() -> None:
+def test_positions_may_require_grad_and_be_in_half_precision() -> None:
     at = torch.rand(20, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
     owner = by_space(at, 4)
     assert not owner.requires_grad
@@ -248,11 +251,11 @@ def test_places_may_require_grad_and_be_in_half_precision() -> None:
 
 
 @pytest.mark.parametrize("odd", ["sparse", "on another device", "a list", "floats"])
-def test_partitions_refuse_what_is_no_index(odd: str) -> None:
+def test_partitions_raise_for_invalid_indices(odd: str) -> None:
     change = ODD[odd][0]
-    with pytest.raises(gm.ArgumentError, match="batch is no index"):
+    with pytest.raises(gm.ArgumentError, match="batch is not a 1-d tensor of integers"):
         by_graph(change(torch.tensor([0, 1])), 2)
-    with pytest.raises(gm.ArgumentError, match="the edges are no list of edges"):
+    with pytest.raises(gm.ArgumentError, match=r"edges is not an integer tensor of shape \(2, edges\)"):
         by_metis(change(EDGES), 4, 2)
 
 
@@ -280,7 +283,7 @@ def test_ranks_without_the_graph_take_the_device_that_the_root_has_or_the_group_
     monkeypatch.setattr(dist, "get_backend_config", lambda group: carried)
     monkeypatch.setattr("gradmesh.nn.graph.agree.all_gather", lambda x, axis: torch.tensor(on_gpu * 2))
     axis = gm.axis.__globals__["Axis"]("gp", 1, 2, None)
-    assert meeting(axis).type == expected[0]
+    assert exchange_device(axis).type == expected[0]
     assert device_of_root(axis, 0, None).type == ("cuda" if carried == "cuda:nccl" else "cpu")
     on_gpu[0] = has_gpu
     assert device_of_root(axis, 0, None).type == expected[2]
@@ -290,4 +293,4 @@ def test_ranks_without_the_graph_take_the_device_that_the_root_has_or_the_group_
 
 def test_a_world_of_one_rank_meets_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    assert gm.launch(lambda: meeting(gm.axis()).type, 1, backend="threads") == ["cpu"]
+    assert gm.launch(lambda: exchange_device(gm.axis()).type, 1, backend="threads") == ["cpu"]

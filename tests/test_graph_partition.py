@@ -1,4 +1,4 @@
-"""Nodes to ranks: balanced, compact, the same every time; and what is no partition is refused."""
+"""Partitions of nodes are balanced, compact and deterministic; invalid arguments raise."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_curve_visits_each_place_of_a_grid_after_a_neighbour() -> None:
         assert steps.tolist() == [1.0] * (len(grid) - 1)
 
 
-def test_equal_places_are_told_apart_by_number() -> None:
+def test_equal_positions_are_ordered_by_index() -> None:
     same = torch.zeros(6, 3)
     for method in ("bisection", "curve"):
         assert by_space(same, 3, method=method).tolist() == [0, 0, 1, 1, 2, 2]
@@ -154,15 +154,15 @@ def test_without_pymetis_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        (lambda: by_count(-1, 2), r"nn.graph.by_count: nodes is no number(.|\n)*nodes=-1"),
+        (lambda: by_count(-1, 2), r"nn.graph.by_count: nodes must be an int >= 0(.|\n)*nodes=-1"),
         (lambda: by_count(3.5, 2), "nodes=3.5"),  # type: ignore[arg-type]
-        (lambda: by_count(3, 0), "ranks is no number of ranks"),
+        (lambda: by_count(3, 0), "ranks must be a positive int"),
         (lambda: by_count(3, True), "ranks=True"),
-        (lambda: by_graph(torch.tensor([0, -1]), 2), "from -1 on"),
+        (lambda: by_graph(torch.tensor([0, -1]), 2), "with minimum -1"),
         (lambda: by_graph(torch.zeros(2), 2), r"batch=torch.float32\[2\]"),
-        (lambda: by_graph([0, 1], 2), "batch is no index"),  # type: ignore[arg-type]
+        (lambda: by_graph([0, 1], 2), "batch is not a 1-d tensor of integers"),  # type: ignore[arg-type]
         (lambda: by_space(torch.zeros(3), 2), r"torch.float32\[3\]"),
-        (lambda: by_space(torch.zeros(3, 0), 2), "positions is no matrix"),
+        (lambda: by_space(torch.zeros(3, 0), 2), "positions is not a real tensor of shape"),
         (lambda: by_space(torch.tensor([[math.nan, 0.0]]), 2), "1 nodes with NaN or infinity"),
         (lambda: by_space(points(0), 2, cell=torch.eye(2)), "3 independent vectors"),
         (lambda: by_space(points(0), 2, cell=torch.ones(3, 3)), "3 independent vectors"),

@@ -516,18 +516,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"0 <= rank < 2(.|\n)*ranks from 1 to 2",
     ),
     "an owner of floats": (lambda: GraphPlan(EDGES, OWNER.float()), r"torch.float32\[4\]"),
-    "no owner": (lambda: GraphPlan(EDGES), "owner does not name a rank for each node(.|\n)*NoneType"),
+    "no owner": (lambda: GraphPlan(EDGES), "owner is not a 1-d integer tensor(.|\n)*NoneType"),
     "edges that leave the graph": (lambda: GraphPlan(EDGES + 1, OWNER), "0 <= source < 4(.|\n)*from 1 to 4"),
     "edges the other way round": (lambda: GraphPlan(EDGES.T, OWNER), r"torch.int64\[4, 2\]"),
-    "no edges": (lambda: GraphPlan(None, OWNER), "the edges are no list of edges"),
+    "no edges": (lambda: GraphPlan(None, OWNER), r"edges is not an integer tensor of shape \(2, edges\)"),
     "no hops": (lambda: GraphPlan(EDGES, OWNER, hops=0), "hops=0"),
     "half a hop": (lambda: GraphPlan(EDGES, OWNER, hops=1.5), "hops=1.5"),  # type: ignore[arg-type]
     "a root that is none": (lambda: GraphPlan(EDGES, OWNER, root=2), "0 <= root < 2"),
     "a graph on others than the root": (lambda: GraphPlan(EDGES, OWNER, root=0), "rank that is not the root"),
-    "own beside root": (lambda: GraphPlan(EDGES, own=OWNER, root=0), "the graph is given in two ways"),
+    "own beside root": (lambda: GraphPlan(EDGES, own=OWNER, root=0), "own= and root= cannot be combined"),
     "own nodes that are not the owner's": (
         lambda: GraphPlan(own_part()[0], OWNER, own=changed(1, own_part()[1], OWNER)),
-        "own is not what owner says",
+        "own does not match owner",
     ),
     "own nodes twice beside owner": (
         lambda: GraphPlan(own_part()[0], OWNER, own=changed(1, own_part()[1], torch.tensor([2, 2]))),
@@ -535,7 +535,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "another owner beside own on one rank": (
         lambda: GraphPlan(own_part()[0], changed(1, OWNER, torch.tensor([0, 0, 1, 1, 0])), own=own_part()[1]),
-        "others on rank 1",
+        "different values on rank 1",
     ),
     "owner beside own on one rank": (
         lambda: GraphPlan(own_part()[0], changed(1, None, OWNER), own=own_part()[1]),
@@ -543,36 +543,42 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "own nodes of floats": (
         lambda: GraphPlan(EDGES, own=OWNER.float()),
-        "own does not name this rank's nodes",
+        "own is not a 1-d integer tensor",
     ),
     "own nodes twice": (
         lambda: GraphPlan(EDGES, own=torch.tensor([0, 1])),
-        r"not there once: \[0, 1, 2, 3\]",
+        r"missing or repeated: \[0, 1, 2, 3\]",
     ),
-    "own nodes that are none": (lambda: GraphPlan(EDGES, own=own_part()[1] - 1), "numbers from -1 to 2"),
+    "own nodes that are none": (lambda: GraphPlan(EDGES, own=own_part()[1] - 1), "indices from -1 to 2"),
     "edges of others' nodes": (lambda: GraphPlan(EDGES, own=own_part()[1]), "ends at a node of another rank"),
     "one rank with other edges": (
         lambda: GraphPlan(changed(1, EDGES, EDGES.flip(1)), OWNER),
-        "told different things(.|\n)*others on rank 1",
+        "the ranks' arguments differ(.|\n)*different values on rank 1",
     ),
     "one rank with fewer edges": (
         lambda: GraphPlan(changed(1, EDGES, EDGES[:, :3]), OWNER),
-        "others on rank 1",
+        "different values on rank 1",
     ),
     "one rank with another owner": (
         lambda: GraphPlan(EDGES, changed(0, OWNER, 1 - OWNER)),
-        "others on rank 1",
+        "different values on rank 1",
     ),
     "owners whose sums and moments are equal": (
         lambda: GraphPlan(EDGES, torch.tensor(changed(1, [0, 1, 1, 0], [1, 0, 0, 1]))),
-        "others on rank 1",
+        "different values on rank 1",
     ),
     "edges whose sums and moments are equal": (
         lambda: GraphPlan(torch.tensor([changed(1, [0, 1, 1, 0], [1, 0, 0, 1]), [2, 2, 2, 2]]), OWNER),
-        "others on rank 1",
+        "different values on rank 1",
     ),
-    "one rank with more hops": (lambda: GraphPlan(EDGES, OWNER, hops=1 + gm.rank()), "others on rank 1"),
-    "one rank with a bad owner": (lambda: GraphPlan(EDGES, changed(1, OWNER, -OWNER)), "owner names ranks"),
+    "one rank with more hops": (
+        lambda: GraphPlan(EDGES, OWNER, hops=1 + gm.rank()),
+        "different values on rank 1",
+    ),
+    "one rank with a bad owner": (
+        lambda: GraphPlan(EDGES, changed(1, OWNER, -OWNER)),
+        "owner has ranks out of range",
+    ),
     "one rank with bad edges of its own": (
         lambda: GraphPlan(changed(1, own_part()[0], EDGES), own=own_part()[1]),
         "ends at a node of another rank",
@@ -581,14 +587,17 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: GraphPlan(EDGES - 1, OWNER, root=0) if gm.rank() == 0 else GraphPlan(root=0),
         "from -1 to 2",
     ),
-    "another root on one rank": (lambda: GraphPlan(EDGES, OWNER, root=gm.rank()), "others on rank 1"),
+    "another root on one rank": (
+        lambda: GraphPlan(EDGES, OWNER, root=gm.rank()),
+        "different values on rank 1",
+    ),
     "other edges on one rank, rebuilt": (
         lambda: plan().rebuilt(changed(1, EDGES, EDGES.flip(1))),
-        "GraphPlan.rebuilt(.|\n)*others on rank 1",
+        "GraphPlan.rebuilt(.|\n)*different values on rank 1",
     ),
     "rows too few": (lambda: plan().exchange(torch.ones(3)), r"2 rows(.|\n)*shape \(3,\)"),
     "rows too few on one rank": (lambda: plan().exchange(torch.ones(2 + gm.rank())), r"shape \(3,\)"),
-    "rows too few on one rank, begun": (
+    "rows too few on one rank, async": (
         lambda: plan().exchange(torch.ones(2 + gm.rank()), async_op=True).wait(),
         r"shape \(3,\)",
     ),
@@ -598,7 +607,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "rows too few to pool on one rank": (lambda: plan().pool(torch.ones(2 + gm.rank())), r"shape \(3,\)"),
     "structures that are none": (
         lambda: plan().pool(torch.ones(2), torch.tensor([0, 2]), 2),
-        "0 <= number < 2(.|\n)*from 0 to 2",
+        "0 <= index < 2(.|\n)*from 0 to 2",
     ),
     "structures in floats on one rank": (
         lambda: plan().pool(torch.ones(2), changed(1, OWNER, OWNER.float())[:2], 2),
@@ -616,31 +625,34 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "structures without numbers": (lambda: plan().pool(torch.ones(2), None, 2), "structures=2"),
     "structures of other rows": (lambda: plan().pool(torch.ones(2), OWNER, 2), r"shape \(4,\)"),
     "rows of some nodes": (lambda: plan().take(torch.ones(2)), r"4 rows(.|\n)*shape \(2,\)"),
-    "messages too few": (lambda: plan().scatter_add(torch.ones(1)), "one row for each edge"),
+    "messages too few": (
+        lambda: plan().scatter_add(torch.ones(1)),
+        "the number of rows is not the number of edges",
+    ),
     "messages too few for some edges": (
         lambda: plan().scatter_add(torch.ones(2), plan().interior),
-        "one row for each edge",
+        "the number of rows is not the number of edges",
     ),
-    "a state that is none": (lambda: GraphPlan.of_state({"version": 1}), "no state of a plan"),
+    "a state that is none": (lambda: GraphPlan.of_state({"version": 1}), "not a valid plan state"),
     "another rank's state": (
         lambda: GraphPlan.of_state({**plan().state(), "rank": 1 - gm.rank()}),
-        "the state of another rank",
+        "the state belongs to another rank",
     ),
     "one rank with a state of no kind": (
         lambda: GraphPlan.of_state({**plan().state(), "kind": changed(1, 0, 7)}),
-        "no state of a plan",
+        "not a valid plan state",
     ),
     "one rank with a state that lacks rows": (
         lambda: GraphPlan.of_state({**plan().state(), "remote": plan().remote[: changed(1, 1, 0)]}),
-        "no state of a plan",
+        "not a valid plan state",
     ),
     "one rank with a state of floats": (
         lambda: GraphPlan.of_state({**plan().state(), "owner": changed(1, OWNER, OWNER.float())}),
-        "no state of a plan",
+        "not a valid plan state",
     ),
     "one rank with a state that is none": (
         lambda: GraphPlan.of_state(changed(1, plan().state(), {})),
-        "no state of a plan",
+        "not a valid plan state",
     ),
 }
 

@@ -164,18 +164,18 @@ def broken(name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("no state", "no state of a plan"),
-        ("a plan of one type", "no state of a plan"),
-        ("rows that are missing", "no state of a plan"),
-        ("floats", "no state of a plan"),
-        ("rows that are not there", "no state of a plan"),
-        ("an edge that is not there", "no state of a plan"),
-        ("an edge twice", "no state of a plan"),
-        ("a type without rows", "no state of a plan"),
-        ("another rank", "the state of another rank"),
-        ("no hops", "no state of a plan"),
+        ("no state", "not a valid plan state"),
+        ("a plan of one type", "not a valid plan state"),
+        ("rows that are missing", "not a valid plan state"),
+        ("floats", "not a valid plan state"),
+        ("rows that are not there", "not a valid plan state"),
+        ("an edge that is not there", "not a valid plan state"),
+        ("an edge twice", "not a valid plan state"),
+        ("a type without rows", "not a valid plan state"),
+        ("another rank", "the state belongs to another rank"),
+        ("no hops", "not a valid plan state"),
         ("other relations", "the same types and relations on every rank"),
-        ("other rows", "not those of one plan"),
+        ("other rows", "belong to different plans"),
     ],
 )
 def test_a_broken_state_is_refused_on_every_rank(name: str, text: str, threads: Ranks) -> None:
@@ -205,5 +205,5 @@ def test_numbers_that_are_none_in_a_state_are_refused_on_every_rank(
     name: str, change: Any, threads: Ranks
 ) -> None:
     said = threads(2)(of_plain, name, change)
-    assert "no state of a plan" in said[1]
+    assert "not a valid plan state" in said[1]
     assert "nothing was refused" not in said[0]

@@ -371,37 +371,40 @@ def _refused(fn: Callable[[], object]) -> str:
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "an input of another width": (
         lambda: gm.nn.ColumnParallelLinear(3, 4)(torch.ones(2, 5)),
-        "does not fit this rank's part",
+        "does not match the layer",
     ),
     "a whole input for a row layer": (
         lambda: gm.nn.RowParallelLinear(4, 3)(torch.ones(2, 4)),
         "split_input=True",
     ),
-    "sizes that are no cut": (lambda: gm.nn.ColumnParallelLinear(3, 4, sizes=(1, 1)), "no cut"),
+    "sizes that are no cut": (
+        lambda: gm.nn.ColumnParallelLinear(3, 4, sizes=(1, 1)),
+        "sizes does not match the layer",
+    ),
     "a word that is none": (lambda: gm.nn.VocabParallelEmbedding(4, 2)(torch.tensor([4])), "ids from 0 to 3"),
     "a target that is none": (
         lambda: gm.nn.vocab_parallel_cross_entropy(torch.ones(1, 2), torch.tensor([4])),
-        "not in the vocabulary",
+        "a target is out of range",
     ),
     "targets of another shape": (
         lambda: gm.nn.vocab_parallel_cross_entropy(torch.ones(3, 2), torch.tensor([1])),
-        "one target for each token",
+        "one id for each token",
     ),
     "a table of another width": (
         lambda: gm.nn.linear_cross_entropy(torch.ones(1, 2), torch.ones(2, 3), torch.tensor([1])),
-        "do not fit",
+        "do not match",
     ),
     "sizes of other tables": (
         lambda: gm.nn.vocab_parallel_cross_entropy(torch.ones(1, 2), torch.tensor([1]), sizes=(1, 1)),
-        "not those of the ranks' words",
+        "sizes does not match the ranks' vocabulary entries",
     ),
     "a pattern that fits nothing": (
         lambda: gm.nn.tensor_parallel(nn.Sequential(nn.Linear(2, 2)), {"0": "column", "up": "row"}),
-        "fits no module",
+        "a pattern matches no module",
     ),
     "a layer of another kind": (
         lambda: gm.nn.tensor_parallel(nn.Sequential(nn.Linear(2, 2)), {"0": "vocab"}),
-        "cannot be made parallel",
+        "cannot convert",
     ),
     "a tied table that is cut in two ways": (
         lambda: gm.nn.tensor_parallel(Model(Program(0, tied=True)), {"table": "vocab", "head": "row"}),
@@ -413,7 +416,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a part in the place of a whole state": (
         lambda: gm.nn.load_dense_state_dict(gm.nn.ColumnParallelLinear(3, 4), {"weight": torch.ones(2, 3)}),
-        "not of the dense layer's size",
+        "does not have the dense layer's size",
     ),
 }
 
@@ -431,5 +434,5 @@ def test_a_rank_that_alone_is_wrong_takes_no_other_with_it_into_a_wait(threads: 
         return _refused(lambda: layer(torch.ones(2, 2 + gm.rank())))
 
     first, second = threads(2)(tried)
-    assert "does not fit" in second
+    assert "does not match the layer" in second
     assert "rank 1" in first

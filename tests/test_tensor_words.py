@@ -93,17 +93,23 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "the width as the sequence": (
         lambda: gm.nn.ColumnParallelLinear(4, 2, sequence_dim=-1)(torch.ones(2, 4)),
-        "one of the dims before the last",
+        "sequence_dim before the last dim",
     ),
     "the width of vectors as the sequence": (
         lambda: gm.nn.VocabParallelEmbedding(4, 2, sequence_dim=1)(torch.tensor([1])),
-        "one of the dims before the last",
+        "sequence_dim before the last dim",
     ),
-    "one size for all ranks": (lambda: gm.nn.ColumnParallelLinear(4, 2, sizes=3), "no cut"),  # type: ignore[arg-type]
-    "sizes that are no numbers": (lambda: gm.nn.ColumnParallelLinear(4, 2, sizes="ab"), "no cut"),  # type: ignore[arg-type]
+    "one size for all ranks": (
+        lambda: gm.nn.ColumnParallelLinear(4, 2, sizes=3),
+        "sizes does not match the layer",
+    ),  # type: ignore[arg-type]
+    "sizes that are no numbers": (
+        lambda: gm.nn.ColumnParallelLinear(4, 2, sizes="ab"),
+        "sizes does not match the layer",
+    ),  # type: ignore[arg-type]
     "one size of words": (
         lambda: gm.nn.vocab_parallel_cross_entropy(X, TARGET, sizes=5),  # type: ignore[arg-type]
-        "not those of the ranks' words",
+        "sizes does not match the ranks' vocabulary entries",
     ),
     "logits that are no tensor": (
         lambda: gm.nn.vocab_parallel_cross_entropy([1.0], TARGET),  # type: ignore[arg-type]
@@ -111,7 +117,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a target that is no tensor": (
         lambda: gm.nn.vocab_parallel_cross_entropy(X, [0, 1, 5, 2]),  # type: ignore[arg-type]
-        "one target for each token",
+        "one id for each token",
     ),
     "logits without a gradient": (
         lambda: gm.nn.vocab_parallel_cross_entropy(X.long(), TARGET),
@@ -119,7 +125,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a smoothing that is no number": (
         lambda: gm.nn.vocab_parallel_cross_entropy(X, TARGET, label_smoothing="a"),  # type: ignore[arg-type]
-        "label_smoothing is no weight",
+        "label_smoothing is out of range",
     ),
     "a smoothing over no words": (
         lambda: gm.nn.vocab_parallel_cross_entropy(X, TARGET, smoothing_over="some"),  # type: ignore[arg-type]
@@ -127,11 +133,11 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a negative z-loss": (
         lambda: gm.nn.linear_cross_entropy(X, X[:3], TARGET, z_loss=-1.0),
-        "z_loss is no weight",
+        "z_loss is out of range",
     ),
     "a state that is no tensor": (
         lambda: gm.nn.load_dense_state_dict(gm.nn.ColumnParallelLinear(3, 4), {"weight": 3}),
-        "not of the dense layer's size",
+        "does not have the dense layer's size",
     ),
 }
 

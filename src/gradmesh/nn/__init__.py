@@ -1,16 +1,15 @@
-"""What people build with the verbs: layers and losses whose gradients over the ranks are exact.
+"""Distributed layers and losses with exact gradients.
 
-* `gm.nn.graph`: networks on a graph that is cut over the ranks.
-* Losses of the samples of all ranks, with tables that are never whole in memory: `clip_loss`, `siglip_loss`,
-  `nt_xent_loss`, `sup_con_loss`, `vic_reg_loss`, `barlow_twins_loss`, each as a module too; and `cached_gradients`.
-* `gm.nn.ring_attention`, `gm.nn.ulysses_attention`: attention over a sequence that is cut over the ranks, and
-  `gm.nn.sequence`, which cuts it.
-* `gm.nn.ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding` and the cross entropies: layers that are
-  cut over the ranks; `gm.nn.tensor_parallel` makes them of a dense module's.
-* `gm.nn.ExpertParallel`: tokens travel to their experts and back.
-* `gm.nn.clip_grad_norm_`: clipping by the norm of the dense model; `mark_sharded` for shards that are made by hand.
-* `gm.nn.SyncBatchNorm`, `SyncGroupNorm`: statistics of all ranks.
-* `gm.nn.fields`: fields that are cut over ranks along their rows; `HaloConv1d` and its like, `SpectralConv`.
+* `gm.nn.graph`: graph-parallel networks (one graph partitioned across the ranks).
+* Contrastive losses over the samples of all ranks, computed in tiles: `clip_loss`, `siglip_loss`, `nt_xent_loss`,
+  `sup_con_loss`, `vic_reg_loss`, `barlow_twins_loss`, also as modules; `cached_gradients` (GradCache).
+* `gm.nn.ring_attention`, `gm.nn.ulysses_attention`: context parallelism; `gm.nn.sequence` shards the sequence.
+* `gm.nn.ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding` and the cross entropies: tensor
+  parallelism; `gm.nn.tensor_parallel` converts a dense module.
+* `gm.nn.ExpertParallel`: expert parallelism (mixture of experts).
+* `gm.nn.clip_grad_norm_`: clipping by the gradient norm of the dense model; `mark_sharded` for custom shards.
+* `gm.nn.SyncBatchNorm`, `SyncGroupNorm`: normalization by statistics of all ranks.
+* `gm.nn.fields`: domain decomposition of grids; `HaloConv1d` and other halo layers, `SpectralConv`.
 """
 
 from gradmesh.nn import fields, graph, sequence, tensor

@@ -1,9 +1,8 @@
-"""Gradient clipping by the norm of the dense model, whatever is sharded, replicated or on one rank alone.
+"""Gradient clipping by the norm of the dense model, with parameters that are sharded, replicated or on one rank only.
 
-Each rank adds up its own part of the norm, and one small message brings the ranks' numbers to all of them. A number
-counts by the share |G| / W, where G are the ranks over which the parameter is sharded and W all ranks: every dense
-parameter then counts once, however often it is replicated and however it is sharded, since the sets G of a parameter
-divide the ranks among them.
+Each rank computes its part of the norm, and one small all-gather combines them. A shard's contribution has the weight
+|G| / W, where G are the ranks over which the parameter is sharded and W are all ranks. The sets G of a parameter
+partition the ranks, so every dense parameter counts exactly once.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ __all__ = ["clip_grad_norm_", "clip_grad_value_", "get_total_norm"]
 
 Tensors = Tensor | Iterable[Tensor] | nn.Module
 Group = tuple[int, ...]
-"""The ranks of an axis, as ranks of the world."""
+"""The global ranks of an axis."""
 
 
 def clip_grad_norm_(
@@ -47,36 +46,35 @@ def clip_grad_norm_(
     *,
     axis: AxisLike = None,
 ) -> Tensor:
-    """Scale gradients so that the norm of the dense model's gradient is no larger than `max_norm`.
+    """Scale gradients so that the gradient norm of the dense model is at most `max_norm`. A collective.
 
-    As `torch.nn.utils.clip_grad_norm_`, which takes the norm of this rank's parts alone. Here every rank gets the norm
-    of the whole model, and the same factor to the last bit::
+    `torch.nn.utils.clip_grad_norm_` computes the norm of this rank's gradients only. Here every rank gets the norm of
+    the full model, and the same factor, bit for bit::
 
-        sharded (gm.nn, DTensor, FSDP, `gm.nn.mark_sharded`)    the parts of all ranks count
-        experts of gm.nn.ExpertParallel                         those of all ranks count
+        sharded (gm.nn, DTensor, FSDP, `gm.nn.mark_sharded`)    the shards of all ranks count
+        experts of gm.nn.ExpertParallel                         the experts of all ranks count
         anything else, and tied parameters                      counts once, not once on each rank
 
-    All ranks of `axis` call it, after the last backward and before the optimizer's step; one message of four numbers
-    is sent, whatever the number of parameters and axes (one more for a norm_type of 0).
+    Call it on all ranks of `axis`, after the last backward and before the optimizer's step. It sends one message of
+    four numbers, independent of the number of parameters and axes (for norm_type=0, two numbers per parameter).
 
     Args:
-        parameters: the parameters, or the module. A `FullyShardedDataParallel` is passed as the module, since it alone
-            knows its parts.
+        parameters: the parameters, or the module. Pass a `FullyShardedDataParallel` as the module, not its parameters.
         max_norm: the largest norm; the same on every rank.
         norm_type: the exponent, or math.inf; the same on every rank.
-        error_if_nonfinite: whether a norm that is NaN or infinite raises torch's RuntimeError, on every rank.
+        error_if_nonfinite: True to raise torch's RuntimeError if the norm is NaN or infinite, on every rank.
         foreach: as in torch.
         axis: all ranks that hold a part of the model. None: all ranks of the world.
 
     Returns:
-        The norm before clipping, a tensor without dims, in float32 or float64; the same on every rank.
+        The norm before clipping, a 0-dim tensor in float32 or float64; the same on every rank.
 
     Raises:
-        ArgumentError: something is not a tensor, or is sharded over ranks outside of `axis`, or was flattened by FSDP
-            and is not passed as the module.
-        MismatchError: a parameter that is taken to be the same on every rank has gradients of different norms: it is a
-            shard without a mark, or its gradient was not summed over the ranks. Compared on CPUs. Or the ranks'
-            arguments differ.
+        ArgumentError: an element is not a tensor, is sharded over ranks outside of `axis`, or was flattened by FSDP and
+            its module is not passed.
+        MismatchError: a parameter that counts as replicated has gradients of different norms on the ranks (compared on
+            CPUs): it is an unmarked shard, or its gradient was not summed over the ranks. Or the ranks' arguments
+            differ.
 
     Example:
         >>> import copy
@@ -94,19 +92,18 @@ def clip_grad_norm_(
     op = "nn.clip_grad_norm_"
     with torch.no_grad():
         here = _ranks(axis, op)
-        held = _told(op, here, lambda: _of_gradients(op, here, parameters))
-        words = f"clip_grad_norm_(max_norm={float(max_norm)}, norm_type={float(norm_type)})"
-        total = _norm(op, here, words, held, float(norm_type), error_if_nonfinite, foreach)
+        held = _or_abort(op, here, lambda: _of_gradients(op, here, parameters))
+        signature = f"clip_grad_norm_(max_norm={float(max_norm)}, norm_type={float(norm_type)})"
+        total = _norm(op, here, signature, held, float(norm_type), error_if_nonfinite, foreach)
         _scaled = [SimpleNamespace(grad=each) for each in _storages(held)]
-        utils.clip_grads_with_norm_(_scaled, max_norm, total, foreach)  # type: ignore[arg-type]  # what has a grad
+        utils.clip_grads_with_norm_(_scaled, max_norm, total, foreach)  # type: ignore[arg-type]  # anything with .grad
         return total
 
 
 def clip_grad_value_(parameters: Tensors, clip_value: float, foreach: bool | None = None) -> None:
-    """Limit each element of the gradients to [-clip_value, clip_value]; nothing is sent.
+    """Clamp each element of the gradients to [-clip_value, clip_value], as `torch.nn.utils.clip_grad_value_`.
 
-    As `torch.nn.utils.clip_grad_value_`; a shard's elements are the dense model's. Gradients that are DTensors with a
-    pending sum are summed first, which torch does by a message.
+    Sends nothing, except that DTensor gradients with a partial placement are reduced first.
 
     Args:
         parameters: the parameters, or the module.
@@ -114,7 +111,7 @@ def clip_grad_value_(parameters: Tensors, clip_value: float, foreach: bool | Non
         foreach: as in torch.
 
     Raises:
-        ArgumentError: something is not a tensor.
+        ArgumentError: an element is not a tensor.
 
     Example:
         >>> w = torch.nn.Parameter(torch.zeros(2))
@@ -132,7 +129,7 @@ def clip_grad_value_(parameters: Tensors, clip_value: float, foreach: bool | Non
                 if whole is not grad:
                     each.grad = whole
                 parts.append(SimpleNamespace(grad=_local(whole)))
-        utils.clip_grad_value_(parts, clip_value, foreach)  # type: ignore[arg-type]  # what has a grad
+        utils.clip_grad_value_(parts, clip_value, foreach)  # type: ignore[arg-type]  # anything with .grad
 
 
 def get_total_norm(
@@ -143,19 +140,15 @@ def get_total_norm(
     *,
     axis: AxisLike = None,
 ) -> Tensor:
-    """The norm of tensors as of one dense vector, on every rank; as `torch.nn.utils.get_total_norm` on one process.
+    """The norm of the dense model's tensors, as `torch.nn.utils.get_total_norm` on one process. A collective.
 
     Args:
-        tensors: the gradients of parameters that layers of `gm.nn` hold, DTensors, tensors that
-            `gm.nn.mark_sharded` marked, and any others, which are the same on every rank; or a module, for the
-            gradients of its parameters.
-        norm_type: as in `gm.nn.clip_grad_norm_`, as are the others.
-        error_if_nonfinite: as there.
-        foreach: as there.
-        axis: as there.
+        tensors: gradients of the parameters of `gm.nn` layers, DTensors, tensors marked by `gm.nn.mark_sharded`, and
+            others, which count as replicated; or a module, for the gradients of its parameters.
+        norm_type, error_if_nonfinite, foreach, axis: as in `gm.nn.clip_grad_norm_`.
 
     Returns:
-        A tensor without dims, the same on every rank.
+        A 0-dim tensor, the same on every rank.
 
     Raises:
         ArgumentError, MismatchError: as in `gm.nn.clip_grad_norm_`.
@@ -172,22 +165,22 @@ def get_total_norm(
     with torch.no_grad():
         here = _ranks(axis, op)
         if isinstance(tensors, nn.Module):
-            held = _told(op, here, lambda: _of_gradients(op, here, tensors))
+            held = _or_abort(op, here, lambda: _of_gradients(op, here, tensors))
         else:
-            held = _told(op, here, lambda: _of_tensors(op, here, tensors))
-        words = f"get_total_norm(norm_type={float(norm_type)})"
-        return _norm(op, here, words, held, float(norm_type), error_if_nonfinite, foreach)
+            held = _or_abort(op, here, lambda: _of_tensors(op, here, tensors))
+        signature = f"get_total_norm(norm_type={float(norm_type)})"
+        return _norm(op, here, signature, held, float(norm_type), error_if_nonfinite, foreach)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What this rank has of one parameter's gradient.
+    """This rank's shard of one parameter's gradient.
 
     Attributes:
-        values: the part, None if there is no gradient; of a DTensor with a pending sum, of the sum.
-        stored: the memory that it is in, which may be more than the part.
+        values: the shard, reduced if it is a DTensor with a partial placement; None: no gradient.
+        stored: the tensor that contains it, which may be larger.
         over: the ranks over which it is sharded, for each axis.
-        alone: whether it is a parameter of its own, and not a part of one that the others have parts of.
+        alone: True if it is a distinct parameter (an expert), not a shard of a tensor.
         dtype: of the parameter.
         device: of the parameter.
     """
@@ -201,20 +194,20 @@ class _Part:
 
     @property
     def ranks(self) -> int:
-        """Over how many ranks it is sharded."""
+        """The number of ranks over which it is sharded."""
         return math.prod(map(len, self.over))
 
 
 def _ranks(axis: AxisLike, op: str) -> Axis | None:
-    """The ranks that hold the model; None: there is one process."""
+    """The ranks that hold the model; None for a single process."""
     if axis is not None:
         return resolve(axis, op)
     group = default_group()
     return None if group is None else resolve(group, op)
 
 
-def _told(op: str, here: Axis | None, make: Any) -> Any:
-    """Do what this rank may refuse, and report it to the others."""
+def _or_abort(op: str, here: Axis | None, make: Any) -> Any:
+    """Call `make`; if it raises ArgumentError, the other ranks raise too."""
     try:
         return make()
     except ArgumentError as error:
@@ -224,7 +217,7 @@ def _told(op: str, here: Axis | None, make: Any) -> Any:
 
 
 def _listed(op: str, here: Axis | None, tensors: Tensors) -> list[Tensor]:
-    """The tensors, each once."""
+    """The tensors, without duplicates."""
     given: Iterable[Any] = (
         tensors.parameters()
         if isinstance(tensors, nn.Module)
@@ -238,17 +231,17 @@ def _listed(op: str, here: Axis | None, tensors: Tensors) -> list[Tensor]:
             _refuse(
                 op,
                 here,
-                "this is not a tensor",
-                "tensors, or a module",
+                "an element is not a tensor",
+                "an iterable of tensors, or a module",
                 type(each).__name__,
-                "pass model.parameters()",
+                "pass model.parameters(); of named_parameters() take the second elements",
             )
         found[id(each)] = each
     return list(found.values())
 
 
 def _of_gradients(op: str, here: Axis | None, parameters: Tensors) -> list[_Part]:
-    """The gradients of parameters; also those without one, as it may have one on other ranks."""
+    """The gradients of parameters; parameters without one are included, as other ranks may have one."""
     listed, known = _listed(op, here, parameters), Sharding()
     flat = dict[int, list[tuple[Any, Any, slice | None]]]()
     for module in parameters.modules() if isinstance(parameters, nn.Module) else ():
@@ -261,10 +254,10 @@ def _of_gradients(op: str, here: Axis | None, parameters: Tensors) -> list[_Part
             _refuse(
                 op,
                 here,
-                "FullyShardedDataParallel flattened this parameter, which does not show what part of it is here",
+                "a parameter was flattened by FullyShardedDataParallel; its shard is not known without the module",
                 "the wrapped module",
                 "its parameters",
-                "pass the module itself in the place of module.parameters()",
+                "pass the module itself instead of module.parameters()",
             )
         for group, layers, part in flat.get(id(each), [(None, known.of(each), None)]):
             made.append(_part(known, layers, each, each.grad, group, part))
@@ -272,7 +265,7 @@ def _of_gradients(op: str, here: Axis | None, parameters: Tensors) -> list[_Part
 
 
 def _of_tensors(op: str, here: Axis | None, tensors: Tensors) -> list[_Part]:
-    """Tensors, of which some may be gradients of parameters that layers hold."""
+    """Tensors, some of which may be gradients of sharded parameters."""
     listed, known = _listed(op, here, tensors), Sharding()
     return _checked(op, here, [_part(known, known.of(each), each, each) for each in listed])
 
@@ -283,9 +276,9 @@ def _part(
     parameter: Tensor,
     grad: Tensor | None,
     group: dist.ProcessGroup | None = None,
-    place: slice | None = None,
+    within: slice | None = None,
 ) -> _Part:
-    """What this rank has of a gradient."""
+    """This rank's shard of a gradient."""
     over = {tuple(axis.global_ranks) for axis in known.over(parameter, layers)}
     if group is not None and group.size() > 1:
         over.add(tuple(dist.get_process_group_ranks(group)))
@@ -299,7 +292,7 @@ def _part(
     if grad is not None:
         stored = _local(grad)
         values = _local(_summed(grad)).detach()
-        values = values if place is None else values[place]
+        values = values if within is None else values[within]
     return _Part(
         values,
         stored,
@@ -311,7 +304,7 @@ def _part(
 
 
 def _checked(op: str, here: Axis | None, held: list[_Part]) -> list[_Part]:
-    """Refuse what is sharded over ranks that do not take part."""
+    """Raise if a parameter is sharded over ranks outside of the axis."""
     ranks = set() if here is None else set(here.global_ranks)
     for each in held:
         outside = sorted({rank for group in each.over for rank in group} - ranks)
@@ -319,10 +312,10 @@ def _checked(op: str, here: Axis | None, held: list[_Part]) -> list[_Part]:
             _refuse(
                 op,
                 here,
-                "a parameter is sharded over ranks that do not take part",
-                f"ranks among {sorted(ranks)}",
+                "a parameter is sharded over ranks that are not on the axis",
+                f"shards on ranks {sorted(ranks)} only",
                 f"shards on ranks {outside} too",
-                "leave axis= out for all ranks, or pass a group of all that hold a part",
+                "omit axis= for all ranks, or pass a group of all ranks that hold a shard",
             )
     return held
 
@@ -330,23 +323,23 @@ def _checked(op: str, here: Axis | None, held: list[_Part]) -> list[_Part]:
 def _norm(
     op: str,
     here: Axis | None,
-    words: str,
+    signature: str,
     held: list[_Part],
     p: float,
     error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> Tensor:
-    """The norm of all ranks' parts, in double precision where a part is, else in float32."""
-    _told(op, here, lambda: _check_exponent(op, here, held, p))
-    alone = here is None or here.size == 1
+    """The norm of all ranks' shards, in float64 if one is in double precision, else in float32."""
+    _or_abort(op, here, lambda: _check_exponent(op, here, held, p))
+    single = here is None or here.size == 1
     double = any(each.dtype in (torch.float64, torch.complex128) for each in held)
     device = next((each.device for each in held), None) or _device(here)
     zero = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
     if p == 0:
         rows = _flags(held, here, zero)
-        if not alone:
+        if not single:
             rows = all_gather(rows, here, sizes="auto")
-        # Parts of one parameter have one key, and count once if any of them has an element that is not zero.
+        # Shards of one parameter share a key, and count once if any has a nonzero element.
         counted = dict[float, float]()
         for key, share in rows.tolist():
             counted[key] = max(counted.get(key, 0.0), share)
@@ -358,30 +351,26 @@ def _norm(
                 shared[each.ranks].append(each.values)
         norms = {ranks: _local_norm(values, p, foreach).to(zero) for ranks, values in shared.items()}
         if math.isinf(p):
-            own = _extreme([zero if p > 0 else zero + math.inf, *norms.values()], p)
+            local = _extreme([zero if p > 0 else zero + math.inf, *norms.values()], p)
         else:
             size = 1 if here is None else here.size
-            own = torch.stack([zero, *(norm**p * (ranks / size) for ranks, norm in norms.items())]).sum()
-        eps = [torch.finfo(each.dtype).eps for each in held if _has_digits(each.dtype)]
-        mine = (own, norms.get(1, zero), zero + max(eps, default=0.0), zero + double)
-        rows = torch.stack(mine).view(1, -1)
-        if not alone:
-            rows = all_gather(Packed(rows, words), here)  # type: ignore[call-overload]
+            local = torch.stack([zero, *(norm**p * (ranks / size) for ranks, norm in norms.items())]).sum()
+        dtypes = {each.dtype for each in held if each.dtype.is_floating_point or each.dtype.is_complex}
+        eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+        rows = torch.stack((local, norms.get(1, zero), zero + eps, zero + double)).view(1, -1)
+        if not single:
+            rows = all_gather(Packed(rows, signature), here)  # type: ignore[call-overload]
         total = _extreme(list(rows[:, 0]), p) if math.isinf(p) else rows[:, 0].sum() ** (1 / p)
-        if here is not None and not alone:
+        if here is not None and not single:
             _compare(op, here, rows, total)
             double = double or (rows.is_cpu and bool(rows[:, 3].any()))
-    if error_if_nonfinite:  # torch's own error
+    if error_if_nonfinite:  # raises torch's error
         utils.get_total_norm([total], p or 1.0, True)
     return total if double else total.float()
 
 
-def _has_digits(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
 def _device(here: Axis | None) -> torch.device:
-    """Where a rank without parameters has its message."""
+    """The device of the message on a rank without parameters."""
     if here is not None and dist.get_backend(here.group) == "nccl":
         return torch.accelerator.current_accelerator() or torch.device("cpu")
     return torch.device("cpu")
@@ -389,25 +378,27 @@ def _device(here: Axis | None) -> torch.device:
 
 def _check_exponent(op: str, here: Axis | None, held: list[_Part], p: float) -> None:
     if math.isnan(p):
-        _refuse(op, here, "norm_type is NaN", "a number, or math.inf", "norm_type=nan", "pass 2")
+        _refuse(
+            op, here, "norm_type is NaN", "a number, or math.inf", "norm_type=nan", "pass e.g. norm_type=2.0"
+        )
     if p == 0 and any(len(each.over) > 1 for each in held):
         _refuse(
             op,
             here,
-            "parameters are not counted where one is sharded over several axes",
-            "a norm_type that is not 0, or parameters that are sharded over one axis at most",
-            "norm_type=0, which in torch counts the parameters with a gradient that is not zero",
-            "pass 2, or math.inf",
+            "norm_type=0 is not supported for parameters that are sharded over several axes",
+            "another norm_type, or parameters that are sharded over at most one axis",
+            "norm_type=0, which counts the parameters with a nonzero gradient",
+            "pass e.g. norm_type=2.0, or math.inf",
         )
 
 
 def _extreme(values: list[Tensor], p: float) -> Tensor:
-    """The largest of the numbers, or for a negative p the smallest."""
+    """The maximum, or for a negative p the minimum."""
     return torch.stack(values).amax() if p > 0 else torch.stack(values).amin()
 
 
 def _local_norm(values: list[Tensor], p: float, foreach: bool | None) -> Tensor:
-    """The norm of tensors of this rank, none of which is empty."""
+    """The norm of nonempty tensors of this rank."""
     device = values[0].device
     double = torch.float32 if device.type == "mps" else torch.float64
     kinds = defaultdict[torch.dtype, list[Tensor]](list)
@@ -415,7 +406,7 @@ def _local_norm(values: list[Tensor], p: float, foreach: bool | None) -> Tensor:
         kinds[each.dtype].append(each)
     norms = list[Tensor]()
     for dtype, those in kinds.items():
-        if dtype in (torch.float16, torch.bfloat16):  # added up, and returned, in float32
+        if dtype in (torch.float16, torch.bfloat16):  # accumulate in float32
             norms += [torch.linalg.vector_norm(each, p, dtype=torch.float32) for each in those]
         else:
             norms.append(utils.get_total_norm(those, p, foreach=foreach))
@@ -424,7 +415,7 @@ def _local_norm(values: list[Tensor], p: float, foreach: bool | None) -> Tensor:
 
 
 def _flags(held: list[_Part], here: Axis | None, like: Tensor) -> Tensor:
-    """For each parameter a key that is the same for all its parts, and its share if an element is not zero."""
+    """For each parameter, a key that its shards share, and its weight if it has a nonzero element, else 0."""
     rank, size = (0, 1) if here is None else (here.rank, here.size)
     seen, rows = Counter[frozenset[Group]](), []
     for each in held:
@@ -437,28 +428,28 @@ def _flags(held: list[_Part], here: Axis | None, like: Tensor) -> Tensor:
 
 
 def _compare(op: str, here: Axis, rows: Tensor, total: Tensor) -> None:
-    """Refuse gradients that are taken to be the same on every rank, and are not."""
+    """Raise if gradients that count as replicated differ between ranks."""
     if not rows.is_cpu or not check_level():
         return
     norms, eps = rows[:, 1].tolist(), float(rows[:, 2].max())
-    # What rounding may do to the gradients themselves, and to a gradient that is zero but for rounding.
+    # Tolerance for rounding: relative to these gradients, or to the total norm if they are close to zero.
     allowed = max(min(8 * eps**0.5, 0.05) * max(norms), min(1e3 * eps, 0.05) * float(total))
     if all(map(math.isfinite, norms)) and max(norms) - min(norms) > allowed:
         raise MismatchError(
             message(
-                "parameters that are taken to be the same on every rank have different gradients",
+                "parameters that count as replicated have different gradients on the ranks",
                 op=op,
                 axis=str(here),
-                expected="gradients that are summed or averaged over the ranks, of parameters that every rank has",
+                expected="equal gradients of replicated parameters: summed or averaged over the ranks",
                 got="\n".join(f"rank {rank}: norm {norm:.6g}" for rank, norm in enumerate(norms)),
-                remedy="mark the shards that are made by hand with gradmesh.nn.mark_sharded(parameter, axis); sum the "
-                "gradients first; or pass axis= where other ranks train another model",
+                remedy="mark custom shards with gradmesh.nn.mark_sharded(parameter, axis); reduce the gradients before "
+                "clipping; or pass axis= if other ranks train another model",
             )
         )
 
 
 def _storages(held: list[_Part]) -> Iterator[Tensor]:
-    """The gradients of this rank, each once."""
+    """The gradients of this rank, without duplicates."""
     yield from {id(each.stored): each.stored for each in held if each.stored is not None}.values()
 
 
@@ -469,15 +460,15 @@ def _flattened(op: str, here: Axis | None, module: nn.Module) -> list[Any]:
         _refuse(
             op,
             here,
-            "this torch does not show what FullyShardedDataParallel has flattened",
-            "a torch that was tried",
+            "cannot read the shards of FullyShardedDataParallel in this version of torch",
+            "a supported version of torch",
             f"torch {torch.__version__}: {error}",
-            "call module.clip_grad_norm_",
+            "call module.clip_grad_norm_(max_norm) of the wrapper",
         )
 
 
 def _is_fsdp(module: nn.Module) -> bool:
-    # Who has such a module has loaded it.
+    # If it is not imported, no module can be an instance.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
 
@@ -488,13 +479,13 @@ def _is_dtensor(x: Any) -> bool:
 
 
 def _local(x: Any) -> Tensor:
-    """This rank's part of a DTensor, in the same memory."""
+    """The local tensor of a DTensor."""
     local: Tensor = x.to_local() if _is_dtensor(x) else x
     return local
 
 
 def _summed(x: Any) -> Tensor:
-    """A DTensor without pending sums."""
+    """A DTensor with its partial placements reduced."""
     if not _is_dtensor(x) or not any(placement.is_partial() for placement in x.placements):
         whole: Tensor = x
         return whole

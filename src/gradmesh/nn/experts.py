@@ -1,4 +1,4 @@
-"""Mixtures of experts over the ranks of an axis: tokens travel to their experts and back."""
+"""Expert parallelism: tokens are sent to the ranks of their experts and back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradmesh.arguments import Call, integer
 from gradmesh.axis import Axis, AxisLike, balanced
 from gradmesh.collectives import all_gather, all_reduce, all_to_all
-from gradmesh.nn.plain import known, widened
+from gradmesh.nn.plain import readable, upcast
 from gradmesh.nn.tensor.cuts import Parallel
 from gradmesh.types import I
 
@@ -20,20 +20,19 @@ __all__ = ["ExpertDispatch", "ExpertParallel", "balance_loss"]
 
 
 class ExpertDispatch:
-    """Where each token goes, from the experts that a router chose for it; made by all ranks together.
+    """Sends tokens to the experts that a router chose, and combines the results. Constructing it is a collective.
 
     ::
 
-        V -> V    send:     tokens (n, ...) -> a row for each (token, expert) that came here, expert by expert
+        V -> V    send:     tokens (n, ...) -> one row for each (token, expert) pair of this rank's experts, by expert
         V -> V    combine:  those rows -> tokens (n, ...), each the weighted sum over its experts
 
-    The experts are dealt to the ranks in order. Numbers of tokens differ from rank to rank and from expert to expert
-    and may be 0. What an expert gets lies in the order of the ranks and of their tokens, so that results are the same
-    every time.
+    Experts are distributed over the ranks in order. Numbers of tokens may differ between ranks and experts, and may be
+    0. An expert's rows are ordered by rank and token, so that results are deterministic.
 
     Args:
         chosen: the experts of each token, shape (n, k), int64.
-        experts: how many there are on all ranks; or how many each rank has, one number for each.
+        experts: the number of experts of all ranks, or each rank's number, e.g. `experts=(3, 2)`.
         axis: the ranks.
         capacity_factor: limits each expert to `ceil(capacity_factor * choices / experts)` rows, where `choices` counts
             the (token, expert) pairs of all ranks; pairs over the limit are dropped. None drops nothing.
@@ -44,12 +43,12 @@ class ExpertDispatch:
 
     Attributes:
         axis: the ranks.
-        sizes: how many experts each rank has.
-        counts: how many rows each of this rank's experts gets.
-        kept: which pairs were not dropped, bool of shape (n, k).
+        sizes: each rank's number of experts.
+        counts: the number of rows that each of this rank's experts gets.
+        kept: mask of the pairs that were not dropped, shape (n, k).
 
     Raises:
-        ArgumentError: `chosen` names no experts, or `capacity_factor` is not a positive number.
+        ArgumentError: an expert of `chosen` is out of range, or `capacity_factor` is not a positive number.
 
     Source: Lepikhin et al., GShard (arXiv:2006.16668), section 2, with its capacity 2 N / E for k = 2 times a factor as
     in Fedus et al., Switch Transformers (arXiv:2101.03961), equation 3; without a capacity: Gale et al., MegaBlocks
@@ -76,11 +75,11 @@ class ExpertDispatch:
     ) -> None:
         call = Call("nn.ExpertDispatch", chosen, axis)
         here: Axis = call.axis
-        sizes = _dealt(call, experts)
+        sizes = _distributed(call, experts)
         _check_capacity(call, capacity_factor)
         if chosen.dim() != 2 or chosen.dtype not in (torch.int64, torch.int32):
             call.fail(
-                "chosen does not name k experts for each token",
+                "chosen does not have k experts for each token",
                 expected="a tensor of int64 of shape (tokens, k)",
                 got=f"{chosen.dtype} of shape {list(chosen.shape)}",
                 remedy="pass scores.topk(k).indices",
@@ -96,82 +95,83 @@ class ExpertDispatch:
         self._order = order[self.kept.reshape(-1)[order]]
         """The (token, expert) pairs that are kept, expert by expert."""
         wanted = torch.bincount(flat[self._order], minlength=sum(sizes))
-        own = sizes[here.rank]
-        came = all_to_all(wanted, here, split_sizes=sizes, concat_sizes=(own,) * here.size)
+        local = sizes[here.rank]
+        came = all_to_all(wanted, here, split_sizes=sizes, concat_sizes=(local,) * here.size)
         self._sent: list[int] = [int(part.sum()) for part in wanted.split(sizes)]
-        by_rank = came.view(here.size, own)
-        self._taken: list[int] = by_rank.sum(1).tolist()
+        by_rank = came.view(here.size, local)
+        self._received: list[int] = by_rank.sum(1).tolist()
         self.counts: list[int] = by_rank.sum(0).tolist()
-        # Rows come rank by rank, and expert by expert within: each row's expert tells its place.
-        expert = torch.arange(own, device=chosen.device).repeat(here.size)
+        # Rows arrive ordered by rank and expert; sort them by expert.
+        expert = torch.arange(local, device=chosen.device).repeat(here.size)
         self._by_expert = expert.repeat_interleave(came).argsort(stable=True)
 
     def send(self, x: Tensor) -> Tensor:
-        """The rows of tokens that this rank's experts are to work on, `counts` of each, one expert after another.
+        """Send tokens to their experts; returns this rank's experts' rows, ordered by expert, `counts` of each.
 
         Args:
             x: this rank's tokens, shape (n, ...).
 
         Raises:
-            ArgumentError: not one row for each token.
+            ArgumentError: the number of rows is not the number of tokens.
         """
         if x.shape[:1] != (self.tokens,):
-            self._refuse("send", x, "there is not one row for each token", f"({self.tokens}, ...)")
+            self._refuse("send", x, "the number of rows is not the number of tokens", f"({self.tokens}, ...)")
         rows = x.index_select(0, self._order // self.chosen if self.chosen else self._order)
-        return self._travel(rows, self._sent, self._taken).index_select(0, self._by_expert)
+        return self._exchange(rows, self._sent, self._received).index_select(0, self._by_expert)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """The tokens' results: what their experts made of them, each times its weight, added in the order of choice.
+        """Send the experts' results back; returns for each token the weighted sum, added in the order of choice.
 
         Args:
-            rows: a row for each one that `send` returned, in its order.
+            rows: the result for each row that `send` returned, in its order.
             weights: of each token's experts, shape (n, k).
 
         Raises:
-            ArgumentError: not one row for each one that was sent, or not one weight for each choice.
+            ArgumentError: wrong number of rows, or wrong shape of `weights`.
         """
-        if rows.shape[:1] != (sum(self._taken),):
-            self._refuse(
-                "combine", rows, "there is not one row for each one sent", f"({sum(self._taken)}, ...)"
-            )
+        received = sum(self._received)
+        if rows.shape[:1] != (received,):
+            problem = "the number of rows is not the number of rows that send() returned"
+            self._refuse("combine", rows, problem, f"({received}, ...)")
         if tuple(weights.shape) != (self.tokens, self.chosen):
-            fits = f"({self.tokens}, {self.chosen})"
-            self._refuse("combine", weights, "there is not one weight for each choice", fits)
+            expected = f"({self.tokens}, {self.chosen})"
+            self._refuse("combine", weights, "weights does not have one weight for each choice", expected)
         rows = _placed(rows, self._by_expert, len(rows))
-        back = _placed(self._travel(rows, self._taken, self._sent), self._order, self.kept.numel())
+        back = _placed(self._exchange(rows, self._received, self._sent), self._order, self.kept.numel())
         back = back.view(self.tokens, self.chosen, *rows.shape[1:])
         return (back * weights.view(*weights.shape, *[1] * (rows.dim() - 1))).sum(1)
 
-    def _travel(self, rows: Tensor, sent: list[int], taken: list[int]) -> Tensor:
-        return all_to_all(rows, self.axis, split_sizes=sent, concat_sizes=taken)
+    def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        return all_to_all(rows, self.axis, split_sizes=sent, concat_sizes=received)
 
     def _refuse(self, method: str, x: Tensor, problem: str, expected: str) -> NoReturn:
         call = Call(f"nn.ExpertDispatch.{method}", x, self.axis)
         call.fail(
             problem,
-            expected=expected,
+            expected=f"shape {expected}",
             got=f"shape {list(x.shape)}",
-            remedy="make a plan for each set of choices",
+            remedy="construct a new ExpertDispatch for each batch of tokens",
         )
 
 
-def _dealt(call: Call, experts: int | Sequence[int]) -> tuple[int, ...]:
-    """How many experts each rank has."""
+def _distributed(call: Call, experts: int | Sequence[int]) -> tuple[int, ...]:
+    """Each rank's number of experts."""
     total, ranks = integer(experts), call.axis.size
     given = [integer(n) for n in experts] if isinstance(experts, Sequence) else []
     sizes = balanced(total, ranks) if total is not None else tuple(-1 if n is None else n for n in given)
     if len(sizes) != ranks or min(sizes) < 0 or not sum(sizes):
         call.fail(
-            "experts are not dealt to the ranks",
-            expected=f"a number of 1 or more, or {ranks} numbers",
+            "experts cannot be distributed over the ranks",
+            expected=f"an int >= 1, or {ranks} ints >= 0 with a sum >= 1",
             got=f"experts={experts!r}",
-            remedy="pass how many there are on all ranks",
+            remedy=f"pass the number of experts of all ranks, e.g. experts={2 * ranks}, or of each rank, e.g. "
+            f"experts={(2,) * ranks}",
         )
     return sizes
 
 
 def _placed(rows: Tensor, at: Tensor, length: int) -> Tensor:
-    """A tensor of `length` rows with each given row at its index, and zeros elsewhere."""
+    """A tensor of `length` rows with each row at its index, and zeros elsewhere."""
     return rows.new_zeros(length, *rows.shape[1:]).index_copy(0, at, rows)
 
 
@@ -181,12 +181,13 @@ def _check_capacity(call: Call, factor: object) -> None:
             "capacity_factor is not a positive number",
             expected="a number above 0, or None",
             got=f"capacity_factor={factor!r}",
-            remedy="pass 1.0 for room for evenly chosen experts, 1.25 for a quarter more, or None to drop nothing",
+            remedy="pass e.g. 1.25 for 25 % more rows than if all experts were chosen equally often, or None to drop "
+            "nothing",
         )
 
 
 def _within_capacity(chosen: Tensor, experts: int, factor: float, axis: Axis) -> Tensor:
-    """Which of this rank's (token, expert) pairs their experts accept."""
+    """Mask of this rank's (token, expert) pairs that are within their expert's capacity."""
     k = chosen.shape[1]
     # Groups of pairs of the same choice and expert, in order of choice: a pair's position at its expert is the number
     # of that expert's pairs in earlier groups, on earlier ranks and at earlier tokens.
@@ -203,38 +204,37 @@ def _within_capacity(chosen: Tensor, experts: int, factor: float, axis: Axis) ->
 
 
 class ExpertParallel(Parallel):
-    """A layer of experts of which each rank has some: each token goes to the k experts with the highest scores.
+    """A mixture-of-experts layer with experts distributed over the ranks; each token is sent to its top-k experts.
 
     ::
 
         V -> V    tokens (n, d) -> (n, d), or (B, S, d) -> (B, S, d)
-                  backward: gradients go the same ways back; each expert's parameters get the sum over all ranks'
-                  tokens, and are on one rank alone
+                  backward: gradients travel the same way back; an expert exists on one rank only, and its gradients
+                  are the sum over all ranks' tokens
 
-    The leading dims of the scores number the tokens: a router that makes (B, S, experts) of x (B, S, d) routes B * S
-    tokens. Experts get and return rows (m, d), m >= 0, of the same shape. Ranks without tokens or without experts
-    take part in both exchanges, forward and backward.
+    The leading dims of the scores are token dims: a router that maps x (B, S, d) to (B, S, experts) routes B * S
+    tokens. Experts get and return rows (m, d), m >= 0, of the same shape. Ranks without tokens or without experts take
+    part in both exchanges, forward and backward.
 
-    The router is on every rank, each of which routes its own tokens: its parameters' gradients are to be summed over
-    the axis (`gm.nn.Replicated(router)`), and what a data parallel wrapper averages over it are all but the experts'.
+    The router is replicated, and each rank routes its own tokens: sum its gradients over the axis
+    (`gm.nn.Replicated(router)`). A data parallel wrapper over this axis must exclude the experts' parameters.
 
     Args:
-        router: makes a score for each expert, shape (n, experts) or (B, S, experts), of the tokens.
-        expert: makes the module of an expert, by its number over all ranks; called for this rank's alone.
-        experts: how many there are on all ranks, or how many each rank has.
-        k: how many experts work on each token.
+        router: maps tokens to a score for each expert, shape (n, experts) or (B, S, experts).
+        expert: maps an expert's global index to its module; called for this rank's experts only.
+        experts: the number of experts of all ranks, or each rank's number, e.g. `experts=(3, 2)`.
+        k: number of experts for each token.
         axis: the ranks.
-        normalize: whether the weights of a token's experts, of the softmax over all, are scaled to a sum of 1, before
-            any is dropped.
+        normalize: True to scale the softmax weights of a token's k experts to a sum of 1, before any is dropped.
         capacity_factor: limits the rows of each expert as in `ExpertDispatch`; None drops nothing. Dropped choices add
             0 to their token, so that a residual connection around the layer passes the token through.
 
     Attributes:
-        experts: this rank's experts, by their numbers over all ranks.
+        experts: this rank's experts, by global index.
 
     Raises:
         ArgumentError: the experts cannot be distributed over the ranks, or `k` or `capacity_factor` is out of range;
-            when called, the scores do not fit the tokens or the number of experts.
+            when called, the scores do not match the tokens or the number of experts.
 
     Example:
         >>> def on_each_rank():
@@ -261,15 +261,14 @@ class ExpertParallel(Parallel):
         capacity_factor: float | None = None,
     ) -> None:
         super().__init__(axis)
-        nothing = torch.empty(0, 1, dtype=torch.int64)
-        call = Call("nn.ExpertParallel", nothing, axis)
-        sizes = _dealt(call, experts)
+        call = Call("nn.ExpertParallel", torch.empty(0, 1, dtype=torch.int64), axis)
+        sizes = _distributed(call, experts)
         if integer(k) is None or not 1 <= k <= sum(sizes):
             call.fail(
-                "k is no number of experts",
-                expected=f"1 <= k <= {sum(sizes)}",
+                "k is out of range",
+                expected=f"an int with 1 <= k <= {sum(sizes)}, the number of experts",
                 got=f"k={k!r}",
-                remedy="pass 1 or 2",
+                remedy="pass e.g. k=1",
             )
         _check_capacity(call, capacity_factor)
         first = sum(sizes[: call.axis.rank])
@@ -285,18 +284,18 @@ class ExpertParallel(Parallel):
             yield from ((module, name) for name in module._parameters)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the experts make of the tokens."""
+        """The weighted sum of the experts' results for each token."""
         return self.routed(x, self.router(x))
 
     def routed(self, x: Tensor, scores: Tensor) -> Tensor:
-        """The same, of scores that are there already, for one who needs them for `balance_loss` too."""
+        """`forward` with given scores, for callers that need them for `balance_loss` too."""
         total = sum(self.sizes)
         tokens = scores.shape[:-1]
         if scores.dim() < 2 or scores.shape[-1] != total or x.shape[: len(tokens)] != tokens:
             self.refuse(
                 scores,
                 f"one score for each of {total} experts and each token of x {list(x.shape)}",
-                "let the router make one score for each expert of all ranks",
+                f"use a router with {total} outputs, e.g. torch.nn.Linear(d, {total})",
                 f"scores of shape {list(scores.shape)}",
             )
         weights, chosen = scores.reshape(tokens.numel(), total).softmax(-1).topk(self.k, dim=-1)
@@ -305,40 +304,40 @@ class ExpertParallel(Parallel):
         plan = ExpertDispatch(chosen, self.sizes, self.over, capacity_factor=self.capacity_factor)
         sent = plan.send(x.reshape(tokens.numel(), *x.shape[len(tokens) :]))
         # The empty last part keeps the exchange in the graph of a rank whose results do not depend on its rows.
-        *parts, nothing = sent.split([*plan.counts, 0])
+        *parts, empty = sent.split([*plan.counts, 0])
         done = [each(part) for each, part in zip(self.experts.values(), parts, strict=True)]
         if done:
-            nothing = nothing.to(done[0].dtype).reshape(0, *done[0].shape[1:])
-        rows = torch.cat((*done, nothing))
-        # Under autocast results are narrower than x; a rank without experts cannot know that.
+            empty = empty.to(done[0].dtype).reshape(0, *done[0].shape[1:])
+        rows = torch.cat((*done, empty))
+        # Under autocast results are narrower than x, but a rank without experts has no result to take the dtype from.
         rows = rows if all(self.sizes) else rows.to(x.dtype)
         y = plan.combine(rows, weights.to(x.dtype))
         return y.reshape(*tokens, *y.shape[1:])
 
 
 def balance_loss(scores: Tensor, chosen: Tensor, axis: AxisLike = None) -> Tensor:
-    r"""The loss that is 1 where all experts get as many tokens, over the tokens of all ranks.
+    r"""Load balancing loss over the tokens of all ranks; 1 if all experts get equally many tokens.
 
     ::
 
         V -> I    scores (n, E), chosen (n, k) -> ()     E sum_e f_e p_e; or (B, S, E) and (B, S, k)
-                  f_e: the share of all ranks' choices that fell on e, a constant
+                  f_e: the fraction of all ranks' choices that are e, a constant
                   p_e: the mean over all ranks' tokens of the softmax of the scores
 
-    A mean of each rank's own loss is another number, since it has the product of the rank's shares. Every rank gets
-    the same value, which counts once; its gradient on each rank is with respect to its own scores. Without tokens on
-    any rank the loss is 0, with gradient 0.
+    It differs from the mean of per-rank losses, because f and p are averaged before they are multiplied. Every rank
+    gets the same value, which counts once, and the gradient with respect to its own scores. If no rank has tokens, the
+    loss and its gradient are 0.
 
     Args:
-        scores: the router's, of this rank's tokens; the softmax is taken here, in float32 at least.
+        scores: the router's scores of this rank's tokens, before the softmax (computed in float32 at least).
         chosen: the experts of each token.
-        axis: the ranks over whose tokens it is to be balanced.
+        axis: the ranks over whose tokens the load is balanced.
 
     Raises:
-        ArgumentError: the shapes do not fit, or `chosen` (on a CPU) names no experts.
+        ArgumentError: the shapes do not match, or an expert of `chosen` is out of range (detected on a CPU).
 
-    Source: Fedus et al., Switch Transformers (arXiv:2101.03961), equation 4, without its weight; for k > 1 the
-    shares are those of all choices.
+    Source: Fedus et al., Switch Transformers (arXiv:2101.03961), equation 4, without its weight; for k > 1, f counts
+    all choices.
 
     Example:
         >>> def on_each_rank():
@@ -351,28 +350,29 @@ def balance_loss(scores: Tensor, chosen: Tensor, axis: AxisLike = None) -> Tenso
     fits = scores.dim() == chosen.dim() >= 2 and chosen.shape[:-1] == scores.shape[:-1]
     if not fits or chosen.dtype not in (torch.int64, torch.int32):
         call.fail(
-            "scores and chosen are not of the same tokens",
-            expected="scores (tokens, experts), chosen (tokens, k) as int64; both may have more dims of tokens",
+            "the shapes of scores and chosen do not match",
+            expected="scores (tokens, experts) and chosen (tokens, k) as int64, of the same tokens; or (B, S, experts) "
+            "and (B, S, k)",
             got=f"scores {list(scores.shape)}, chosen {chosen.dtype} {list(chosen.shape)}",
-            remedy="pass chosen = scores.topk(k).indices",
+            remedy="pass e.g. chosen=scores.topk(2).indices",
         )
     experts = scores.shape[-1]
     _check_chosen(call, chosen, experts)
-    scores = widened(scores).flatten(0, -2)
+    scores = upcast(scores).flatten(0, -2)
     fallen = torch.bincount(chosen.reshape(-1), minlength=experts).to(scores.dtype)
     counts = torch.cat((fallen, scores.new_tensor([len(scores)])))
     counts = all_reduce(counts, call.axis, dst=I)
-    # At least 1, for no tokens on any rank.
+    # clamp: there may be no tokens on any rank.
     means = all_reduce(scores.softmax(-1).sum(0), call.axis, dst=I) / counts[-1].clamp(min=1)
-    # All choices are counted, not taken as k for each token: k may differ from rank to rank.
+    # Count all choices instead of multiplying by k, which may differ between ranks.
     return experts * (counts[:-1] / counts[:-1].sum().clamp(min=1) * means).sum()
 
 
 def _check_chosen(call: Call, chosen: Tensor, experts: int) -> None:
-    if known(chosen) and chosen.numel() and (int(chosen.min()) < 0 or int(chosen.max()) >= experts):
+    if readable(chosen) and chosen.numel() and (int(chosen.min()) < 0 or int(chosen.max()) >= experts):
         call.fail(
-            "chosen names experts that there are not",
+            "an expert index in chosen is out of range",
             expected=f"0 <= expert < {experts}",
             got=f"experts from {int(chosen.min())} to {int(chosen.max())}",
-            remedy="say how many experts all ranks have together",
+            remedy=f"use global expert indices, e.g. scores.topk(k).indices of scores of shape (tokens, {experts})",
         )

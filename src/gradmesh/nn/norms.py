@@ -1,4 +1,4 @@
-"""Batch and group norms whose statistics are those of all ranks of an axis."""
+"""Batch and group norms with statistics of all ranks of an axis."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradmesh.arguments import Call
 from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.collectives import all_gather
 from gradmesh.errors import ArgumentError, message
-from gradmesh.nn.plain import known, widened
+from gradmesh.nn.plain import readable, upcast
 
 __all__ = ["SyncBatchNorm", "SyncGroupNorm"]
 
@@ -20,7 +20,7 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
 
 
-# Of torch's own SyncBatchNorm no subclass works under DistributedDataParallel without a GPU.
+# Not a subclass of torch's SyncBatchNorm: DistributedDataParallel rejects those on a CPU.
 class SyncBatchNorm(nn.BatchNorm1d):
     """Batch norm over the batches of all ranks, of any sizes, with exact derivatives of every order.
 
@@ -29,17 +29,18 @@ class SyncBatchNorm(nn.BatchNorm1d):
         V -> V    (n_r, c, ...) -> (n_r, c, ...)    each rank's mean, squares and count are gathered (2 c + 1 numbers)
                                                     backward: their gradients are summed over the ranks
 
-    The weight and the bias are on every rank, which uses them on own rows: a data parallel wrapper averages their
-    gradients as it does the others'; without one, `gm.nn.Replicated`.
+    The weight and the bias are replicated and applied to local rows: a data parallel wrapper averages their gradients
+    like all others; without a wrapper, use `gm.nn.Replicated`.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype: as in `torch.nn.BatchNorm2d`.
         axis: the ranks.
 
     Raises:
-        ArgumentError: another number of channels; one value per channel on all ranks, in training (on a CPU).
+        ArgumentError: `x.shape[1]` differs from `num_features`; in training, fewer than 2 values per channel over all
+            ranks (detected on a CPU).
 
-    Source: Ioffe and Szegedy (arXiv:1502.03167), algorithm 1; the ranks' statistics are put together as in Chan, Golub
+    Source: Ioffe and Szegedy (arXiv:1502.03167), algorithm 1; the ranks' statistics are combined as in Chan, Golub
     and LeVeque, Updating formulae and a pairwise algorithm for computing sample variances (1979), equation 2.1.
 
     Example:
@@ -68,12 +69,12 @@ class SyncBatchNorm(nn.BatchNorm1d):
 
     @classmethod
     def converted(cls, module: nn.Module, axis: AxisLike = None) -> nn.Module:
-        """The module with all its batch norms made synchronised, in place; a batch norm itself is returned as one.
+        """Replace all batch norms of a module, in place; a batch norm itself is converted and returned.
 
-        A norm with two names is one norm still. Hooks of the norms that were are not taken over.
+        A norm that is registered under two names stays shared. Hooks of the replaced norms are dropped.
 
         Raises:
-            ArgumentError: a lazy norm, or one of a class with a forward of its own; nothing is changed.
+            ArgumentError: a lazy norm, or a subclass that overrides `forward`; the module is unchanged.
 
         Example:
             >>> net = torch.nn.Sequential(torch.nn.Conv1d(1, 2, 3), torch.nn.BatchNorm1d(2))
@@ -87,21 +88,23 @@ class SyncBatchNorm(nn.BatchNorm1d):
         made: dict[nn.Module, nn.Module] = {each: cls._of(each, axis) for each in norms}
         for name, each in names:
             if name and each in made:
-                room, _, last = name.rpartition(".")
-                setattr(module.get_submodule(room), last, made[each])
+                parent, _, last = name.rpartition(".")
+                setattr(module.get_submodule(parent), last, made[each])
         return made.get(module, module)
 
     @classmethod
     def _of(cls, norm: nn.Module, axis: AxisLike) -> SyncBatchNorm:
-        """The synchronised norm that has the parameters and the statistics of one."""
+        """A norm with the parameters and buffers of another one."""
         if isinstance(norm, _LAZY) or type(norm).forward not in [each.forward for each in _BATCH_NORMS]:
             raise ArgumentError(
                 message(
-                    "a norm cannot be made synchronised",
+                    "cannot convert this norm",
                     op="nn.SyncBatchNorm.converted",
-                    expected="torch's batch norms, or subclasses with the same forward",
+                    expected="torch's batch norms, or subclasses that do not override forward",
                     got=type(norm).__name__,
-                    remedy="show a lazy one a batch first; let another class call SyncBatchNorm itself",
+                    remedy="run one batch through the module first, which initializes its lazy norms"
+                    if isinstance(norm, _LAZY)
+                    else f"use gm.nn.SyncBatchNorm inside {type(norm).__name__}",
                 )
             )
         old: Any = norm
@@ -119,15 +122,15 @@ class SyncBatchNorm(nn.BatchNorm1d):
             return batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
-        wide = widened(x)
+        wide = upcast(x)
         dims = [0, *range(2, x.dim())]
         mean, var, count = _statistics(wide, dims, here)
-        if self.training and known(x) and float(count) <= 1:
+        if self.training and readable(x) and float(count) <= 1:
             Call("nn.SyncBatchNorm", x, here).fail(
-                "there is no variance of one value per channel",
-                expected="2 values or more per channel on all ranks together",
+                "too few values per channel to compute a variance",
+                expected="at least 2 values per channel over all ranks",
                 got=f"{int(count)}",
-                remedy="take larger batches, or module.eval()",
+                remedy="use larger batches, or call module.eval()",
             )
         if self.training:
             self._remember(mean.detach(), var.detach() * (count / (count - 1)))
@@ -138,7 +141,7 @@ class SyncBatchNorm(nn.BatchNorm1d):
         return y.to(x.dtype)
 
     def _remember(self, mean: Tensor, var: Tensor) -> None:
-        """Move the running statistics by a step."""
+        """Update the running statistics."""
         kept, spread, seen = self.running_mean, self.running_var, self.num_batches_tracked
         if kept is None or spread is None or seen is None or not self.track_running_stats:
             return
@@ -150,20 +153,22 @@ class SyncBatchNorm(nn.BatchNorm1d):
 
 
 class SyncGroupNorm(nn.GroupNorm):
-    """Group norm of samples that are cut over ranks along a dim behind the channels, of which each has some positions.
+    """Group norm of samples that are sharded over ranks along a dim after the channels.
 
     ::
 
         V -> V    (n, c, p_r, ...) -> (n, c, p_r, ...)    each sample's and group's mean, squares and count are gathered
+                                                          backward: their gradients are summed over the ranks
 
     Args:
         num_groups, num_channels, eps, affine, device, dtype: as in `torch.nn.GroupNorm`.
         axis: the ranks.
 
-    The weight and the bias are used on own positions: `gm.nn.Replicated`, unless a wrapper sums their gradients.
+    The weight and the bias are applied to local positions: use `gm.nn.Replicated`, unless a wrapper sums their
+    gradients.
 
     Raises:
-        ArgumentError: another number of channels.
+        ArgumentError: `x.shape[1]` differs from `num_channels`.
 
     Source: Wu and He (arXiv:1803.08494), equation 7.
 
@@ -194,7 +199,7 @@ class SyncGroupNorm(nn.GroupNorm):
         """The normalised positions; see the class."""
         here, x = resolve(self.over, "nn.SyncGroupNorm"), input
         _check_channels("nn.SyncGroupNorm", x, self.num_channels, here)
-        wide = widened(x)
+        wide = upcast(x)
         grouped = wide.reshape(len(x), self.num_groups, x.shape[1] // self.num_groups, *x.shape[2:])
         mean, var, _ = _statistics(grouped, list(range(2, grouped.dim())), here)
         shape = [len(x), self.num_groups, *[1] * (grouped.dim() - 2)]
@@ -208,23 +213,25 @@ class SyncGroupNorm(nn.GroupNorm):
 def _check_channels(verb: str, x: Tensor, channels: int, here: Axis) -> None:
     if x.dim() < 2 or x.shape[1] != channels or not x.is_floating_point():
         Call(verb, x, here).fail(
-            "the input has other channels, or no floating-point numbers",
-            expected=f"shape (n, {channels}, ...)",
+            "the input has a wrong number of channels, or is not floating point",
+            expected=f"a floating-point tensor of shape (n, {channels}, ...)",
             got=f"{x.dtype} of shape {list(x.shape)}",
-            remedy="the channels are dim 1",
+            remedy=f"channels are dim 1: construct the layer with {x.shape[1]} channels, or transpose the input"
+            if x.dim() > 1 and x.is_floating_point()
+            else "pass e.g. x.float() with the channels in dim 1",
         )
 
 
 def _statistics(x: Tensor, dims: list[int], here: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and variance along `dims` over all ranks, and of how many values, from those of each rank."""
-    own = 1
+    """Mean and variance along `dims` over all ranks, and the number of values."""
+    count = 1
     for dim in dims:
-        own *= x.shape[dim]
-    mean = x.sum(dims, keepdim=True) / max(own, 1)
+        count *= x.shape[dim]
+    mean = x.sum(dims, keepdim=True) / max(count, 1)
     squares = ((x - mean) ** 2).sum(dims)
     mean = mean.view_as(squares)
-    told = torch.cat((mean.reshape(-1), squares.reshape(-1), mean.new_tensor([own])))
-    means, others, counts = all_gather(told.unsqueeze(0), here).split((mean.numel(), mean.numel(), 1), dim=1)
+    local = torch.cat((mean.reshape(-1), squares.reshape(-1), mean.new_tensor([count])))
+    means, others, counts = all_gather(local.unsqueeze(0), here).split((mean.numel(), mean.numel(), 1), dim=1)
     total = counts.sum()
     whole = (counts * means).sum(0) / total
     summed = (others + counts * (means - whole) ** 2).sum(0)

@@ -1,4 +1,4 @@
-"""How a sequence lies on the ranks: in order, or balanced for a causal mask."""
+"""How a sequence is sharded over the ranks: in order, or balanced for a causal mask."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Literal
 
 from gradmesh.axis import balanced
 
-__all__ = ["Order", "pieces", "places", "sizes_of", "spans"]
+__all__ = ["Order", "positions_of", "sizes_of", "spans"]
 
 Order = Literal["plain", "zigzag"]
-"""plain: rank 0 has the beginning, the last rank the end. zigzag: the sequence is cut into 2 W pieces, and rank r has
-piece r and piece 2 W - 1 - r, so that every rank's rows see equally many keys before them."""
+"""plain: rank 0 has the beginning, the last rank the end. zigzag: the sequence is split into 2 W pieces, and rank r has
+pieces r and 2 W - 1 - r, so that causal attention is equal work on every rank."""
 
 
 def spans(order: Order, sizes: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Each rank's places of the sequence, from one up to another, in rising order.
+    """Each rank's positions as half-open intervals, in rising order.
 
     Args:
-        order: how they lie.
-        sizes: how many each rank has; with zigzag their sum counts.
+        order: "plain" or "zigzag".
+        sizes: each rank's number of positions; zigzag uses only their sum.
 
     >>> spans("plain", (3, 2))
     (((0, 3),), ((3, 5),))
@@ -34,7 +34,7 @@ def spans(order: Order, sizes: Sequence[int]) -> tuple[tuple[tuple[int, int], ..
 
 
 def sizes_of(order: Order, length: int, ranks: int) -> tuple[int, ...]:
-    """How many places each rank has of a sequence that is cut evenly.
+    """Each rank's number of positions of an evenly sharded sequence.
 
     >>> sizes_of("plain", 9, 4), sizes_of("zigzag", 9, 4)
     ((3, 2, 2, 2), (3, 2, 2, 2))
@@ -45,18 +45,13 @@ def sizes_of(order: Order, length: int, ranks: int) -> tuple[int, ...]:
     return tuple(cut[rank] + cut[-1 - rank] for rank in range(ranks))
 
 
-def pieces(order: Order, length: int, ranks: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Each rank's places of a sequence that is cut evenly."""
-    return spans(order, sizes_of(order, length, ranks))
+def positions_of(order: Order, sizes: Sequence[int]) -> list[int]:
+    """The positions of the concatenation of all ranks' shards.
 
-
-def places(order: Order, sizes: Sequence[int]) -> list[int]:
-    """The places of a sequence as the ranks have them, one rank's after another's.
-
-    >>> places("zigzag", (2, 2))
+    >>> positions_of("zigzag", (2, 2))
     [0, 3, 1, 2]
     """
-    return [place for rank in spans(order, sizes) for span in rank for place in range(*span)]
+    return [position for rank in spans(order, sizes) for span in rank for position in range(*span)]
 
 
 def _in_a_row(sizes: Sequence[int]) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""What the layers ask of a tensor: whether its numbers can be looked at, and its wide form."""
+"""Helpers of the layers: can a tensor's values be read, and upcast to float32."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from gradmesh._torch import is_fake, transforms_active
 from gradmesh.transport import compiling
 
-__all__ = ["known", "widened"]
+__all__ = ["readable", "upcast"]
 
 
-def known(x: Tensor) -> bool:
-    """Whether a number can be asked for without waiting for a device or stopping a tracer."""
+def readable(x: Tensor) -> bool:
+    """True if reading a value neither synchronizes with a device nor breaks a trace."""
     return x.device.type == "cpu" and not compiling() and not is_fake(x) and not transforms_active()
 
 
-def widened(x: Tensor) -> Tensor:
-    """The tensor in float32, where it is narrower."""
+def upcast(x: Tensor) -> Tensor:
+    """The tensor in float32 if it is float16 or bfloat16."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

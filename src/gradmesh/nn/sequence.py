@@ -1,13 +1,13 @@
-"""Cut a sequence over the ranks of an axis and put it together again, in order or balanced for a causal mask.
+"""Shard a sequence over the ranks of an axis and gather it again, for context parallelism.
 
 Orders:
 
 * "plain": rank 0 has the beginning, the last rank the end. With a causal mask the last rank has nearly twice the mean
   work, and the others wait for it.
-* "zigzag": the sequence is cut into 2 W pieces, and rank r has piece r and piece 2 W - 1 - r: equal work for all.
+* "zigzag": the sequence is split into 2 W pieces, and rank r has pieces r and 2 W - 1 - r: equal work on every rank.
 
-What works on each place by itself (linear layers, norms, the loss of each token) does not see the order. What depends
-on the place, such as a rotary embedding, takes `positions`.
+Position-wise layers (linear layers, norms, the loss of each token) need no change. Layers that depend on the position,
+such as a rotary embedding, use `positions`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from gradmesh.collectives import all_gather
 from gradmesh.collectives import shard as cut
 from gradmesh.collectives import sizes as sizes_on
 from gradmesh.errors import ArgumentError, ShapeError, message
-from gradmesh.nn.order import Order, pieces, places, sizes_of
+from gradmesh.nn.order import Order, positions_of, sizes_of, spans
 from gradmesh.types import Convention, I, R
 
 __all__ = ["Order", "positions", "shard", "sizes", "unshard"]
 
 
 def sizes(length: int, axis: AxisLike = None, *, order: Order = "plain") -> tuple[int, ...]:
-    """How many places of a sequence each rank has.
+    """Each rank's number of positions of an evenly sharded sequence.
 
     Args:
-        length: of the whole sequence.
+        length: of the full sequence.
         axis: the ranks, as in every verb.
         order: "plain" or "zigzag".
 
     Raises:
-        ArgumentError: another order.
+        ArgumentError: unknown `order`.
 
     Example:
         >>> gm.launch(lambda: gm.nn.sequence.sizes(10, order="zigzag"), 2, backend="threads")[0]
@@ -49,16 +49,16 @@ def sizes(length: int, axis: AxisLike = None, *, order: Order = "plain") -> tupl
 def positions(
     length: int, axis: AxisLike = None, *, order: Order = "plain", device: torch.device | str | None = None
 ) -> Tensor:
-    """Which places of the sequence this rank has, in rising order.
+    """The positions of the sequence that this rank holds, in rising order.
 
     Args:
-        length: of the whole sequence.
+        length: of the full sequence.
         axis: the ranks, as in every verb.
         order: "plain" or "zigzag".
         device: of the result.
 
     Raises:
-        ArgumentError: another order.
+        ArgumentError: unknown `order`.
 
     Example:
         >>> def on_each_rank():
@@ -67,29 +67,30 @@ def positions(
         [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
     here = resolve(axis, "nn.sequence.positions")
-    held = pieces(_known(order, "positions", str(here)), length, here.size)
-    return torch.cat([torch.arange(*span, device=device) for span in held[here.rank]])
+    known = _known(order, "positions", str(here))
+    held = spans(known, sizes_of(known, length, here.size))[here.rank]
+    return torch.cat([torch.arange(*span, device=device) for span in held])
 
 
 def shard(
     x: Tensor, axis: AxisLike = None, dim: int = -2, *, order: Order = "plain", src: Convention = I
 ) -> Tensor:
-    """This rank's part of a sequence that every rank has.
+    """This rank's shard of a sequence that every rank has.
 
     ::
 
-        I -> V    shape (..., L, ...) -> (..., its part of L, ...)
-        R -> V    the same; the gradient is the own part's, zero elsewhere
+        I -> V    shape (..., L, ...) -> (..., L_r, ...); backward gathers the shards' gradients
+        R -> V    the same forward; the gradient is that of the local shard, zero elsewhere
 
     Args:
-        x: the whole sequence, the same on every rank.
+        x: the full sequence, the same on every rank.
         axis: the ranks, as in every verb.
-        dim: the dimension of the sequence; by default that of (batch, heads, sequence, features).
+        dim: the dimension of the sequence; defaults to that of (batch, heads, sequence, features).
         order: "plain" or "zigzag".
-        src: what the sequence is, as in `gradmesh.shard`. Token numbers have no gradient, so that it does not matter.
+        src: the type of `x`, as in `gradmesh.shard`. Irrelevant for token ids, which have no gradient.
 
     Raises:
-        ArgumentError: another order, or no such dimension.
+        ArgumentError: unknown `order`, or `dim` is out of range.
 
     Example:
         >>> def on_each_rank():
@@ -108,23 +109,23 @@ def shard(
 def unshard(
     x: Tensor, axis: AxisLike = None, dim: int = -2, *, order: Order = "plain", dst: Convention = R
 ) -> Tensor:
-    """The whole sequence of the ranks' parts, as `shard` cuts them.
+    """The full sequence from the ranks' shards; inverse of `shard`.
 
     ::
 
-        V -> R    shape (..., its part of L, ...) -> (..., L, ...)
-        V -> I    the same forward; backward is the own part, as every rank has the whole gradient
+        V -> R    shape (..., L_r, ...) -> (..., L, ...); backward sums the ranks' gradients and returns the local shard
+        V -> I    the same forward; backward returns the local shard of the gradient, which is the same on every rank
 
     Args:
-        x: this rank's part.
+        x: this rank's shard.
         axis: the ranks, as in every verb.
         dim: the dimension of the sequence.
-        order: "plain", for which the ranks' parts may have any sizes, or "zigzag".
-        dst: what the result is, as in `gradmesh.all_gather`.
+        order: "plain" (shards of any sizes) or "zigzag".
+        dst: the type of the result, as in `gradmesh.all_gather`.
 
     Raises:
-        ArgumentError: another order, or no such dimension.
-        ShapeError: zigzag, and the parts are not of the sizes that `shard` gives them.
+        ArgumentError: unknown `order`, or `dim` is out of range.
+        ShapeError: with "zigzag", the shards do not have the sizes that `shard` gives them.
 
     Example:
         >>> def on_each_rank():
@@ -141,12 +142,12 @@ def unshard(
     if order == "zigzag" and found != expected:
         raise ShapeError(
             message(
-                "the parts are not those of a sequence in zigzag order",
+                "the ranks' shards do not have the sizes of a zigzag sequence",
                 op=call.verb,
                 axis=str(here),
                 expected=f"sizes {expected}",
                 got=f"sizes {found}",
-                remedy="cut the sequence with gradmesh.nn.sequence.shard",
+                remedy=f'shard it with gm.nn.sequence.shard(x, dim={dim}, order="zigzag")',
             )
         )
     whole = all_gather(x, here, dim, dst=dst, sizes=found)
@@ -156,20 +157,19 @@ def unshard(
 
 
 def _order(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """The places of a sequence in zigzag order, one rank's after another's."""
-    return torch.tensor(places("zigzag", sizes), dtype=torch.int64, device=device)
+    return torch.tensor(positions_of("zigzag", sizes), dtype=torch.int64, device=device)
 
 
 def _known(order: object, verb: str, axis: str) -> Order:
     if order not in ("plain", "zigzag"):
         raise ArgumentError(
             message(
-                "order is not one that is known",
+                "unknown order",
                 op=f"nn.sequence.{verb}",
                 axis=axis,
-                expected='order one of "plain", "zigzag"',
+                expected='order="plain" or order="zigzag"',
                 got=f"order={order!r}",
-                remedy='leave it out, or say "zigzag" for causal attention',
+                remedy='omit it, or pass order="zigzag" for causal attention',
             )
         )
     return order

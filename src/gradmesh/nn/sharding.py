@@ -1,4 +1,4 @@
-"""Which parameters are sharded, and over which ranks: what the layers know, and what is marked by hand."""
+"""Registry of sharded parameters: those of gradmesh's layers, and those marked by `mark_sharded`."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ __all__ = ["Holder", "Sharding", "mark_sharded", "remember"]
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 Place = tuple[int, str]
-"""Where a parameter is: the identity of its module, and its name there."""
+"""A parameter's location: the id of its module, and its name in it."""
 
 _MARK = "_gradmesh_sharded_over"
-"""The attribute of a parameter that was marked: the axes over which it is sharded."""
+"""The attribute of a marked parameter: the axes over which it is sharded."""
 
 
 class Holder(Protocol):
-    """A layer that holds shards, or parameters that are on one rank alone."""
+    """A layer with sharded parameters, or with parameters that exist on one rank only."""
 
     @property
     def axis(self) -> Axis:
-        """The ranks that have the others."""
+        """The ranks that have the other shards."""
         ...
 
     @property
     def holds_parts(self) -> bool:
-        """Whether a parameter is a part of one that the other ranks have parts of; else it is one of its own."""
+        """True if each parameter is a shard of one tensor; False if ranks hold distinct parameters (experts)."""
         ...
 
     def _sharded(self) -> Iterator[tuple[nn.Module, str]]:
-        """The parameters, each as the module that has it and its name there."""
+        """The parameters, each as its module and its name in it."""
         ...
 
 
@@ -46,17 +46,17 @@ _lock = threading.Lock()
 
 
 def remember(layer: Holder) -> None:
-    """Make a layer known to `Sharding` for as long as it is there.
+    """Register a layer for `Sharding`, by weak reference.
 
-    The layer is asked and not the parameter: a copy of the layer has other parameters, and a wrapper such as
-    `fully_shard` puts its own in their places.
+    Layers are registered, not parameters: a copy of the layer has other parameters, and wrappers such as
+    `fully_shard` replace them.
     """
     with _lock:
         _holders.add(layer)
 
 
 class Sharding:
-    """Which parameters are sharded now."""
+    """The sharded parameters at the time of construction."""
 
     def __init__(self) -> None:
         with _lock:
@@ -70,53 +70,48 @@ class Sharding:
                 parameter = module._parameters.get(name)
                 if parameter is not None:
                     self._places[id(parameter)] = place
-                    # Within a functional_call, as of a rank on another thread, it may be no leaf.
+                    # In a functional_call, maybe of a rank on another thread, it may be a non-leaf tensor.
                     if parameter.is_leaf and parameter.grad is not None:
                         self._places[id(parameter.grad)] = place
 
     def at(self, place: Place) -> list[Holder]:
-        """The layers that hold the parameter of a module and a name."""
+        """The layers that hold the parameter at a location."""
         return self._layers.get(place, [])
 
     def of(self, tensor: Tensor) -> list[Holder]:
-        """The layers that hold a parameter, or the parameter of a gradient."""
+        """The layers that hold a parameter or, of a gradient, its parameter."""
         place = self._places.get(id(tensor))
         return [] if place is None else self._layers[place]
 
     def over(self, tensor: Tensor, layers: Iterable[Holder] | None = None) -> list[Axis]:
-        """The axes over which a parameter, or the parameter of a gradient, is sharded.
-
-        Args:
-            tensor: it.
-            layers: those that hold it, if they are known.
-        """
+        """The axes over which a parameter (or a gradient's parameter) is sharded; `layers` defaults to `of(tensor)`."""
         held = [layer.axis for layer in (self.of(tensor) if layers is None else layers)]
         return [axis for axis in (*getattr(tensor, _MARK, ()), *held) if axis.size > 1]
 
 
 def mark_sharded(parameter: TensorT, axis: AxisLike = None) -> TensorT:
-    """Declare that each rank of an axis has a part of its own of a parameter, for `gm.nn.clip_grad_norm_`.
+    """Mark a parameter as a shard (each rank of the axis holds a different part), for `gm.nn.clip_grad_norm_`.
 
-    The layers of `gm.nn` and DTensors need no mark. It is for shards that are made by hand, and for what is on one rank
-    of the axis alone, such as the layers of a pipeline's stage. A parameter that is sharded over several axes is marked
-    once for each. A copy of the parameter has no mark, nor has the one that `fully_shard` puts in its place: mark what
-    the optimizer gets.
+    Layers of `gm.nn` and DTensors need no mark. Mark custom shards, and parameters that exist on one rank of the axis
+    only, such as the layers of a pipeline stage. If a parameter is sharded over several axes, mark it once for each.
+    A copy of the parameter has no mark, nor has the parameter that replaces it in `fully_shard`: mark the parameters
+    that the optimizer gets.
 
     Args:
         parameter: the parameter, or a tensor for `gm.nn.get_total_norm`.
-        axis: the ranks that have the parts.
+        axis: the ranks that hold the shards.
 
     Returns:
         The parameter.
 
     Raises:
-        ArgumentError: not a tensor.
+        ArgumentError: `parameter` is not a tensor.
 
     Example:
         >>> def on_each_rank():
-        ...     own = gm.nn.mark_sharded(torch.nn.Parameter(torch.zeros(1)))
-        ...     own.grad = torch.tensor([(3.0, 4.0)[gm.rank()]])
-        ...     return gm.nn.clip_grad_norm_([own], 1.0).item()
+        ...     weight = gm.nn.mark_sharded(torch.nn.Parameter(torch.zeros(1)))
+        ...     weight.grad = torch.tensor([(3.0, 4.0)[gm.rank()]])
+        ...     return gm.nn.clip_grad_norm_([weight], 1.0).item()
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [5.0, 5.0]
     """
@@ -124,12 +119,12 @@ def mark_sharded(parameter: TensorT, axis: AxisLike = None) -> TensorT:
     if not isinstance(parameter, Tensor):
         raise ArgumentError(
             message(
-                "this is not a tensor",
+                "parameter is not a tensor",
                 op="nn.mark_sharded",
                 axis=str(here),
-                expected="a parameter",
+                expected="a torch.nn.Parameter or another tensor",
                 got=type(parameter).__name__,
-                remedy="mark each parameter of a module",
+                remedy="for a module: for p in module.parameters(): gm.nn.mark_sharded(p)",
             )
         )
     known = getattr(parameter, _MARK, ())

@@ -17,9 +17,9 @@ from gradmesh.compat._function import OpFunction, run
 from gradmesh.compat.gp_utils.groups import gp_axis, initialized
 from gradmesh.errors import ShapeError
 from gradmesh.nn.graph import GraphPlan, Rows
-from gradmesh.nn.graph.agree import meeting
+from gradmesh.nn.graph.agree import exchange_device
 from gradmesh.nn.graph.edges import checked_edges
-from gradmesh.nn.graph.inputs import checked_own, checked_owner, failing, see_that_own_fits
+from gradmesh.nn.graph.inputs import check_own_matches, checked_own, checked_owner, failing
 from gradmesh.ops.neighbor import NeighborAllToAll, Picked
 from gradmesh.ops.sizes import Sizes
 from gradmesh.types import R
@@ -145,7 +145,7 @@ def build_gp_context(
     own = (
         (owner == rank).nonzero().squeeze(1) if node_partition is None else checked_own(node_partition, fail)
     )
-    see_that_own_fits(own, owner, rank, fail, ("node_partition", "rank_assignments"))
+    check_own_matches(own, owner, rank, fail, ("node_partition", "rank_assignments"))
     pairs = checked_edges(edge_index, len(owner), fail).to(owner.device)
     ends_here = owner[pairs[1]] == rank
     far = (owner != rank).long().neg()
@@ -193,7 +193,7 @@ def build_gp_context(
 
 def _anywhere(here: bool, axis: Axis) -> bool:
     """Whether something is so on any rank."""
-    return bool(all_reduce(torch.tensor(int(here), device=meeting(axis)), axis, op="max", dst=R))
+    return bool(all_reduce(torch.tensor(int(here), device=exchange_device(axis)), axis, op="max", dst=R))
 
 
 def all_to_all_collect(

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is cut over the ranks of an axis: round a ring, or by heads."""
+"""Context parallelism: attention over a sequence that is sharded over the ranks, by a ring or by heads (Ulysses)."""
 
 from gradmesh.nn.attention.by_heads import ulysses_attention
 from gradmesh.nn.attention.by_ring import ring_attention

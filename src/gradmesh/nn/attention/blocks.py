@@ -1,8 +1,7 @@
-"""Attention to some keys after others: the softmax is put together from parts, and the gradients fall apart into them.
+"""Blockwise attention: partial softmax results are merged by their logsumexp; backward is a sum over blocks.
 
-With the logsumexp of a row over all its keys, each key's weight can be had from its own score alone. So the parts need
-nothing of one another, neither forward (M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax",
-2018) nor backward (T. Dao and others, "FlashAttention", 2022).
+Sources: M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax", 2018 (forward); T. Dao and others,
+"FlashAttention", 2022 (backward).
 """
 
 from __future__ import annotations
@@ -15,37 +14,37 @@ from torch import Tensor
 from gradmesh._torch import flash_backward, flash_forward, flash_takes
 from gradmesh.nn.attention.tiles import Tile
 
-__all__ = ["Gradients", "Seen", "exact", "wide"]
+__all__ = ["BlockwiseAttention", "BlockwiseGradients", "accumulator", "exact"]
 
 ROWS = 256
-"""How many rows of scores are held at once, where torch's fused kernels do not serve."""
+"""Number of rows of scores in memory at once, where torch's fused kernels do not apply."""
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are taken in."""
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums are accumulated."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def exact(device: torch.device) -> torch.autocast:
-    """Products in the dtype of their operands, also under autocast."""
+    """Disable autocast."""
     return torch.autocast(device.type, enabled=False)
 
 
-class Seen:
-    """The attention of some rows to the keys that were there so far.
+class BlockwiseAttention:
+    """Accumulates attention over blocks of keys.
 
     Args:
-        q: the rows, (batch, heads, rows, features).
+        q: (batch, heads, rows, features).
         features: of the values.
         scale: of the scores.
     """
 
     def __init__(self, q: Tensor, features: int, scale: float) -> None:
         self._q, self._scale, self._features = q, scale, features
-        self._had: tuple[Tensor, Tensor] | None = None
+        self._sum: tuple[Tensor, Tensor] | None = None
 
     def add(self, of: Sequence[Tile], k: Tensor, v: Tensor) -> None:
-        """Attend to more keys."""
+        """Attend to another block of keys."""
         for tile in of:
             q, keys, values = (
                 _cut(self._q, tile, tile.rows),
@@ -53,25 +52,25 @@ class Seen:
                 _cut(v, tile, tile.keys),
             )
             out, lse = _attend(q, keys, values, tile.diagonal, self._scale)
-            if self._had is None and q.shape == self._q.shape:
-                self._had = out.to(wide(out.dtype)), lse
+            if self._sum is None and q.shape == self._q.shape:
+                self._sum = out.to(accumulator(out.dtype)), lse
             else:
                 self._merge(tile, out, lse)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """What was seen, in the rows' dtype, and the logsumexp of each row's scores; -inf where there were none."""
+        """The output in the dtype of `q`, and each row's logsumexp; -inf for rows without keys."""
         out, lse = self._so_far()
         return out.to(self._q.dtype), lse
 
     def _so_far(self) -> tuple[Tensor, Tensor]:
-        if self._had is None:
+        if self._sum is None:
             folds, heads, rows, _ = self._q.shape
-            dtype = wide(self._q.dtype)
-            # Rows before heads, as the fused kernels have them.
+            dtype = accumulator(self._q.dtype)
+            # Memory layout of the fused kernels: rows before heads.
             out = self._q.new_zeros((folds, rows, heads, self._features), dtype=dtype)
             lse = self._q.new_full((folds, rows, heads), -torch.inf, dtype=dtype)
-            self._had = out.transpose(1, 2), lse.transpose(1, 2)
-        return self._had
+            self._sum = out.transpose(1, 2), lse.transpose(1, 2)
+        return self._sum
 
     def _merge(self, tile: Tile, out: Tensor, lse: Tensor) -> None:
         before, weight = (_cut(x, tile, tile.rows) for x in self._so_far())
@@ -80,15 +79,15 @@ class Seen:
         weight.copy_(both)
 
 
-class Gradients:
-    """The gradients of the attention of some rows.
+class BlockwiseGradients:
+    """Accumulates the gradients of attention over blocks of keys.
 
     Args:
-        q: the rows.
-        out: what they saw.
+        q: the queries.
+        out: the attention output.
         lse: its logsumexp.
         grad: the gradient of `out`.
-        grad_lse: that of `lse`; None: there is none.
+        grad_lse: the gradient of `lse`, or None.
         scale: of the scores.
     """
 
@@ -97,11 +96,11 @@ class Gradients:
     ) -> None:
         self._q, self._out, self._grad, self._scale = q, out, grad.to(q.dtype), scale
         self._grad_lse = grad_lse
-        self._lse = lse.masked_fill(lse == -torch.inf, 0)  # of rows that see nothing, and are in no tile
+        self._lse = lse.masked_fill(lse == -torch.inf, 0)  # rows without keys, which are in no tile
         self._dq: Tensor | None = None
 
     def add(self, of: Sequence[Tile], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The gradients by some keys and values, in a wide dtype; that by the rows is kept."""
+        """The gradients with respect to a block's keys and values, in the accumulator dtype; dq is accumulated."""
         dk: Tensor | None = None
         dv: Tensor | None = None
         for tile in of:
@@ -113,7 +112,7 @@ class Gradients:
         return _zeros(k) if dk is None else dk, _zeros(v) if dv is None else dv
 
     def dq(self) -> Tensor:
-        """The gradient by the rows."""
+        """The gradient with respect to `q`."""
         return (_zeros(self._q) if self._dq is None else self._dq).to(self._q.dtype)
 
     def _of(self, tile: Tile, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,32 +125,32 @@ class Gradients:
             if k.shape[1] != heads:
                 dk, dv = dk.sum(1, keepdim=True), dv.sum(1, keepdim=True)
             return dq, dk, dv
-        wide_ = wide(q.dtype)
-        less = (grad.to(wide_) * out).sum(-1)
+        wide = accumulator(q.dtype)
+        less = (grad.to(wide) * out).sum(-1)
         if self._grad_lse is not None:
             less = less - _cut(self._grad_lse, tile, tile.rows)
-        dq = torch.empty_like(q, dtype=wide_)
-        k, v = k.to(wide_), v.to(wide_)
+        dq = torch.empty_like(q, dtype=wide)
+        k, v = k.to(wide), v.to(wide)
         dk, dv = torch.zeros_like(k), torch.zeros_like(v)
         for row in range(0, q.shape[2], ROWS):
             cut = slice(row, row + ROWS)
-            rows, given = q[:, :, cut].to(wide_), grad[:, :, cut].to(wide_)
+            rows, dout = q[:, :, cut].to(wide), grad[:, :, cut].to(wide)
             weights = (_scores(rows, k, diagonal, scale, row) - lse[:, :, cut, None]).exp_()
-            dv += (weights.mT @ given).sum_to_size(dv.shape)
-            ds = (given @ v.mT).sub_(less[:, :, cut, None]).mul_(weights).mul_(scale)
+            dv += (weights.mT @ dout).sum_to_size(dv.shape)
+            ds = (dout @ v.mT).sub_(less[:, :, cut, None]).mul_(weights).mul_(scale)
             dq[:, :, cut] = ds @ k
             dk += (ds.mT @ rows).sum_to_size(dk.shape)
         return dq, dk, dv
 
 
 def _zeros(like: Tensor) -> Tensor:
-    return torch.zeros_like(like, dtype=wide(like.dtype))
+    return torch.zeros_like(like, dtype=accumulator(like.dtype))
 
 
 def _added(whole: Tensor | None, part: Tensor, like: Tensor, tile: Tile, span: tuple[int, int]) -> Tensor:
-    """The sum with a tile's part; where that is the first and all there is, it is taken as it is."""
+    """Add a tile's gradient to the sum; a first one that covers everything becomes the sum without a copy."""
     if whole is None and part.shape == like.shape:
-        return part.to(wide(like.dtype))
+        return part.to(accumulator(like.dtype))
     if whole is None:
         whole = _zeros(like)
     _cut(whole, tile, span).add_(part)
@@ -159,24 +158,24 @@ def _added(whole: Tensor | None, part: Tensor, like: Tensor, tile: Tile, span: t
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, diagonal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention to some keys, each row to one at least, and the logsumexp."""
+    """Attention to a block in which each row sees at least one key, and the logsumexp."""
     if flash_takes(q, k, v):
         heads = q.shape[1]
         return flash_forward(q, k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1), diagonal, scale)
-    wide_ = wide(q.dtype)
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=wide_)
-    lse = q.new_empty(q.shape[:-1], dtype=wide_)
-    k, v = k.to(wide_), v.to(wide_)
+    wide = accumulator(q.dtype)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=wide)
+    lse = q.new_empty(q.shape[:-1], dtype=wide)
+    k, v = k.to(wide), v.to(wide)
     for row in range(0, q.shape[2], ROWS):
         cut = slice(row, row + ROWS)
-        scores = _scores(q[:, :, cut].to(wide_), k, diagonal, scale, row)
+        scores = _scores(q[:, :, cut].to(wide), k, diagonal, scale, row)
         lse[:, :, cut] = whole = scores.logsumexp(-1)
         out[:, :, cut] = scores.sub_(whole.unsqueeze(-1)).exp_() @ v
     return out, lse
 
 
 def _scores(q: Tensor, k: Tensor, diagonal: bool, scale: float, first: int) -> Tensor:
-    """Scores of rows of which the first is row `first`."""
+    """Scores of a slice of rows that starts at row `first`."""
     scores = (q @ k.mT).mul_(scale)
     if diagonal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(first + 1)
@@ -185,6 +184,6 @@ def _scores(q: Tensor, k: Tensor, diagonal: bool, scale: float, first: int) -> T
 
 
 def _cut(x: Tensor, tile: Tile, span: tuple[int, int]) -> Tensor:
-    """A tile's part along the sequence."""
+    """A tile's slice of a tensor."""
     x = x[:, :, span[0] : span[1]]
     return x if tile.batch is None else x[tile.batch[0] : tile.batch[1]]

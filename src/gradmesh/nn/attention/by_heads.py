@@ -1,6 +1,6 @@
-"""Attention by heads: each rank gets some heads of the whole sequence.
+"""Ulysses attention: an all-to-all gives each rank some heads of the full sequence.
 
-S. A. Jacobs and others, "DeepSpeed Ulysses: system optimizations for enabling training of extreme long sequence
+Source: S. A. Jacobs and others, "DeepSpeed Ulysses: system optimizations for enabling training of extreme long sequence
 transformer models", 2023.
 """
 
@@ -21,18 +21,18 @@ from gradmesh.axis import Axis, AxisLike, balanced
 from gradmesh.nn.attention.blocks import exact
 from gradmesh.nn.attention.by_ring import blockwise
 from gradmesh.nn.attention.inputs import AttentionInputs, Lengths
-from gradmesh.nn.order import Order, places
+from gradmesh.nn.order import Order, positions_of
 from gradmesh.ops.all_to_all import AllToAll
 from gradmesh.ops.sizes import Sizes
 
 __all__ = ["Attention", "ulysses_attention"]
 
 Attention = Callable[..., Tensor]
-"""Takes q, k and v of (batch, heads, sequence, features), and of `is_causal`, `scale` and `enable_gqa` those that are
-not as torch's `scaled_dot_product_attention` has them by default."""
+"""Takes q, k and v of (batch, heads, sequence, features); `is_causal`, `scale` and `enable_gqa` are passed only if they
+differ from the defaults of torch's `scaled_dot_product_attention`."""
 
 _VERB = "nn.ulysses_attention"
-_ALONE = Axis("alone", 0, 1, None)  # type: ignore[arg-type]  # nothing is sent
+_LOCAL = Axis("local", 0, 1, None)  # type: ignore[arg-type]  # a single-rank axis sends nothing
 
 
 def ulysses_attention(
@@ -51,41 +51,42 @@ def ulysses_attention(
     attn_mask: None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Attention over a sequence that is cut over the ranks: each rank gets the whole sequence of some of the heads.
+    """Attention over a sequence that is sharded over the ranks; each rank computes some heads of the full sequence.
 
     ::
 
         V -> V    softmax(q_r K^T / sqrt(features)) V, where K, V are those of all ranks
+                  backward: each rank gets the gradients of its q, k and v, summed over the queries of all ranks
 
-    Two exchanges go there and one comes back, forward and backward. The ranks need not divide the heads: the first
-    get one more, and with more ranks than heads some have none. Keys and values of grouped queries go to each rank
-    that has queries of theirs, and their gradients are summed.
+    Forward and backward make three all-to-alls each. The number of heads need not be a multiple of the number of ranks:
+    the first ranks get one more head, and with more ranks than heads some get none. With grouped queries, a KV head is
+    sent to every rank that holds a matching query head, and its gradients are summed.
 
     Args:
-        q: this rank's queries, (batch, heads, its part of the sequence, features).
-        k: its keys. Fewer heads than those of q serve as many of these each.
-        v: its values; other features than those of k are allowed.
+        q: this rank's queries, (batch, heads, local sequence, features).
+        k: this rank's keys; may have fewer heads than `q` (grouped queries).
+        v: this rank's values; may have another number of features than `k`.
         axis: the ranks, as in every verb.
-        causal: whether a place of the sequence sees only places up to itself.
-        order: how the sequence lies on the ranks, see `gradmesh.nn.sequence`.
-        sizes: each rank's number of keys, which may be 0; None: the same on every rank; "auto": found by one small
-            exchange.
-        query_sizes: each rank's number of queries, for cross attention; "auto": found by one small exchange; None: as
-            many as keys where this rank has as many, else the same on every rank.
+        causal: True if a position attends only to positions up to itself.
+        order: how the sequence is sharded; see `gradmesh.nn.sequence`.
+        sizes: each rank's number of keys, which may be 0, e.g. `sizes=(4, 3)`; None: the same on every rank; "auto":
+            exchanged.
+        query_sizes: each rank's number of queries, for cross attention; "auto": exchanged; None: equal to `sizes` if
+            this rank has as many queries as keys, else the same on every rank.
         lengths: of documents, as in `gradmesh.nn.ring_attention`.
-        scale: of the scores; by default 1 / sqrt(features).
-        attention: computes the heads that are here, on the whole sequence in its order: torch's
-            `scaled_dot_product_attention`, or what is called like it. Masks and dropout are its affair; what it draws
-            differs from rank to rank if the ranks' generators do. None: torch's fused kernels, with all derivatives.
-        attn_mask: not taken here, but by `attention`.
-        dropout_p: likewise.
+        scale: of the scores; defaults to 1 / sqrt(features).
+        attention: computes this rank's heads on the full sequence in its original order: torch's
+            `scaled_dot_product_attention` or a function with the same signature. It may apply masks and dropout; random
+            numbers differ between ranks if their generators do. None: torch's fused kernels, with all derivatives.
+        attn_mask: not supported; apply it in `attention`.
+        dropout_p: not supported; apply it in `attention`.
 
     Returns:
-        What this rank's queries see, (batch, heads, its part of the sequence, features of v).
+        The attention output of this rank's queries, (batch, heads, local sequence, features of v).
 
     Raises:
-        ArgumentError, ShapeError, DTypeError: what is given does not fit together, on this rank.
-        MismatchError: the ranks say different things, or another rank refuses its call.
+        ArgumentError, ShapeError, DTypeError: invalid arguments on this rank.
+        MismatchError: the ranks' arguments differ, or another rank raised.
 
     Example:
         >>> def on_each_rank():
@@ -114,36 +115,38 @@ def ulysses_attention(
     )
     if attention is not None and (lengths is not None or not callable(attention)):
         Call(_VERB, q, given.axis).fail(
-            "attention is not to be called like this",
-            expected="a function like scaled_dot_product_attention, without lengths",
+            "attention= must be callable and cannot be combined with lengths=",
+            expected="a function such as torch.nn.functional.scaled_dot_product_attention, and lengths=None",
             got=f"attention={attention!r}, lengths={lengths!r}",
-            remedy="leave attention out, or let it know the documents itself",
+            remedy="omit lengths and mask the documents in your attention function, or omit attention"
+            if callable(attention)
+            else "pass a function, e.g. attention=torch.nn.functional.scaled_dot_product_attention, or omit it",
         )
-    given = replace(given, words=f"{given.words}, query_sizes={given.rows}")
+    given = replace(given, signature=f"{given.signature}, query_sizes={given.rows}")
     heads = _Heads.of(q.shape[1], k.shape[1], given.axis)
     if given.axis.size == 1:
         return _local(given, heads, q, k, v, attention, scale)
-    if (asked := heads.sent) is not None:
-        k, v = k.index_select(1, asked.to(k.device)), v.index_select(1, asked.to(v.device))
+    if (sent := heads.sent) is not None:
+        k, v = k.index_select(1, sent.to(k.device)), v.index_select(1, sent.to(v.device))
     rows, keys = Sizes(given.rows), Sizes(given.keys)
-    there = AllToAll(given.axis, 1, 2, Sizes(heads.queries), rows, operand_desc=given.words)
+    to_heads = AllToAll(given.axis, 1, 2, Sizes(heads.queries), rows, operand_desc=given.signature)
     features = k.shape[3], v.shape[3]
-    q = _sorted(apply(there, q), given, given.rows)
-    others = replace(there, split_sizes=Sizes(heads.groups), concat_sizes=keys)
-    k, v = _sorted(apply(others, torch.cat((k, v), -1)), given, given.keys).split(features, -1)
-    seen = _sorted(_local(given, heads, q, k, v, attention, scale), given, given.rows, back=True)
-    return apply(there.adjoint, seen)
+    q = _sorted(apply(to_heads, q), given, given.rows)
+    kv_to_heads = replace(to_heads, split_sizes=Sizes(heads.groups), concat_sizes=keys)
+    k, v = _sorted(apply(kv_to_heads, torch.cat((k, v), -1)), given, given.keys).split(features, -1)
+    out = _sorted(_local(given, heads, q, k, v, attention, scale), given, given.rows, back=True)
+    return apply(to_heads.adjoint, out)
 
 
 @dataclass(frozen=True)
 class _Heads:
-    """Which rank gets which heads.
+    """The distribution of heads over the ranks.
 
     Attributes:
-        queries: how many heads of queries each rank gets.
-        groups: how many heads of keys.
-        sent: the heads of keys in the order in which they are sent; None: as they are.
-        used: the head of keys that each of this rank's heads of queries sees; None: as many for each.
+        queries: each rank's number of query heads.
+        groups: each rank's number of KV heads.
+        sent: the KV heads in the order in which they are sent; None: unchanged.
+        used: for each local query head, its local KV head; None: equally many query heads for each.
     """
 
     queries: tuple[int, ...]
@@ -153,7 +156,7 @@ class _Heads:
 
     @classmethod
     def of(cls, heads: int, groups: int, axis: Axis) -> _Heads:
-        """Cut heads evenly; each head of keys goes where one of its heads of queries does."""
+        """Distribute query heads evenly; each KV head goes to every rank that has a matching query head."""
         queries, each = balanced(heads, axis.size), heads // groups
         cuts = list(pairwise(accumulate(queries, initial=0)))
         needed = [
@@ -179,9 +182,9 @@ def _local(
     attention: Attention | None,
     scale: float | None,
 ) -> Tensor:
-    """The attention of the heads that are here."""
+    """The attention of this rank's heads."""
     if not q.shape[1]:
-        # Of no heads, and yet this rank takes part in the backward.
+        # No heads, but the result must depend on q, k and v: this rank takes part in their backward.
         with exact(q.device) if attention is None else nullcontext():
             return (q @ k.mT) @ v
     if heads.used is not None:
@@ -189,18 +192,18 @@ def _local(
         k, v = k.index_select(1, used), v.index_select(1, used)
     if attention is None:
         rows, keys = (q.shape[2],), (k.shape[2],)
-        return blockwise(replace(given, axis=_ALONE, rows=rows, keys=keys, order="plain"), q, k, v)
-    told: dict[str, Any] = {"is_causal": True} if given.causal else {}
+        return blockwise(replace(given, axis=_LOCAL, rows=rows, keys=keys, order="plain"), q, k, v)
+    kwargs: dict[str, Any] = {"is_causal": True} if given.causal else {}
     if q.shape[1] != k.shape[1]:
-        told["enable_gqa"] = True
-    if scale is not None:  # which may be 0
-        told["scale"] = scale
-    return attention(q, k, v, **told)
+        kwargs["enable_gqa"] = True
+    if scale is not None:  # it may be 0
+        kwargs["scale"] = scale
+    return attention(q, k, v, **kwargs)
 
 
 def _sorted(x: Tensor, given: AttentionInputs, sizes: tuple[int, ...], *, back: bool = False) -> Tensor:
-    """The whole sequence in its own order, or back in that of the ranks."""
+    """Restore the sequence's original order, or with `back` that of the ranks' shards."""
     if given.order == "plain" or sizes != given.keys:
         return x
-    order = torch.tensor(places(given.order, sizes), dtype=torch.int64, device=x.device)
+    order = torch.tensor(positions_of(given.order, sizes), dtype=torch.int64, device=x.device)
     return x.index_select(2, order if back else order.argsort())

@@ -29,40 +29,40 @@ def ring_attention(
     attn_mask: None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Attention over a sequence that is cut over the ranks: keys and values go round, queries stay.
+    """Attention over a sequence that is sharded over the ranks; keys and values travel around a ring.
 
     ::
 
         V -> V    softmax(q_r K^T / sqrt(features)) V, where K, V are those of all ranks
+                  backward: keys and values travel again, followed by their gradients
 
     It is exact: the value and every derivative are those of `torch.nn.functional.scaled_dot_product_attention` on the
-    whole sequence. A block of keys and values travels while the one before it is attended to; in backward they come
-    again, and their gradients behind them, so that a rank keeps no more than its own part. What a causal mask or the
-    ends of documents leave empty is not computed.
+    full sequence. The next block of keys and values is sent while the current one is used, and a rank saves only its
+    local q, k and v for backward. Blocks that are fully masked by causality or document boundaries are skipped.
 
     Args:
-        q: this rank's queries, (batch, heads, its part of the sequence, features).
-        k: its keys. Fewer heads than those of q serve as many of these each (grouped queries).
-        v: its values; other features than those of k are allowed.
+        q: this rank's queries, (batch, heads, local sequence, features).
+        k: this rank's keys; may have fewer heads than `q` (grouped queries).
+        v: this rank's values; may have another number of features than `k`.
         axis: the ranks, as in every verb.
-        causal: whether a place of the sequence sees only places up to itself.
-        order: how the sequence lies on the ranks, see `gradmesh.nn.sequence`. With `causal`, "zigzag" gives all ranks
-            the same work.
-        sizes: each rank's number of keys, which may be 0; None: the same on every rank; "auto": found by one small
-            exchange.
-        lengths: of the documents that the sequence is made of, over all ranks, the same on every rank; no place sees
-            another document. A list for each sequence of the batch may be shorter than the sequence: what follows is
-            padding, whose result is 0.
-        scale: of the scores; by default 1 / sqrt(features).
-        attn_mask: not taken; see `gradmesh.nn.ulysses_attention`.
-        dropout_p: not taken; likewise.
+        causal: True if a position attends only to positions up to itself.
+        order: how the sequence is sharded; see `gradmesh.nn.sequence`. With `causal`, "zigzag" gives all ranks the same
+            work.
+        sizes: each rank's number of keys, which may be 0, e.g. `sizes=(4, 3)`; None: the same on every rank; "auto":
+            exchanged.
+        lengths: of the documents in the sequence, over all ranks, the same on every rank; positions attend only to
+            their own document. One list for all, or one list for each sequence of the batch; the latter may add up to
+            less than the sequence: the rest is padding, with output 0.
+        scale: of the scores; defaults to 1 / sqrt(features).
+        attn_mask: not supported; see `gradmesh.nn.ulysses_attention`.
+        dropout_p: not supported; see `gradmesh.nn.ulysses_attention`.
 
     Returns:
-        What this rank's queries see, (batch, heads, its part of the sequence, features of v).
+        The attention output of this rank's queries, (batch, heads, local sequence, features of v).
 
     Raises:
-        ArgumentError, ShapeError, DTypeError: what is given does not fit together, on this rank.
-        MismatchError: the ranks say different things, or another rank refuses its call.
+        ArgumentError, ShapeError, DTypeError: invalid arguments on this rank.
+        MismatchError: the ranks' arguments differ, or another rank raised.
 
     Example:
         >>> def on_each_rank():
@@ -92,16 +92,16 @@ def ring_attention(
 
 
 def blockwise(given: AttentionInputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention as it was asked for."""
+    """Attention of checked arguments."""
     batch, heads, rows, _ = q.shape
     groups, features = k.shape[1], (k.shape[3], v.shape[3])
     fold = 1 if groups == heads else groups
-    if fold > 1 or heads > groups:  # the heads that share keys come together
+    if fold > 1 or heads > groups:  # fold query heads that share a KV head into one sequence
         q = q.reshape(batch * groups, heads // groups, rows, features[0])
         k, v = (x.reshape(batch * groups, 1, x.shape[2], x.shape[3]) for x in (k, v))
     scale = given.scale
-    if given.causal and scale <= 0:  # torch's kernel multiplies by it the -inf of what is masked
+    if given.causal and scale <= 0:  # torch's kernel multiplies the mask's -inf by scale
         q, scale = q * scale, 1.0
-    ring = Ring(given.axis, given.layout(fold), given.keys, features, scale, given.words)
+    ring = Ring(given.axis, given.layout(fold), given.keys, features, scale, given.signature)
     with exact(q.device):
         return attend(ring, q, k, v).reshape(batch, heads, rows, features[1])

@@ -1,8 +1,7 @@
-"""The same attention made of operators that have every derivative, with all scores of a hop at once.
+"""Ring attention composed of differentiable operators, with all scores of a hop in memory at once.
 
-Forward mode, vmap and compiled programs run the first half, and whoever differentiates the gradient runs the second
-one. A score that is not to be taken is taken and weighs nothing, so that every rank uses every block: else the ranks
-would not run the same backward.
+`attention` serves forward mode, vmap and compiled programs; `gradients` serves double backward. Masked scores are
+computed and get weight 0, so that every rank uses every block and all ranks run the same backward.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradmesh.nn.attention.blocks import wide
+from gradmesh.nn.attention.blocks import accumulator
 from gradmesh.nn.attention.ring import Ring
 from gradmesh.nn.attention.tiles import mask
 from gradmesh.ops.permute import Shift
@@ -20,20 +19,12 @@ from gradmesh.ops.permute import Shift
 __all__ = ["Run", "attention", "gradients"]
 
 Run = Callable[[Shift, Tensor], Tensor]
-"""Makes a call, differentiably."""
+"""Runs a collective, differentiably."""
 
 
 def attention(ring: Ring, q: Tensor, k: Tensor, v: Tensor, run: Run) -> Tensor:
-    """What the rows see.
-
-    Args:
-        ring: the call.
-        q: this rank's rows.
-        k: its keys.
-        v: its values.
-        run: hands a block on.
-    """
-    rows = q.to(wide(q.dtype)) * ring.scale
+    """The attention output of this rank's queries; `run` sends a block to the next rank."""
+    rows = q.to(accumulator(q.dtype)) * ring.scale
     block = torch.cat((k, v), -1)
     top = rows.new_full((1, 1, 1, 1), -torch.inf)
     weight: Tensor | float = 0.0
@@ -41,7 +32,7 @@ def attention(ring: Ring, q: Tensor, k: Tensor, v: Tensor, run: Run) -> Tensor:
     for hop in range(ring.axis.size):
         keys, values = block.to(rows.dtype).split(ring.features, -1)
         scores = (rows @ keys.mT).masked_fill(~_mask(ring, hop, q, keys), -torch.inf)
-        # What is taken off before exp has no part in the result, and so no gradient.
+        # The maximum cancels out of the result, so it is detached.
         before = top
         if keys.shape[2]:
             top = torch.maximum(before, scores.detach().amax(-1, keepdim=True))
@@ -51,7 +42,7 @@ def attention(ring: Ring, q: Tensor, k: Tensor, v: Tensor, run: Run) -> Tensor:
         out = weights @ values + less * out
         if hop < ring.axis.size - 1:
             block = run(ring.op(hop), block)
-    return (out / (weight + (weight == 0))).to(q.dtype)  # type: ignore[union-attr]  # there is a hop
+    return (out / (weight + (weight == 0))).to(q.dtype)  # type: ignore[union-attr]  # there is at least one hop
 
 
 def gradients(
@@ -61,19 +52,19 @@ def gradients(
     grad_lse: Tensor | None,
     run: Run,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by the own rows, keys and values, as `gradmesh.nn.attention.ring.backward` has them.
+    """The gradients with respect to the local q, k and v.
 
     Args:
         ring: the call.
-        saved: rows, keys, values, what was seen and its logsumexp.
-        grad: the gradient of what was seen.
-        grad_lse: that of the logsumexp; None: there is none.
-        run: hands a block on.
+        saved: q, k, v, the output and its logsumexp.
+        grad: the gradient of the output.
+        grad_lse: the gradient of the logsumexp, or None.
+        run: sends a block to the next rank.
     """
     q, k, v, out, lse = saved
-    dtype, size = wide(q.dtype), ring.axis.size
-    rows, given = q.to(dtype), grad.to(dtype)
-    less = (given * out).sum(-1, keepdim=True)
+    dtype, size = accumulator(q.dtype), ring.axis.size
+    rows, dout = q.to(dtype), grad.to(dtype)
+    less = (dout * out).sum(-1, keepdim=True)
     if grad_lse is not None:
         less = less - grad_lse.unsqueeze(-1)
     finite = lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)
@@ -83,16 +74,16 @@ def gradients(
         following = run(ring.op(hop), block) if hop < size - 1 else None
         scores = (rows @ keys.mT * ring.scale).masked_fill(~_mask(ring, hop, q, keys), -torch.inf)
         weights = (scores - finite).exp()
-        slopes = weights * (given @ values.mT - less) * ring.scale
-        dq = dq + slopes @ keys
-        dk, dv = (slopes.mT @ rows).sum_to_size(keys.shape), (weights.mT @ given).sum_to_size(values.shape)
-        mine = torch.cat((dk, dv), -1)
-        back = mine if back is None else back + mine
+        ds = weights * (dout @ values.mT - less) * ring.scale
+        dq = dq + ds @ keys
+        dk, dv = (ds.mT @ rows).sum_to_size(keys.shape), (weights.mT @ dout).sum_to_size(values.shape)
+        local = torch.cat((dk, dv), -1)
+        back = local if back is None else back + local
         if size > 1:
             back = run(ring.op(hop), back)
         if following is not None:
             block = following
-    dk, dv = back.split(ring.features, -1)  # type: ignore[union-attr]  # there is a hop
+    dk, dv = back.split(ring.features, -1)  # type: ignore[union-attr]  # there is at least one hop
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 

@@ -1,4 +1,4 @@
-"""What a call of attention was given, checked, and as a value."""
+"""Checked arguments of a distributed attention call."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _ORDERS: dict[str, Order] = {"plain": "plain", "zigzag": "zigzag"}
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """The arguments of a call of attention over the ranks of an axis.
+    """Checked arguments of a distributed attention call.
 
     Attributes:
         axis: the ranks.
-        rows: how many rows each rank has.
-        keys: how many keys; other ones in cross attention alone.
-        order: how the sequence lies on the ranks.
-        causal: whether a row sees only keys up to its own place.
-        lengths: of documents; one list for each sequence of the batch, or one for all.
+        rows: each rank's number of queries.
+        keys: each rank's number of keys; differs from `rows` in cross attention only.
+        order: how the sequence is sharded.
+        causal: True if a position attends only to positions up to itself.
+        lengths: of documents; one tuple for each sequence of the batch, or one for all.
         scale: of the scores.
-        words: all of it in words, for the ranks to compare.
+        signature: all of it as text, which the ranks compare.
     """
 
     axis: Axis
@@ -44,7 +44,7 @@ class AttentionInputs:
     causal: bool
     lengths: tuple[tuple[int, ...], ...] | None
     scale: float
-    words: str
+    signature: str
 
     @classmethod
     def of(
@@ -67,7 +67,7 @@ class AttentionInputs:
         """Check the arguments of a verb.
 
         Raises:
-            ArgumentError, ShapeError, DTypeError: on this rank; the others hear of it, and raise `MismatchError`.
+            ArgumentError, ShapeError, DTypeError: on this rank; the other ranks raise `MismatchError`.
         """
         call = Call(verb, k, axis, async_op=True)
         for x in (q, v):
@@ -77,61 +77,42 @@ class AttentionInputs:
         causal = call.flag(causal, "causal")
         chosen = call.choose("order", order, _ORDERS)
         keys = call.explicit_sizes(sizes, 2).explicit
-        if keys[call.axis.rank] != k.shape[2]:
-            call.fail(
-                "sizes is not what this rank has",
-                expected=f"{keys[call.axis.rank]} keys, from sizes={keys}",
-                got=f"{k.shape[2]} keys",
-                remedy='pass the true sizes, or sizes="auto" to have them exchanged',
-                kind=ShapeError,
-            )
+        _check_size(call, "sizes", "keys", keys, k.shape[2])
         if chosen == "zigzag" and keys != sizes_of(chosen, sum(keys), len(keys)):
             call.fail(
-                "the parts are not those of a sequence in zigzag order",
+                "the ranks' shards do not have the sizes of a zigzag sequence",
                 expected=f"sizes {sizes_of(chosen, sum(keys), len(keys))}",
                 got=f"sizes {keys}",
-                remedy="cut the sequence with gradmesh.nn.sequence.shard",
+                remedy='shard the sequence with gm.nn.sequence.shard(x, order="zigzag")',
                 kind=ShapeError,
             )
         rows = keys if q.shape[2] == k.shape[2] else tuple(q.shape[2] for _ in keys)
         if query_sizes is not None:
             rows = Call(verb, q, axis, async_op=True).explicit_sizes(query_sizes, 2).explicit
-        if rows[call.axis.rank] != q.shape[2]:
-            call.fail(
-                "query_sizes is not what this rank has",
-                expected=f"{rows[call.axis.rank]} queries, from query_sizes={rows}",
-                got=f"{q.shape[2]} queries",
-                remedy='pass the true sizes, or query_sizes="auto" to have them exchanged',
-                kind=ShapeError,
-            )
-        one = rows == keys
+        _check_size(call, "query_sizes", "queries", rows, q.shape[2])
         documents = _documents(call, lengths, sum(keys), q.shape[0])
-        if not one and (causal or documents is not None):
+        if rows != keys and (causal or documents is not None):
             call.fail(
-                "rows and keys are not places of one sequence",
-                expected="as many rows as keys, for causal attention and for documents",
-                got=f"{q.shape[2]} rows and {k.shape[2]} keys",
-                remedy="leave out causal and lengths for cross attention",
+                "causal= and lengths= need as many queries as keys",
+                expected="queries and keys of the same sequence (self-attention)",
+                got=f"{q.shape[2]} queries and {k.shape[2]} keys",
+                remedy="omit causal and lengths for cross attention",
                 kind=ShapeError,
             )
         factor = q.shape[3] ** -0.5 if scale is None else scale
         if not isinstance(factor, float | int) or isinstance(factor, bool):
             call.fail(
-                "scale is no number",
-                expected="a float, or None for 1 / sqrt(features)",
+                "scale must be a float or None",
+                expected="e.g. scale=0.125, or None for 1 / sqrt(features)",
                 got=f"scale={scale!r}",
-                remedy="pass a plain number; multiply q for a learned one",
+                remedy="pass a Python number; to learn the scale, multiply q by a parameter and pass scale=1.0",
             )
-        told = f"{causal=}, order={chosen!r}, scale={float(factor):.9g}, lengths={_shown(documents)}"
-        words = f"{verb}({told}; q of {q.shape[1]} heads, k of {k.shape[3]} features)"
-        return cls(call.axis, rows, keys, chosen, causal, documents, float(factor), words)
+        text = f"{causal=}, order={chosen!r}, scale={float(factor):.9g}, lengths={_shown(documents)}"
+        signature = f"{verb}({text}; q of {q.shape[1]} heads, k of {k.shape[3]} features)"
+        return cls(call.axis, rows, keys, chosen, causal, documents, float(factor), signature)
 
     def layout(self, fold: int) -> Layout:
-        """Who has which part of the sequence.
-
-        Args:
-            fold: into how many a sequence of the batch was cut, by groups of heads.
-        """
+        """The distribution of the sequence over the ranks, with `fold` groups of heads folded into the batch."""
         keys = _pieces(self.order, self.keys)
         rows = keys if self.rows == self.keys else _pieces("plain", self.rows)
         return Layout(rows, keys, self.causal, self.lengths, fold)
@@ -141,34 +122,49 @@ def _pieces(order: Order, sizes: tuple[int, ...]) -> tuple[tuple[Piece, ...], ..
     return tuple(tuple(Piece(*span) for span in rank) for rank in spans(order, sizes))
 
 
+def _check_size(call: Call, name: str, unit: str, sizes: tuple[int, ...], size: int) -> None:
+    rank = call.axis.rank
+    if sizes[rank] != size:
+        true = (*sizes[:rank], size, *sizes[rank + 1 :])
+        call.fail(
+            f"{name} does not match this rank's number of {unit}",
+            expected=f"{sizes[rank]} {unit}, from {name}={sizes}",
+            got=f"{size} {unit}",
+            remedy=f'pass the true sizes, e.g. {name}={true}, or {name}="auto" to exchange them',
+            kind=ShapeError,
+        )
+
+
 def _check_tensors(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if {x.dim() for x in (q, k, v)} != {4}:
         call.fail(
             "q, k and v are not tensors of 4 dimensions",
-            expected="(batch, heads, part of the sequence, features)",
+            expected="shapes (batch, heads, local sequence, features)",
             got=shapes,
-            remedy="unsqueeze the missing dimensions",
+            remedy="add the missing dimensions, e.g. x.unsqueeze(0) for a batch of one",
             kind=ShapeError,
         )
     fits = k.shape[:3] == v.shape[:3] and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
     if not fits or not (k.shape[1] and k.shape[3]) or q.shape[1] % k.shape[1]:
         call.fail(
-            "q, k and v do not fit together",
-            expected="one batch; as many keys as values; features of q and k alike; heads of q that those of k divide",
+            "the shapes of q, k and v do not match",
+            expected="equal batch sizes; k and v of equal heads and length; q and k of equal features; the number of "
+            "heads of q a multiple of that of k",
             got=shapes,
-            remedy="for grouped queries let each head of k and v serve as many heads of q",
+            remedy="make the shapes match, e.g. q (2, 8, L, 64) with k and v (2, 8, L, 64), or (2, 4, L, 64) for "
+            "grouped queries",
             kind=ShapeError,
         )
-    alike = len({(x.dtype, x.device) for x in (q, k, v)}) == 1
-    if not alike or not q.is_floating_point() or q.dtype.itemsize < 2:
+    same = len({(x.dtype, x.device) for x in (q, k, v)}) == 1
+    if not same or not q.is_floating_point() or q.dtype.itemsize < 2:
         call.fail(
-            "q, k and v have no dtype for attention",
-            expected="one floating-point dtype of 2 bytes or more, on one device",
+            "q, k and v do not have one supported dtype and device",
+            expected="the same floating-point dtype of at least 16 bits, and the same device",
             got=", ".join(
                 f"{name} {x.dtype} on {x.device}" for name, x in zip("qkv", (q, k, v), strict=True)
             ),
-            remedy="cast them to one dtype",
+            remedy="convert them, e.g. k, v = k.to(q), v.to(q)",
             kind=DTypeError,
         )
 
@@ -176,22 +172,22 @@ def _check_tensors(call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
 def _refuse_unsupported(call: Call, attn_mask: object, dropout_p: object) -> None:
     if attn_mask is not None:
         call.fail(
-            "a mask of one's own is not taken: whole, it would be as large as the scores",
-            expected="causal=, and lengths= for documents and padding",
-            got="attn_mask",
-            remedy="use gradmesh.nn.ulysses_attention with attention= a function that knows the mask of all places",
+            "attn_mask is not supported (it would be as large as the scores)",
+            expected="attn_mask=None, with causal=True, or lengths= for documents and padding",
+            got=f"attn_mask={type(attn_mask).__name__}",
+            remedy="use gm.nn.ulysses_attention(..., attention=f), where f applies the mask of the full sequence",
         )
     if dropout_p:
         call.fail(
-            "there is no dropout of attention weights",
-            expected="dropout_p=0",
+            "dropout of attention weights is not supported",
+            expected="dropout_p=0.0",
             got=f"dropout_p={dropout_p!r}",
-            remedy="drop out the result, or use gradmesh.nn.ulysses_attention with attention= a function that does it",
+            remedy="apply dropout to the output, or use gm.nn.ulysses_attention(..., attention=f), where f applies it",
         )
 
 
 def _documents(call: Call, lengths: Lengths, total: int, batch: int) -> tuple[tuple[int, ...], ...] | None:
-    """The documents' lengths of each sequence of the batch, or those of all."""
+    """The documents' lengths, one tuple for each sequence of the batch, or one for all."""
     if lengths is None:
         return None
     plain: Any = lengths.tolist() if isinstance(lengths, Tensor) else lengths
@@ -203,11 +199,11 @@ def _documents(call: Call, lengths: Lengths, total: int, batch: int) -> tuple[tu
     right = right and (len(whole) == batch if nested else sum(whole[0]) == total)
     if not right or any(sum(one) > total for one in whole):
         call.fail(
-            "lengths are not those of the documents in the sequence",
-            expected=f"ints that add up to {total}, the length over all ranks; or {batch} lists of these, one for each "
-            "sequence of the batch, which may be shorter where it ends in padding",
+            "lengths do not match the sequence",
+            expected=f"ints >= 0 that add up to {total}, the length over all ranks; or {batch} lists of ints (one for "
+            f"each sequence of the batch) that add up to at most {total}",
             got=f"lengths={lengths!r}",
-            remedy="pass the lengths of all ranks' documents, the same on every rank: cu_seqlens.diff()",
+            remedy="pass the lengths of all ranks' documents, the same on every rank, e.g. lengths=cu_seqlens.diff()",
             kind=ShapeError,
         )
     return whole

@@ -1,4 +1,4 @@
-"""Ring attention as one node of the graph, which keeps this rank's part alone: backward has the blocks come again."""
+"""Ring attention as one autograd node that saves only this rank's shard; backward sends the blocks around again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["attend"]
 
 
 def attend(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What this rank's rows see, differentiably; inside `ordered()`, as the next link of the chain."""
+    """The attention output of this rank's queries; inside `ordered()`, as the next ordered op."""
     traced = compiling() or tracing() or is_fake(q)
     if traced or transforms_active() or must_decompose() or any(is_legacy_batched(x) for x in (q, k, v)):
         return composed.attention(ring, q, k, v, apply)
@@ -38,15 +38,15 @@ def attend(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     requires = recording and (q.requires_grad or k.requires_grad or v.requires_grad)
 
     def run(token: Tensor | None) -> tuple[Tensor, Tensor]:
-        joins = requires or token is not None
-        call = CallRecord(flags=NEEDS_BACKWARD * joins | CAN_BACKWARD * recording, ordered=token is not None)
+        needed = requires or token is not None
+        call = CallRecord(flags=NEEDS_BACKWARD * needed | CAN_BACKWARD * recording, ordered=token is not None)
         with torch.no_grad():
             out, lse = forward(ring, q, k, v, call)
         if token is None:
             if not requires and not call.others_need_backward:
                 return out, DETACHED_TOKEN
             token = DETACHED_TOKEN if requires else grad_token()
-        y, _, token = _Node.apply(_Made(ring, call, out, lse), q, k, v, token)  # type: ignore[no-untyped-call]
+        y, _, token = _Node.apply(_Result(ring, call, out, lse), q, k, v, token)  # type: ignore[no-untyped-call]
         return y, token
 
     state, op = rank_state(), ring.op(0)
@@ -62,7 +62,7 @@ def attend(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             y: Tensor = chain.node(op, run)
             return y
         chain.refuse_reentrant(op)
-    except OrderError as error:  # of the chain: nothing was sent
+    except OrderError as error:  # raised before anything was sent
         op.withdraw(k, error)
         raise
     y = run(None)[0]
@@ -72,8 +72,8 @@ def attend(ring: Ring, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 @dataclass(slots=True)
-class _Made:
-    """What was computed before its node is made, as it was not known whether there would be one."""
+class _Result:
+    """A forward result: whether it needs a node is only known after the exchange."""
 
     ring: Ring
     call: CallRecord
@@ -82,25 +82,27 @@ class _Made:
 
 
 class _Node(torch.autograd.Function):
-    """Its outputs are what was seen, the logsumexp, which the gradient's own gradient needs, and a thread."""
+    """Returns the output, the logsumexp (which double backward needs) and an ordering token."""
 
     @staticmethod
-    def forward(ctx: Any, made: _Made, q: Tensor, k: Tensor, v: Tensor, token: Tensor) -> tuple[Tensor, ...]:
-        ctx.ring, ctx.call, following = made.ring, made.call, torch.zeros_like(token)
-        ctx.save_for_backward(token if made.call.ordered else following, q, k, v, made.out, made.lse)
+    def forward(
+        ctx: Any, result: _Result, q: Tensor, k: Tensor, v: Tensor, token: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.ring, ctx.call, following = result.ring, result.call, torch.zeros_like(token)
+        ctx.save_for_backward(token if result.call.ordered else following, q, k, v, result.out, result.lse)
         ctx.set_materialize_grads(False)
-        return made.out, made.lse, following
+        return result.out, result.lse, following
 
     @staticmethod
     def backward(
         ctx: Any, grad: Tensor | None, grad_lse: Tensor | None, following: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        token, *saved = ctx.saved_tensors  # once: a checkpoint hands them out once
+        token, *saved = ctx.saved_tensors  # read once: activation checkpointing allows one read
         with exact(saved[0].device):
-            return _slopes(ctx, token, tuple(saved), grad, grad_lse, following)
+            return _gradients(ctx, token, tuple(saved), grad, grad_lse, following)
 
 
-def _slopes(
+def _gradients(
     ctx: Any,
     token: Tensor,
     saved: Any,
@@ -108,7 +110,6 @@ def _slopes(
     grad_lse: Tensor | None,
     following: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """What the node's backward returns."""
     ring: Ring = ctx.ring
     nothing = grad is None and grad_lse is None
     if grad is None:
@@ -117,28 +118,27 @@ def _slopes(
         following = token.clone()
     call = CallRecord(BACKWARD, ctx.call, ZERO_GRAD * nothing)
     if torch.is_grad_enabled() or is_legacy_batched(grad) or transforms_active():
-        links = _Links(call, following if ctx.call.ordered else token)
-        slopes = composed.gradients(ring, saved, grad, grad_lse, links.run)
-        return None, *slopes, links.token if ctx.call.ordered else None
-    slopes = backward(ring, saved, grad, grad_lse, call)
-    # No gradient on any rank gives none, and not zeros, which are NaN behind an infinite derivative.
+        calls = _OrderedCalls(call, following if ctx.call.ordered else token)
+        grads = composed.gradients(ring, saved, grad, grad_lse, calls.run)
+        return None, *grads, calls.token if ctx.call.ordered else None
+    grads = backward(ring, saved, grad, grad_lse, call)
+    # If no rank has a gradient, return None: zeros times an infinite derivative would be NaN.
     if nothing and not ctx.call.ordered and (ring.axis.size == 1 or call.all_zero):
         return None, None, None, None, None
-    return None, *slopes, following
+    return None, *grads, following
 
 
-class _Links:
-    """The calls of a backward that is recorded itself: links of the chain, or the first is tied to the forward call."""
+class _OrderedCalls:
+    """The calls of a differentiable backward: ordered ops, or only the first one depends on the forward call."""
 
     def __init__(self, call: CallRecord, token: Tensor | None) -> None:
         self._call, self._linked = call, call.origin is not None and call.origin.ordered
         self.token = token
 
     def run(self, op: Shift, x: Tensor) -> Tensor:
-        """Make the next call."""
         call, self._call = self._call, self._call.sibling()
         if self._linked:
-            y, self.token = apply_ordered(op, x, self.token, call.role, call.origin)  # type: ignore[arg-type]  # a link has one
+            y, self.token = apply_ordered(op, x, self.token, call.role, call.origin)  # type: ignore[arg-type]  # not None
             return y
         token, self.token = self.token, None
         return apply_unordered(op, x, call, token if torch.is_grad_enabled() else None)

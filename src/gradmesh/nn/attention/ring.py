@@ -1,4 +1,4 @@
-"""Keys and values on their way round the ranks, each block handed on before it is attended to."""
+"""The ring: each block of keys and values is sent on before it is used, so that transfer and compute overlap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradmesh.axis import Axis
-from gradmesh.nn.attention.blocks import Gradients, Seen
+from gradmesh.nn.attention.blocks import BlockwiseAttention, BlockwiseGradients
 from gradmesh.nn.attention.tiles import Layout, Tile, tiles
 from gradmesh.ops.permute import Shift
 from gradmesh.ops.sizes import Sizes
@@ -24,15 +24,15 @@ __all__ = ["Ring", "backward", "forward"]
 
 @dataclass(frozen=True)
 class Ring:
-    """One call of ring attention on one rank, as a value.
+    """One call of ring attention on one rank.
 
     Attributes:
         axis: the ranks.
-        layout: who has which part of the sequence.
-        sizes: how many keys each rank has.
+        layout: the distribution of the sequence over the ranks.
+        sizes: each rank's number of keys.
         features: of a key and of a value.
         scale: of the scores.
-        words: what the call is, for the ranks to compare.
+        signature: the call as text, which the ranks compare.
     """
 
     axis: Axis
@@ -40,14 +40,14 @@ class Ring:
     sizes: tuple[int, ...]
     features: tuple[int, int]
     scale: float
-    words: str
+    signature: str
 
     def op(self, hop: int) -> Shift:
-        """What hands a block on that has made some hops."""
+        """The collective that sends a block on after `hop` hops."""
         return self._op(hop) if compiling() else self._ops[hop % len(self.sizes)]
 
     def _op(self, hop: int) -> Shift:
-        plain, sizes = Shift(self.axis, operand_desc=self.words), self.sizes
+        plain, sizes = Shift(self.axis, operand_desc=self.signature), self.sizes
         if all(size == sizes[0] for size in sizes):
             return plain
         hop %= len(sizes)
@@ -57,16 +57,12 @@ class Ring:
     def _ops(self) -> tuple[Shift, ...]:
         return tuple(self._op(hop) for hop in range(len(self.sizes)))
 
-    def source(self, hop: int) -> int:
-        """Whose block this rank has after some hops."""
-        return (self.axis.rank - hop) % self.axis.size
-
     def tiles(self, hop: int) -> tuple[Tile, ...]:
-        """The scores that are to be taken then."""
-        return tiles(self.layout, self.axis.rank, self.source(hop))
+        """The tiles of scores to compute with the block that this rank has after `hop` hops."""
+        return tiles(self.layout, self.axis.rank, (self.axis.rank - hop) % self.axis.size)
 
     def start(self, hop: int, block: Tensor, call: CallRecord) -> AsyncCollective:
-        """Begin to hand a block on; where there is no way to go on meanwhile, it is done at once."""
+        """Start sending a block on; synchronous if the axis has no communication thread."""
         op = self.op(hop)
         if type(op.axis) is AsyncAxis:
             return started(op, block, call)
@@ -75,7 +71,7 @@ class Ring:
     def blocks(
         self, k: Tensor, v: Tensor, call: CallRecord
     ) -> Iterator[tuple[tuple[Tile, ...], Tensor, Tensor]]:
-        """The own keys and values and then those of the ranks before, each with its tiles."""
+        """The local keys and values, then those of the preceding ranks, each with its tiles."""
         size = self.axis.size
         block = torch.cat((k, v), -1) if size > 1 else None
         for hop in range(size):
@@ -89,19 +85,11 @@ class Ring:
 
 
 def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, call: CallRecord) -> tuple[Tensor, Tensor]:
-    """The attention of this rank's rows to the keys of all ranks, and the logsumexp of each row's scores.
-
-    Args:
-        ring: the call.
-        q: this rank's rows.
-        k: its keys.
-        v: its values.
-        call: what is to be remembered of it.
-    """
-    seen = Seen(q, ring.features[1], ring.scale)
+    """The attention of this rank's queries to the keys of all ranks, and each row's logsumexp."""
+    attention = BlockwiseAttention(q, ring.features[1], ring.scale)
     for of, keys, values in ring.blocks(k, v, call):
-        seen.add(of, keys, values)
-    return seen.result()
+        attention.add(of, keys, values)
+    return attention.result()
 
 
 def backward(
@@ -111,26 +99,26 @@ def backward(
     grad_lse: Tensor | None,
     call: CallRecord,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by the own rows, keys and values. Those of a block go round behind it, and home in the end.
+    """The gradients of the local q, k and v. A block's gradients follow it around the ring, back to its rank.
 
     Args:
         ring: the call.
-        saved: rows, keys, values, what was seen and its logsumexp.
-        grad: the gradient of what was seen.
-        grad_lse: that of the logsumexp; None: there is none.
-        call: what is to be remembered of the backward.
+        saved: q, k, v, the output and its logsumexp.
+        grad: the gradient of the output.
+        grad_lse: the gradient of the logsumexp, or None.
+        call: the record of the backward call.
     """
     q, k, v, out, lse = saved
-    gradients = Gradients(q, out, lse, grad, grad_lse, ring.scale)
-    way: AsyncCollective | None = None
-    parts = k, v  # of which there are others at once: there is a hop
+    gradients = BlockwiseGradients(q, out, lse, grad, grad_lse, ring.scale)
+    pending: AsyncCollective | None = None
+    parts = k, v  # replaced in the first iteration
     for hop, (of, keys, values) in enumerate(ring.blocks(k, v, call)):
         parts = gradients.add(of, keys, values)
         if ring.axis.size > 1:
             block = torch.cat(parts, -1)
-            if way is not None:
-                block += way.result()
-            way = ring.start(hop, block, call.sibling())
+            if pending is not None:
+                block += pending.result()
+            pending = ring.start(hop, block, call.sibling())
             del block
-    dk, dv = parts if way is None else (x.clone() for x in way.result().split(ring.features, -1))
+    dk, dv = parts if pending is None else (x.clone() for x in pending.result().split(ring.features, -1))
     return gradients.dq(), dk.to(k.dtype), dv.to(v.dtype)

@@ -1,7 +1,7 @@
-"""Which rows see which keys: whole rectangles, and squares below their diagonal, so that no mask is needed.
+"""The tiles of scores to compute: unmasked rectangles, and diagonal squares with a causal mask.
 
-A rank has some pieces of the sequence, in rising order. Between two ranks a piece of documents lies before another one,
-or behind it, or belongs to another document: its rows see all keys of the other, or none.
+A rank holds some pieces of the sequence, in rising order. The rows of a piece attend to all keys of another rank's
+piece or to none: it precedes them in the same document, or not.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ __all__ = ["Layout", "Piece", "Tile", "mask", "tiles"]
 
 
 class Piece(NamedTuple):
-    """Places of the sequence that follow one another: from `start` up to `stop`."""
+    """Consecutive positions of the sequence, `start <= position < stop`."""
 
     start: int
     stop: int
 
 
 class Tile(NamedTuple):
-    """A rectangle of scores that are to be taken.
+    """A rectangle of scores to compute. Intervals are half-open.
 
     Attributes:
-        batch: which of the batch it is of, from one up to another; None: of all.
-        rows: which of the rank's rows, from one up to another.
-        keys: which of the keys that are there.
-        diagonal: whether each row sees the keys up to its own alone; rows and keys are the same ones then.
+        batch: interval of the batch; None: all.
+        rows: interval of the local rows.
+        keys: interval of the block's keys.
+        diagonal: True for a causal mask within the tile; rows and keys are then the same positions.
     """
 
     batch: tuple[int, int] | None
@@ -45,14 +45,14 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What the tiles depend on.
+    """The distribution of a sequence over the ranks, and its mask.
 
     Attributes:
-        rows: each rank's pieces of the sequence.
-        keys: each rank's keys; other ones than its rows in cross attention, where every row sees every key.
-        causal: whether a row sees only keys up to its own place.
-        lengths: of the documents in the sequence, one list for each sequence of the batch, or one for all.
-        fold: into how many a sequence of the batch was cut, by groups of heads.
+        rows: each rank's pieces of the queries.
+        keys: each rank's pieces of the keys; differs from `rows` in cross attention, which has no mask.
+        causal: True if a position attends only to positions up to itself.
+        lengths: of the documents in the sequence, one tuple for each sequence of the batch, or one for all.
+        fold: number of groups of heads that are folded into the batch.
     """
 
     rows: tuple[tuple[Piece, ...], ...]
@@ -63,7 +63,7 @@ class Layout:
 
 
 class _Part(NamedTuple):
-    """What a rank has of one document: places, and where it has them."""
+    """The positions of one document on a rank, and the local index of the first."""
 
     document: int
     start: int
@@ -76,13 +76,13 @@ class _Part(NamedTuple):
 
 
 def tiles(layout: Layout, rank: int, source: int) -> tuple[Tile, ...]:
-    """The rectangles of this rank's rows with the keys of another one.
+    """The tiles of this rank's rows with the keys of rank `source`.
 
     >>> halves = (Piece(0, 2), Piece(6, 8)), (Piece(2, 4), Piece(4, 6))
-    >>> tiles(Layout(halves, halves, True, None), 0, 1)  # the second half sees everything
+    >>> tiles(Layout(halves, halves, True, None), 0, 1)  # the second half attends to all keys
     (Tile(batch=None, rows=(2, 4), keys=(0, 4), diagonal=False),)
     """
-    return (_tiles if compiling() else _known)(layout, rank, source)
+    return (_tiles if compiling() else _cached_tiles)(layout, rank, source)
 
 
 def _tiles(layout: Layout, rank: int, source: int) -> tuple[Tile, ...]:
@@ -92,8 +92,8 @@ def _tiles(layout: Layout, rank: int, source: int) -> tuple[Tile, ...]:
         return (Tile(None, (0, rows), (0, keys)),) if rows and keys else ()
     found: list[Tile] = []
     for batch, lengths in enumerate(layout.lengths or (None,)):
-        apart = layout.lengths is not None and len(layout.lengths) > 1
-        of = (batch * layout.fold, (batch + 1) * layout.fold) if apart else None
+        separate = layout.lengths is not None and len(layout.lengths) > 1
+        of = (batch * layout.fold, (batch + 1) * layout.fold) if separate else None
         if layout.causal and rank == source:
             spans = _by_document(_parts(mine, lengths))
             found += (Tile(of, span, span, diagonal=True) for span in spans)
@@ -102,11 +102,11 @@ def _tiles(layout: Layout, rank: int, source: int) -> tuple[Tile, ...]:
     return tuple(found)
 
 
-_known = lru_cache(maxsize=256)(_tiles)
+_cached_tiles = lru_cache(maxsize=256)(_tiles)
 
 
 def _parts(pieces: Sequence[Piece], lengths: Sequence[int] | None) -> list[_Part]:
-    """The pieces, cut where documents end. What lies behind the last document is padding, and left out."""
+    """The pieces, split at document boundaries, without the padding after the last document."""
     ends = [0, *accumulate((pieces[-1].stop,) if lengths is None else lengths)]
     found: list[_Part] = []
     first = 0
@@ -120,7 +120,7 @@ def _parts(pieces: Sequence[Piece], lengths: Sequence[int] | None) -> list[_Part
 
 
 def _by_document(parts: Sequence[_Part]) -> list[tuple[int, int]]:
-    """Where a rank has each document."""
+    """The local interval of each document."""
     spans: dict[int, tuple[int, int]] = {}
     for part in parts:
         first = spans.get(part.document, part.local)[0]
@@ -148,7 +148,7 @@ def _rectangles(
 
 
 def mask(of: Sequence[Tile], batch: int, rows: int, keys: int, device: torch.device) -> Tensor:
-    """The tiles as a mask, (batch or 1, 1, rows, keys): True where a score is to be taken.
+    """The tiles as a mask, (batch or 1, 1, rows, keys): True where a score is used.
 
     >>> mask([Tile(None, (0, 2), (0, 2), True)], 1, 2, 2, torch.device("cpu")).int().tolist()
     [[[[1, 0], [1, 1]]]]

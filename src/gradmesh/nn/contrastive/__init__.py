@@ -1,6 +1,6 @@
-"""Contrastive and other self-supervised losses of the samples of all ranks; no large table is ever whole in memory.
+"""Contrastive and other self-supervised losses over the samples of all ranks, computed in tiles.
 
-Every one of them returns the mean over the global batch, the same on every rank; see `clip_loss`.
+Each returns the mean over the global batch, the same on every rank; see `clip_loss`.
 """
 
 from gradmesh.nn.contrastive.cached import cached_gradients

@@ -1,6 +1,6 @@
-"""A loss of all samples together, of an encoder that can hold a part of them: `cached_gradients`.
+"""`cached_gradients` (GradCache): large contrastive batches with an encoder that runs in chunks.
 
-Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, 2021.
+Source: Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, 2021.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["cached_gradients"]
 
 _OP = "nn.cached_gradients"
 _FAR = 0.05
-"""The part of the largest embedding by which no rounding makes a second run differ, not even of bfloat16."""
+"""Relative difference between the two runs of a chunk that rounding cannot explain, not even in bfloat16."""
 
 _Outputs = tuple[Tensor, ...]
 
@@ -44,42 +44,41 @@ def cached_gradients(
     modules: Iterable[nn.Module] = (),
     scale: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    r"""Run forward and backward of a loss of all embeddings, with the graph of one chunk's encoder in memory at a time.
+    r"""Forward and backward of a loss over all embeddings, with one chunk's graph of the encoder in memory at a time.
 
     ::
 
         chunk by chunk:   embeddings = encode(inputs), without a graph
-                          loss(embeddings).backward(), as far as the embeddings
-        chunk by chunk:   encode(inputs) again, with a graph, and the embeddings' gradients through it
+                          loss(embeddings).backward(), up to the embeddings
+        chunk by chunk:   encode(inputs) again, with a graph; backward from the embeddings' gradients
 
-    The gradients that are added to `.grad` are those of `loss(*encode(*inputs)).backward()`. The second time the random
-    numbers and the modules' buffers are those of the first, so that dropout is the same, and running statistics are
-    taken once. Gradients are summed over the ranks once, by the last
-    chunk: the others run in `gm.no_sync()`, in DDP's and FSDP1's `no_sync`, and with `fully_shard`'s
-    `set_requires_gradient_sync(False)`. Every rank takes the same number of chunks, so that a rank with fewer samples
-    has smaller or empty ones.
+    The gradients that are added to `.grad` are those of `loss(*encode(*inputs)).backward()`. The second run of a chunk
+    uses the random numbers and the modules' buffers of the first: dropout is the same, and running statistics are
+    updated once. Gradients are reduced over the ranks once, by the last chunk: the others run in `gm.no_sync()`, in
+    DDP's and FSDP1's `no_sync`, and with `fully_shard`'s `set_requires_gradient_sync(False)`. Every rank runs the same
+    number of chunks; a rank with fewer samples has smaller or empty ones.
 
     Args:
-        encode: returns embeddings, a row for each sample, or a tuple of them. What it returns without dimensions, such
-            as a scale, is handed on once, and its gradient goes back through the last chunk.
-        inputs: what `encode` takes, with a row for each of this rank's samples.
-        loss: is called with what `encode` returned, of all of this rank's samples; returns a loss to call `backward`
-            on, on every rank.
-        chunk: how many samples `encode` is given at most.
-        axis: the ranks that have to take the same number of chunks.
-        modules: those that `encode` calls, for their wrappers and their buffers; `encode` itself, if it is a module,
-            need not be named.
-        scale: what backward starts from instead of the loss, as a GradScaler's `scale`.
+        encode: returns embeddings with a row for each sample, or a tuple of them. A 0-dim output, such as a scale, is
+            passed to `loss` once, and its gradient flows through the last chunk.
+        inputs: the arguments of `encode`, with a row for each of this rank's samples.
+        loss: called with the outputs of `encode` for all of this rank's samples; returns a loss that every rank would
+            call `backward` on.
+        chunk: maximum number of samples per call of `encode`.
+        axis: the ranks that run the same number of chunks.
+        modules: the modules that `encode` calls, for their wrappers and buffers; not needed if `encode` is the module.
+        scale: maps the loss to the tensor that backward starts from, such as a GradScaler's `scale`.
 
     Returns:
         The loss, detached.
 
     Raises:
-        ArgumentError: a chunk that is no number, inputs with different numbers of rows or with a graph behind them,
-            outputs that have neither a row for each sample nor no dimension, a loss that is none.
+        ArgumentError: `chunk` is not a positive int; the inputs have different numbers of rows, or a graph; an output
+            of `encode` has neither a row for each sample nor 0 dimensions; `loss` does not return a scalar with a
+            graph.
 
-    Batch norm sees every chunk by itself. `gm.check("full")` warns where the second run of a chunk is not like the
-    first.
+    Batch norm uses the statistics of each chunk. `gm.check("full")` warns if the second run of a chunk gives other
+    embeddings than the first.
 
     Example:
         >>> def on_each_rank():
@@ -130,22 +129,24 @@ def cached_gradients(
 
 
 def _chunks(call: Call, given: tuple[Tensor, ...], chunk: int) -> list[tuple[Tensor, ...]]:
-    """The inputs in as many parts as any rank needs."""
+    """The inputs, split into as many chunks as the rank with the most samples needs."""
     size = integer(chunk)
     rows = {len(x) if isinstance(x, Tensor) and x.dim() else -1 for x in given}
     if size is None or size < 1 or len(rows) != 1 or -1 in rows:
         call.fail(
-            "there are no chunks",
-            expected="inputs with a row for each sample, and chunk an int of 1 or more",
-            got=f"chunk={chunk!r} of {[list(getattr(x, 'shape', ())) for x in given]}",
-            remedy="pass tensors with equally many rows",
+            "cannot split the inputs into chunks",
+            expected="chunk an int >= 1, and inputs with equal numbers of rows (one for each sample)",
+            got=f"chunk={chunk!r}, inputs of shapes {[list(getattr(x, 'shape', ())) for x in given]}",
+            remedy="pass e.g. chunk=64"
+            if size is None or size < 1
+            else "pass tensors with one row for each sample, e.g. images (n, 3, 32, 32) and tokens (n, 77)",
         )
     if any(x.requires_grad and not x.is_leaf for x in given):
         call.fail(
-            "an input has a graph behind it, that each chunk's backward would run and free",
-            expected="inputs that are data, or leaves",
+            "an input has a graph, which the first chunk's backward would free",
+            expected="inputs without a grad_fn",
             got=f"{[x.grad_fn for x in given]}",
-            remedy="have encode compute it, or detach it and run its backward from the input's .grad",
+            remedy="compute it in encode, or pass y = x.detach().requires_grad_() and call x.backward(y.grad) after",
         )
     needed = torch.tensor(-(-rows.pop() // size), device=given[0].device)
     count = max(int(all_reduce(needed, call.axis, op="max", dst=I)), 1)
@@ -155,14 +156,7 @@ def _chunks(call: Call, given: tuple[Tensor, ...], chunk: int) -> list[tuple[Ten
 def _outputs(
     call: Call, encode: Callable[..., Any], part: tuple[Tensor, ...], wanted: int | None
 ) -> _Outputs:
-    """What encode makes of a chunk.
-
-    Args:
-        call: the caller's.
-        encode: as there.
-        part: the chunk.
-        wanted: how many outputs there were before.
-    """
+    """The checked outputs of `encode` for a chunk; `wanted` is the number of outputs of earlier chunks."""
     found, rows = encode(*part), len(part[0])
     outputs: Any = (found,) if isinstance(found, Tensor) else found
     if (
@@ -171,11 +165,11 @@ def _outputs(
         or wanted not in (None, len(outputs))
     ):
         call.fail(
-            "encode returned something else than embeddings",
-            expected=f"{'' if wanted is None else f'{wanted} '}tensors with {rows} rows, as many as it was given, or "
-            "without dimensions; as many in every chunk",
+            "encode returned invalid outputs",
+            expected=f"{'' if wanted is None else f'{wanted} '}tensors with {rows} rows (one for each sample of the "
+            "chunk) or 0 dimensions; as many in every chunk",
             got=", ".join(map(_kind, outputs)) if isinstance(outputs, tuple | list) else _kind(outputs),
-            remedy="return a row for each sample",
+            remedy=f"return a tensor of shape ({rows}, features), or a tuple of them",
         )
     return tuple(outputs)
 
@@ -187,54 +181,55 @@ def _kind(x: object) -> str:
 
 
 def _check(call: Call, value: object) -> None:
-    if not isinstance(value, Tensor) or value.numel() != 1 or not (value.requires_grad or _chained()):
+    if not isinstance(value, Tensor) or value.numel() != 1 or not (value.requires_grad or _ordered()):
         call.fail(
-            "there is no loss to run the backward of",
-            expected="one number, computed from the embeddings with gradients switched on",
+            "loss did not return a scalar that requires grad",
+            expected="a tensor of one element, computed from the embeddings with gradients enabled",
             got=_kind(value),
-            remedy="return a mean or a sum, and call cached_gradients outside of torch.no_grad()",
+            remedy="reduce the loss, e.g. by .mean(), and call cached_gradients outside of torch.no_grad()",
         )
 
 
 def _compare(call: Call, again: _Outputs, first: _Outputs) -> None:
-    """Warn where the second run of a chunk is far from the first."""
+    """Warn if the second run of a chunk differs from the first."""
     for x, y in zip(again, first, strict=True):
         off = float((x.detach() - y).abs().max()) if x.numel() else 0.0
         if off > _FAR * float(y.abs().max() if y.numel() else 0):
             site = call_site()
             text = message(
-                "the second run of a chunk has other embeddings than the first, so that gradients are not theirs",
+                "the second run of a chunk gave other embeddings than the first, so the gradients are wrong",
                 op=_OP,
                 axis=str(call.axis),
                 got=f"a difference of {off:.2g}",
-                remedy="name the modules in modules=, and draw random numbers from torch's default generators",
+                remedy="pass the modules that encode calls, e.g. modules=[model], and draw random numbers from torch's "
+                "default generators",
             )
-            place = ("<unknown>", 0) if site is None else (site[0].co_filename, site[1])
-            warnings.warn_explicit(text, CheckWarning, *place)
+            where = ("<unknown>", 0) if site is None else (site[0].co_filename, site[1])
+            warnings.warn_explicit(text, CheckWarning, *where)
             return
 
 
 def _leaf(pieces: tuple[Tensor, ...]) -> Tensor:
-    """What the loss is a function of."""
+    """The outputs of all chunks as one leaf."""
     whole = pieces[0].detach().clone() if pieces[0].dim() == 0 else torch.cat(pieces)
     return whole.requires_grad_(whole.is_floating_point() or whole.is_complex())
 
 
-def _chained() -> bool:
+def _ordered() -> bool:
     return rank_state().chain is not None
 
 
 def _run(loss: Tensor) -> None:
-    """Backward of a loss, as a link of the chain where there is one."""
-    if _chained():
+    """Backward of a loss; inside `ordered()`, gradmesh's."""
+    if _ordered():
         backward(loss)
     else:
         loss.backward()
 
 
 def _run_through(pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Backward of outputs whose gradients are known."""
-    if _chained():
+    """Backward from outputs with given gradients."""
+    if _ordered():
         backward(sum(((x * grad.conj()).real.sum() for x, grad in pairs), torch.zeros(())) if pairs else None)
     elif pairs:
         torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
@@ -251,7 +246,7 @@ def _wrappers(modules: list[nn.Module]) -> Iterator[nn.Module]:
 
 @contextlib.contextmanager
 def _unsynced(wrapper: Any) -> Iterator[None]:
-    """Have a wrapper keep its gradients to itself."""
+    """Disable a wrapper's gradient reduction."""
     if hasattr(wrapper, "no_sync"):
         with wrapper.no_sync():
             yield

@@ -1,9 +1,8 @@
-"""What is computed of one tile of a table whose rows and columns are samples, and the derivatives of that.
+"""Kernels: the computation of one tile of a table of pairs of samples, and its derivatives.
 
-A kernel takes a tile's operands in three groups: those cut along the rows of the table, those cut along its columns,
-and those that every tile gets whole. It returns outputs in the same three groups, which are summed over the tiles of a
-row, of a column, and over all tiles. What is summed so has a derivative that is summed so: a kernel's adjoint takes the
-outputs' cotangents in the groups of the outputs and returns the operands' in theirs. So is its tangent.
+A kernel takes a tile's operands in three groups: sliced along the rows of the table, sliced along its columns, and
+shared by all tiles. It returns outputs in the same three groups, which are summed over a row of tiles, over a column of
+tiles, and over all tiles. A kernel's adjoint and tangent are kernels of the same form.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Tensors = tuple[Tensor, ...]
 
 
 class Counts(NamedTuple):
-    """How many tensors each group has."""
+    """Number of tensors of each group."""
 
     rows: int
     cols: int
@@ -45,39 +44,39 @@ class Counts(NamedTuple):
 
 
 class Logits(Protocol):
-    """What is known of the logits of one tile."""
+    """Computes the logits of one tile."""
 
     def logits(self, *operands: Any, **_: Any) -> tuple[Tensor, Tensors]:
-        """The logits, and what else is summed over each row."""
+        """The logits, and other quantities that are summed over each row."""
 
 
 class Kernel(Protocol):
-    """What is computed of one tile."""
+    """The computation of one tile."""
 
     def __call__(self, *operands: Any, **_: Any) -> Tensors:
-        """The outputs of a tile, those of the rows first, those of all tiles last."""
+        """The outputs of a tile: of rows, of columns, shared."""
 
     @property
     def counts(self) -> Counts:
-        """How many operands there are."""
+        """Number of operands."""
 
     @property
     def outputs(self) -> Counts:
-        """How many outputs there are."""
+        """Number of outputs."""
 
     @property
     def differentiated(self) -> tuple[bool, ...]:
-        """Which operands have derivatives."""
+        """Which operands are differentiable."""
 
 
 def grouped(tensors: Sequence[Tensor], counts: Counts) -> tuple[Tensors, Tensors, Tensors]:
-    """Tensors by their group."""
+    """Split tensors into their groups."""
     rows, cols = counts.rows, counts.rows + counts.cols
     return tuple(tensors[:rows]), tuple(tensors[rows:cols]), tuple(tensors[cols:])
 
 
 def similarity(a: Tensor, b: Tensor) -> Tensor:
-    """The products of rows of both."""
+    """The inner products of rows."""
     return a @ b.T
 
 
@@ -101,7 +100,7 @@ class ExpBoth:
 
 @dataclass(frozen=True)
 class ExpOthers:
-    """exp(s - x_i) summed over a row; samples have a number, as rows and as columns, and none is a pair with itself."""
+    """exp(s - x_i) summed over a row, without the pairs of a sample with itself; `number` identifies a sample."""
 
     counts = Counts(3, 2, 0)
     outputs = Counts(1, 0, 0)
@@ -119,7 +118,7 @@ class ExpOthers:
 
 @dataclass(frozen=True)
 class ExpLabelled:
-    """The same, and the similarities to other samples of the same label, summed over a row."""
+    """`ExpOthers`, and the similarities to other samples of the same label, summed over a row."""
 
     counts = Counts(4, 3, 0)
     outputs = Counts(2, 0, 0)
@@ -129,16 +128,16 @@ class ExpLabelled:
         self, a: Tensor, number: Tensor, label: Tensor, b: Tensor, numbers: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensors]:
         """The similarities to others; the sum of those of the same label, and their number."""
-        s, own = similarity(a, b), number[:, None] == numbers
-        alike = (label[:, None] == labels) & ~own
-        return torch.where(own, -torch.inf, s), (torch.where(alike, s, 0).sum(1), alike.sum(1))
+        s, itself = similarity(a, b), number[:, None] == numbers
+        positive = (label[:, None] == labels) & ~itself
+        return torch.where(itself, -torch.inf, s), (torch.where(positive, s, 0).sum(1), positive.sum(1))
 
     def __call__(
         self, a: Tensor, x: Tensor, number: Tensor, label: Tensor, b: Tensor, numbers: Tensor, labels: Tensor
     ) -> Tensors:
         """Both sums."""
-        s, (alike, _) = self.logits(a, number, label, b, numbers, labels)
-        return (s - x[:, None]).exp().sum(1), alike
+        s, (positives, _) = self.logits(a, number, label, b, numbers, labels)
+        return (s - x[:, None]).exp().sum(1), positives
 
 
 @dataclass(frozen=True)
@@ -156,11 +155,11 @@ class Sigmoid:
 
 @dataclass(frozen=True)
 class Adjoint:
-    """The vector-Jacobian product of a kernel: its operands, then its outputs' cotangents, group by group.
+    """The vector-Jacobian product of a kernel; each group has its operands, then its outputs' cotangents.
 
     Attributes:
         of: the kernel.
-        wanted: of which of its operands the gradient is returned.
+        wanted: the operands whose gradient is returned.
     """
 
     of: Kernel
@@ -173,7 +172,7 @@ class Adjoint:
 
     @property
     def outputs(self) -> Counts:
-        """The gradients that are wanted."""
+        """The wanted gradients."""
         return Counts(*(sum(group) for group in _flags(self.wanted, self.of.counts)))
 
     @property
@@ -183,7 +182,7 @@ class Adjoint:
 
     def __call__(self, *operands: Tensor) -> Tensors:
         """The gradients."""
-        given, cotangents = _parted(operands, self.of.counts, self.counts)
+        given, cotangents = _split(operands, self.of.counts, self.counts)
         wanted = [x for x, is_wanted in zip(given, self.wanted, strict=True) if is_wanted]
         found: Tensors = vjp(_of_wanted(self.of, given, self.wanted), *wanted)[1](cotangents)
         return found
@@ -191,13 +190,13 @@ class Adjoint:
 
 @dataclass(frozen=True)
 class Tangent:
-    """The Jacobian-vector product of a kernel: its operands, then the tangents of some, group by group.
+    """The Jacobian-vector product of a kernel; each group has its operands, then the tangents of some.
 
-    It is the adjoint of the adjoint, which needs no level of forward mode, of which a process has one.
+    Computed as the adjoint of the adjoint: torch does not nest forward mode, and the caller may be using it.
 
     Attributes:
         of: the kernel.
-        moved: which of its operands have a tangent.
+        moved: the operands that have a tangent.
     """
 
     of: Kernel
@@ -219,11 +218,11 @@ class Tangent:
         groups = zip(
             _flags(self.of.differentiated, self.of.counts), _flags(self.moved, self.of.counts), strict=True
         )
-        return tuple(flag for own, moved in groups for flag in (*own, *[True] * sum(moved)))
+        return tuple(flag for flags, moved in groups for flag in (*flags, *[True] * sum(moved)))
 
     def __call__(self, *operands: Tensor) -> Tensors:
         """The outputs' tangents."""
-        given, tangents = _parted(operands, self.of.counts, self.counts)
+        given, tangents = _split(operands, self.of.counts, self.counts)
         moving = [x for x, moves in zip(given, self.moved, strict=True) if moves]
         kernel = _of_wanted(self.of, given, self.moved)
 
@@ -238,11 +237,11 @@ class Tangent:
 
 @dataclass(frozen=True)
 class Batched:
-    """A kernel for many at once; what is cut has the batch in its second dimension, what is whole in its first.
+    """A vmapped kernel; row and column operands have the batch in dim 1, shared ones in dim 0.
 
     Attributes:
         of: the kernel.
-        has: which of its operands are batched.
+        has: the batched operands.
     """
 
     of: Kernel
@@ -295,11 +294,11 @@ def _flags(flags: Sequence[bool], counts: Counts) -> list[Sequence[bool]]:
 def _with(flags: Sequence[bool], of: Kernel, more: bool) -> tuple[bool, ...]:
     """The flags of a kernel's operands, and one more for each output, group by group."""
     groups = zip(_flags(flags, of.counts), of.outputs, strict=True)
-    return tuple(flag for own, added in groups for flag in (*own, *[more] * added))
+    return tuple(flag for group, added in groups for flag in (*group, *[more] * added))
 
 
-def _parted(operands: Sequence[Tensor], first: Counts, both: Counts) -> tuple[Tensors, Tensors]:
-    """A kernel's own operands, and what else is handed in with them, group by group."""
+def _split(operands: Sequence[Tensor], first: Counts, both: Counts) -> tuple[Tensors, Tensors]:
+    """Split each group into a kernel's operands and the rest (cotangents or tangents)."""
     groups = list(zip(grouped(operands, both), first, strict=True))
-    own = tuple(x for group, n in groups for x in group[:n])
-    return own, tuple(x for group, n in groups for x in group[n:])
+    given = tuple(x for group, n in groups for x in group[:n])
+    return given, tuple(x for group, n in groups for x in group[n:])

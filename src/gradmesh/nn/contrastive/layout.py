@@ -1,4 +1,4 @@
-"""Where a table of pairs lies: each rank has its own rows of it, and the columns are gathered or go round."""
+"""Distribution of a table of pairs: rows are local, columns are gathered or travel around a ring."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from gradmesh.axis import Axis
 from gradmesh.collectives import all_gather, all_reduce, reduce_scatter
 from gradmesh.nn.contrastive.kernels import Kernel, Logits, Tensors, grouped
-from gradmesh.nn.contrastive.ring import Round, ring_log_sums, ring_sum
-from gradmesh.nn.contrastive.tiles import TileWork, log_sum, log_sums, table_sum, widened
+from gradmesh.nn.contrastive.ring import RingPass, ring_log_sums, ring_sum
+from gradmesh.nn.contrastive.tiles import TileWork, log_sum, log_sums, table_sum
+from gradmesh.nn.plain import upcast
 from gradmesh.types import R
 
 __all__ = ["ExpKernel", "Gathered", "Layout", "LogSums", "Passed"]
@@ -21,13 +22,13 @@ __all__ = ["ExpKernel", "Gathered", "Layout", "LogSums", "Passed"]
 
 @dataclass(frozen=True)
 class LogSums:
-    """The logarithms of sums of exponentials, without derivatives.
+    """Logsumexp values, without derivatives.
 
     Attributes:
-        rows: those of this rank's rows.
-        columns: those of the columns, laid out as `Layout.spread` does; empty where they were not asked for.
-        known: the sums of exp(s - them), as far as this rank has part in them: those of the rows, and of the columns.
-        more: what else the kernel sums over rows.
+        rows: of this rank's rows.
+        columns: of the columns, distributed like the result of `Layout.spread`; empty if not requested.
+        known: this rank's part of the sums of exp(s - logsumexp), over rows and over columns.
+        more: the kernel's other sums over rows.
     """
 
     rows: Tensor
@@ -37,26 +38,26 @@ class LogSums:
 
 
 class Layout(Protocol):
-    """Where the table lies."""
+    """The distribution of the table."""
 
     def spread(self, x: Tensor) -> Tensor:
-        """This rank's part of what belongs to the columns, where it has to be for `total`."""
+        """Distribute this rank's columns as `total` needs them."""
 
-    def own(self, x: Tensor) -> Tensor:
-        """This rank's part again."""
+    def local(self, x: Tensor) -> Tensor:
+        """This rank's columns; inverse of `spread`."""
 
     def log_sums(
         self, kernel: Logits, rows: Sequence[Tensor], cols: Sequence[Tensor], *, columns: bool
     ) -> LogSums:
-        """The logarithms of the sums of the exponentials of each row of logits, and of each column."""
+        """The logsumexp of each row of logits and, with `columns`, of each column."""
 
     def total(self, kernel: Kernel, operands: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Tensors:
-        """A kernel's outputs summed over the whole table: of this rank's rows, of its columns, and of its part."""
+        """A kernel's outputs summed over the full table: of this rank's rows, of its columns, and its shared part."""
 
     def logs(
         self, kernel: ExpKernel, rows: Sequence[Tensor], cols: Sequence[Tensor], *, columns: bool
     ) -> tuple[Tensor, Tensor, Tensors]:
-        """The same logarithms, differentiably: of this rank's rows and columns, and what else is summed over rows."""
+        """`log_sums`, differentiably: of this rank's rows and columns, and the kernel's other sums over rows."""
 
 
 class ExpKernel(Kernel, Logits, Protocol):
@@ -66,33 +67,33 @@ class ExpKernel(Kernel, Logits, Protocol):
 def _tiled_logs(
     table: Layout, kernel: ExpKernel, rows: Sequence[Tensor], cols: Sequence[Tensor], *, columns: bool
 ) -> tuple[Tensor, Tensor, Tensors]:
-    """`Layout.logs` of a table of which a tile at a time is in memory."""
+    """`Layout.logs` with one tile in memory at a time."""
     with torch.no_grad():
         sums = table.log_sums(kernel, [x.detach() for x in rows], [x.detach() for x in cols], columns=columns)
-    alone = sums.rows == -torch.inf  # and what is NaN stays so
-    of_rows, of_cols = sums.rows.masked_fill(alone, 0), [sums.columns] if columns else []
-    # log(sum(exp)) is this constant and the logarithm of a sum that is 1, and has its derivatives at every order.
+    empty = sums.rows == -torch.inf  # NaN rows stay NaN
+    of_rows, of_cols = sums.rows.masked_fill(empty, 0), [sums.columns] if columns else []
+    # logsumexp = constant + log(sum exp(s - constant)); the sum has value 1 and all derivatives.
     operands = (rows[0], of_rows, *rows[1:], *cols, *of_cols)
     others = kernel.outputs.rows - 1
     known = (sums.known[0], *sums.more[:others], *sums.known[1:])
-    mine, *found = table.total(kernel, operands, known)
-    logs = (of_rows + mine.masked_fill(alone, 1).log()).masked_fill(alone, -torch.inf)
-    home = table.own(sums.columns) + found[others].log() if columns else sums.columns
-    return logs, home, (*found[:others], *sums.more[others:])
+    row_sums, *found = table.total(kernel, operands, known)
+    logs = (of_rows + row_sums.masked_fill(empty, 1).log()).masked_fill(empty, -torch.inf)
+    local = table.local(sums.columns) + found[others].log() if columns else sums.columns
+    return logs, local, (*found[:others], *sums.more[others:])
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """Every rank has all columns. What is sent is sent by verbs, differentiably.
+    """Every rank has all columns, gathered by differentiable verbs.
 
-    A table of one tile is kept for backward as it is; of others nothing is kept, and backward computes them again.
+    A table of one tile is saved for backward; with more tiles, backward recomputes them.
 
     Attributes:
         axis: the ranks.
-        sizes: how many columns each has; None: all the same.
-        tile: the size of tiles.
-        comm_dtype: what columns travel in.
-        backward_dtype: what their gradients travel in.
+        sizes: each rank's number of columns; None: all the same.
+        tile: the tile size.
+        comm_dtype: the dtype in which columns are sent.
+        backward_dtype: the dtype in which their gradients are sent.
     """
 
     axis: Axis
@@ -109,7 +110,7 @@ class Gathered:
             x, self.axis, sizes=self.sizes, comm_dtype=self.comm_dtype, backward_dtype=self.backward_dtype
         )
 
-    def own(self, x: Tensor) -> Tensor:
+    def local(self, x: Tensor) -> Tensor:
         """This rank's columns."""
         each = self.sizes or (len(x) // self.axis.size,) * self.axis.size
         return x[self.axis.slice(each)]
@@ -117,42 +118,42 @@ class Gathered:
     def log_sums(
         self, kernel: Logits, rows: Sequence[Tensor], cols: Sequence[Tensor], *, columns: bool
     ) -> LogSums:
-        """Those of the rows, and of the columns by a reduction of one number for each."""
-        mine, part, more = log_sums(kernel, rows, cols, self.tile, columns=columns)
-        ones = mine.isfinite().to(mine.dtype)
+        """The columns' values are reduced over the ranks, one number for each column."""
+        of_rows, part, more = log_sums(kernel, rows, cols, self.tile, columns=columns)
+        ones = of_rows.isfinite().to(of_rows.dtype)
         if part is None:
-            return LogSums(mine, mine[:0], (ones,), more)
-        whole = all_reduce(part, self.axis, op="logsumexp", dst=R)
-        return LogSums(mine, whole, (ones, (part - whole).exp()), more)
+            return LogSums(of_rows, of_rows[:0], (ones,), more)
+        full = all_reduce(part, self.axis, op="logsumexp", dst=R)
+        return LogSums(of_rows, full, (ones, (part - full).exp()), more)
 
     def total(self, kernel: Kernel, operands: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Tensors:
-        """Sums of this rank's rows alone; those of the columns are added up where these are at home."""
+        """The columns' sums are reduced to the rank that holds the column."""
         given = grouped(operands, kernel.counts)
         if self._is_one_tile(given[0], given[1]):
             with torch.autocast(operands[0].device.type, enabled=False):
-                found = kernel(*map(widened, operands))
+                found = kernel(*map(upcast, operands))
         else:
             found = table_sum(TileWork(kernel, self.tile), operands, known)
         rows, cols, shared = grouped(found, kernel.outputs)
-        home = [reduce_scatter(y, self.axis, sizes=self.sizes) for y in cols]
-        return (*rows, *home, *shared)
+        local = [reduce_scatter(y, self.axis, sizes=self.sizes) for y in cols]
+        return (*rows, *local, *shared)
 
     def logs(
         self, kernel: ExpKernel, rows: Sequence[Tensor], cols: Sequence[Tensor], *, columns: bool
     ) -> tuple[Tensor, Tensor, Tensors]:
-        """Of logits that are kept where they are one tile; the same is sent either way."""
+        """A single tile's logits are saved for backward; the communication is the same either way."""
         if not self._is_one_tile(rows, cols):
             return _tiled_logs(self, kernel, rows, cols, columns=columns)
         with torch.autocast(rows[0].device.type, enabled=False):
-            s, more = kernel.logits(*map(widened, rows), *map(widened, cols))
-        mine = log_sum(s, 1)
+            s, more = kernel.logits(*map(upcast, rows), *map(upcast, cols))
+        of_rows = log_sum(s, 1)
         if not columns:
-            return mine, mine[:0], more
+            return of_rows, of_rows[:0], more
         part = log_sum(s, 0)
         with torch.no_grad():
-            whole = all_reduce(part.detach(), self.axis, op="logsumexp", dst=R)
-        home = reduce_scatter((part - whole).exp(), self.axis, sizes=self.sizes)
-        return mine, self.own(whole) + home.log(), more
+            full = all_reduce(part.detach(), self.axis, op="logsumexp", dst=R)
+        local = reduce_scatter((part - full).exp(), self.axis, sizes=self.sizes)
+        return of_rows, self.local(full) + local.log(), more
 
     def _is_one_tile(self, rows: Sequence[Tensor], cols: Sequence[Tensor]) -> bool:
         return max(len(rows[0]), len(cols[0])) <= self.tile
@@ -160,44 +161,45 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Passed:
-    """The columns go round the ranks.
+    """The columns travel around the ring of ranks.
 
     Attributes:
         axis: the ranks.
-        sizes: how many columns each has.
-        tile: the size of tiles.
-        way: the way round.
+        sizes: each rank's number of columns.
+        tile: the tile size.
+        ring: sends the columns.
     """
 
     axis: Axis
     sizes: tuple[int, ...]
     tile: int
-    way: Round
+    ring: RingPass
 
     def spread(self, x: Tensor) -> Tensor:
-        """They stay where they are."""
+        """The local columns, unchanged."""
         return x
 
-    def own(self, x: Tensor) -> Tensor:
-        """They are."""
+    def local(self, x: Tensor) -> Tensor:
+        """The local columns, unchanged."""
         return x
 
     def log_sums(
         self, kernel: Logits, rows: Sequence[Tensor], cols: Sequence[Tensor], *, columns: bool
     ) -> LogSums:
-        """Those of the rows and, at home, of the columns."""
-        mine, home, more = ring_log_sums(self.way, kernel, rows, cols, self.tile, columns=columns)
-        known = (mine,) if home is None else (mine, home)
-        return LogSums(
-            mine, mine[:0] if home is None else home, tuple(y.isfinite().to(y.dtype) for y in known), more
-        )
+        """The columns' values return to their rank."""
+        of_rows, of_cols, more = ring_log_sums(self.ring, kernel, rows, cols, self.tile, columns=columns)
+        if of_cols is None:
+            of_cols, known = of_rows[:0], (of_rows,)
+        else:
+            known = of_rows, of_cols
+        return LogSums(of_rows, of_cols, tuple(y.isfinite().to(y.dtype) for y in known), more)
 
     def total(self, kernel: Kernel, operands: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Tensors:
-        """In one round; the sums of the columns come home."""
-        return ring_sum(self.way, TileWork(kernel, self.tile), operands, known)
+        """One pass around the ring; the sums of the columns return to their rank."""
+        return ring_sum(self.ring, TileWork(kernel, self.tile), operands, known)
 
     def logs(
         self, kernel: ExpKernel, rows: Sequence[Tensor], cols: Sequence[Tensor], *, columns: bool
     ) -> tuple[Tensor, Tensor, Tensors]:
-        """In two rounds."""
+        """Two passes around the ring."""
         return _tiled_logs(self, kernel, rows, cols, columns=columns)

@@ -1,4 +1,4 @@
-"""The losses as modules, with what they learn."""
+"""The losses as modules, with their learned parameters."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["BarlowTwinsLoss", "ClipLoss", "NTXentLoss", "SigLipLoss", "SupConLos
 
 
 class _Loss(nn.Module):
-    """A loss and its options, which are those of the function."""
+    """A loss with the options of its function."""
 
     def __init__(self, axis: AxisLike, options: dict[str, Any]) -> None:
         super().__init__()
         self.options = {"axis": axis, **options}
 
     def extra_repr(self) -> str:
-        """The options that were given."""
+        """The options that are not None."""
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items() if value is not None)
 
     def _hold(self, name: str, value: float, learnable: bool) -> None:
-        """Hold a number, of one dimension, since wrappers that shard parameters refuse those without."""
+        """Register a number with shape (1,): wrappers that shard parameters reject 0-dim ones."""
         number = torch.tensor([value])
         if learnable:
             self.register_parameter(name, nn.Parameter(number))
@@ -37,7 +37,7 @@ class _Loss(nn.Module):
 
 
 class _ScaledLoss(_Loss):
-    """A loss with a scale of the similarities, whose logarithm is held."""
+    """A loss with a scale of the similarities, stored as its logarithm."""
 
     log_scale: Tensor
 
@@ -50,14 +50,14 @@ class _ScaledLoss(_Loss):
 
     @property
     def scale(self) -> Tensor:
-        """The scale, of one element."""
+        """The scale, a tensor of one element."""
         return self.log_scale.exp()
 
     def _bounded(self) -> Tensor:
-        """The scale; in training what was learned is first brought below its bound."""
+        """The scale; in training a learned one is first clamped to `max_scale`."""
         if not (self.training and self.log_scale.requires_grad):
             return self.scale
-        if not self.log_scale.is_leaf:  # a part of what a wrapper gathered, which must not be written
+        if not self.log_scale.is_leaf:  # a view of a wrapper's gathered buffer, which must not be written
             return (self.log_scale - (self.log_scale.detach() - self._largest).clamp(min=0)).exp()
         with torch.no_grad():
             self.log_scale.clamp_(max=self._largest)
@@ -65,14 +65,14 @@ class _ScaledLoss(_Loss):
 
 
 class ClipLoss(_ScaledLoss):
-    """`gradmesh.nn.clip_loss` with a scale that is learned.
+    """`gradmesh.nn.clip_loss` with a learned scale.
 
     Args:
-        scale: the inverse temperature to begin with.
+        scale: the initial inverse temperature.
         axis: the ranks.
-        learnable: whether it is a parameter, `log_scale`; it belongs into the module that DDP or FSDP wraps.
-        max_scale: what it is kept below in training, as in the paper; where FSDP shards the parameter, what is used of
-            it.
+        learnable: True makes it a parameter, `log_scale`; put the loss into the module that DDP or FSDP wraps.
+        max_scale: upper bound in training, as in the paper. The parameter is clamped; if FSDP shards it, only the value
+            in use is.
         options: as in `clip_loss`.
 
     Example:
@@ -96,19 +96,20 @@ class ClipLoss(_ScaledLoss):
         super().__init__(scale, max_scale, axis, learnable, options)
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        """The loss of this rank's embeddings of both kinds."""
+        """The loss; `left` and `right` are this rank's embeddings."""
         return clip_loss(left, right, self._bounded(), **self.options)
 
 
 class SigLipLoss(_ScaledLoss):
-    """`gradmesh.nn.siglip_loss` with a scale and a bias that are learned.
+    """`gradmesh.nn.siglip_loss` with a learned scale and bias.
 
     Args:
-        scale: the inverse temperature to begin with.
-        bias: what is added to the scaled similarities, to begin with.
+        scale: the initial inverse temperature.
+        bias: the initial value that is added to the scaled similarities.
         axis: the ranks.
-        learnable: whether they are parameters, `log_scale` and `bias`; they belong into the module that is wrapped.
-        max_scale: what the scale is kept below in training.
+        learnable: True makes them parameters, `log_scale` and `bias`; put the loss into the module that DDP or FSDP
+            wraps.
+        max_scale: upper bound of the scale in training.
         options: as in `siglip_loss`.
 
     Example:
@@ -135,7 +136,7 @@ class SigLipLoss(_ScaledLoss):
         self._hold("bias", bias, learnable)
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        """The loss of this rank's embeddings of both kinds."""
+        """The loss; `left` and `right` are this rank's embeddings."""
         return siglip_loss(left, right, self._bounded(), self.bias, **self.options)
 
 
@@ -143,9 +144,9 @@ class NTXentLoss(_ScaledLoss):
     """`gradmesh.nn.nt_xent_loss`.
 
     Args:
-        temperature: to begin with.
+        temperature: the initial temperature.
         axis: the ranks.
-        learnable: whether it is learned, as the parameter `log_scale`, minus its logarithm.
+        learnable: True makes it a parameter, `log_scale` = -log(temperature).
         options: as in `nt_xent_loss`.
 
     Example:
@@ -162,7 +163,7 @@ class NTXentLoss(_ScaledLoss):
         super().__init__(1 / temperature, math.inf, axis, learnable, options)
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        """The loss of this rank's embeddings of both views."""
+        """The loss; `left` and `right` are this rank's embeddings of the two views."""
         return nt_xent_loss(left, right, 1 / self._bounded(), **self.options)
 
 
@@ -170,9 +171,9 @@ class SupConLoss(_ScaledLoss):
     """`gradmesh.nn.sup_con_loss`.
 
     Args:
-        temperature: to begin with.
+        temperature: the initial temperature.
         axis: the ranks.
-        learnable: whether it is learned, as the parameter `log_scale`, minus its logarithm.
+        learnable: True makes it a parameter, `log_scale` = -log(temperature).
         options: as in `sup_con_loss`.
 
     Example:
@@ -189,12 +190,12 @@ class SupConLoss(_ScaledLoss):
         super().__init__(1 / temperature, math.inf, axis, learnable, options)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The loss of this rank's embeddings and their labels."""
+        """The loss; `x` and `labels` are this rank's embeddings and labels."""
         return sup_con_loss(x, labels, 1 / self._bounded(), **self.options)
 
 
 class VicRegLoss(_Loss):
-    """`gradmesh.nn.vic_reg_loss`; `options` are its own.
+    """`gradmesh.nn.vic_reg_loss` as a module; `options` are its arguments.
 
     Example:
         >>> def on_each_rank():
@@ -208,12 +209,12 @@ class VicRegLoss(_Loss):
         super().__init__(axis, options)
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        """The loss of this rank's embeddings of both views."""
+        """The loss; `left` and `right` are this rank's embeddings of the two views."""
         return vic_reg_loss(left, right, **self.options)
 
 
 class BarlowTwinsLoss(_Loss):
-    """`gradmesh.nn.barlow_twins_loss`; `options` are its own.
+    """`gradmesh.nn.barlow_twins_loss` as a module; `options` are its arguments.
 
     Example:
         >>> def on_each_rank():
@@ -227,5 +228,5 @@ class BarlowTwinsLoss(_Loss):
         super().__init__(axis, options)
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        """The loss of this rank's embeddings of both views."""
+        """The loss; `left` and `right` are this rank's embeddings of the two views."""
         return barlow_twins_loss(left, right, **self.options)

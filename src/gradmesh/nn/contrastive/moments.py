@@ -1,4 +1,4 @@
-"""Losses of the moments of a global batch: `vic_reg_loss` and `barlow_twins_loss`."""
+"""Losses of feature statistics of the global batch: `vic_reg_loss` and `barlow_twins_loss`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradmesh.axis import Axis, AxisLike, balanced
 from gradmesh.collectives import all_reduce, reduce_scatter
 from gradmesh.errors import ArgumentError, message
 from gradmesh.nn.contrastive.inputs import LossInputs
-from gradmesh.nn.contrastive.tiles import widened
+from gradmesh.nn.plain import upcast
 from gradmesh.types import Convention, I, R
 
 __all__ = ["barlow_twins_loss", "vic_reg_loss"]
@@ -31,7 +31,7 @@ def vic_reg_loss(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    r"""Two views close to each other, every feature with a spread of 1, and no two of them correlated.
+    r"""VICReg loss: two views close to each other, features of standard deviation 1 and without correlation.
 
     ::
 
@@ -41,23 +41,23 @@ def vic_reg_loss(
             + variance * (1/2d) sum_k relu(1 - sqrt(C(z)_kk + eps)), for z = x, and for z = y
             + covariance * (1/d) sum_{k != l} C(z)_kl^2, for z = x, and for z = y
 
-    Bardes et al., VICReg: Variance-Invariance-Covariance Regularization for Self-Supervised Learning, 2022, with the
-    factors of its authors' code, for which the weights are meant: the first term is a mean over features too, and the
-    second is halved. Value and gradients as those of `clip_loss`. Each rank squares its rows of the covariance.
+    Source: Bardes et al., VICReg: Variance-Invariance-Covariance Regularization for Self-Supervised Learning, 2022,
+    with the factors of the authors' code, to which the default weights belong: the first term is a mean over features
+    too, and the second is halved. Value and gradients are distributed as in `clip_loss`.
 
     Args:
         left: this rank's embeddings x of one view.
-        right: those of the other view, y.
+        right: this rank's embeddings y of the other view.
         axis: the ranks, as in every verb.
-        invariance: the weight of the first term.
-        variance: that of the second.
-        covariance: that of the third.
+        invariance: weight of the first term.
+        variance: weight of the second term.
+        covariance: weight of the third term.
         eps: keeps the root's derivative finite.
         dst, sizes: as in `clip_loss`.
-        comm_dtype, backward_dtype: the dtypes that covariances and their gradients travel in.
+        comm_dtype, backward_dtype: the dtypes in which covariances and their gradients are sent.
 
     Raises:
-        ArgumentError: less than two samples; and as `clip_loss`.
+        ArgumentError: fewer than 2 samples over all ranks; and as `clip_loss`.
         ShapeError, MismatchError: as `clip_loss`.
 
     Example:
@@ -68,16 +68,16 @@ def vic_reg_loss(
         [37.5392, 37.5392]
     """
     given = LossInputs("nn.vic_reg_loss", {"left": left, "right": right}, axis, sizes=sizes, dst=dst)
-    _refuse_one(given)
-    x, y = widened(left), widened(right)
+    _check_total(given)
+    x, y = upcast(left), upcast(right)
     features = x.shape[1]
     centred = torch.stack([x, y]) - _mean(torch.stack([x, y]), given)
     with torch.autocast(x.device.type, enabled=False):
         part = centred.mT @ centred / (given.total - 1)
-    own, mine = _own_rows(part, given.axis, comm_dtype, backward_dtype)
-    diagonal = own.diagonal(mine, 1, 2)
+    local, first = _local_rows(part, given.axis, comm_dtype, backward_dtype)
+    diagonal = local.diagonal(first, 1, 2)
     spread = relu(1 - (diagonal + eps).sqrt()).sum() / (2 * features)
-    correlated = (own.square().sum() - diagonal.square().sum()) / features
+    correlated = (local.square().sum() - diagonal.square().sum()) / features
     close = (x - y).square().sum() / (given.total * features)
     return given.mean(invariance * close + variance * spread + covariance * correlated, 1)
 
@@ -94,7 +94,7 @@ def barlow_twins_loss(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    r"""The correlation of the features of two views, held against the identity.
+    r"""Barlow Twins loss: the cross-correlation of the features of two views should be the identity.
 
     ::
 
@@ -102,23 +102,23 @@ def barlow_twins_loss(
 
             sum_k (1 - C_kk)^2 + off_diagonal * sum_{k != l} C_kl^2
 
-        u: (x - mean) / sqrt(var + eps) of each feature of `left`, over N; v: that of `right`
+        u: (x - mean) / sqrt(var + eps) of each feature of `left`, over N; v: the same of `right`
 
-    Zbontar et al., Barlow Twins: Self-Supervised Learning via Redundancy Reduction, 2021; features are normalized as by
-    the batch norm of its authors' code, over the global batch. Value and gradients as those of `clip_loss`. Each rank
-    squares its rows of the correlation.
+    Source: Zbontar et al., Barlow Twins: Self-Supervised Learning via Redundancy Reduction, 2021; features are
+    normalized over the global batch, like the batch norm in the authors' code. Value and gradients are distributed as
+    in `clip_loss`.
 
     Args:
         left: this rank's embeddings of one view.
-        right: those of the other view.
+        right: this rank's embeddings of the other view.
         axis: the ranks, as in every verb.
-        off_diagonal: the weight of the second term.
-        eps: keeps a feature that does not vary finite.
+        off_diagonal: weight of the second term.
+        eps: keeps a constant feature finite.
         dst, sizes: as in `clip_loss`.
-        comm_dtype, backward_dtype: the dtypes that correlations and their gradients travel in.
+        comm_dtype, backward_dtype: the dtypes in which correlations and their gradients are sent.
 
     Raises:
-        ArgumentError: less than two samples; and as `clip_loss`.
+        ArgumentError: fewer than 2 samples over all ranks; and as `clip_loss`.
         ShapeError, MismatchError: as `clip_loss`.
 
     Example:
@@ -129,41 +129,41 @@ def barlow_twins_loss(
         [0.0068, 0.0068]
     """
     given = LossInputs("nn.barlow_twins_loss", {"left": left, "right": right}, axis, sizes=sizes, dst=dst)
-    _refuse_one(given)
-    both = torch.stack([widened(left), widened(right)])
+    _check_total(given)
+    both = torch.stack([upcast(left), upcast(right)])
     centred = both - _mean(both, given)
     u, v = (centred / (_mean(centred.square(), given) + eps).sqrt()).unbind()
     with torch.autocast(u.device.type, enabled=False):
         part = u.mT @ v / given.total
-    own, mine = _own_rows(part[None], given.axis, comm_dtype, backward_dtype)
-    diagonal = own.diagonal(mine, 1, 2)
-    others = own.square().sum() - diagonal.square().sum()
+    local, first = _local_rows(part[None], given.axis, comm_dtype, backward_dtype)
+    diagonal = local.diagonal(first, 1, 2)
+    others = local.square().sum() - diagonal.square().sum()
     return given.mean((1 - diagonal).square().sum() + off_diagonal * others, 1)
 
 
 def _mean(x: Tensor, given: LossInputs) -> Tensor:
-    """The mean over the samples of all ranks, which each rank takes from its own."""
+    """The mean over the samples of all ranks."""
     return all_reduce(x.sum(1, keepdim=True) / given.total, given.axis, dst=R)
 
 
-def _own_rows(
+def _local_rows(
     part: Tensor, axis: Axis, comm_dtype: torch.dtype | None, backward_dtype: torch.dtype | None
 ) -> tuple[Tensor, int]:
-    """This rank's rows of a sum of matrices over the ranks, and which the first one is."""
+    """This rank's rows of the sum of the ranks' matrices, and the index of the first."""
     sizes = balanced(part.shape[1], axis.size)
-    own = reduce_scatter(part, axis, 1, sizes=sizes, comm_dtype=comm_dtype, backward_dtype=backward_dtype)
-    return own, axis.offset(sizes)
+    local = reduce_scatter(part, axis, 1, sizes=sizes, comm_dtype=comm_dtype, backward_dtype=backward_dtype)
+    return local, axis.offset(sizes)
 
 
-def _refuse_one(given: LossInputs) -> None:
-    if given.total < 2:  # which every rank sees
+def _check_total(given: LossInputs) -> None:
+    if given.total < 2:  # every rank raises
         raise ArgumentError(
             message(
-                "one sample has no variance",
+                "cannot compute the variance of one sample",
                 op=given.op,
                 axis=str(given.axis),
-                expected="two samples on all ranks together",
-                got="one",
-                remedy="leave the step out on every rank",
+                expected="at least 2 samples over all ranks",
+                got="1 sample",
+                remedy="skip this step on every rank",
             )
         )

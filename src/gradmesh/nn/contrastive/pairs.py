@@ -1,4 +1,4 @@
-"""Losses of pairs of embeddings, one of each kind for a sample: `clip_loss` and `siglip_loss`."""
+"""Losses of paired embeddings, such as images and texts: `clip_loss` and `siglip_loss`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gradmesh.arguments import SizesLike
 from gradmesh.axis import AxisLike
 from gradmesh.nn.contrastive.inputs import Gather, LossInputs, Number
 from gradmesh.nn.contrastive.kernels import ExpBoth, Sigmoid
-from gradmesh.nn.contrastive.tiles import widened
+from gradmesh.nn.plain import upcast
 from gradmesh.types import Convention, I
 
 __all__ = ["clip_loss", "siglip_loss"]
@@ -28,7 +28,7 @@ def clip_loss(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    r"""The symmetric cross entropy of each pair against all others of the global batch.
+    r"""CLIP loss: the symmetric cross entropy of each pair against all others of the global batch.
 
     ::
 
@@ -36,37 +36,36 @@ def clip_loss(
 
             1/2N sum_i (log sum_j exp s_ij - s_ii) + 1/2N sum_j (log sum_i exp s_ij - s_jj)
 
-    Radford et al., Learning Transferable Visual Models From Natural Language Supervision, 2021, figure 3. The value is
-    the mean over the global batch, the same on every rank. The gradient of a rank's embeddings is the whole one; what
-    every rank has a copy of, such as the scale or an encoder's weights, gets this rank's share, and their sum over the
-    ranks is the gradient.
+    Source: Radford et al., Learning Transferable Visual Models From Natural Language Supervision, 2021, figure 3. The
+    value is the mean over the global batch, the same on every rank. The gradient of a rank's embeddings is complete;
+    replicated tensors, such as the scale or an encoder's weights, get this rank's contribution, and the sum of these
+    over the ranks is the gradient.
 
     Args:
-        left: this rank's embeddings of one kind, taken as they are: unit vectors come from `normalize(x, dim=-1)`.
-        right: those of the other kind, a row for each of `left`'s.
+        left: this rank's embeddings, used without normalization; for unit vectors, pass `normalize(x, dim=-1)`.
+        right: the paired embeddings, one row for each row of `left`.
         scale: the inverse temperature, not its logarithm: a float, or a tensor of one element.
         axis: the ranks, as in every verb.
-        dst: `gm.I`: the loss counts once. `gm.R`: each rank's loss is a term of what is differentiated; for
+        dst: `gm.I`: the loss counts once. `gm.R`: the ranks' losses are summed; for
             `gm.objective(loss, loss_type=gm.R, ddp=model)`, or a loss that ranks use differently.
-        sizes: each rank's number of samples, 0 allowed; "auto": found by one small exchange; None: the same on every
-            rank, which saves it.
-        gather: "all": every rank has `right` of all ranks, N rows and as many of their gradient. "ring": they go round
-            the ranks, N / W rows at a time, while the rank computes, and once more in backward.
-        tile: how many rows and columns of s are in memory at once. A table of one tile is kept for backward; of more
-            tiles none is kept, and backward computes them again. None: one tile where this rank's rows of s have at
-            most 2^22 entries on a CPU, else 2^24 (16 and 64 MiB in float32); tiles of 1024 on a CPU, else 4096, where
-            they have more.
-        comm_dtype: the dtype that embeddings travel in.
-        backward_dtype: the dtype that their gradients travel in.
+        sizes: each rank's number of samples, which may be 0, e.g. `sizes=(4, 3)`; "auto": exchanged; None: the same on
+            every rank, without an exchange.
+        gather: "all": every rank gathers `right` of all ranks, N rows, and as many gradients. "ring": they travel
+            around the ring of ranks, N / W rows at a time, overlapped with compute, and again in backward.
+        tile: number of rows and columns of s in memory at once. A table of one tile is saved for backward; with more
+            tiles, backward recomputes them. None: one tile if this rank's rows of s have at most 2^22 entries on a CPU,
+            2^24 elsewhere (16 and 64 MiB in float32); else tiles of 1024 on a CPU, 4096 elsewhere.
+        comm_dtype: the dtype in which embeddings are sent.
+        backward_dtype: the dtype in which their gradients are sent.
 
     Returns:
-        A scalar, of float32 where the embeddings are of less; products are taken and summed in that.
+        A scalar, in float32 or, for float64 embeddings, in float64; products are computed and summed in that dtype.
 
     Raises:
-        ArgumentError: an argument that the loss does not take, or no sample on any rank.
-        ShapeError: embeddings that do not fit each other.
-        MismatchError: ranks that call different losses, or with other numbers of features; with sizes="auto", a scale
-            that differs between ranks by more than 1 %.
+        ArgumentError: an invalid argument, or no samples on any rank.
+        ShapeError: `left` and `right` do not match.
+        MismatchError: the ranks call different losses, or with different numbers of features; with sizes="auto", the
+            scale differs between ranks by more than 1 %.
 
     Example:
         >>> def on_each_rank():
@@ -89,11 +88,10 @@ def clip_loss(
     )
     factor = given.numbers["scale"]
     table = given.layout(comm_dtype, backward_dtype)
-    # Scaled where there are n rows, and not in every tile.
-    a = widened(left) * factor
-    everyone = table.spread(right)
-    mine, theirs, _ = table.logs(ExpBoth(), (a,), (everyone,), columns=True)
-    return given.mean((mine + theirs - 2 * (a * widened(right)).sum(1)).sum() / 2)
+    # Scale n rows once, not every tile.
+    a = upcast(left) * factor
+    of_rows, of_cols, _ = table.logs(ExpBoth(), (a,), (table.spread(right),), columns=True)
+    return given.mean((of_rows + of_cols - 2 * (a * upcast(right)).sum(1)).sum() / 2)
 
 
 def siglip_loss(
@@ -110,7 +108,7 @@ def siglip_loss(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    r"""The binary cross entropy of every pair of the global batch: whether both are of one sample.
+    r"""SigLIP loss: the binary cross entropy of every pair of the global batch (same sample or not).
 
     ::
 
@@ -118,13 +116,14 @@ def siglip_loss(
 
             -1/N sum_ij log sigmoid(z_ij s_ij)     z = 1 for i = j, else -1
 
-    Zhai et al., Sigmoid Loss for Language Image Pre-Training, 2023. Value and gradients as those of `clip_loss`.
+    Source: Zhai et al., Sigmoid Loss for Language Image Pre-Training, 2023. Value and gradients are distributed as in
+    `clip_loss`.
 
     Args:
-        left: this rank's embeddings of one kind, taken as they are.
-        right: those of the other kind, a row for each of `left`'s.
-        scale: the inverse temperature; the paper begins with 10.
-        bias: the paper begins with -10.
+        left: this rank's embeddings, used without normalization.
+        right: the paired embeddings, one row for each row of `left`.
+        scale: the inverse temperature; the paper starts with 10.
+        bias: added to the scaled similarities; the paper starts with -10.
         axis, dst, sizes, gather, tile, comm_dtype, backward_dtype: as in `clip_loss`.
 
     Raises:
@@ -149,8 +148,8 @@ def siglip_loss(
     )
     factor, offset = given.numbers["scale"], given.numbers["bias"]
     table = given.layout(comm_dtype, backward_dtype)
-    a = widened(left) * factor
+    a = upcast(left) * factor
     offset = torch.as_tensor(offset, dtype=a.dtype, device=a.device)
-    # softplus(-s) is softplus(s) - s.
+    # softplus(-s) == softplus(s) - s
     (total,) = table.total(Sigmoid(), (a, table.spread(right), offset))
-    return given.mean(total - ((a * widened(right)).sum(1) + offset).sum())
+    return given.mean(total - ((a * upcast(right)).sum(1) + offset).sum())

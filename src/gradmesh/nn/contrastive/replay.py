@@ -1,4 +1,4 @@
-"""What the second run of the same calls has to meet: the random numbers and the buffers of the first."""
+"""Restore random numbers and buffers for a second run of the same calls."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ __all__ = ["Replay"]
 
 
 class Replay:
-    """Calls that are run once more, one after another, from where they began."""
+    """Snapshots of random number generators and buffers, for a second run of the same calls.
+
+    Args:
+        modules: the modules that are called; the buffers of those in training mode are saved.
+        inputs: the arguments of the calls, whose devices' generators are saved.
+    """
 
     def __init__(self, modules: Iterable[nn.Module], inputs: Iterable[Tensor]) -> None:
-        """Keep what the modules' calls may change.
-
-        Args:
-            modules: what the calls are made of; of those in training the buffers are kept.
-            inputs: of the calls, whose devices' random numbers they may draw.
-        """
         every = {id(part): part for module in modules for part in module.modules()}.values()
         here = [*inputs, *(p for part in every for p in part.parameters(recurse=False))]
         found = {x.device.index for x in here if x.is_cuda}
-        # Where the inputs are still to be moved.
+        # The call may move its inputs to the current device.
         self._devices = sorted(
             found | ({torch.cuda.current_device()} if torch.cuda.is_initialized() else set())
         )
@@ -38,14 +37,15 @@ class Replay:
         ]
 
     def note(self) -> None:
-        """Keep the random numbers that the next call of the first run will draw."""
+        """Save the generators' states before a call of the first run."""
         self._states.append((torch.get_rng_state(), [torch.cuda.get_rng_state(d) for d in self._devices]))
 
     @torch.no_grad()
     def rewind(self) -> None:
-        """Put back the buffers that the first run changed, which the second one then changes alike."""
+        """Restore the buffers that the first run changed."""
         for part, name, x, before in self._buffers:
-            # Batch norm writes its own without counting it; and what was not written others may have saved.
+            # Compare values: batch norm's writes do not change the version counter. Do not write unchanged buffers,
+            # which other graphs may have saved.
             if not torch.equal(x, before):
                 x.copy_(before)
             if getattr(part, name) is not x:
@@ -53,7 +53,7 @@ class Replay:
 
     @contextlib.contextmanager
     def numbers(self, call: int) -> Iterator[None]:
-        """Have this call draw what it drew in the first run, and all that follows what it would."""
+        """Use the random numbers of a call's first run; afterwards restore the current state."""
         here, there = self._states[call]
         with torch.random.fork_rng(self._devices):
             torch.set_rng_state(here)

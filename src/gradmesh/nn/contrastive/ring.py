@@ -1,14 +1,14 @@
-"""The columns of a table passed round the ranks, while each rank computes its rows of those that are there.
+"""Columns of a table travel around the ring of ranks, while each rank computes its rows with the current block.
 
-No rank ever holds all columns. What is summed over a column travels with it, and is at home after a whole round. As in
-`tiles`, the derivatives of such a sum are such sums: in backward the columns go round once more, and their gradients
-with them. What goes on is begun before a rank computes, and waited for after.
+No rank holds all columns at once. Sums over a column travel with it and return to its rank. As in `tiles`, derivatives
+of such a sum are such sums: in backward the columns travel again, with their gradients. Each transfer is started before
+the computation that it overlaps with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,29 +22,29 @@ from gradmesh.overlap.pending import Pending
 from gradmesh.state import must_decompose, rank_state
 from gradmesh.structure import Packed
 
-__all__ = ["Round", "ring_log_sums", "ring_sum"]
+__all__ = ["RingPass", "ring_log_sums", "ring_sum"]
 
 OfColumns = Callable[[Tensors], Sequence[Tensor]]
 Combined = Callable[[Tensor, Tensor], Tensor]
 
 
-class _Rounds:
-    """How many losses of this rank had columns that went round."""
+class _LossCounter:
+    """Number of ring losses of this rank so far."""
 
     number = 0
 
 
 @dataclass(frozen=True)
-class Round:
-    """The way round.
+class RingPass:
+    """Sends the columns of one loss around the ring.
 
     Attributes:
         axis: the ranks.
-        sizes: how many columns each has.
-        comm_dtype: what embeddings travel in; logarithms of sums and the like are not rounded.
-        backward_dtype: what their gradients travel in.
-        number: which loss it belongs to, the same number on every rank.
-        order: how many derivatives were taken.
+        sizes: each rank's number of columns.
+        comm_dtype: the dtype in which embeddings are sent; other operands are not rounded.
+        backward_dtype: the dtype in which gradients are sent.
+        number: identifies the loss, the same on every rank.
+        order: the order of the derivative.
     """
 
     axis: Axis
@@ -55,137 +55,143 @@ class Round:
     order: int = 0
 
     @classmethod
-    def started(
+    def create(
         cls,
         axis: Axis,
         sizes: tuple[int, ...],
         comm_dtype: torch.dtype | None,
         backward_dtype: torch.dtype | None,
         device: torch.device,
-    ) -> Round:
-        """The way for a loss, which takes a number: the next one of the rank that has had the most."""
-        own = rank_state().get_or_create(_Rounds)
-        numbers = all_gather(torch.tensor([own.number], device=device), axis)
-        own.number = max(numbers.tolist()) + 1
-        return cls(axis, sizes, comm_dtype, backward_dtype, own.number)
+    ) -> RingPass:
+        """The pass of a new loss; its number is one more than the largest of any rank."""
+        counter = rank_state().get_or_create(_LossCounter)
+        numbers = all_gather(torch.tensor([counter.number], device=device), axis)
+        counter.number = max(numbers.tolist()) + 1
+        return cls(axis, sizes, comm_dtype, backward_dtype, counter.number)
 
-    def derived(self) -> Round:
-        """That of a derivative."""
-        return Round(self.axis, self.sizes, self.comm_dtype, self.backward_dtype, self.number, self.order + 1)
+    def derived(self) -> RingPass:
+        """The pass of a derivative."""
+        return replace(self, order=self.order + 1)
 
     def travel(self, cols: Tensors, work: OfColumns, combine: Combined) -> list[Tensor]:
-        """Pass the columns round.
+        """Send the columns around the ring.
 
         Args:
-            cols: this rank's.
-            work: what is done with the columns that are there; returns what is summed over each of them.
-            combine: how two of these are put together.
+            cols: this rank's columns.
+            work: computes the sums over the rows of this rank, for each current column.
+            combine: combines two such sums.
 
         Returns:
-            What all ranks have made of this rank's columns.
+            The sums over the rows of all ranks, for this rank's columns.
         """
         ranks, coming = self.axis.size, list[Pending[Tensor]]()
         back, last = self.backward_dtype if self.order else None, ranks - 1
         if last:
             self._agree(cols)
         for step in range(ranks):
-            there = cols
-            dtypes = [self.comm_dtype, *[None] * (len(there) - 1)]  # the embeddings come first
-            more = (
-                [self._pass_on(*each, step) for each in zip(there, dtypes, strict=True)]
-                if step < last
-                else []
+            current = cols
+            dtypes = [self.comm_dtype, *[None] * (len(current) - 1)]  # the embeddings come first
+            following = (
+                [self._send(*each, step) for each in zip(current, dtypes, strict=True)] if step < last else []
             )
-            sums = list(work(there))
+            sums = list(work(current))
             if coming:
                 sums = [combine(x.wait(), y) for x, y in zip(coming, sums, strict=True)]
-            del there
-            coming = [self._pass_on(x, back, step) for x in sums] if last else []
-            cols = tuple(x.wait() for x in more)
+            del current
+            coming = [self._send(x, back, step) for x in sums] if last else []
+            cols = tuple(x.wait() for x in following)
         return [x.wait() for x in coming] if coming else sums
 
-    def _pass_on(self, x: Tensor, dtype: torch.dtype | None, step: int) -> Pending[Tensor]:
-        """Begin to send to the rank before this one what this one holds at that step."""
+    def _send(self, x: Tensor, dtype: torch.dtype | None, step: int) -> Pending[Tensor]:
+        """Start sending the current block to the preceding rank."""
         sizes = (*self.sizes[step:], *self.sizes[:step])
         return shift(x, self.axis, -1, sizes=sizes, comm_dtype=dtype, async_op=True)
 
     def _agree(self, cols: Tensors) -> None:
-        """Have the ranks compare what they are about to pass on.
+        """Compare the ranks' columns before they are sent.
 
-        A rank that refuses to is heard of here, as it would not be among calls that are begun. And the calls alone
-        would not tell the derivatives of two sums apart.
+        A synchronous call reports another rank's error before async calls are pending. It also distinguishes the
+        derivatives of two losses, which the ring's calls do not.
         """
         operand_desc = ", ".join(f"{str(x.dtype)[6:]}{list(x.shape[1:])}" for x in cols)
-        words = f"derivative {self.order} of loss {self.number}, of columns {operand_desc}"
-        all_gather(Packed(cols[0].new_zeros(1), words), self.axis)  # type: ignore[call-overload]
+        signature = f"derivative {self.order} of loss {self.number}, of columns {operand_desc}"
+        all_gather(Packed(cols[0].new_zeros(1), signature), self.axis)  # type: ignore[call-overload]
 
 
 def ring_log_sums(
-    way: Round, kernel: Logits, rows: Sequence[Tensor], cols: Sequence[Tensor], tile: int, *, columns: bool
+    ring: RingPass,
+    kernel: Logits,
+    rows: Sequence[Tensor],
+    cols: Sequence[Tensor],
+    tile: int,
+    *,
+    columns: bool,
 ) -> tuple[Tensor, Tensor | None, Tensors]:
-    """As `tiles.log_sums`, of this rank's rows over all ranks' columns, and of this rank's columns over all rows."""
+    """`tiles.log_sums` of this rank's rows over all ranks' columns, and of this rank's columns over all rows."""
     found: list[Tensor] = []
 
-    def work(there: Tensors) -> list[Tensor]:
-        mine, theirs, more = log_sums(kernel, rows, there, tile, columns=columns)
+    def work(current: Tensors) -> list[Tensor]:
+        of_rows, of_cols, more = log_sums(kernel, rows, current, tile, columns=columns)
         if found:
-            mine = torch.logaddexp(found[0], mine)
+            of_rows = torch.logaddexp(found[0], of_rows)
             more = tuple(a + b for a, b in zip(found[1:], more, strict=True))
-        found[:] = [mine, *more]
-        return [] if theirs is None else [theirs]
+        found[:] = [of_rows, *more]
+        return [] if of_cols is None else [of_cols]
 
-    home = way.travel(tuple(cols), work, torch.logaddexp)
-    return found[0], home[0] if columns else None, tuple(found[1:])
+    local = ring.travel(tuple(cols), work, torch.logaddexp)
+    return found[0], local[0] if columns else None, tuple(found[1:])
 
 
-def ring_sum(way: Round, job: TileWork, operands: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Tensors:
-    """As `tiles.table_sum`, of this rank's rows over all ranks' columns, and of this rank's columns over all rows.
+def ring_sum(
+    ring: RingPass, job: TileWork, operands: Sequence[Tensor], known: Sequence[Tensor] = ()
+) -> Tensors:
+    """`tiles.table_sum` of this rank's rows over all ranks' columns, and of this rank's columns over all rows.
 
     Every rank takes part in the backward, whether its operands require grad or not.
     """
     known = () if must_decompose() else known
-    joins = torch.zeros(1, requires_grad=True)
-    found: Tensors = _RingSum.apply(way, job, len(known), joins, *known, *operands)  # type: ignore[no-untyped-call]
+    anchor = torch.zeros(1, requires_grad=True)
+    found: Tensors = _RingSum.apply(ring, job, len(known), anchor, *known, *operands)  # type: ignore[no-untyped-call]
     return found
 
 
-def _summed(way: Round, job: TileWork, operands: Sequence[Tensor]) -> Tensors:
+def _summed(ring: RingPass, job: TileWork, operands: Sequence[Tensor]) -> Tensors:
     rows, cols, shared = grouped(operands, job.kernel.counts)
-    mine: list[Tensor] = []
-    kept = job.kernel.outputs
+    sums: list[Tensor] = []
+    counts = job.kernel.outputs
 
-    def work(there: Tensors) -> Tensors:
-        of_rows, of_cols, of_all = grouped(tiled_sum(job, *rows, *there, *shared), kept)
-        here = (*of_rows, *of_all)
-        mine[:] = [a.add_(b) for a, b in zip(mine, here, strict=True)] if mine else here
+    def work(current: Tensors) -> Tensors:
+        of_rows, of_cols, of_all = grouped(tiled_sum(job, *rows, *current, *shared), counts)
+        more = (*of_rows, *of_all)
+        sums[:] = [a.add_(b) for a, b in zip(sums, more, strict=True)] if sums else more
         return of_cols
 
-    home = way.travel(cols, work, torch.add)
-    return (*mine[: kept.rows], *home, *mine[kept.rows :])
+    local = ring.travel(cols, work, torch.add)
+    return (*sums[: counts.rows], *local, *sums[counts.rows :])
 
 
 class _RingSum(torch.autograd.Function):
-    """A sum over tiles whose columns go round, every derivative of which is one."""
+    """A sum over tiles with columns from the ring; each of its derivatives is one too."""
 
     @staticmethod
-    def forward(way: Round, job: TileWork, known: int, joins: Tensor, *tensors: Tensor) -> Tensors:  # noqa: ARG004
+    def forward(ring: RingPass, job: TileWork, known: int, anchor: Tensor, *tensors: Tensor) -> Tensors:  # noqa: ARG004
         if known:
             return tuple(y.clone() for y in tensors[:known])
-        return _summed(way, job, tensors)
+        return _summed(ring, job, tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:  # noqa: ARG004
-        ctx.way, ctx.job, ctx.known, _, *tensors = inputs
+        ctx.ring, ctx.job, ctx.known, _, *tensors = inputs
         ctx.save_for_backward(*tensors[ctx.known :])
         ctx.save_for_forward(*tensors[ctx.known :])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Whose gradients are wanted is not asked: the other ranks need those of their columns.
+        # Ignore needs_input_grad: other ranks need the gradients of their columns.
         kernel, operands = ctx.job.kernel, ctx.saved_tensors
         wanted = kernel.differentiated
-        laid = merged(kernel, operands, grads)
-        found = iter(ring_sum(ctx.way.derived(), TileWork(Adjoint(kernel, wanted), ctx.job.tile), laid))
+        job = TileWork(Adjoint(kernel, wanted), ctx.job.tile)
+        found = iter(ring_sum(ctx.ring.derived(), job, merged(kernel, operands, grads)))
         given = (
             next(found).to(x.dtype) if is_wanted else None
             for x, is_wanted in zip(operands, wanted, strict=True)
@@ -204,14 +210,14 @@ class _RingSum(torch.autograd.Function):
         ]
         flags, along = iter(moved), iter(filled)
         groups = grouped(operands, kernel.counts)
-        laid = [x for own in groups for x in (*own, *[next(along) for _ in own if next(flags)])]
-        return ring_sum(ctx.way.derived(), TileWork(Tangent(kernel, moved), ctx.job.tile), laid)
+        inputs = [x for group in groups for x in (*group, *[next(along) for _ in group if next(flags)])]
+        return ring_sum(ctx.ring.derived(), TileWork(Tangent(kernel, moved), ctx.job.tile), inputs)
 
     @staticmethod
     def vmap(
         _: Any,
         in_dims: tuple[int | None, ...],
-        way: Round,
+        ring: RingPass,
         job: TileWork,
         known: int,
         __: Tensor,
@@ -220,10 +226,10 @@ class _RingSum(torch.autograd.Function):
         operands, dims = tensors[known:], in_dims[4 + known :]
         cut = job.kernel.counts.rows + job.kernel.counts.cols
         moved = [
-            x if dim is None else x.movedim(dim, int(place < cut))
-            for place, (x, dim) in enumerate(zip(operands, dims, strict=True))
+            x if dim is None else x.movedim(dim, int(i < cut))
+            for i, (x, dim) in enumerate(zip(operands, dims, strict=True))
         ]
         batched = Batched(job.kernel, tuple(dim is not None for dim in dims))
-        found = ring_sum(way, TileWork(batched, job.tile), moved)
+        found = ring_sum(ring, TileWork(batched, job.tile), moved)
         cut = job.kernel.outputs.rows + job.kernel.outputs.cols
-        return found, tuple(int(place < cut) for place in range(len(found)))
+        return found, tuple(int(i < cut) for i in range(len(found)))

@@ -1,8 +1,6 @@
-"""Losses of several views of each sample, all of one encoder: `nt_xent_loss` and `sup_con_loss`."""
+"""Losses of several views of each sample, from one encoder: `nt_xent_loss` and `sup_con_loss`."""
 
 from __future__ import annotations
-
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -11,7 +9,7 @@ from gradmesh.arguments import SizesLike
 from gradmesh.axis import AxisLike
 from gradmesh.nn.contrastive.inputs import Gather, LossInputs, Number
 from gradmesh.nn.contrastive.kernels import ExpLabelled, ExpOthers
-from gradmesh.nn.contrastive.tiles import widened
+from gradmesh.nn.plain import upcast
 from gradmesh.types import Convention, I
 
 __all__ = ["nt_xent_loss", "sup_con_loss"]
@@ -30,7 +28,7 @@ def nt_xent_loss(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    r"""The cross entropy of each view of a sample against all other views of the global batch.
+    r"""NT-Xent loss (SimCLR): the cross entropy of each view against all other views of the global batch.
 
     ::
 
@@ -38,12 +36,12 @@ def nt_xent_loss(
 
             1/2N sum_i (log sum_{j != i} exp s_ij - s_ip)     p: the other view of i's sample
 
-    Chen et al., A Simple Framework for Contrastive Learning of Visual Representations, 2020, where the views are unit
-    vectors; here they are taken as they are. Value and gradients as those of `clip_loss`.
+    Source: Chen et al., A Simple Framework for Contrastive Learning of Visual Representations, 2020, where the views
+    are unit vectors; here they are not normalized. Value and gradients are distributed as in `clip_loss`.
 
     Args:
         left: this rank's embeddings of one view.
-        right: those of the other view, a row for each of `left`'s.
+        right: this rank's embeddings of the other view, one row for each row of `left`.
         temperature: a float, or a tensor of one element.
         axis, dst, sizes, gather, tile, comm_dtype, backward_dtype: as in `clip_loss`.
 
@@ -84,7 +82,7 @@ def sup_con_loss(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    r"""The cross entropy of each view against all others of the global batch, for the mean of those of its label.
+    r"""SupCon loss: the cross entropy of each view against all others, averaged over those of the same label.
 
     ::
 
@@ -92,18 +90,18 @@ def sup_con_loss(
 
             1/(v N) sum_i 1/|P_i| sum_{p in P_i} (log sum_{j != i} exp s_ij - s_ip)     P_i: others of i's label
 
-    Khosla et al., Supervised Contrastive Learning, 2020, equation 2. A view of whose label there is no other counts in
-    N and adds nothing. Value and gradients as those of `clip_loss`.
+    Source: Khosla et al., Supervised Contrastive Learning, 2020, equation 2. A view without another view of its label
+    counts in N and contributes 0. Value and gradients are distributed as in `clip_loss`.
 
     Args:
-        x: this rank's embeddings, taken as they are; with several views, shape (n, v, d), v the same on every rank.
-        labels: whole numbers, one for each sample. None, on every rank: each sample has one of its own.
+        x: this rank's embeddings, not normalized; with several views, shape (n, v, d), v the same on every rank.
+        labels: integers, one for each sample. None (on every rank): each sample has a distinct label.
         temperature: a float, or a tensor of one element.
         axis, dst, sizes, gather, tile, comm_dtype, backward_dtype: as in `clip_loss`.
 
     Raises:
-        ArgumentError: labels that are no whole numbers, or not one for each sample; and as `clip_loss`.
-        ShapeError, MismatchError: as `clip_loss`; and labels on some ranks alone.
+        ArgumentError: `labels` is not an integer tensor with one label for each sample; and as `clip_loss`.
+        ShapeError, MismatchError: as `clip_loss`; and labels on some ranks only.
 
     Example:
         >>> def on_each_rank():
@@ -122,7 +120,7 @@ def sup_con_loss(
         tile=tile,
         dims=(2, 3),
         numbers={"temperature": temperature},
-        said=f", {'without' if labels is None else 'with'} labels",
+        extra=f", {'without' if labels is None else 'with'} labels",
     )
     if labels is not None and (
         not isinstance(labels, Tensor)
@@ -133,12 +131,12 @@ def sup_con_loss(
     ):
         is_tensor = isinstance(labels, Tensor)
         given.fail(
-            "there is not one label for each sample",
-            expected=f"{x.shape[0]} whole numbers on {x.device}",
+            "labels does not have one integer for each sample",
+            expected=f"an integer tensor of shape [{x.shape[0]}] on {x.device}",
             got=f"{labels.dtype} of shape {list(labels.shape)} on {labels.device}"
             if is_tensor
             else type(labels).__name__,
-            remedy="pass a tensor of shape (samples,)",
+            remedy="pass e.g. labels=torch.tensor([0, 1, 1]) for 3 samples; convert class ids with .long()",
         )
     views = x if x.dim() == 3 else x.unsqueeze(1)
     return _loss(given, views, labels, comm_dtype, backward_dtype)
@@ -155,28 +153,28 @@ def _loss(
     each = views.shape[1]
     table = given.layout(comm_dtype, backward_dtype, each)
     z = views.flatten(0, 1)
-    a = widened(z) / given.numbers["temperature"]
+    a = upcast(z) / given.numbers["temperature"]
     number = _numbers(given, each, z)
-    everyone, numbers = table.spread(z), table.spread(number)
+    columns, numbers = table.spread(z), table.spread(number)
     if labels is None:
-        # Only the views of one sample are alike, which are all here.
-        logs, _, _ = table.logs(ExpOthers(), (a, number), (everyone, numbers), columns=False)
+        # Only views of the same sample are positives, and these are local.
+        logs, _, _ = table.logs(ExpOthers(), (a, number), (columns, numbers), columns=False)
         with torch.autocast(z.device.type, enabled=False):
-            of_sample = a.view(views.shape) @ widened(views).mT
+            of_sample = a.view(views.shape) @ upcast(views).mT
         itself = torch.eye(each, dtype=torch.bool, device=z.device)
-        alike = torch.where(itself, 0, of_sample).sum(2).flatten()
+        positives = torch.where(itself, 0, of_sample).sum(2).flatten()
         count = torch.full_like(number, each - 1)
     else:
         label = labels.long().repeat_interleave(each)
-        logs, _, (alike, count) = table.logs(
-            ExpLabelled(), (a, number, label), (everyone, numbers, table.spread(label)), columns=False
+        logs, _, (positives, count) = table.logs(
+            ExpLabelled(), (a, number, label), (columns, numbers, table.spread(label)), columns=False
         )
-    share = torch.where(count > 0, logs - alike / count.clamp(min=1), 0).sum()
+    share = torch.where(count > 0, logs - positives / count.clamp(min=1), 0).sum()
     return given.mean(share, given.total * each)
 
 
 def _numbers(given: LossInputs, views: int, z: Tensor) -> Tensor:
-    """A number for each of this rank's views, among all."""
+    """The global indices of this rank's views."""
     each = given.sizes or (given.rows,) * given.axis.size
-    begin = list(accumulate(each, initial=0))[given.axis.rank] * views
-    return torch.arange(begin, begin + len(z), device=z.device)
+    first = given.axis.offset(each) * views
+    return torch.arange(first, first + len(z), device=z.device)

@@ -1,11 +1,12 @@
-"""Fields that are cut over ranks along their rows: convolutions, pools, grids, Fourier transforms, and small operators.
+"""Domain decomposition: operators on grids (fields) that are sharded over ranks along spatial dims.
 
 * `HaloConv1d`, `HaloConvTranspose1d` and those of two and three dims; `max_pool`, `avg_pool`, `interpolate`.
 * `fftn`, `ifftn`, `rfftn`, `irfftn`, and the `SpectralConv` of Fourier neural operators.
-* `spectral_norm`, `bce_with_logits`, `inv_ex`, `spdiags`, `narrow_copy`: what changes where a tensor is cut.
+* `spectral_norm`, `bce_with_logits`, `inv_ex`, `spdiags`, `narrow_copy`: operators that need other ranks' data when
+  their input is sharded.
 
-A parameter that a layer uses on own rows is replicated by the layer itself: its gradient is the dense layer's, whole on
-every rank. With `replicated=False` it is the rank's own term, for a wrapper that sums.
+Layers replicate their parameters: the gradient of a parameter is the dense layer's, complete on every rank. With
+`replicated=False` it is this rank's contribution, for a wrapper that sums over the same ranks.
 """
 
 from gradmesh.nn.fields.convolution import HaloConv1d, HaloConv2d, HaloConv3d

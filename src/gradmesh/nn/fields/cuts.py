@@ -1,4 +1,4 @@
-"""How a field is cut over ranks, and how a rank gets the rows of it that its own outputs need."""
+"""How a field is sharded, and the halo exchange that gets the rows that a rank's outputs need."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from gradmesh.arguments import Call, SizesLike
 from gradmesh.axis import Axis, AxisLike
 from gradmesh.collectives import halo_exchange
 
-__all__ = ["AxesLike", "Cut", "DimsLike", "Rows", "cut_of", "cuts_of", "nothing", "shares", "window"]
+__all__ = ["AxesLike", "Cut", "DimsLike", "Rows", "cut_of", "cuts_of", "empty_output", "shares", "window"]
 
 AxesLike = AxisLike | tuple[AxisLike, ...]
-"""The axis that a field is cut over, or a tuple of them where several dims are cut."""
+"""The axis over which a field is sharded; a tuple if several dims are sharded."""
 
 DimsLike = int | tuple[int, ...]
-"""The dim that is cut, or one for each axis."""
+"""The sharded dim, or one for each axis."""
 
 Rows = SizesLike | tuple[SizesLike, ...]
-"""Each rank's rows along the dim; where several are cut, a tuple with those of each, or one word for all."""
+"""Each rank's rows along the dim; for several dims, a tuple with one entry for each, or None or "auto" for all."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A dim of a field, and how many of its rows each rank of an axis has."""
+    """A sharded dim of a field, and each rank's number of rows."""
 
     axis: Axis
     dim: int
@@ -41,25 +41,17 @@ class Cut:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Each rank's first row, and the one behind its last."""
+        """Each rank's rows as half-open intervals."""
         return tuple(pairwise(accumulate(self.sizes, initial=0)))
 
 
 def cut_of(verb: str, x: Tensor, axis: AxisLike, dim: int, sizes: SizesLike) -> Cut:
-    """The cut that a caller tells of a layer that takes one.
-
-    Raises:
-        AxisError: several axes.
-    """
+    """`cuts_of` for operators that support one sharded dim; several axes raise AxisError."""
     return cuts_of(verb, x, Call(verb, x, axis).axis, dim, sizes)[0]
 
 
 def cuts_of(verb: str, x: Tensor, axis: AxesLike, dim: DimsLike, sizes: Rows) -> list[Cut]:
-    """The cuts that a caller tells.
-
-    Raises:
-        ArgumentError: not one dim for each axis, or a dim twice.
-    """
+    """The checked cuts of the arguments `axis`, `dim` and `sizes`."""
     axes = axis if isinstance(axis, tuple) else (axis,)
     dims = dim if isinstance(dim, tuple) else (dim,)
     each: tuple[SizesLike, ...]
@@ -70,10 +62,10 @@ def cuts_of(verb: str, x: Tensor, axis: AxesLike, dim: DimsLike, sizes: Rows) ->
     calls = [Call(verb, x, one) for one in axes]
     if not len(axes) == len(dims) == len(each) or not axes:
         calls[0].fail(
-            "there is not one dim for each axis",
-            expected=f"{len(axes)} dims, and rows for each",
-            got=f"dim={dim!r}, sizes={sizes!r}",
-            remedy="pass tuples of one length for axis and dim, and for sizes, or one word for sizes",
+            "axis, dim and sizes do not have the same length",
+            expected=f"one dim for each of {len(axes)} axes; sizes for each, or None or 'auto' for all",
+            got=f"axis={axis!r}, dim={dim!r}, sizes={sizes!r}",
+            remedy='pass e.g. axis=("rows", "columns"), dim=(2, 3), sizes="auto"',
         )
     cuts = []
     for call, one, rows in zip(calls, dims, each, strict=True):
@@ -81,23 +73,23 @@ def cuts_of(verb: str, x: Tensor, axis: AxesLike, dim: DimsLike, sizes: Rows) ->
         cuts.append(Cut(call.axis, place, call.explicit_sizes(rows, place).explicit))
         if cuts[-1].sizes[call.axis.rank] != x.shape[place]:
             call.fail(
-                f"dim {place} is not what sizes says for this rank",
+                f"sizes does not match this rank's rows along dim {place}",
                 expected=f"size {cuts[-1].sizes[call.axis.rank]}, from sizes={cuts[-1].sizes}",
                 got=f"size {x.shape[place]}",
-                remedy='pass the true sizes, or sizes="auto" to have them exchanged',
+                remedy='pass the true sizes, or sizes="auto" to exchange them',
             )
     if len({cut.dim for cut in cuts}) != len(cuts) or len({cut.axis for cut in cuts}) != len(cuts):
         calls[0].fail(
-            "a dim or an axis is named twice",
-            expected="other dims for other axes",
+            "a dim or an axis is repeated",
+            expected="distinct dims for distinct axes",
             got=f"axis={axis!r}, dim={dim!r}",
-            remedy="name each once",
+            remedy='pass e.g. axis=("rows", "columns"), dim=(2, 3)',
         )
     return cuts
 
 
 def shares(sizes: Sequence[int], outputs: int, up: int = 1, down: int = 1) -> tuple[int, ...]:
-    """How many of the outputs each rank has: output j is on the rank that has row min(j * down // up, rows - 1).
+    """Each rank's number of outputs: output j is on the rank that has row min(j * down // up, rows - 1).
 
     >>> shares((3, 0, 2), 3, down=2)  # outputs at rows 0, 2 and 4
     (2, 0, 1)
@@ -110,16 +102,16 @@ def shares(sizes: Sequence[int], outputs: int, up: int = 1, down: int = 1) -> tu
 def window(
     x: Tensor, cut: Cut, needs: Sequence[tuple[int, int]], wrap: bool = False
 ) -> tuple[Tensor, tuple[int, int]]:
-    """The rows of the whole field that this rank needs.
+    """The rows of the full field that this rank needs, by halo exchange.
 
     Args:
-        x: the own rows.
-        cut: how they are cut.
-        needs: the first row that each rank needs, and the one behind its last; they may lie beyond the ends.
-        wrap: whether the field is periodic.
+        x: the local rows.
+        cut: how they are sharded.
+        needs: the rows that each rank needs, as half-open intervals, which may extend beyond the ends.
+        wrap: True if the field is periodic.
 
     Returns:
-        The rows that there are, and how many are missing on either side.
+        The existing rows, and how many are missing on either side.
     """
     left = right = 0
     for span, need in zip(cut.spans, needs, strict=True):
@@ -142,17 +134,11 @@ def window(
     return x, (begin - first, last - end)
 
 
-def nothing(x: Tensor, shape: Sequence[int], *parameters: Tensor | None) -> Tensor:
-    """An output without rows, that depends on what it would be made of: backward is to run on every rank alike.
-
-    Args:
-        x: the rows that there are for it, none.
-        shape: of the output.
-        parameters: the weight, and what is added to the product with it.
-    """
+def empty_output(x: Tensor, shape: Sequence[int], *parameters: Tensor | None) -> Tensor:
+    """An output without rows that depends on its inputs and parameters, so that backward runs on every rank."""
     kind = x.device.type
     if parameters and torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
-        x = x.to(torch.get_autocast_dtype(kind))  # as the ranks that have rows
+        x = x.to(torch.get_autocast_dtype(kind))  # the dtype on ranks that have rows
     made = x.sum()
     for number, parameter in enumerate(parameters):
         if parameter is not None:

@@ -1,8 +1,9 @@
-"""Discrete Fourier transforms of tensors that are cut over ranks, by transposes."""
+"""Discrete Fourier transforms of sharded tensors, by all-to-all transposes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,11 +13,11 @@ from gradmesh.axis import Axis, balanced
 from gradmesh.collectives import all_to_all
 from gradmesh.errors import DTypeError, ShapeError
 from gradmesh.nn.fields.cuts import AxesLike, DimsLike, Rows, cuts_of
-from gradmesh.nn.fields.lines import Norm, transformed
 
-__all__ = ["fftn", "ifftn", "irfftn", "rfftn"]
+__all__ = ["fftn", "ifftn", "irfftn", "rfftn", "transformed"]
 
-_TAKEN = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+Norm = Literal["backward", "ortho", "forward"] | None
+_SUPPORTED = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 _NORMS = dict.fromkeys((None, "backward", "ortho", "forward"), 0)
 _STEPS = {
     "fftn": ("fft", "fft"),
@@ -24,11 +25,39 @@ _STEPS = {
     "rfftn": ("fft", "rfft"),
     "irfftn": ("ifft", "irfft"),
 }
-"""What each does along the dims but the last, and along the last."""
+"""The transforms along all dims but the last, and along the last."""
+
+_KINDS: dict[str, Any] = {
+    "fft": torch.fft.fft,
+    "ifft": torch.fft.ifft,
+    "rfft": torch.fft.rfft,
+    "irfft": torch.fft.irfft,
+}
+
+
+def transformed(kind: str, x: Tensor, dim: int, n: int | None = None, norm: Norm = None) -> Tensor:
+    """`torch.fft.fft`, `ifft`, `rfft` or `irfft`, also of tensors without elements, which torch rejects.
+
+    >>> transformed("rfft", torch.ones(0, 4), 1).shape
+    torch.Size([0, 3])
+    """
+    if x.numel() or not x.shape[dim]:
+        made: Tensor = _KINDS[kind](x, n, dim=dim, norm=norm)
+        return made
+    size = x.shape[dim] if n is None else n
+    if kind == "rfft":
+        size = size // 2 + 1
+    elif kind == "irfft" and n is None:
+        size = 2 * (size - 1)
+    shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
+    total = x.sum()
+    if kind == "irfft":
+        return total.real.new_zeros(shape) * total.real
+    return x.new_zeros(shape, dtype=torch.promote_types(x.dtype, torch.complex32)) * total
 
 
 class _Layout:
-    """A tensor, and along which dims it is cut: moved so that a dim becomes whole."""
+    """A tensor and its sharded dims."""
 
     def __init__(self, verb: str, x: Tensor, axis: AxesLike, dim: DimsLike, sizes: Rows) -> None:
         self.x, self.verb = x, verb
@@ -37,23 +66,23 @@ class _Layout:
         }
 
     def move(self, dim: int, to: int) -> None:
-        """Make a dim whole that is cut, and cut another one evenly in its place."""
+        """Gather the sharded dim `dim`, and shard dim `to` evenly instead."""
         axis, sizes = self.cuts.pop(dim)
         parts = balanced(self.x.shape[to], axis.size)
         self.x = all_to_all(self.x, axis, split_dim=to, concat_dim=dim, split_sizes=parts, concat_sizes=sizes)
         self.cuts[to] = axis, parts
 
     def whole(self, dim: int, wanted: Sequence[int]) -> None:
-        """Make a dim whole; what is cut for it is a wanted dim if one is free, else the largest."""
+        """Gather a dim; shard a free wanted dim instead, else the largest free one."""
         if dim not in self.cuts:
             return
         free = [other for other in range(self.x.dim()) if other != dim and other not in self.cuts]
         if not free:
             Call(self.verb, self.x, self.cuts[dim][0]).fail(
-                "there is no dim to cut in place of the one that is transformed",
-                expected="a dim more than there are axes",
-                got=f"shape {list(self.x.shape)}, cut along {sorted(self.cuts)}",
-                remedy="x.unsqueeze(0) has one, of which the first rank gets all",
+                "all dims are sharded, so a transformed dim cannot be gathered",
+                expected="at least one dim that is not sharded",
+                got=f"shape {list(self.x.shape)}, sharded along {sorted(self.cuts)}",
+                remedy="add a dim, x.unsqueeze(0), and count dim and dims accordingly",
                 kind=ShapeError,
             )
         best = free[0]
@@ -63,7 +92,7 @@ class _Layout:
         self.move(dim, best)
 
     def restore(self, wanted: dict[Axis, int]) -> None:
-        """Cut each axis's dim, evenly; where two are to change places, through a third."""
+        """Shard each axis's wanted dim evenly; two dims are swapped by way of a third."""
         while True:
             left = {dim: wanted[axis] for dim, (axis, _) in self.cuts.items() if wanted[axis] != dim}
             if not left:
@@ -100,24 +129,24 @@ def _transformed(
     places = [*range(x.dim())] if dims is None else [call.dim(dim, "dims") for dim in dims]
     if len(outs) != len(axes) or len(set(outs)) != len(outs) or len(set(places)) != len(places) or not places:
         call.fail(
-            "dims are named twice, or not one for each axis",
-            expected=f"{len(axes)} dims to be cut, and each transformed dim once",
+            "dims or out_dim is empty, has repeated dims, or a wrong length",
+            expected=f"out_dim with {len(axes)} distinct dims (one for each axis), dims with distinct dims",
             got=f"out_dim={out!r}, dims={dims!r}",
-            remedy="name each dim once",
+            remedy="pass e.g. dims=(0, 1), out_dim=1",
         )
     if not all(sum(layout.cuts[d][1]) if d in layout.cuts else x.shape[d] for d in places):
         call.fail(
-            "a dim without rows has no transform",
-            expected="1 or more along each transformed dim, on all ranks together",
-            got=f"shape {list(x.shape)}",
-            remedy="leave it out of dims",
+            "a transformed dim is empty",
+            expected="size >= 1 along each of dims, over all ranks",
+            got=f"local shape {list(x.shape)}, dims={dims!r}",
+            remedy="remove the empty dim from dims",
             kind=ShapeError,
         )
     last, others = places[-1], places[:-1]
     _checked(call, kind, sum(layout.cuts[last][1]) if last in layout.cuts else x.shape[last], n, norm)
     wanted = dict(zip((axis for axis, _ in axes), outs, strict=True))
     inner, outer = _STEPS[kind]
-    # Whole dims come first, since they need no transpose; the real one is the first or the last of all.
+    # Transform dims that are not sharded first: they need no transpose. The real dim is the first or the last.
     order = [d for d in others if d not in layout.cuts] + [d for d in others if d in layout.cuts]
     for place in [*order, last] if kind == "irfftn" else [last, *order]:
         layout.whole(place, outs)
@@ -128,12 +157,12 @@ def _transformed(
 
 
 def _checked(call: Call, kind: str, modes: int, n: int | None, norm: Norm) -> None:
-    """Refuse on every rank what torch refuses where a rank has elements."""
+    """Check on every rank; torch would check only on ranks that have elements."""
     call.choose("norm", norm, _NORMS)
-    if call.x.dtype not in _TAKEN:
+    if call.x.dtype not in _SUPPORTED:
         call.fail(
-            "there is no transform of such numbers, of any size",
-            expected="float32, float64, or complex numbers of these",
+            "unsupported dtype",
+            expected="float32, float64, complex64 or complex128",
             got=str(call.x.dtype),
             remedy="transform x.float()",
             kind=DTypeError,
@@ -141,10 +170,10 @@ def _checked(call: Call, kind: str, modes: int, n: int | None, norm: Norm) -> No
     points = 2 * (modes - 1) if n is None else integer(n)
     if kind == "irfftn" and (points is None or points < 1):
         call.fail(
-            "the real tensor has no points",
-            expected="n of 1 or more; or more than one mode, of which it is the even size",
+            "the size of the real result is not positive",
+            expected="n an int >= 1, or n=None for 2 * (modes - 1) with at least 2 modes",
             got=f"n={n!r}, {modes} modes",
-            remedy="pass the size of the real tensor as n",
+            remedy="pass the size of the real tensor along the last dim, e.g. n=1",
             kind=ShapeError,
         )
 
@@ -159,33 +188,32 @@ def fftn(
     sizes: Rows = None,
     norm: Norm = None,
 ) -> Tensor:
-    """The discrete Fourier transform of a tensor that is cut over ranks: `torch.fft.fftn`.
+    """`torch.fft.fftn` of a sharded tensor.
 
     ::
 
         V -> V    (n_r, m, ...) -> (n_r, m, ...)
 
-                  forward: local transforms of the dims that are whole; an `all_to_all`, after which the cut one is
-                  whole and another one cut; its transform; and back. Backward: the same ways back.
+                  forward: local transforms of the dims that are not sharded; an all-to-all that gathers the sharded dim
+                  and shards another one; its transform; an all-to-all back. Backward: the reverse.
 
-    Every size will do: where the ranks do not divide it, the first ranks get one row more. The result is cut so along
-    `out_dim`, also where the parts that were handed in are others; only a dim that is not transformed, and stays cut,
-    keeps its parts.
+    Any size is supported: if the division has a remainder, the first ranks get one row more. The result is sharded that
+    way along `out_dim`, also if `sizes` differs; only a sharded dim that is not transformed keeps its sizes.
 
     Args:
-        x: own part, real or complex.
-        axis: the ranks; or a tuple of axes, for a pencil: one dim is cut along each.
-        dim: the dim that is cut; or one for each axis.
+        x: the local shard, real or complex.
+        axis: the ranks; or a tuple of axes (pencil decomposition), each of which shards one dim.
+        dim: the sharded dim; or one for each axis.
         dims: the dims to transform; None: all.
-        out_dim: the dim along which the result is to be cut, or one for each axis; None: `dim`. With another one, the
-            transpose back is saved: transform with `out_dim=1`, and back with `dim=1, out_dim=0`.
+        out_dim: the sharded dim of the result, or one for each axis; None: `dim`. Another dim saves the transpose back:
+            transform with `out_dim=1`, and invert with `dim=1, out_dim=0`.
         sizes: each rank's size along `dim`; as in `gradmesh.nn.HaloConv1d`.
         norm: as in `torch.fft.fftn`.
 
     Raises:
-        ArgumentError: a dim named twice, or not one for each axis; another norm.
-        ShapeError: all dims are cut.
-        DTypeError: numbers of less than 32 bits.
+        ArgumentError: repeated dims, not one dim for each axis, or unknown `norm`.
+        ShapeError: all dims are sharded, or a transformed dim is empty.
+        DTypeError: dtypes of fewer than 32 bits.
 
     Source: Frigo and Johnson, The design and implementation of FFTW3 (Proc. IEEE 93, 2005); slabs and pencils as in its
     distributed-memory transforms.
@@ -211,7 +239,7 @@ def ifftn(
     sizes: Rows = None,
     norm: Norm = None,
 ) -> Tensor:
-    """The inverse of `fftn`: `torch.fft.ifftn` of a tensor that is cut over ranks; arguments and types as there.
+    """`torch.fft.ifftn` of a sharded tensor, the inverse of `fftn`; arguments and types as in `fftn`.
 
     Example:
         >>> def on_each_rank():
@@ -234,30 +262,30 @@ def rfftn(
     sizes: Rows = None,
     norm: Norm = None,
 ) -> Tensor:
-    """The Fourier transform of a real tensor that is cut over ranks, half of it along the last dim: `torch.fft.rfftn`.
+    """`torch.fft.rfftn` of a sharded real tensor; half of the transform along the last dim.
 
     ::
 
         V -> V    (n_r, m) -> (n_r, m // 2 + 1), complex
 
     Args:
-        x: own part, real.
-        axis, dim, dims, out_dim, sizes, norm: as in `fftn`. The last of `dims` is the one that is halved.
+        x: the local shard, real.
+        axis, dim, dims, out_dim, sizes, norm: as in `fftn`. The last of `dims` is halved.
 
     Raises:
-        ArgumentError, ShapeError, DTypeError: as in `fftn`; and of a complex tensor.
+        ArgumentError, ShapeError, DTypeError: as in `fftn`; and for a complex tensor.
 
     Example:
         >>> def on_each_rank():
         ...     x = torch.arange(15.0).view(3, 5)
-        ...     y = gm.nn.fields.rfftn(x[:, gm.axis().slice(5)], dim=1, sizes=(3, 2))  # the halved dim is cut
+        ...     y = gm.nn.fields.rfftn(x[:, gm.axis().slice(5)], dim=1, sizes=(3, 2))  # the halved dim is sharded
         ...     return y.shape[1], torch.allclose(y, torch.fft.rfftn(x)[:, gm.axis().slice(3)], atol=1e-5)
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [(2, True), (1, True)]
     """
     if x.is_complex():
         Call("nn.fields.rfftn", x, axis[0] if isinstance(axis, tuple) else axis).fail(
-            "half of a transform is enough for real tensors alone",
+            "rfftn does not support complex tensors",
             expected="a real tensor",
             got=str(x.dtype),
             remedy="use gradmesh.nn.fields.fftn",
@@ -277,19 +305,19 @@ def irfftn(
     sizes: Rows = None,
     norm: Norm = None,
 ) -> Tensor:
-    """The inverse of `rfftn`: `torch.fft.irfftn` of a tensor that is cut over ranks.
+    """`torch.fft.irfftn` of a sharded tensor, the inverse of `rfftn`.
 
     ::
 
         V -> V    (n_r, m // 2 + 1) -> (n_r, m), real
 
     Args:
-        x: own part of half of a transform.
-        n: the size of the real tensor along the last of `dims`; None: the even one. For an odd one it has to be told.
+        x: the local shard of half of a transform.
+        n: the size of the real result along the last of `dims`; None: the even size, 2 * (modes - 1).
         axis, dim, dims, out_dim, sizes, norm: as in `fftn`.
 
     Raises:
-        ArgumentError, ShapeError, DTypeError: as in `fftn`; and of a real tensor without points.
+        ArgumentError, ShapeError, DTypeError: as in `fftn`; and for an empty result.
 
     Example:
         >>> def on_each_rank():

@@ -1,4 +1,4 @@
-"""Fields that are cut over ranks, on a finer or coarser grid."""
+"""Interpolation of sharded fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from gradmesh._torch import outside_modes
 from gradmesh.arguments import Call
-from gradmesh.nn.fields.cuts import AxesLike, Cut, DimsLike, Rows, cuts_of, nothing, shares, window
+from gradmesh.nn.fields.cuts import AxesLike, Cut, DimsLike, Rows, cuts_of, empty_output, shares, window
 from gradmesh.nn.fields.taps import each_dim
 
 __all__ = ["interpolate"]
@@ -25,7 +25,7 @@ _LINEAR = ("linear", "bilinear", "trilinear")
 
 @dataclass(frozen=True)
 class _Grid:
-    """A dim with `rows` rows, on `outputs` points, of a field of `dims` such."""
+    """Interpolation of one of `dims` spatial dims from `rows` rows to `outputs` points."""
 
     dims: int
     rows: int
@@ -36,21 +36,21 @@ class _Grid:
     double: bool
 
     def places(self) -> tuple[float, ...]:
-        """Where the outputs are, counted in rows: torch's own answer, with its own roundings."""
+        """The position of each output in rows, as torch computes it, with torch's rounding."""
         found: tuple[float, ...] = _places(
             self.dims, self.rows, self.outputs, self.scale, self.mode, self.align_corners, self.double
         )
         return found
 
     def needs(self, first: int, last: int) -> tuple[int, int]:
-        """The rows of the outputs `first` ... `last - 1`."""
+        """The rows that the outputs `first` ... `last - 1` need, as a half-open interval."""
         if first >= last:
             return 0, 0
         places = self.places()
         return int(places[first]), min(int(places[last - 1]) + 2, self.rows)
 
 
-# Numbers, which a compiler is to have and not to trace.
+# torch.compile must use these numbers as constants, not trace their computation.
 @assume_constant_result  # type: ignore[untyped-decorator]
 def _places(
     dims: int, rows: int, outputs: int, scale: float | None, mode: str, corners: bool | None, double: bool
@@ -62,7 +62,7 @@ def _places(
 def _found(
     dims: int, rows: int, outputs: int, scale: float | None, mode: str, corners: bool | None, double: bool
 ) -> tuple[float, ...]:
-    # In as many dims as the field has, and in its precision: in others torch rounds "nearest" differently.
+    # With the field's number of dims and precision: torch's rounding of "nearest" depends on both.
     ones = (1,) * (dims - 1)
     scales = None if scale is None else (scale, *map(float, ones))
 
@@ -91,24 +91,24 @@ def interpolate(
     dim: DimsLike = 2,
     sizes: Rows = None,
 ) -> Tensor:
-    """A field that is cut over ranks, on another grid: `torch.nn.functional.interpolate`.
+    """`torch.nn.functional.interpolate` of a sharded field.
 
     ::
 
-        V -> V    own rows (n, c, rows_r, ...) -> own rows (n, c, outputs_r, ...)
+        V -> V    local rows (n, c, rows_r, ...) -> local rows (n, c, outputs_r, ...)
 
     Output j of m is on the rank that has row floor(j * rows / m).
 
     Args:
-        x: own rows.
-        size: the whole grid's, on all ranks together: a number, or one for each spatial dim.
-        scale_factor: or how much finer it is.
+        x: the local rows.
+        size: of the full result over all ranks: an int, or one for each spatial dim.
+        scale_factor: an alternative to `size`.
         mode: "nearest", "nearest-exact", or linear along each spatial dim: "linear", "bilinear", "trilinear".
         align_corners: as in `torch.nn.functional.interpolate`.
         axis, dim, sizes: as in `gradmesh.nn.HaloConv1d`.
 
     Raises:
-        ArgumentError: both or none of `size` and `scale_factor`; another mode; a grid without points.
+        ArgumentError: not exactly one of `size` and `scale_factor`; unsupported `mode`; an empty result.
 
     Example:
         >>> def on_each_rank():
@@ -140,7 +140,7 @@ def _along(x: Tensor, dim: int, grid: _Grid, cut: Cut | None) -> Tensor:
         last = first + own[rank]
         x, _ = window(x, cut, needs)
         if first == last:
-            return nothing(x, (*x.shape[:dim], 0, *x.shape[dim + 1 :]))
+            return empty_output(x, (*x.shape[:dim], 0, *x.shape[dim + 1 :]))
     places = grid.places()[first:last]
     lower = x.index_select(dim, torch.tensor([int(place) - begin for place in places], device=x.device))
     if grid.mode != "linear":
@@ -169,18 +169,21 @@ def _grids(
         scales = (scale_factor,) * dims if isinstance(scale_factor, int | float) else tuple(scale_factor)
     if sized is None or min(found) < 2 or {len(sized), len(scales)} != {0, dims} or not 1 <= dims <= 3:
         call.fail(
-            "the grid is not told for each spatial dim",
-            expected=f"size or scale_factor, a number or {dims} of them; and a field of 3 to 5 dims, cut from dim 2 on",
+            "size, scale_factor or the field's shape is not valid",
+            expected=f"either size or scale_factor, a number or one for each spatial dim ({dims}); and a field of 3 to "
+            "5 dims, sharded along dims >= 2",
             got=f"size={size!r}, scale_factor={scale_factor!r}, shape {list(x.shape)}, "
-            f"cut along {', '.join(map(str, found))}",
-            remedy="pass one of the two",
+            f"sharded along dim {', '.join(map(str, found))}",
+            remedy="pass e.g. size=64 or scale_factor=2.0, not both",
         )
     if not linear and (mode not in ("nearest", "nearest-exact") or align_corners is not None):
         call.fail(
-            "there is no such interpolation here",
-            expected="mode 'nearest' or 'nearest-exact' without align_corners, or linear along each spatial dim",
+            "unsupported interpolation mode",
+            expected='mode="nearest" or "nearest-exact" without align_corners, or mode="linear"',
             got=f"mode={mode!r}, align_corners={align_corners!r}, {dims} spatial dims",
-            remedy="area is gradmesh.nn.fields.avg_pool where the grid divides",
+            remedy='for mode="area" with an integer ratio, use gradmesh.nn.fields.avg_pool'
+            if mode == "area"
+            else 'pass e.g. mode="linear"',
         )
     grids = []
     for place in range(dims):
@@ -188,10 +191,12 @@ def _grids(
         points = sized[place] if sized else int(rows * scales[place])
         if points < 1 or rows < 1:
             call.fail(
-                f"a grid has no points along dim {place + 2}",
-                expected="1 or more rows, and as many points",
+                f"the input or the result is empty along dim {place + 2}",
+                expected="at least 1 row and 1 point over all ranks",
                 got=f"{rows} rows, {points} points",
-                remedy="pass another size",
+                remedy="pass a larger size or scale_factor"
+                if rows
+                else "pass a field with rows on at least one rank",
             )
         corners = bool(align_corners) if linear else None
         kind, scale = "linear" if linear else mode, scales[place] if scales else None

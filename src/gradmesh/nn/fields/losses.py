@@ -1,4 +1,4 @@
-"""Binary cross entropy over all ranks' rows."""
+"""Binary cross entropy of sharded logits."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ def bce_with_logits(
     reduction: Literal["mean", "sum", "none"] = "mean",
     dst: Convention = I,
 ) -> Tensor:
-    """The binary cross entropy of logits that are cut over ranks, uneven and empty: one mean over all of them.
+    """Binary cross entropy of sharded logits; the mean is over the elements of all ranks.
 
     ::
 
-        V -> I    own logits (n_r, ...) -> ()     the sum over all ranks, divided by the elements on all ranks
-                  backward: each rank its own logits'
-        V -> V    with reduction="none": (n_r, ...) -> (n_r, ...), the losses of the local elements; nothing is sent
+        V -> I    local logits (n_r, ...) -> ()   the sum over all ranks, divided by the elements on all ranks
+                  backward: the gradient of the local logits
+        V -> V    with reduction="none": (n_r, ...) -> (n_r, ...), the losses of the local elements; sends nothing
 
-    A mean of the ranks' means is another number where they have unequal numbers of rows.
+    If ranks have different numbers of elements, this is not the mean of per-rank means. Shards may be empty.
 
     Args:
-        logits: own rows; or all rows of own classes.
-        target: of their shape.
+        logits: the local rows; or all rows of the local classes.
+        target: of the same shape.
         axis: the ranks.
-        weight, pos_weight: as in `torch.nn.BCEWithLogitsLoss`. They are broadcast to the own logits: where classes are
-            cut, pass those of the own classes.
+        weight, pos_weight: as in `torch.nn.BCEWithLogitsLoss`. They are broadcast to the local logits: if classes are
+            sharded, pass those of the local classes.
         reduction: "mean", "sum" or "none".
-        dst: of the mean or sum: `gm.I`, a loss that counts once; `gm.R` for a wrapper that averages, see
+        dst: the type of the mean or sum: `gm.I`, a loss that counts once; `gm.R` for a wrapper that averages, see
             `docs/objective.md`.
 
     Raises:
-        ArgumentError: shapes that do not fit; another reduction.
+        ArgumentError: shapes do not match; unknown `reduction`.
 
     Example:
         >>> def on_each_rank():
@@ -65,10 +65,10 @@ def bce_with_logits(
     shapes = [tuple(given.shape) for given in (weight, pos_weight) if given is not None]
     if target.shape != logits.shape or not all(_broadcasts(shape, logits.shape) for shape in shapes):
         call.fail(
-            "the target or a weight is not of the logits' shape",
-            expected=f"a target of shape {list(logits.shape)}, and weights that broadcast to it",
+            "the shapes of target or weights do not match the logits",
+            expected=f"target of shape {list(logits.shape)}, and weights that broadcast to it",
             got=f"target {list(target.shape)}, weights {shapes}",
-            remedy="pass those of this rank's own logits",
+            remedy="pass the target and weights of this rank's logits, e.g. target[gm.axis().slice(n)]",
         )
     own = binary_cross_entropy_with_logits(
         _full(logits),
@@ -86,7 +86,7 @@ def bce_with_logits(
 
 
 def _full(x: Tensor) -> Tensor:
-    # A sum of halves, and a count of them, would overflow.
+    # Half precision sums and counts would overflow.
     return x.float() if x.dtype in _HALVES else x
 
 
@@ -96,7 +96,7 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 
 class BCEWithLogitsLoss(nn.BCEWithLogitsLoss):
-    """`bce_with_logits` as `torch.nn.BCEWithLogitsLoss` over all ranks' rows; `axis` and `dst` as there.
+    """`bce_with_logits` as a module, like `torch.nn.BCEWithLogitsLoss`.
 
     Example:
         >>> def on_each_rank():

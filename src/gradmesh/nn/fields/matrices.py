@@ -1,4 +1,4 @@
-"""Small operators on tensors that are cut over ranks: inverses of a batch, diagonals, and a part of a range."""
+"""Operators on sharded tensors: batched inverses, sparse diagonal matrices, and slices."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Inverses", "inv_ex", "narrow_copy", "narrowed_sizes", "spdiags"]
 
 
 class Inverses(NamedTuple):
-    """The inverses of own matrices, and of all ranks' matrices whether there is one.
+    """The inverses of the local matrices, and the status of all ranks' matrices.
 
     Attributes:
-        inverse: of the own matrices.
-        info: for each matrix of all ranks, 0, or the place of the pivot that is zero, counted from 1.
+        inverse: of the local matrices.
+        info: for each matrix of all ranks, 0, or the 1-based index of the pivot that is zero.
     """
 
     inverse: Tensor
@@ -32,24 +32,24 @@ class Inverses(NamedTuple):
 def inv_ex(
     x: Tensor, axis: AxisLike = None, *, dim: int = 0, sizes: SizesLike = None, check_errors: bool = False
 ) -> Inverses:
-    """The inverses of a batch of matrices that is cut over ranks: `torch.linalg.inv_ex`, its `info` on every rank.
+    """`torch.linalg.inv_ex` of a sharded batch of matrices; `info` is gathered on every rank.
 
     ::
 
         V -> V    matrices (n_r, k, k) -> inverses (n_r, k, k)
         V -> I    info (n,), of all ranks' matrices
 
-    So every rank can take the same way where some matrix is singular; with torch's own, one rank alone would know.
+    Every rank can take the same branch if a matrix is singular on any rank.
 
     Args:
-        x: own matrices, shape (..., k, k).
+        x: the local matrices, shape (..., k, k).
         axis: the ranks.
-        dim: the dim of the batch that is cut.
-        sizes: how many each rank has along it; as in `gradmesh.all_gather`.
-        check_errors: raise an error on every rank where some matrix is singular on any.
+        dim: the sharded batch dim.
+        sizes: each rank's size along it; as in `gradmesh.all_gather`.
+        check_errors: True to raise on every rank if a matrix is singular on any rank.
 
     Raises:
-        ArgumentError: no batch of square matrices, or a matrix that is singular.
+        ArgumentError: `x` is not a batch of square matrices, or a matrix is singular.
 
     Example:
         >>> def on_each_rank():
@@ -62,21 +62,21 @@ def inv_ex(
     call = Call(verb, x, axis)
     if x.dim() < 3 or x.shape[-1] != x.shape[-2] or call.dim(dim) >= x.dim() - 2:
         call.fail(
-            "x is no batch of square matrices that is cut along the batch",
-            expected="shape (n, ..., k, k), and a dim in front of the last two",
+            "x is not a batch of square matrices, or dim is not a batch dim",
+            expected="shape (n, ..., k, k), and dim before the last two",
             got=f"shape {list(x.shape)}, dim={dim!r}",
-            remedy="add a batch dim",
+            remedy="add a batch dim, e.g. x.unsqueeze(0)" if x.dim() == 2 else "pass e.g. dim=0",
         )
-    inverse, own = torch.linalg.inv_ex(x)
-    info = all_gather(own, call.axis, call.dim(dim), sizes=sizes)
+    inverse, local = torch.linalg.inv_ex(x)
+    info = all_gather(local, call.axis, call.dim(dim), sizes=sizes)
     if check_errors and bool(info.any()):
         place = info.nonzero()[0].tolist()
         call.fail(
             "a matrix of the batch is singular",
-            expected="matrices that have inverses",
-            got=f"number {place[0] if len(place) == 1 else place} of all ranks' has a pivot of zero in its place "
-            f"{int(info[tuple(place)])}",
-            remedy="leave out check_errors, and look at info",
+            expected="invertible matrices",
+            got=f"the matrix at index {place[0] if len(place) == 1 else place} of all ranks' batch has a zero pivot in "
+            f"row {int(info[tuple(place)])}",
+            remedy="omit check_errors, and handle matrices with nonzero info",
         )
     return Inverses(inverse, info)
 
@@ -91,28 +91,28 @@ def spdiags(
     rows: Sequence[int] | None = None,
     layout: torch.layout = torch.sparse_coo,
 ) -> Tensor:
-    """Own rows of a sparse matrix of which the diagonals are cut over ranks: `torch.sparse.spdiags`.
+    """`torch.sparse.spdiags` of sharded diagonals: this rank's rows of a sparse matrix.
 
     ::
 
-        V -> V    own columns of the diagonals (k, l_r), or of one (l_r,) -> own rows of the matrix (m_r, n), sparse
-                  forward: the neighbours' elements that stand in own rows; backward: their gradients go home
+        V -> V    local columns of the diagonals (k, l_r), or of one (l_r,) -> local rows of the matrix (m_r, n), sparse
+                  forward: halo exchange of the elements in local rows; backward: their gradients are sent back
 
-    Element j of a diagonal stands in column j, as in torch; so a row has elements of the columns at its side.
+    Element j of a diagonal is in column j, as in torch.
 
     Args:
-        diagonals: own columns of each diagonal.
-        offsets: of the diagonals, the same on every rank; above the main one they are positive. A tensor of int64 of
-            shape (k,), or () for one diagonal; or numbers, which a compiler needs.
-        shape: of the whole matrix.
+        diagonals: the local columns of each diagonal.
+        offsets: of the diagonals, the same on every rank; positive above the main diagonal. A tensor of int64 of shape
+            (k,), or () for one diagonal; or ints, which torch.compile needs.
+        shape: of the full matrix.
         axis: the ranks.
-        sizes: how many columns of the diagonals each rank has; as in `gradmesh.all_gather`.
-        rows: how many rows of the matrix each rank gets; None: an even cut.
-        layout: `torch.sparse_coo`, coalesced, `torch.sparse_csr` or `torch.sparse_csc`, which torch differentiates
+        sizes: each rank's number of columns of the diagonals; as in `gradmesh.all_gather`.
+        rows: each rank's number of rows of the matrix, e.g. `rows=(4, 3)`; None: an even split.
+        layout: `torch.sparse_coo` (coalesced), `torch.sparse_csr` or `torch.sparse_csc`, which torch differentiates
             once; `torch.strided` has every derivative.
 
     Raises:
-        ArgumentError: offsets that are not those of the diagonals, or one twice; a shape or rows of no matrix.
+        ArgumentError: offsets do not match the diagonals, or repeat; invalid `shape` or `rows`.
 
     Example:
         >>> def on_each_rank():
@@ -128,30 +128,30 @@ def spdiags(
     call = Call(verb, diagonals, axis)
     if isinstance(offsets, Tensor):
         offsets = offsets.reshape(-1).tolist()
-    told = list(offsets) if isinstance(offsets, Sequence) else [offsets]
-    places = [place for place in map(integer, told) if place is not None]
+    given = list(offsets) if isinstance(offsets, Sequence) else [offsets]
+    places = [place for place in map(integer, given) if place is not None]
     matrix = [size for size in map(integer, shape) if size is not None and size >= 0]
     if not len(shape) == len(matrix) == 2:
         call.fail(
-            "shape is that of no matrix",
-            expected="two numbers of 0 or more, rows and columns of the whole",
+            "shape must be two ints >= 0",
+            expected="the rows and columns of the full matrix",
             got=f"shape={shape!r}",
-            remedy="pass (rows, columns)",
+            remedy="pass e.g. shape=(8, 8)",
         )
     parts = balanced(shape[0], call.axis.size) if rows is None else tuple(rows)
-    if diagonals.dim() != 2 or not len(set(places)) == len(told) == len(diagonals) > 0:
+    if diagonals.dim() != 2 or not len(set(places)) == len(given) == len(diagonals) > 0:
         call.fail(
-            "there is not one offset for each diagonal",
-            expected="diagonals (k, columns) or (columns,), k of 1 or more, and as many offsets, none of them twice",
-            got=f"diagonals {list(diagonals.shape)}, offsets {told}",
-            remedy="pass as many offsets",
+            "offsets does not have one distinct int for each diagonal",
+            expected="diagonals (k, columns) or (columns,), k >= 1, and k distinct ints",
+            got=f"diagonals {list(diagonals.shape)}, offsets {given}",
+            remedy="pass e.g. offsets=[-1, 0, 1] for 3 diagonals",
         )
     if len(parts) != call.axis.size or sum(parts) != shape[0] or min(parts) < 0:
         call.fail(
-            "rows is no cut of the matrix",
-            expected=f"{call.axis.size} numbers with the sum {shape[0]}",
+            "rows does not match the matrix",
+            expected=f"{call.axis.size} ints >= 0 that add up to {shape[0]}",
             got=f"rows={rows!r}",
-            remedy="leave it out for an even cut",
+            remedy=f"pass e.g. rows={balanced(shape[0], call.axis.size)}, or omit it for this even split",
         )
     layouts = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.strided)
     call.choose("layout", layout, dict.fromkeys(layouts, 0))
@@ -165,12 +165,12 @@ def spdiags(
     near, _ = window(diagonals, cut, needs)
     first, begin, end = sum(parts[:rank]), needs[rank][0], needs[rank][0] + near.shape[1]
     rows_of, columns_of, values_of = [], [], []
-    for number, place in enumerate(places):  # what stands in own rows is one run of each diagonal
+    for number, place in enumerate(places):  # each diagonal has one interval in local rows
         low = min(max(begin, first + place), end)
         high = max(min(end, first + parts[rank] + place), low)
         columns_of.append(torch.arange(low, high, device=near.device))
         rows_of.append(columns_of[-1] - (place + first))
-        # As columns: to an empty part of one dim cat hands a constant for a gradient.
+        # As columns: the gradient of torch.cat for an empty 1-d part is not connected to the graph.
         values_of.append(near[number].narrow(0, low - begin, high - low).unsqueeze(1))
     row, column = (torch.cat(each) for each in (rows_of, columns_of))
     values = torch.cat(values_of).view(-1)
@@ -187,7 +187,7 @@ def spdiags(
 
 
 def narrowed_sizes(sizes: Sequence[int], start: int, length: int) -> tuple[int, ...]:
-    """How much of a range of a tensor that is cut over ranks each rank has.
+    """Each rank's size of a slice of a sharded dim.
 
     Example:
         >>> gm.nn.fields.narrowed_sizes((3, 0, 4), 2, 3)
@@ -203,25 +203,25 @@ def narrowed_sizes(sizes: Sequence[int], start: int, length: int) -> tuple[int, 
 def narrow_copy(
     x: Tensor, dim: int, start: int, length: int, axis: AxisLike = None, *, sizes: SizesLike = None
 ) -> Tensor:
-    """This rank's part of a range of a tensor that is cut over ranks, in memory of its own: `Tensor.narrow_copy`.
+    """`Tensor.narrow_copy` of a sharded tensor: a copy of this rank's part of the slice.
 
     ::
 
-        V -> V    own part (n_r, ...) -> its rows among start ... start + length - 1 of the whole; nothing is sent
+        V -> V    local rows (n_r, ...) -> those among start ... start + length - 1 of the full tensor; sends nothing
 
     Args:
-        x: own part, strided or sparse COO; of a sparse one the result is coalesced.
-        dim: the dim that is cut.
-        start: of the range, counted in the whole tensor; negative: from its end.
-        length: of the range.
+        x: the local shard, strided or sparse COO; the result of a sparse one is coalesced.
+        dim: the sharded dim.
+        start: of the slice, in the full tensor; negative: from its end.
+        length: of the slice.
         axis: the ranks.
         sizes: each rank's size along `dim`; as in `gradmesh.all_gather`.
 
     Returns:
-        The own part, empty where the range lies elsewhere: `narrowed_sizes` tells each rank's.
+        This rank's part, empty if the slice is on other ranks; `narrowed_sizes` returns each rank's size.
 
     Raises:
-        ShapeError: the range is not in the whole tensor.
+        ShapeError: the slice is out of range.
 
     Example:
         >>> def on_each_rank():
@@ -232,7 +232,7 @@ def narrow_copy(
     """
     verb = "nn.fields.narrow_copy"
     sparse = isinstance(x, Tensor) and x.layout is torch.sparse_coo
-    # Only its shape is needed here.
+    # The cut only needs the shape, so avoid operations on the sparse tensor.
     shaped = torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape) if sparse else x
     cut: Cut = cut_of(verb, shaped, axis, dim, sizes)
     begin, rows = integer(start), integer(length)
@@ -240,21 +240,21 @@ def narrow_copy(
         begin += cut.total
     if begin is None or rows is None or not 0 <= begin <= begin + rows <= cut.total:
         Call(verb, shaped, axis).fail(
-            "the range is not in the tensor",
-            expected=f"0 <= start <= start + length <= {cut.total}",
+            "start and length are out of range",
+            expected=f"ints with 0 <= start <= start + length <= {cut.total}",
             got=f"start={start!r}, length={length!r}",
-            remedy="count in the whole tensor, on all ranks",
+            remedy="use indices of the full tensor, not of the local shard",
             kind=ShapeError,
         )
-    own = narrowed_sizes(cut.sizes, begin, rows)[cut.axis.rank]
-    first = max(begin - cut.spans[cut.axis.rank][0], 0) if own else 0
+    local = narrowed_sizes(cut.sizes, begin, rows)[cut.axis.rank]
+    first = max(begin - cut.spans[cut.axis.rank][0], 0) if local else 0
     if sparse:
-        return _narrowed_sparse(x.coalesce(), cut.dim, first, own)
-    return x.narrow(cut.dim, first, own).clone(memory_format=torch.contiguous_format)
+        return _narrowed_sparse(x.coalesce(), cut.dim, first, local)
+    return x.narrow(cut.dim, first, local).clone(memory_format=torch.contiguous_format)
 
 
 def _narrowed_sparse(x: Tensor, dim: int, first: int, length: int) -> Tensor:
-    """The same of a coalesced tensor, of which torch's own narrow_copy has no gradient."""
+    """`narrow_copy` of a coalesced tensor; torch's is not differentiable."""
     indices, values = x.indices(), x.values()
     if dim < x.sparse_dim():
         inside = (indices[dim] >= first) & (indices[dim] < first + length)

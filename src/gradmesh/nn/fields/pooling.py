@@ -1,4 +1,4 @@
-"""Pooling of fields that are cut over ranks along their rows."""
+"""Pooling of sharded fields, with halo exchange."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from gradmesh.arguments import Call
 from gradmesh.errors import DTypeError
-from gradmesh.nn.fields.cuts import AxesLike, Cut, DimsLike, Rows, cuts_of, nothing
+from gradmesh.nn.fields.cuts import AxesLike, Cut, DimsLike, Rows, cuts_of, empty_output
 from gradmesh.nn.fields.taps import Taps, each_dim, padded, slid
 
 __all__ = ["HaloAvgPool", "HaloMaxPool", "avg_pool", "max_pool"]
@@ -34,23 +34,23 @@ def max_pool(
     dim: DimsLike = 2,
     sizes: Rows = None,
 ) -> Tensor:
-    """The maxima of windows of a field that is cut over ranks: `torch.nn.functional.max_pool1d`, 2d or 3d.
+    """`torch.nn.functional.max_pool1d`, 2d or 3d, of a sharded field.
 
     ::
 
-        V -> V    own rows (n, c, rows_r, ...) -> own rows (n, c, outputs_r, ...)
+        V -> V    local rows (n, c, rows_r, ...) -> local rows (n, c, outputs_r, ...)
 
     Output j is on the rank that has row min(j * stride, rows - 1).
 
     Args:
-        x: own rows; how many spatial dims there are decides which pool it is.
+        x: the local rows, with 1, 2 or 3 spatial dims.
         kernel_size, stride, padding, dilation, ceil_mode: as in `torch.nn.MaxPool2d`; each a number, or one for each
             spatial dim.
         axis, dim, sizes: as in `gradmesh.nn.HaloConv1d`.
 
     Raises:
-        ArgumentError: a field smaller than the kernel, or padding of more than half of it.
-        DTypeError: whole numbers, or complex ones.
+        ArgumentError: a field smaller than the kernel, or padding of more than half of the kernel.
+        DTypeError: integer or complex tensors.
 
     Example:
         >>> def on_each_rank():
@@ -64,7 +64,7 @@ def max_pool(
     taps = _taps(verb, x, cuts, kernel_size, stride, padding, dilation, ceil_mode)
     x, pads, counts = slid(verb, x, cuts, taps)
     if not min(counts):
-        return nothing(x, (*x.shape[:2], *counts))
+        return empty_output(x, (*x.shape[:2], *counts))
     pool: Any = _MAX[len(taps) - 1]
     y: Tensor = pool(
         padded(x, pads, value=float("-inf")),
@@ -88,23 +88,23 @@ def avg_pool(
     dim: DimsLike = 2,
     sizes: Rows = None,
 ) -> Tensor:
-    """The means of windows of a field that is cut over ranks: `torch.nn.functional.avg_pool1d`, 2d or 3d.
+    """`torch.nn.functional.avg_pool1d`, 2d or 3d, of a sharded field.
 
     ::
 
-        V -> V    own rows (n, c, rows_r, ...) -> own rows (n, c, outputs_r, ...)
+        V -> V    local rows (n, c, rows_r, ...) -> local rows (n, c, outputs_r, ...)
 
     Output j is on the rank that has row min(j * stride, rows - 1).
 
     Args:
-        x: own rows.
+        x: the local rows, with 1, 2 or 3 spatial dims.
         kernel_size, stride, padding, ceil_mode, count_include_pad: as in `torch.nn.AvgPool2d`; each a number, or one
             for each spatial dim.
         axis, dim, sizes: as in `gradmesh.nn.HaloConv1d`.
 
     Raises:
-        ArgumentError: a field smaller than the kernel, or padding of more than half of it.
-        DTypeError: whole numbers.
+        ArgumentError: a field smaller than the kernel, or padding of more than half of the kernel.
+        DTypeError: integer tensors.
 
     Example:
         >>> def on_each_rank():
@@ -121,7 +121,7 @@ def avg_pool(
         whole[cut.dim - 2] = cut.total
     x, pads, counts = slid(verb, x, cuts, taps)
     if not min(counts):
-        return nothing(x, (*x.shape[:2], *counts))
+        return empty_output(x, (*x.shape[:2], *counts))
     pool: Any = _MEAN[len(taps) - 1]
     numbers = ([tap.kernel for tap in taps], [tap.stride for tap in taps])
     x = padded(x, pads)
@@ -140,7 +140,7 @@ def avg_pool(
 
 
 def _taken(tap: Taps, output: int, rows: int, padding: bool) -> int:
-    """Over how many rows the mean of an output is taken."""
+    """The number of rows in the mean of an output."""
     begin = output * tap.stride - tap.left
     end = min(begin + tap.kernel, rows + tap.right)
     return end - begin if padding else min(end, rows) - max(begin, 0)
@@ -162,28 +162,30 @@ def _taps(
     numbers = [each for each in found if each is not None]
     if not 1 <= dims <= 3 or len(numbers) < len(given):
         call.fail(
-            "there is not one number for each spatial dim",
-            expected="a field of 3 to 5 dims (n, c, ...); for each spatial dim a number, or one for all: of 1 or more, "
-            "padding of 0 or more",
+            "the field's shape or a pooling argument is not valid",
+            expected="a field (n, c, ...) of 3 to 5 dims; kernel_size, stride, dilation >= 1 and padding >= 0, each an "
+            "int or one for each spatial dim",
             got=f"shape {list(x.shape)}, kernel_size={kernel!r}, stride={stride!r}, padding={padding!r}, "
             f"dilation={dilation!r}",
-            remedy="pass one number for all",
+            remedy="pass e.g. kernel_size=2 for all spatial dims",
         )
     if not x.is_floating_point() and (verb.endswith("max_pool") or not x.is_complex()):
         call.fail(
-            "there is no pool of such numbers",
-            expected="floating-point numbers",
+            "unsupported dtype",
+            expected="a floating-point dtype"
+            if verb.endswith("max_pool")
+            else "a floating-point or complex dtype",
             got=str(x.dtype),
-            remedy="pass x.float()",
+            remedy="pass x.float()" if not x.is_complex() else "pool x.real and x.imag, or x.abs()",
             kind=DTypeError,
         )
     taps = [Taps(k, s, d, p, p, ceil) for k, s, p, d in zip(*numbers, strict=True)]
     if any(2 * tap.left > tap.kernel for tap in taps):
         call.fail(
-            "there is more padding than half of the kernel",
-            expected="padding of at most kernel_size / 2",
+            "padding is larger than half of the kernel",
+            expected="padding <= kernel_size / 2, so that each window contains a row of the field",
             got=f"kernel_size={kernel!r}, padding={padding!r}",
-            remedy="a window is not to lie in the padding alone",
+            remedy="use less padding, or pad the field with torch.nn.functional.pad",
         )
     return taps
 
@@ -195,7 +197,7 @@ class _Pool(nn.Module):
 
 
 class HaloMaxPool(_Pool):
-    """`max_pool` as a layer, with its options; for one, two or three dims.
+    """`max_pool` as a layer, for one, two or three spatial dims.
 
     Example:
         >>> gm.launch(lambda: gm.nn.HaloMaxPool(2)(torch.ones(1, 1, 4)).shape[-1], 2, backend="threads")
@@ -203,12 +205,12 @@ class HaloMaxPool(_Pool):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Own rows of the maxima."""
+        """This rank's rows of the maxima."""
         return max_pool(x, self.kernel_size, self.over, **self.options)
 
 
 class HaloAvgPool(_Pool):
-    """`avg_pool` as a layer, with its options; for one, two or three dims.
+    """`avg_pool` as a layer, for one, two or three spatial dims.
 
     Example:
         >>> gm.launch(lambda: gm.nn.HaloAvgPool(2)(torch.ones(1, 1, 4)).shape[-1], 2, backend="threads")
@@ -216,5 +218,5 @@ class HaloAvgPool(_Pool):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Own rows of the means."""
+        """This rank's rows of the means."""
         return avg_pool(x, self.kernel_size, self.over, **self.options)

@@ -1,4 +1,4 @@
-"""The spectral convolution of Fourier neural operators, on fields that are cut over ranks."""
+"""The spectral convolution of Fourier neural operators, on sharded fields."""
 
 from __future__ import annotations
 
@@ -13,47 +13,46 @@ from gradmesh.axis import AxisLike, balanced
 from gradmesh.collectives import all_gather, reduce_scatter, shard
 from gradmesh.errors import ArgumentError, message
 from gradmesh.nn.fields.cuts import Cut, cut_of
-from gradmesh.nn.fields.lines import transformed
-from gradmesh.nn.plain import widened
+from gradmesh.nn.fields.fourier import transformed
+from gradmesh.nn.plain import upcast
 from gradmesh.types import I, R
 
 __all__ = ["SpectralConv"]
 
 
 class SpectralConv(nn.Module):
-    r"""The lowest modes of a field, each times a matrix of its own: the layer of Fourier neural operators.
+    r"""The layer of Fourier neural operators: multiplies the lowest modes of a field by a matrix for each mode.
 
     ::
 
-        V -> V    own rows (n, c_in, rows_r, ...) -> own rows (n, c_out, rows_r, ...)
+        V -> V    local rows (n, c_in, rows_r, ...) -> local rows (n, c_out, rows_r, ...)
 
-                  own rows' terms of the kept modes   \                      / own rows of all modes
-                                                       sum over ranks, parts
-                  own rows' terms of the kept modes   /                      \ own rows of all modes
+                  local terms of the kept modes   \                                     / local rows from all modes
+                                                   reduce-scatter, weight, all-gather
+                  local terms of the kept modes   /                                     \ local rows from all modes
 
-        I -> V    the weight, of which each rank uses its part of the modes: its gradient is whole on every rank
+        I -> V    the weight; each rank uses its share of the modes, and the gradient is complete on every rank
 
-    The value is `irfftn(W * rfftn(x))` with the modes that are kept: along the last dim the lowest `modes[-1]`, along
-    the others the lowest in both directions, 2 `modes[d]`. Since the sum over the rows of a mode is one over the ranks'
-    sums, the kept modes alone travel, whatever the number of rows; a whole transform by transposes, which sends the
-    field, is `rfftn`. Each rank works on its part of the modes, so that their work is cut too. Fields of bfloat16 and
-    float16 are transformed in float32, and are what they were again.
+    The value is `irfftn(W * rfftn(x))` with the kept modes: along the last dim the lowest `modes[-1]`, along the others
+    the lowest in both directions, 2 `modes[d]`. Only the kept modes are sent, independent of the number of rows
+    (`rfftn`, a full transform, sends the field). Each rank multiplies its share of the modes. Fields of bfloat16 and
+    float16 are transformed in float32, and the result is converted back.
 
     Args:
         in_channels, out_channels: of the field.
-        modes: how many are kept; a number for one spatial dim, or one for each.
+        modes: number of kept modes; an int for one spatial dim, or one for each.
         axis: the ranks.
-        dim: the dim that is cut.
+        dim: the sharded dim.
         sizes: each rank's rows along it, as in `gradmesh.nn.HaloConv1d`.
-        replicated: False where a data parallel wrapper over the same ranks sums the parameters' gradients.
+        replicated: False if a data parallel wrapper over the same ranks sums the parameters' gradients.
         device: of the weight.
-        dtype: of the field: float64 makes a weight of complex128, anything else one of complex64.
+        dtype: of the field: float64 gives a complex128 weight, any other dtype a complex64 one.
 
     Attributes:
         weight: shape (in_channels, out_channels, 2 modes[0], ..., modes[-1]), complex.
 
     Raises:
-        ArgumentError: a field of other channels or dims, or too small to have so many modes.
+        ArgumentError: wrong number of channels or dims, or a field with fewer modes.
 
     Source: Li et al., Fourier neural operator (arXiv:2010.08895), equation 5.
 
@@ -63,8 +62,8 @@ class SpectralConv(nn.Module):
         ...     torch.nn.init.constant_(layer.weight, 0.5 - 0.25j)
         ...     x = torch.arange(7.0).view(1, 1, 7) ** 2
         ...     modes = torch.fft.rfft(x)[..., :3] * layer.weight
-        ...     own = gm.axis().slice((4, 3))
-        ...     return torch.allclose(layer(x[..., own]), torch.fft.irfft(modes, 7)[..., own], atol=1e-4)
+        ...     local = gm.axis().slice((4, 3))
+        ...     return torch.allclose(layer(x[..., local]), torch.fft.irfft(modes, 7)[..., local], atol=1e-4)
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [True, True]
     """
@@ -87,11 +86,11 @@ class SpectralConv(nn.Module):
         if not self.modes or min(self.modes) < 1:
             raise ArgumentError(
                 message(
-                    "there are no modes to keep",
+                    "modes must be positive",
                     op="nn.SpectralConv",
-                    expected="1 or more along each spatial dim",
+                    expected="an int >= 1 for each spatial dim",
                     got=f"modes={modes!r}",
-                    remedy="12 or 16 are usual",
+                    remedy="pass e.g. modes=16, or modes=(12, 12) for two spatial dims",
                 )
             )
         self.in_channels, self.out_channels = in_channels, out_channels
@@ -102,22 +101,26 @@ class SpectralConv(nn.Module):
         self.weight = nn.Parameter(draw / (in_channels * out_channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Own rows of the output."""
+        """This rank's rows of the output."""
         cut = cut_of("nn.SpectralConv", x, self.over, self.dim, self.rows)
         rows = [cut.total if d == cut.dim else x.shape[d] for d in range(2, x.dim())]
         kept = [*(2 * m for m in self.modes[:-1]), self.modes[-1]]
-        room = [*rows[:-1], rows[-1] // 2 + 1 if rows else 0]
-        fits = len(rows) == len(kept) and all(k <= most for k, most in zip(kept, room, strict=True))
-        if not fits or x.shape[1] != self.in_channels or cut.dim < 2 or x.is_complex():
+        available = [*rows[:-1], rows[-1] // 2 + 1 if rows else 0]
+        right_dims = len(rows) == len(kept) and cut.dim >= 2
+        enough = right_dims and all(k <= most for k, most in zip(kept, available, strict=True))
+        if not enough or x.shape[1] != self.in_channels or x.is_complex():
             Call("nn.SpectralConv", x, cut.axis).fail(
-                "the field does not fit the layer",
-                expected=f"a real (n, {self.in_channels}, ...) of {len(kept)} spatial dims, cut along one of them, "
-                f"that has room for {kept} modes",
-                got=f"{x.dtype} of shape {list(x.shape)}, {rows} rows on all ranks, cut along dim {cut.dim}",
-                remedy="keep fewer modes",
+                "the field does not match the layer",
+                expected=f"a real tensor (n, {self.in_channels}, ...) with {len(kept)} spatial dims, one of them "
+                f"sharded, with at least {kept} modes",
+                got=f"{x.dtype} of shape {list(x.shape)}, sharded along dim {cut.dim}, {rows} rows over all ranks, "
+                f"{available} modes",
+                remedy="construct the layer with fewer modes"
+                if right_dims and not enough
+                else "pass a real field with the layer's channels and dims, and dim >= 2",
             )
         last = x.dim() - 1
-        y = widened(x)
+        y = upcast(x)
         if cut.dim != last:
             y = transformed("rfft", y, last).narrow(last, 0, kept[-1])
         waves = self._waves(cut, y)
@@ -135,7 +138,7 @@ class SpectralConv(nn.Module):
                 y = transformed("ifft", torch.cat((y.narrow(d, 0, m), zeros, y.narrow(d, m, m)), d), d)
         back = waves.conj() / cut.total
         if cut.dim == last:
-            # The modes that are left out because the field is real count too: each but the first and the middle one.
+            # rfft omits conjugate modes: all modes but the first and the middle one count twice.
             twice = [1 + (k > 0 and 2 * k != cut.total) for k in range(kept[-1])]
             back = back * back.real.new_tensor(twice).unsqueeze(1)
         y = torch.tensordot(y, back, dims=([cut.dim], [0])).movedim(-1, cut.dim)
@@ -143,24 +146,24 @@ class SpectralConv(nn.Module):
         return y.to(x.dtype) if x.is_floating_point() else y
 
     def _waves(self, cut: Cut, like: Tensor) -> Tensor:
-        """The kept modes along the cut dim at the own rows, shape (modes, rows_r)."""
+        """The kept modes along the sharded dim at local rows, shape (modes, rows_r)."""
         kind = torch.float64 if like.dtype in (torch.float64, torch.complex128) else torch.float32
         m = self.modes[cut.dim - 2]
         low = torch.arange(m, device=like.device)
         modes = low if cut.dim - 1 == len(self.modes) else torch.cat((low, low - m))
-        own = torch.arange(*cut.spans[cut.axis.rank], device=like.device)
-        # The product is taken as integers, and modulo the rows: no digits are lost where both are large.
-        turns = (modes.unsqueeze(1) * own % cut.total).to(kind) * (-2 * pi / cut.total)
+        rows = torch.arange(*cut.spans[cut.axis.rank], device=like.device)
+        # Integer product modulo the total: no precision is lost for large factors.
+        turns = (modes.unsqueeze(1) * rows % cut.total).to(kind) * (-2 * pi / cut.total)
         return torch.complex(turns.cos(), turns.sin())
 
     def _mixed(self, terms: Tensor, cut: Cut) -> Tensor:
-        """All modes times their matrices, of the own rows' terms of all modes."""
+        """Sum the ranks' terms, and multiply each mode by its matrix; each rank multiplies its share of the modes."""
         shape = terms.shape[2:]
         parts = balanced(prod(shape), cut.axis.size)
-        own = reduce_scatter(terms.flatten(2), cut.axis, 2, sizes=parts)
-        weight = self.weight.flatten(2).to(own.dtype)
+        local = reduce_scatter(terms.flatten(2), cut.axis, 2, sizes=parts)
+        weight = self.weight.flatten(2).to(local.dtype)
         weight = shard(weight, cut.axis, 2, src=I if self.replicated else R, sizes=parts)
-        whole: Tensor = all_gather(torch.einsum("nik,iok->nok", own, weight), cut.axis, 2, sizes=parts)
+        whole: Tensor = all_gather(torch.einsum("nik,iok->nok", local, weight), cut.axis, 2, sizes=parts)
         return whole.reshape(*whole.shape[:2], *shape)
 
     def extra_repr(self) -> str:

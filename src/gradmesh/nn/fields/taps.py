@@ -1,4 +1,4 @@
-"""Where a sliding kernel takes its rows: what convolution and pooling share."""
+"""The input rows of a sliding kernel, for convolution and pooling."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Taps:
     Attributes:
         kernel, stride, dilation: as in `torch.nn.Conv1d`.
         left, right: the padding on either side.
-        ceil: whether a last window that is partly beyond the padding counts, as in `torch.nn.MaxPool1d`.
+        ceil: `ceil_mode` of `torch.nn.MaxPool1d`: a last window may extend beyond the padding.
     """
 
     kernel: int
@@ -34,27 +34,27 @@ class Taps:
 
     @property
     def reach(self) -> int:
-        """The rows from the first tap to the last."""
+        """The extent of the kernel in rows."""
         return self.dilation * (self.kernel - 1) + 1
 
     def outputs(self, rows: int) -> int:
-        """The outputs of so many rows."""
+        """The number of outputs for a number of rows."""
         free = rows + self.left + self.right - self.reach
         count = max((free + (self.stride - 1) * self.ceil) // self.stride + 1, 0)
         return count - (self.ceil and (count - 1) * self.stride >= rows + self.left)
 
     def shares(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """How many outputs each rank has: output j is on the rank that has row min(j * stride, rows - 1)."""
+        """Each rank's number of outputs: output j is on the rank that has row min(j * stride, rows - 1)."""
         return shares(sizes, self.outputs(sum(sizes)), down=self.stride)
 
     def needs(self, first: int, last: int) -> tuple[int, int]:
-        """The rows of the outputs `first` ... `last - 1`: the first of them, and the one behind the last."""
+        """The rows that the outputs `first` ... `last - 1` need, as a half-open interval."""
         begin = first * self.stride - self.left
         return (begin, begin + (last - first - 1) * self.stride + self.reach) if first < last else (0, 0)
 
 
 def each_dim(value: int | Sequence[int], dims: int, least: int = 0) -> tuple[int, ...] | None:
-    """A number of so many or more for each spatial dim; None where not each has one."""
+    """One int >= `least` for each spatial dim, or None if the argument is invalid."""
     given = value if isinstance(value, Sequence) else (value,) * dims
     found = tuple(n for n in map(integer, given) if n is not None and n >= least)
     return found if len(found) == len(given) == dims else None
@@ -63,25 +63,25 @@ def each_dim(value: int | Sequence[int], dims: int, least: int = 0) -> tuple[int
 def slid(
     verb: str, x: Tensor, cuts: Sequence[Cut], taps: Sequence[Taps], mode: str = "zeros"
 ) -> tuple[Tensor, list[tuple[int, int]], list[int]]:
-    """The rows that the own outputs need.
+    """The rows that this rank's outputs need.
 
     Args:
-        verb: who asks, for errors.
-        x: own rows, (n, c, ...).
-        cuts: how they are cut.
+        verb: the operator's name, for errors.
+        x: the local rows, (n, c, ...).
+        cuts: how they are sharded.
         taps: of each spatial dim.
-        mode: how the field goes on beyond its ends, as `padding_mode` of `torch.nn.Conv1d`.
+        mode: `padding_mode` of `torch.nn.Conv1d`.
 
     Returns:
-        The rows, which hold the padding along the cut dims in every mode but zeros; how many rows of padding are
-        missing on either side along each spatial dim; the local number of outputs along each.
+        The rows, including padding along sharded dims unless mode is "zeros"; the missing padding on either side of
+        each spatial dim; the local number of outputs along each.
     """
     if x.dim() != len(taps) + 2 or any(cut.dim < 2 for cut in cuts):
         Call(verb, x, cuts[0].axis).fail(
-            "the field is not (n, c, rows, ...), or not cut along its rows",
-            expected=f"{len(taps) + 2} dims, cut from dim 2 on",
-            got=f"shape {list(x.shape)}, cut along {', '.join(str(cut.dim) for cut in cuts)}",
-            remedy="add a batch dim, and pass the dim that is cut",
+            "the field has a wrong number of dims, or is not sharded along a spatial dim",
+            expected=f"(n, c, rows, ...) with {len(taps) + 2} dims, sharded along dims >= 2",
+            got=f"shape {list(x.shape)}, sharded along dim {', '.join(str(cut.dim) for cut in cuts)}",
+            remedy="add a batch dim, x.unsqueeze(0), or pass the sharded spatial dim, e.g. dim=2",
         )
     found = {cut.dim: cut for cut in cuts}
     pads, counts = [], []
@@ -89,24 +89,26 @@ def slid(
         cut = found.get(dim)
         rows = x.shape[dim] if cut is None else cut.total
         count = tap.outputs(rows)
-        room = {"circular": rows, "reflect": rows - 1}.get(mode)
-        if count <= 0 or not rows or (room is not None and max(tap.left, tap.right) > room):
+        most = {"circular": rows, "reflect": rows - 1}.get(mode)
+        if count <= 0 or not rows or (most is not None and max(tap.left, tap.right) > most):
             Call(verb, x, cuts[0].axis).fail(
                 f"the field is too small for the kernel along dim {dim}",
-                expected=f"{tap.reach} rows or more with the padding, which is at most the field's rows with "
+                expected=f"at least {tap.reach} rows including padding; padding of at most the number of rows with "
                 "padding_mode='circular', and one less with 'reflect'",
-                got=f"{rows} rows on all ranks, padding {tap.left} and {tap.right}",
-                remedy="take a smaller kernel, or more padding",
+                got=f"{rows} rows over all ranks, padding {tap.left} and {tap.right}, padding_mode={mode!r}",
+                remedy="use a smaller kernel or more padding"
+                if count <= 0 or not rows
+                else "use less padding",
             )
         if cut is None:
             counts.append(count)
             pads.append((tap.left, max(tap.right, tap.needs(0, count)[1] - rows)))
             continue
-        own, needs, begin = tap.shares(cut.sizes), [], 0
-        for share in own:
+        each, needs, begin = tap.shares(cut.sizes), [], 0
+        for share in each:
             needs.append(tap.needs(begin, begin + share))
             begin += share
-        counts.append(own[cut.axis.rank])
+        counts.append(each[cut.axis.rank])
         if mode in ("reflect", "replicate"):
             x, missing = _continued(x, cut, needs, mode), (0, 0)
         else:
@@ -116,7 +118,7 @@ def slid(
 
 
 def _continued(x: Tensor, cut: Cut, needs: Sequence[tuple[int, int]], mode: str) -> Tensor:
-    """The rows that this rank needs, of which those beyond the field's ends are copies of rows inside."""
+    """The rows that this rank needs; rows beyond the field's ends are copies of rows inside."""
     last = cut.total - 1
 
     def inside(place: int) -> int:
@@ -146,7 +148,7 @@ def _continued(x: Tensor, cut: Cut, needs: Sequence[tuple[int, int]], mode: str)
 
 
 def padded(x: Tensor, pads: Sequence[tuple[int, int]], mode: str = "constant", value: float = 0.0) -> Tensor:
-    """The field with these rows before and behind along each spatial dim."""
+    """Pad each spatial dim by (before, after) rows."""
     if not any(any(pair) for pair in pads):
         return x
     flat = [rows for pair in reversed(pads) for rows in pair]

@@ -1,4 +1,4 @@
-"""Transposed convolutions of fields that are cut over ranks along their rows."""
+"""Transposed convolutions of sharded fields, with halo exchange."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from gradmesh.arguments import Call
 from gradmesh.nn.fields.convolution import Halo
-from gradmesh.nn.fields.cuts import cuts_of, nothing, shares, window
+from gradmesh.nn.fields.cuts import cuts_of, empty_output, shares, window
 from gradmesh.nn.fields.taps import padded
 
 __all__ = ["HaloConvTranspose1d", "HaloConvTranspose2d", "HaloConvTranspose3d"]
@@ -21,26 +21,26 @@ _CONVOLUTIONS = (functional.conv_transpose1d, functional.conv_transpose2d, funct
 class _HaloConvTranspose(Halo):
     output_padding: tuple[int, ...]
 
-    def outputs(self, rows: int, place: int) -> int:
-        """The dense layer's outputs of so many rows."""
-        tap = self.taps()[place]
-        return (rows - 1) * tap.stride - tap.left - tap.right + tap.reach + self.output_padding[place]
+    def outputs(self, rows: int, index: int) -> int:
+        """The number of outputs for a number of rows along a spatial dim."""
+        tap = self.taps()[index]
+        return (rows - 1) * tap.stride - tap.left - tap.right + tap.reach + self.output_padding[index]
 
-    def shares(self, sizes: Sequence[int], place: int) -> tuple[int, ...]:
-        """Each rank's outputs: output j is on the rank that has row min(j // stride, rows - 1)."""
-        return shares(sizes, self.outputs(sum(sizes), place), up=self.stride[place])
+    def shares(self, sizes: Sequence[int], index: int) -> tuple[int, ...]:
+        """Each rank's number of outputs: output j is on the rank that has row min(j // stride, rows - 1)."""
+        return shares(sizes, self.outputs(sum(sizes), index), up=self.stride[index])
 
     def forward(self, input: Tensor, output_size: Sequence[int] | None = None) -> Tensor:  # noqa: A002
-        """Own rows of the output."""
-        self.known(input)
+        """This rank's rows of the output."""
+        self.check_input(input)
         cuts = cuts_of(self.name, input, self.over, self.dim, self.rows)
         call = Call(self.name, input, cuts[0].axis)
         if output_size is not None:
             call.fail(
-                "output_size is not there for a field that is cut",
-                expected="no output_size",
+                "output_size is not supported for a sharded field",
+                expected="output_size=None",
                 got=f"output_size={output_size!r}",
-                remedy="pass output_padding to the layer",
+                remedy="construct the layer with output_padding, e.g. output_padding=1",
             )
         x, counts, aheads = input, [], []
         found = {cut.dim: cut for cut in cuts}
@@ -50,29 +50,29 @@ class _HaloConvTranspose(Halo):
             whole = self.outputs(rows, place)
             if whole <= 0 or not rows:
                 call.fail(
-                    f"there is no output along dim {place + 2}",
-                    expected="rows enough for the padding",
-                    got=f"{rows} rows on all ranks, padding {tap.left}",
-                    remedy="take less padding",
+                    f"the output is empty along dim {place + 2}",
+                    expected="at least 1 output",
+                    got=f"{rows} rows over all ranks, padding {tap.left}: {whole} outputs",
+                    remedy="use less padding, or a larger field",
                 )
             first, count, begin = 0, whole, 0
             if cut is not None:
-                own, needs = self.shares(cut.sizes, place), []
-                for share, span in zip(own, cut.spans, strict=True):
+                each, needs = self.shares(cut.sizes, place), []
+                for share, span in zip(each, cut.spans, strict=True):
                     low = -(-(first + tap.left - tap.reach + 1) // tap.stride)
                     high = (first + share - 1 + tap.left) // tap.stride + 1
-                    # At least one own row, so that there is something to convolve where no tap falls on the outputs.
+                    # At least one local row, so that the convolution has input even if no tap reaches the outputs.
                     low, high = max(min(low, span[0]), 0), min(max(high, span[0] + 1), rows)
                     needs.append((low, high) if share else (0, 0))
                     first += share
                 rank = cut.axis.rank
-                first, count, begin = sum(own[:rank]), own[rank], needs[rank][0]
+                first, count, begin = sum(each[:rank]), each[rank], needs[rank][0]
                 x, _ = window(x, cut, needs)
             counts.append(count)
             aheads.append(first + tap.left - begin * tap.stride)
         weight, bias = self.parameters_here()
         if not min(counts):
-            return nothing(x, (len(x), self.out_channels, *counts), weight, bias)
+            return empty_output(x, (len(x), self.out_channels, *counts), weight, bias)
         convolve: Any = _CONVOLUTIONS[len(counts) - 1]
         y: Tensor = convolve(x, weight, None, self.stride, 0, 0, self.groups, self.dilation)
         for place, (count, ahead) in enumerate(zip(counts, aheads, strict=True)):
@@ -81,7 +81,7 @@ class _HaloConvTranspose(Halo):
 
 
 def _cropped(y: Tensor, dim: int, ahead: int, count: int) -> Tensor:
-    """So many rows from `ahead` on; zeros where there are none."""
+    """`count` rows starting at row `ahead`, zero-padded."""
     rows = y.shape[dim]
     low = min(max(ahead, 0), rows)
     high = max(min(ahead + count, rows), low)
@@ -93,14 +93,15 @@ def _cropped(y: Tensor, dim: int, ahead: int, count: int) -> Tensor:
 
 
 class HaloConvTranspose1d(_HaloConvTranspose, nn.ConvTranspose1d):
-    """A transposed convolution over a field (n, c, rows) whose rows are cut over ranks: `torch.nn.ConvTranspose1d`.
+    """`torch.nn.ConvTranspose1d` over a field (n, c, rows) whose rows are sharded over ranks.
 
     ::
 
-        V -> V    own rows (n, c_in, rows_r) -> own rows (n, c_out, outputs_r)
+        V -> V    local rows (n, c_in, rows_r) -> local rows (n, c_out, outputs_r)
+                  forward: halo exchange with the neighbours; backward: the halo's gradients are sent back and added
 
-    Where outputs of two ranks overlap, the one that has the output gets the input rows that reach into it, in place of
-    the other's sums: with a stride these are fewer. Output j is on the rank that has row min(j // stride, rows - 1).
+    Input rows are exchanged, not partial outputs: with a stride they are fewer. Output j is on the rank that has row
+    min(j // stride, rows - 1).
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias: as in
@@ -108,8 +109,8 @@ class HaloConvTranspose1d(_HaloConvTranspose, nn.ConvTranspose1d):
         axis, dim, sizes, replicated: as in `HaloConv1d`.
 
     Raises:
-        ArgumentError: other channels; no output; an `output_size`.
-        DTypeError: numbers of another dtype than the weight's.
+        ArgumentError: wrong number of channels, an empty output, or an `output_size`.
+        DTypeError: the input's dtype differs from the weight's.
 
     Example:
         >>> def on_each_rank():
@@ -122,7 +123,7 @@ class HaloConvTranspose1d(_HaloConvTranspose, nn.ConvTranspose1d):
 
 
 class HaloConvTranspose2d(_HaloConvTranspose, nn.ConvTranspose2d):
-    """A transposed convolution over two dims: as `HaloConvTranspose1d`.
+    """`torch.nn.ConvTranspose2d` over a sharded field; as `HaloConvTranspose1d`.
 
     Example:
         >>> def on_each_rank():
@@ -134,7 +135,7 @@ class HaloConvTranspose2d(_HaloConvTranspose, nn.ConvTranspose2d):
 
 
 class HaloConvTranspose3d(_HaloConvTranspose, nn.ConvTranspose3d):
-    """A transposed convolution over three dims: as `HaloConvTranspose1d`.
+    """`torch.nn.ConvTranspose3d` over a sharded field; as `HaloConvTranspose1d`.
 
     Example:
         >>> def on_each_rank():

@@ -1,9 +1,9 @@
-"""Networks on a graph that is cut over the ranks of an axis.
+"""Graph parallelism: networks on one graph that is partitioned over the ranks of an axis.
 
-A partition says which rank owns each node (`by_count`, `by_space`, `by_graph`, `by_metis`, or any tensor of ranks).
-`GraphPlan` is built from it and the edges, once for each neighbour list: each rank gets the edges that end at its
-nodes, and knows the rows of other ranks that they begin at. `HeteroPlan` is the same for several types of nodes and
-edges.
+A partition assigns each node to a rank (`by_count`, `by_space`, `by_graph`, `by_metis`, or any tensor of ranks).
+`GraphPlan` is built from the partition and the edges, once for each neighbour list: each rank gets the edges that end
+at its nodes, and receives the rows of their source nodes on other ranks (halo exchange). `HeteroPlan` does the same for
+several types of nodes and edges.
 
 >>> from gradmesh.nn.graph import GraphPlan, by_count
 >>> def on_each_rank():
@@ -17,8 +17,7 @@ edges.
 """
 
 from gradmesh.nn.graph.hetero import HeteroPlan
-from gradmesh.nn.graph.metis import by_metis
-from gradmesh.nn.graph.partition import by_count, by_graph
+from gradmesh.nn.graph.partition import by_count, by_graph, by_metis
 from gradmesh.nn.graph.plan import GraphPlan
 from gradmesh.nn.graph.rows import Rows
 from gradmesh.nn.graph.space import by_space

@@ -1,4 +1,4 @@
-"""What ranks tell each other before a plan is made: whether they were told the same, and where its tensors are."""
+"""Checks before a plan is made: the ranks' arguments are equal; which device its tensors are on."""
 
 from __future__ import annotations
 
@@ -10,59 +10,51 @@ from gradmesh.axis import Axis
 from gradmesh.collectives import all_gather
 from gradmesh.errors import MismatchError, message
 
-__all__ = ["agree", "checksum", "device_of_root", "meeting", "words"]
+__all__ = ["agree", "checksum", "device_of_root", "exchange_device", "fingerprint"]
 
 _STEP, *_MIX = (number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-"""The numbers of splitmix64 as int64 (Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014)."""
+"""Constants of splitmix64 as int64 (Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014)."""
 
 
-def agree(axis: Axis, verb: str, words: str, numbers: list[int], *tensors: Tensor) -> None:
-    """See that the ranks were told the same.
-
-    Args:
-        axis: the ranks.
-        verb: who asks.
-        words: what is compared, for the error.
-        numbers: some numbers.
-        tensors: some tensors of int64; of these the shapes and a checksum are compared.
-    """
+def agree(axis: Axis, verb: str, names: str, numbers: list[int], *tensors: Tensor) -> None:
+    """Raise on every rank if numbers, or the shapes or checksums of int64 tensors, differ; `names` is for the error."""
     if axis.size == 1:
         return
-    told = list(numbers)
+    local = list(numbers)
     for x in tensors:
-        told += [*x.shape, checksum(x)]
-    rows = all_gather(torch.tensor([told], device=meeting(axis)), axis).tolist()
+        local += [*x.shape, checksum(x)]
+    rows = all_gather(torch.tensor([local], device=exchange_device(axis)), axis).tolist()
     differing = [rank for rank, row in enumerate(rows) if row != rows[0]]
     if differing:
         raise MismatchError(
             message(
-                "the ranks were told different things",
+                "the ranks' arguments differ",
                 op=verb,
                 axis=str(axis),
-                expected=f"the same {words} on every rank",
-                got=f"others on rank {', '.join(map(str, differing))} than on rank 0",
-                remedy="make them on one rank and broadcast them, or make them alike on all",
+                expected=f"the same {names} on every rank",
+                got=f"different values on rank {', '.join(map(str, differing))} and on rank 0",
+                remedy="compute them on one rank and broadcast them, or compute them deterministically on every rank",
             )
         )
 
 
-def words(*names: object) -> list[int]:
-    """Two numbers made of some names, for `agree`."""
-    said = repr(names).encode()
-    return [len(said), int.from_bytes(said, "big") % (2**61 - 1)]
+def fingerprint(*names: object) -> list[int]:
+    """Two numbers that identify some names, for `agree`."""
+    text = repr(names).encode()
+    return [len(text), int.from_bytes(text, "big") % (2**61 - 1)]
 
 
 def checksum(numbers: Tensor) -> int:
-    """A number made of all numbers of an int64 tensor and of their places."""
+    """A checksum of the values and their order."""
     mixed = numbers.reshape(-1) + torch.arange(numbers.numel(), device=numbers.device) * _STEP
-    # A sum of products alone is the same for 0, 1, 1, 0 and 1, 0, 0, 1.
+    # Mix bits: a sum of products is the same for 0, 1, 1, 0 and 1, 0, 0, 1.
     for shift, factor in zip((30, 27), _MIX, strict=True):
         mixed = (mixed ^ (mixed >> shift)) * factor
     return int((mixed ^ (mixed >> 31)).sum())
 
 
-def meeting(axis: Axis) -> torch.device:
-    """Where a tensor has to be for any ranks to exchange it: on the CPU if the group carries such, else on the GPU."""
+def exchange_device(axis: Axis) -> torch.device:
+    """A device that every rank can send from: the CPU if the group supports it, else the accelerator."""
     if axis.size == 1 or not torch.accelerator.is_available():
         return torch.device("cpu")
     carried = dist.get_backend_config(axis.group).split(",")
@@ -70,18 +62,12 @@ def meeting(axis: Axis) -> torch.device:
 
 
 def device_of_root(axis: Axis, root: int, given: Tensor | None) -> torch.device:
-    """Where the root's tensors are, as this rank has such a place: its CPU, or its own accelerator.
-
-    Args:
-        axis: the ranks.
-        root: which of them has the tensors.
-        given: one of these, on the root.
-    """
-    place = meeting(axis)
-    if place.type != "cpu" or not torch.accelerator.is_available():
-        return place
-    told = all_gather(torch.tensor([given is not None and not given.is_cpu]), axis)
-    return _accelerator() if told[root] else place
+    """This rank's device of the kind that the root's tensors are on; `given` is one of them, on the root."""
+    device = exchange_device(axis)
+    if device.type != "cpu" or not torch.accelerator.is_available():
+        return device
+    on_accelerator = all_gather(torch.tensor([given is not None and not given.is_cpu]), axis)
+    return _accelerator() if on_accelerator[root] else device
 
 
 def _accelerator() -> torch.device:

@@ -1,4 +1,4 @@
-"""The edges that end at this rank's nodes, in the numbers of the rows that it has."""
+"""The edges that end at this rank's nodes, in local row indices."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ __all__ = [
 ]
 
 INDEX = (torch.int64, torch.int32)
-"""The dtypes that torch picks rows by."""
+"""Index dtypes."""
 
 Fail = Callable[[str, str, str, str], NoReturn]
-"""Raises an error: the problem, what was expected, what was got, and the remedy."""
+"""Raises an error from its problem, expected, got and remedy."""
 
 
 @dataclass(frozen=True, eq=False)
 class Edges:
-    """Edges in local numbers.
+    """Edges in local row indices.
 
     Attributes:
-        edge_index: sources and targets, shape (2, edges); both count this rank's own rows and then the remote ones.
-        edges: which of the given edges these are, in the order in which they were given.
-        interior: which of them have both ends among the own rows; counted in `edge_index`.
-        boundary: the others.
+        edge_index: sources and targets, shape (2, edges); local rows come first, then remote rows.
+        edges: the indices of these edges in the given list, in rising order.
+        interior: indices into `edge_index` of the edges with both ends in local rows.
+        boundary: indices into `edge_index` of the other edges.
     """
 
     edge_index: Tensor
@@ -51,70 +51,54 @@ class Edges:
 
 
 def local_edges(pairs: Tensor, numbers: Tensor, own: tuple[int, int]) -> Edges:
-    """Edges whose ends are in local numbers already.
-
-    Args:
-        pairs: sources and targets.
-        numbers: which of the given edges they are.
-        own: how many own rows there are of the nodes that they begin at, and of those that they end at.
-    """
+    """Edges from local row indices; `own` has the numbers of local rows of the source and target types."""
     inside = (pairs[0] < own[0]) & (pairs[1] < own[1])
     return Edges(pairs, numbers, inside.nonzero().squeeze(1), (~inside).nonzero().squeeze(1))
 
 
 def checked_edges(edges: object, nodes: int | tuple[int, int], fail: Fail) -> Tensor:
-    """Edges as int64.
-
-    Args:
-        edges: what was given for them.
-        nodes: the number of nodes; or that of those that edges begin at, and of those that they end at.
-        fail: raises the error for what is no edge.
-    """
+    """The edges as int64; `nodes` is the number of nodes, or of source nodes and of target nodes."""
     if not is_table(edges, 2, INDEX) or edges.shape[0] != 2:
         fail(
-            "the edges are no list of edges",
-            "int64 numbers of nodes, shape (2, edges): sources and targets",
+            "edges is not an integer tensor of shape (2, edges)",
+            "int64 node indices, sources in row 0 and targets in row 1",
             shown(edges),
-            "stack the sources and the targets: torch.stack((source, target))",
+            "pass edges.T"
+            if is_table(edges, 2, INDEX) and edges.shape[1] == 2
+            else "torch.stack((source, target))",
         )
     ends = (nodes, nodes) if isinstance(nodes, int) else nodes
     for name, numbers, most in zip(("source", "target"), edges, ends, strict=True):
         if numbers.numel() and (int(numbers.min()) < 0 or int(numbers.max()) >= most):
             fail(
-                "an edge leaves the graph",
+                f"an edge's {name} is out of range",
                 f"0 <= {name} < {most}",
                 f"{name}s from {int(numbers.min())} to {int(numbers.max())}",
-                "count nodes over the whole graph, from 0",
+                "use global node indices that start at 0",
             )
     return edges.long()
 
 
 def picked_edges(edges: Tensor, count: int, refuse: Callable[..., NoReturn]) -> Tensor:
-    """Some of a rank's edges as an index into them.
-
-    Args:
-        edges: an index, whose values are looked at where that costs no wait for a device; or a mask.
-        count: how many edges there are.
-        refuse: raises the error for what is neither.
-    """
-    seen = compiling() or (isinstance(edges, Tensor) and is_fake(edges))
-    right = seen or is_table(edges, 1, INDEX)
-    if not seen and right and edges.is_cpu and edges.numel() and not modes_active():
-        right = int(edges.min()) >= 0 and int(edges.max()) < count
-    if not right and not (is_table(edges, 1, (torch.bool,)) and edges.shape[0] == count):
+    """An index or a mask of a rank's edges, as an index; values are checked on a CPU only."""
+    traced = compiling() or (isinstance(edges, Tensor) and is_fake(edges))
+    valid = traced or is_table(edges, 1, INDEX)
+    if not traced and valid and edges.is_cpu and edges.numel() and not modes_active():
+        valid = int(edges.min()) >= 0 and int(edges.max()) < count
+    if not valid and not (is_table(edges, 1, (torch.bool,)) and edges.shape[0] == count):
         numbers = f" from {int(edges.min())} to {int(edges.max())}" if is_table(edges, 1, INDEX) else ""
         refuse(
-            "edges picks something else than edges of this rank",
-            f"a 1-d tensor of int64 with 0 <= edge < {count}, or a mask of {count}",
+            "edges is not an index or a mask of this rank's edges",
+            f"a 1-d tensor of int64 with 0 <= edge < {count}, or a mask of shape [{count}]",
             shown(edges) + numbers,
-            "pass plan.interior, plan.boundary, or count in plan.edge_index",
+            "pass e.g. edges=plan.interior or edges=plan.boundary; indices count columns of plan.edge_index",
             ArgumentError,
         )
     return edges.nonzero().squeeze(1) if edges.dtype is torch.bool else edges
 
 
 def is_table(x: object, dims: int, dtypes: Container[torch.dtype]) -> TypeGuard[Tensor]:
-    """Whether something is a plain tensor of so many dimensions and one of these dtypes, whose values can be seen."""
+    """True for a dense tensor of `dims` dimensions and one of the dtypes, with readable values."""
     dense = (
         isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested and not hasattr(x, "to_local")
     )
@@ -122,7 +106,7 @@ def is_table(x: object, dims: int, dtypes: Container[torch.dtype]) -> TypeGuard[
 
 
 def shown(x: object) -> str:
-    """What something is that is no such tensor, in words."""
+    """Describe an invalid tensor argument."""
     if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
         return kind_of(x)
     kind = "" if type(x) is Tensor else f"{type(x).__name__} of "
@@ -130,9 +114,9 @@ def shown(x: object) -> str:
 
 
 def added(values: Tensor, index: Tensor, rows: int) -> Tensor:
-    """Rows of zeros to which `values` are added where `index` says, in an order that is the same every time."""
+    """Deterministic `zeros.index_add(0, index, values)`."""
     zeros = values.new_zeros((rows, *values.shape[1:]))
     if values.is_cpu:
         return zeros.index_add(0, index, values)
-    # On a GPU index_add adds in no fixed order, and this sorts first.
+    # On a GPU index_add is not deterministic; index_put sorts first.
     return zeros.index_put((index,), values, accumulate=True)

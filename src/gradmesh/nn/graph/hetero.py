@@ -1,4 +1,4 @@
-"""`HeteroPlan`: a graph with nodes and edges of several types, cut over the ranks of an axis."""
+"""`HeteroPlan`: a partitioned graph with several types of nodes and edges."""
 
 from __future__ import annotations
 
@@ -11,44 +11,42 @@ from torch import Tensor
 from gradmesh.arguments import Call
 from gradmesh.axis import AxisLike
 from gradmesh.errors import ArgumentError, ShapeError, message
-from gradmesh.nn.graph.agree import agree, words
-from gradmesh.nn.graph.bound import Bound
+from gradmesh.nn.graph.agree import agree, fingerprint
 from gradmesh.nn.graph.edges import Edges, added, checked_edges, local_edges
 from gradmesh.nn.graph.inputs import checked_owner, failing, hops_of
-from gradmesh.nn.graph.rows import Rows
-from gradmesh.nn.graph.state import put_types, take_types
-from gradmesh.nn.graph.stored import digest
+from gradmesh.nn.graph.rows import Bound, Rows
+from gradmesh.nn.graph.state import digest, put_types, take_types
 from gradmesh.overlap.pending import Pending, combined
 from gradmesh.types import Convention, R
 
 __all__ = ["HeteroPlan", "Relation"]
 
 Relation = tuple[str, str, str]
-"""What edges go from, what they are, and what they go to: ("author", "writes", "paper")."""
+"""Source type, name and target type of edges, e.g. ("author", "writes", "paper")."""
 
 
 class HeteroPlan(Bound):
-    """A graph with several types of nodes and edges in parts, one on each rank; made by all ranks together.
+    """A partitioned graph with several types of nodes and edges. Constructing it is a collective.
 
-    It is a partition for each type of node, and shares the rows of a type among all relations that begin there: one
-    exchange brings what all of them need. The methods are those of `GraphPlan`, on dicts by type or by relation. Every
-    rank has the whole graph, and calls with the same types.
+    Each type of node has its own partition. All relations with the same source type share its rows: one exchange serves
+    all of them. The methods are those of `GraphPlan`, on dicts by type or by relation. Every rank passes the full
+    graph, and calls methods with the same types.
 
     Args:
-        edges: for each relation, sources and targets, counted over all nodes of their types; shape (2, edges).
-        owner: for each type of node the rank of each node.
+        edges: for each relation, sources and targets, shape (2, edges), in global indices of their types.
+        owner: for each type of node, the rank of each node.
         axis: the ranks, as in every verb.
-        hops: how many layers an exchange is to serve, as for a `GraphPlan`; along edges of any relation.
+        hops: number of layers that an exchange serves, as in `GraphPlan`; along edges of any relation.
 
     Attributes:
         axis: the ranks.
-        hops: how many layers an exchange serves.
-        rows: for each type of node its `Rows`: `plan.rows["paper"].own`, and whatever else moves rows of one type.
-        edges: for each relation its edges on this rank: `edge_index`, `edges`, `interior` and `boundary`, as a
-            `GraphPlan` has them.
+        hops: number of layers that an exchange serves.
+        rows: for each type of node its `Rows`, e.g. `plan.rows["paper"].own`.
+        edges: for each relation its edges on this rank: `edge_index`, `edges`, `interior` and `boundary`, as in
+            `GraphPlan`.
 
     Raises:
-        ArgumentError, MismatchError: what is given is no graph, no partition, or not the same on every rank.
+        ArgumentError, MismatchError: invalid edges or owners, or the ranks' arguments differ.
 
     Example:
         >>> from gradmesh.nn.graph import HeteroPlan, by_count
@@ -78,20 +76,25 @@ class HeteroPlan(Bound):
         fail = failing(call)
         if not isinstance(owner, Mapping) or not isinstance(edges, Mapping):
             fail(
-                "the types are not told",
+                "edges and owner must be dicts",
                 "edges={(source type, relation, target type): edges}, owner={type: ranks}",
                 f"edges={type(edges).__name__}, owner={type(owner).__name__}",
-                "use GraphPlan for a graph of one type",
+                "pass dicts, or use gm.nn.graph.GraphPlan for one type of nodes and edges",
             )
         for kind in owner:
             if not isinstance(kind, str):
-                fail("a type of node is no name", "owner={str: ranks}", repr(kind), "name the types")
+                fail(
+                    "a node type in owner is not a str",
+                    'owner={"paper": ranks, ...}',
+                    f"the key {kind!r}",
+                    f"name the type, e.g. owner={{'{kind}': ranks}}",
+                )
         nodes = {kind: checked_owner(owner[kind], call.axis.size, fail) for kind in sorted(owner)}
         self.axis, self.hops = call.axis, hops_of(hops, fail)
         pairs = self._checked(edges, {kind: len(each) for kind, each in nodes.items()}, call)
         device = next((each.device for each in pairs.values()), None)
         nodes = {kind: each.to(device) for kind, each in nodes.items()}
-        agree(self.axis, self.verb, "types, and hops", [self.hops, *words(list(nodes), list(pairs))])
+        agree(self.axis, self.verb, "types, and hops", [self.hops, *fingerprint(list(nodes), list(pairs))])
         agree(self.axis, self.verb, "edges and owner", [], *nodes.values(), *pairs.values())
         self.rows = {kind: Rows(self.axis, each, kind) for kind, each in nodes.items()}
         self._build(pairs)
@@ -108,10 +111,10 @@ class HeteroPlan(Bound):
                 or not {relation[0], relation[2]} <= set(nodes)
             ):
                 fail(
-                    "a relation is not between types of nodes that there are",
-                    f"(source type, relation, target type), of {', '.join(map(repr, nodes))}",
+                    "a key of edges is not a relation between node types of owner",
+                    f"(source type, relation, target type) with types from {', '.join(map(repr, nodes))}",
                     repr(relation),
-                    "give owner an entry for each type of node",
+                    "add the missing node types to owner, or correct the key",
                 )
         return {
             relation: checked_edges(edges[relation], (nodes[relation[0]], nodes[relation[2]]), fail)
@@ -119,7 +122,7 @@ class HeteroPlan(Bound):
         }
 
     def _build(self, pairs: Mapping[Relation, Tensor]) -> None:
-        """Find the edges of each relation and the remote rows of each type, and ask for these."""
+        """Find the edges of each relation and the remote rows of each type, and request these."""
         far = {kind: (rows.owner != self.axis.rank).long().neg() for kind, rows in self.rows.items()}
         found: dict[Relation, list[Tensor]] = {relation: [] for relation in pairs}
         for hop in range(self.hops):
@@ -130,7 +133,7 @@ class HeteroPlan(Bound):
                 far[relation[0]][new[far[relation[0]][new] < 0]] = hop + 1
         place: dict[str, Tensor] = {}
         for kind, rows in self.rows.items():
-            rows.ask(far[kind])
+            rows.request(far[kind])
             held = torch.cat((rows.own, rows.remote))
             place[kind] = torch.empty_like(rows.owner)
             place[kind][held] = torch.arange(len(held), device=held.device)
@@ -143,16 +146,12 @@ class HeteroPlan(Bound):
             self.edges[relation] = local_edges(local, numbers, own)
 
     def rebuilt(self, edges: Mapping[Relation, Tensor]) -> HeteroPlan:
-        """A plan of other edges between the same nodes, in the same partition.
-
-        Args:
-            edges: those of each relation.
-        """
+        """A plan with new edges and the same partition; `edges` has the edges of each relation."""
         owner = {kind: rows.owner for kind, rows in self.rows.items()}
         return HeteroPlan(edges, owner, self.axis, hops=self.hops)
 
     def state(self) -> dict[str, Any]:
-        """What this rank needs to have the plan again: dicts of tensors and ints, which `torch.save` takes.
+        """This rank's plan as dicts of tensors and ints, for `torch.save`; restore it with `of_state`.
 
         Example:
             >>> from gradmesh.nn.graph import HeteroPlan, by_count
@@ -167,21 +166,21 @@ class HeteroPlan(Bound):
 
     @property
     def digest(self) -> str:
-        """A number of 256 bits, in hexadecimal, that is another one for another plan or another rank of it."""
+        """SHA-256 of the state, in hexadecimal; differs between plans and between ranks."""
         return digest(self.state())
 
     @classmethod
     @torch.inference_mode(False)
     def of_state(cls, stored: Mapping[str, Any], axis: AxisLike = None) -> HeteroPlan:
-        """The plan that `state` was asked of; every rank hands in its own.
+        """Restore a plan from `state`. A collective.
 
         Args:
             stored: what `state` returned on this rank.
-            axis: ranks of the same number.
+            axis: the ranks, as many as when the state was saved.
 
         Raises:
-            ArgumentError: no state, that of another rank or of another number of ranks.
-            MismatchError: the ranks' states are not those of one plan; and where another rank refuses its own.
+            ArgumentError: `stored` is not a state, or of another rank or number of ranks.
+            MismatchError: the ranks' states belong to different plans, or another rank raised.
         """
         call = Call(f"{cls.verb}.of_state", torch.empty(0), axis)
         made = object.__new__(cls)
@@ -207,11 +206,11 @@ class HeteroPlan(Bound):
     def exchange(
         self, x: Mapping[str, Tensor], *, async_op: bool = False, **precision: Any
     ) -> dict[str, Tensor] | Pending[dict[str, Tensor]]:
-        """The own rows of some types, each followed by its remote ones; as `GraphPlan.exchange`.
+        """The local rows of some types, each followed by its remote rows; as `GraphPlan.exchange`.
 
         Args:
-            x: for each type this rank's own rows.
-            async_op: begin all of them, and return one `gradmesh.Pending`.
+            x: for each type this rank's local rows.
+            async_op: start all exchanges, and return one `gradmesh.Pending`.
             precision: `comm_dtype` and `backward_dtype`.
         """
         kinds = self._kinds(x, "exchange")
@@ -221,7 +220,7 @@ class HeteroPlan(Bound):
         return combined(started, lambda rows: dict(zip(kinds, rows, strict=True)))
 
     def take(self, x: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The own rows of tensors that are the same on every rank, by type; as `GraphPlan.take`."""
+        """The local rows of replicated tensors, by type; as `GraphPlan.take`."""
         return {kind: self.rows[kind].take(x[kind]) for kind in self._kinds(x)}
 
     def gather(self, x: Mapping[str, Tensor], *, dst: Convention = R) -> dict[str, Tensor]:
@@ -235,40 +234,39 @@ class HeteroPlan(Bound):
         kinds = self._kinds(x, "pool")
         for kind in kinds:
             if structure is not None and kind not in structure:
-                problem = "the structures of a type are not told"
+                problem = "structure has no entry for a node type of x"
                 self._refuse(problem, f"an entry for {kind!r}", repr(list(structure)), communicates="pool")
-        told = [None if structure is None else structure[kind] for kind in kinds]
         return {
-            kind: self.rows[kind].pool(x[kind], each, structures)
-            for kind, each in zip(kinds, told, strict=True)
+            kind: self.rows[kind].pool(x[kind], None if structure is None else structure[kind], structures)
+            for kind in kinds
         }
 
     def scatter_add(self, messages: Mapping[Relation, Tensor]) -> dict[str, Tensor]:
-        """The sum of the messages at each target, over all relations that are given. Nothing is sent.
+        """The sum of the messages at each target, over all given relations. Sends nothing.
 
         Args:
-            messages: for some relations a row for each edge of `plan.edges[relation]`.
+            messages: for some relations, one row for each edge of `plan.edges[relation]`.
 
         Returns:
-            For each type that these relations lead to a row for each own node; with several hops for each row of an
-            exchange, of which the outermost lack edges.
+            For each target type of these relations, one row for each local node; with several hops, one row for each
+            row of an exchange (incomplete for the outermost rows).
 
         Raises:
-            ArgumentError: a relation that there is not.
-            ShapeError: not one row for each edge.
+            ArgumentError: unknown relation.
+            ShapeError: the number of rows is not the number of edges.
         """
         if not isinstance(messages, Mapping):
-            self._refuse("the messages' relations are not told", "{relation: rows}", type(messages).__name__)
+            self._refuse("messages must be a dict", "{relation: rows}", type(messages).__name__)
         sums: dict[str, Tensor] = {}
         for relation in messages:
             if relation not in self.edges:
-                self._refuse("there is no such relation", f"one of {list(self.edges)}", repr(relation))
+                self._refuse("unknown relation", f"one of {list(self.edges)}", repr(relation))
         for relation in sorted(messages):
             target, given = self.edges[relation].edge_index[1], messages[relation]
             if not isinstance(given, Tensor) or given.dim() == 0 or given.shape[0] != target.shape[0]:
                 text = f"{target.shape[0]} rows for {relation}"
                 got = f"shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-                self._refuse("there is not one row for each edge", text, got, ShapeError)
+                self._refuse("the number of rows is not the number of edges", text, got, ShapeError)
             rows = self.rows[relation[2]]
             count = rows.own.shape[0]
             one = added(given, target, count if self.hops == 1 else count + rows.remote.shape[0])
@@ -276,15 +274,13 @@ class HeteroPlan(Bound):
         return sums
 
     def _kinds(self, x: Mapping[str, Tensor], communicates: str = "") -> list[str]:
-        """The types, in an order that is the same on every rank."""
+        """The node types of `x`, in the same order on every rank."""
         if not isinstance(x, Mapping):
-            self._refuse(
-                "the rows' types are not told", "{type: rows}", type(x).__name__, communicates=communicates
-            )
+            self._refuse("x must be a dict", "{type: rows}", type(x).__name__, communicates=communicates)
         unknown = [kind for kind in x if kind not in self.rows]
         if unknown:
             kinds = f"one of {', '.join(map(repr, self.rows))}"
-            self._refuse("there is no such type of node", kinds, repr(unknown[0]), communicates=communicates)
+            self._refuse("unknown node type", kinds, repr(unknown[0]), communicates=communicates)
         return sorted(x)
 
     def _refuse(
@@ -295,8 +291,8 @@ class HeteroPlan(Bound):
         kind: type[ArgumentError] = ArgumentError,
         communicates: str = "",
     ) -> NoReturn:
-        """Raise an error; where a call follows, named by `communicates`, its other ranks hear of it."""
-        remedy = "use the types and relations that the plan was made of"
+        """Raise an error; if the method `communicates`, the other ranks raise too."""
+        remedy = "use the node types and relations of the plan: sorted(plan.rows), sorted(plan.edges)"
         if communicates:
             call = Call(f"{self.verb}.{communicates}", torch.empty(0), self.axis)
             call.fail(problem, expected=expected, got=got, remedy=remedy, kind=kind)

@@ -1,4 +1,4 @@
-"""A graph as it was given: whole on every rank, whole on one, or in parts; and what this rank needs of it."""
+"""Checked graph arguments: the full graph on every rank, the full graph on one rank, or one part on each rank."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from gradmesh.nn.graph.rows import Rows
 __all__ = [
     "GraphInput",
     "Kind",
+    "check_own_matches",
     "checked_own",
     "checked_owner",
     "edges_of_parts",
@@ -26,8 +27,6 @@ __all__ = [
     "failing",
     "hops_of",
     "owner_of_parts",
-    "part_of_whole",
-    "see_that_own_fits",
     "sent_by_root",
 ]
 
@@ -36,12 +35,12 @@ Kind = Literal["whole", "root", "parts"]
 
 @dataclass(frozen=True, eq=False)
 class GraphInput:
-    """Edges in the numbers of the graph, of which the ones that end at this rank's nodes are among.
+    """Edges in global node indices, at least those that end at this rank's nodes.
 
     Attributes:
         pairs: sources and targets.
-        numbers: which of the given edges they are.
-        whole: whether these are all edges of the graph.
+        numbers: the indices of the edges in the given list.
+        whole: True if these are all edges of the graph.
     """
 
     pairs: Tensor
@@ -49,17 +48,17 @@ class GraphInput:
     whole: bool
 
     def ending_at(self, nodes: Tensor, rows: Rows) -> GraphInput:
-        """The edges that end at some nodes. Every rank calls it, unless every rank has all edges."""
+        """The edges that end at some nodes; a collective, unless every rank has all edges."""
         if self.whole:
             return self._picked(nodes, rows)
         owners = rows.owner[nodes]
         order = owners.argsort(stable=True)
-        asked = nodes[order].split(torch.bincount(owners, minlength=rows.axis.size).tolist())
-        wanted = exchange(list(asked), rows.axis)
+        requests = nodes[order].split(torch.bincount(owners, minlength=rows.axis.size).tolist())
+        wanted = exchange(list(requests), rows.axis)
         found = [self._picked(each, rows) for each in wanted]
-        told = exchange([torch.cat((one.pairs, one.numbers[None])) for one in found], rows.axis)
-        all_of_them = torch.cat(told, dim=1)
-        return GraphInput(all_of_them[:2], all_of_them[2], whole=False)
+        received = exchange([torch.cat((one.pairs, one.numbers[None])) for one in found], rows.axis)
+        joined = torch.cat(received, dim=1)
+        return GraphInput(joined[:2], joined[2], whole=False)
 
     def _picked(self, nodes: Tensor, rows: Rows) -> GraphInput:
         marked = torch.zeros(rows.nodes, dtype=torch.bool, device=nodes.device)
@@ -69,7 +68,7 @@ class GraphInput:
 
 
 def failing(call: Call) -> Fail:
-    """What raises an error of this rank's arguments; the others hear of it in the call that follows."""
+    """`call.fail` with positional arguments."""
 
     def fail(problem: str, expected: str, got: str, remedy: str) -> None:
         call.fail(problem, expected=expected, got=got, remedy=remedy)
@@ -81,101 +80,96 @@ def checked_owner(owner: object, ranks: int, fail: Fail) -> Tensor:
     """The rank of each node as int64."""
     if not is_table(owner, 1, INDEX):
         fail(
-            "owner does not name a rank for each node",
-            "a 1-d tensor of int64",
+            "owner is not a 1-d integer tensor",
+            "the rank of each node, int64",
             shown(owner),
-            "use gradmesh.nn.graph.by_count(nodes, ranks), by_space or an assignment of your own",
+            f"pass e.g. owner=gm.nn.graph.by_count(nodes, {ranks}), by_space(...) or a custom assignment",
         )
     if owner.numel() and (int(owner.min()) < 0 or int(owner.max()) >= ranks):
         fail(
-            "owner names ranks that are not on the axis",
+            "owner has ranks out of range",
             f"0 <= rank < {ranks}",
             f"ranks from {int(owner.min())} to {int(owner.max())}",
-            "cut the graph for the ranks of this axis, gm.world_size(axis)",
+            f"partition the graph into {ranks} parts, gm.world_size(axis)",
         )
-    return owner.to(torch.int64, copy=True)  # a plan's own: what was given may be written over
-
-
-def part_of_whole(edges: Tensor) -> GraphInput:
-    """Edges that every rank has."""
-    return GraphInput(edges, torch.arange(edges.shape[1], device=edges.device), whole=True)
+    return owner.to(torch.int64, copy=True)  # the caller may overwrite the argument
 
 
 def sent_by_root(
     edges: Tensor | None, owner: Tensor | None, axis: Axis, root: int
 ) -> tuple[GraphInput, Tensor]:
-    """The own edges and the owners of all nodes, from the rank that has them, on the kind of device that it has."""
-    place = device_of_root(axis, root, edges)
+    """This rank's edges and the owners of all nodes, from the root, on the root's kind of device."""
+    device = device_of_root(axis, root, edges)
     if edges is None or owner is None:
-        nothing = torch.empty(0, dtype=torch.int64, device=place)
-        told = exchange([nothing] * axis.size, axis)[root]
-        found = exchange([nothing] * axis.size, axis)[root]
+        empty = torch.empty(0, dtype=torch.int64, device=device)
+        owners = exchange([empty] * axis.size, axis)[root]
+        found = exchange([empty] * axis.size, axis)[root]
     else:
-        edges, owner = (x if x.device.type == place.type else x.to(place) for x in (edges, owner))
+        edges, owner = (x if x.device.type == device.type else x.to(device) for x in (edges, owner))
         exchange([owner] * axis.size, axis)
-        told, targets = owner, owner[edges[1]]
+        owners, targets = owner, owner[edges[1]]
         order = targets.argsort(stable=True)
         listed = torch.cat((edges[:, order], order[None]))
         parts = listed.split(torch.bincount(targets, minlength=axis.size).tolist(), dim=1)
         found = exchange(list(parts), axis)[root]
-    return GraphInput(found[:2], found[2], whole=False), told
+    return GraphInput(found[:2], found[2], whole=False), owners
 
 
 def hops_of(hops: object, fail: Fail) -> int:
-    """A number of layers."""
+    """`hops` as an int >= 1."""
     depth = integer(hops)
     if depth is None or depth < 1:
         fail(
-            "hops is no number of layers",
-            "an int of 1 or more",
+            "hops must be a positive int",
+            "the number of layers that an exchange serves, e.g. hops=2",
             f"hops={hops!r}",
-            "leave it out for one layer",
+            "omit it for one layer",
         )
     return depth
 
 
 def checked_own(own: object, fail: Fail) -> Tensor:
-    """The numbers of this rank's nodes as int64."""
+    """The indices of this rank's nodes as int64."""
     if not is_table(own, 1, INDEX):
         fail(
-            "own does not name this rank's nodes",
-            "a 1-d tensor of int64",
+            "own is not a 1-d integer tensor",
+            "the global indices of this rank's nodes, int64",
             shown(own),
-            "pass the numbers of this rank's nodes in the whole graph",
+            "pass e.g. own=torch.tensor([0, 1, 5])",
         )
     return own.long()
 
 
-def see_that_own_fits(
+def check_own_matches(
     own: Tensor, owner: Tensor, rank: int, fail: Fail, names: tuple[str, str] = ("own", "owner")
 ) -> None:
-    """Refuse own nodes that are not those that the owners of all nodes say; `names` are the arguments'."""
-    mine = (owner == rank).nonzero().squeeze(1)
-    if not torch.equal(own.to(owner.device).sort().values, mine):
+    """Raise if `own` does not have exactly the nodes of this rank; `names` are the arguments' names."""
+    local = (owner == rank).nonzero().squeeze(1)
+    if not torch.equal(own.to(owner.device).sort().values, local):
         fail(
-            f"{names[0]} is not what {names[1]} says",
-            f"the {len(mine)} nodes that rank {rank} owns, each once",
-            f"{len(own)} nodes, not just those",
-            f"pass ({names[1]} == rank).nonzero().squeeze(1), in any order",
+            f"{names[0]} does not match {names[1]}",
+            f"the {len(local)} nodes that rank {rank} owns, each once",
+            f"{len(own)} nodes, which differ from these",
+            f"pass ({names[1]} == {rank}).nonzero().squeeze(1), in any order",
         )
 
 
 def owner_of_parts(own: Tensor, axis: Axis, verb: str) -> Tensor:
-    """The rank of each node, where each rank told its own."""
+    """The rank of each node, from each rank's nodes."""
     ids = all_gather(own, axis, sizes="auto")
     counts = all_gather(torch.tensor([len(own)], device=own.device), axis)
-    # From here on every rank sees the same, and raises the same.
+    # All ranks have the same data from here on, and raise the same error.
     nodes = len(ids)
     if nodes and (int(ids.min()) < 0 or int(ids.max()) >= nodes or len(ids.unique()) < nodes):
         held = torch.bincount(ids.clamp(0, nodes - 1), minlength=nodes)
         wrong = (held != 1).nonzero().squeeze(1)
         call_error = message(
-            "the ranks' own nodes are not the nodes of a graph, each once",
+            "the ranks' own= do not contain every node exactly once",
             op=verb,
             axis=str(axis),
-            expected=f"the numbers 0 to {nodes - 1}, each on one rank",
-            got=f"numbers from {int(ids.min())} to {int(ids.max())}; not there once: {wrong[:5].tolist()}",
-            remedy="count nodes over the whole graph, and give each to one rank",
+            expected=f"the global indices 0 to {nodes - 1}, each on exactly one rank",
+            got=f"indices from {int(ids.min())} to {int(ids.max())}; missing or repeated: {wrong[:5].tolist()}",
+            remedy="use global node indices, and assign each node to one rank",
         )
         raise MismatchError(call_error)
     owner = torch.empty(nodes, dtype=torch.int64, device=ids.device)
@@ -184,21 +178,21 @@ def owner_of_parts(own: Tensor, axis: Axis, verb: str) -> Tensor:
 
 
 def edges_of_rank(edges: object, owner: Tensor, rank: int, fail: Fail) -> Tensor:
-    """Edges that all end at a rank's nodes, as int64, where the owners are."""
+    """Checked edges that all end at a rank's nodes, on the device of `owner`."""
     pairs = checked_edges(edges, len(owner), fail).to(owner.device)
     foreign = (owner[pairs[1]] != rank).nonzero().squeeze(1)
     if len(foreign):
         fail(
             "an edge ends at a node of another rank",
             f"targets that rank {rank} owns",
-            f"{len(foreign)} of {pairs.shape[1]} edges with others, the first {pairs[:, foreign[0]].tolist()}",
-            "give each edge to the rank that owns its target",
+            f"{len(foreign)} of {pairs.shape[1]} edges with other targets, e.g. {pairs[:, foreign[0]].tolist()}",
+            "pass each edge on the rank that owns its target",
         )
     return pairs
 
 
 def edges_of_parts(edges: object, rows: Rows, hops: int, call: Call) -> GraphInput:
-    """The edges that each rank told of its own nodes."""
+    """The graph from each rank's edges."""
     pairs = edges_of_rank(edges, rows.owner, rows.axis.rank, failing(call))
     first = 0
     if hops > 1:

@@ -1,4 +1,4 @@
-"""`GraphPlan`: a graph that is cut over the ranks of an axis, and the rows that its ranks need of each other."""
+"""`GraphPlan`: a partitioned graph, and the exchange of rows between its ranks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ from gradmesh.nn.graph.edges import INDEX, Edges, added, checked_edges, is_table
 from gradmesh.nn.graph.inputs import (
     GraphInput,
     Kind,
+    check_own_matches,
     checked_own,
     checked_owner,
     edges_of_parts,
     failing,
     hops_of,
     owner_of_parts,
-    part_of_whole,
-    see_that_own_fits,
     sent_by_root,
 )
 from gradmesh.nn.graph.rows import Rows
-from gradmesh.nn.graph.stored import digest
 
 __all__ = ["GraphPlan"]
 
@@ -35,46 +33,46 @@ _KINDS: tuple[Kind, ...] = ("whole", "root", "parts")
 
 
 class GraphPlan(Rows):
-    """A graph in parts, one on each rank, and the rows that these need of each other; made by all ranks together.
+    """A partitioned graph, and the exchange of rows between its ranks. Constructing it is a collective.
 
-    An edge belongs to the rank that owns its target. So each rank has all edges that end at its nodes, in the order in
-    which they were given, and needs the rows of those nodes of other ranks that they begin at: its remote rows.
+    An edge belongs to the rank that owns its target. Each rank has all edges that end at its nodes, in the given order,
+    and receives the rows of their source nodes on other ranks: its remote rows.
 
-    The graph is given in one of three ways:
+    There are three ways to pass the graph:
 
-    * whole on every rank: `GraphPlan(edges, owner)`;
-    * whole on one rank: `GraphPlan(edges, owner, root=0)` there, `GraphPlan(root=0)` on the others;
-    * in parts: `GraphPlan(edges, own=own)`, with the numbers of the rank's nodes and the edges that end at them. Where
-      every rank knows the owners of all nodes, `GraphPlan(edges, owner, own=own)` need not exchange them.
+    * on every rank: `GraphPlan(edges, owner)`;
+    * on one rank: `GraphPlan(edges, owner, root=0)` there, `GraphPlan(root=0)` on the others;
+    * in parts: `GraphPlan(edges, own=own)`, with the indices of the rank's nodes and the edges that end at them. If
+      every rank has `owner` too, `GraphPlan(edges, owner, own=own)` saves the exchange of the owners.
 
     Args:
-        edges: sources and targets, shape (2, edges), counted over the whole graph.
+        edges: sources and targets, shape (2, edges), in global node indices.
         owner: the rank of each node, shape (nodes,); see `by_count`, `by_space`, `by_graph`, `by_metis`.
         axis: the ranks, as in every verb.
-        own: the numbers of this rank's nodes, where each rank gives its part. Their rows are then those of `plan.own`,
-            in rising order.
-        root: the rank that has the graph, where one has it. The plan is then on the kind of device that the root's
-            edges are on; on each rank on the one that is current.
-        hops: how many layers an exchange is to serve. With more than one the remote rows reach that many edges far,
-            and the edges that end at rows within `hops - 1` are on this rank too.
+        own: the global indices of this rank's nodes, for a graph in parts. Rows are in the order of `plan.own`, which
+            is sorted.
+        root: the rank that has the graph. The plan is on the kind of device of the root's edges, on each rank's current
+            device.
+        hops: number of layers that an exchange serves. With more than one, remote rows are up to that many edges away,
+            and this rank also has the edges that end at rows up to `hops - 1` edges away.
 
     Attributes:
         axis: the ranks.
         owner: the rank of each node.
-        own: the nodes whose rows this rank has, by number.
-        remote: the nodes whose rows it gets, by owner and then by number.
-        counts: how many nodes each rank owns.
-        hops: how many layers an exchange serves.
-        hop: how far each row of an exchange is from the own ones, in edges; 0 for these.
-        edge_index: this rank's edges, sources and targets, counted in the rows of an exchange.
-        edges: which of the given edges they are, for example to pick their attributes. In parts, those of the rank's
-            own list; with several hops, counted over all ranks' lists.
-        interior: the edges that need own rows alone, counted in `edge_index`.
-        boundary: the others.
+        own: the global indices of the local rows, sorted.
+        remote: the global indices of the remote rows, sorted by owner and index.
+        counts: each rank's number of nodes.
+        hops: number of layers that an exchange serves.
+        hop: for each row of an exchange, its distance from the local rows in edges; 0 for local rows.
+        edge_index: this rank's edges, sources and targets, as indices of the rows of an exchange.
+        edges: the indices of these edges in the given list, for example to select their attributes. For a graph in
+            parts, indices in this rank's list; with several hops, in the concatenation of all ranks' lists.
+        interior: the edges between local rows, as indices into `edge_index`.
+        boundary: the other edges, as indices into `edge_index`.
 
     Raises:
-        ArgumentError, MismatchError: what is given is no graph, no partition, or not the same on every rank. Where one
-            rank alone is wrong it says so, and the others raise `MismatchError`.
+        ArgumentError, MismatchError: invalid edges or owners, or the ranks' arguments differ. If the arguments are
+            invalid on one rank only, that rank raises ArgumentError and the others `MismatchError`.
 
     Example:
         >>> from gradmesh.nn.graph import GraphPlan, by_count
@@ -89,7 +87,7 @@ class GraphPlan(Rows):
 
     verb = "nn.graph.GraphPlan"
 
-    @torch.inference_mode(False)  # a plan made in inference mode can be trained through
+    @torch.inference_mode(False)  # a plan made in inference mode must work in training
     def __init__(
         self,
         edges: Tensor | None = None,
@@ -105,36 +103,36 @@ class GraphPlan(Rows):
         depth = hops_of(hops, fail)
         if own is not None and root is not None:
             fail(
-                "the graph is given in two ways",
-                "own for a graph in parts, or root",
-                f"own beside root={root!r}",
-                "leave out root where every rank has its part",
+                "own= and root= cannot be combined",
+                "own= if every rank passes its part, or root= if one rank passes the full graph",
+                f"own=... and root={root!r}",
+                "omit root if every rank passes its part, else omit own",
             )
         self._kind: Kind = "parts" if own is not None else "whole" if root is None else "root"
         self._root = -1 if root is None else call.rank(root)
-        here, told = call.axis, [_KINDS.index(self._kind), depth, self._root]
+        here, options = call.axis, [_KINDS.index(self._kind), depth, self._root]
         given: GraphInput | None = None
         if self._kind == "whole":
             nodes = checked_owner(owner, here.size, fail)
             pairs = checked_edges(edges, len(nodes), fail)
             nodes = nodes.to(pairs.device)
-            agree(here, self.verb, "edges, owner, root and hops", told, pairs, nodes)
-            given = part_of_whole(pairs)
+            agree(here, self.verb, "edges, owner, root and hops", options, pairs, nodes)
+            given = _full(pairs)
         elif self._kind == "root":
-            given, nodes = self._from_root(edges, owner, call, told)
+            given, nodes = self._from_root(edges, owner, call, options)
         elif owner is None:
-            mine = checked_own(own, fail)
-            agree(here, self.verb, "way to give the graph, and hops", told)
-            nodes = owner_of_parts(mine, here, self.verb)
+            local = checked_own(own, fail)
+            agree(here, self.verb, "combination of arguments and hops", options)
+            nodes = owner_of_parts(local, here, self.verb)
         else:
             nodes = checked_owner(owner, here.size, fail)
-            see_that_own_fits(checked_own(own, fail), nodes, here.rank, fail)
-            agree(here, self.verb, "owner, way to give the graph, and hops", [*told, 1], nodes)
+            check_own_matches(checked_own(own, fail), nodes, here.rank, fail)
+            agree(here, self.verb, "owner, combination of arguments and hops", [*options, 1], nodes)
         super().__init__(here, nodes)
         self._build(given or edges_of_parts(edges, self, depth, call), depth)
 
     def _from_root(
-        self, edges: Tensor | None, owner: Tensor | None, call: Call, told: list[int]
+        self, edges: Tensor | None, owner: Tensor | None, call: Call, options: list[int]
     ) -> tuple[GraphInput, Tensor]:
         fail = failing(call)
         if call.axis.rank == self._root:
@@ -143,16 +141,16 @@ class GraphPlan(Rows):
             owner = owner.to(edges.device)
         elif edges is not None or owner is not None:
             fail(
-                "a graph is given on a rank that is not the root",
-                f"edges=None, owner=None beside root={self._root}",
-                "a tensor",
-                "leave out root= where every rank has the graph, or pass None",
+                "edges or owner passed on a rank that is not the root",
+                f"edges=None and owner=None: rank {self._root} is the root",
+                f"edges={type(edges).__name__}, owner={type(owner).__name__}",
+                f"pass GraphPlan(root={self._root}) on this rank, or omit root if every rank has the graph",
             )
-        agree(call.axis, self.verb, "root and hops", told)
+        agree(call.axis, self.verb, "root and hops", options)
         return sent_by_root(edges, owner, call.axis, self._root)
 
     def _build(self, given: GraphInput, hops: int) -> None:
-        """Find the edges and the remote rows, and ask for these."""
+        """Find the edges and the remote rows, and request these."""
         found = given.ending_at(self.own, self) if given.whole else given
         pairs, numbers = [found.pairs], [found.numbers]
         far = torch.full_like(self.owner, -1)
@@ -165,7 +163,7 @@ class GraphPlan(Rows):
                 found = given.ending_at(new, self)
                 pairs.append(found.pairs)
                 numbers.append(found.numbers)
-        self.ask(far)
+        self.request(far)
         self.hops = hops
         which = torch.cat(numbers)
         order = which.argsort(stable=True)
@@ -180,13 +178,14 @@ class GraphPlan(Rows):
 
     @torch.inference_mode(False)
     def rebuilt(self, edges: Tensor | None = None) -> GraphPlan:
-        """A plan of other edges between the same nodes, in the same partition, given in the same way.
+        """A plan with new edges and the same partition. A collective.
 
         Args:
-            edges: as the plan itself was given them: all, those of this rank, or None where another is the root.
+            edges: passed in the same way as to this plan: all edges, those of this rank, or None if another rank is the
+                root.
 
         Raises:
-            ArgumentError, MismatchError: as the plan itself.
+            ArgumentError, MismatchError: as `GraphPlan`.
 
         Example:
             >>> from gradmesh.nn.graph import GraphPlan, by_count
@@ -198,16 +197,16 @@ class GraphPlan(Rows):
         """
         call = Call(f"{self.verb}.rebuilt", _operand(edges), self.axis)
         made = copy.copy(self)
-        told, given = [_KINDS.index(self._kind), self.hops, self._root], None
+        options, given = [_KINDS.index(self._kind), self.hops, self._root], None
         if self._kind == "whole":
             pairs = checked_edges(edges, self.nodes, failing(call))
-            agree(self.axis, call.verb, "edges", told, pairs)
-            given = part_of_whole(pairs)
+            agree(self.axis, call.verb, "edges", options, pairs)
+            given = _full(pairs)
         elif self._kind == "root":
             owner = self.owner if self.axis.rank == self._root else None
-            given, _ = self._from_root(edges, owner, call, told)
+            given, _ = self._from_root(edges, owner, call, options)
         else:
-            agree(self.axis, call.verb, "way to give the graph, and hops", told)
+            agree(self.axis, call.verb, "combination of arguments and hops", options)
             given = edges_of_parts(edges, self, self.hops, call)
         made._build(given, self.hops)
         return made
@@ -215,19 +214,20 @@ class GraphPlan(Rows):
     # -- work at the edges
 
     def scatter_add(self, messages: Tensor, edges: Tensor | None = None) -> Tensor:
-        """The sum of the messages at each target, in an order that is the same every time. Nothing is sent.
+        """The sum of the messages at each target, deterministic. Sends nothing.
 
         Args:
-            messages: a row for each edge.
-            edges: which edges they are for, `plan.interior` for example, as an index or a mask; None: all, in the order
-                of `edge_index`.
+            messages: one row for each edge.
+            edges: the edges that `messages` belongs to, as an index or a mask, e.g. `plan.interior`; None: all, in the
+                order of `edge_index`.
 
         Returns:
-            A row for each own node; with several hops for each row of an exchange, of which the outermost lack edges.
+            One row for each local node; with several hops, one row for each row of an exchange (incomplete for the
+            outermost rows).
 
         Raises:
-            ShapeError: not one row for each edge.
-            ArgumentError: `edges` is no index into this rank's edges and no mask of them.
+            ShapeError: the number of rows is not the number of edges.
+            ArgumentError: `edges` is neither an index nor a mask of this rank's edges.
 
         Example:
             >>> from gradmesh.nn.graph import GraphPlan, by_count
@@ -250,7 +250,7 @@ class GraphPlan(Rows):
     # -- checkpoints
 
     def state(self) -> dict[str, Tensor | int]:
-        """What this rank needs to have the plan again: tensors and ints, which `torch.save` takes as they are.
+        """This rank's plan as a dict of tensors and ints, for `torch.save`; restore it with `of_state`.
 
         Example:
             >>> from gradmesh.nn.graph import GraphPlan, by_count
@@ -264,21 +264,21 @@ class GraphPlan(Rows):
 
     @property
     def digest(self) -> str:
-        """A number of 256 bits, in hexadecimal, that is another one for another plan or another rank of it."""
-        return digest(self.state())
+        """SHA-256 of the state, in hexadecimal; differs between plans and between ranks."""
+        return state.digest(self.state())
 
     @classmethod
     @torch.inference_mode(False)
     def of_state(cls, stored: Mapping[str, Tensor | int], axis: AxisLike = None) -> GraphPlan:
-        """The plan that `state` was asked of; every rank hands in its own.
+        """Restore a plan from `state`. A collective.
 
         Args:
             stored: what `state` returned on this rank.
-            axis: ranks of the same number.
+            axis: the ranks, as many as when the state was saved.
 
         Raises:
-            ArgumentError: no state, that of another rank or of another number of ranks.
-            MismatchError: the ranks' states are not those of one plan; and where another rank refuses its own.
+            ArgumentError: `stored` is not a state, or of another rank or number of ranks.
+            MismatchError: the ranks' states belong to different plans, or another rank raised.
         """
         call = Call(f"{cls.verb}.of_state", torch.empty(0), axis)
         made = object.__new__(cls)
@@ -286,6 +286,10 @@ class GraphPlan(Rows):
         return made
 
 
+def _full(edges: Tensor) -> GraphInput:
+    return GraphInput(edges, torch.arange(edges.shape[1], device=edges.device), whole=True)
+
+
 def _operand(edges: object) -> Tensor:
-    """A tensor that is where the plan will be, for a call that is refused."""
+    """A tensor on the plan's device, for `Call`."""
     return edges if is_table(edges, 2, INDEX) else torch.empty(0)

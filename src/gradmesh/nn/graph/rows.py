@@ -1,9 +1,10 @@
-"""Rows of nodes that are cut over the ranks: which of them this rank has, needs and sends."""
+"""Rows of partitioned nodes: the rows that this rank holds, receives and sends."""
 
 from __future__ import annotations
 
+import copy
 from itertools import accumulate
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from gradmesh.arguments import Call, integer
 from gradmesh.axis import Axis
 from gradmesh.collectives import all_gather, all_reduce, exchange, shard
 from gradmesh.errors import ArgumentError, ShapeError, message
-from gradmesh.nn.graph.bound import Bound
 from gradmesh.nn.graph.edges import added
 from gradmesh.ops.neighbor import NeighborAllToAll, Picked
 from gradmesh.ops.sizes import Sizes
@@ -21,62 +21,93 @@ from gradmesh.overlap.pending import Pending
 from gradmesh.transport import compiling
 from gradmesh.types import Convention, I, R
 
-__all__ = ["Rows"]
+__all__ = ["Bound", "Rows"]
+
+BoundT = TypeVar("BoundT", bound="Bound")
+
+
+class Bound:
+    """A plan, or part of one: copies share its axis, and pickling raises. `verb` is its name in errors."""
+
+    verb: str
+
+    def __copy__(self: BoundT) -> BoundT:
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __deepcopy__(self: BoundT, memo: dict[int, Any]) -> BoundT:
+        made = memo[id(self)] = object.__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raise ArgumentError."""
+        raise ArgumentError(
+            message(
+                "a plan cannot be pickled: it refers to a process group",
+                op=self.verb,
+                expected="plan.state(), a dict of tensors and ints",
+                got=f"a {type(self).__name__}",
+                remedy="save plan.state() on each rank, and restore it with "
+                f"{type(self).__name__}.of_state(torch.load(path))",
+            )
+        )
 
 
 class Rows(Bound):
-    """The rows of the nodes of a graph, one part on each rank, and what moves them. A `GraphPlan` is one.
+    """Partitioned rows of nodes, and their communication. Base class of `GraphPlan`.
 
-    This rank's rows lie in the order of `own`. Every method is differentiable in every mode and to every order, and
-    every rank of the axis has to call it, but `take`, which sends nothing forward.
+    This rank's rows are in the order of `own`. Every method is a collective, differentiable in every mode and to every
+    order; `take` communicates in backward only.
 
     Attributes:
         axis: the ranks.
         owner: the rank of each node, shape (nodes,).
-        own: the nodes whose rows this rank has, by number.
-        remote: the nodes whose rows it gets, by owner and then by number.
-        hop: how far each row of an exchange is from the own ones, in edges; 0 for these.
-        counts: how many nodes each rank owns.
-        kind: the type of the nodes, in a graph of several; ranks that exchange rows of different types are told.
+        own: the global indices of the local rows, sorted.
+        remote: the global indices of the remote rows, sorted by owner and index.
+        hop: for each row of an exchange, its distance from the local rows in edges; 0 for local rows.
+        counts: each rank's number of nodes.
+        kind: the node type in a `HeteroPlan`; the ranks compare it in every exchange.
     """
 
     verb = "nn.graph.Rows"
     kind: str | None = None
 
     def __init__(self, axis: Axis, owner: Tensor, kind: str | None = None) -> None:
-        """Made by a plan: the rows of a partition, with no remote ones yet."""
+        """The rows of a partition, before remote rows are requested."""
         self.axis, self.owner, self.kind = axis, owner, kind
         self.own = (owner == axis.rank).nonzero().squeeze(1)
         counts = torch.bincount(owner, minlength=axis.size).tolist()
         self.counts: tuple[int, ...] = tuple(counts)
-        # All rows in the order in which the ranks hold them, one rank after another; and each node's place there.
+        # The nodes in the order of the concatenated local rows of all ranks, and the inverse permutation.
         self._by_rank = owner.argsort(stable=True)
         self._places = torch.empty_like(owner)
         self._places[self._by_rank] = torch.arange(len(owner), device=owner.device)
         self._in_order = bool((owner[1:] >= owner[:-1]).all())
-        self.ask((owner != axis.rank).long().neg(), ask=False)
+        self.request((owner != axis.rank).long().neg(), communicate=False)
 
-    def ask(self, far: Tensor, *, ask: bool = True) -> None:
-        """Tell the other ranks which of their rows this one needs. Every rank calls it, once.
+    def request(self, far: Tensor, *, communicate: bool = True) -> None:
+        """Request remote rows from their owners. A collective, called by plans only.
 
         Args:
-            far: how far each node is from the own ones, 0 for these; -1 for those that are not needed.
-            ask: whether any other rank may need any of this one's.
+            far: each node's distance from the local rows; -1: not needed.
+            communicate: False if no rank requests any row.
         """
         remote = (far > 0).nonzero().squeeze(1)
         remote = remote[(self.owner[remote] * len(self.owner) + remote).argsort()]
         owners = self.owner[remote]
         wanted: list[int] = torch.bincount(owners, minlength=self.axis.size).tolist()
         begins = torch.tensor(list(accumulate(self.counts, initial=0)), device=remote.device)
-        asked = [remote[:0]] * self.axis.size
-        if ask:
-            asked = exchange(list((self._places[remote] - begins[owners]).split(wanted)), self.axis)
+        requested = [remote[:0]] * self.axis.size
+        if communicate:
+            requested = exchange(list((self._places[remote] - begins[owners]).split(wanted)), self.axis)
         self.remote, self.hop = remote, far[torch.cat((self.own, remote))]
-        sent = Sizes(tuple(len(rows) for rows in asked))
-        self._picked = Picked(torch.cat(asked), sent, Sizes(tuple(wanted)), len(self.own))
+        sent = Sizes(tuple(len(rows) for rows in requested))
+        self._picked = Picked(torch.cat(requested), sent, Sizes(tuple(wanted)), len(self.own))
         self._ops: dict[Any, NeighborAllToAll] = {}
 
-    # -- what is known of them
+    # -- sizes
 
     @property
     def nodes(self) -> int:
@@ -85,26 +116,26 @@ class Rows(Bound):
 
     @property
     def send_rows(self) -> dict[int, Tensor]:
-        """For each rank that gets rows of this one, which; as `gradmesh.neighbor_all_to_all` takes them."""
+        """The local rows that each other rank receives, in the form of `gradmesh.neighbor_all_to_all`."""
         parts = self._picked.index.split(self._picked.sent.explicit)
         return {rank: rows for rank, rows in enumerate(parts) if len(rows)}
 
     @property
     def receive_counts(self) -> dict[int, int]:
-        """For each rank that sends rows to this one, how many."""
+        """The number of rows that each other rank sends to this one."""
         return {rank: rows for rank, rows in enumerate(self._picked.received.explicit) if rows}
 
     @property
     def rows_sent(self) -> int:
-        """The rows that this rank sends in an exchange, one for each rank that needs it."""
+        """The number of rows that this rank sends in an exchange."""
         return self._picked.sent.total
 
     @property
     def rows_of_gather(self) -> int:
-        """The rows that it would send if every rank got all rows."""
+        """The number of rows that this rank would send in an all-gather."""
         return len(self.own) * (self.axis.size - 1)
 
-    # -- what moves them
+    # -- communication
 
     @overload
     def exchange(
@@ -142,7 +173,7 @@ class Rows(Bound):
         comm_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> Tensor | Pending[Tensor]:
-        """The own rows followed by the remote ones, each of which comes from the rank that owns it.
+        """The local rows followed by the remote rows (halo exchange).
 
         ::
 
@@ -151,16 +182,16 @@ class Rows(Bound):
                       rank 0 needs c    [a b] -> [a b c]      [ga gb+gb'] <- [ga gb gc']
                       rank 1 needs b    [c]   -> [c b]        [gc+gc']    <- [gc gb']
 
-        Backward sends the rows' gradients back, and adds them in an order that is the same every time.
+        Backward sends the remote rows' gradients to their owners and adds them, deterministically.
 
         Args:
-            x: this rank's own rows, along dim 0.
-            async_op: begin, and return a `gradmesh.Pending` of it: edges of `interior` need own rows alone.
-            comm_dtype: the dtype that travels, as in every verb; the own rows are not rounded.
-            backward_dtype: that of the backward.
+            x: this rank's rows, along dim 0.
+            async_op: start the exchange, and return a `gradmesh.Pending`; edges of `interior` use local rows only.
+            comm_dtype: the dtype in which rows are sent, as in every verb; local rows are not rounded.
+            backward_dtype: the dtype in which gradients are sent.
 
         Raises:
-            ShapeError: not one row for each own node. The other ranks raise `MismatchError`.
+            ShapeError: the number of rows is not `len(plan.own)`. The other ranks raise `MismatchError`.
 
         Example:
             >>> from gradmesh.nn.graph import GraphPlan
@@ -171,12 +202,12 @@ class Rows(Bound):
             [[10.0, 11.0, 12.0], [12.0, 11.0]]
         """
         call = Call(f"{self.verb}.exchange", x, self.axis, comm_dtype, backward_dtype, async_op=async_op)
-        self._check(x, self.own.shape[0], "own node", call)
+        self._check(x, self.own.shape[0], "local node", call)
         result: Tensor | Pending[Tensor] = call.run(self._op(call), x, lambda rows: torch.cat((x, rows)))
         return result
 
     def take(self, x: Tensor) -> Tensor:
-        """The own rows of a tensor that is the same on every rank.
+        """The local rows of a replicated tensor.
 
         ::
 
@@ -185,13 +216,13 @@ class Rows(Bound):
                       [a b c] -> [a b]      [ga gb gc] <- [ga gb]
                       [a b c] -> [c]        [ga gb gc] <- [gc]
 
-        So positions require grad once, and their gradient comes out whole and equal on every rank.
+        The gradient of `x`, such as of atomic positions, is complete and the same on every rank.
 
         Args:
-            x: the rows of all nodes, by number.
+            x: the rows of all nodes, in global order.
 
         Raises:
-            ShapeError: not one row for each node.
+            ShapeError: the number of rows is not the number of nodes.
 
         Example:
             >>> from gradmesh.nn.graph import GraphPlan, by_count
@@ -208,19 +239,19 @@ class Rows(Bound):
         return shard(ordered, self.axis, sizes=self.counts)
 
     def gather(self, x: Tensor, *, dst: Convention = R) -> Tensor:
-        """The rows of all nodes, by number, on every rank.
+        """The rows of all nodes, in global order, on every rank.
 
         ::
 
             V -> R    shape (own, ...) -> (nodes, ...)     backward adds the ranks' gradients
-            V -> I    the same; each rank has the whole gradient already
+            V -> I    the same forward; every rank already has the complete gradient
 
         Args:
-            x: this rank's own rows.
-            dst: `gm.R` if each rank uses the result differently, `gm.I` if every rank repeats the same work on it.
+            x: this rank's rows.
+            dst: `gm.R` if each rank uses the result differently, `gm.I` if every rank does identical work on it.
 
         Raises:
-            ShapeError: not one row for each own node. The other ranks raise `MismatchError`.
+            ShapeError: the number of rows is not `len(plan.own)`. The other ranks raise `MismatchError`.
 
         Example:
             >>> from gradmesh.nn.graph import GraphPlan
@@ -230,7 +261,7 @@ class Rows(Bound):
             >>> gm.launch(on_each_rank, 2, backend="threads")
             [[10, 11, 12], [10, 11, 12]]
         """
-        self._check(x, self.own.shape[0], "own node", Call(f"{self.verb}.gather", x, self.axis))
+        self._check(x, self.own.shape[0], "local node", Call(f"{self.verb}.gather", x, self.axis))
         whole = all_gather(x, self.axis, dst=dst, sizes=self.counts)
         return whole if self._in_order else whole.index_select(0, self._places)
 
@@ -239,16 +270,17 @@ class Rows(Bound):
 
         ::
 
-            V -> I    shape (own, ...) -> (structures, ...)     backward: to each row the gradient of its structure
+            V -> I    shape (own, ...) -> (structures, ...)     backward: each row gets the gradient of its structure
 
         Args:
-            x: this rank's own rows.
-            structure: the structure of each own row, counted from 0; None: there is one.
-            structures: how many there are.
+            x: this rank's rows.
+            structure: the index of each row's structure; None: there is one.
+            structures: the number of structures in the batch.
 
         Raises:
-            ShapeError: not one row for each own node, or not one structure for each row.
-            ArgumentError: numbers of structures that are none. In either case the other ranks raise `MismatchError`.
+            ShapeError: the number of rows is not `len(plan.own)`, or `structure` has another length. The other ranks
+                raise `MismatchError`.
+            ArgumentError: invalid indices or number of structures. The other ranks raise `MismatchError`.
 
         Example:
             >>> from gradmesh.nn.graph import GraphPlan, by_count
@@ -260,7 +292,7 @@ class Rows(Bound):
             [[1.0, 5.0], [1.0, 5.0]]
         """
         call = Call(f"{self.verb}.pool", x, self.axis)
-        self._check(x, self.own.shape[0], "own node", call)
+        self._check(x, self.own.shape[0], "local node", call)
         if structure is None:
             if structures != 1:
                 self._fail_structures(call, "None", structures)
@@ -275,12 +307,12 @@ class Rows(Bound):
             if not compiling() and structure.is_cpu and not is_fake(structure) and structure.numel():
                 first, last = int(structure.min()), int(structure.max())
                 if first < 0 or last >= structures:
-                    self._fail_structures(call, f"numbers from {first} to {last}", structures)
+                    self._fail_structures(call, f"indices from {first} to {last}", structures)
             part = added(x, structure, structures)
         return all_reduce(part, self.axis, dst=I)
 
     def _op(self, call: Call) -> NeighborAllToAll:
-        """The exchange, made once for each of the ways in which it can be asked for."""
+        """The exchange op, cached for each axis and precision."""
         precision = call.precision
         if self.kind is not None:
             precision = precision | {"operand_desc": f"rows of type {self.kind!r}"}
@@ -293,32 +325,34 @@ class Rows(Bound):
         return op
 
     def _check(self, x: Tensor, rows: int, of: str, call: Call | None = None) -> None:
-        """Refuse a tensor with another number of rows; where a call follows, its other ranks hear of it."""
+        """Raise if `x` does not have `rows` rows; with `call`, the other ranks raise too."""
         if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows:
             return
-        problem = f"there is not one row for each {of}"
+        problem = f"the number of rows is not the number of {of}s"
         got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         remedy = {
-            "node": "pass the rows of all nodes, by number",
-            "edge": "give one for each of plan.edge_index, or say for which with edges=",
-        }.get(of, "take the rows of plan.own, by plan.take(x) of a tensor that every rank has")
+            "node": "pass the rows of all nodes, in global order",
+            "edge": "pass one row for each column of plan.edge_index, or select edges, e.g. edges=plan.interior",
+            "row": "pass one structure index for each row of x, e.g. structure=batch[plan.own]",
+        }.get(of, "pass the rows of plan.own: plan.take(x) of a replicated tensor x")
         if call is not None:
             call.fail(problem, expected=f"{rows} rows", got=got, remedy=remedy, kind=ShapeError)
         self._refuse(problem, f"{rows} rows", got, remedy)
 
     def _fail_structures(self, call: Call, got: str, structures: object) -> NoReturn:
         call.fail(
-            "the rows' structures are not those that there are",
-            expected=f"structure as a 1-d tensor of int64, with 0 <= number < {structures}",
+            "structure and structures do not match",
+            expected=f"structure a 1-d tensor of int64 with 0 <= index < {structures}; structures an int >= 0 (1 if "
+            "structure is None)",
             got=f"structure={got}, structures={structures!r}",
-            remedy="pass batch[plan.own] and the number of structures in all of the batch",
+            remedy="pass e.g. plan.pool(x, batch[plan.own], int(batch.max()) + 1), with batch of the full graph",
             kind=ArgumentError,
         )
 
     def _refuse(
         self, problem: str, expected: str, got: str, remedy: str, kind: type[ArgumentError] = ShapeError
     ) -> NoReturn:
-        """Raise an error of which no other rank has to hear, as none waits."""
+        """Raise on this rank; the other ranks are not waiting."""
         raise kind(
             message(problem, op=self.verb, axis=str(self.axis), expected=expected, got=got, remedy=remedy)
         )

@@ -1,4 +1,4 @@
-"""Nodes to ranks by where they are: parts that are compact, so that few edges cross."""
+"""Partitions by position: compact parts, with few edges between them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["by_space"]
 _REAL = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)
 
 _ROUNDED = 16
-"""The volume that unit vectors in a plane may seem to have for rounding, in the dtype's own step at 1."""
+"""Largest volume of linearly dependent unit vectors that rounding explains, in units of the dtype's eps."""
 
 _BITS = 16
-"""The places along each dimension that the curve tells apart are 2 to this power."""
+"""The Hilbert curve has 2**_BITS cells along each dimension."""
 
 
 def by_space(
@@ -30,25 +30,25 @@ def by_space(
     cell: Tensor | None = None,
     method: Literal["bisection", "curve"] = "bisection",
 ) -> Tensor:
-    """Give each rank the nodes of a region; the parts differ by one node at most.
+    """Partition nodes by region; the sizes of the parts differ by at most one node.
 
-    "bisection" halves the ranks and cuts the nodes in the same proportion across their longest extent, and so on in
-    both halves. "curve" walks all nodes along a Hilbert curve and cuts that: regions that are less compact, but a node
-    that moves a little changes its owner more seldom.
+    "bisection" (recursive coordinate bisection) splits the ranks in half and the nodes in the same proportion along
+    their longest extent, recursively. "curve" splits a Hilbert curve through all nodes: regions are less compact, but a
+    node that moves a little changes its owner less often.
 
     Args:
-        positions: where the nodes are, shape (nodes, dims); no gradient flows.
+        positions: shape (nodes, dims); no gradient flows.
         ranks: the number of ranks.
-        cell: the vectors of a periodic cell as rows, shape (dims, dims); the nodes are then taken to where they are in
-            it. None: not periodic.
+        cell: the vectors of a periodic cell as rows, shape (dims, dims); positions are wrapped into it. None: not
+            periodic.
         method: "bisection" or "curve".
 
     Returns:
         The rank of each node, shape (nodes,), on the device of the positions.
 
     Raises:
-        ArgumentError: positions that are no matrix of finite numbers, a cell that does not fit them or has no volume,
-            a method or a number of ranks that is none.
+        ArgumentError: `positions` is not a matrix of finite numbers, `cell` has a wrong shape or no volume, unknown
+            `method`, or `ranks` is not an int >= 1.
 
     Example:
         >>> corners = torch.tensor([[0.0, 0.0], [9.0, 0.0], [0.0, 1.0], [9.0, 1.0]])
@@ -59,69 +59,70 @@ def by_space(
     if method not in ("bisection", "curve"):
         fail(
             "by_space",
-            "there is no such method",
-            'method="bisection" or "curve"',
+            "unknown method",
+            'method="bisection" or method="curve"',
             f"method={method!r}",
-            "choose one",
+            "omit it for bisection",
         )
-    places = _places(positions, cell)
-    order = _bisected(places, ranks) if method == "bisection" else _along_curve(places)
+    wrapped = _wrapped(positions, cell)
+    order = _bisected(wrapped, ranks) if method == "bisection" else _along_curve(wrapped)
     sizes = torch.tensor(balanced(len(order), ranks))
     owner = torch.empty_like(order)
     owner[order] = torch.arange(ranks).repeat_interleave(sizes)
     return owner.to(positions.device)
 
 
-def _places(positions: Tensor, cell: Tensor | None) -> Tensor:
-    """Where the nodes are in numbers that are lengths, inside of the cell."""
+def _wrapped(positions: Tensor, cell: Tensor | None) -> Tensor:
+    """Checked positions in float64; with a cell, wrapped coordinates along its vectors, in units of length."""
     if not is_table(positions, 2, _REAL) or positions.shape[1] == 0:
         fail(
             "by_space",
-            "positions is no matrix",
-            "real numbers, shape (nodes, dims)",
+            "positions is not a real tensor of shape (nodes, dims)",
+            "one row of coordinates for each node, e.g. shape (1000, 3)",
             shown(positions),
-            "give each node a row of numbers",
+            "pass a dense float tensor with 2 dimensions",
         )
     places = positions.detach().to("cpu", torch.float64)
     if not torch.isfinite(places).all():
         fail(
             "by_space",
-            "a position is not finite",
+            "positions are not finite",
             "finite numbers",
-            f"{int((~torch.isfinite(places)).any(1).sum())} nodes with NaN or infinity",
-            "look for what made them",
+            f"{int((~torch.isfinite(places)).any(1).sum())} nodes with NaN or infinity, the first at index "
+            f"{int((~torch.isfinite(places)).any(1).nonzero()[0])}",
+            "check the step that computed the positions",
         )
     if cell is not None:
         dims = places.shape[1]
         plain = is_table(cell, 2, _REAL) and tuple(cell.shape) == (dims, dims)
         vectors = cell.detach().to("cpu", torch.float64) if plain else torch.full((dims, dims), math.nan)
         lengths = (vectors**2).sum(1).sqrt()
-        # Of vectors of length 1, so that it does not depend on the unit; NaN, of what is not finite, is refused too.
+        # Normalized vectors make the test independent of the unit of length. NaN fails the comparison too.
         volume = abs(float(torch.linalg.det(vectors / lengths[:, None])))
         eps = torch.finfo(cell.dtype if plain and cell.is_floating_point() else torch.float64).eps
         if not volume > _ROUNDED * eps:
             fail(
                 "by_space",
-                "cell is no periodic cell of these positions",
+                "cell is not a valid periodic cell of these positions",
                 f"{dims} independent vectors of finite numbers as rows, shape ({dims}, {dims})",
                 f"{cell.tolist() if plain else shown(cell)}",
-                "give every dimension a vector; a long one where nothing repeats",
+                f"pass e.g. cell=10.0 * torch.eye({dims}); use a long vector along a non-periodic dimension",
             )
         inside: Tensor = torch.linalg.solve(vectors.T, places.T).T
         places = (inside - inside.floor()) * lengths
     if len(places) and not torch.isfinite(places.amax(0) - places.amin(0)).all():
         fail(
             "by_space",
-            "the nodes are further apart than float64 counts",
-            "an extent that is a finite number",
-            f"numbers from {float(positions.min())} to {float(positions.max())}",
-            "look for what made them",
+            "the extent of the positions overflows float64",
+            "a finite extent",
+            f"coordinates from {float(positions.min())} to {float(positions.max())}",
+            "check the step that computed the positions",
         )
     return places
 
 
 def _bisected(places: Tensor, ranks: int) -> Tensor:
-    """The nodes in an order that is cut among the ranks."""
+    """The nodes in an order whose consecutive parts belong to rank 0, 1, ..."""
     sizes = balanced(len(places), ranks)
 
     def ordered(nodes: Tensor, first: int, last: int) -> Tensor:
@@ -132,7 +133,7 @@ def _bisected(places: Tensor, ranks: int) -> Tensor:
         longest = int((part.amax(0) - part.amin(0)).argmax())
         nodes = nodes[part[:, longest].argsort(stable=True)]
         left = sum(sizes[first:middle])
-        # Numbers in order again, by which ties are broken.
+        # Sort by index again, which breaks ties.
         halves = nodes[:left].sort().values, nodes[left:].sort().values
         return torch.cat((ordered(halves[0], first, middle), ordered(halves[1], middle, last)))
 
@@ -149,8 +150,8 @@ def _along_curve(places: Tensor) -> Tensor:
     if bits < 1:
         fail(
             "by_space",
-            "too many dimensions for a curve",
-            "62 at most",
+            'too many dimensions for method="curve"',
+            "at most 62",
             f"{places.shape[1]}",
             'use method="bisection"',
         )
@@ -159,7 +160,7 @@ def _along_curve(places: Tensor) -> Tensor:
 
 
 def _hilbert(axes: list[Tensor], bits: int) -> Tensor:
-    """Each node's number along the curve (Skilling, Programming the Hilbert curve, 2004)."""
+    """Each node's position along the curve (Skilling, Programming the Hilbert curve, 2004)."""
     zero = torch.zeros_like(axes[0])
     for level in range(bits - 1, 0, -1):
         bit = 1 << level

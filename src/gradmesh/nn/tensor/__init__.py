@@ -1,4 +1,4 @@
-"""Tensor parallel layers: linear ones, embeddings and cross entropy that are cut over the ranks of an axis."""
+"""Tensor parallelism: linear layers, embeddings and cross entropies that are sharded over the ranks of an axis."""
 
 from gradmesh.nn.tensor.convert import tensor_parallel
 from gradmesh.nn.tensor.cross_entropy import linear_cross_entropy, vocab_parallel_cross_entropy

@@ -1,4 +1,4 @@
-"""Layers whose parameters are cut over the ranks of an axis, and their state as that of the dense layers."""
+"""Layers with sharded parameters, and their conversion from and to dense state dicts."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ __all__ = ["Cut", "Parallel", "Replicated", "dense_state_dict", "load_dense_stat
 
 @dataclass(frozen=True)
 class Cut:
-    """How a dense parameter is cut: each rank has `sizes[rank]` of it along `dim`."""
+    """How a dense parameter is sharded: each rank has `sizes[rank]` of it along `dim`."""
 
     dim: int
     sizes: tuple[int, ...]
 
     def part(self, dense: Tensor, rank: int) -> Tensor:
-        """A rank's part of a dense parameter, in memory of its own."""
+        """A copy of a rank's shard of a dense parameter."""
         begin = sum(self.sizes[:rank])
         return dense.detach().narrow(self.dim, begin, self.sizes[rank]).clone()
 
 
 class Parallel(nn.Module):
-    """A layer that has a part of its dense counterpart's parameters on each rank of an axis.
+    """A layer whose parameters are sharded over an axis.
 
     Attributes:
-        over: the axis, as it was given: a name is looked up when the layer is called.
-        cuts: how each parameter that is cut is cut; the others are whole on every rank.
-        path: the name in its module of the layer that `tensor_parallel` made it of, for errors; else empty.
-        rows: each rank's rows of a sequence, for layers that have them.
+        over: the `axis` argument; a name is resolved when the layer is called.
+        cuts: the sharded parameters; the others are replicated.
+        path: the name of the layer that `tensor_parallel` replaced, for errors; else empty.
+        rows: each rank's rows of a sequence, for layers with sequence parallelism.
     """
 
     path = ""
     rows: Any = None
     holds_parts = True
-    """Whether its sharded parameters are parts of the dense layer's."""
+    """True if its parameters are shards of the dense layer's; see `Holder`."""
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Make the layer, or a copy of one, known to `Sharding`."""
+        """Register the layer, or a copy of it, for `Sharding`."""
         made = super().__new__(cls)
         remember(made)
         return made
@@ -60,7 +60,7 @@ class Parallel(nn.Module):
         self.cuts: dict[str, Cut] = {}
 
     def _sharded(self) -> Iterator[tuple[nn.Module, str]]:
-        """The sharded parameters, each as the module that has it and its name there, also where it is replaced."""
+        """The sharded parameters, each as its module and its name in it; also if parametrized."""
         for name in list(self.__dict__.get("cuts", ())):
             parametrized = self._modules.get("parametrizations")
             if isinstance(parametrized, nn.ModuleDict) and name in parametrized:
@@ -70,46 +70,44 @@ class Parallel(nn.Module):
 
     @property
     def axis(self) -> Axis:
-        """The axis, of as many ranks as when the layer was made."""
+        """The axis, checked to have as many ranks as at construction."""
         axis = resolve(self.over, f"nn.{type(self).__name__}")
         for name, cut in self.cuts.items():
             if len(cut.sizes) != axis.size:
                 raise ArgumentError(
                     message(
-                        "the layer was made for another number of ranks",
+                        "the axis has another number of ranks than at the layer's construction",
                         op=f"nn.{type(self).__name__}",
                         axis=str(axis),
-                        expected=f"an axis of {len(cut.sizes)} ranks, for the parts of {name}: {cut.sizes}",
+                        expected=f"an axis of {len(cut.sizes)} ranks: {name} is sharded as {cut.sizes}",
                         got=f"{axis.size} ranks",
-                        remedy="make the layer on this axis, and load the dense state into it",
+                        remedy="construct the layer on this axis, and load the dense state with "
+                        "gm.nn.load_dense_state_dict",
                     )
                 )
         return axis
 
     def cut(self, dim: int, total: int, sizes: Sequence[int] | None) -> Cut:
-        """How `total` is cut: as told, or evenly, where the first ranks get one more of what does not divide."""
+        """Shard `total` entries as in `sizes`, or evenly; the first ranks get one more if there is a remainder."""
         axis = self.axis
         given = sizes if isinstance(sizes, Iterable) else ()
-        told = (
-            balanced(total, axis.size)
-            if sizes is None
-            else tuple(-1 if integer(n) is None else n for n in given)
-        )
-        if len(told) != axis.size or sum(told) != total or min(told) < 0:
+        even = balanced(total, axis.size)
+        each = even if sizes is None else tuple(-1 if integer(n) is None else n for n in given)
+        if len(each) != axis.size or sum(each) != total or min(each) < 0:
             raise ArgumentError(
                 message(
-                    "the sizes are no cut of what the layer has",
+                    "sizes does not match the layer",
                     op=f"nn.{type(self).__name__}",
                     axis=str(axis),
-                    expected=f"{axis.size} sizes with the sum {total}",
+                    expected=f"{axis.size} ints >= 0 that add up to {total}",
                     got=f"sizes={sizes!r}",
-                    remedy="leave them out for an even cut",
+                    remedy=f"pass e.g. sizes={even}, or omit it for this even split",
                 )
             )
-        return Cut(dim, told)
+        return Cut(dim, each)
 
     def put(self, name: str, dense: Tensor | None, cut: Cut | None) -> None:
-        """Make a parameter of this rank's part of a dense one."""
+        """Register this rank's shard of a dense parameter."""
         if dense is None:
             self.register_parameter(name, None)
             return
@@ -120,21 +118,26 @@ class Parallel(nn.Module):
             self.cuts[name] = cut
 
     def along(self, x: Tensor, dim: int) -> int:
-        """The dim of a sequence that is cut, counted from 0; one of those before the width."""
+        """`sequence_dim` counted from 0; the last dim has the features and is not allowed."""
         call = Call(f"nn.{type(self).__name__}", x, self.axis)
-        place = call.dim(dim, "sequence_dim")
-        if place == x.dim() - 1:
-            self.refuse(x, "sequence_dim of one of the dims before the last", "cut the width by `sizes`")
-        return place
+        sequence_dim = call.dim(dim, "sequence_dim")
+        if sequence_dim == x.dim() - 1:
+            self.refuse(
+                x,
+                "sequence_dim before the last dim",
+                "pass e.g. sequence_dim=-2; `sizes` shards the features",
+                f"sequence_dim={dim} for shape {list(x.shape)}",
+            )
+        return sequence_dim
 
     @property
     def called(self) -> str:
-        """The name in the module, for `extra_repr` and errors."""
+        """The layer's name, for `extra_repr` and errors."""
         return f", {self.path!r}" if self.path else ""
 
     @contextmanager
     def naming_rows(self) -> Iterator[None]:
-        """Have the error of a sequence that the ranks do not divide name the argument of the layer."""
+        """Add the layer and its `rows` argument to errors of uneven sequences."""
         try:
             yield
         except (ShapeError, MismatchError) as error:
@@ -147,10 +150,10 @@ class Parallel(nn.Module):
             raise
 
     def refuse(self, x: Tensor, expected: str, remedy: str, got: str = "") -> NoReturn:
-        """Raise an error of this rank's input; the others hear of it in the call that follows."""
+        """Raise an error of this rank's input; the other ranks raise `MismatchError`."""
         call = Call(f"nn.{type(self).__name__}", x, self.over)
         call.fail(
-            f"the input does not fit this rank's part{self.called}",
+            f"the input does not match the layer{self.called}",
             expected=expected,
             got=got or f"shape {list(x.shape)}",
             remedy=remedy,
@@ -158,21 +161,21 @@ class Parallel(nn.Module):
 
 
 class Replicated(nn.Module):
-    """A module that every rank has whole, and that works on other rows on each: gradients are summed.
+    """A replicated module that is applied to different rows on each rank; its gradients are summed over the axis.
 
     ::
 
-        I -> R    each parameter, by `gm.replicate`; backward sums what the ranks send back
+        I -> R    each parameter, by `gm.replicate`; backward sums the ranks' gradients
 
-    The norms between the linear layers of a sequence parallel region are such modules, and everything else that has
-    parameters and gets own rows. The sum is taken in backward, once for all its parameters, on the axis alone.
+    Use it for every module with parameters in a sequence parallel region, such as the norms between linear layers. In
+    backward, one all-reduce on the axis sums the gradients of all its parameters.
 
     Args:
         module: the module; equal on all ranks.
         axis: the ranks.
 
     Raises:
-        ArgumentError: something in the module has its gradients summed, or its parameters cut, over the axis already.
+        ArgumentError: the module contains a layer that is already sharded or replicated over the axis.
 
     Example:
         >>> def on_each_rank():
@@ -186,7 +189,7 @@ class Replicated(nn.Module):
 
     over: AxisLike
     replicated = True
-    """That gradients are summed here, as layers say that do so by an argument."""
+    """Marks that gradients are summed in this module; other layers have an argument of this name."""
 
     def __init__(self, module: nn.Module, axis: AxisLike = None) -> None:
         super().__init__()
@@ -194,28 +197,28 @@ class Replicated(nn.Module):
             if isinstance(each, Parallel | Replicated) and each.over == axis:
                 raise ArgumentError(
                     message(
-                        "the module holds a layer that has its own way over these ranks",
+                        "the module contains a layer that is already sharded or replicated over this axis",
                         op="nn.Replicated",
                         axis=repr(axis),
-                        expected="a module whose parameters are all whole, and whose gradients nobody has summed",
+                        expected="a module without parallel or Replicated layers over the axis",
                         got=f"{type(each).__name__} {name!r}",
-                        remedy="replicate the other modules one by one, or this one over another axis",
+                        remedy="wrap the other submodules one by one",
                     )
                 )
         self.module = module
         self.over = axis
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the module, which code around it may read, as torch's own transformer layers do."""
+        """Forward attribute access to the module; torch's transformer layers read attributes of inner layers."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":  # before it is there
+            if name == "module":  # not set yet
                 raise
             return getattr(self.module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module makes of its arguments."""
+        """Call the module with replicated parameters."""
         names, values = zip(*self.module.named_parameters(), strict=True) if _any(self.module) else ((), ())
         if values:
             values = replicate(tuple(values), self.over)
@@ -227,12 +230,12 @@ def _any(module: nn.Module) -> bool:
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[str, str, Parallel | None, str]]:
-    """Each name of the state dict, that of the dense module, and whose it is under which name."""
+    """For each key of the state dict: the key, the dense module's key, its parallel layer, and the name in it."""
     parts = dict(module.named_modules(remove_duplicate=False))
     wrapped = [name for name, each in parts.items() if isinstance(each, Replicated)]
     for name in module.state_dict():
-        room, _, last = name.rpartition(".")
-        owner = parts.get(room)
+        parent, _, last = name.rpartition(".")
+        owner = parts.get(parent)
         dense = name
         for prefix in sorted(wrapped, key=len, reverse=True):
             inside = f"{prefix}.module." if prefix else "module."
@@ -242,18 +245,18 @@ def _entries(module: nn.Module) -> Iterator[tuple[str, str, Parallel | None, str
 
 
 def dense_state_dict(module: nn.Module) -> dict[str, Any]:
-    """The state dict of the dense module that this one was made of, whole on every rank.
+    """The full state dict of the corresponding dense module, on every rank. A collective.
 
     ::
 
-        V -> I    each parameter that is cut is concatenated along the dim that it was cut along; the others stay
+        V -> I    each sharded parameter is gathered along the dim that is sharded; the others are unchanged
 
     Args:
-        module: a module that holds `ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding` or
-            `Replicated` ones, at any depth. Every rank calls it.
+        module: a module that contains `ColumnParallelLinear`, `RowParallelLinear`, `VocabParallelEmbedding` or
+            `Replicated` layers, at any depth.
 
     Returns:
-        Names and tensors that `load_state_dict` of the dense module takes. Nothing requires grad.
+        A state dict for `load_state_dict` of the dense module. No tensor requires grad.
 
     Example:
         >>> def on_each_rank():
@@ -277,18 +280,18 @@ def dense_state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 def load_dense_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """Load a dense module's state dict: each rank takes its parts. Nothing is sent.
+    """Load a dense module's state dict; each rank takes its shards. Sends nothing.
 
     Args:
-        module: as for `dense_state_dict`.
+        module: as in `dense_state_dict`.
         state: what the dense module's `state_dict` returned.
         strict: as in `torch.nn.Module.load_state_dict`.
 
     Returns:
-        The missing and the unexpected names, as those of `load_state_dict`.
+        The missing and the unexpected keys, as `load_state_dict`.
 
     Raises:
-        ArgumentError: a tensor is not of the dense shape.
+        ArgumentError: a tensor does not have the dense shape.
 
     Example:
         >>> def on_each_rank():
@@ -298,7 +301,7 @@ def load_dense_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [[[0.0, 1.0]], [[2.0, 3.0]]]
     """
-    left, own = dict(state), {}
+    left, local = dict(state), {}
     for name, dense, owner, last in _entries(module):
         if dense not in state:
             continue
@@ -310,15 +313,15 @@ def load_dense_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict
             if len(shape) <= cut.dim or shape[cut.dim] != sum(cut.sizes):
                 raise ArgumentError(
                     message(
-                        f"{dense!r} is not of the dense layer's size",
+                        f"{dense!r} does not have the dense layer's size",
                         op="nn.load_dense_state_dict",
                         axis=str(owner.axis),
-                        expected=f"{sum(cut.sizes)} along dim {cut.dim}",
+                        expected=f"size {sum(cut.sizes)} along dim {cut.dim}",
                         got=f"shape {list(shape)}" if isinstance(value, Tensor) else type(value).__name__,
-                        remedy="pass the state dict of the dense module; this rank's own one goes to "
-                        "module.load_state_dict",
+                        remedy="pass the state dict of the dense module; load a rank's local state dict with "
+                        "module.load_state_dict(state)",
                     )
                 )
             value = cut.part(value, owner.axis.rank)
-        own[name] = value
-    return module.load_state_dict({**own, **left}, strict=strict)
+        local[name] = value
+    return module.load_state_dict({**local, **left}, strict=strict)

@@ -1,4 +1,4 @@
-"""An embedding table that is cut over the ranks of an axis by its rows, the vocabulary."""
+"""`VocabParallelEmbedding`: an embedding table that is sharded over the vocabulary."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from gradmesh.collectives import all_reduce, reduce_scatter
 from gradmesh.errors import ArgumentError, message
 from gradmesh.nn.tensor.cuts import Parallel
 from gradmesh.nn.tensor.linear import Rows
-from gradmesh.nn.tensor.words import out_of_range, place, same_on_all_ranks
+from gradmesh.nn.tensor.vocab import check_replicated, local_ids, out_of_range
 from gradmesh.types import I
 
 __all__ = ["VocabParallelEmbedding"]
 
 
 class VocabParallelEmbedding(Parallel):
-    """An embedding of which each rank has some of the rows: own ones are looked up, and the ranks' results are added.
+    """An embedding with the vocabulary sharded over the ranks: each rank looks up its rows, and the results are summed.
 
     ::
 
         I -> I    ids (...) -> vectors (..., dim)                     backward: identity
-        I -> V    with `sequence_dim`: own rows of the vectors        backward gathers the rows
+        I -> V    with `sequence_dim`: local rows of the vectors      backward gathers the rows
 
     Args:
-        num_embeddings, embedding_dim, padding_idx, device, dtype: as in `torch.nn.Embedding`, for the whole table.
+        num_embeddings, embedding_dim, padding_idx, device, dtype: as in `torch.nn.Embedding`, for the full table.
         axis: the ranks.
-        sequence_dim: the dim of the vectors that is to be cut over the ranks.
-        rows: with `sequence_dim`, how many rows along it each rank gets; as in `ColumnParallelLinear`.
-        sizes: how many words each rank has; None: an even cut, of which the first ranks get one more. The vocabulary
-            needs no padding.
+        sequence_dim: the dim of the vectors that is sharded over the ranks (sequence parallelism).
+        rows: with `sequence_dim`, each rank's number of rows along it; as in `ColumnParallelLinear`.
+        sizes: each rank's number of vocabulary entries; None: an even split, with one more on the first ranks if there
+            is a remainder. The vocabulary needs no padding.
 
     Raises:
-        ArgumentError: the sizes are no cut; where it is called, an id (on a CPU) is not in the vocabulary.
+        ArgumentError: invalid `sizes`; when called, an id is out of range (detected on a CPU).
 
     Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3.
 
@@ -79,20 +79,20 @@ class VocabParallelEmbedding(Parallel):
         rows: Rows = None,
         sizes: Sequence[int] | None = None,
     ) -> VocabParallelEmbedding:
-        """The layer of a dense one's values.
+        """Convert a dense layer.
 
         Raises:
-            ArgumentError: the dense one has `max_norm`, `scale_grad_by_freq` or `sparse`, which this one lacks.
+            ArgumentError: the dense layer uses `max_norm`, `scale_grad_by_freq` or `sparse`, which are not supported.
         """
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(dense, option):
                 raise ArgumentError(
                     message(
-                        f"{option} is not there for a table that is cut",
+                        f"{option} is not supported for a sharded table",
                         op=f"nn.{cls.__name__}.of",
-                        expected="an embedding without it",
+                        expected=f"an embedding without {option}",
                         got=f"{option}={getattr(dense, option)!r}",
-                        remedy="leave this table whole",
+                        remedy=f"construct the embedding without {option}, or do not shard it",
                     )
                 )
         numbers = (dense.num_embeddings, dense.embedding_dim, dense.padding_idx)
@@ -108,20 +108,20 @@ class VocabParallelEmbedding(Parallel):
         """The vectors; see the class."""
         here, sizes = self.axis, self.cuts["weight"].sizes
         rank = here.rank
-        wanted, remedy = f"ids from 0 to {self.num_embeddings - 1}", "pass ids of the vocabulary"
+        wanted, remedy = f"ids from 0 to {self.num_embeddings - 1}", "pass global vocabulary ids as int64"
         if ids.dtype not in (torch.int64, torch.int32):
             self.refuse(ids, f"{wanted}, as int64", remedy, f"{ids.dtype}")
         if out_of_range(ids, self.num_embeddings):
             self.refuse(ids, wanted, remedy, f"ids from {int(ids.min())} to {int(ids.max())}")
-        same_on_all_ranks(ids, here)
-        words, own = place(ids, sizes, rank)
+        check_replicated(ids, here)
+        local, mask = local_ids(ids, sizes, rank)
         if sizes[rank]:
-            # Not torch's embedding: its second derivative is an error where there is nothing to look up.
-            rows = self.weight.index_select(0, words.reshape(-1)).view(*ids.shape, self.embedding_dim)
-            found = rows.masked_fill(~own.unsqueeze(-1), 0)
+            # Not F.embedding: its double backward raises for empty input.
+            rows = self.weight.index_select(0, local.reshape(-1)).view(*ids.shape, self.embedding_dim)
+            found = rows.masked_fill(~mask.unsqueeze(-1), 0)
             if self.padding_idx is not None:
                 found = torch.where((ids == self.padding_idx).unsqueeze(-1), found.detach(), found)
-        else:  # no row to look up, and one to be part of the graph
+        else:  # an empty shard: zeros that are part of the graph
             found = self.weight.sum() * self.weight.new_zeros(*ids.shape, self.embedding_dim)
         if self.sequence_dim is None:
             return all_reduce(found, here, dst=I)
@@ -130,5 +130,7 @@ class VocabParallelEmbedding(Parallel):
             return reduce_scatter(found, here, dim, sizes=self.rows)
 
     def extra_repr(self) -> str:
-        """The dense layer's numbers, and this rank's."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, own words {self.weight.shape[0]}" + self.called
+        """The dense layer's sizes, and the local size."""
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, local entries {self.weight.shape[0]}" + self.called
+        )

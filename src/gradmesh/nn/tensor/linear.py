@@ -1,4 +1,4 @@
-"""Linear layers that are cut over the ranks of an axis by their outputs or by their inputs."""
+"""`ColumnParallelLinear` and `RowParallelLinear`: linear layers with sharded outputs or inputs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from gradmesh.types import I
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "Rows", "is_conv1d"]
 
 Rows = Sequence[int] | Literal["balanced"] | None
-"""Each rank's rows of a sequence: equal (None), as `gm.shard` cuts, or told."""
+"""Each rank's rows of a sequence: equal (None), as by `gm.shard` ("balanced"), or explicit sizes."""
 
 
 def is_conv1d(layer: nn.Module) -> bool:
-    """Whether it is the `Conv1D` of transformers: a linear layer with a weight of shape (in, out)."""
+    """True for the `Conv1D` of transformers: a linear layer with a weight of shape (in, out)."""
     weight = layer._parameters.get("weight")
     return (
         type(layer).__name__ == "Conv1D"
@@ -32,12 +32,12 @@ def is_conv1d(layer: nn.Module) -> bool:
 
 
 class _Linear(Parallel):
-    """A linear layer of which each rank has some of the outputs or of the inputs."""
+    """A linear layer with sharded outputs or inputs."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     transposed = False
-    """Whether the weight is (in, out), as that of the `Conv1D` of transformers."""
+    """True if the weight has shape (in, out), as in the `Conv1D` of transformers."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class _Linear(Parallel):
 
     @classmethod
     def of(cls, dense: nn.Linear, axis: AxisLike = None, **options: Any) -> Self:
-        """The layer of a dense one's values; `options` as those of the class.
+        """Convert a dense layer; `options` are keyword arguments of the class.
 
-        The dense one may be the `Conv1D` of transformers, whose weight stays transposed.
+        The dense layer may be the `Conv1D` of transformers, whose weight stays transposed.
         """
         sizes = options.pop("sizes", None)
-        kind: type[Any] = cls  # this class itself is never made
+        kind: type[Any] = cls  # a subclass
         transposed = is_conv1d(dense)
         both = tuple(dense.weight.shape) if transposed else (dense.in_features, dense.out_features)
         made: Self = kind(*both, False, axis, device="meta", **options)
@@ -73,38 +73,42 @@ class _Linear(Parallel):
         return self.weight.t() if self.transposed else self.weight
 
     def _take(self, dense: nn.Linear, sizes: Sequence[int] | None) -> None:
-        """Take this rank's part of the values."""
+        """Take this rank's shard of the values."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        """The dense layer's numbers, and those of this rank's part."""
-        own = tuple(reversed(self.matrix.shape))
-        return f"{self.in_features}, {self.out_features}, own part {own}" + self.called
+        """The dense layer's sizes, and the local sizes."""
+        return (
+            f"{self.in_features}, {self.out_features}, local {tuple(reversed(self.matrix.shape))}"
+            + self.called
+        )
 
 
 class ColumnParallelLinear(_Linear):
-    """A linear layer of which each rank has some of the outputs: the first of a pair.
+    """A linear layer with sharded outputs: the first of a tensor parallel pair.
 
     ::
 
-        I -> V    x (..., in) -> own outputs (..., out_r)        backward sums x's gradient over the ranks
-        V -> V    with `sequence_dim`: own rows of x are gathered along it first; backward sums and keeps own rows
+        I -> V    x (..., in) -> local outputs (..., out_r)      backward sums x's gradient over the ranks
+        V -> V    with `sequence_dim`: local rows of x are gathered first; backward is a reduce-scatter
         I -> I    with `gather_output`: all outputs (..., out) on every rank
 
     Args:
-        in_features, out_features, bias, device, dtype: as in `torch.nn.Linear`, for the whole layer.
+        in_features, out_features, bias, device, dtype: as in `torch.nn.Linear`, for the full layer.
         axis: the ranks.
-        sequence_dim: the dim of the input that is cut over the ranks (sequence parallelism); None: the input is whole,
-            and the same on every rank.
-        rows: with `sequence_dim`, how many rows along it each rank has: None for equal parts, "balanced" as `gm.shard`
-            cuts them, or the numbers.
-        gather_output: whether every rank gets all outputs, to repeat the same work on them.
-        sizes: how many outputs each rank has; None: an even cut, of which the first ranks get one more.
+        sequence_dim: the dim of the input that is sharded over the ranks (sequence parallelism); None: the input is
+            replicated.
+        rows: with `sequence_dim`, each rank's number of rows along it: None: equal; "balanced": as in `gm.shard`; or
+            e.g. `rows=(4, 3)`.
+        gather_output: True to gather all outputs on every rank, which then does identical work on them.
+        sizes: each rank's number of outputs; None: an even split, with one more on the first ranks if there is a
+            remainder.
 
-    The whole layer is drawn as `torch.nn.Linear` draws it, and cut: ranks that are seeded alike have one process's.
+    The full layer is initialized as `torch.nn.Linear`, and then sharded: with equal seeds on all ranks, the values are
+    those of a single process.
 
     Raises:
-        ArgumentError: the sizes are no cut; where it is called, the input has another width.
+        ArgumentError: invalid `sizes`; when called, the input has a wrong number of features.
 
     Source: Shoeybi et al., Megatron-LM (arXiv:1909.08053), section 3; sequence parallelism: Korthikanti et al.
     (arXiv:2205.05198), section 4.2.
@@ -149,7 +153,11 @@ class ColumnParallelLinear(_Linear):
     def forward(self, x: Tensor) -> Tensor:
         """The outputs; see the class."""
         if x.shape[-1:] != (self.in_features,):
-            self.refuse(x, f"(..., {self.in_features})", "pass the whole width, on every rank")
+            self.refuse(
+                x,
+                f"shape (..., {self.in_features})",
+                "pass all features on every rank; only outputs are sharded",
+            )
         here = self.axis
         if self.sequence_dim is None:
             x = replicate(x, here)
@@ -162,24 +170,24 @@ class ColumnParallelLinear(_Linear):
 
 
 class RowParallelLinear(_Linear):
-    """A linear layer of which each rank has some of the inputs: the second of a pair.
+    """A linear layer with sharded inputs: the second of a tensor parallel pair.
 
     ::
 
-        V -> I    own inputs (..., in_r) -> the sum of the ranks' products (..., out)     backward: identity
-        V -> V    with `sequence_dim`: the sum, of which own rows along it stay           backward gathers the rows
+        V -> I    local inputs (..., in_r) -> the sum of the ranks' products (..., out)   backward: identity
+        V -> V    with `sequence_dim`: local rows of the sum (reduce-scatter)             backward gathers the rows
 
     Args:
-        in_features, out_features, bias, device, dtype: as in `torch.nn.Linear`, for the whole layer.
+        in_features, out_features, bias, device, dtype: as in `torch.nn.Linear`, for the full layer.
         axis: the ranks.
-        sequence_dim: the dim of the output that is to be cut over the ranks (sequence parallelism). The bias is then
-            used on own rows, and its gradient is summed over the ranks.
-        rows: with `sequence_dim`, how many rows along it each rank gets; as in `ColumnParallelLinear`.
-        split_input: whether the input is whole, and the same on every rank, which takes its part.
-        sizes: how many inputs each rank has; None: an even cut.
+        sequence_dim: the dim of the output that is sharded over the ranks (sequence parallelism). The bias is then
+            added to local rows, and its gradient is summed over the ranks.
+        rows: with `sequence_dim`, each rank's number of rows along it; as in `ColumnParallelLinear`.
+        split_input: True if the input is replicated; each rank takes its shard.
+        sizes: each rank's number of inputs; None: an even split.
 
     Raises:
-        ArgumentError: the sizes are no cut; where it is called, the input has another width than the own part.
+        ArgumentError: invalid `sizes`; when called, the input has a wrong number of features.
 
     Source: as `ColumnParallelLinear`.
 
@@ -220,13 +228,17 @@ class RowParallelLinear(_Linear):
         here = self.axis
         if self.split_input:
             if x.shape[-1:] != (self.in_features,):
-                self.refuse(x, f"(..., {self.in_features})", "pass the whole width, or leave out split_input")
+                self.refuse(
+                    x,
+                    f"shape (..., {self.in_features})",
+                    "pass all features, or omit split_input for local ones",
+                )
             x = shard(x, here, -1, sizes=self.cuts["weight"].sizes)
         elif x.shape[-1:] != self.matrix.shape[1:]:
             self.refuse(
                 x,
-                f"(..., {self.matrix.shape[1]})",
-                "pass the own part, or say split_input=True for a whole input",
+                f"shape (..., {self.matrix.shape[1]})",
+                "pass this rank's features, or construct the layer with split_input=True for a replicated input",
             )
         y = linear(x, self.matrix)
         bias: Tensor | None = self.bias
@@ -237,5 +249,5 @@ class RowParallelLinear(_Linear):
             with self.naming_rows():
                 y = reduce_scatter(y, here, dim, sizes=self.rows)
             bias = None if bias is None else replicate(bias, here)
-        # Under autocast the product alone is of the narrow dtype, as all of the dense layer's result.
+        # Under autocast y is narrower than the bias; the dense layer returns the narrow dtype.
         return y if bias is None else y + bias.to(y.dtype)
