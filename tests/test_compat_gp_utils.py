@@ -134,7 +134,7 @@ def test_gp_gpus_has_to_divide_the_number_of_ranks(threads: Any, size: int) -> N
 
 
 def _misuse() -> None:
-    with pytest.raises(gm.NotInitializedError, match="no groups"):
+    with pytest.raises(gm.NotInitializedError, match="the groups are not set up"):
         gp.cleanup_gp()
     with graph_parallel(2), pytest.raises(gm.GradmeshError, match="set up already"):
         gp.setup_gp({"gp_gpus": 1, "distributed_backend": "threads"})

@@ -271,16 +271,16 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "not the number of rows that send",
     ),
     "experts that are no number": (
-        lambda: gm.nn.ExpertDispatch(torch.tensor([[0]]), "ab"),
+        lambda: gm.nn.ExpertDispatch(torch.tensor([[0]]), "ab"),  # type: ignore[arg-type]
         "experts cannot be distributed over the ranks",
-    ),  # type: ignore[arg-type]
+    ),
     "experts of a layer that are not dealt": (
         lambda: gm.nn.ExpertParallel(nn.Linear(1, 2), lambda _: nn.Identity(), (3, -1), 1),
         "experts cannot be distributed over the ranks",
     ),
     "a router of other experts": (
         lambda: gm.nn.ExpertParallel(nn.Linear(1, 1), lambda _: nn.Identity(), 2, 2)(torch.ones(1, 1)),
-        "one score for each expert",
+        "one score for each of 2 experts",
     ),
     "a balance of experts that there are not": (
         lambda: gm.nn.balance_loss(torch.ones(1, 3), torch.tensor([[4]])),

@@ -443,9 +443,9 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "start and length are out of range",
     ),
     "a range from a half on": (
-        lambda: fields.narrow_copy(torch.ones(2), 0, 0.5, 1),
+        lambda: fields.narrow_copy(torch.ones(2), 0, 0.5, 1),  # type: ignore[arg-type]
         "start and length are out of range",
-    ),  # type: ignore[arg-type]
+    ),
     "a range beyond the end": (
         lambda: fields.narrow_copy(torch.ones(2), 0, 3, 2),
         "start and length are out of range",

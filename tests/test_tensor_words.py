@@ -100,13 +100,13 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "sequence_dim before the last dim",
     ),
     "one size for all ranks": (
-        lambda: gm.nn.ColumnParallelLinear(4, 2, sizes=3),
+        lambda: gm.nn.ColumnParallelLinear(4, 2, sizes=3),  # type: ignore[arg-type]
         "sizes does not match the layer",
-    ),  # type: ignore[arg-type]
+    ),
     "sizes that are no numbers": (
-        lambda: gm.nn.ColumnParallelLinear(4, 2, sizes="ab"),
+        lambda: gm.nn.ColumnParallelLinear(4, 2, sizes="ab"),  # type: ignore[arg-type]
         "sizes does not match the layer",
-    ),  # type: ignore[arg-type]
+    ),
     "one size of words": (
         lambda: gm.nn.vocab_parallel_cross_entropy(X, TARGET, sizes=5),  # type: ignore[arg-type]
         "sizes does not match the ranks' vocabulary entries",

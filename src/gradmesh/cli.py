@@ -1,7 +1,7 @@
 """The command line: `gradmesh audit`, `bench`, `check`, `demo`, `explain` and `info`.
 
-Every command is a plain function, and `commands` is the one place that says how its options are spelled. What the
-extras bring is imported when it is used, so that without them there is a text and no traceback.
+Every command is a plain function; `commands` defines all options. Extras are imported when they are used, so that a
+missing one is reported without a traceback.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ __all__ = ["commands", "main"]
 
 _HELP = """Differentiable collective communication for PyTorch.
 
-The command shows what gradmesh does on this machine; programs import it: import gradmesh as gm, and run on
-gm.launch, or under torchrun."""
+The command checks and times gradmesh on this machine. Programs import it: import gradmesh as gm, and run with
+gm.launch or torchrun."""
 
 _MOVED = ("compare", "modes")
-"""Commands that compare gradmesh with other systems, which is for those who work on it."""
+"""Former commands for developers of gradmesh."""
 
 
 def main() -> None:
-    """Run the command that the arguments of the process name."""
+    """Run the command line."""
     try:
         group = commands()
     except MissingExtraError as error:
@@ -63,13 +63,14 @@ def commands() -> click.Group:
         click.Command(
             "audit",
             callback=_with_exit_status(audit_command),
-            short_help="Find out what is wrong with a collective of anyone's, and which law its backward obeys.",
-            help="Audit functions that return (fn, inputs), as gradmesh.verify.audit takes them: MODULE:FUNCTION or "
-            "FILE.py:FUNCTION. The exit status is 0 where nothing is found, 1 where something is, and 2 where a "
-            "function could not be audited.",
+            short_help="Audit a custom collective for gradient bugs.",
+            help="Audit a custom collective: find gradient bugs and report which convention its backward implements. "
+            "Each target is a function that returns (fn, inputs), as for gradmesh.verify.audit: MODULE:FUNCTION or "
+            "FILE.py:FUNCTION. The exit status is 0 if there are no findings, 1 if there are, and 2 if a function "
+            "could not be audited.",
             params=[
                 click.Argument(["targets"], nargs=-1, required=True, metavar="MODULE:FUNCTION..."),
-                option(["--arrow"], help='The types that are meant, such as "V -> R".'),
+                option(["--arrow"], help='The intended types, such as "V -> R".'),
                 option(
                     ["--world-size"], type=click.IntRange(min=1), default=3, help="Number of local ranks."
                 ),
@@ -82,23 +83,23 @@ def commands() -> click.Group:
                     ["--timeout"],
                     type=click.FloatRange(min=0, min_open=True),
                     default=20.0,
-                    help="Seconds that one question to a function may take.",
+                    help="Time limit of each test of a function, in seconds.",
                 ),
                 option(
                     ["--kind", "kinds"],
                     type=click.Choice(list(KINDS)),
                     multiple=True,
-                    help="Look for this kind alone; may be given several times.",
+                    help="Look for this kind of bug only; may be repeated.",
                 ),
                 option(
                     ["--isolate"],
                     is_flag=True,
-                    help="Give ranks that are threads a process of their own, so that its end is a finding.",
+                    help="Run thread ranks in a separate process, so that a crash becomes a finding.",
                 ),
                 option(
                     ["--gloo/--no-gloo"],
                     default=True,
-                    help="Try strided tensors on Gloo processes too where torch.distributed is called.",
+                    help="Also test strided tensors on gloo processes if the function calls torch.distributed.",
                 ),
                 option(["--json", "as_json"], is_flag=True, help="Print a line of JSON for each function."),
             ],
@@ -108,11 +109,11 @@ def commands() -> click.Group:
         click.Command(
             "check",
             callback=_with_exit_status(check_command),
-            short_help="Find what is wrong with the gradients of a training script that knows nothing of gradmesh.",
-            help="Run a script of torch.distributed on local ranks, as torchrun would, and hold the gradients that "
-            "its parameters get against those of the sum of its losses: gradmesh check train.py -n 4 -- --lr 0.1, "
-            "or -m package.module, or -m pytest -- tests/test_x.py. The exit status is 0 where no error is "
-            "found, 1 where one is, and 2 where the script could not be run.",
+            short_help="Find gradient bugs of a distributed training script; it need not use gradmesh.",
+            help="Run a torch.distributed training script on local ranks, like torchrun, and compare each parameter's "
+            "gradient with the gradient of the sum of all ranks' losses: gradmesh check train.py -n 4 -- --lr 0.1, "
+            "or -m package.module, or -m pytest -- tests/test_x.py. The exit status is 0 if no error is found, 1 if "
+            "one is, and 2 if the script could not be run.",
             params=[
                 click.Argument(
                     ["arguments"], nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT] [-- ARGUMENTS...]"
@@ -125,34 +126,34 @@ def commands() -> click.Group:
                     ["--steps"],
                     type=click.IntRange(min=1),
                     default=2,
-                    help="Optimizer steps after which the script is stopped.",
+                    help="Stop the script after this many optimizer steps.",
                 ),
                 option(
                     ["--timeout"],
                     type=click.FloatRange(min=0, min_open=True),
                     default=60.0,
-                    help="Seconds after which ranks that do nothing are stuck.",
+                    help="Report ranks as stuck after this many idle seconds.",
                 ),
                 option(["--json", "as_json"], is_flag=True, help="Print a line of JSON."),
                 option(
                     ["--sarif", "sarif_path"],
                     type=click.Path(dir_okay=False, writable=True, path_type=Path),
-                    help="Where to write what is found as SARIF 2.1.0, for code hosts.",
+                    help="Write the findings to this file as SARIF 2.1.0, for code hosts.",
                 ),
                 option(
                     ["--baseline"],
                     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-                    help="Hide the findings that this file has.",
+                    help="Hide the findings that are in this file.",
                 ),
                 option(
                     ["--write-baseline"],
                     type=click.Path(dir_okay=False, writable=True, path_type=Path),
-                    help="Write what is found to this file, and exit with 0.",
+                    help="Write the findings to this file, and exit with status 0.",
                 ),
                 option(
                     ["--picture"],
                     type=click.Path(dir_okay=False, writable=True, path_type=Path),
-                    help="Draw the lines of the first step, with the types of what they make, as PNG.",
+                    help="Write a picture of the first step's source lines, with the types of their results, as PNG.",
                 ),
             ],
         )
@@ -162,24 +163,24 @@ def commands() -> click.Group:
         click.Command(
             "bench",
             callback=_reporting_errors(bench),
-            short_help="Time the verbs on this machine, beside torch.distributed's own calls.",
-            help="Time the verbs on local ranks of this machine, forward, and forward with backward, at a few sizes, "
-            "beside torch.distributed's own call of the same backend where there is one. Shows medians and their "
-            "spread, and what the verb adds. Takes some minutes. Progress goes to stderr.",
+            short_help="Time gradmesh's collectives and those of torch.distributed on this machine.",
+            help="Time gradmesh's collectives on local ranks, forward and forward with backward, at several sizes, "
+            "and compare with torch.distributed's on the same backend if available. Shows medians, interquartile "
+            "ranges and gradmesh's overhead. Takes some minutes. Progress goes to stderr.",
             params=[
                 option(
                     ["--backend"],
                     type=click.Choice(["shm", "gloo", "threads", "nccl"]),
                     default=shm.default(),
                     callback=_available,
-                    help="shm, gloo, nccl: processes, under nccl a GPU each; threads: threads of one process.",
+                    help="shm, gloo: processes; nccl: processes with one GPU each; threads: threads of one process.",
                 ),
                 option(["--ranks"], type=click.IntRange(min=2), default=2, help="Number of local ranks."),
-                option(["--quick"], is_flag=True, help="Few sizes and few rounds: less than a minute."),
+                option(["--quick"], is_flag=True, help="Fewer sizes and rounds; less than a minute."),
                 option(
                     ["--json", "json_path"],
                     type=click.Path(dir_okay=False, writable=True, path_type=Path),
-                    help="Where to write every round's times, as JSON.",
+                    help="Write every round's times to this file, as JSON.",
                 ),
             ],
         )
@@ -188,9 +189,9 @@ def commands() -> click.Group:
         click.Command(
             "explain",
             callback=_reporting_errors(explain_command),
-            short_help="Show the page of an error, or of a rule of gradmesh check.",
-            help="Show the pages of errors (AxisError) and of rules of gradmesh check (GM101, or missing-sum): what "
-            "raises it in programs that run, and what to do. Without a name, list what has a page.",
+            short_help="Show the help page of an error or of a rule of gradmesh check.",
+            help="Show the help page of an error (AxisError) or of a rule of gradmesh check (GM101 or missing-sum): "
+            "programs that cause it, and what to do. Without a name, list all pages.",
             params=[click.Argument(["names"], nargs=-1, metavar="[NAME...]")],
         )
     )
@@ -198,9 +199,8 @@ def commands() -> click.Group:
         click.Command(
             "info",
             callback=_reporting_errors(info),
-            short_help="Say what is installed here and what gradmesh can run on.",
-            help="Say what is installed here, which backends and extras there are, and which environment variables "
-            "are set for gradmesh.",
+            short_help="Show versions, available backends, installed extras and environment variables.",
+            help="Show versions, available backends, installed extras, and gradmesh's environment variables.",
             params=[
                 option(["--table"], is_flag=True, help="Print the table of the collectives, as Markdown.")
             ],
@@ -221,7 +221,7 @@ def commands() -> click.Group:
 
 
 def info(table: bool) -> None:
-    """Print what is installed, or the table of the collectives."""
+    """Print versions, backends, extras and variables, or the table of the collectives."""
     if table:
         print(ops_table())
         return
@@ -248,14 +248,14 @@ def info(table: bool) -> None:
 
 
 def _with_exit_status(command: Callable[..., int]) -> Callable[..., None]:
-    """The command, with what it returns as the exit status, and gradmesh's errors and unusable files as `NOT_RUN`."""
+    """Exit with the command's result; print gradmesh's errors and OSErrors, and exit with `NOT_RUN`."""
     import click
 
     @functools.wraps(command)
     def wrapped(**options: object) -> None:
         try:
             status = command(**options)
-        except BrokenPipeError:  # who reads has enough: click ends without a word
+        except BrokenPipeError:  # the reader closed the pipe: click exits quietly
             raise
         except (GradmeshError, OSError) as error:
             click.echo(str(error), err=True)
@@ -266,20 +266,18 @@ def _with_exit_status(command: Callable[..., int]) -> Callable[..., None]:
 
 
 def _available(_context: click.Context, _option: click.Parameter, backend: str) -> str:
-    """The backend, if it can be had here; else a usage error."""
+    """The backend if it is available, else a usage error."""
     import click
 
     if why := installation.backends()[backend]:
-        raise click.BadParameter(f"{backend} is not available: {why}; `gradmesh info` lists what is")
+        raise click.BadParameter(
+            f"{backend} is not available: {why}; `gradmesh info` lists available backends"
+        )
     return backend
 
 
 def _moved(name: str, arguments: tuple[str, ...]) -> None:
-    """Say where a command has gone.
-
-    Raises:
-        GradmeshError: always.
-    """
+    """Raise GradmeshError with the command's new name."""
     del arguments
     raise GradmeshError(
         f"`gradmesh {name}` is now `python -m benchmarks.{name}`, run in a clone of the repository"
@@ -287,7 +285,7 @@ def _moved(name: str, arguments: tuple[str, ...]) -> None:
 
 
 def _reporting_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, with gradmesh's own errors and unusable files told as text and exit status 1."""
+    """Print gradmesh's errors and OSErrors without a traceback, and exit with status 1."""
     import click
 
     @functools.wraps(command)

@@ -1,4 +1,4 @@
-"""`gradmesh bench`: how long the verbs take here, and what they add to the raw calls of torch.distributed.
+"""`gradmesh bench`: times of the verbs, and their overhead over raw calls of torch.distributed.
 
-`raw` makes these calls, `timing` puts both under torch's timer on ranks, `command` shows and writes what came out.
+`raw` makes these calls, `timing` times both with torch's timer, `command` prints and writes the results.
 """

@@ -1,7 +1,7 @@
-"""torch.distributed's own collectives, as calls without arguments into memory that is there already.
+"""torch.distributed's collectives, as calls without arguments into preallocated memory.
 
-Each function takes this rank's 1-d operand and a group, and makes a call that returns the result. What is in place in
-torch.distributed (all_reduce, broadcast, reduce) works on a copy of the operand, and changes it at every call.
+Each function takes this rank's 1-d operand and a group, and returns a call that returns the result. Collectives that
+work in place (all_reduce, broadcast, reduce) work on a copy of the operand, which changes with every call.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["Call", "all_gather", "all_reduce", "all_to_all", "broadcast", "reduc
 Call = Callable[[], Tensor]
 Group = dist.ProcessGroup | None
 
-# torch 2.13 renamed both; the old names only warn there.
+# torch 2.13 renamed both, and the old names warn there.
 _gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather(x: Tensor, group: Group = None) -> Call:
-    """The operands of all ranks, one after another."""
+    """The concatenated operands of all ranks."""
     return _into(x.new_empty(x.numel() * dist.get_world_size(group)), _gather_single, x, group=group)
 
 

@@ -1,4 +1,4 @@
-"""The verbs and the raw calls under torch's timer, in turns, on ranks that are started for it."""
+"""Times of the verbs and the raw calls by torch's timer, interleaved, on local ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["FULL", "QUICK", "VERBS", "WAYS", "Cell", "Plan", "measured", "sample
 WAYS = ("forward", "with backward")
 Raw = Callable[[Tensor], raw.Call]
 
-# The verb, and the raw calls of the same collective and of its adjoint, where torch has them.
+# The verb, and the raw calls of the same collective and of its adjoint, if torch has them.
 VERBS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[Raw, Raw] | None]] = {
     "all_gather": (collectives.all_gather, (raw.all_gather, raw.reduce_scatter)),
     "reduce_scatter": (collectives.reduce_scatter, (raw.reduce_scatter, raw.all_gather)),
@@ -39,7 +39,7 @@ VERBS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[Raw, Raw] | None]] = {
 
 
 class Plan(NamedTuple):
-    """Bytes of a rank's float32 operand; rounds; seconds of a sample: short ones measure which rank starts first."""
+    """Bytes of a rank's float32 operand; rounds; seconds of a sample (too short ones measure the ranks' skew)."""
 
     sizes: dict[str, int]
     rounds: int
@@ -51,7 +51,7 @@ FULL = Plan({"1 KiB": 2**10, "64 KiB": 2**16, "1 MiB": 2**20, "16 MiB": 2**24}, 
 
 
 class Cell(NamedTuple):
-    """A verb at a size, one of `WAYS`: gradmesh's times and those of the raw call, if there is one."""
+    """The times of a verb and of its raw call, if there is one, at a size, for one of `WAYS`."""
 
     verb: str
     size: str
@@ -61,32 +61,32 @@ class Cell(NamedTuple):
 
     @property
     def added(self) -> tuple[float, float] | None:
-        """What the verb takes longer: the median of the rounds' differences in seconds, the ratio of the medians."""
+        """The verb's overhead: the median of the rounds' differences in seconds, and the ratio of the medians."""
         if self.raw is None:
             return None
         longer = median(ours - raw for ours, raw in zip(self.ours.times, self.raw.times, strict=True))
         return longer, self.ours.median / self.raw.median
 
 
-def measured(ranks: int, backend: str, plan: Plan, tell: Callable[[str], object]) -> Iterator[Cell]:
-    """Time every verb at every size on so many ranks, each round on its slowest; `tell` hears what is going on."""
+def measured(ranks: int, backend: str, plan: Plan, progress: Callable[[str], object]) -> Iterator[Cell]:
+    """Time every verb at every size, each round on the slowest rank; calls `progress` with a line of text."""
     collecting = gc.isenabled()
-    tell(f"starting {ranks} ranks on {backend}")
+    progress(f"starting {ranks} ranks on {backend}")
     try:
         with Ranks(ranks, backend) as pool:
             for step, (verb, size) in enumerate(((verb, size) for verb in VERBS for size in plan.sizes), 1):
-                tell(f"[{step}/{len(VERBS) * len(plan.sizes)}] {verb}, {size}")
+                progress(f"[{step}/{len(VERBS) * len(plan.sizes)}] {verb}, {size}")
                 found = pool.run(samples, verb, plan.sizes[size], plan.rounds, plan.seconds)
                 slowest = [[max(t) for t in zip(*calls, strict=True)] for calls in zip(*found, strict=True)]
-                told = [Measurement(1, times, TaskSpec(stmt=verb, setup="")) for times in slowest]
-                for way, ours, others in zip(WAYS, told[:2], told[2:] or (None, None), strict=True):
+                taken = [Measurement(1, times, TaskSpec(stmt=verb, setup="")) for times in slowest]
+                for way, ours, others in zip(WAYS, taken[:2], taken[2:] or (None, None), strict=True):
                     yield Cell(verb, size, way, ours, others)
     finally:
-        gc.enable() if collecting else gc.disable()  # timers in several threads at a time leave it off
+        gc.enable() if collecting else gc.disable()  # concurrent timers in several threads leave it disabled
 
 
 def samples(verb: str, size: int, rounds: int, seconds: float) -> list[list[float]]:
-    """On a rank: the seconds of a call, round by round, of the verb both ways and of the raw call both ways."""
+    """On a rank: the seconds of a call in each round, for each of `WAYS`, of the verb and of the raw call."""
     device = torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
     x = torch.ones(-(-size // 4 // dist.get_world_size()) * dist.get_world_size(), device=device)
     clock = timeit.default_timer if device.type == "cpu" else device_clock
@@ -94,16 +94,16 @@ def samples(verb: str, size: int, rounds: int, seconds: float) -> list[list[floa
 
     def sample(timer: Timer, number: int) -> float:
         dist.barrier()
-        # It calls at least twice before it starts the clock, so that the ranks are in step by then.
+        # timeit calls at least twice before it starts the clock, which synchronizes the ranks.
         return timer.timeit(number).mean
 
     numbers = [1] * len(timers)
-    for _ in range(2):  # the second time from more calls than one
+    for _ in range(2):  # the second estimate averages several calls
         for at, timer in enumerate(timers):
             fitting = torch.tensor(seconds / sample(timer, numbers[at]), device=device)
             dist.all_reduce(fitting, op=dist.ReduceOp.MIN)
             numbers[at] = min(1000, max(1, round(fitting.item())))
-    # In turns: what the machine does meanwhile hits all alike.
+    # Interleaved, so that other load on the machine affects all timers equally.
     taken = [[sample(*each) for each in zip(timers, numbers, strict=True)] for _ in range(rounds)]
     return [list(times) for times in zip(*taken, strict=True)]
 

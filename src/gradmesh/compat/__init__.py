@@ -1,9 +1,9 @@
-"""Drop-ins: the names that code already uses, with right gradients.
+"""Drop-in replacements for other libraries' collectives, with correct gradients.
 
-Change the import and leave the calls as they are; docs/migration.md shows before and after for each.
+Change the import and leave the calls unchanged; docs/migration.md shows before and after for each.
 
 ====================  =============================================================================
-module                takes the place of
+module                replaces
 ====================  =============================================================================
 `fairchem`            `fairchem.core.common.gp_utils` of fairchem-core 2.11 and later
 `gp_utils`            `ocpmodels.common.gp_utils`, and that of fairchem-core before 2.11
@@ -13,8 +13,8 @@ module                takes the place of
 `towhee`              `AllGather` of `towhee.models.drl.until_module`
 ====================  =============================================================================
 
-Each name is a thin one over a verb of gradmesh, so that every order of derivative, forward mode and `torch.func`
-work through it, uneven sizes are right where the original takes them, and a rank is always one of the axis.
+Each name is a thin wrapper of a gradmesh verb: higher derivatives, forward mode and `torch.func` work, and uneven sizes
+are correct wherever the original accepts them.
 """
 
 from gradmesh.compat import fairchem, gp_utils, ksuit, megatron, torch_nn, towhee

@@ -1,7 +1,6 @@
-"""The ops that the drop-ins keep on a context or apply by themselves, checked as their verbs check them.
+"""Constructors of the ops that the drop-ins use directly, with the same argument checks as the verbs.
 
-A Function's `forward` and `backward` are two calls with a context between them, so they need the op itself and not
-only the verb. Everything in `gradmesh.compat` that builds an op stands here.
+A Function's `forward` and `backward` are separate calls, so they need the op, not only the verb.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ __all__ = [
 
 
 def single_rank_axis(name: str) -> Axis:
-    """An axis of this rank by itself, also where no process group was made."""
+    """An axis with this rank only; needs no process group."""
     return Axis(name, 0, 1, dist.ProcessGroup(dist.HashStore(), 0, 1))  # type: ignore[attr-defined]
 
 
@@ -67,23 +66,20 @@ def replicate(x: Tensor, axis: Axis) -> LinearOp:
 
 
 def shard(x: Tensor, axis: Axis, dim: int, split: Callable[[int, int], Sequence[int]]) -> LinearOp:
-    """The op of `gradmesh.shard`; `split` tells the sizes from the whole and the number of ranks."""
+    """The op of `gradmesh.shard`; `split` maps the full size and the number of ranks to each rank's size."""
     call = Call("shard", x, axis)
     dim = call.dim(dim)
     return Shard(call.axis, dim, call.sizes(split(x.shape[dim], axis.size), dim))
 
 
 def gather(x: Tensor, axis: Axis, root: int) -> LinearOp:
-    """The op of `gradmesh.gather` along dim 0, one row from each rank.
-
-    The verb asks for `ordered()`, which callers of torch's own `gather` know nothing of.
-    """
+    """The op of `gradmesh.gather` along dim 0, one row from each rank; the verb would require `ordered()`."""
     call = Call("gather", x, axis)
     return Gather(call.axis, 0, root, Sizes((1,) * axis.size))
 
 
 def reduce(x: Tensor, axis: Axis, root: int) -> LinearOp:
-    """The op of `gradmesh.reduce`; not the verb, as in `gather`."""
+    """The op of `gradmesh.reduce`; the verb would require `ordered()`."""
     return Reduce(Call("reduce", x, axis).axis, root)
 
 
@@ -107,7 +103,7 @@ def all_to_all(
 def neighbors(
     x: Tensor, axis: AxisLike, index: Tensor, sent: Sequence[int], received: Sequence[int]
 ) -> LinearOp:
-    """The op of `gradmesh.neighbor_all_to_all`, of rows for all ranks in one index."""
+    """The op of `gradmesh.neighbor_all_to_all`, with the rows for all ranks in one index."""
     call = Call("neighbor_all_to_all", x, axis)
     rows = dict(enumerate(index.split(list(sent))))
     return neighbor_op(x, call.axis, call.dim(0), rows, dict(enumerate(received)), call.fail)
@@ -115,10 +111,9 @@ def neighbors(
 
 @dataclass(frozen=True)
 class CountedByAll(SameShape):
-    """I -> R, for a result whose gradients are the same on every rank: the identity.
+    """I -> R, the identity; like `replicate`, for a result whose gradient the caller guarantees to be equal everywhere.
 
-    It is `replicate` under a promise: the sum of W equal gradients is taken without a message. So the law holds for
-    the cotangents that the promise admits.
+    The sum of W equal gradients needs no communication. The adjoint is exact for such gradients only.
     """
 
     verb = "compat.gp_utils.scale_backward_grad"
@@ -137,7 +132,7 @@ class CountedByAll(SameShape):
 
 @dataclass(frozen=True)
 class SumOfEqual(SameShape):
-    """P -> I, for a term that is the same on every rank: W times the own one. The adjoint of `CountedByAll`."""
+    """P -> I, W times a term that is equal on all ranks. The adjoint of `CountedByAll`."""
 
     verb = "compat.gp_utils.scale_backward_grad"
     public = False

@@ -16,18 +16,17 @@ __all__ = ["AllGatherGradAutograd"]
 
 
 class AllGatherGradAutograd(OpFunction):
-    """Every rank's tensor, as a tuple; backward sums each one's gradient over the ranks, on the rank it came from.
+    """All ranks' tensors as a tuple; backward sums each tensor's gradient over the ranks, on the rank that holds it.
 
     ::
 
         V -> R    shape (...) -> W of shape (...)    x0 -> (x0, x1)      g0[0]+g1[0] <- (g0[0], g0[1])
                                                      x1 -> (x0, x1)      g0[1]+g1[1] <- (g1[0], g1[1])
 
-    A rank may leave parts of the tuple unused: they get zero gradients. It has to use at least one, as the backward
-    collective needs every rank.
+    Unused elements of the tuple get zero gradients. Every rank must use at least one element, because backward is a
+    collective.
 
-    It is called as `AllGatherGradAutograd.apply(x)` or `.apply(x, axis)`; the arguments and errors are those of
-    `forward`.
+    Call `AllGatherGradAutograd.apply(x)` or `.apply(x, axis)`; arguments and errors are those of `forward`.
 
     Example:
         >>> def on_each_rank():
@@ -42,16 +41,16 @@ class AllGatherGradAutograd(OpFunction):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: AxisLike = None) -> tuple[Tensor, ...]:
-        """Gather, and keep on `ctx` what backward needs.
+        """Gather, and save the op on `ctx`.
 
         Args:
-            ctx: any object, or None for a call without a backward by hand.
-            x: this rank's tensor, of one shape on all ranks, as in the original, so that one collective does it. For
-                shapes that differ along a dimension use `gradmesh.all_gather(x, dim=dim, sizes="auto")`.
-            axis: the ranks to gather from; by default the current mesh's only axis, else the world.
+            ctx: any object, or None if `backward` is not called directly.
+            x: this rank's tensor, of the same shape on all ranks. For shapes that differ along a dimension, use
+                `gradmesh.all_gather(x, dim=dim, sizes="auto")`.
+            axis: the ranks to gather from; defaults to the current mesh's only axis, else the world.
 
         Raises:
-            MismatchError: the shapes differ (on backends that can tell).
+            MismatchError: the shapes differ (detected on some backends).
         """
         stack = x.unsqueeze(0)
         found = resolve(axis, "compat.ksuit.AllGatherGradAutograd")
@@ -60,26 +59,25 @@ class AllGatherGradAutograd(OpFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Add the gradients of the own tensor, of which every rank has one.
+        """Sum all ranks' gradients of this rank's tensor.
 
         Returns:
-            The gradient of `x`; in a tuple with None if `forward` was given an axis.
+            The gradient of `x`; in a tuple with None if an axis was passed to `forward`.
 
         Raises:
-            ArgumentError: `forward` did not run with this context.
+            ArgumentError: `forward` was not called with this context.
         """
         return with_nones(ctx, adjoint(ctx, torch.stack(grads)).squeeze(0))
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> tuple[Tensor, ...]:
-        """Every rank's tangent."""
+        """Gather the tangents."""
         return separate(again(ctx, tangent.unsqueeze(0)))
 
 
 def separate(stacked: Tensor) -> tuple[Tensor, ...]:
-    """The entries along dim 0, as tensors that can be used and changed each on its own.
+    """The entries along dim 0; `stacked` must not be used afterwards.
 
-    Unlike those of `unbind`, they are no views to autograd, which would refuse to change one of several in place.
-    The stack itself must not be used any more.
+    Unlike the results of `unbind`, they are not views in autograd, so they can be modified in place.
     """
     return tuple(part.squeeze(0) for part in stacked.unsafe_split(1))

@@ -16,18 +16,18 @@ __all__ = ["AllGather"]
 
 
 class AllGather(OpFunction):
-    """The ranks' tensors concatenated along dim 0; backward hands back the own slice.
+    """The ranks' tensors concatenated along dim 0; backward returns this rank's slice of the gradient.
 
     ::
 
         V -> I    shape (n, ...) -> (W n, ...)   x0 -> [x0 x1]      g0[0] <- [g0[0] g0[1]]
                                                  x1 -> [x0 x1]      g1[1] <- [g1[0] g1[1]]
 
-    That gradient is whole if every rank computes the same loss from the result, as the original expects. Where the
+    That gradient is complete if every rank computes the same loss from the result, as the original expects. If the
     losses differ, use `gradmesh.all_gather(x)`, whose backward sums over the ranks.
 
-    It is called as `AllGather.apply(tensor, args)` or `AllGather.apply(tensor, args, axis)`; the arguments and errors
-    are those of `forward`. Scalars are stacked.
+    Call `AllGather.apply(tensor, args)` or `AllGather.apply(tensor, args, axis)`; arguments and errors are those of
+    `forward`. Scalars are stacked.
 
     Example:
         >>> def on_each_rank():
@@ -43,30 +43,29 @@ class AllGather(OpFunction):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, args: Any, axis: AxisLike = None) -> Tensor:
-        """Gather, and keep on `ctx` what backward needs.
+        """Gather, and save the op on `ctx`.
 
         Args:
-            ctx: any object, or None for a call without a backward by hand.
-            tensor: this rank's part, of one shape on all ranks.
-            args: any object with the number of ranks as `args.world_size`. `args.local_rank` is not read: it is the
-                rank on one machine, and the slice of the gradient is that of the rank on the axis.
-            axis: the ranks to gather from; by default the current mesh's only axis, else the world.
+            ctx: any object, or None if `backward` is not called directly.
+            tensor: this rank's tensor, of the same shape on all ranks.
+            args: any object with the number of ranks as `args.world_size`. `args.local_rank` is ignored.
+            axis: the ranks to gather from; defaults to the current mesh's only axis, else the world.
 
         Raises:
             ArgumentError: `args.world_size` is not the number of ranks of the axis.
-            MismatchError: the shapes or dtypes differ (on backends that can tell).
+            MismatchError: the shapes or dtypes differ (detected on some backends).
         """
         found = resolve(axis, "compat.towhee.AllGather")
         world_size = getattr(args, "world_size", None)
         if world_size != found.size:
             raise ArgumentError(
                 message(
-                    "args.world_size is not the number of ranks of the axis",
+                    "args.world_size differs from the axis size",
                     op="compat.towhee.AllGather",
                     axis=str(found),
                     expected=f"args.world_size={found.size}",
                     got=f"args.world_size={world_size!r}",
-                    remedy="set it to the size of the axis, or name another axis: AllGather.apply(x, args, axis)",
+                    remedy=f"set args.world_size={found.size}, or pass the axis: AllGather.apply(x, args, axis)",
                 )
             )
         if tensor.dim() == 0:

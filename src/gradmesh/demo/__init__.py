@@ -1,5 +1,5 @@
-"""The job behind `gradmesh demo`: contrastive learning of real images over ranks, and the proof of its gradients.
+"""`gradmesh demo`: training jobs on local ranks, compared with one process.
 
-`contrast` is what the ranks run and what one process computes without them, `job` trains on both and compares,
-`report` shows it, `extras` finds out whether what that needs is installed.
+Here: contrastive learning of images. `contrast` has the model and loss on ranks and on one process, `job` trains both
+and compares them, `report` prints and plots the results.
 """

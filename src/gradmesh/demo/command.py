@@ -1,4 +1,4 @@
-"""`gradmesh demo`: a job by its name, and the first of them without one."""
+"""`gradmesh demo`: the command group."""
 
 from __future__ import annotations
 
@@ -22,16 +22,12 @@ __all__ = ["clip", "demo_group", "fno", "forces", "lm"]
 _FIRST = "clip"
 
 
-def demo_group(told: Callable[[Callable[..., None]], Callable[..., None]]) -> click.Group:
-    """Build `gradmesh demo`.
-
-    Args:
-        told: what a command's function is wrapped in, so that errors become text.
-    """
+def demo_group(reporting: Callable[[Callable[..., None]], Callable[..., None]]) -> click.Group:
+    """Build `gradmesh demo`; `reporting` wraps each command, to print errors without a traceback."""
     import click
 
     class Named(click.Group):
-        """Takes options without a name for those of the first job."""
+        """Without a job's name, runs the first job."""
 
         def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
             if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
@@ -41,9 +37,9 @@ def demo_group(told: Callable[[Callable[..., None]], Callable[..., None]]) -> cl
     option = functools.partial(click.Option, show_default=True)
     group = Named(
         "demo",
-        short_help="Train over local ranks, and prove the gradients.",
-        help=f"Train over local ranks, and compare with one process. Without a name: {_FIRST}, whose options "
-        f"`gradmesh demo {_FIRST} --help` lists.",
+        short_help="Train on local ranks, and compare with one process.",
+        help=f"Train on local ranks, and compare with one process. The default job is {_FIRST}; see "
+        f"`gradmesh demo {_FIRST} --help`.",
     )
     default, potential = Settings(), forces_settings.Settings()
 
@@ -61,29 +57,29 @@ def demo_group(told: Callable[[Callable[..., None]], Callable[..., None]]) -> cl
                 ["--seed"],
                 type=click.IntRange(min=0),
                 default=0,
-                help="Decides the data, what is held out of it, the initial parameters and the order.",
+                help="Seed of the data, the held-out split, the initial parameters and the order.",
             ),
             option(
                 ["--picture"],
                 type=click.Path(dir_okay=False, writable=True, path_type=Path),
                 default=Path(picture),
-                help="Where to write the picture, as PNG.",
+                help="Write the plots to this file, as PNG.",
             ),
             option(
                 ["--json", "as_json"],
                 is_flag=True,
-                help="Print nothing but a line of JSON to stdout, all else to stderr.",
+                help="Print a line of JSON to stdout, and everything else to stderr.",
             ),
         ]
 
     group.add_command(
         click.Command(
             "clip",
-            callback=told(clip),
-            short_help="Contrastive learning of images, by three gathers.",
-            help="Train two encoders on the halves of handwritten digits, contrasting each image with those of all "
-            "ranks, by three gathers: gradmesh's, one without gradient, and one whose backward is the own slice. "
-            "Then compare each one's gradients with those of a single process.",
+            callback=reporting(clip),
+            short_help="Contrastive learning of images, with three all-gathers.",
+            help="Train two encoders on the halves of handwritten digits, with a contrastive loss over the images of "
+            "all ranks, and three all-gathers: gradmesh's, one without a gradient, and one whose backward takes the "
+            "local slice only. Compare their gradients with those of a single process.",
             params=[
                 *common(default.ranks, default.backend, "gradmesh_demo.png"),
                 number("epochs", 1, default.epochs, "Passes over the training images."),
@@ -93,30 +89,34 @@ def demo_group(told: Callable[[Callable[..., None]], Callable[..., None]]) -> cl
     group.add_command(
         click.Command(
             "forces",
-            callback=told(forces),
-            short_help="A potential for atoms: energies, forces, stresses, dynamics.",
-            help="Train a potential on slabs, alloys, particles and strained crystals of ASE's EMT, each cut over the "
-            "ranks, beside the same on one process; predict forces on structures held out; count the rows that "
-            "travel; and run molecular dynamics with it on all ranks.",
+            callback=reporting(forces),
+            short_help="Graph parallelism: an interatomic potential, with molecular dynamics.",
+            help="Train an interatomic potential on slabs, alloys, particles and strained crystals of ASE's EMT, each "
+            "partitioned over the ranks, and compare with one process; predict forces of held-out structures; count "
+            "the rows that are sent; and run molecular dynamics on all ranks.",
             params=[
                 *common(potential.ranks, potential.backend, "gradmesh_forces.png"),
-                number("steps", 1, potential.steps, "Steps of training."),
-                number("md", 1, potential.md, "Steps of molecular dynamics."),
-                number("channels", 1, potential.channels, "Scalars, and vectors, of each atom."),
-                number("structures", 4, potential.structures, "Structures to train on."),
-                number("batch", 1, potential.batch, "Structures of a step."),
-                number("moving", 24, potential.moving, "Atoms of the slab that moves."),
-                number("atoms", 256, potential.atoms, "Atoms of the largest slab whose rows are counted."),
+                number("steps", 1, potential.steps, "Number of training steps."),
+                number("md", 1, potential.md, "Number of steps of molecular dynamics."),
+                number(
+                    "channels", 1, potential.channels, "Scalar features, and vector features, of each atom."
+                ),
+                number("structures", 4, potential.structures, "Number of training structures."),
+                number("batch", 1, potential.batch, "Structures per step."),
+                number("moving", 24, potential.moving, "Atoms in the molecular dynamics."),
+                number(
+                    "atoms", 256, potential.atoms, "Atoms of the largest slab whose sent rows are counted."
+                ),
                 option(
                     ["--partition"],
                     type=click.Choice(["space", "graphs"]),
                     default=potential.partition,
-                    help="space: each structure is cut; graphs: each is whole on one rank.",
+                    help="space: partition each structure; graphs: assign each structure to one rank.",
                 ),
                 option(
                     ["--write"],
                     type=click.Path(dir_okay=False, writable=True, path_type=Path),
-                    help="Write the structures with their energies, forces and stresses, as extended XYZ, and stop.",
+                    help="Write the structures with energies, forces and stresses as extended XYZ, and exit.",
                 ),
             ],
         )
@@ -125,16 +125,16 @@ def demo_group(told: Callable[[Callable[..., None]], Callable[..., None]]) -> cl
     group.add_command(
         click.Command(
             "lm",
-            callback=told(lm),
-            short_help="A language model over data, sequence and tensor parallel ranks.",
-            help="Train a language model of the characters of Python's reference on ranks that have other sequences, "
-            "other places of a sequence and other parts of each layer, beside the same on one process, step by step.",
+            callback=reporting(lm),
+            short_help="Data, sequence and tensor parallelism: a language model.",
+            help="Train a character-level language model on Python's reference, with data, sequence and tensor "
+            "parallelism, and compare with one process, step by step.",
             params=[
                 *common(None, language.backend, "gradmesh_lm.png"),
-                number("dp", 1, language.dp, "Ranks that have other sequences."),
-                number("sp", 1, language.sp, "Ranks of each sequence."),
-                number("tp", 1, language.tp, "Ranks of each layer."),
-                number("steps", 1, language.steps, "Steps of training."),
+                number("dp", 1, language.dp, "Data parallel size."),
+                number("sp", 1, language.sp, "Sequence parallel size."),
+                number("tp", 1, language.tp, "Tensor parallel size."),
+                number("steps", 1, language.steps, "Number of training steps."),
             ],
         )
     )
@@ -142,15 +142,17 @@ def demo_group(told: Callable[[Callable[..., None]], Callable[..., None]]) -> cl
     group.add_command(
         click.Command(
             "fno",
-            callback=told(fno),
-            short_help="A Fourier neural operator on fields that are cut over the ranks.",
-            help="Solve Burgers' equation from random fields, and train a Fourier neural operator to do it, with each "
-            "field cut over the ranks, beside the same on one process, step by step.",
+            callback=reporting(fno),
+            short_help="Domain decomposition: a Fourier neural operator.",
+            help="Train a Fourier neural operator on solutions of Burgers' equation, with each field sharded over the "
+            "ranks, and compare with one process, step by step.",
             params=[
                 *common(operator.ranks, operator.backend, "gradmesh_fno.png"),
-                number("epochs", 1, operator.epochs, "Passes over the solutions."),
-                number("points", 8, operator.points, "Points of a field; the ranks need not divide them."),
-                number("samples", 1, operator.samples, "Solutions to train on."),
+                number("epochs", 1, operator.epochs, "Passes over the training solutions."),
+                number(
+                    "points", 8, operator.points, "Grid points; need not be divisible by the number of ranks."
+                ),
+                number("samples", 1, operator.samples, "Number of training solutions."),
             ],
         )
     )
@@ -158,7 +160,7 @@ def demo_group(told: Callable[[Callable[..., None]], Callable[..., None]]) -> cl
 
 
 def clip(ranks: int, backend: str, epochs: int, seed: int, picture: Path, as_json: bool) -> None:
-    """Run the job of contrastive learning and show what it finds."""
+    """Run contrastive learning and show the results."""
     require("demo", "demo")
     from rich.console import Console
 
@@ -171,13 +173,13 @@ def clip(ranks: int, backend: str, epochs: int, seed: int, picture: Path, as_jso
         result = run(settings, watcher)
     report.draw(result, picture)
     report.print_proof(result, console)
-    console.print(f"\n{result.seconds:.1f} s. The training curves are in {picture}")
+    console.print(f"\n{result.seconds:.1f} s. Training curves: {picture}")
     if as_json:
         print(json.dumps({**result.as_json(), "picture": str(picture.resolve())}))
 
 
 def forces(picture: Path, as_json: bool, write: Path | None, **chosen: Any) -> None:
-    """Run the job of a potential and show what it finds."""
+    """Train a potential and show the results."""
     require("forces", "demo forces")
     from rich.console import Console
 
@@ -188,7 +190,7 @@ def forces(picture: Path, as_json: bool, write: Path | None, **chosen: Any) -> N
     if write is not None:
         write.parent.mkdir(parents=True, exist_ok=True)
         structures.write(write, settings.structures, settings.seed)
-        console.print(f"{settings.structures} structures are in {write}")
+        console.print(f"Wrote {settings.structures} structures to {write}")
         if as_json:
             print(json.dumps({"structures": settings.structures, "written": str(write.resolve())}))
         return
@@ -197,37 +199,38 @@ def forces(picture: Path, as_json: bool, write: Path | None, **chosen: Any) -> N
         result = job.run(settings, watcher)
     report.draw(result, picture)
     report.print_tables(result, console)
-    console.print(f"The picture is in {picture}")
+    console.print(f"Plots: {picture}")
     if as_json:
         print(json.dumps({**result.as_json(), "picture": str(picture.resolve())}))
 
 
 def fno(**chosen: Any) -> None:
-    """Run the job of a neural operator and show what it finds."""
+    """Train a neural operator and show the results."""
     require("demo", "demo fno")
     from gradmesh.demo.fno import job, report
 
-    _followed(job, report, fno_settings.Job, **chosen)
+    _run_and_report(job, report, fno_settings.Job, **chosen)
 
 
 def lm(**chosen: Any) -> None:
-    """Run the job of a language model and show what it finds."""
+    """Train a language model and show the results."""
     require("demo", "demo lm")
     from gradmesh.demo.lm import job, report
 
-    _followed(job, report, lm_settings.Job, **chosen)
+    _run_and_report(job, report, lm_settings.Job, **chosen)
 
 
-def _followed(job: Any, report: Any, settings: Any, picture: Path, as_json: bool, **chosen: Any) -> None:
-    """Run a job that follows one process, and show how far it is from that."""
+def _run_and_report(
+    job: Any, report: Any, settings: Any, picture: Path, as_json: bool, **chosen: Any
+) -> None:
     from rich.console import Console
 
-    console, asked = Console(stderr=as_json, highlight=False), settings(**chosen)
+    console, options = Console(stderr=as_json, highlight=False), settings(**chosen)
     picture.parent.mkdir(parents=True, exist_ok=True)
-    with report.shown(asked, console) as tell:
-        result = job.run(asked, tell)
+    with report.shown(options, console) as progress:
+        result = job.run(options, progress)
     report.draw(result, picture)
     report.print_table(result, console)
-    console.print(f"The picture is in {picture}")
+    console.print(f"Plots: {picture}")
     if as_json:
         print(json.dumps({**result.as_json(), "picture": str(picture.resolve())}))

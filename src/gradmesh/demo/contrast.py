@@ -1,10 +1,8 @@
-"""Two views, an encoder for each, and their contrastive loss: over ranks, and densely in one process.
+"""Two encoders and their contrastive loss, on ranks and on one process.
 
 Each rank encodes its rows of the global batch and compares them with the gathered rows of all ranks, in both
-directions (Radford et al., Learning Transferable Visual Models From Natural Language Supervision, 2021). Its
-loss is its rows' share of the batch's mean, so the losses differ from rank to rank and add up to the objective.
-
-What a rank function needs comes as an argument: ranks that are processes have nothing else.
+directions (Radford et al., Learning Transferable Visual Models From Natural Language Supervision, 2021). A rank's
+loss is its rows' share of the batch's mean: losses differ between ranks and add up to the objective.
 """
 
 from __future__ import annotations
@@ -30,13 +28,13 @@ FEATURES = 32
 RATE = 0.05
 MOMENTUM = 0.9
 LARGEST_SCALE = 100.0
-"""Bound on the inverse temperature, CLIP's own."""
+"""Bound on the inverse temperature, as in CLIP."""
 
 Views = tuple[Tensor, Tensor]
 
 
 class Towers(nn.Module):
-    """An encoder for each view, and the learnable temperature that their similarities are divided by."""
+    """An encoder for each view, and the learned temperature."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +43,7 @@ class Towers(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(10.0, dtype=torch.float64).log())
 
     def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The unit vectors of both views, and the inverse temperature."""
+        """The normalized embeddings of both views, and the inverse temperature."""
         return normalize(self.left(left), dim=1), normalize(self.right(right), dim=1), self.log_scale.exp()
 
 
@@ -61,7 +59,7 @@ def _gather(x: Tensor, sizes: Sequence[int]) -> Tensor:
     return gm.all_gather(x, sizes=sizes)
 
 
-# What torch.distributed.all_gather fills into its output list has these values and no graph behind it.
+# Like torch.distributed.all_gather: the same values, without a gradient.
 @torch.no_grad()
 def _gather_without_gradient(x: Tensor, sizes: Sequence[int]) -> Tensor:
     return gm.all_gather(x, sizes=sizes)
@@ -76,37 +74,34 @@ GATHERS: dict[str, Callable[[Tensor, Sequence[int]], Tensor]] = {
     "no gradient": _gather_without_gradient,
     "slice only": _gather_slice_only,
 }
-"""Three gathers of the same values. The second one's backward stops at the gather; the third one's hands each rank
-the own slice of the own gradient, which is right only where every rank's loss is the same."""
+"""Three all-gathers with the same values. The second has no backward; the backward of the third returns this rank's
+slice of its gradient, which is correct only if every rank has the same loss."""
 
 
 def rank_loss(gather: str, model: Towers, views: Views, batch: Tensor) -> Tensor:
     """This rank's share of the loss of a global batch.
 
     Args:
-        gather: which of `GATHERS`.
-        model: this rank's own module, with the same parameters on every rank.
+        gather: a key of `GATHERS`.
+        model: the module, with the same parameters on every rank.
         views: both views of all images.
-        batch: the images of the global batch, by number, the same on every rank.
+        batch: the indices of the global batch, the same on every rank.
     """
-    places = torch.arange(len(batch))
-    sizes = [len(rows) for rows in places.tensor_split(gm.axis().size)]
-    mine = gm.shard(places, sizes=sizes)
+    indices = torch.arange(len(batch))
+    sizes = [len(rows) for rows in indices.tensor_split(gm.axis().size)]
+    local = gm.shard(indices, sizes=sizes)
     left, right, scale = functional_call(
-        model, _replicated(model), tuple(view[batch[mine]] for view in views)
+        model, _replicated(model), tuple(view[batch[local]] for view in views)
     )
     # One message for both views.
     all_left, all_right = GATHERS[gather](torch.stack([left, right], dim=1), sizes).unbind(dim=1)
-    to_right = cross_entropy(scale * left @ all_right.T, mine, reduction="sum")
-    to_left = cross_entropy(scale * right @ all_left.T, mine, reduction="sum")
+    to_right = cross_entropy(scale * left @ all_right.T, local, reduction="sum")
+    to_left = cross_entropy(scale * right @ all_left.T, local, reduction="sum")
     return (to_right + to_left) / (2 * len(batch))
 
 
 def _replicated(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters, for a rank to use on its own rows: their gradients are sums over the ranks.
-
-    They are joined first, so that the sums travel in one message.
-    """
+    """The parameters for use on local rows: backward sums their gradients over the ranks, in one message."""
     parameters = dict(model.named_parameters())
     joined = gm.replicate(torch.cat([parameter.flatten() for parameter in parameters.values()]))
     pieces = joined.split([parameter.numel() for parameter in parameters.values()])
@@ -117,7 +112,7 @@ def _replicated(model: nn.Module) -> dict[str, Tensor]:
 
 
 def dense_loss(model: Towers, views: Views, batch: Tensor) -> Tensor:
-    """The loss of a global batch in one process: nothing of gradmesh takes part."""
+    """The loss of a global batch on one process, without gradmesh."""
     left, right, scale = model(*(view[batch] for view in views))
     similarity = scale * left @ right.T
     matches = torch.arange(len(batch))
@@ -126,10 +121,7 @@ def dense_loss(model: Towers, views: Views, batch: Tensor) -> Tensor:
 
 @dataclass
 class Learner:
-    """A model and the velocity of its parameters, trained by SGD with momentum.
-
-    Adam would hide a gradient that is wrong by a factor. (And `torch.optim` takes each rank seconds to import.)
-    """
+    """A model, trained by SGD with momentum. Adam would hide a gradient that is wrong by a factor."""
 
     model: Towers
     velocity: list[Tensor]
@@ -158,20 +150,19 @@ class Learner:
         self.model.log_scale.clamp_(max=math.log(LARGEST_SCALE))
 
 
-# Ranks that are threads are all handed the same objects, so each works on a copy; functional_call, too, changes
-# the module while it runs.
+# Thread ranks receive the same objects, so each works on a copy; functional_call also modifies the module temporarily.
 
 
 def rank_epoch(
     gather: str, learner: Learner, views: Views, batches: Sequence[Tensor]
 ) -> tuple[Learner, list[float]]:
-    """Train on the batches on one rank; returns the learner and this rank's shares of the losses."""
+    """Train on one rank; returns the learner and this rank's losses."""
     learner = copy.deepcopy(learner)
     losses = learner.train(lambda model, batch: rank_loss(gather, model, views, batch), batches)
     return learner, losses
 
 
 def rank_gradient(gather: str, model: Towers, views: Views, batch: Tensor) -> tuple[Tensor, ...]:
-    """The gradient of every parameter, as this rank gets it."""
+    """The gradient of every parameter on this rank."""
     model = copy.deepcopy(model)
     return torch.autograd.grad(rank_loss(gather, model, views, batch), list(model.parameters()))

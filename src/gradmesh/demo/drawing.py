@@ -1,4 +1,4 @@
-"""Parameters drawn from a seed, on ranks that may share a process."""
+"""Seeded initialization on ranks that may share a process."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 __all__ = ["seeded"]
 
-_ONE_AT_A_TIME = threading.RLock()
-"""Ranks that are threads share torch's default dtype."""
+_LOCK = threading.RLock()
+"""Thread ranks share torch's default generator and dtype."""
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Let torch's default generator begin at a seed, for one rank at a time, and leave it as it was."""
-    with _ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
+    """Seed torch's default generator, for one rank at a time, and restore it afterwards."""
+    with _LOCK, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

@@ -1,4 +1,4 @@
-"""What the jobs share that follow one process step by step: who has done how much, and how it is shown."""
+"""Progress display of jobs that compare ranks with one process step by step."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-__all__ = ["ALONE", "IN_PARTS", "Tell", "shown"]
+__all__ = ["ALONE", "IN_PARTS", "Progressed", "shown"]
 
 IN_PARTS: Final = "ranks"
 ALONE: Final = "one process"
 
-Tell = Callable[[str, int], None]
-"""Is told who has done how many more steps, or epochs."""
+Progressed = Callable[[str, int], None]
+"""Called with the name of a run (`IN_PARTS` or `ALONE`) and its number of additional steps."""
 
 
 @contextmanager
-def shown(introduction: str, total: int, console: Console) -> Iterator[Tell]:
-    """Introduce a job, and show on the console how far the ranks and one process are."""
+def shown(introduction: str, total: int, console: Console) -> Iterator[Progressed]:
+    """Print an introduction, and show the progress of both runs."""
     console.print(f"{introduction}\n")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:

@@ -1,4 +1,4 @@
-"""Train on ranks and in one process, on the same images in the same order, and compare."""
+"""Train on ranks and on one process, with the same images in the same order, and compare."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ __all__ = [
 ]
 
 HELD_OUT = 297
-BATCH = 150  # Not a multiple of 4, so that the ranks' rows are unequal in number.
+BATCH = 150  # Not a multiple of 4, so that the ranks' shards are uneven.
 ONE_PROCESS = "one process"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line can choose."""
+    """Options of the command line."""
 
     ranks: int = 4
     backend: str = field(default_factory=shm.default)
@@ -68,14 +68,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class Images:
-    """The left and the right half of each image, in an order drawn by the seed, one row an image."""
+    """The left and right halves of the images, shuffled by the seed, one row for each image."""
 
     training: Views
     held_out: Views
 
     @classmethod
     def load(cls, seed: int) -> Images:
-        """Read scikit-learn's handwritten digits; nothing is downloaded.
+        """Load scikit-learn's handwritten digits (no download).
 
         Raises:
             MissingExtraError: scikit-learn is not installed.
@@ -92,18 +92,18 @@ class Images:
 
 @dataclass(frozen=True)
 class Result:
-    """What the job found.
+    """The results of the job.
 
     Attributes:
-        settings: what it was asked.
-        curves: how each gather, and one process, learned.
-        grad_error: for each gather, the largest absolute difference of any parameter's gradient on any rank from
-            the gradient that one process computes; on the first batch, at the initial parameters.
-        largest_grad: the largest absolute entry of that gradient.
-        param_error: the largest absolute difference of any parameter on any rank, after training with
-            gradmesh's gather, from training in one process.
-        rank_error: the largest absolute difference of a parameter between two ranks, at the end of any epoch.
-        seconds: how long all that took.
+        settings: its options.
+        curves: the training curves of each gather and of one process.
+        grad_error: for each gather, the largest absolute difference of any parameter's gradient on any rank from that
+            on one process; for the first batch, at the initial parameters.
+        largest_grad: the largest absolute entry of the gradient on one process.
+        param_error: the largest absolute difference of any parameter on any rank, after training with gradmesh's
+            gather, from training on one process.
+        rank_error: the largest absolute difference of a parameter between ranks, at the end of any epoch.
+        seconds: run time.
     """
 
     settings: Settings
@@ -115,7 +115,7 @@ class Result:
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
-        """The same as plain values; `grad_error` and `recall` are gradmesh's."""
+        """The results as plain values; `grad_error` and `recall` are those of gradmesh's gather."""
         return {
             "grad_error": self.grad_error["gradmesh"],
             "grad_error_no_gradient": self.grad_error["no gradient"],
@@ -131,20 +131,20 @@ class Result:
 
 
 class Watcher:
-    """Is told how far the job is; this one ignores it."""
+    """Progress callbacks; this base class ignores them."""
 
     def turn(self, epoch: int) -> None:
-        """One gather has trained for one more epoch."""
+        """One gather finished an epoch."""
 
     def epoch(self, epoch: int, curves: dict[str, Curve]) -> None:
-        """Every gather has, and the curves have grown by one."""
+        """Every gather finished an epoch."""
 
 
 def run(settings: Settings, watcher: Watcher | None = None) -> Result:
-    """Do the whole job.
+    """Run the job.
 
     Raises:
-        ArgumentError: the number of ranks or the backend cannot be.
+        ArgumentError: invalid number of ranks or backend.
         MissingExtraError: scikit-learn is not installed.
         RankError: a rank failed.
     """
@@ -185,7 +185,7 @@ def run(settings: Settings, watcher: Watcher | None = None) -> Result:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute on one thread: the matrices are small, and a second one would take its core from the ranks."""
+    """Compute on one thread: the matrices are small, and more threads would compete with the ranks for cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -195,7 +195,7 @@ def one_thread() -> Iterator[None]:
 
 
 def recall(model: Towers, views: Views) -> float:
-    """The share of images whose other half is, of all of them, the most similar; the mean of both directions."""
+    """Recall@1: the share of images whose most similar other half is their own; the mean of both directions."""
     with torch.no_grad():
         left, right, _ = model(*views)
     similarity = left @ right.T

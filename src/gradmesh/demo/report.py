@@ -1,4 +1,4 @@
-"""What the job shows: a progress bar with a row per epoch, the proof table, and the picture of the curves."""
+"""Progress display, table of gradient errors, and training curves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXACT = 1e-10
 
 
 class _Bar(Watcher):
-    """Moves the progress bar, and prints the epochs' rows above it."""
+    """Updates the progress bar, and prints a row for each epoch above it."""
 
     def __init__(self, progress: Progress, settings: Settings) -> None:
         self._progress = progress
@@ -42,17 +42,17 @@ class _Bar(Watcher):
         self._print(str(epoch + 1), *cells)
 
     def _print(self, epoch: str, *cells: str, style: str | None = None) -> None:
-        # Printed row by row, as a table that is redrawn would show nothing in a log until the end.
+        # Row by row: a live table would only appear at the end of a log file.
         self._progress.console.print(f"{epoch:>5}" + "".join(f"{cell:>20}" for cell in cells), style=style)
 
 
 @contextmanager
 def shown(settings: Settings, console: Console) -> Iterator[Watcher]:
-    """Introduce the job, and show on the console how far it is."""
+    """Print an introduction, and show the progress."""
     console.print(
-        f"Handwritten digits: the left half of each image against the right half, over {settings.ranks} ranks on "
-        f"{settings.backend}, in batches of {BATCH}. recall@1: how many of the {HELD_OUT} held-out halves find their "
-        f"other half among all {HELD_OUT} (by chance {1 / HELD_OUT:.1%}).\n"
+        f"Contrastive learning of handwritten digits (left half against right half) on {settings.ranks} ranks, "
+        f"{settings.backend} backend, batch size {BATCH}. recall@1: share of the {HELD_OUT} held-out halves whose most "
+        f"similar other half is the right one (chance: {1 / HELD_OUT:.1%}).\n"
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
@@ -60,23 +60,23 @@ def shown(settings: Settings, console: Console) -> Iterator[Watcher]:
 
 
 def print_proof(result: Result, console: Console) -> None:
-    """Print how far each gather's gradients are off, and how far gradmesh's training is."""
+    """Print the gradient error of each gather, and the parameter error of gradmesh's training."""
     table = Table(box=SIMPLE_HEAD)
     table.add_column("gather")
-    table.add_column("largest deviation", justify="right")
-    table.add_column("of the largest entry", justify="right")
+    table.add_column("max abs. difference", justify="right")
+    table.add_column("relative", justify="right")
     table.add_column("gradient")
     for gather, error in result.grad_error.items():
         exact = error <= EXACT
         share = error / result.largest_grad
-        verdict = "[green]right to rounding[/]" if exact else "[red]wrong[/]"
+        verdict = "[green]correct to rounding[/]" if exact else "[red]wrong[/]"
         table.add_row(gather, f"{error:.1e}", f"{share:.1e}" if exact else f"{share:.0%}", verdict)
-    console.print("\n[bold]The gradients of the parameters, against those of one process[/]", table)
+    console.print("\n[bold]Parameter gradients, compared with one process[/]", table)
     console.print(
-        f"The largest absolute difference over all parameters and ranks from the gradient that one process computes "
-        f"densely; on the first batch of {BATCH} images, at the initial parameters.\n\n"
-        f"After {result.settings.epochs} epochs, gradmesh's parameters differ from those of training in one process by "
-        f"{result.param_error:.1e} at most, and between ranks by {result.rank_error:.1g}."
+        f"Maximum over all parameters and ranks, for the first batch of {BATCH} images at the initial parameters; "
+        f"relative to the largest entry of the gradient.\n\n"
+        f"After {result.settings.epochs} epochs with gradmesh, parameters differ from training on one process by at "
+        f"most {result.param_error:.1e}, and between ranks by at most {result.rank_error:.1g}."
     )
 
 
@@ -84,10 +84,10 @@ _COLOURS = {"gradmesh": "#0072B2", "no gradient": "#E69F00", "slice only": "#D55
 
 
 def draw(result: Result, path: Path) -> None:
-    """Write the picture of the training curves, as PNG."""
+    """Plot the training curves, as PNG."""
     figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
     figure.suptitle(
-        f"Contrastive learning over {result.settings.ranks} ranks: three gathers, all else the same\n",
+        f"Contrastive learning on {result.settings.ranks} ranks with three all-gathers\n",
         fontsize=13,
     )
     left, right = figure.subplots(1, 2, gridspec_kw={"wspace": 0.05})
@@ -97,7 +97,7 @@ def draw(result: Result, path: Path) -> None:
     labels = [
         f"{name}: {result.grad_error[name]:.1e}" if name in result.grad_error else name for name in names
     ]
-    left.legend(lines, labels, title="gather: deviation of its gradient", frameon=False, alignment="left")
+    left.legend(lines, labels, title="all-gather: gradient error", frameon=False, alignment="left")
     _plot(right, {name: [100 * share for share in curve.recall] for name, curve in result.curves.items()})
     right.set(
         title=f"Recall@1 on {HELD_OUT} held-out images", xlabel="epoch", ylabel="other half found first (%)"
@@ -112,7 +112,7 @@ def _plot(axes: Axes, curves: dict[str, list[float]]) -> None:
     epochs = range(1, len(curves[ONE_PROCESS]) + 1)
     for gather, colour in _COLOURS.items():
         axes.plot(epochs, curves[gather], color=colour, linewidth=2, marker=".", markersize=4, label=gather)
-    # Dots, as this curve lies on gradmesh's.
+    # Dots: this curve coincides with gradmesh's.
     axes.plot(epochs, curves[ONE_PROCESS], "o", color="black", markersize=3.5, label="one process, no gather")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.25)

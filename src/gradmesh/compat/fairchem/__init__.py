@@ -1,25 +1,25 @@
-"""Drop-in for `fairchem.core.common.gp_utils` of fairchem-core 2.11 and later, with its exchange of needed atoms.
+"""Drop-in for `fairchem.core.common.gp_utils` of fairchem-core 2.11 and later, with its all-to-all exchange of atoms.
 
-The atoms of a graph lie along dim 0, cut over the ranks of the graph parallel (gp) group into balanced parts
-(`size_list_fn`: the first n % W ranks have one more), or, for `all_to_all_collect`, as the caller assigns them.
+The atoms of a graph are along dim 0, sharded over the ranks of the graph parallel (gp) group evenly (`size_list_fn`:
+the first n % W ranks have one more), or, for `all_to_all_collect`, as the caller assigns them.
 
 ==============================================  ======  ========================  =============================
 name                                            type    forward                   backward
 ==============================================  ======  ========================  =============================
 `reduce_from_model_parallel_region`             P -> I  sum                       identity
 `all_reduce_sum_with_grad`                      P -> R  sum                       sum
-`scatter_to_model_parallel_region`              I -> V  own part of dim 0         concatenate the parts
-`gather_from_model_parallel_region`             V -> I  concatenate the parts     own part
-`gather_from_model_parallel_region_sum_grad`    V -> R  concatenate the parts     sum, own part
+`scatter_to_model_parallel_region`              I -> V  local shard of dim 0      concatenate the shards
+`gather_from_model_parallel_region`             V -> I  concatenate the shards    local shard
+`gather_from_model_parallel_region_sum_grad`    V -> R  concatenate the shards    sum, local shard
 `scale_backward_grad`                           I -> R  identity                  W times the gradient
-`all_to_all_collect`                            V -> V  the rows that each asked  rows sent back and added
+`all_to_all_collect`                            V -> V  requested rows            rows sent back and added
 ==============================================  ======  ========================  =============================
 
-The groups are those of `gradmesh.compat.gp_utils`: set up with `setup_gp` or `setup_graph_parallel_groups`; before
-that a graph has one rank. `build_gp_context`, `all_to_all_collect`, `AllToAllCollect` and `GPContext` take the place of
-those of `fairchem.core.common.parallelism`; which rank gets which atom (`partition_atoms_*`) is left to fairchem.
+The groups are those of `gradmesh.compat.gp_utils`: set them up with `setup_gp` or `setup_graph_parallel_groups`; before
+that, a graph has one rank. `build_gp_context`, `all_to_all_collect`, `AllToAllCollect` and `GPContext` replace those of
+`fairchem.core.common.parallelism`.
 
-Up to 2.10 these functions take a dimension and not the number of atoms: `gradmesh.compat.gp_utils`.
+Up to 2.10, these functions take a dimension instead of the number of atoms: use `gradmesh.compat.gp_utils`.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ __all__ = [
     "size_list_fn",
 ]
 
-# Both are served by __getattr__, since ranks that are threads share this module.
+# Served by __getattr__: on the threads backend, ranks share this module.
 _GRAPH_PARALLEL_GROUP: dist.ProcessGroup | None
 _DATA_PARALLEL_GROUP: dist.ProcessGroup | None
 

@@ -1,4 +1,4 @@
-"""How graph parallel work is done, as fairchem-core's models ask for it; a note that gradmesh itself does not read."""
+"""fairchem-core's configuration of graph parallelism. Stored for its models; gradmesh does not read it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = [
 
 
 class GPMode(StrEnum):
-    """How a rank gets other ranks' atoms: all of them, or those that its edges need."""
+    """How a rank receives other ranks' atoms: all of them, or those that its edges need."""
 
     ALLGATHER = "allgather"
     ALL_TO_ALL = "all_to_all"
 
 
 class GPPartition(StrEnum):
-    """How atoms are assigned to ranks: by their index, or by where they are."""
+    """How atoms are assigned to ranks: by index or by position."""
 
     INDEX_SPLIT = "index_split"
     SPATIAL = "spatial"
@@ -39,11 +39,11 @@ class GPPartition(StrEnum):
 
 @dataclasses.dataclass
 class GraphParallelConfig:
-    """How graph parallel work is done.
+    """The configuration of graph parallelism.
 
     Attributes:
-        group_size: the ranks that share a graph.
-        mode: how a rank gets other ranks' atoms.
+        group_size: the number of ranks that share a graph.
+        mode: how a rank receives other ranks' atoms.
         partition: how atoms are assigned to ranks.
     """
 
@@ -53,10 +53,10 @@ class GraphParallelConfig:
 
 
 def set_gp_config(config: GraphParallelConfig | Mapping[str, Any] | None) -> None:
-    """Keep a configuration until `cleanup_gp`, for `get_gp_config` to return on this rank.
+    """Set the configuration that `get_gp_config` returns on this rank, until `cleanup_gp`.
 
     Args:
-        config: a configuration, or a mapping with its fields, as configuration libraries have them.
+        config: a configuration, or a mapping with its fields; None removes it.
 
     Example:
         >>> set_gp_config({"group_size": 2, "mode": "all_to_all"})
@@ -70,7 +70,7 @@ def set_gp_config(config: GraphParallelConfig | Mapping[str, Any] | None) -> Non
 
 
 def get_gp_config() -> GraphParallelConfig | None:
-    """The configuration that was set; else, once the groups are set up, the default one of their size; else None."""
+    """The configuration that was set; else, if the groups are set up, the default with their size; else None."""
     found = rank_state().get(GraphParallelConfig)
     return GraphParallelConfig(get_gp_world_size()) if found is None and initialized() else found
 
@@ -78,14 +78,14 @@ def get_gp_config() -> GraphParallelConfig | None:
 def resolve_gp_config_for_workers(
     gp_config: GraphParallelConfig | None, num_workers: int
 ) -> GraphParallelConfig | None:
-    """The configuration for as many workers as share a graph.
+    """The configuration with the number of workers as its group size.
 
     Args:
-        gp_config: what the user gave; it is only read.
-        num_workers: the workers; with one there is nothing to share, and `gp_config` is returned as it is.
+        gp_config: the user's configuration; not modified.
+        num_workers: the number of workers that share a graph; with 1, `gp_config` is returned.
 
     Raises:
-        ArgumentError: a group size other than 1, the default, that is not the number of workers.
+        ArgumentError: the group size is neither 1 (the default) nor the number of workers.
 
     Example:
         >>> resolve_gp_config_for_workers(None, 4).group_size
@@ -97,18 +97,18 @@ def resolve_gp_config_for_workers(
     if given.group_size not in (1, num_workers):
         raise ArgumentError(
             message(
-                "group_size is not the number of workers",
+                "group_size differs from the number of workers",
                 op="compat.fairchem.resolve_gp_config_for_workers",
-                expected=f"group_size={num_workers}, or 1 to have it set",
+                expected=f"group_size={num_workers}, or 1 (the default), which is replaced",
                 got=f"group_size={given.group_size}",
-                remedy="leave group_size out",
+                remedy="omit group_size",
             )
         )
     return dataclasses.replace(given, group_size=num_workers)
 
 
 def cleanup_gp() -> None:
-    """Destroy both groups and forget the configuration.
+    """Destroy both groups and remove the configuration.
 
     Raises:
         NotInitializedError: the groups were not set up.

@@ -1,4 +1,4 @@
-"""The exchange of just those atoms that a rank's edges need from others: a `GraphPlan` under fairchem's names."""
+"""The all-to-all exchange of the atoms that a rank's edges need: a `GraphPlan` under fairchem's names."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ __all__ = ["AllToAllCollect", "GPContext", "all_to_all_collect", "build_gp_conte
 
 @dataclass
 class GPContext:
-    """What a rank sends and receives in each `all_to_all_collect`, and its edges in local numbers.
+    """What a rank sends and receives in each `all_to_all_collect`, and its edges in local indices.
 
-    Local numbers count this rank's own atoms first, in the order of its partition, and then those that it receives,
-    by the rank that owns them and then by their number in the graph.
+    Local indices count this rank's atoms first, in the order of its partition, then the received atoms, sorted by owner
+    and global index.
 
     Attributes:
-        rank: this rank's place in the gp group.
+        rank: this rank's index in the gp group.
         world_size: the number of ranks that share the graph.
-        total_local_atoms: how many atoms this rank owns.
-        send_indices: the local numbers of the atoms to send, rank after rank.
-        send_counts: how many of them go to each rank, shape (W,).
-        recv_counts: how many atoms come from each rank, shape (W,).
-        edge_index_local: the edges in local numbers, shape (2, edges).
+        total_local_atoms: the number of atoms that this rank owns.
+        send_indices: the local indices of the atoms to send, ordered by receiving rank.
+        send_counts: the number of atoms sent to each rank, shape (W,).
+        recv_counts: the number of atoms received from each rank, shape (W,).
+        edge_index_local: the edges in local indices, shape (2, edges).
         send_splits: `send_counts` as a list.
         recv_splits: `recv_counts` as a list.
-        total_recv: their sum.
-        local_edge_idx: which edges start at an own atom.
-        remote_edge_idx: which edges start at an atom that is received.
+        total_recv: the sum of `recv_counts`.
+        local_edge_idx: the edges whose source is a local atom.
+        remote_edge_idx: the edges whose source is a received atom.
         rank_assignments: the rank that owns each atom of the graph, shape (atoms,).
-        plan: the same as a plan, with the methods of one, whose own rows are the atoms in rising order; None where it
-            was built without groups, or where a rank has edges that end at another rank's atom.
-        node_partition: the atoms that this rank owns, in the order in which it holds them.
-        needed_atoms: the atoms that it receives, in their order.
-        global_to_local: the local number of each atom of the graph; -1 for those that this rank has not got.
+        plan: the same as a `GraphPlan`, whose local rows are the atoms sorted by index; None if built without groups,
+            or if any rank has edges that end at another rank's atom.
+        node_partition: the atoms that this rank owns, in its order.
+        needed_atoms: the received atoms, in order.
+        global_to_local: the local index of each atom of the graph; -1 if not on this rank.
     """
 
     rank: int
@@ -80,12 +80,12 @@ class GPContext:
 
     @property
     def needed_from_ranks(self) -> Tensor:
-        """The rank that owns each atom that is received."""
+        """The owner of each received atom."""
         return self.rank_assignments[self.needed_atoms]
 
     @property
     def total_needed_atoms(self) -> int:
-        """How many atoms are received, as `total_recv`."""
+        """The number of received atoms, `total_recv`."""
         return self.total_recv
 
 
@@ -97,28 +97,28 @@ def build_gp_context(
     world_size: int,
     node_partition: Tensor | None = None,
 ) -> GPContext:
-    """Find out which atoms the ranks of the gp group need from each other, and number this rank's edges locally.
+    """Find the atoms that the ranks of the gp group need from each other, and map this rank's edges to local indices.
 
-    Every rank of the group has to call it: it makes a `GraphPlan`, which is the context's `plan`. Before the set-up of
-    the groups nothing is exchanged and nothing will be sent.
+    A collective of the gp group: it makes a `GraphPlan`, which is the context's `plan`. Before the set-up of the
+    groups, nothing is exchanged.
 
-    An edge may end at an atom of another rank, if this rank receives that atom because another of its edges begins
-    there: rows are exchanged for sources alone. What is computed for such a target is for the caller to send back.
-    A plan has no such edges, so `plan` is None on every rank then.
+    An edge may end at an atom of another rank if this rank receives that atom as the source of another edge: rows are
+    exchanged for sources only. The caller must send back the results for such targets. A plan does not support such
+    edges, so `plan` is then None on every rank.
 
     Args:
-        edge_index: this rank's edges, shape (2, edges): the numbers of the source atom and of the target atom in the
-            graph. Mostly this rank owns the target.
+        edge_index: this rank's edges, shape (2, edges): global indices of source and target atoms. Usually this rank
+            owns the targets.
         rank_assignments: the rank that owns each atom, shape (atoms,), the same on every rank.
-        rank: this rank's place in the gp group.
+        rank: this rank's index in the gp group.
         world_size: the number of ranks of the group.
-        node_partition: the atoms that this rank owns, in the order in which it holds them; None: by their number.
+        node_partition: the atoms that this rank owns, in its order; None: sorted by index.
 
     Raises:
-        ArgumentError: the arguments do not fit together: an edge whose target this rank neither owns nor receives, an
-            atom that is not in the graph, a `node_partition` that is not what `rank_assignments` says, a rank or size
-            that is not that of the group. Where one rank alone is wrong the others raise `MismatchError`.
-        MismatchError: `rank_assignments` is not the same on every rank; on each.
+        ArgumentError: an edge's target is neither owned nor received, an atom is out of range, `node_partition` does
+            not match `rank_assignments`, or `rank` or `world_size` are not those of the group. If one rank raises it,
+            the others raise `MismatchError`.
+        MismatchError: `rank_assignments` differs between ranks.
 
     Example:
         >>> from gradmesh.compat import fairchem
@@ -136,9 +136,9 @@ def build_gp_context(
     axis, fail = call.axis, failing(call)
     if initialized() and (rank, world_size) != (axis.rank, axis.size):
         fail(
-            "rank and world_size are not those of the gp group",
-            f"{axis.rank} and {axis.size}",
-            f"{rank} and {world_size}",
+            "rank and world_size do not match the gp group",
+            f"rank={axis.rank}, world_size={axis.size}",
+            f"rank={rank}, world_size={world_size}",
             "pass get_gp_rank() and get_gp_world_size()",
         )
     owner = checked_owner(rank_assignments, world_size, fail)
@@ -154,29 +154,29 @@ def build_gp_context(
     if len(lost):
         fail(
             "an edge ends at an atom that this rank neither owns nor receives",
-            f"targets that rank {rank} owns, or that another of its edges starts at",
-            f"{len(lost)} of {pairs.shape[1]} edges with others, the first {pairs[:, lost[0]].tolist()}",
-            "give each edge to the rank that owns its target",
+            f"targets that rank {rank} owns, or that are sources of its other edges",
+            f"{len(lost)} of {pairs.shape[1]} edges with other targets, e.g. {pairs[:, lost[0]].tolist()}",
+            "pass each edge on the rank that owns its target",
         )
     plan = GraphPlan(pairs[:, ends_here], owner, axis, own=own) if initialized() else None
     rows: Rows
-    if plan is not None and not _anywhere(not bool(ends_here.all()), axis):
+    if plan is not None and not _any_rank(not bool(ends_here.all()), axis):
         rows = plan
     else:
         plan, rows = None, Rows(axis if initialized() else Axis("gp", rank, world_size, axis.group), owner)
-        rows.ask(far, ask=initialized())
-    place = torch.full_like(owner, -1)
-    place[torch.cat((own, rows.remote))] = torch.arange(len(own) + len(rows.remote), device=place.device)
-    edges, sends = place[pairs], rows.send_rows
+        rows.request(far, communicate=initialized())
+    local = torch.full_like(owner, -1)
+    local[torch.cat((own, rows.remote))] = torch.arange(len(own) + len(rows.remote), device=local.device)
+    edges, sends = local[pairs], rows.send_rows
     sent = [len(sends.get(other, ())) for other in range(world_size)]
     received = [rows.receive_counts.get(other, 0) for other in range(world_size)]
     return GPContext(
         rank=rank,
         world_size=world_size,
         total_local_atoms=len(own),
-        send_indices=place[rows.own[torch.cat((own[:0], *sends.values()))]],
-        send_counts=torch.tensor(sent, device=place.device),
-        recv_counts=torch.tensor(received, device=place.device),
+        send_indices=local[rows.own[torch.cat((own[:0], *sends.values()))]],
+        send_counts=torch.tensor(sent, device=local.device),
+        recv_counts=torch.tensor(received, device=local.device),
         edge_index_local=edges,
         send_splits=sent,
         recv_splits=received,
@@ -187,41 +187,40 @@ def build_gp_context(
         plan=plan,
         node_partition=own,
         needed_atoms=rows.remote,
-        global_to_local=place,
+        global_to_local=local,
     )
 
 
-def _anywhere(here: bool, axis: Axis) -> bool:
-    """Whether something is so on any rank."""
+def _any_rank(here: bool, axis: Axis) -> bool:
     return bool(all_reduce(torch.tensor(int(here), device=exchange_device(axis)), axis, op="max", dst=R))
 
 
 def all_to_all_collect(
     x_local: Tensor,
     gp_ctx: GPContext,
-    send_indices: Tensor | None = None,  # noqa: ARG001 - that of the context, which some versions hand over again
+    send_indices: Tensor | None = None,  # noqa: ARG001 - some versions pass it in addition to the context
 ) -> Tensor:
-    """Get the rows of those atoms of other ranks that this rank's edges start at.
+    """Receive the rows of other ranks' atoms that are sources of this rank's edges.
 
-    `torch.cat([x_local, all_to_all_collect(x_local, gp_ctx)])` is what `gp_ctx.edge_index_local` counts in.
+    `gp_ctx.edge_index_local` indexes `torch.cat([x_local, all_to_all_collect(x_local, gp_ctx)])`.
 
     ::
 
-        V -> V    shape (own atoms, ...) -> (gp_ctx.total_recv, ...)
+        V -> V    shape (local atoms, ...) -> (gp_ctx.total_recv, ...)
 
-                  rank 0, asked for a1   [a0 a1] -> [b0]      [0 g1] <- [g0]
-                  rank 1, asked for b0   [b0 b1] -> [a1]      [g0 0] <- [g1]
+                  rank 0 sends a1   [a0 a1] -> [b0]      [0 g1] <- [g0]
+                  rank 1 sends b0   [b0 b1] -> [a1]      [g0 0] <- [g1]
 
-    In backward the gradient of each row goes back to the rank that owns it, where those of all ranks are added.
+    In backward, the gradient of each row is sent back to its owner, which adds those of all ranks.
 
     Args:
         x_local: the rows of this rank's atoms.
         gp_ctx: from `build_gp_context`, on every rank of the gp group.
-        send_indices: not read.
+        send_indices: ignored.
 
     Raises:
-        ShapeError: not one row for each atom that this rank owns. The other ranks raise `MismatchError`.
-        ArgumentError: a context of another number of ranks.
+        ShapeError: the number of rows is not the number of local atoms. The other ranks raise `MismatchError`.
+        ArgumentError: the context was built for another number of ranks.
 
     Example:
         >>> from gradmesh.compat import fairchem
@@ -241,17 +240,17 @@ def all_to_all_collect(
     call = Call("compat.fairchem.all_to_all_collect", x_local, gp_ctx.plan.axis if gp_ctx.plan else gp_axis())
     if call.axis.size != gp_ctx.world_size:
         call.fail(
-            "the context is one of other ranks",
-            expected=f"a context of {call.axis.size} ranks",
-            got=f"one of {gp_ctx.world_size}, built without groups",
-            remedy="set up the groups before build_gp_context",
+            "the context was built for another number of ranks",
+            expected=f"a context for {call.axis.size} ranks",
+            got=f"a context for {gp_ctx.world_size} ranks, built without groups",
+            remedy=f"call setup_graph_parallel_groups({gp_ctx.world_size}, None) before build_gp_context",
         )
     if x_local.dim() == 0 or x_local.shape[0] != gp_ctx.total_local_atoms:
         call.fail(
-            "x_local does not have one row for each atom of this rank",
+            "the number of rows of x_local is not the number of local atoms",
             expected=f"{gp_ctx.total_local_atoms} rows",
             got=f"shape {tuple(x_local.shape)}",
-            remedy="pass the rows of the atoms that build_gp_context was told this rank owns",
+            remedy="pass the rows of gp_ctx.node_partition, e.g. x[gp_ctx.node_partition]",
             kind=ShapeError,
         )
     rows: Tensor = call.run(NeighborAllToAll(call.axis, 0, gp_ctx._picked, **call.precision), x_local)
@@ -259,7 +258,7 @@ def all_to_all_collect(
 
 
 class AllToAllCollect(OpFunction):
-    """V -> V: `all_to_all_collect` as the autograd Function that it was in some versions, with all it needs by hand."""
+    """V -> V: `all_to_all_collect` as the autograd Function of some versions, with explicit arguments."""
 
     @staticmethod
     def forward(
@@ -269,26 +268,26 @@ class AllToAllCollect(OpFunction):
         send_counts: Tensor,
         recv_counts: Tensor,
         gp_group: AxisLike,
-        rank: int,  # noqa: ARG004 - the group knows it
+        rank: int,  # noqa: ARG004 - taken from the group
         world_size: int,  # noqa: ARG004
         precomputed_send_splits: Sequence[int] | None = None,
         precomputed_recv_splits: Sequence[int] | None = None,
         total_recv: int | None = None,  # noqa: ARG004
     ) -> Tensor:
-        """Exchange rows, and keep on `ctx` what backward needs.
+        """Exchange rows, and save the op on `ctx`.
 
         Args:
             ctx: the context.
             x_local: the rows of this rank's atoms.
-            send_indices: which of them to send, rank after rank.
-            send_counts: how many of them go to each rank, shape (W,).
-            recv_counts: how many rows come from each rank, shape (W,).
+            send_indices: the rows to send, ordered by receiving rank.
+            send_counts: the number of rows sent to each rank, shape (W,).
+            recv_counts: the number of rows received from each rank, shape (W,).
             gp_group: the ranks; None: the gp group.
-            rank: not read, as `world_size` and `total_recv`.
-            world_size: the group knows it.
+            rank: ignored.
+            world_size: ignored.
             precomputed_send_splits: `send_counts` as a list.
             precomputed_recv_splits: `recv_counts` as a list.
-            total_recv: their sum.
+            total_recv: ignored.
         """
         sent = send_counts.tolist() if precomputed_send_splits is None else precomputed_send_splits
         received = recv_counts.tolist() if precomputed_recv_splits is None else precomputed_recv_splits

@@ -1,4 +1,4 @@
-"""The autograd Functions of fairchem-core 2.11 and later, where these differ from those before."""
+"""The autograd Functions of fairchem-core 2.11 and later that differ from earlier versions."""
 
 # The signatures are those of the original, where a tensor is called `input`.
 # ruff: noqa: A002
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def size_list_fn(size: int, parts: int) -> list[int]:
-    """The balanced split: the first `size % parts` parts have one more.
+    """An even split: the first `size % parts` parts have one more.
 
     >>> size_list_fn(5, 3)
     [2, 2, 1]
@@ -40,28 +40,28 @@ class AllReduceSumWithGrad(OpFunction):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> Tensor:
-        """Sum, and keep on `ctx` what backward needs."""
+        """Sum, and save the op on `ctx`."""
         return run(ctx, _ops.all_reduce(input, gp_axis(), dst=R), input)
 
 
 class ScatterToModelParallelRegion(OpFunction):
-    """I -> V: the own balanced part of dim 0; backward concatenates. See `scatter_to_model_parallel_region`."""
+    """I -> V: the local shard of dim 0; backward concatenates. See `scatter_to_model_parallel_region`."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, dim: int = -1) -> Tensor:  # noqa: ARG004 - not read by the original either
-        """Keep the own part of dim 0, and on `ctx` what backward needs; `dim` is not read."""
+    def forward(ctx: Any, input: Tensor, dim: int = -1) -> Tensor:  # noqa: ARG004 - ignored by the original too
+        """Take the local shard of dim 0, and save the op on `ctx`; `dim` is ignored."""
         return run(ctx, _ops.shard(input, gp_axis(), 0, size_list_fn), input, others=1)
 
 
 class _Parts(OpFunction):
-    """A gather along dim 0 whose result is the tuple of the ranks' tensors, of one shape."""
+    """A gather whose result is the tuple of the ranks' tensors, of the same shape."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         """Apply the adjoint of the gather to the gradients of all parts.
 
         Raises:
-            ArgumentError: `forward` did not run with this context.
+            ArgumentError: `forward` was not called with this context.
         """
         return adjoint(ctx, torch.cat(grads))
 
@@ -70,13 +70,13 @@ class _Parts(OpFunction):
         """Gather the tangents.
 
         Raises:
-            ArgumentError: `forward` did not run with this context.
+            ArgumentError: `forward` was not called with this context.
         """
-        return _cut(again(ctx, tangent))
+        return _parts(again(ctx, tangent))
 
 
 class GatherFromModelParallelRegionGradPadded(_Parts):
-    """The ranks' tensors, of one shape, as a tuple; backward is the own one's gradient.
+    """The ranks' tensors, of the same shape, as a tuple; backward is the gradient of this rank's tensor.
 
     ::
 
@@ -86,28 +86,28 @@ class GatherFromModelParallelRegionGradPadded(_Parts):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> tuple[Tensor, ...]:
-        """Gather, and keep on `ctx` what backward needs."""
-        return _cut(run(ctx, _ops.all_gather(input, gp_axis(), dst=I), input))
+        """Gather, and save the op on `ctx`."""
+        return _parts(run(ctx, _ops.all_gather(input, gp_axis(), dst=I), input))
 
 
 class GatherFromModelParallelRegionSumGradPadded(_Parts):
-    """The ranks' tensors, of one shape, as a tuple; backward adds the ranks' gradients of the own one.
+    """The ranks' tensors, of the same shape, as a tuple; backward sums the ranks' gradients of this rank's tensor.
 
     ::
 
         V -> R    shape (n, ...) -> W of shape (n, ...)    x0 -> (x0, x1)      g0[0]+g1[0] <- (g0[0], g0[1])
                                                            x1 -> (x0, x1)      g0[1]+g1[1] <- (g1[0], g1[1])
 
-    A rank may leave parts of the tuple unused, but every rank has to use one, as backward needs all ranks.
+    Every rank must use at least one element of the tuple, because backward is a collective.
     """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> tuple[Tensor, ...]:
-        """Gather, and keep on `ctx` what backward needs."""
-        return _cut(run(ctx, _ops.all_gather(input, gp_axis(), dst=R), input))
+        """Gather, and save the op on `ctx`."""
+        return _parts(run(ctx, _ops.all_gather(input, gp_axis(), dst=R), input))
 
 
-def _cut(whole: Tensor) -> tuple[Tensor, ...]:
-    """The ranks' parts, as tensors that can be used and changed each on its own."""
+def _parts(whole: Tensor) -> tuple[Tensor, ...]:
+    """The ranks' tensors; see `separate`."""
     size = gp_axis().size
     return separate(whole.reshape(size, whole.size(0) // size, *whole.shape[1:]))

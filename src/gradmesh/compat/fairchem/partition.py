@@ -1,4 +1,4 @@
-"""Which rank owns which atom, under fairchem's names: `by_count` and `by_space` of `gradmesh.nn.graph`."""
+"""Partitions of atoms: `by_count` and `by_space` of `gradmesh.nn.graph` under fairchem's names."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ PartitionStrategy = GPPartition
 def partition_atoms_index_split(
     total_atoms: int, num_ranks: int, device: torch.device | str | None = None
 ) -> Tensor:
-    """Cut the atoms by their number; the first ranks get one more where that does not divide.
+    """Partition atoms by index into equal parts; the first ranks get one more if the division has a remainder.
 
     Args:
         total_atoms: the number of atoms.
         num_ranks: the number of ranks.
-        device: where the result is to be.
+        device: of the result.
 
     Raises:
-        ArgumentError: numbers that are none.
+        ArgumentError: invalid numbers.
 
     Example:
         >>> partition_atoms_index_split(5, 2, torch.device("cpu"))
@@ -41,20 +41,20 @@ def partition_atoms_index_split(
 def partition_atoms_spatial(
     pos: Tensor,
     num_ranks: int,
-    num_iters: int = 10,  # noqa: ARG001 - not read by the original either
+    num_iters: int = 10,  # noqa: ARG001 - ignored by the original too
 ) -> Tensor:
-    """Give each rank the atoms of a region; the first ranks get one more where their number does not divide.
+    """Partition atoms by region; the first ranks get one more if the division has a remainder.
 
-    The regions are those of `by_space`, not those of the original: any assignment is right, and this one cuts fewer
-    edges.
+    The regions are those of `by_space`, not those of the original: any partition is valid, and this one has fewer edges
+    between ranks.
 
     Args:
-        pos: where the atoms are, shape (atoms, 3); no gradient flows.
+        pos: positions, shape (atoms, 3); no gradient flows.
         num_ranks: the number of ranks.
-        num_iters: not read.
+        num_iters: ignored.
 
     Raises:
-        ArgumentError: positions that are no matrix of finite numbers.
+        ArgumentError: `pos` is not a matrix of finite numbers.
 
     Example:
         >>> corners = torch.tensor([[0.0, 0.0, 0.0], [9.0, 0.0, 0.0], [0.0, 1.0, 0.0], [9.0, 1.0, 0.0]])
@@ -76,15 +76,15 @@ def compute_a2a_partition(
     """The rank that owns each atom, and the atoms that one rank owns.
 
     Args:
-        pos: where the atoms are, shape (atoms, 3).
+        pos: positions, shape (atoms, 3).
         total_atoms: the number of atoms.
-        device: where the result is to be.
+        device: of the result.
         world_size: the number of ranks.
         rank: the rank whose atoms are returned.
-        strategy: by place, `PartitionStrategy.SPATIAL`, or by number.
+        strategy: by position, `PartitionStrategy.SPATIAL`, or by index.
 
     Raises:
-        ArgumentError: positions, numbers that are none.
+        ArgumentError: invalid positions or numbers.
 
     Example:
         >>> compute_a2a_partition(torch.rand(3, 3), 3, "cpu", 2, 1, PartitionStrategy.INDEX_SPLIT)

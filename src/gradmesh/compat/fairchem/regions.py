@@ -1,6 +1,6 @@
-"""The regions of fairchem-core 2.11 and later, where these differ from those before: atoms along dim 0.
+"""The mappings of fairchem-core 2.11 and later that differ from earlier versions: atoms along dim 0.
 
-In the pictures two ranks share a graph; g0 and g1 are the gradients that come in on them, and g where they are equal.
+In the diagrams, two ranks share a graph; g0 and g1 are their incoming gradients, g if these are equal.
 """
 
 # The signatures are those of the original, where a tensor is called `input`.
@@ -35,11 +35,11 @@ def pad_input(input: Tensor, padded_size: int) -> Tensor:
     """Append zeros along dim 0.
 
     Args:
-        input: any tensor; returned as it is when it needs no padding.
+        input: any tensor; returned unchanged if it needs no padding.
         padded_size: the size to reach.
 
     Raises:
-        ShapeError: the tensor is longer than that.
+        ShapeError: the tensor is longer than `padded_size`.
 
     Example:
         >>> pad_input(torch.ones(2), 3)
@@ -57,11 +57,11 @@ def all_reduce_sum_with_grad(input: Tensor) -> Tensor:
                                           x1 -> x0+x1      g0+g1 <- g1
 
     Args:
-        input: this rank's term, which is only read.
+        input: this rank's term; not modified.
 
     Raises:
         ArgumentError: `input` is not a dense tensor.
-        MismatchError: the shapes or dtypes differ (on backends that can tell).
+        MismatchError: the shapes or dtypes differ (detected on some backends).
 
     Example:
         >>> from gradmesh.compat import fairchem
@@ -79,7 +79,7 @@ def all_reduce_sum_with_grad(input: Tensor) -> Tensor:
 
 
 def scatter_to_model_parallel_region(input: Tensor) -> Tensor:
-    """Keep the own part of dim 0 of a tensor that every rank of the gp group holds.
+    """This rank's shard of dim 0 of a tensor that is replicated over the gp group.
 
     ::
 
@@ -92,7 +92,7 @@ def scatter_to_model_parallel_region(input: Tensor) -> Tensor:
         input: the same tensor on every rank.
 
     Raises:
-        ArgumentError: `input` has no dimension to cut.
+        ArgumentError: `input` is 0-dim.
 
     Example:
         >>> from gradmesh.compat import fairchem
@@ -109,23 +109,23 @@ def scatter_to_model_parallel_region(input: Tensor) -> Tensor:
 
 
 def gather_from_model_parallel_region(input: Tensor, natoms: int) -> Tensor:
-    """Concatenate the parts of the gp group along dim 0, into a tensor on which every rank repeats the same work.
+    """Concatenate the shards of the gp group along dim 0, into a tensor on which every rank does identical work.
 
     ::
 
         V -> I    shape (n_r, ...) -> (natoms, ...)    a -> [a b]      g[a] <- g
                                                        b -> [a b]      g[b] <- g
 
-    Where the work that follows differs from rank to rank, use `gather_from_model_parallel_region_sum_grad`: every
-    rank then has only its own term of the gradient, and here nothing is summed.
+    If the work that follows differs between ranks, use `gather_from_model_parallel_region_sum_grad`: each rank then has
+    only its contribution to the gradient, and this function does not sum.
 
     Args:
-        input: this rank's part of the balanced split, or that part padded to the size of the largest.
-        natoms: the number of atoms on all ranks together.
+        input: this rank's shard of the even split, or that shard padded to the size of the largest.
+        natoms: the number of atoms of all ranks.
 
     Raises:
-        ArgumentError: `natoms` is not a number of atoms.
-        ShapeError: `input` is neither this rank's part of `natoms` nor that part padded.
+        ArgumentError: `natoms` is not an int >= 0.
+        ShapeError: `input` is neither this rank's shard of `natoms` nor that shard padded.
 
     Example:
         >>> from gradmesh.compat import fairchem
@@ -143,7 +143,7 @@ def gather_from_model_parallel_region(input: Tensor, natoms: int) -> Tensor:
 
 
 def gather_from_model_parallel_region_sum_grad(input: Tensor, natoms: int) -> Tensor:
-    """Concatenate the parts of the gp group along dim 0, into a tensor that each rank uses differently.
+    """Concatenate the shards of the gp group along dim 0, into a tensor that each rank uses differently.
 
     ::
 
@@ -151,12 +151,12 @@ def gather_from_model_parallel_region_sum_grad(input: Tensor, natoms: int) -> Te
                                                        b -> [a b]      g0[b]+g1[b] <- g1
 
     Args:
-        input: this rank's part of the balanced split, or that part padded to the size of the largest.
-        natoms: the number of atoms on all ranks together.
+        input: this rank's shard of the even split, or that shard padded to the size of the largest.
+        natoms: the number of atoms of all ranks.
 
     Raises:
-        ArgumentError: `natoms` is not a number of atoms.
-        ShapeError: `input` is neither this rank's part of `natoms` nor that part padded.
+        ArgumentError: `natoms` is not an int >= 0.
+        ShapeError: `input` is neither this rank's shard of `natoms` nor that shard padded.
 
     Example:
         >>> from gradmesh.compat import fairchem
@@ -178,13 +178,13 @@ def _gather(input: Tensor, natoms: int, dst: Convention, name: str) -> Tensor:
     if total is None or total < 0:
         raise ArgumentError(
             message(
-                "natoms is not a number of atoms",
+                "natoms must be an int >= 0",
                 op=f"compat.fairchem.{name}",
                 axis=str(axis),
-                expected="an int of 0 or more",
+                expected="the number of atoms of all ranks, e.g. natoms=100",
                 got=f"natoms={natoms!r}",
-                remedy="if this is a dimension, the call is one of fairchem-core up to 2.10: import\n"
-                "gradmesh.compat.gp_utils in the place of gradmesh.compat.fairchem",
+                remedy="if this is a dimension, the call is for fairchem-core up to 2.10: import\n"
+                "gradmesh.compat.gp_utils instead of gradmesh.compat.fairchem",
             )
         )
     sizes = size_list_fn(total, axis.size)

@@ -1,26 +1,26 @@
-"""Drop-in for `ocpmodels.common.gp_utils`: graph parallel groups, and the regions of Megatron between them.
+"""Drop-in for `ocpmodels.common.gp_utils`: graph parallel groups, and mappings over their ranks.
 
-It is also that of fairchem-core 1.x, where 1.10 added the last three names of the table, and of 2.0 to 2.10. From 2.11
-on the same names take other arguments: `gradmesh.compat.fairchem`.
+It also replaces that of fairchem-core 1.x (1.10 added the last three names of the table) and 2.0 to 2.10. From 2.11 on,
+the same names have other arguments: use `gradmesh.compat.fairchem`.
 
-The region functions, over the ranks of the graph parallel (gp) group; each has a Function class of its name:
+The mappings over the ranks of the graph parallel (gp) group; each has a Function class with a corresponding name:
 
 =============================================  ======  ========================  =============================
 name                                           type    forward                   backward
 =============================================  ======  ========================  =============================
 `copy_to_model_parallel_region`                I -> R  identity                  sum
 `reduce_from_model_parallel_region`            P -> I  sum                       identity
-`scatter_to_model_parallel_region`             I -> V  own part                  concatenate the parts
-`gather_from_model_parallel_region`            V -> I  concatenate the parts     own part, of its true size
-`gather_from_model_parallel_region_sum_grad`   V -> R  concatenate the parts     sum, own part
+`scatter_to_model_parallel_region`             I -> V  local shard               concatenate the shards
+`gather_from_model_parallel_region`            V -> I  concatenate the shards    local shard, of its true size
+`gather_from_model_parallel_region_sum_grad`   V -> R  concatenate the shards    sum, local shard
 `scale_backward_grad`                          I -> R  identity                  W times the gradient
 =============================================  ======  ========================  =============================
 
-Parts of a scatter are those of `_split_tensor`: ceil(n / W) each, the last ones smaller or empty. A gather takes
-parts of any sizes and exchanges these first. Any `dim`, negative ones too. Nothing handed in is written to.
+A scatter splits like `_split_tensor`: ceil(n / W) each, the last ones smaller or empty. A gather accepts shards of any
+sizes, which it exchanges first. `dim` may be negative. Inputs are not modified.
 
-Before the set-up there is no graph parallelism: the gp group has one rank, on which every region is the identity, and
-all ranks of the world are data parallel. Ranks that are threads have groups of their own each.
+Before the set-up there is no graph parallelism: the gp group has one rank, every mapping is the identity, and all ranks
+of the world are data parallel. On the threads backend, each rank has separate groups.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ __all__ = [
     "trim_tensor",
 ]
 
-# Both are served by __getattr__, since ranks that are threads share this module.
+# Served by __getattr__: on the threads backend, ranks share this module.
 _GRAPH_PARALLEL_GROUP: dist.ProcessGroup | None
 _DATA_PARALLEL_GROUP: dist.ProcessGroup | None
 

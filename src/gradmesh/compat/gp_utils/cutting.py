@@ -1,4 +1,4 @@
-"""Tensors cut and padded for the ranks of a graph; no communication."""
+"""Splitting and padding of tensors, without communication."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def pad_tensor(tensor: Tensor, dim: int = -1, target_size: int | None = None) ->
     """Append zeros along `dim`.
 
     Args:
-        tensor: any tensor; returned as it is when it needs no padding.
-        dim: the dimension to make longer.
+        tensor: any tensor; returned unchanged if it needs no padding.
+        dim: the dimension to pad.
         target_size: the size to reach; None: the next multiple of the gp world size.
 
     Raises:
@@ -31,11 +31,11 @@ def pad_tensor(tensor: Tensor, dim: int = -1, target_size: int | None = None) ->
     if missing < 0:
         raise ShapeError(
             message(
-                "the tensor is longer than the size to pad to",
+                "the tensor is longer than target_size",
                 op="compat.gp_utils.pad_tensor",
-                expected=f"at most {target_size} along dim {dim}",
+                expected=f"size at most {target_size} along dim {dim}",
                 got=f"shape {tuple(tensor.shape)}",
-                remedy="pass a target_size that no rank's tensor exceeds",
+                remedy=f"pass the maximum of all ranks' sizes, at least target_size={size}",
             )
         )
     if missing == 0:
@@ -46,15 +46,15 @@ def pad_tensor(tensor: Tensor, dim: int = -1, target_size: int | None = None) ->
 
 
 def trim_tensor(tensor: Tensor, sizes: Tensor | None = None, dim: int = 0) -> tuple[Tensor, Tensor | None]:
-    """Cut off the end along `dim`, so that the gp world size divides what is left.
+    """Trim the end along `dim`, so that the size is divisible by the gp world size.
 
     Args:
-        tensor: any tensor; returned as it is when it needs no cutting.
-        sizes: the sizes of the pieces that lie along `dim`, such as atoms per molecule.
-        dim: the dimension to cut.
+        tensor: any tensor; returned unchanged if it needs no trimming.
+        sizes: the sizes of consecutive pieces along `dim`, such as atoms per molecule.
+        dim: the dimension to trim.
 
     Returns:
-        The tensor, and new sizes from whose end as much is taken; the given ones are only read.
+        The tensor, and a copy of the sizes, reduced accordingly from the end.
 
     Example:
         >>> trim_tensor(torch.ones(3), torch.tensor([1, 2]))
@@ -65,7 +65,7 @@ def trim_tensor(tensor: Tensor, sizes: Tensor | None = None, dim: int = 0) -> tu
     if excess == 0:
         return tensor, sizes
     if sizes is not None:
-        # A last piece smaller than the excess goes whole, and the one before it gives the rest.
+        # If the last piece is smaller than the excess, it becomes 0 and the piece before it is reduced by the rest.
         left = (sizes.flip(0).cumsum(0) - excess).clamp(min=0)
         sizes = left.diff(prepend=left.new_zeros(1)).flip(0).to(sizes.dtype)
     return tensor.narrow(dim, 0, size - excess), sizes
@@ -74,7 +74,7 @@ def trim_tensor(tensor: Tensor, sizes: Tensor | None = None, dim: int = 0) -> tu
 def _split_tensor(
     tensor: Tensor, num_parts: int, dim: int = -1, contiguous_chunks: bool = False
 ) -> tuple[Tensor, ...]:
-    """Cut along `dim` into exactly `num_parts` views of ceil(n / num_parts), the last ones smaller or empty.
+    """Split along `dim` into exactly `num_parts` views of ceil(n / num_parts), the last ones smaller or empty.
 
     >>> [part.tolist() for part in _split_tensor(torch.arange(5), 4)]
     [[0, 1], [2, 3], [4], []]

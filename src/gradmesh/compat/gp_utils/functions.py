@@ -1,4 +1,4 @@
-"""The autograd Functions of graph parallel work, and the helpers that the original has beside them."""
+"""The autograd Functions of graph parallelism, and private helpers of the original."""
 
 # The signatures are those of the original, where a tensor is called `input`.
 # ruff: noqa: A002
@@ -31,7 +31,7 @@ class CopyToModelParallelRegion(OpFunction):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> Tensor:
-        """Copy, and keep on `ctx` what backward needs."""
+        """Copy, and save the op on `ctx`."""
         return run(ctx, _ops.replicate(input, gp_axis()), input)
 
 
@@ -40,35 +40,35 @@ class ReduceFromModelParallelRegion(OpFunction):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> Tensor:
-        """Sum, and keep on `ctx` what backward needs."""
+        """Sum, and save the op on `ctx`."""
         return run(ctx, _ops.all_reduce(input, gp_axis(), dst=I), input)
 
 
 class ScatterToModelParallelRegion(OpFunction):
-    """I -> V: the own part; backward concatenates the parts. See `scatter_to_model_parallel_region`."""
+    """I -> V: the local shard; backward concatenates the shards. See `scatter_to_model_parallel_region`."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, dim: int = -1) -> Tensor:
-        """Keep the own part along `dim`, and on `ctx` what backward needs."""
+        """Take the local shard along `dim`, and save the op on `ctx`."""
         return run(ctx, _ops.shard(input, gp_axis(), dim, part_sizes), input, others=1)
 
 
 class GatherFromModelParallelRegion(OpFunction):
-    """V -> I: the parts concatenated; backward is the own part. See `gather_from_model_parallel_region`."""
+    """V -> I: the shards concatenated; backward is the local shard. See `gather_from_model_parallel_region`."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, dim: int = -1) -> Tensor:
-        """Concatenate along `dim`, and keep on `ctx` what backward needs."""
+        """Concatenate along `dim`, and save the op on `ctx`."""
         op = _ops.all_gather(input, gp_axis(), dim, dst=I, sizes="auto")
         return run(ctx, op, input, others=1)
 
 
 class GatherFromModelParallelRegionSumGrad(OpFunction):
-    """V -> R: the parts concatenated; backward sums. See `gather_from_model_parallel_region_sum_grad`."""
+    """V -> R: the shards concatenated; backward sums. See `gather_from_model_parallel_region_sum_grad`."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, dim: int = -1) -> Tensor:
-        """Concatenate along `dim`, and keep on `ctx` what backward needs."""
+        """Concatenate along `dim`, and save the op on `ctx`."""
         op = _ops.all_gather(input, gp_axis(), dim, dst=R, sizes="auto")
         return run(ctx, op, input, others=1)
 
@@ -78,25 +78,25 @@ class ScaleBackwardGrad(OpFunction):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> Tensor:
-        """Copy, and keep on `ctx` what backward needs."""
+        """Copy, and save the op on `ctx`."""
         return run(ctx, _ops.CountedByAll(gp_axis()), input)
 
 
-def _reduce(ctx: Any, input: Tensor) -> Tensor:  # noqa: ARG001 - the original marks `input` as changed on it
+def _reduce(ctx: Any, input: Tensor) -> Tensor:  # noqa: ARG001 - the original's signature
     """P -> I: the sum over the gp group, as a new tensor; backward is the identity."""
     return apply(_ops.all_reduce(input, gp_axis(), dst=I), input)
 
 
 def _split(input: Tensor, dim: int = -1) -> Tensor:
-    """I -> V: the own part, copied; backward concatenates."""
+    """I -> V: a copy of the local shard; backward concatenates."""
     return apply(_ops.shard(input, gp_axis(), dim, part_sizes), input)
 
 
 def _gather(input: Tensor, dim: int = -1) -> Tensor:
-    """V -> I: the parts of the gp group, of equal sizes, concatenated; backward is the own part."""
+    """V -> I: the shards of the gp group, of equal sizes, concatenated; backward is the local shard."""
     return apply(_ops.all_gather(input, gp_axis(), dim, dst=I), input)
 
 
 def _gather_with_padding(input: Tensor, dim: int = -1) -> Tensor:
-    """V -> I: the parts of the gp group, of any sizes, concatenated; backward is the own part. Nothing is padded."""
+    """V -> I: the shards of the gp group, of any sizes, concatenated without padding; backward is the local shard."""
     return apply(_ops.all_gather(input, gp_axis(), dim, dst=I, sizes="auto"), input)

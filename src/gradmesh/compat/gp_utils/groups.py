@@ -1,4 +1,4 @@
-"""The graph parallel and data parallel groups of a rank: set up, looked up, taken down."""
+"""Set-up, look-up and clean-up of a rank's graph parallel and data parallel groups."""
 
 from __future__ import annotations
 
@@ -39,19 +39,14 @@ class _Groups(NamedTuple):
     world: dist.ProcessGroup
 
 
-def _made() -> _Groups | None:
-    """What this rank set up and did not take down."""
-    return rank_state().get(_Groups)
-
-
 def _groups() -> _Groups | None:
-    """This rank's groups, unless the world they were made in is gone."""
-    found = _made()
+    """This rank's groups, unless the world in which they were made was destroyed."""
+    found = rank_state().get(_Groups)
     return found if found is not None and found.world is default_group() else None
 
 
 def ensure_div(a: int, b: int) -> None:
-    """Refuse numbers of which the second does not divide the first.
+    """Check that `b` divides `a`.
 
     Raises:
         ArgumentError: b does not divide a, or is not positive.
@@ -64,9 +59,11 @@ def ensure_div(a: int, b: int) -> None:
             message(
                 f"{b} does not divide {a}",
                 op="compat.gp_utils.ensure_div",
-                expected="a divisor",
+                expected=f"a positive divisor of {a}",
                 got=f"a={a}, b={b}",
-                remedy="choose a group size that divides the number of ranks",
+                remedy=f"choose a group size from {[n for n in range(1, min(a, 64) + 1) if a % n == 0]}"
+                if 0 < a < 4096
+                else "choose a group size that divides the number of ranks",
             )
         )
 
@@ -86,18 +83,18 @@ def divide_and_check_no_remainder(a: int, b: int) -> int:
 
 
 def setup_gp(config: Mapping[str, Any]) -> None:
-    """Make the graph parallel and the data parallel groups, as a configuration says.
+    """Make the graph parallel and data parallel groups of a configuration. A collective of all ranks of the world.
 
-    The layout is that of `setup_graph_parallel_groups`. Every rank of the world has to call it.
+    The layout is that of `setup_graph_parallel_groups`.
 
     Args:
-        config: with `config["gp_gpus"]`, the ranks that share a graph (cut to the number of ranks, which they must
-            divide), and `config["distributed_backend"]`, or None for that of the world.
+        config: has `config["gp_gpus"]`, the number of ranks that share a graph (clamped to the number of ranks, which
+            it must divide), and `config["distributed_backend"]`, or None for the world's backend.
 
     Raises:
         ArgumentError: `gp_gpus` does not divide the number of ranks.
-        GradmeshError: the groups are there already.
-        NotInitializedError: there is no process group yet.
+        GradmeshError: the groups exist already.
+        NotInitializedError: torch.distributed is not initialized.
 
     Example:
         >>> import gradmesh as gm
@@ -112,19 +109,19 @@ def setup_gp(config: Mapping[str, Any]) -> None:
 
 
 def setup_graph_parallel_groups(graph_parallel_group_size: int, distributed_backend: str | None) -> None:
-    """Make the graph parallel and the data parallel groups.
+    """Make the graph parallel and data parallel groups. A collective of all ranks of the world.
 
-    Ranks are laid out row by row as (dp, gp): consecutive ranks share a graph, and a data parallel group takes one
-    rank of each. Every rank of the world has to call it.
+    Ranks are laid out row by row as (dp, gp): consecutive ranks share a graph, and a data parallel group has one rank
+    of each graph.
 
     Args:
-        graph_parallel_group_size: the ranks that share a graph; they must divide the number of ranks.
-        distributed_backend: the backend of the groups; None: that of the world.
+        graph_parallel_group_size: the number of ranks that share a graph; must divide the number of ranks.
+        distributed_backend: the backend of the groups; None: the world's.
 
     Raises:
-        ArgumentError: the size does not divide the number of ranks, as one larger than that cannot.
-        GradmeshError: the groups are there already.
-        NotInitializedError: there is no process group yet.
+        ArgumentError: the size does not divide the number of ranks.
+        GradmeshError: the groups exist already.
+        NotInitializedError: torch.distributed is not initialized.
 
     Example:
         >>> def on_each_rank():
@@ -145,9 +142,9 @@ def _set_up(world: dist.ProcessGroup, size: int, backend: str | None, name: str)
             message(
                 "the groups are set up already",
                 op=f"compat.gp_utils.{name}",
-                expected="one call",
-                got=f"groups with {get_gp_world_size()} ranks to a graph",
-                remedy="call cleanup_gp() before another set-up",
+                expected="one set-up",
+                got=f"existing groups with {get_gp_world_size()} ranks for each graph",
+                remedy="call cleanup_gp() first",
             )
         )
     ensure_div(world.size(), size)
@@ -158,7 +155,7 @@ def _set_up(world: dist.ProcessGroup, size: int, backend: str | None, name: str)
 
 
 def _own_group(rows: Iterable[list[int]], rank: int, backend: str | None) -> dist.ProcessGroup:
-    """Make a group of each row, as every rank has to, and return that of `rank`."""
+    """Make all rows' groups (a collective), and return the one that contains `rank`."""
     made: dict[bool, dist.ProcessGroup] = {rank in row: dist.new_group(row, backend=backend) for row in rows}
     return made[True]
 
@@ -176,15 +173,15 @@ def cleanup_gp() -> None:
         >>> initialized()
         False
     """
-    made = _made()
+    made = rank_state().get(_Groups)
     if made is None:
         raise NotInitializedError(
             message(
-                "there are no groups",
+                "the groups are not set up",
                 op="compat.gp_utils.cleanup_gp",
                 expected="groups made by setup_gp or setup_graph_parallel_groups",
-                got="none",
-                remedy="call it once, after the set-up",
+                got="no groups",
+                remedy="call cleanup_gp() once, after the set-up; test with initialized()",
             )
         )
     rank_state().drop(_Groups)
@@ -196,12 +193,12 @@ def cleanup_gp() -> None:
 
 
 def initialized() -> bool:
-    """Whether the groups were set up, and not taken down since."""
+    """True if the groups are set up."""
     return _groups() is not None
 
 
 def get_dp_group() -> dist.ProcessGroup | None:
-    """The data parallel group of this rank; None before the set-up, which torch reads as the world."""
+    """The data parallel group of this rank; None (torch's default, the world) before the set-up."""
     groups = _groups()
     return groups.data if groups else None
 
@@ -213,12 +210,12 @@ def get_gp_group() -> dist.ProcessGroup | None:
 
 
 def get_dp_rank() -> int:
-    """This rank's place in its data parallel group; before the set-up in the world."""
+    """This rank's index in its data parallel group; before the set-up, in the world."""
     return dist.get_rank(get_dp_group()) if dist.is_initialized() else 0
 
 
 def get_gp_rank() -> int:
-    """This rank's place in its graph parallel group; 0 before the set-up."""
+    """This rank's index in its graph parallel group; 0 before the set-up."""
     return gp_axis().rank
 
 
@@ -233,6 +230,6 @@ def get_gp_world_size() -> int:
 
 
 def gp_axis() -> Axis:
-    """The ranks that share this rank's graph, as an axis; before the set-up this rank alone."""
+    """The axis of the ranks that share this rank's graph; before the set-up, this rank only."""
     group = get_gp_group()
     return single_rank_axis("gp") if group is None else Axis("gp", group.rank(), group.size(), group)

@@ -1,6 +1,6 @@
-"""The regions of graph parallel work: the functions that models call.
+"""The mappings of graph parallelism that models call.
 
-In the pictures two ranks share a graph; g0 and g1 are the gradients that come in on them, and g where they are equal.
+In the diagrams, two ranks share a graph; g0 and g1 are their incoming gradients, g if these are equal.
 """
 
 # The signatures are those of the original, where a tensor is called `input`.
@@ -32,9 +32,9 @@ __all__ = [
 
 
 def copy_to_model_parallel_region(input: Tensor) -> Tensor:
-    """Say that the ranks of the gp group use `input` differently from here on.
+    """Mark that the ranks of the gp group use `input` differently from here on: the identity, with summed gradients.
 
-    The way of a tensor that every rank holds into work that is split over the graph.
+    For replicated tensors that enter graph parallel work.
 
     ::
 
@@ -63,7 +63,7 @@ def copy_to_model_parallel_region(input: Tensor) -> Tensor:
 
 
 def reduce_from_model_parallel_region(input: Tensor) -> Tensor:
-    """Sum over the gp group, into a tensor on which every rank repeats the same work.
+    """Sum over the gp group, into a tensor on which every rank does identical work.
 
     ::
 
@@ -71,11 +71,11 @@ def reduce_from_model_parallel_region(input: Tensor) -> Tensor:
                                           x1 -> x0+x1      g <- g
 
     Args:
-        input: this rank's term, which is only read.
+        input: this rank's term; not modified.
 
     Raises:
         ArgumentError: `input` is not a dense tensor.
-        MismatchError: the shapes or dtypes differ (on backends that can tell).
+        MismatchError: the shapes or dtypes differ (detected on some backends).
 
     Example:
         >>> from gradmesh.compat import gp_utils
@@ -94,18 +94,18 @@ def reduce_from_model_parallel_region(input: Tensor) -> Tensor:
 
 
 def scatter_to_model_parallel_region(input: Tensor, dim: int = -1) -> Tensor:
-    """Keep the own part along `dim` of a tensor that every rank of the gp group holds.
+    """This rank's shard along `dim` of a tensor that is replicated over the gp group.
 
     ::
 
-        I -> V    shape (n, ...) -> (ceil(n / W), ...), less or nothing on the last ranks
+        I -> V    shape (n, ...) -> (ceil(n / W), ...), less or 0 on the last ranks
 
                   [a b] -> a      [g0 g1] <- g0
                   [a b] -> b      [g0 g1] <- g1
 
     Args:
         input: the same tensor on every rank.
-        dim: the dimension to cut, the last one by default. fairchem-core 2.11 and later has no `dim` and cuts the
+        dim: the dimension to split, the last one by default. fairchem-core 2.11 and later has no `dim` and splits the
             first one: see `gradmesh.compat.fairchem`.
 
     Raises:
@@ -126,25 +126,25 @@ def scatter_to_model_parallel_region(input: Tensor, dim: int = -1) -> Tensor:
 
 
 def gather_from_model_parallel_region(input: Tensor, dim: int = -1, natoms: None = None) -> Tensor:
-    """Concatenate the parts of the gp group, into a tensor on which every rank repeats the same work.
+    """Concatenate the shards of the gp group, into a tensor on which every rank does identical work.
 
     ::
 
         V -> I    shape (n_r, ...) -> (n_0 + ... + n_W-1, ...)    a -> [a b]      g[a] <- g
                                                                   b -> [a b]      g[b] <- g
 
-    The gradient of an I result is whole on every rank, so each takes the slice that is its own and nothing is summed.
-    Where the work that follows differs from rank to rank, every rank has only its own term of that gradient: use
-    `gather_from_model_parallel_region_sum_grad` there, or put `copy_to_model_parallel_region` behind this.
+    The gradient of the result is complete on every rank, so backward takes the local slice without a sum. If the work
+    that follows differs between ranks, each rank has only its contribution to the gradient: use
+    `gather_from_model_parallel_region_sum_grad`, or call `copy_to_model_parallel_region` on the result.
 
     Args:
-        input: this rank's part; its size along `dim` may differ from rank to rank.
-        dim: the dimension to join along.
-        natoms: not taken: the argument of fairchem-core 2.11 and later, for which there is `gradmesh.compat.fairchem`.
+        input: this rank's shard; its size along `dim` may differ between ranks.
+        dim: the dimension to concatenate along.
+        natoms: not supported; the argument of fairchem-core 2.11 and later, see `gradmesh.compat.fairchem`.
 
     Raises:
         ArgumentError: `dim` is out of range, or `natoms` is given.
-        MismatchError: other sizes or dtypes differ (on backends that can tell).
+        MismatchError: other sizes or dtypes differ (detected on some backends).
 
     Example:
         >>> from gradmesh.compat import gp_utils
@@ -164,7 +164,7 @@ def gather_from_model_parallel_region(input: Tensor, dim: int = -1, natoms: None
 
 
 def gather_from_model_parallel_region_sum_grad(input: Tensor, dim: int = -1, natoms: None = None) -> Tensor:
-    """Concatenate the parts of the gp group, into a tensor that each rank uses differently.
+    """Concatenate the shards of the gp group, into a tensor that each rank uses differently.
 
     ::
 
@@ -172,13 +172,13 @@ def gather_from_model_parallel_region_sum_grad(input: Tensor, dim: int = -1, nat
                                                                   b -> [a b]      g0[b]+g1[b] <- g1
 
     Args:
-        input: this rank's part; its size along `dim` may differ from rank to rank.
-        dim: the dimension to join along.
-        natoms: not taken: the argument of fairchem-core 2.11 and later, for which there is `gradmesh.compat.fairchem`.
+        input: this rank's shard; its size along `dim` may differ between ranks.
+        dim: the dimension to concatenate along.
+        natoms: not supported; the argument of fairchem-core 2.11 and later, see `gradmesh.compat.fairchem`.
 
     Raises:
         ArgumentError: `dim` is out of range, or `natoms` is given.
-        MismatchError: other sizes or dtypes differ (on backends that can tell).
+        MismatchError: other sizes or dtypes differ (detected on some backends).
 
     Example:
         >>> from gradmesh.compat import gp_utils
@@ -198,22 +198,22 @@ def gather_from_model_parallel_region_sum_grad(input: Tensor, dim: int = -1, nat
 
 
 def scale_backward_grad(input: Tensor) -> Tensor:
-    """Count a loss once for each rank of the gp group.
+    """Scale the gradient of a loss by the number of ranks of the gp group.
 
-    For a data parallel wrapper that averages gradients over all ranks of the world, although the W ranks of a graph
-    have one loss between them: without it the average is W times too small.
+    For a data parallel wrapper that averages gradients over all ranks of the world, while the W ranks of a graph share
+    one loss: without this factor, the average is W times too small.
 
     ::
 
         I -> R    shape (...) -> (...)    x -> x      W g <- g
                                           x -> x      W g <- g
 
-    It is `copy_to_model_parallel_region` for a result whose gradient is the same on every rank, without the message.
-    The derivative of this gradient is W times the second derivative. (The original's is W * W times that, as its
-    backward scales once more.)
+    It is `copy_to_model_parallel_region` without communication, for a result whose gradient is the same on every rank.
+    The derivative of this gradient is W times the second derivative. (The original's is W * W times that: its backward
+    scales again.)
 
     Args:
-        input: the same on every rank of the group, as the gradient of the result has to be.
+        input: the same on every rank of the group; the gradient of the result must be the same too.
 
     Example:
         >>> from gradmesh.compat import gp_utils
@@ -232,18 +232,18 @@ def scale_backward_grad(input: Tensor) -> Tensor:
 
 
 def _refuse_natoms(input: Tensor, dim: int, natoms: object, name: str) -> None:
-    """Refuse a call that is meant for fairchem-core 2.11 and later, where it can be told from ours."""
+    """Raise for calls with arguments of fairchem-core 2.11 and later, if they can be recognized."""
     inside = not isinstance(dim, int) or -input.dim() <= dim < input.dim()
     if natoms is None and inside:
         return
     raise ArgumentError(
         message(
-            "natoms is not taken" if natoms is not None else "dim is out of range",
+            "natoms is not supported" if natoms is not None else "dim is out of range",
             op=f"compat.gp_utils.{name}",
             axis=str(gp_axis()),
             expected=f"(input, dim), with {-input.dim()} <= dim < {input.dim()} for a {input.dim()}-d tensor",
             got=f"natoms={natoms!r}" if natoms is not None else f"dim={dim!r} for shape {tuple(input.shape)}",
-            remedy="if this is a number of atoms, the call is one of fairchem-core 2.11 or later: import\n"
-            "gradmesh.compat.fairchem in the place of gradmesh.compat.gp_utils",
+            remedy="if this is a number of atoms, the call is for fairchem-core 2.11 or later: import\n"
+            "gradmesh.compat.fairchem instead of gradmesh.compat.gp_utils",
         )
     )

@@ -1,31 +1,30 @@
-"""Drop-in for `megatron.core.tensor_parallel.mappings`: the regions of tensor and sequence parallelism.
+"""Drop-in for `megatron.core.tensor_parallel.mappings`: mappings of tensor and sequence parallel regions.
 
 ===================================================  ========  =============================  =====================
 name                                                 type      forward                        backward
 ===================================================  ========  =============================  =====================
 `copy_to_tensor_model_parallel_region`               I -> R    identity                       sum
 `reduce_from_tensor_model_parallel_region`           P -> I    sum                            identity
-`scatter_to_tensor_model_parallel_region`            I -> V    own part of the last dim       concatenate
-`gather_from_tensor_model_parallel_region`           V -> I    concatenate along the last     own part
-`all_gather_last_dim_from_tensor_parallel_region`    V -> R    concatenate along the last     sum, own part
-`reduce_scatter_last_dim_to_tensor_parallel_region`  P -> V    sum, own part of the last      concatenate
-`scatter_to_sequence_parallel_region`                I -> V    own part of the first dim      concatenate
-`gather_from_sequence_parallel_region`               V -> R    concatenate along the first    sum, own part
-the same, `tensor_parallel_output_grad=False`        V -> I    concatenate along the first    own part
-`reduce_scatter_to_sequence_parallel_region`         P -> V    sum, own part of the first     concatenate
-`all_to_all`                                         V -> V    exchange parts of the first    the way back
-`all_to_all_sp2hp`                                   V -> V    rows whole, columns cut        `all_to_all_hp2sp`
-`all_to_all_hp2sp`                                   V -> V    columns whole, rows cut        `all_to_all_sp2hp`
+`scatter_to_tensor_model_parallel_region`            I -> V    local slice of the last dim    concatenate
+`gather_from_tensor_model_parallel_region`           V -> I    concatenate along the last     local slice
+`all_gather_last_dim_from_tensor_parallel_region`    V -> R    concatenate along the last     sum, local slice
+`reduce_scatter_last_dim_to_tensor_parallel_region`  P -> V    sum, local slice of the last   concatenate
+`scatter_to_sequence_parallel_region`                I -> V    local slice of the first dim   concatenate
+`gather_from_sequence_parallel_region`               V -> R    concatenate along the first    sum, local slice
+the same, `tensor_parallel_output_grad=False`        V -> I    concatenate along the first    local slice
+`reduce_scatter_to_sequence_parallel_region`         P -> V    sum, local slice of the first  concatenate
+`all_to_all`                                         V -> V    exchange parts of the first    the inverse exchange
+`all_to_all_sp2hp`                                   V -> V    gather rows, shard columns     `all_to_all_hp2sp`
+`all_to_all_hp2sp`                                   V -> V    gather columns, shard rows     `all_to_all_sp2hp`
 ===================================================  ========  =============================  =====================
 
-`group` is a ProcessGroup or whatever else `gradmesh.axis` takes; or an object that has `rank()` and `size()` alone, as
-some callers make for one rank, or that holds the ProcessGroup of its ranks. None is what `set_default_group` says, such
-as `parallel_state.get_tensor_model_parallel_group`; else the axis "tp" of the current mesh if it has one, else the
-current mesh's only axis, else the world. Results are always fresh memory, also on a group of one rank, and no gradient
-is summed in place.
+`group` is a ProcessGroup or anything that `gradmesh.axis` accepts; or an object with `rank()` and `size()` that has one
+rank, or the ProcessGroup of its ranks as an attribute. None is the group of `set_default_group`, such as
+`parallel_state.get_tensor_model_parallel_group`; else the axis "tp" of the current mesh if it has one, else the current
+mesh's only axis, else the world. Results never alias the input, also on a group of one rank, and no gradient is summed
+in place.
 
-The autograd Functions behind the regions are there too, under the original's names: `_CopyToModelParallelRegion` and
-its like, `_AllToAll` among them.
+The autograd Functions have the original's names: `_CopyToModelParallelRegion`, ..., `_AllToAll`.
 """
 
 from __future__ import annotations

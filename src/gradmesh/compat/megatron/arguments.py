@@ -1,4 +1,4 @@
-"""The arguments of Megatron's mappings in gradmesh's terms."""
+"""Conversion of the arguments of Megatron's mappings."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from gradmesh.world import current_mesh
 __all__ = ["Group", "Ranks", "Sizes", "axis_of", "ints", "set_default_group"]
 
 Sizes = Iterable[SupportsInt] | None
-"""Megatron passes lists, NumPy arrays and tensors."""
+"""Sizes as lists, NumPy arrays or tensors."""
 
 
 @runtime_checkable
 class Ranks(Protocol):
-    """What Megatron asks a group for: some of its callers hand in an object of their own that has no more."""
+    """The interface of Megatron's groups; some callers pass custom objects."""
 
     def rank(self) -> int:
-        """This rank's place."""
+        """This rank's index in the group."""
 
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
 
 Group = AxisLike | Ranks
@@ -41,13 +41,13 @@ class _Default:
 
 
 def set_default_group(group: Group | Callable[[], Group]) -> None:
-    """Say what `group=None` is from here on, on this rank.
+    """Set the meaning of `group=None` on this rank.
 
-    `set_default_group(parallel_state.get_tensor_model_parallel_group)` makes it what it is in Megatron.
+    `set_default_group(parallel_state.get_tensor_model_parallel_group)` gives it the same meaning as in Megatron.
 
     Args:
-        group: a group; or a function without arguments that returns one, which is asked at every call; None: the axis
-            "tp" of the current mesh if it has one, else its only axis, else the world, as if nothing had been said.
+        group: a group; or a function without arguments that returns one, called each time; None restores the initial
+            meaning: the axis "tp" of the current mesh if it has one, else its only axis, else the world.
 
     Example:
         >>> from gradmesh.compat import megatron
@@ -66,7 +66,7 @@ def set_default_group(group: Group | Callable[[], Group]) -> None:
 
 
 def axis_of(group: Group) -> Axis:
-    """The tensor parallel ranks; None is what `set_default_group` says, else the axis "tp" of the current mesh."""
+    """The axis of a group; None is the default group, else the axis "tp" of the current mesh."""
     default = rank_state().get(_Default) if group is None else None
     if default is not None:
         group = default.which() if callable(default.which) else default.which
@@ -76,11 +76,11 @@ def axis_of(group: Group) -> Axis:
     known = group is None or isinstance(group, str | dist.ProcessGroup | DeviceMesh | Axis)
     if not known and isinstance(group, Ranks):
         return _of_ranks(group)
-    return resolve(group, "compat.megatron")  # type: ignore[arg-type]  # which refuses the rest
+    return resolve(group, "compat.megatron")  # type: ignore[arg-type]  # raises for other types
 
 
 def _of_ranks(group: Ranks) -> Axis:
-    """The axis of an object with a rank and a size; where there are several, it has to hold what connects them."""
+    """The axis of a custom group object; with several ranks, it must have a ProcessGroup as an attribute."""
     if group.size() == 1:
         return single_rank_axis("group")
     held = [
@@ -90,11 +90,12 @@ def _of_ranks(group: Ranks) -> Axis:
     if len(same) != 1:
         raise AxisError(
             message(
-                "the group has a rank and a size, and nothing that connects its ranks",
+                "cannot find the process group of a custom group object",
                 op="compat.megatron",
-                expected="a ProcessGroup, or an object with one among its attributes, of the same rank and size",
-                got=f"{type(group).__name__}, rank {group.rank()} of {group.size()}, with {len(same)} of them",
-                remedy="pass the process group itself; an object of one rank needs none",
+                expected="a ProcessGroup, or an object with exactly one attribute that is a ProcessGroup of the same "
+                "rank and size",
+                got=f"{type(group).__name__}, rank {group.rank()} of {group.size()}, with {len(same)} such attributes",
+                remedy="pass the ProcessGroup itself",
             )
         )
     return resolve(same[0], "compat.megatron")

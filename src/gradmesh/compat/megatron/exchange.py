@@ -16,7 +16,7 @@ def all_to_all(
     output_split_sizes_: Sizes = None,
     input_split_sizes: Sizes = None,
 ) -> Tensor:
-    """Give rank r the r-th part of the first dimension.
+    """Send the r-th part of the first dimension to rank r.
 
     ::
 
@@ -30,7 +30,7 @@ def all_to_all(
         input_split_sizes: the size of the part for each rank; None: equal parts.
 
     Raises:
-        ShapeError: sizes that do not add up, or none and the ranks do not divide the first dimension.
+        ShapeError: the sizes do not add up; or None, and the first dimension is not divisible by the number of ranks.
 
     Example:
         >>> def on_each_rank():
@@ -43,7 +43,7 @@ def all_to_all(
 
 
 def all_to_all_hp2sp(input_: Tensor, group: Group = None) -> Tensor:
-    """From columns cut over the ranks to rows cut; backward is `all_to_all_sp2hp`.
+    """From sharded columns to sharded rows; backward is `all_to_all_sp2hp`.
 
     ::
 
@@ -57,7 +57,7 @@ def all_to_all_hp2sp(input_: Tensor, group: Group = None) -> Tensor:
         group: the ranks of the tensor parallel group.
 
     Raises:
-        ShapeError: the ranks do not divide the number of rows.
+        ShapeError: the number of rows is not divisible by the number of ranks.
 
     Example:
         >>> def on_each_rank():
@@ -70,7 +70,7 @@ def all_to_all_hp2sp(input_: Tensor, group: Group = None) -> Tensor:
 
 
 def all_to_all_sp2hp(input_: Tensor, group: Group = None) -> Tensor:
-    """From rows cut over the ranks to columns cut; backward is `all_to_all_hp2sp`.
+    """From sharded rows to sharded columns; backward is `all_to_all_hp2sp`.
 
     ::
 
@@ -84,7 +84,7 @@ def all_to_all_sp2hp(input_: Tensor, group: Group = None) -> Tensor:
         group: the ranks of the tensor parallel group.
 
     Raises:
-        ShapeError: the ranks do not divide that dimension.
+        ShapeError: the number of columns is not divisible by the number of ranks.
 
     Example:
         >>> def on_each_rank():

@@ -1,4 +1,4 @@
-"""The regions of sequence parallelism: the first dimension cut."""
+"""Mappings of sequence parallel regions, along the first dimension."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def gather_from_sequence_parallel_region(
     tensor_parallel_output_grad: bool = True,
     group: Group = None,
     output_split_sizes: Sizes = None,
-    use_global_buffer: bool = False,  # noqa: ARG001 - a choice of memory; results are always fresh here
+    use_global_buffer: bool = False,  # noqa: ARG001 - results are always freshly allocated
 ) -> Tensor:
     """Concatenate along the first dimension.
 
@@ -29,18 +29,18 @@ def gather_from_sequence_parallel_region(
         V -> R    shape (n, ...) -> (W n, ...)    a -> [a b]      g0[a]+g1[a] <- g0
                                                   b -> [a b]      g0[b]+g1[b] <- g1
 
-        V -> I    the same forward; backward is the own part, g[a] and g[b]
+        V -> I    the same forward; backward returns the local slice, g[a] and g[b]
 
     Args:
-        input_: this rank's part.
-        tensor_parallel_output_grad: whether tensor parallel work follows, which uses the result differently on each
-            rank. If so backward sums over the ranks (V -> R), else it hands back the own part (V -> I).
+        input_: this rank's shard.
+        tensor_parallel_output_grad: True if tensor parallel work follows, which uses the result differently on each
+            rank: backward sums over the ranks (V -> R). False: backward returns the local slice (V -> I).
         group: the ranks to gather from.
         output_split_sizes: each rank's size along the first dimension; None: the same on every rank.
-        use_global_buffer: taken and not used.
+        use_global_buffer: ignored.
 
     Raises:
-        ShapeError: `input_` is not what `output_split_sizes` says.
+        ShapeError: `input_` does not match `output_split_sizes`.
 
     Example:
         >>> def on_each_rank():
@@ -58,9 +58,9 @@ def reduce_scatter_to_sequence_parallel_region(
     input_: Tensor,
     group: Group = None,
     input_split_sizes: Sizes = None,
-    use_global_buffer: bool = False,  # noqa: ARG001 - a choice of memory; results are always fresh here
+    use_global_buffer: bool = False,  # noqa: ARG001 - results are always freshly allocated
 ) -> Tensor:
-    """Sum over the ranks, of which each keeps its part of the first dimension.
+    """Sum over the ranks; each rank keeps its slice of the first dimension.
 
     ::
 
@@ -68,13 +68,13 @@ def reduce_scatter_to_sequence_parallel_region(
                                                   [x1[0] x1[1]] -> x0[1]+x1[1]      [g0 g1] <- g1
 
     Args:
-        input_: this rank's term of the sum, whole along the first dimension.
+        input_: this rank's term of the sum, with the full first dimension.
         group: the ranks to sum over.
-        input_split_sizes: the size of each rank's part; None: equal parts.
-        use_global_buffer: taken and not used.
+        input_split_sizes: each rank's size along the first dimension; None: equal sizes.
+        use_global_buffer: ignored.
 
     Raises:
-        ShapeError: sizes that do not add up, or none and the ranks do not divide the first dimension.
+        ShapeError: the sizes do not add up; or None, and the first dimension is not divisible by the number of ranks.
 
     Example:
         >>> def on_each_rank():
@@ -86,7 +86,7 @@ def reduce_scatter_to_sequence_parallel_region(
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
-    """Keep the own part of the first dimension.
+    """This rank's slice of the first dimension.
 
     ::
 

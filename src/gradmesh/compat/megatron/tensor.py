@@ -1,4 +1,4 @@
-"""The regions of tensor parallelism: the last dimension cut, or nothing."""
+"""Mappings of tensor parallel regions, along the last dimension."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Group
                                                   b -> [a b]      g0[b]+g1[b] <- g1
 
     Args:
-        input_: this rank's part, of one shape on all ranks.
+        input_: this rank's shard, of the same shape on all ranks.
         group: the ranks of the tensor parallel group.
 
     Raises:
-        MismatchError: the shapes or dtypes differ (on backends that can tell).
+        MismatchError: the shapes or dtypes differ (detected on some backends).
 
     Example:
         >>> def on_each_rank():
@@ -43,7 +43,7 @@ def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: Group
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
-    """Say that the ranks use `input_` differently from here on.
+    """Mark that the ranks use `input_` differently from here on: the identity, with summed gradients.
 
     ::
 
@@ -66,7 +66,7 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) ->
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
-    """Concatenate along the last dimension, into a tensor on which every rank repeats the same work.
+    """Concatenate along the last dimension, into a tensor on which every rank does identical work.
 
     ::
 
@@ -74,11 +74,11 @@ def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group = None
                                                   b -> [a b]      g[b] <- g
 
     Args:
-        input_: this rank's part, of one shape on all ranks.
+        input_: this rank's shard, of the same shape on all ranks.
         group: the ranks of the tensor parallel group.
 
     Raises:
-        MismatchError: the shapes or dtypes differ (on backends that can tell).
+        MismatchError: the shapes or dtypes differ (detected on some backends).
 
     Example:
         >>> def on_each_rank():
@@ -90,7 +90,7 @@ def gather_from_tensor_model_parallel_region(input_: Tensor, group: Group = None
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
-    """Sum over the ranks, into a tensor on which every rank repeats the same work.
+    """Sum over the ranks, into a tensor on which every rank does identical work.
 
     ::
 
@@ -102,7 +102,7 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group = None
         group: the ranks of the tensor parallel group.
 
     Raises:
-        MismatchError: the shapes or dtypes differ (on backends that can tell).
+        MismatchError: the shapes or dtypes differ (detected on some backends).
 
     Example:
         >>> def on_each_rank():
@@ -114,7 +114,7 @@ def reduce_from_tensor_model_parallel_region(input_: Tensor, group: Group = None
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
-    """Sum over the ranks, of which each keeps its part of the last dimension.
+    """Sum over the ranks; each rank keeps its slice of the last dimension.
 
     ::
 
@@ -122,11 +122,11 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Gro
                                                   [x1[0] x1[1]] -> x0[1]+x1[1]      [g0 g1] <- g1
 
     Args:
-        input_: this rank's term of the sum, whole along the last dimension.
+        input_: this rank's term of the sum, with the full last dimension.
         group: the ranks of the tensor parallel group.
 
     Raises:
-        ShapeError: the ranks do not divide that dimension.
+        ShapeError: the last dimension is not divisible by the number of ranks.
 
     Example:
         >>> def on_each_rank():
@@ -138,7 +138,7 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: Gro
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, group: Group = None) -> Tensor:
-    """Keep the own part of the last dimension.
+    """This rank's slice of the last dimension.
 
     ::
 

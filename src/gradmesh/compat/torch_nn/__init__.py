@@ -1,14 +1,14 @@
-"""Drop-in for `torch.distributed.nn.functional`: the same functions, with right gradients at every order.
+"""Drop-in for `torch.distributed.nn.functional`: the same functions, with correct gradients of every order.
 
 =====================  =========  ====================================================================
 function               type       backward
 =====================  =========  ====================================================================
-`all_gather`           V -> R     the sum over the ranks of the own tensor's gradients
+`all_gather`           V -> R     the sum over the ranks of the gradients of this rank's tensor
 `_all_gather_base`     V -> R     the same
 `all_reduce`           P -> R     the sum for SUM, its mean for AVG; for MAX and MIN the ranks that hold the
-                                  extremum share it; for PRODUCT the product rule, right with zeros
-`all_to_all`           V -> V     the way back
-`all_to_all_single`    V -> V     the way back
+                                  extremum share it; for PRODUCT the product rule, correct with zeros
+`all_to_all`           V -> V     the inverse exchange
+`all_to_all_single`    V -> V     the inverse exchange
 `broadcast`            V -> R     the sum at `src`, zeros elsewhere
 `gather`               V -> V     each rank's part of the gradient at `dst`
 `reduce`               P -> V     the gradient at `dst`, through the same rules as `all_reduce`
@@ -16,12 +16,12 @@ function               type       backward
 `scatter`              V -> V     the gradients of all ranks, at `src`
 =====================  =========  ====================================================================
 
-What stays as in torch: the signatures; `src` and `dst` are ranks of the world; the results' shapes, zeros where
-`gather` and `reduce` have no result; backward sums over ranks, as is right for losses that differ; a tensor given as
-`output` is filled, without a gradient, while the tensor that is returned has one.
+As in torch: the signatures; `src` and `dst` are global ranks; the results' shapes, with zeros where `gather` and
+`reduce` have no result; backward sums over ranks, as needed for losses that differ; `output` is filled without a
+gradient, and the returned tensor has one.
 
-What is new: a group is looked up when the function is called, and None is the world; anything that
-`gradmesh.axis` takes will do for it. Every function and its gradient run on every backend, and no call warns.
+New: `group` is anything that `gradmesh.axis` accepts, resolved at each call; None is the world. Every function and its
+gradient run on every backend, without warnings.
 """
 
 from __future__ import annotations

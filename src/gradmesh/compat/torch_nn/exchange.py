@@ -1,4 +1,4 @@
-"""The functions that move tensors from every rank to every rank."""
+"""all_gather and all_to_all."""
 
 # The signatures are torch's own, where a tensor is called `input`.
 # ruff: noqa: A002
@@ -19,7 +19,7 @@ __all__ = ["all_gather", "all_to_all", "all_to_all_single"]
 
 
 def all_gather(tensor: Tensor, group: AxisLike = None) -> tuple[Tensor, ...]:
-    """Give every rank all ranks' tensors.
+    """All ranks' tensors, on every rank.
 
     ::
 
@@ -44,7 +44,7 @@ def all_gather(tensor: Tensor, group: AxisLike = None) -> tuple[Tensor, ...]:
 
 
 def _all_gather_base(output_tensor: Tensor, input_tensor: Tensor, group: AxisLike = None) -> Tensor:
-    """Give every rank all ranks' tensors in one.
+    """All ranks' tensors concatenated, on every rank.
 
     ::
 
@@ -52,12 +52,12 @@ def _all_gather_base(output_tensor: Tensor, input_tensor: Tensor, group: AxisLik
                                                   x1 -> [x0 x1]      g0[1]+g1[1] <- [g1[0] g1[1]]
 
     Args:
-        output_tensor: filled with the result, whose shape is its own: any with W times the elements.
+        output_tensor: filled with the result, which has its shape; any shape with W times the elements.
         input_tensor: this rank's tensor, of one shape on all ranks.
         group: the ranks to gather from.
 
     Raises:
-        ShapeError: an output that does not fit.
+        ShapeError: `output_tensor` has another number of elements.
 
     Example:
         >>> def on_each_rank():
@@ -73,7 +73,7 @@ def _all_gather_base(output_tensor: Tensor, input_tensor: Tensor, group: AxisLik
 def all_to_all(
     output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], group: AxisLike = None
 ) -> tuple[Tensor, ...]:
-    """Give rank r of the group `input_tensor_list[r]` of every rank.
+    """Send `input_tensor_list[r]` to rank r of the group.
 
     ::
 
@@ -86,10 +86,10 @@ def all_to_all(
         group: the ranks to exchange among.
 
     Returns:
-        What came from each rank, in the shapes of `output_tensor_list`, which may all differ.
+        The tensors received from each rank, in the shapes of `output_tensor_list`, which may all differ.
 
     Raises:
-        ShapeError: not one tensor for each rank, or outputs that do not fit.
+        ShapeError: a list does not have one tensor for each rank, or an output has another number of elements.
 
     Example:
         >>> def on_each_rank():
@@ -118,7 +118,7 @@ def all_to_all_single(
     input_split_sizes: Sequence[int] | None = None,
     group: AxisLike = None,
 ) -> Tensor:
-    """Give rank r of the group the r-th part of `input` along dim 0.
+    """Send the r-th part of `input` along dim 0 to rank r of the group.
 
     ::
 
@@ -133,7 +133,7 @@ def all_to_all_single(
         group: the ranks to exchange among.
 
     Raises:
-        ShapeError: sizes that do not add up, or an output that does not fit.
+        ShapeError: the sizes do not add up, or `output` has another number of elements.
 
     Example:
         >>> def on_each_rank():

@@ -1,4 +1,4 @@
-"""The reductions of which every rank gets the result or its part of it."""
+"""all_reduce and reduce_scatter."""
 
 # The signatures are torch's own, where a tensor is called `input`.
 
@@ -21,7 +21,7 @@ __all__ = ["all_reduce", "reduce_scatter"]
 def reduce_scatter(
     output: Tensor, input_list: Sequence[Tensor], op: Reduction = ReduceOp.SUM, group: AxisLike = None
 ) -> Tensor:
-    """Combine the ranks' `input_list[r]` on rank r of the group.
+    """Reduce `input_list[r]` of all ranks to rank r of the group.
 
     ::
 
@@ -37,8 +37,8 @@ def reduce_scatter(
         group: the ranks to combine.
 
     Raises:
-        ArgumentError: an op that has no gradient rule, such as the bitwise ones.
-        ShapeError: not one tensor for each rank, or an output that does not fit.
+        ArgumentError: an op without a gradient rule, such as the bitwise ones.
+        ShapeError: `input_list` does not have one tensor for each rank, or `output` has another number of elements.
 
     Example:
         >>> def on_each_rank():
@@ -61,7 +61,7 @@ def reduce_scatter(
 
 
 def all_reduce(tensor: Tensor, op: Reduction = ReduceOp.SUM, group: AxisLike = None) -> Tensor:
-    """Combine the ranks' tensors; every rank gets the result.
+    """Reduce the ranks' tensors; every rank gets the result.
 
     ::
 
@@ -69,7 +69,7 @@ def all_reduce(tensor: Tensor, op: Reduction = ReduceOp.SUM, group: AxisLike = N
                                           x1 -> x0+x1      g0+g1 <- g1
 
     The picture is that of SUM. Backward of AVG is the mean; of MAX and MIN the sum goes to the ranks that hold the
-    extremum, which share it; of PRODUCT it is the product rule, right with zeros.
+    extremum, which share it; of PRODUCT it is the product rule, correct with zeros.
 
     Args:
         tensor: this rank's term.
@@ -77,7 +77,7 @@ def all_reduce(tensor: Tensor, op: Reduction = ReduceOp.SUM, group: AxisLike = N
         group: the ranks to combine.
 
     Raises:
-        ArgumentError: an op that has no gradient rule, such as the bitwise ones.
+        ArgumentError: an op without a gradient rule, such as the bitwise ones.
 
     Example:
         >>> def on_each_rank():

@@ -1,4 +1,4 @@
-"""The functions with a rank that gives or gets: broadcast, gather, scatter, reduce."""
+"""Rooted collectives: broadcast, gather, scatter, reduce."""
 
 # The signatures are torch's own, where a tensor is called `input`.
 
@@ -22,7 +22,7 @@ __all__ = ["broadcast", "gather", "reduce", "scatter"]
 
 
 def broadcast(tensor: Tensor, src: int, group: AxisLike = None) -> Tensor:
-    """Give every rank of the group the tensor of one rank.
+    """Send the tensor of one rank to every rank of the group.
 
     ::
 
@@ -30,9 +30,9 @@ def broadcast(tensor: Tensor, src: int, group: AxisLike = None) -> Tensor:
                                                       x1 -> x0          0 <- g1
 
     Args:
-        tensor: the value at `src`; elsewhere a tensor of the same shape and dtype, whose values do not count.
-        src: a rank of the world.
-        group: the ranks that get it.
+        tensor: the value at `src`; elsewhere a tensor of the same shape and dtype, whose values are ignored.
+        src: a global rank.
+        group: the ranks that receive it.
 
     Raises:
         ArgumentError: `src` is not in the group.
@@ -48,18 +48,18 @@ def broadcast(tensor: Tensor, src: int, group: AxisLike = None) -> Tensor:
 
 
 def gather(tensor: Tensor, dst: int = 0, group: AxisLike = None) -> tuple[Tensor, ...]:
-    """Give one rank every rank's tensor; the others get zeros.
+    """Gather all ranks' tensors on one rank; the others get zeros.
 
     ::
 
         V -> V at dst    shape (...) -> W of shape (...)    dst  x0 -> (x0, x1)      g0[0] <- (g0[0], g0[1])
                                                                  x1 -> (0, 0)        g0[1] <- (...)
 
-    Every rank has to use one of its results in its loss, since the backward collective needs all ranks.
+    Every rank must use one of its results in its loss, because backward is a collective.
 
     Args:
-        tensor: this rank's tensor, of one shape on all ranks.
-        dst: a rank of the world.
+        tensor: this rank's tensor, of the same shape on all ranks.
+        dst: a global rank.
         group: the ranks to gather from.
 
     Raises:
@@ -76,13 +76,13 @@ def gather(tensor: Tensor, dst: int = 0, group: AxisLike = None) -> tuple[Tensor
     row = tensor.unsqueeze(0)
     stacked = apply(_ops.gather(row, axis, root), row)
     if axis.rank != root:
-        # Sums over nothing: zeros that hang on the empty result, or this rank would miss the backward collective.
+        # Empty sums: zeros that depend on the empty result, so that this rank takes part in backward.
         return tuple(stacked.sum(0, dtype=tensor.dtype) for _ in range(axis.size))
     return separate(stacked)
 
 
 def scatter(tensors: Sequence[Tensor], src: int = 0, group: AxisLike = None) -> Tensor:
-    """Give rank r of the group `tensors[r]` of one rank.
+    """Send `tensors[r]` of one rank to rank r of the group.
 
     ::
 
@@ -90,14 +90,14 @@ def scatter(tensors: Sequence[Tensor], src: int = 0, group: AxisLike = None) -> 
                                                            (..., ...) -> x1    (0, 0)   <- g1
 
     Args:
-        tensors: at `src` one tensor for each rank; elsewhere as many of the same shape and dtype, as torch's own needs
-            them to be, whose values do not count.
-        src: a rank of the world.
-        group: the ranks that get a part.
+        tensors: at `src` one tensor for each rank; elsewhere as many of the same shape and dtype, as in torch, whose
+            values are ignored.
+        src: a global rank.
+        group: the ranks that receive a tensor.
 
     Raises:
         ArgumentError: `src` is not in the group.
-        ShapeError: not one tensor for each rank, or tensors of different shapes.
+        ShapeError: `tensors` does not have one tensor for each rank, or their shapes differ.
 
     Example:
         >>> def on_each_rank():
@@ -115,7 +115,7 @@ def scatter(tensors: Sequence[Tensor], src: int = 0, group: AxisLike = None) -> 
 
 
 def reduce(tensor: Tensor, dst: int, op: Reduction = ReduceOp.SUM, group: AxisLike = None) -> Tensor:
-    """Combine the ranks' tensors at one rank; the others get zeros.
+    """Reduce the ranks' tensors on one rank; the others get zeros.
 
     ::
 
@@ -126,12 +126,12 @@ def reduce(tensor: Tensor, dst: int, op: Reduction = ReduceOp.SUM, group: AxisLi
 
     Args:
         tensor: this rank's term.
-        dst: a rank of the world.
+        dst: a global rank.
         op: SUM, AVG, MAX, MIN or PRODUCT.
         group: the ranks to combine.
 
     Raises:
-        ArgumentError: `dst` is not in the group, or an op that has no gradient rule, such as the bitwise ones.
+        ArgumentError: `dst` is not in the group, or the op has no gradient rule, such as the bitwise ones.
 
     Example:
         >>> def on_each_rank():

@@ -1,5 +1,5 @@
-"""The job behind `gradmesh demo fno`: a Fourier neural operator for Burgers' equation, its fields cut over ranks.
+"""`gradmesh demo fno`: a Fourier neural operator for Burgers' equation, with domain decomposition.
 
-`burgers` solves the equation, `network` is the operator, dense and in parts, `job` trains both and compares, `report`
-shows it.
+`burgers` solves the equation, `network` is the operator (dense and sharded), `job` trains both and compares, `report`
+shows the results.
 """

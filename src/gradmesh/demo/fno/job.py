@@ -1,4 +1,4 @@
-"""Train the operator on ranks and in one process, on the same solutions in the same order, and compare."""
+"""Train the operator on ranks and on one process, with the same data in the same order, and compare."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradmesh.demo.drawing import seeded
 from gradmesh.demo.fno.burgers import diffused, initial_fields, solved
 from gradmesh.demo.fno.network import Operator, relative_error
 from gradmesh.demo.fno.settings import Job
-from gradmesh.demo.following import ALONE, IN_PARTS, Tell
+from gradmesh.demo.following import ALONE, IN_PARTS, Progressed
 from gradmesh.demo.job import one_thread
 
 __all__ = ["Result", "Step", "data_of", "dense_operator", "run", "train"]
@@ -26,12 +26,12 @@ RATE = 0.006
 
 @dataclass(frozen=True)
 class Step:
-    """What an epoch left.
+    """The state after an epoch.
 
     Attributes:
         losses: of its steps.
-        held_out: the error on the solutions held out.
-        operator: trained so far.
+        held_out: the error on the held-out solutions.
+        operator: the operator.
     """
 
     losses: list[float]
@@ -41,17 +41,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Result:
-    """What the job found.
+    """The results of the job.
 
     Attributes:
-        job: what it was asked.
-        losses, right: of each step, on ranks and alone.
-        held_out: after each epoch, the error of the ranks' operator on solutions held out.
-        slope: how far the first gradient is from that of one process, relative to its largest entry.
-        apart: how far the parameters are in the end.
-        baseline: the error on what was held out of the equation without its bent term.
-        picture: a field held out, its solution, and what the operator makes of it.
-        seconds: how long it took.
+        job: its options.
+        losses, right: of each step, on ranks and on one process.
+        held_out: after each epoch, the error on held-out solutions, on ranks.
+        slope: the difference of the first gradient from that on one process, relative to its largest entry.
+        apart: the largest absolute difference of a parameter after training.
+        baseline: the held-out error of the linear equation.
+        picture: a held-out field, its solution, and the operator's prediction.
+        seconds: run time.
     """
 
     job: Job
@@ -66,11 +66,11 @@ class Result:
 
     @property
     def far(self) -> list[float]:
-        """How far the losses of each step are apart."""
+        """The absolute difference of the losses, step by step."""
         return [abs(a - b) for a, b in zip(self.losses, self.right, strict=True)]
 
     def as_json(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """The results as plain values."""
         return {
             "losses": self.losses,
             "held_out": self.held_out,
@@ -84,25 +84,25 @@ class Result:
 
 
 def data_of(job: Job) -> tuple[Tensor, Tensor]:
-    """Fields and their solutions, those held out last."""
+    """Fields and their solutions, held-out ones last."""
     fields = initial_fields(job.samples + job.held_out, job.points, job.seed)
     return fields, solved(fields)
 
 
 def dense_operator(job: Job) -> Operator:
-    """The operator before training; the default generator is left as it is."""
+    """The initial operator."""
     with seeded(job.seed):
         return Operator(job)
 
 
 def train(job: Job, fields: Tensor, solutions: Tensor, start: dict[str, Any], parts: bool) -> Iterator[Step]:
-    """Train, and give what each epoch left; in parts each rank calls it, with the whole fields."""
+    """Train, and yield the state after each epoch; with `parts`, on ranks. The fields are not sharded yet."""
     sizes = balanced(job.points, gm.world_size()) if parts else None
-    own = gm.axis().slice(sizes) if sizes else slice(None)
+    local = gm.axis().slice(sizes) if sizes else slice(None)
     with seeded(job.seed):
         operator = Operator(job, sizes)
     operator.load_state_dict(start)
-    fields, solutions = fields[:, own], solutions[:, own]
+    fields, solutions = fields[:, local], solutions[:, local]
     order = torch.Generator().manual_seed(job.seed)
     adam = torch.optim.Adam(operator.parameters(), lr=RATE)
     for _ in range(job.epochs):
@@ -121,28 +121,28 @@ def train(job: Job, fields: Tensor, solutions: Tensor, start: dict[str, Any], pa
 def _on_rank(
     job: Job, fields: Tensor, solutions: Tensor, start: dict[str, Any]
 ) -> tuple[list[Step], list[Tensor], Tensor]:
-    """What a rank finds: its epochs, its first gradient, and all ranks' points of one field in the end."""
+    """On a rank: its epochs, its first gradient, and the final prediction of one field, gathered."""
     sizes = balanced(job.points, gm.world_size())
-    own = gm.axis().slice(sizes)
+    local = gm.axis().slice(sizes)
     with seeded(job.seed):
         operator = Operator(job, sizes)
     operator.load_state_dict(start)
-    loss = relative_error(operator(fields[: job.batch, own]), solutions[: job.batch, own], True)
+    loss = relative_error(operator(fields[: job.batch, local]), solutions[: job.batch, local], True)
     first = list(torch.autograd.grad(loss, list(operator.parameters())))
     steps = list(train(job, fields, solutions, start, parts=True))
     with torch.no_grad():
-        made = gm.all_gather(steps[-1].operator(fields[-1:, own]), dim=1, sizes=sizes)[0]
+        made = gm.all_gather(steps[-1].operator(fields[-1:, local]), dim=1, sizes=sizes)[0]
     return steps, first, made
 
 
-def run(job: Job, tell: Tell | None = None) -> Result:
-    """Do the whole job.
+def run(job: Job, progress: Progressed | None = None) -> Result:
+    """Run the job.
 
     Raises:
-        ArgumentError: the number of ranks or the backend cannot be.
+        ArgumentError: invalid number of ranks or backend.
         RankError: a rank failed.
     """
-    tell, started = tell or (lambda *_: None), time.perf_counter()
+    progress, started = progress or (lambda *_: None), time.perf_counter()
     with one_thread():
         fields, solutions = data_of(job)
         dense = dense_operator(job)
@@ -152,10 +152,10 @@ def run(job: Job, tell: Tell | None = None) -> Result:
         alone = []
         for step in train(job, fields, solutions, start, parts=False):
             alone.append(step)
-            tell(ALONE, 1)
+            progress(ALONE, 1)
         given = (job, fields, solutions, start)
         found = gm.launch(_on_rank, job.ranks, backend=job.backend, args=given)
-        tell(IN_PARTS, job.epochs)
+        progress(IN_PARTS, job.epochs)
     largest = max(float(slope.abs().max()) for slope in slopes)
     state = alone[-1].operator.state_dict()
     steps, held = found[0][0], slice(job.samples, None)
@@ -164,13 +164,13 @@ def run(job: Job, tell: Tell | None = None) -> Result:
         [loss for step in steps for loss in step.losses],
         [loss for step in alone for loss in step.losses],
         [step.held_out for step in steps],
-        max(_apart(first, slopes) for _, first, _ in found) / largest,
-        max(_apart(each[-1].operator.state_dict().values(), state.values()) for each, _, _ in found),
+        max(_max_difference(first, slopes) for _, first, _ in found) / largest,
+        max(_max_difference(each[-1].operator.state_dict().values(), state.values()) for each, _, _ in found),
         float(relative_error(diffused(fields[held]), solutions[held], False)),
         (fields[-1], solutions[-1], found[0][2]),
         time.perf_counter() - started,
     )
 
 
-def _apart(found: Any, right: Any) -> float:
+def _max_difference(found: Any, right: Any) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(found, right, strict=True))

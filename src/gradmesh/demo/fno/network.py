@@ -1,4 +1,4 @@
-"""A Fourier neural operator in one dim: of plain torch, and of layers whose fields are cut over ranks."""
+"""A one-dimensional Fourier neural operator: in plain torch, and with sharded fields."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Operator", "relative_error"]
 
 
 class _Spectral(nn.Module):
-    """The dense spectral layer, of torch's transforms alone."""
+    """The dense spectral layer, in plain torch."""
 
     def __init__(self, width: int, modes: int) -> None:
         super().__init__()
@@ -30,14 +30,14 @@ class _Spectral(nn.Module):
 
 
 class Operator(nn.Module):
-    """From u(x, 0) to u(x, 1), shape (n, points) both.
+    """Maps u(x, 0) to u(x, 1), both of shape (n, points).
 
-    Each layer adds a spectral convolution and one of three points. In parts it has own points, and the same names of
-    parameters, so that the dense one's state fits.
+    Each layer adds a spectral convolution and a convolution of three points. The sharded operator has the state dict of
+    the dense one.
 
     Args:
-        job: its width, modes and layers.
-        sizes: how many points each rank has; None: the dense one.
+        job: has width, modes and layers.
+        sizes: each rank's number of points; None: dense.
     """
 
     def __init__(self, job: Job, sizes: tuple[int, ...] | None = None) -> None:
@@ -57,7 +57,7 @@ class Operator(nn.Module):
         self.leave = conv(width, 1, 1, dtype=torch.float64, **where)
 
     def forward(self, fields: Tensor) -> Tensor:
-        """u(x, 1), at the points that were handed in."""
+        """u(x, 1) at the same points."""
         points = fields.shape[-1] if self.sizes is None else sum(self.sizes)
         first = 0 if self.sizes is None else gm.axis().offset(self.sizes)
         places = 2 * pi / points * torch.arange(first, first + fields.shape[-1], dtype=fields.dtype)

@@ -1,4 +1,4 @@
-"""What the job shows: a progress bar, a table, and the picture of a field and its parts."""
+"""Progress display, table and plots of both runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradmesh.axis import balanced
 from gradmesh.demo import following
 from gradmesh.demo.fno.job import Result
 from gradmesh.demo.fno.settings import Job
-from gradmesh.demo.following import ALONE, IN_PARTS, Tell
+from gradmesh.demo.following import ALONE, IN_PARTS, Progressed
 
 __all__ = ["draw", "print_table", "shown"]
 
@@ -22,19 +22,19 @@ EXACT = 1e-9
 """The largest deviation that counts as rounding in float64, after many steps."""
 
 
-def shown(job: Job, console: Console) -> AbstractContextManager[Tell]:
-    """Introduce the job, and show on the console how far it is."""
+def shown(job: Job, console: Console) -> AbstractContextManager[Progressed]:
+    """Print an introduction, and show the progress."""
     introduction = (
-        f"Burgers' equation on {job.points} points, {job.samples} solutions to train on: a Fourier neural operator "
-        f"whose fields are cut over {job.ranks} ranks on {job.backend}, beside one process."
+        f"Fourier neural operator for Burgers' equation, {job.points} grid points, {job.samples} training solutions: "
+        f"fields sharded over {job.ranks} ranks ({job.backend}), compared with one process."
     )
     return following.shown(introduction, job.epochs, console)
 
 
 def print_table(result: Result, console: Console) -> None:
-    """Print both runs, and how far they are apart."""
+    """Print the losses of both runs and their differences."""
     table = Table(box=SIMPLE_HEAD)
-    for name in ("epoch", IN_PARTS, ALONE, "apart", "held out"):
+    for name in ("epoch", IN_PARTS, ALONE, "abs. difference", "held-out error"):
         table.add_column(name, justify="right")
     epochs = len(result.held_out)
     each = len(result.losses) // epochs
@@ -44,16 +44,16 @@ def print_table(result: Result, console: Console) -> None:
         table.add_row(str(epoch + 1), *values, f"{result.held_out[epoch]:.1%}")
     console.print(table)
     worst = max(*result.far, result.slope, result.apart)
-    verdict = "[green]right to rounding[/]" if worst <= EXACT else "[red]wrong[/]"
+    verdict = "[green]equal to rounding[/]" if worst <= EXACT else "[red]different[/]"
     console.print(
-        f"first gradient {result.slope:.1e} apart, losses of all {len(result.losses)} steps {max(result.far):.1e}, "
-        f"parameters in the end {result.apart:.1e}: {verdict}.\nOn {result.job.held_out} solutions held out the error "
-        f"is {result.held_out[-1]:.1%}; of the equation without its bent term it is {result.baseline:.1%}."
+        f"max difference: first gradient {result.slope:.1e} (relative), losses of all {len(result.losses)} steps "
+        f"{max(result.far):.1e}, final parameters {result.apart:.1e}: {verdict}.\nError on {result.job.held_out} "
+        f"held-out solutions: {result.held_out[-1]:.1%}; of the linear equation: {result.baseline:.1%}."
     )
 
 
 def draw(result: Result, path: Path) -> None:
-    """Write the picture, as PNG."""
+    """Plot a field and both runs, as PNG."""
     figure = Figure(figsize=(12, 4), dpi=150, layout="constrained")
     field, losses, far = figure.subplots(1, 3)
     begin, given, right = 0, result.picture[0], result.picture[1]
@@ -61,10 +61,10 @@ def draw(result: Result, path: Path) -> None:
     field.plot(places, given, ":", color="grey", label="u(x, 0)")
     field.plot(places, right, color="black", linewidth=3, alpha=0.3, label="u(x, 1), solver")
     for rank, size in enumerate(balanced(result.job.points, result.job.ranks)):
-        own = slice(begin, begin + size)
-        field.plot(places[own], result.picture[2][own], linewidth=1.5, label=f"operator, rank {rank}")
+        local = slice(begin, begin + size)
+        field.plot(places[local], result.picture[2][local], linewidth=1.5, label=f"operator, rank {rank}")
         begin += size
-    field.set(title="A field that was held out", xlabel="x")
+    field.set(title="A held-out field", xlabel="x")
     field.legend(frameon=False, fontsize=7)
     steps = range(1, len(result.losses) + 1)
     losses.semilogy(steps, result.right, color="black", linewidth=3, alpha=0.3, label=ALONE)
@@ -72,7 +72,7 @@ def draw(result: Result, path: Path) -> None:
     losses.set(title="Relative error in training", xlabel="step")
     losses.legend(frameon=False)
     far.semilogy(steps, [max(each, 1e-17) for each in result.far], ".", color="#D55E00", markersize=3)
-    far.set(title="How far apart the losses are", xlabel="step", ylim=(1e-17, 1e-2))
+    far.set(title="Absolute difference of the losses", xlabel="step", ylim=(1e-17, 1e-2))
     for axes in (field, losses, far):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""What the job can be asked; nothing of torch or of an extra is imported here."""
+"""Options of the job; imports neither torch nor an extra."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ __all__ = ["Job"]
 
 @dataclass(frozen=True)
 class Job:
-    """What the command line can choose.
+    """Options of the command line.
 
     Attributes:
-        ranks: over which a field is cut.
-        backend: what they run on.
-        epochs: passes over the solutions.
-        points: of a field; the ranks need not divide them.
-        samples: solutions to train on.
-        held_out: solutions to test on.
-        batch: solutions in a step.
+        ranks: number of ranks over which a field is sharded.
+        backend: of the ranks.
+        epochs: passes over the training solutions.
+        points: grid points; need not be divisible by the number of ranks.
+        samples: number of training solutions.
+        held_out: number of test solutions.
+        batch: solutions per step.
         width: channels of the network.
         modes: kept by its spectral layers.
-        layers: how many of these it has.
-        seed: of the solutions, the parameters and the order.
+        layers: number of layers.
+        seed: of the solutions, the initial parameters and the order.
     """
 
     ranks: int = 4

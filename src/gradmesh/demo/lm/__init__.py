@@ -1,5 +1,5 @@
-"""The job behind `gradmesh demo lm`: a language model of characters over ranks in three ways at once.
+"""`gradmesh demo lm`: a character-level language model with data, sequence and tensor parallelism.
 
-`model` has the dense model of plain torch, what makes it parallel, and the training; `job` trains it on one process
-and on ranks, and `report` shows how far they are apart.
+`model` has the dense model in plain torch, its conversion and the training loop; `job` trains on one process and on
+ranks; `report` shows the differences.
 """

@@ -1,4 +1,4 @@
-"""The whole job: the model in parts and on one process, step by step."""
+"""Train the parallel model on ranks and the dense one on one process, and compare step by step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import gradmesh as gm
-from gradmesh.demo.following import ALONE, IN_PARTS, Tell
+from gradmesh.demo.following import ALONE, IN_PARTS, Progressed
 from gradmesh.demo.job import one_thread
 from gradmesh.demo.lm.model import Settings, dense_model, in_parts, train, words_of
 from gradmesh.demo.lm.settings import Job
@@ -17,16 +17,16 @@ __all__ = ["Result", "follow", "run"]
 
 @dataclass(frozen=True)
 class Result:
-    """What the job finds.
+    """The results of the job.
 
     Attributes:
-        job: what was asked.
-        losses: of each step, in parts.
+        job: its options.
+        losses: of each step, on ranks.
         right: of each step, on one process.
-        apart: how far parameters are apart in the end, the largest element.
-        words: how many characters there are.
-        numbers: how many parameters, and the most that a rank has of them.
-        seconds: of each half.
+        apart: the largest absolute difference of a parameter after training.
+        words: the size of the vocabulary.
+        numbers: the number of parameters, and the largest number on a rank.
+        seconds: run time of each run.
     """
 
     job: Job
@@ -39,51 +39,46 @@ class Result:
 
     @property
     def far(self) -> list[float]:
-        """How far the losses are apart, step by step."""
+        """The absolute difference of the losses, step by step."""
         return [abs(a - b) for a, b in zip(self.losses, self.right, strict=True)]
 
     def as_json(self) -> dict[str, Any]:
-        """The result as plain numbers."""
+        """The results as plain values."""
         return {**asdict(self), "far": max(self.far)}
 
 
 def follow(
-    settings: Settings, dp: int, sp: int, tp: int, tell: Tell | None = None
+    settings: Settings, dp: int, sp: int, tp: int, progress: Progressed | None = None
 ) -> tuple[list[float], dict[str, Any], int]:
-    """On each rank: the losses in parts, the dense state in the end, and how many parameters the rank has."""
+    """On each rank: the losses, the dense state after training, and the number of local parameters."""
     first, losses = gm.rank() == 0, list[float]()
     words, text = words_of()
     gm.mesh(dp=dp, sp=sp, tp=tp)
     model = in_parts(dense_model(len(words), settings))
     for loss in train(model, text, settings, parts=True):
         losses.append(loss)
-        if first and tell is not None:
-            tell(IN_PARTS, 1)
+        if first and progress is not None:
+            progress(IN_PARTS, 1)
     return losses, gm.nn.dense_state_dict(model), sum(each.numel() for each in model.parameters())
 
 
-def run(job: Job, tell: Tell) -> Result:
-    """Do the job.
-
-    Args:
-        job: what is asked.
-        tell: is told of each step; of those of ranks that are processes when all are done.
-    """
+def run(job: Job, progress: Progressed) -> Result:
+    """Run the job; `progress` is called for each step (for process ranks, once at the end)."""
     settings = Settings(steps=job.steps, seed=job.seed)
     words, text = words_of()
     dense = dense_model(len(words), settings)
     with one_thread():
         started = time.perf_counter()
-        near = tell if job.backend == "threads" else None
+        local = progress if job.backend == "threads" else None
         found = gm.launch(
-            follow, job.ranks, backend=job.backend, args=(settings, job.dp, job.sp, job.tp, near)
+            follow, job.ranks, backend=job.backend, args=(settings, job.dp, job.sp, job.tp, local)
         )
-        if near is None:
-            tell(IN_PARTS, job.steps)
+        if local is None:
+            progress(IN_PARTS, job.steps)
         between, right = time.perf_counter(), list[float]()
         for loss in train(dense, text, settings, parts=False):
             right.append(loss)
-            tell(ALONE, 1)
+            progress(ALONE, 1)
         over = time.perf_counter()
     losses, whole, _ = found[0]
     state = dense.state_dict()

@@ -1,6 +1,6 @@
-"""A small language model of characters: a dense one of plain torch, and the same over ranks in three ways at once.
+"""A small character-level language model: dense in plain torch, and with data, sequence and tensor parallelism.
 
-The text is Python's own reference, as the standard library ships it for `help()`.
+The text is Python's reference, as the standard library ships it for `help()`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ __all__ = ["CharModel", "Settings", "batch_of", "dense_model", "in_parts", "trai
 
 @dataclass(frozen=True)
 class Settings:
-    """The sizes of the model and of its training; everything is in float64, so that roundings stay small.
+    """Hyperparameters; the model is in float64, so that rounding errors stay small.
 
     Attributes:
-        width: of the vectors.
-        heads: of the attention.
-        blocks: how many.
-        context: characters of a sequence.
-        batch: sequences of a step, over all ranks.
-        steps: how many.
-        lr: of AdamW.
-        seed: of the values and of the batches.
+        width: hidden size.
+        heads: number of attention heads.
+        blocks: number of transformer blocks.
+        context: sequence length in characters.
+        batch: sequences per step, over all ranks.
+        steps: number of training steps.
+        lr: learning rate of AdamW.
+        seed: of the initial parameters and the batches.
     """
 
     width: int = 32
@@ -47,7 +47,7 @@ class Settings:
 
 
 class Block(nn.Module):
-    """Attention and two linear layers, each behind a norm."""
+    """A pre-norm transformer block."""
 
     def __init__(self, width: int, features: int) -> None:
         super().__init__()
@@ -59,9 +59,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The vectors behind the block, (batch, places, width)."""
+        """The block's output, (batch, positions, width)."""
         y = self.norm(x)
-        # As many heads as this rank has: all of them in a dense model.
+        # This rank's heads; all heads in a dense model.
         heads = [
             each(y).unflatten(-1, (-1, self.features)).transpose(1, 2) for each in (self.q, self.k, self.v)
         ]
@@ -71,7 +71,7 @@ class Block(nn.Module):
 
 
 class CharModel(nn.Module):
-    """A decoder whose head is its table."""
+    """A decoder with tied embedding and output layer."""
 
     def __init__(self, words: int, settings: Settings) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class CharModel(nn.Module):
         self.loss: Callable[..., Tensor] = dense_loss
 
     def forward(self, ids: Tensor, target: Tensor, places: Tensor) -> Tensor:
-        """The mean loss of the characters that come next, (batch, places)."""
+        """The mean loss of the next characters; all arguments have shape (batch, positions)."""
         x = self.table(ids) + self.places(places)
         for block in self.blocks:
             x = block(x)
@@ -107,7 +107,7 @@ def dense_loss(x: Tensor, table: Tensor, target: Tensor) -> Tensor:
 
 
 def in_parts(dense: CharModel) -> nn.Module:
-    """The model of this rank of a mesh with the axes dp, sp and tp; its loss is that of the own tokens."""
+    """This rank's model on a mesh with the axes dp, sp and tp; its loss is that of the local tokens."""
     model: Any = copy.deepcopy(dense)
     styles: dict[str, Any] = {
         "table": "vocab",
@@ -120,12 +120,12 @@ def in_parts(dense: CharModel) -> nn.Module:
     for block in model.blocks:
         block.attend = partial(gm.nn.ring_attention, axis="sp", causal=True, order="zigzag")
     model.loss = partial(gm.nn.linear_cross_entropy, axis="tp", sizes=model.table.cuts["weight"].sizes)
-    # Every parameter works on other tokens along these two: its gradient is the sum.
+    # Along dp and sp, every rank has different tokens: sum the gradients.
     return gm.nn.Replicated(gm.nn.Replicated(model, "sp"), "dp")
 
 
 def words_of() -> tuple[str, Tensor]:
-    """The characters that there are, and the text in their numbers."""
+    """The vocabulary, and the text as ids."""
     text = "".join(topics[name] for name in sorted(topics))
     words = "".join(sorted(set(text)))
     number = {word: at for at, word in enumerate(words)}
@@ -133,7 +133,7 @@ def words_of() -> tuple[str, Tensor]:
 
 
 def batch_of(text: Tensor, settings: Settings, step: int) -> tuple[Tensor, Tensor]:
-    """The whole batch of a step: characters, and those that come next."""
+    """The global batch of a step: characters, and the next characters."""
     draw = torch.Generator().manual_seed(settings.seed + 1000 + step)
     begins = torch.randint(len(text) - settings.context, (settings.batch, 1), generator=draw)
     rows = begins + torch.arange(settings.context + 1)
@@ -141,13 +141,13 @@ def batch_of(text: Tensor, settings: Settings, step: int) -> tuple[Tensor, Tenso
 
 
 def train(model: nn.Module, text: Tensor, settings: Settings, *, parts: bool) -> Iterator[float]:
-    """Train a model; the loss of each step.
+    """Train a model; yields the loss of each step.
 
     Args:
-        model: the dense one, or what `in_parts` made of it on the current mesh.
-        text: in numbers.
-        settings: the sizes.
-        parts: which of both.
+        model: the dense model, or the result of `in_parts` on the current mesh.
+        text: as ids.
+        settings: the hyperparameters.
+        parts: True for the parallel model.
     """
     optimizer = torch.optim.AdamW(model.parameters(), settings.lr)
     places = torch.arange(settings.context)
@@ -155,10 +155,10 @@ def train(model: nn.Module, text: Tensor, settings: Settings, *, parts: bool) ->
         places = gm.nn.sequence.positions(settings.context, "sp", order="zigzag")
     for step in range(settings.steps):
         ids, target = batch_of(text, settings, step)
-        if parts:  # own sequences, and of these own places
+        if parts:  # local sequences and positions
             ids, target = (gm.shard(each, "dp")[:, places] for each in (ids, target))
         loss = model(ids, target, places)
-        if parts:  # the mean over all tokens
+        if parts:  # mean over all tokens
             loss = gm.objective(gm.objective(loss, "sp"), "dp")
         optimizer.zero_grad()
         loss.backward()

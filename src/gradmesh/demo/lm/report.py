@@ -1,4 +1,4 @@
-"""What the job shows: a progress bar, a table, and the picture of both runs."""
+"""Progress display, table and plots of both runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradmesh.demo import following
-from gradmesh.demo.following import ALONE, IN_PARTS, Tell
+from gradmesh.demo.following import ALONE, IN_PARTS, Progressed
 from gradmesh.demo.lm.job import Result
 from gradmesh.demo.lm.settings import Job
 
@@ -21,19 +21,20 @@ EXACT = 1e-10
 """The largest deviation that counts as rounding in float64."""
 
 
-def shown(job: Job, console: Console) -> AbstractContextManager[Tell]:
-    """Introduce the job, and show on the console how far it is."""
+def shown(job: Job, console: Console) -> AbstractContextManager[Progressed]:
+    """Print an introduction, and show the progress."""
+    kind = {"threads": "thread ", "shm": "process ", "gloo": "process "}.get(job.backend, "")
     introduction = (
-        f"A language model of the characters of Python's reference, over {job.ranks} ranks on {job.backend}: "
-        f"{job.dp} of other sequences x {job.sp} of each sequence x {job.tp} of each layer."
+        f"Character-level language model of Python's reference on {job.ranks} {kind}ranks: "
+        f"data parallel {job.dp} x sequence parallel {job.sp} x tensor parallel {job.tp}."
     )
     return following.shown(introduction, job.steps, console)
 
 
 def print_table(result: Result, console: Console) -> None:
-    """Print both runs, and how far they are apart."""
+    """Print the losses of both runs and their differences."""
     table = Table(box=SIMPLE_HEAD)
-    for name in ("step", IN_PARTS, ALONE, "apart"):
+    for name in ("step", IN_PARTS, ALONE, "abs. difference"):
         table.add_column(name, justify="right")
     steps = len(result.losses)
     for step in sorted({0, steps // 4, steps // 2, 3 * steps // 4, steps - 1}):
@@ -41,24 +42,24 @@ def print_table(result: Result, console: Console) -> None:
         table.add_row(str(step + 1), *(f"{value:.6f}" for value in values), f"{result.far[step]:.1e}")
     console.print(table)
     worst = max(*result.far, result.apart)
-    verdict = "[green]right to rounding[/]" if worst <= EXACT else "[red]wrong[/]"
+    verdict = "[green]equal to rounding[/]" if worst <= EXACT else "[red]different[/]"
     console.print(
-        f"losses at most {max(result.far):.1e} apart, parameters in the end {result.apart:.1e}: {verdict}; "
-        f"{result.numbers[1]} of {result.numbers[0]} parameters on a rank."
+        f"max abs. difference: losses {max(result.far):.1e}, final parameters {result.apart:.1e}: {verdict}. "
+        f"{result.numbers[1]} of {result.numbers[0]} parameters on each rank."
     )
 
 
 def draw(result: Result, path: Path) -> None:
-    """Write the picture, as PNG."""
+    """Plot both runs, as PNG."""
     figure = Figure(figsize=(10, 4), dpi=150, layout="constrained")
     losses, far = figure.subplots(1, 2)
     steps = range(1, len(result.losses) + 1)
     losses.plot(steps, result.right, color="black", linewidth=3, alpha=0.3, label=ALONE)
     losses.plot(steps, result.losses, color="#0072B2", label=f"{result.job.ranks} ranks")
-    losses.set(title="Loss by character", xlabel="step", ylabel="nats")
+    losses.set(title="Loss per character", xlabel="step", ylabel="nats")
     losses.legend(frameon=False)
     far.semilogy(steps, [max(each, 1e-17) for each in result.far], ".-", color="#D55E00")
-    far.set(title="How far apart the losses are", xlabel="step", ylim=(1e-17, 1e-2))
+    far.set(title="Absolute difference of the losses", xlabel="step", ylim=(1e-17, 1e-2))
     for axes in (losses, far):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)

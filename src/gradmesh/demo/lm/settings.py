@@ -1,4 +1,4 @@
-"""What the job can be asked; nothing of torch or of an extra is imported here."""
+"""Options of the job; imports neither torch nor an extra."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ __all__ = ["Job"]
 
 @dataclass(frozen=True)
 class Job:
-    """What the command line can choose.
+    """Options of the command line.
 
     Attributes:
-        dp: ranks that have other sequences.
-        sp: ranks of a sequence.
-        tp: ranks of a layer.
-        backend: what they run on.
-        steps: of training.
-        seed: of the values and of the batches.
+        dp: data parallel size.
+        sp: sequence parallel size.
+        tp: tensor parallel size.
+        backend: of the ranks.
+        steps: number of training steps.
+        seed: of the initial parameters and the batches.
     """
 
     dp: int = 2
@@ -29,5 +29,5 @@ class Job:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return self.dp * self.sp * self.tp

@@ -188,11 +188,9 @@ class Passed:
     ) -> LogSums:
         """The columns' values return to their rank."""
         of_rows, of_cols, more = ring_log_sums(self.ring, kernel, rows, cols, self.tile, columns=columns)
-        if of_cols is None:
-            of_cols, known = of_rows[:0], (of_rows,)
-        else:
-            known = of_rows, of_cols
-        return LogSums(of_rows, of_cols, tuple(y.isfinite().to(y.dtype) for y in known), more)
+        known = [of_rows] if of_cols is None else [of_rows, of_cols]
+        ones = tuple(y.isfinite().to(y.dtype) for y in known)
+        return LogSums(of_rows, of_rows[:0] if of_cols is None else of_cols, ones, more)
 
     def total(self, kernel: Kernel, operands: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Tensors:
         """One pass around the ring; the sums of the columns return to their rank."""

@@ -20,6 +20,7 @@ from gradmesh.nn.tensor.cuts import Parallel, Replicated
 from gradmesh.nn.tensor.embedding import VocabParallelEmbedding
 from gradmesh.nn.tensor.linear import ColumnParallelLinear, RowParallelLinear, Rows, is_conv1d
 from gradmesh.structure import Packed
+from gradmesh.transport.values import checksum
 from gradmesh.withdrawal import withdraw
 
 __all__ = ["tensor_parallel"]
