@@ -1,11 +1,11 @@
-"""Two encoders learn to find the right half of a handwritten digit by the left one, on four ranks.
+"""CLIP-style contrastive learning on four ranks: match the left and right halves of handwritten digits.
 
-python examples/clip_digits.py                                      # some 20 seconds on two cores
+python examples/clip_digits.py                                      # about 20 seconds on two cores
 python examples/clip_digits.py --batch 64 --steps 50
-torchrun --nproc-per-node 4 examples/clip_digits.py                 # ranks that torchrun starts
+torchrun --nproc-per-node 4 examples/clip_digits.py                 # ranks started by torchrun
 
-The batch is larger than an encoder is ever given at once (`--chunk`), and all of it are negatives of each sample. The
-digits are scikit-learn's: pip install 'gradmesh[demo]'.
+The encoders run in chunks (`--chunk`) that are smaller than the batch; every sample is contrasted with the global
+batch. Needs scikit-learn's digits: pip install 'gradmesh[demo]'.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HELD_OUT = 297
 
 
 class Model(nn.Module):
-    """An encoder for each half, and the scale of similarities, returned so that it is trained with them."""
+    """An encoder for each half, and the learned scale of similarities."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,17 +32,17 @@ class Model(nn.Module):
 
     @staticmethod
     def encoder() -> nn.Module:
-        """Of half an image of 8 x 8."""
+        """An encoder of half an 8 x 8 image."""
         return nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
 
     def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Unit vectors of both halves, and the scale."""
+        """Normalized embeddings of both halves, and the scale."""
         a, b = normalize(self.left(left), dim=1), normalize(self.right(right), dim=1)
         return a, b, self.log_scale.exp().squeeze()
 
 
 def halves() -> tuple[Tensor, Tensor]:
-    """The left and the right half of every digit, in an order of its own."""
+    """The left and right halves of all digits, shuffled."""
     from sklearn.datasets import load_digits
 
     images = torch.from_numpy(load_digits().images).float() / 8
@@ -52,15 +52,15 @@ def halves() -> tuple[Tensor, Tensor]:
 
 
 def recall(model: Model, left: Tensor, right: Tensor) -> float:
-    """How often the most similar right half is the own one."""
+    """Recall@1: how often the most similar right half belongs to the same image."""
     with torch.no_grad():
         a, b, _ = model(left, right)
     return float(((a @ b.T).argmax(1) == torch.arange(len(a))).float().mean())
 
 
 def train(model: Model, batch: int, chunk: int, steps: int, backend: str) -> tuple[float, float]:
-    """Train on this rank; returns the last loss and the recall, which are the same on every rank."""
-    if backend == "threads":  # whose ranks are all handed the same module
+    """Train on this rank; returns the last loss and the recall, the same on every rank."""
+    if backend == "threads":  # thread ranks receive the same module: copy it
         state, model = model.state_dict(), Model()
         model.load_state_dict(state)
     left, right = halves()
@@ -68,12 +68,12 @@ def train(model: Model, batch: int, chunk: int, steps: int, backend: str) -> tup
     draw = torch.Generator().manual_seed(1)  # the same on every rank
     loss = torch.zeros(())
     for _ in range(steps):
-        everyone = torch.randperm(len(left) - HELD_OUT, generator=draw)[:batch]
-        # The first ranks have one more, where the batch is not divisible.
-        mine = everyone[gm.axis().slice(batch)]
+        indices = torch.randperm(len(left) - HELD_OUT, generator=draw)[:batch]
+        # The first ranks have one more if the batch is not divisible.
+        local = indices[gm.axis().slice(batch)]
         optimizer.zero_grad()
-        loss = gm.nn.cached_gradients(model, (left[mine], right[mine]), gm.nn.clip_loss, chunk)
-        # Each rank has a share of the gradient. In DDP or fully_shard this is theirs, with gm.objective in the loss.
+        loss = gm.nn.cached_gradients(model, (left[local], right[local]), gm.nn.clip_loss, chunk)
+        # Sum the ranks' contributions to the gradient. (DDP and fully_shard do this; use gm.objective in the loss.)
         shares = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         for parameter, grad in zip(model.parameters(), gm.all_reduce(shares, dst=gm.I), strict=True):
             parameter.grad = grad
@@ -82,29 +82,29 @@ def train(model: Model, batch: int, chunk: int, steps: int, backend: str) -> tup
 
 
 def main() -> None:
-    """Train on ranks of this machine."""
+    """Train on local ranks, or on those of torchrun."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=4, help="where torchrun has not started them")
-    parser.add_argument("--backend", help="threads, which is the default here, shm, gloo or nccl")
-    parser.add_argument("--batch", type=int, default=510, help="samples on all ranks together")
-    parser.add_argument("--chunk", type=int, default=32, help="samples that an encoder is given at once")
+    parser.add_argument("--ranks", type=int, default=4, help="number of local ranks, without torchrun")
+    parser.add_argument("--backend", help="threads (default without torchrun), shm, gloo or nccl")
+    parser.add_argument("--batch", type=int, default=510, help="global batch size")
+    parser.add_argument("--chunk", type=int, default=32, help="samples per call of an encoder")
     parser.add_argument("--steps", type=int, default=150)
-    told = parser.parse_args()
+    args = parser.parse_args()
     torch.manual_seed(0)
-    job = (Model(), told.batch, told.chunk, told.steps)
+    job = (Model(), args.batch, args.chunk, args.steps)
     if "RANK" in os.environ:
-        gm.init(told.backend)
+        gm.init(args.backend)
         loss, share = train(*job, backend="processes")
         ranks, chief = gm.world_size(), gm.rank() == 0
         torch.distributed.destroy_process_group()
         if not chief:
             return
     else:
-        backend, ranks = told.backend or "threads", told.ranks
+        backend, ranks = args.backend or "threads", args.ranks
         loss, share = gm.launch(train, ranks, backend=backend, args=(*job, backend))[0]
-    print(f"{ranks} ranks, batch {told.batch}: loss {loss:.3f}, recall of held-out halves {share:.3f}")
+    print(f"{ranks} ranks, batch {args.batch}: loss {loss:.3f}, recall of held-out halves {share:.3f}")
 
 
 if __name__ == "__main__":

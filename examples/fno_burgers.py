@@ -1,10 +1,10 @@
-"""A Fourier neural operator for Burgers' equation, its fields cut over ranks, which follows one process step by step.
+"""Domain decomposition: a Fourier neural operator for Burgers' equation, compared with one process step by step.
 
-    python examples/fno_burgers.py                                       # 4 ranks as threads
+    python examples/fno_burgers.py                                       # 4 thread ranks
     torchrun --nproc-per-node 4 examples/fno_burgers.py                  # 4 processes
 
-The solver, the operator and the training are in `gradmesh.demo.fno`: what makes the operator parallel is that its
-convolutions are `gm.nn.HaloConv1d` and `gm.nn.SpectralConv`, and that the error is summed over the ranks.
+The solver, the operator and the training loop are in `gradmesh.demo.fno`. The parallel operator uses `gm.nn.HaloConv1d`
+and `gm.nn.SpectralConv`, and sums the error over the ranks.
 """
 
 from __future__ import annotations
@@ -19,27 +19,29 @@ from gradmesh.demo.fno.job import data_of, dense_operator, train
 from gradmesh.demo.fno.settings import Job
 
 Curve = list[tuple[float, float]]
-"""The loss of each epoch's last step, and the error on what was held out."""
+"""The loss of each step, and the held-out error after its epoch."""
 
 
 def follow(job: Job) -> tuple[Curve, Curve, float]:
-    """On rank 0: both curves, of the ranks and of one process, and how far the parameters are apart in the end."""
+    """On rank 0: the curves of the ranks and of one process, and the largest difference of a parameter."""
     torch.set_num_threads(1)
     data = data_of(job)
     start = dense_operator(job).state_dict()
-    own = list(train(job, *data, start, parts=True))
+    parallel = list(train(job, *data, start, parts=True))
     if gm.rank():
         return [], [], 0.0
     alone = list(train(job, *data, start, parts=False))
-    pairs = zip(own[-1].operator.parameters(), alone[-1].operator.parameters(), strict=True)
+    pairs = zip(parallel[-1].operator.parameters(), alone[-1].operator.parameters(), strict=True)
     apart = max(float((a - b).detach().abs().max()) for a, b in pairs)
-    curves = [[(loss, step.held_out) for step in steps for loss in step.losses] for steps in (own, alone)]
+    curves = [
+        [(loss, step.held_out) for step in steps for loss in step.losses] for steps in (parallel, alone)
+    ]
     return curves[0], curves[1], apart
 
 
 def report(job: Job, ranks: str, curve: Curve, right: Curve, apart: float) -> None:
-    """Print some losses, and how far apart they are at most."""
-    print(f"{ranks}, {job.points} points of a field, {job.samples} solutions")
+    """Print some losses, and the largest differences."""
+    print(f"{ranks}, {job.points} grid points, {job.samples} training solutions")
     for step in sorted({0, len(curve) // 2, len(curve) - 1}):
         (loss, held), (other, _) = curve[step], right[step]
         print(f"step {step:>3}  loss {loss:.6f}  one process {other:.6f}  held out {held:.1%}")
@@ -53,11 +55,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=4, help="ranks as threads, where torchrun started none")
-    parser.add_argument("--backend", help="shm, gloo, nccl; threads where torchrun started none")
+    parser.add_argument("--ranks", type=int, default=4, help="number of local ranks, without torchrun")
+    parser.add_argument("--backend", help="threads (default without torchrun), shm, gloo or nccl")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--samples", type=int, default=96)
-    parser.add_argument("--points", type=int, default=126, help="of a field; the ranks need not divide them")
+    parser.add_argument(
+        "--points", type=int, default=126, help="grid points; need not be divisible by the ranks"
+    )
     args = parser.parse_args()
     job = Job(ranks=args.ranks, epochs=args.epochs, samples=args.samples, points=args.points)
     if "RANK" in os.environ:

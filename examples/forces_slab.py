@@ -1,10 +1,10 @@
-"""A slab of copper with an oxygen atom, cut over ranks: train a potential on its forces, then let it move.
+"""Graph parallelism: train an interatomic potential on a partitioned copper slab, then run molecular dynamics.
 
 python examples/forces_slab.py                                  # four local ranks
-python examples/forces_slab.py --ranks 1                        # the same program on one
-torchrun --nproc-per-node 4 examples/forces_slab.py             # ranks that torchrun starts, on one machine or several
+python examples/forces_slab.py --ranks 1                        # the same program on one rank
+torchrun --nproc-per-node 4 examples/forces_slab.py             # ranks started by torchrun, on one machine or several
 
-It takes pip install 'gradmesh[forces]'.
+Needs pip install 'gradmesh[forces]'.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def step(
 ) -> float:
     """One step of training on energy, forces and stress: second derivatives across the ranks."""
     loss = loss_of(figures(model, plan, batch, second=True), right, batch)
-    # Every rank gets the whole gradient, so all of them take the same step.
+    # Every rank gets the complete gradient, so all ranks take the same step.
     learner.learn(torch.autograd.grad(loss, list(model.parameters())))
     return loss.item()
 
 
 def train(model: Potential, structures: list[Atoms], steps: int) -> list[float]:
-    """Train, one structure in a step; the edges change from one to the next, the partition does not."""
+    """Train with one structure per step; edges differ between structures, the partition is the same."""
     learner, samples = Learner(model, steps), [batch_of([atoms], CUTOFF) for atoms in structures]
     first = samples[0][0]
     cell = torch.from_numpy(structures[0].cell.array)
@@ -76,13 +76,13 @@ def train(model: Potential, structures: list[Atoms], steps: int) -> list[float]:
 
 
 def main(side: int, structures: int, steps: int, md: int) -> dict[str, float]:
-    """What every rank does; returns what it found, which is the same on all of them."""
+    """Run on every rank; returns the results, the same on every rank."""
     torch.set_num_threads(1)
     data = shaken(slab(side), structures + 1)
     model = fitted(Potential(channels=8), data)
     losses = train(model, data[:-1], steps)
 
-    # ASE's calculator: the model is on all ranks, each of which runs the same program.
+    # An ASE calculator; every rank runs the same program.
     unseen = data[-1].copy()
     unseen.calc = RankCalculator(model)
     right = data[-1].get_forces()
@@ -107,12 +107,14 @@ def main(side: int, structures: int, steps: int, md: int) -> dict[str, float]:
 
 
 def parsed() -> argparse.Namespace:
-    """What the command line asks for."""
+    """The command line's arguments."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=4, help="local ranks; torchrun decides by itself")
-    parser.add_argument("--backend", default=None, help="shm, gloo or threads; by default the machine's best")
+    parser.add_argument("--ranks", type=int, default=4, help="number of local ranks, without torchrun")
+    parser.add_argument(
+        "--backend", default=None, help="shm, gloo or threads; default: the fastest available"
+    )
     parser.add_argument("--side", type=int, default=5, help="atoms along each side of the slab")
     parser.add_argument("--structures", type=int, default=6, help="displaced slabs to train on")
     parser.add_argument("--steps", type=int, default=40, help="steps of training")

@@ -1,9 +1,10 @@
-"""A language model of characters over data x sequence x tensor parallel ranks, which follows one process step by step.
+"""A character-level language model with data, sequence and tensor parallelism, compared with one process.
 
-    python examples/lm_chars.py                                  # 8 ranks as threads: 2 x 2 x 2
+    python examples/lm_chars.py                                  # 8 thread ranks: 2 x 2 x 2
     torchrun --nproc-per-node 4 examples/lm_chars.py             # 4 processes: 1 x 2 x 2
 
-The model is plain torch (`CharModel`); the twelve lines that make it parallel are `in_parts`, beside it.
+The model is plain torch (`gradmesh.demo.lm.model.CharModel`); `in_parts` in the same file makes it parallel in twelve
+lines.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gradmesh.demo.lm.model import Settings, dense_model, train, words_of
 
 
 def compare(settings: Settings, ranks: str, losses: list[float], whole: dict[str, torch.Tensor]) -> None:
-    """Train on this process alone, and print how far the ranks were from that."""
+    """Train on this process only, and print the differences."""
     words, text = words_of()
     dense = dense_model(len(words), settings)
     right, state = list(train(dense, text, settings, parts=False)), dense.state_dict()
@@ -36,10 +37,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=8, help="local ranks, where torchrun started none")
-    parser.add_argument("--backend", default="threads", help="of these: threads, shm or gloo")
-    parser.add_argument("--sp", type=int, help="ranks of a sequence; 2 by default, if there are 4")
-    parser.add_argument("--tp", type=int, help="ranks of a layer; 2 by default, if there are 2")
+    parser.add_argument("--ranks", type=int, default=8, help="number of local ranks, without torchrun")
+    parser.add_argument("--backend", default="threads", help="threads, shm or gloo")
+    parser.add_argument("--sp", type=int, help="sequence parallel size; default 2 if there are 4 ranks")
+    parser.add_argument("--tp", type=int, help="tensor parallel size; default 2 if there are 2 ranks")
     parser.add_argument("--steps", type=int, default=30)
     args = parser.parse_args()
     settings, started = Settings(steps=args.steps), "RANK" in os.environ

@@ -1,12 +1,12 @@
-"""A small causal language model on a sequence that is cut over the ranks, beside the same on one process.
+"""Context parallelism: a small causal language model on a sharded sequence, compared with one process.
 
-    python examples/ring_attention.py                                  # 4 ranks here
-    torchrun --nproc-per-node 4 examples/ring_attention.py             # ranks that torchrun starts
+    python examples/ring_attention.py                                  # 4 local ranks
+    torchrun --nproc-per-node 4 examples/ring_attention.py             # ranks started by torchrun
     python examples/ring_attention.py --attention ulysses --ranks 3
 
-A sequence repeats its beginning again and again: who sees far enough back can predict it, and who does not guesses,
-with a loss of 2.77. Each rank has its part of each sequence, in zigzag order, so that all have the same work; the only
-line of the model that knows of it is the one with the attention. The losses of the steps are those of one process.
+Each sequence repeats its first eighth: a model can predict it only by attending far enough back; without, the loss is
+2.77. Each rank has a shard of each sequence, in zigzag order, for equal work on all ranks. Only the attention call in
+the model differs from a single-process model. The losses are those of one process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ORDER: gm.nn.sequence.Order = "zigzag"
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and how long."""
+    """Hyperparameters."""
 
     attention: str = "ring"
     length: int = 64
@@ -37,7 +37,7 @@ class Job:
 
 
 class Layer(nn.Module):
-    """Attention with two heads of keys for four of queries, and what works on each place by itself."""
+    """A pre-norm transformer block with grouped queries (four query heads, two KV heads)."""
 
     def __init__(self, width: int, attention: str) -> None:
         super().__init__()
@@ -47,10 +47,10 @@ class Layer(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
     def forward(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """This rank's part of the sequence, (batch, part, width)."""
-        seen = self.norm(x)
-        q = self.q(seen).unflatten(-1, (4, -1)).transpose(1, 2)
-        k, v = self.kv(seen).unflatten(-1, (2, 2, -1)).unbind(2)
+        """The block's output at this rank's positions, (batch, local sequence, width)."""
+        z = self.norm(x)
+        q = self.q(z).unflatten(-1, (4, -1)).transpose(1, 2)
+        k, v = self.kv(z).unflatten(-1, (2, 2, -1)).unbind(2)
         y = self.attend(q, k.transpose(1, 2), v.transpose(1, 2), causal=True, order=ORDER, sizes=sizes)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         made: Tensor = x + self.mlp(self.second(x))
@@ -58,7 +58,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Characters and places in, the scores of the next character out."""
+    """Maps characters and positions to the scores of the next characters."""
 
     def __init__(self, job: Job, characters: int = 16) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Model(nn.Module):
         self.head = nn.Linear(job.width, characters)
 
     def forward(self, tokens: Tensor, places: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """The scores at this rank's places."""
+        """The scores at this rank's positions."""
         x = self.token(tokens) + self.place(places)
         for layer in self.layers:
             x = layer(x, sizes)
@@ -92,10 +92,10 @@ def train(job: Job, made: Model) -> list[float]:
     losses = []
     for step in range(job.steps):
         tokens = text(job, step)
-        own, following = tokens[:, places], tokens[:, places + 1]
-        scores = model(own, places, sizes)
+        inputs, following = tokens[:, places], tokens[:, places + 1]
+        scores = model(inputs, places, sizes)
         each = nn.functional.cross_entropy(scores.flatten(0, 1), following.flatten(), reduction="sum")
-        # A mean over the tokens of all ranks, whose gradients are summed below.
+        # The mean over the tokens of all ranks; gradients are summed below.
         loss = gm.objective(each, weights=following.numel(), local="sum")
         optimizer.zero_grad()
         loss.backward()
@@ -113,24 +113,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--attention", choices=["ring", "ulysses"], default="ring")
-    parser.add_argument("--ranks", type=int, default=4, help="where torchrun has not started them")
+    parser.add_argument("--ranks", type=int, default=4, help="number of local ranks, without torchrun")
     parser.add_argument(
-        "--backend", help="threads, shm or gloo; by default threads here, and torchrun's ranks on shm"
+        "--backend", help="threads (default without torchrun), shm (default with torchrun) or gloo"
     )
     parser.add_argument("--length", type=int, default=Job.length)
     parser.add_argument("--steps", type=int, default=Job.steps)
-    told = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    job = Job(told.attention, told.length, steps=told.steps)
+    job = Job(args.attention, args.length, steps=args.steps)
     torch.manual_seed(job.seed)
     model = Model(job).double()
     if "RANK" in os.environ:
-        gm.init(told.backend)
+        gm.init(args.backend)
         several, chief = train(job, model), gm.rank() == 0
         torch.distributed.destroy_process_group()
     else:
         several, chief = (
-            gm.launch(train, told.ranks, backend=told.backend or "threads", args=(job, model))[0],
+            gm.launch(train, args.ranks, backend=args.backend or "threads", args=(job, model))[0],
             True,
         )
     if not chief:

@@ -188,8 +188,8 @@ def of_other_ranks() -> list[str]:
 
 def test_a_context_of_other_ranks_is_refused(threads: Ranks) -> None:
     for (said,) in threads(2)(of_other_ranks):
-        assert "a context of 2 ranks" in said
-        assert "set up the groups before build_gp_context" in said
+        assert "a context for 2 ranks" in said
+        assert "before build_gp_context" in said
 
 
 def too_many_rows_on_a_rank() -> str:
@@ -201,7 +201,10 @@ def too_many_rows_on_a_rank() -> str:
 
 
 def test_too_many_rows_on_one_rank_are_told_to_every_rank(threads: Ranks) -> None:
-    assert all("one row for each atom of this rank" in said for said in threads(2)(too_many_rows_on_a_rank))
+    assert all(
+        "the number of rows of x_local is not the number of local atoms" in said
+        for said in threads(2)(too_many_rows_on_a_rank)
+    )
 
 
 # -- a model in today's form

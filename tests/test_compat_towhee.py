@@ -95,11 +95,11 @@ def test_a_world_size_that_is_not_that_of_the_axis_is_refused(threads: Any, args
         return str(error.value)
 
     assert threads(2)(refused)[1] == (
-        "gradmesh.compat.towhee.AllGather: args.world_size is not the number of ranks of the axis\n"
+        "gradmesh.compat.towhee.AllGather: args.world_size differs from the axis size\n"
         "  axis      'world', rank 1 of 2\n"
         "  expected  args.world_size=2\n"
         f"  got       args.world_size={getattr(args, 'world_size', None)}\n"
-        "  remedy    set it to the size of the axis, or name another axis: AllGather.apply(x, args, axis)"
+        "  remedy    set args.world_size=2, or pass the axis: AllGather.apply(x, args, axis)"
     )
 
 

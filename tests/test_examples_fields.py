@@ -53,7 +53,7 @@ def test_the_demo_finds_what_one_process_finds(tmp_path: Path) -> None:
     assert max(*result.far, result.slope, result.apart) < 1e-10
     assert len(result.losses) == 4
     assert len(result.held_out) == 2
-    assert "right to rounding" in console.export_text()
+    assert "equal to rounding" in console.export_text()
     assert (tmp_path / "fno.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads(json.dumps(result.as_json()))["points"] == 34
 

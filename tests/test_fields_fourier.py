@@ -145,15 +145,21 @@ def test_transforms_compile_whole(worlds: Callable[..., Any]) -> None:
 
 X = torch.ones(2, 3)
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
-    "half of complex": (lambda: fields.rfftn(X + 0j), "real tensors alone"),
-    "a dim twice": (lambda: fields.fftn(X, dims=(0, 0)), "named twice"),
-    "two dims for one axis": (lambda: fields.fftn(X, out_dim=(0, 1)), "named twice"),
-    "no other dim": (lambda: fields.fftn(X[0]), "no dim to cut"),
+    "half of complex": (lambda: fields.rfftn(X + 0j), "rfftn does not support complex tensors"),
+    "a dim twice": (lambda: fields.fftn(X, dims=(0, 0)), "has repeated dims, or a wrong length"),
+    "two dims for one axis": (lambda: fields.fftn(X, out_dim=(0, 1)), "has repeated dims, or a wrong length"),
+    "no other dim": (lambda: fields.fftn(X[0]), "all dims are sharded"),
     "another norm": (lambda: fields.fftn(X[: gm.rank()], sizes=(0, 1), norm="no"), "norm is not one"),  # type: ignore[arg-type]
-    "halves": (lambda: fields.fftn(X[: gm.rank()].half(), sizes=(0, 1)), "no transform of such numbers"),
-    "no points": (lambda: fields.irfftn(X[: gm.rank()], sizes=(0, 1), n=0), "has no points"),
-    "no points of one mode": (lambda: fields.irfftn(X[: gm.rank(), :1], sizes=(0, 1)), "has no points"),
-    "no rows": (lambda: fields.fftn(X[:0]), "without rows"),
+    "halves": (lambda: fields.fftn(X[: gm.rank()].half(), sizes=(0, 1)), "unsupported dtype"),
+    "no points": (
+        lambda: fields.irfftn(X[: gm.rank()], sizes=(0, 1), n=0),
+        "size of the real result is not positive",
+    ),
+    "no points of one mode": (
+        lambda: fields.irfftn(X[: gm.rank(), :1], sizes=(0, 1)),
+        "size of the real result is not positive",
+    ),
+    "no rows": (lambda: fields.fftn(X[:0]), "a transformed dim is empty"),
 }
 
 

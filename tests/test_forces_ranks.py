@@ -203,14 +203,14 @@ def _apart(model: parallel.Potential) -> str:
     atoms = _moving()
     atoms.positions[0, 0] += 1e-12 * (gm.rank() == 1)
     atoms.calc = RankCalculator(copied(model))
-    with pytest.raises(gm.MismatchError, match="others on rank 1 than on rank 0") as caught:
+    with pytest.raises(gm.MismatchError, match="different values on rank 1 and on rank 0") as caught:
         atoms.get_forces()
     return str(caught.value).splitlines()[0]
 
 
 def test_positions_that_differ_between_ranks_are_an_error_on_every_rank(threads: Ranks) -> None:
     said = threads(3)(_apart, _model())
-    assert said == ["gradmesh.demo.forces.RankCalculator: the ranks were told different things"] * 3
+    assert said == ["gradmesh.demo.forces.RankCalculator: the ranks' arguments differ"] * 3
 
 
 def test_a_learner_goes_on_where_it_was_after_a_copy_and_a_pickle() -> None:
