@@ -164,7 +164,7 @@ def build_gp_context(
         rows = plan
     else:
         plan, rows = None, Rows(axis if initialized() else Axis("gp", rank, world_size, axis.group), owner)
-        rows.request(far, communicate=initialized())
+        rows.ask(far, ask=initialized())
     local = torch.full_like(owner, -1)
     local[torch.cat((own, rows.remote))] = torch.arange(len(own) + len(rows.remote), device=local.device)
     edges, sends = local[pairs], rows.send_rows

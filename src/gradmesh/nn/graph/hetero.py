@@ -133,7 +133,7 @@ class HeteroPlan(Bound):
                 far[relation[0]][new[far[relation[0]][new] < 0]] = hop + 1
         place: dict[str, Tensor] = {}
         for kind, rows in self.rows.items():
-            rows.request(far[kind])
+            rows.ask(far[kind])
             held = torch.cat((rows.own, rows.remote))
             place[kind] = torch.empty_like(rows.owner)
             place[kind][held] = torch.arange(len(held), device=held.device)

@@ -163,7 +163,7 @@ class GraphPlan(Rows):
                 found = given.ending_at(new, self)
                 pairs.append(found.pairs)
                 numbers.append(found.numbers)
-        self.request(far)
+        self.ask(far)
         self.hops = hops
         which = torch.cat(numbers)
         order = which.argsort(stable=True)

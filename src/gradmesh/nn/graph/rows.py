@@ -85,14 +85,14 @@ class Rows(Bound):
         self._places = torch.empty_like(owner)
         self._places[self._by_rank] = torch.arange(len(owner), device=owner.device)
         self._in_order = bool((owner[1:] >= owner[:-1]).all())
-        self.request((owner != axis.rank).long().neg(), communicate=False)
+        self.ask((owner != axis.rank).long().neg(), ask=False)
 
-    def request(self, far: Tensor, *, communicate: bool = True) -> None:
+    def ask(self, far: Tensor, *, ask: bool = True) -> None:
         """Request remote rows from their owners. A collective, called by plans only.
 
         Args:
             far: each node's distance from the local rows; -1: not needed.
-            communicate: False if no rank requests any row.
+            ask: False if no rank requests any row.
         """
         remote = (far > 0).nonzero().squeeze(1)
         remote = remote[(self.owner[remote] * len(self.owner) + remote).argsort()]
@@ -100,7 +100,7 @@ class Rows(Bound):
         wanted: list[int] = torch.bincount(owners, minlength=self.axis.size).tolist()
         begins = torch.tensor(list(accumulate(self.counts, initial=0)), device=remote.device)
         requested = [remote[:0]] * self.axis.size
-        if communicate:
+        if ask:
             requested = exchange(list((self._places[remote] - begins[owners]).split(wanted)), self.axis)
         self.remote, self.hop = remote, far[torch.cat((self.own, remote))]
         sent = Sizes(tuple(len(rows) for rows in requested))
