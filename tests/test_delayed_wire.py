@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import gradmesh as gm
 from gradmesh.transport.middleware import MIDDLEWARE
 from gradmesh.verify import CostModel, Link, Timeline, delayed, simulate, timeline
-from gradmesh.verify.timelines.recorder import Noted
-from gradmesh.verify.timelines.through import Motion
+from gradmesh.verify.timelines.middleware import Transfer
+from gradmesh.verify.timelines.recorder import RecordingTransport
 from tools.attack import draw as programs
 from tools.attack.programs import source
 from tools.attack.run import Failure, on_rank
@@ -229,15 +229,15 @@ def test_many_random_programs_are_the_same_on_a_slow_wire_and_watched(threads: R
 
 
 def test_a_result_that_watching_changes_is_found(threads: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    through = Noted.through
+    through = RecordingTransport.through
 
-    def spoilt(self: Noted, motion: Motion, move: Callable[[], Any]) -> Any:
-        result = through(self, motion, move)
+    def spoilt(self: RecordingTransport, transfer: Transfer, move: Callable[[], Any]) -> Any:
+        result = through(self, transfer, move)
         if isinstance(result, Tensor) and result.is_floating_point():
             result.add_(1)
         return result
 
-    monkeypatch.setattr(Noted, "through", spoilt)
+    monkeypatch.setattr(RecordingTransport, "through", spoilt)
 
     def some() -> None:
         for index in range(4):

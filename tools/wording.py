@@ -1,6 +1,7 @@
 """Fail on words that readers do not search for, and name the word to use: `python -m tools.wording [PATH ...]`.
 
-A line that needs one of them, such as a quotation, ends in a comment with `wording: ok`.
+A line that needs one of them, such as a quotation, ends in a comment with `wording: ok`. Attributes, as in `x.begun`,
+are skipped.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ __all__ = ["INSTEAD", "findings"]
 
 INSTEAD = {
     r"told|untold": "passed, given, detected, reported (whichever it is)",
-    r"begun": "started, pending, async",
+    r"begun(?!:)": "started, pending, async",
     r"owed|owes": "deferred; expected of",
     r"nobody|somebody|whoever|anyone's|nobody's": "no rank, user code, the caller, anyone who",
-    r"mends?|mended|mending": "fix",
+    r"mends?(?!:)|mended|mending": "fix",
     r"without a word": "silently",
     r"the own": "the local slice, rows, shard",
     r"hears? (?:of|from)|heard (?:of|from)": "receives, is notified",
@@ -34,7 +35,7 @@ PATHS = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs", "src", "tools",
 _SKIPPED = ("tools/wording.py",)
 _SUFFIXES = {".md", ".py", ".rst", ".toml"}
 _RULES = {
-    re.compile(rf"(?<![\w`-])(?:{words})(?![\w`-])", re.IGNORECASE): instead
+    re.compile(rf"(?<![\w`.-])(?:{words})(?![\w`-])", re.IGNORECASE): instead
     for words, instead in INSTEAD.items()
 }
 

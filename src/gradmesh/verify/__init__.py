@@ -1,23 +1,22 @@
-"""Tools that prove the gradients of programs of several ranks, or find what is wrong with them. For anyone's code.
+"""Tools that verify the gradients of multi-rank programs and locate errors in them. They work on any code.
 
-* `audit`: anyone's collective: which typed law its backward obeys, and every kind of fault in it.
-* `gradcheck`: the gradients of a program of several ranks against finite differences; `Input` types its inputs.
-* `same_as_single`: a program of several ranks against the same on one process; `Shard` cuts tensors for it.
-* `simulate`: many ranks in one process, in an order that a seed brings back, with a log of every collective, and at
-  the speed of a `CostModel` of `Link`s.
-* `timeline`: what each rank of a real run worked, began, sent and waited for, as a trace file and a picture.
+* `audit`: audit a custom collective: which convention its backward implements, and every kind of fault in it.
+* `gradcheck`: compare the gradients of a multi-rank program with finite differences; `Input` types its inputs.
+* `same_as_single`: compare a multi-rank program with a single-process reference; `Shard` partitions its inputs.
+* `simulate`: many ranks in one process, in a seeded, reproducible order, with a log of every collective and with
+  durations from a `CostModel` of `Link`s.
+* `timeline`: what each rank of a real run computes, launches, sends and waits for, as a trace file and a picture.
 * `profiled`: torch's profiler on every rank, as one trace and one table by verb, axis and direction.
-* `delayed`: a wire that is as slow as a test says, on any backend.
-* `adjoint_error`, `as_matrix`: the law and the matrix of anyone's map, whatever it is made of.
+* `delayed`: adds a delay to every transfer, on any backend.
+* `adjoint_error`, `as_matrix`: the adjoint error and the dense matrix of any linear map over ranks.
 
-For ops of one's own, made as the library's are, and for ops of the library on a machine or backend that its tests have
-not seen. Each check runs on all ranks of the op's axis at once and returns an error that is the same on every rank, to
-be held against rounding.
+The following check custom ops (subclasses of `LinearOp`), and the library's ops on a new machine or backend. Each runs
+on all ranks of the op's axis at once and returns the same error on every rank; compare it with rounding.
 
 * `inner_product_error`: |<A x, y> - <x, A* y>| on random operands of the op's types.
 * `adjoint_matrix_error`: how far the adjoint's matrix is from the transpose of the op's; exact, for small operands.
 * `matrix`: the op as a dense matrix over the values of all ranks.
-* `sample`, `pairing`: what the checks are made of.
+* `sample`, `pairing`: building blocks of these checks.
 
 >>> from gradmesh.ops.all_gather import AllGather
 >>> from gradmesh.ops.shard import Shard

@@ -1,4 +1,4 @@
-"""What ranks return from a block each, put together."""
+"""Join the records that each rank returns from a block."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from gradmesh.errors import ArgumentError, message
 __all__ = ["complete"]
 
 
-class _Begun(Protocol):
+class _Record(Protocol):
     @property
-    def begun(self) -> float: ...
+    def begun(self) -> float: ...  # wording: ok
 
 
-PartT = TypeVar("PartT", bound=_Begun)
+RecordT = TypeVar("RecordT", bound=_Record)
 
 
-def complete(ranks: Iterable[PartT], whole: str, block: str) -> list[PartT]:
-    """The ranks' parts, all of them complete.
+def complete(ranks: Iterable[RecordT], whole: str, block: str) -> list[RecordT]:
+    """Return the ranks' records as a list.
 
     Args:
-        ranks: the part of each.
-        whole: the class that they are of.
-        block: how a rank gets one.
+        ranks: one record per rank.
+        whole: the name of their class, for the error.
+        block: the call that creates a record, for the error.
 
     Raises:
-        ArgumentError: there is none, or one that is not complete, as its block has not ended.
+        ArgumentError: there are no records, or a record's block has not ended yet.
     """
     parts = list(ranks)
     if not parts or not all(part.begun for part in parts):
         raise ArgumentError(
             message(
-                "there is nothing to join",
+                "no complete records to join",
                 op=f"{whole}.joined",
-                expected=f"what `{block}` gave on each rank, after the block",
-                got=f"{len(parts)} parts, {sum(not part.begun for part in parts)} of them without an end",
-                remedy="return it from the function that each rank runs",
+                expected=f"the object of `with {block} as record:` from each rank, after the block has ended",
+                got=f"{len(parts)} records, {sum(not part.begun for part in parts)} of them with an open block",
+                remedy="return `record` from the function that each rank runs, after the with block",
             )
         )
     return parts

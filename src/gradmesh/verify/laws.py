@@ -1,8 +1,7 @@
-"""The law of the ops, as checks that any op can be put to.
+"""Adjoint checks for any linear op.
 
-Every check runs on all ranks of the op's axis at once and returns an error that is the same on each: a number to
-hold against rounding. A check is told the op's adjoint apart from the op, so that it can be shown to reject a
-wrong one.
+Every check runs on all ranks of the op's axis at once and returns the same error on each rank; compare it with
+rounding. The adjoint is a separate argument, so that tests can pass a wrong one.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def sample(kind: Type, shape: Sequence[int], dtype: torch.dtype, axis: Axis, *, 
         shape: this rank's shape.
         dtype: a floating-point or complex dtype.
         axis: the ranks.
-        seed: another number, another sample.
+        seed: different seeds give different samples.
     """
     alike = kind in (Type.R, Type.I)
     generator = torch.Generator().manual_seed(1000 * seed + (0 if alike else 1 + axis.rank))
@@ -51,9 +50,9 @@ def as_real(x: Tensor) -> Tensor:
 
 
 def pairing(kind: Type, x: Tensor, y: Tensor, axis: Axis) -> Tensor:
-    """<x, y>: the sum of the elements' products over the ranks, or once for an invariant operand.
+    """<x, y>: the sum of the elementwise products over all ranks; an invariant operand counts once.
 
-    Complex numbers are read as pairs of real ones, which is what torch's gradient convention does.
+    Complex numbers are treated as pairs of real ones, as in torch's gradient convention.
     """
     local = (as_real(x) * as_real(y)).sum()
     return local if kind is Type.I else transport(axis).sum(local)
@@ -68,7 +67,7 @@ def inner_product_error(
         op: the op A.
         shape: this rank's operand shape.
         dtype: the operands' dtype.
-        adjoint: what is claimed to be A*; the op's own by default.
+        adjoint: the candidate for A*; defaults to `op.adjoint`.
     """
     back = adjoint or op.adjoint
     return law_error(op.apply, lambda _, y: back.apply(y), op.axis, shape, dtype, (op.src, op.dst))
@@ -82,15 +81,15 @@ def law_error(
     dtype: torch.dtype,
     types: tuple[Type, Type],
 ) -> float:
-    """The error of `inner_product_error`, of any map.
+    """The error of `inner_product_error`, for any map.
 
     Args:
         forward: A.
-        backward: what is claimed to be A*; it is given x and y, as the backward of autograd is that at a point.
+        backward: the candidate for A*; called with x and y, because autograd's backward depends on the point x.
         axis: the ranks.
         shape: this rank's operand shape.
         dtype: the operands' dtype.
-        types: those of the operand and the result.
+        types: the types of the operand and the result.
     """
     src, dst = types
     x = sample(src, shape, dtype, axis, seed=1)
@@ -103,10 +102,10 @@ def law_error(
 
 
 def matrix(op: LinearOp, shape: Sequence[int]) -> Tensor:
-    """The op as a dense matrix over the concatenated values of all ranks, found by applying it to unit vectors.
+    """The op as a dense matrix over the concatenated values of all ranks, computed by applying it to unit vectors.
 
-    Row r is an element of some rank's result, column c one of some rank's operand. A column of an R or I operand
-    sets the element on that one rank only: this is the map on the ranks' memories, before any type is read into it.
+    Row r is an element of some rank's result, column c an element of some rank's operand. A column of an R or I
+    operand sets the element on that one rank only: the matrix describes the map without types.
 
     Args:
         op: the op.
@@ -122,7 +121,7 @@ def matrix(op: LinearOp, shape: Sequence[int]) -> Tensor:
 def matrix_of(
     forward: Callable[[Tensor], Tensor], axis: Axis, shape: Sequence[int], dtype: torch.dtype = torch.float64
 ) -> Tensor | None:
-    """The matrix of any linear map, as `matrix` has it; None where no rank's operand has an element."""
+    """The matrix of any linear map, as in `matrix`; None if the operands of all ranks are empty."""
     size = torch.Size(shape).numel()
     columns = []
     for owner, total in enumerate(_sizes(size, axis)):
@@ -135,7 +134,7 @@ def matrix_of(
 
 
 def gathered(x: Tensor, axis: Axis) -> Tensor:
-    """The elements of every rank's tensor, of any sizes, in rank order."""
+    """The elements of every rank's tensor, in rank order; sizes may differ."""
     return transport(axis).gather(x.reshape(-1), _sizes(x.numel(), axis))
 
 
@@ -145,17 +144,17 @@ def _sizes(own: int, axis: Axis) -> list[int]:
 
 
 def adjoint_matrix_error(op: LinearOp, shape: Sequence[int], *, adjoint: LinearOp | None = None) -> float:
-    """How far the adjoint's matrix is from the transpose of the op's, on operands of their types.
+    """The largest difference between the adjoint's matrix and the transpose of the op's, on operands of their types.
 
-    On V and P every value is admissible; R and I operands are the same on every rank. With E the map that puts one
-    value on all ranks (the identity for V and P), and w = 1/W where an I pairing counts once (else 1), the law reads
+    V and P operands may have any value; R and I operands are the same on every rank. With E the map that copies one
+    value to all ranks (the identity for V and P), and w = 1/W for I, which counts once (else 1), the law reads
 
         w_dst E_dual(dst)^T A E_src = (w_src E_src^T A* E_dual(dst))^T
 
     Args:
         op: the op A.
         shape: this rank's operand shape.
-        adjoint: what is claimed to be A*; the op's own by default.
+        adjoint: the candidate for A*; defaults to `op.adjoint`.
     """
     adjoint = adjoint or op.adjoint
     size = op.axis.size
@@ -168,12 +167,12 @@ def adjoint_matrix_error(op: LinearOp, shape: Sequence[int], *, adjoint: LinearO
 
 
 def _folded(kind: Type, size: int, m: Tensor) -> Tensor:
-    """E^T m: the rows of the copies of one value, added up."""
+    """E^T m: sum the rows that belong to the copies of one value."""
     if kind in (Type.V, Type.P) or m.numel() == 0:
         return m
     return m.reshape(size, -1, m.shape[1]).sum(0)
 
 
 def _weight(kind: Type, size: int) -> float:
-    """What undoes the repeated count of an invariant pairing."""
+    """The weight by which an invariant pairing counts once."""
     return 1 / size if kind is Type.I else 1

@@ -1,4 +1,4 @@
-"""The law and the matrix of anyone's linear map over ranks: a collective, an autograd Function, a layer."""
+"""Adjoint error and dense matrix of any linear map over ranks: a collective, an autograd Function, a layer."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def adjoint_error(
     """|<A x, y> - <x, A* y>| on random operands, relative to the size of the terms: rounding if A* is the adjoint of A.
 
     Args:
-        op: A, as an op of the library or any function of a tensor that is linear in it.
-        shape: this rank's operand shape; or a function of the rank that has it.
-        src: the type of the operand of a function. An op has its own types.
-        dst: the type of its result.
-        adjoint: A*; by default an op's own adjoint, and of a function what autograd runs backward.
+        op: A: a `LinearOp`, or any function that is linear in its tensor argument.
+        shape: this rank's operand shape, or a function that maps a rank to its shape.
+        src: the type of a function's operand. A `LinearOp` has its own types.
+        dst: the type of a function's result.
+        adjoint: A*. Defaults to `op.adjoint` for a `LinearOp`, and to autograd's backward for a function.
         dtype: of the operands.
-        axis: the ranks that a function runs over, as in `gradmesh.axis`.
-        world_size: how many ranks to launch. None: this is called on every rank of a world that is there.
+        axis: the axis that a function communicates over, as in `gradmesh.axis`.
+        world_size: the number of ranks to launch. None: call this on every rank of an initialized world.
         backend: as for `gradmesh.launch`.
 
     Returns:
@@ -85,24 +85,24 @@ def as_matrix(
     world_size: int | None = None,
     backend: str = "threads",
 ) -> Tensor:
-    """The dense matrix of a linear map over the values of all ranks, found by applying it to unit vectors.
+    """The dense matrix of a linear map over the values of all ranks, computed by applying it to unit vectors.
 
-    Row r is an element of some rank's result, in rank order, and column c one of some rank's operand.
+    Row r is an element of some rank's result, in rank order, and column c an element of some rank's operand.
 
     Args:
-        fn: an op of the library, or any function of a tensor that is linear in it.
-        shape: this rank's operand shape; or a function of the rank that has it. It may be empty.
-        dtype: of the operands; a complex one gives a complex matrix.
-        axis: the ranks that a function runs over, as in `gradmesh.axis`.
-        world_size: how many ranks to launch. None: this is called on every rank of a world that is there.
+        fn: a `LinearOp`, or any function that is linear in its tensor argument.
+        shape: this rank's operand shape, or a function that maps a rank to its shape. Some ranks may have 0 elements.
+        dtype: of the operands; a complex dtype gives a complex matrix.
+        axis: the axis that a function communicates over, as in `gradmesh.axis`.
+        world_size: the number of ranks to launch. None: call this on every rank of an initialized world.
         backend: as for `gradmesh.launch`.
 
     Returns:
         The matrix, the same on every rank.
 
     Raises:
-        ArgumentError: the function returns no tensor, or is not linear: it does not have 0 at 0, or what the matrix has
-            at a random operand; on every rank.
+        ArgumentError: the function does not return a tensor, or is not linear: it is not 0 at 0, or differs from the
+            matrix at a random operand. Raised on every rank.
 
     Example:
         >>> gm.verify.as_matrix(lambda x: gm.scan(x), (1,), world_size=3)
@@ -122,12 +122,12 @@ def as_matrix(
             return found
         raise ArgumentError(
             message(
-                "no rank's operand has an element",
+                "the operands of all ranks are empty",
                 op="verify.as_matrix",
                 axis=str(here),
-                expected="an element on some rank",
+                expected="at least one element on at least one rank",
                 got=f"shape {list(own)}",
-                remedy="give a shape with elements",
+                remedy="pass a shape with elements, e.g. shape=(2,)",
             )
         )
 
@@ -143,7 +143,7 @@ def _shape(shape: Shape, axis: AxisLike) -> Sequence[int]:
 
 
 def _of_tensors(fn: Map) -> Map:
-    """The function without gradients, refused where it returns something else than a tensor."""
+    """Wrap the function: detach its result; raise if it does not return a tensor."""
 
     def detached(x: Tensor) -> Tensor:
         y: object = fn(x)
@@ -151,11 +151,11 @@ def _of_tensors(fn: Map) -> Map:
             return y.detach()
         raise ArgumentError(
             message(
-                "the function returns no tensor",
+                "the function does not return a tensor",
                 op="verify.as_matrix",
                 expected="one tensor on every rank",
                 got=type(y).__name__,
-                remedy="return one tensor; concatenate several",
+                remedy="return one tensor; join several with torch.cat([a.flatten(), b.flatten()])",
             )
         )
 
@@ -163,7 +163,7 @@ def _of_tensors(fn: Map) -> Map:
 
 
 def _refuse_nonlinear(found: Tensor, fn: Map, axis: Axis, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Refuse a function that the matrix found at unit vectors does not describe elsewhere."""
+    """Raise if the matrix computed at unit vectors does not describe the function at other operands."""
     origin = fn(torch.zeros(tuple(shape), dtype=dtype)).detach()
     x = 8 * sample(Type.V, shape, dtype, axis)  # far from the unit vectors
     y = fn(x.clone()).detach()
@@ -185,9 +185,10 @@ def _refuse_nonlinear(found: Tensor, fn: Map, axis: Axis, shape: Sequence[int], 
                     "the function is not linear",
                     op="verify.as_matrix",
                     axis=str(axis),
-                    expected="0 at zero, and the sum of the columns times its elements at any operand",
-                    got=f"{where} it is off by {size:.3g}",
-                    remedy="give a function that is linear in its tensor; take the derivative of any other",
+                    expected="fn(0) == 0, and fn(x) == matrix @ x at any operand x",
+                    got=f"an error of {size:.3g} {where}",
+                    remedy="pass a linear function; for any other pass its derivative, e.g. "
+                    "lambda v: torch.func.jvp(fn, (x,), (v,))[1]",
                 )
             )
 
@@ -197,7 +198,7 @@ def _detached(fn: Map) -> Map:
 
 
 def _backward(fn: Map) -> Callable[[Tensor, Tensor], Tensor]:
-    """What autograd runs backward at a point."""
+    """The vector-Jacobian product of autograd, as a function of the point and the cotangent."""
 
     def back(x: Tensor, y: Tensor) -> Tensor:
         leaf = x.clone().requires_grad_()
@@ -206,11 +207,11 @@ def _backward(fn: Map) -> Callable[[Tensor, Tensor], Tensor]:
         if not result.requires_grad:
             raise ArgumentError(
                 message(
-                    "the result of the function has no gradient",
+                    "the result of the function does not require grad",
                     op="verify.adjoint_error",
-                    expected="a function that autograd can follow",
-                    got="a result that does not require grad",
-                    remedy="pass adjoint= to hold the function against one",
+                    expected="a function that autograd can differentiate",
+                    got="a result with requires_grad=False",
+                    remedy="pass the adjoint explicitly, e.g. adjoint=lambda y: gm.reduce_scatter(y) for an all_gather",
                 )
             )
         (found,) = torch.autograd.grad(result, leaf, y, allow_unused=True)

@@ -1,19 +1,18 @@
-"""The audit of anyone's collective: which typed law its backward obeys, and what else is wrong with it.
+"""The audit of a custom collective: which typed law its backward obeys, and what else is wrong with it.
 
-    audit.py       the entry: the checks, one after another
-    kinds.py       the one list of what can be found: severity, meaning, remedy
-    report.py      what an audit returns
-    pool.py        the ranks that a function runs on, and what ends them
-    subject.py     a rank's side: what `build` returned, and how it is called
-    trees.py       a rank's side: the tensors in what it takes and returns
-    probes.py      a rank's side: forward and backward on drawn operands
-    watch.py       a rank's side: what was written that may not be
-    switches.py    a rank's side: choices that the function's code reads
+    audit.py       entry point: runs the checks one after another
+    kinds.py       the list of finding kinds: severity, meaning, remedy
+    report.py      the result of an audit
+    pool.py        starts the ranks, sends them work, replaces them after a crash or hang
+    subject.py     on a rank: what `build` returned, and how it is called
+    probes.py      on a rank: forward and backward on random operands
+    watch.py       on a rank: detects forbidden in-place writes
+    switches.py    on a rank: global settings that the function's code reads
     readings.py    the typed readings of a map, and which of them its gradient obeys
     checks/        one file for each group of kinds
 
-The audit itself sends nothing: the ranks run the function on operands that each draws from a seed, and what comes
-out is judged by the caller, who sees all ranks.
+The audit itself does not communicate: each rank runs the function on operands drawn from a seed, and the calling
+process, which receives the results of all ranks, analyzes them.
 """
 
 from gradmesh.verify.auditing.audit import audit

@@ -1,4 +1,4 @@
-"""`audit`: the checks, one after another, on ranks that are made when they are needed."""
+"""`audit`: runs the checks one after another, on ranks that are started when needed."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 from gradmesh.errors import ArgumentError, GradmeshError, RankError, message
 from gradmesh.launch import launch
-from gradmesh.verify.auditing.case import Case, RefusedError
+from gradmesh.verify.auditing.case import Case, FunctionRaisedError
 from gradmesh.verify.auditing.checks.adjoint import adjoint
 from gradmesh.verify.auditing.checks.memory import saved_buffers, uninitialised
 from gradmesh.verify.auditing.checks.modes import complex_operands, forward_mode, vmap
-from gradmesh.verify.auditing.checks.opening import open_case, takes
+from gradmesh.verify.auditing.checks.opening import accepts, open_case
 from gradmesh.verify.auditing.checks.parts import parts
 from gradmesh.verify.auditing.checks.ranks import own_rank, unused_output
 from gradmesh.verify.auditing.checks.second import KINDS_OF, second_order
 from gradmesh.verify.auditing.checks.state import global_convention
 from gradmesh.verify.auditing.checks.strides import strides
 from gradmesh.verify.auditing.kinds import KINDS
-from gradmesh.verify.auditing.pool import LostError, Pool, accepted
+from gradmesh.verify.auditing.pool import Pool, RanksLostError, accepted
 from gradmesh.verify.auditing.report import Audit, Finding, sorted_findings
 from gradmesh.verify.auditing.subject import line_of
 
@@ -38,7 +38,7 @@ CHECKS: tuple[tuple[tuple[str, ...], Callable[[Case], Iterator[Finding]]], ...] 
     (("own-rank-assumed",), own_rank),
     (("unused-output",), unused_output),
 )
-"""What is looked at after the first order, in this order, and the kinds that each check finds."""
+"""The checks that run after the first-order check, in this order, each with the kinds that it reports."""
 
 
 def audit(
@@ -52,53 +52,51 @@ def audit(
     isolate: bool = False,
     gloo: bool = True,
 ) -> Audit:
-    """Audit anyone's collective, autograd Function or layer: find out which law its backward obeys, and what is wrong.
+    """Audit a collective, autograd Function or layer: report which law its backward obeys, and what is wrong.
 
-    `build()` runs on each rank inside a ready process group and returns `(fn, inputs)`. `fn(*inputs)` returns a tensor,
-    or tuples, lists and dicts with tensors in them, as many on every rank; `inputs` is a tensor or a tuple of
-    arguments, which may hold tensors too. The operands are the tensors there that require grad, or all that are
-    floating-point or complex where none does; the parameters of a module are none, unless they are passed. The audit
-    draws its own values for the operands, in float64 where `fn` takes that, and leaves the other inputs as they are. A
-    function that is linear in its operands is audited exactly; of another one the derivative is audited, at the inputs
-    that `build` returned, and `Audit.linear` is False.
+    `build()` runs on each rank inside an initialized process group and returns `(fn, inputs)`. `fn(*inputs)` returns a
+    tensor, or nested tuples, lists and dicts of tensors, the same number on every rank; `inputs` is a tensor or a tuple
+    of arguments, which may contain tensors. The operands are the input tensors that require grad, or all floating-point
+    and complex ones if none does. Parameters of a module are not operands unless they are passed as inputs. The audit
+    draws random values for the operands, in float64 if `fn` accepts it, and leaves the other inputs unchanged. A
+    function that is linear in its operands is audited exactly. For any other function the derivative at the inputs of
+    `build` is audited, and `Audit.linear` is False.
 
-    Some kinds can only be asked for where `build` takes one of these keywords:
+    Some kinds can only be checked if `build` accepts one of these keywords:
 
-    * `build(group=None)`: the process group to work in. A group of the last ranks of a larger world is passed, in
-      which no rank's number in the group is that in the world.
-    * `build(parts=None)`: how many rows each rank has. Uneven ones and an empty one are passed.
-    * `build(local_rank=None)`: the rank on its machine. It is passed as the rank, and then as 0 on every rank.
+    * `build(group=None)`: the process group to use. The audit passes a group of the last ranks of a larger world, in
+      which no group rank equals its global rank.
+    * `build(parts=None)`: the number of rows of each rank. The audit passes uneven sizes, one of them 0.
+    * `build(local_rank=None)`: the rank on its host. The audit passes the rank, and then 0 on every rank.
 
-    A third value, `(fn, inputs, change)`, is a function without arguments that returns a context manager: backward is
-    run inside and outside of it, to find a gradient that depends on what it changes.
+    `build` may return a third value, `(fn, inputs, change)`: a function without arguments that returns a context
+    manager. Backward runs inside and outside of it, to find a gradient that depends on what it changes.
 
-    A backward may be the adjoint under an unintended convention: a ring shift that hands its gradient back as it
-    came is right as P -> P. Pass the `arrow` that is meant, and the law is asked for under it. Without one, a function
-    whose backward is right under unusual readings alone, or not under those that its name says, gets a warning.
+    A backward may be the adjoint under an unintended convention: a ring shift that returns its gradient unchanged is
+    correct as P -> P. Pass the intended `arrow` to check the law under that reading. Without `arrow`, a function whose
+    backward is correct only under unusual readings, or not under those that its name suggests, gets a warning.
 
     Args:
-        build: makes the function and its inputs on each rank; the same ones each time.
-        arrow: the types that are meant, such as "V -> V", or "V, I -> R" where operands differ in type; None: any
-            reading that such functions are usually meant under.
-        world_size: the number of ranks. On two, what goes to the next rank in a ring also comes from there.
-        backend: as for `gradmesh.launch`: "threads", or processes on "shm" or "gloo". A function that may end its
-            process belongs on processes.
-        kinds: the kinds to look for, by name, or the name of one; all by default. What the others need is
-            still found out.
-        timeout: seconds that one question to the function may take.
-        gloo: where the function calls torch.distributed, try operands and gradients that are not contiguous on
-            processes with Gloo as well, which takes their memory otherwise than threads do, or ends. It costs the start
-            of these processes.
-        isolate: give ranks that are threads a process of their own. A function that ends its process is a finding
-            then, at the cost of a fresh interpreter.
+        build: returns the function and its inputs on each rank; the same ones at each call.
+        arrow: the intended types, such as "V -> V", or "V, I -> R" if operands differ in type. None: any usual
+            reading.
+        world_size: the number of ranks. With 2, a ring's next and previous rank are the same, which hides errors.
+        backend: as for `gradmesh.launch`: "threads", or processes on "shm" or "gloo". Use processes for a function
+            that may crash its process.
+        kinds: the kinds to report, by name, or one name. Defaults to all. Checks that these depend on still run.
+        timeout: seconds that one call of the function may take.
+        gloo: if the function calls torch.distributed, also try non-contiguous operands and gradients on processes with
+            Gloo, which treats their memory differently from threads. Costs the start of these processes.
+        isolate: run thread ranks in a separate process. A crash of that process is then reported as a finding. Costs
+            the start of an interpreter.
 
     Returns:
-        The readings that hold and the findings, on all ranks.
+        The readings that hold and the findings, of all ranks.
 
     Raises:
-        ArgumentError: `build` does not return a function and its inputs; the function raises on them, returns nothing
-            that can have a gradient, returns other counts of tensors on other ranks, or other values each time; a
-            kind has no such name.
+        ArgumentError: `build` does not return a function and its inputs; the function raises on them, returns no
+            differentiable tensor, returns different numbers of tensors on different ranks, or different values at each
+            call; an unknown name in `kinds`.
         RankError: `build` raised.
 
     Example:
@@ -117,15 +115,15 @@ def audit(
         >>> "P -> R" in found.arrows, "gradient-overwritten" in found.kinds
         (True, True)
     """
-    began = time.monotonic()
+    start = time.monotonic()
     if not callable(build):
         raise ArgumentError(
             message(
-                "build is no function",
+                "build is not callable",
                 op="verify.audit",
                 expected="a function that returns (fn, inputs) on each rank",
                 got=type(build).__name__,
-                remedy="pass lambda: (fn, inputs)",
+                remedy="pass e.g. lambda: (fn, torch.ones(3))",
             )
         )
     wanted = _wanted([kinds] if isinstance(kinds, str) else kinds)
@@ -133,22 +131,29 @@ def audit(
         return _isolated(build, arrow, world_size, wanted, timeout, gloo)
     options = {"local_rank": None} if accepted(build, "local_rank") else {}
     with Pool(build, world_size, backend, timeout, options) as pool:
-        told = pool.begin()
+        described = pool.begin()
         case = Case(
-            pool, forward_line=told[0].line, line=told[0].line, arrow=arrow, name=told[0].name, gloo=gloo
+            pool,
+            forward_line=described[0].line,
+            line=described[0].line,
+            arrow=arrow,
+            name=described[0].name,
+            gloo=gloo,
         )
-        if told[0].learns:
-            case.left_out["parameters"] = "as they are not operands: pass them as inputs"
+        if described[0].has_parameters:
+            case.left_out["parameters"] = (
+                "parameters are not operands; pass them as inputs to audit their gradients"
+            )
         findings = list(_found(case, wanted))
     return Audit(
-        name=told[0].name,
+        name=described[0].name,
         world_size=world_size,
         backend=backend,
         arrows=tuple(map(str, case.arrows)),
         findings=sorted_findings(f for f in findings if f.kind in wanted),
         linear=case.linear,
         left_out={kind: why for kind, why in case.left_out.items() if kind in {*wanted, "parameters"}},
-        seconds=time.monotonic() - began,
+        seconds=time.monotonic() - start,
         readings=frozenset(map(str, case.readings)),
         arrow=arrow,
         assumes=case.assumes,
@@ -163,8 +168,8 @@ def _isolated(
     timeout: float,
     gloo: bool,
 ) -> Audit:
-    """The audit in a process of its own, or the finding that it ended that one."""
-    began = time.monotonic()
+    """Run the audit in a separate process; a crash of that process is a finding."""
+    start = time.monotonic()
     options = {
         "arrow": arrow,
         "world_size": world_size,
@@ -177,16 +182,16 @@ def _isolated(
     except RankError as error:
         if isinstance(error.__cause__, GradmeshError):
             raise error.__cause__ from None
-        lost = LostError(error)
+        lost = RanksLostError(error)
         if lost.kind != "aborts":
             raise
     name = getattr(build, "__qualname__", type(build).__qualname__)
     finding = Finding(lost.kind, lost.text, (), line_of(build))
-    return Audit(name, world_size, "threads", findings=(finding,), seconds=time.monotonic() - began)
+    return Audit(name, world_size, "threads", findings=(finding,), seconds=time.monotonic() - start)
 
 
-_UNWRITTEN = "as part of the gradient is memory that nobody wrote"
-_TOLD_OF_UNWRITTEN = {
+_UNWRITTEN = "part of the gradient is uninitialized memory"
+_FOUND_DESPITE_UNWRITTEN = {
     "gradient-uninitialised",
     "gradient-overwritten",
     "operand-overwritten",
@@ -201,29 +206,31 @@ _TOLD_OF_UNWRITTEN = {
 
 def _found(case: Case, wanted: frozenset[str]) -> Iterator[Finding]:
     try:
-        narrow = takes(case, [value.dtype for value in case.pool.begin()[0].values])
-    except (RefusedError, LostError) as error:
-        kind = error.kind if isinstance(error, LostError) else "hangs"
-        yield case.refused(kind, error, "at the first call")
+        narrow = accepts(case, [value.dtype for value in case.pool.begin()[0].values])
+    except (FunctionRaisedError, RanksLostError) as error:
+        kind = error.kind if isinstance(error, RanksLostError) else "hangs"
+        yield case.failure(kind, error, "in the first call")
         return
     unwritten: list[Finding] = []
-    with contextlib.suppress(RefusedError, LostError):  # that is found again, and told, in the first order
+    with contextlib.suppress(
+        FunctionRaisedError, RanksLostError
+    ):  # the first-order check raises and reports it again
         unwritten = list(uninitialised(case))
         if any(finding.kind == "gradient-uninitialised" for finding in unwritten):
             yield from unwritten
             yield from forward_mode(case)
-            case.left_out |= {kind: _UNWRITTEN for kind in KINDS if kind not in _TOLD_OF_UNWRITTEN}
+            case.left_out |= {kind: _UNWRITTEN for kind in KINDS if kind not in _FOUND_DESPITE_UNWRITTEN}
             return
     try:
         yield from open_case(case, narrow)
-    except (RefusedError, LostError) as error:
-        kind = error.kind if isinstance(error, LostError) else "hangs"
-        yield case.refused(kind, error, "at the first calls")
+    except (FunctionRaisedError, RanksLostError) as error:
+        kind = error.kind if isinstance(error, RanksLostError) else "hangs"
+        yield case.failure(kind, error, "in the first calls")
         return
-    if case.unasked:
+    if case.unchecked:
         yield from unwritten
-        told = {finding.kind for finding in unwritten} | {"gradient-uninitialised"}
-        case.left_out |= {kind: case.unasked for kind in KINDS if kind not in told}
+        checked = {finding.kind for finding in unwritten} | {"gradient-uninitialised"}
+        case.left_out |= {kind: case.unchecked for kind in KINDS if kind not in checked}
         return
     yield from adjoint(case)
     if not case.answers:
@@ -232,10 +239,10 @@ def _found(case: Case, wanted: frozenset[str]) -> Iterator[Finding]:
         if not wanted.isdisjoint(kinds):
             try:
                 yield from check(case)
-            except (RefusedError, LostError) as error:
-                yield case.refused(kinds[0], error, "where it was asked")
+            except (FunctionRaisedError, RanksLostError) as error:
+                yield case.failure(kinds[0], error, "during this check")
             except (ArgumentError, RankError) as error:
-                case.left_out[kinds[0]] = f"as build failed: {str(error).splitlines()[0]}"
+                case.left_out[kinds[0]] = f"build failed: {str(error).splitlines()[0]}"
 
 
 def _wanted(kinds: Iterable[str] | None) -> frozenset[str]:
@@ -244,11 +251,11 @@ def _wanted(kinds: Iterable[str] | None) -> frozenset[str]:
     if unknown:
         raise ArgumentError(
             message(
-                "no such kind of finding",
+                "unknown kind of finding",
                 op="verify.audit",
                 expected=", ".join(KINDS),
                 got=", ".join(unknown),
-                remedy="name kinds as they stand in findings",
+                remedy='pass names from the list above, e.g. kinds=["not-adjoint", "hangs"]',
             )
         )
     return chosen

@@ -1,4 +1,4 @@
-"""The function under audit as the checks see it: its ranks, what it is, and what is already known of it."""
+"""The function under audit, shared by all checks: its ranks, its properties, and results so far."""
 
 from __future__ import annotations
 
@@ -6,46 +6,46 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from gradmesh.verify.auditing.pool import LostError, Pool
+from gradmesh.verify.auditing.pool import Pool, RanksLostError
 from gradmesh.verify.auditing.probes import Answer, Point, Probe, first_order
 from gradmesh.verify.auditing.readings import Pattern, Reading
 from gradmesh.verify.auditing.report import Finding
-from gradmesh.verify.auditing.subject import Trouble
+from gradmesh.verify.auditing.subject import Failure
 
-__all__ = ["Case", "RefusedError", "patterns_of", "show_troubles", "troubles", "worst_trouble"]
+__all__ = ["Case", "FunctionRaisedError", "failures", "patterns_of", "show_failures", "worst_failure"]
 
 
-class RefusedError(Exception):
-    """The function raised where it was asked; the troubles of the ranks, by rank."""
+class FunctionRaisedError(Exception):
+    """The function raised; holds each rank's exception."""
 
-    def __init__(self, troubles: dict[int, Trouble]) -> None:
-        super().__init__(show_troubles(troubles))
-        self.troubles = troubles
+    def __init__(self, failures: dict[int, Failure]) -> None:
+        super().__init__(show_failures(failures))
+        self.failures = failures
 
 
 @dataclass
 class Case:
-    """A function on its ranks.
+    """The function under audit.
 
     Attributes:
         pool: the ranks.
         linear: whether it is linear.
-        tolerance: up to which two numbers that should be equal may differ, relative to their size.
-        whole: whether whole numbers are drawn, as others are rounded on the way.
-        point: where it is differentiated, if it is not linear.
-        shapes: of each operand, or None where the ranks' differ.
-        out_shapes: of each result.
-        readings: those that hold.
+        tolerance: the relative difference up to which two numbers count as equal.
+        whole: whether to draw integers, because the function rounds other values.
+        point: where to differentiate it, if it is not linear.
+        shapes: the shape of each operand; None where it differs between ranks.
+        out_shapes: the shape of each result; None where it differs between ranks.
+        readings: the readings that hold.
         arrows: the strongest of them.
-        arrow: the reading that is asked for, as text; None: any.
-        name: that of the function.
-        gloo: whether what calls torch.distributed is also asked on processes with Gloo.
-        assumes: what has to be so for the gradient to be right.
-        left_out: what could not be asked, with the reason.
-        unasked: why it cannot be judged at all; empty where it can.
+        arrow: the requested reading, as text; None: any.
+        name: the function's name.
+        gloo: whether to also test functions that call torch.distributed on processes with Gloo.
+        assumes: the conditions under which the gradient is correct.
+        left_out: kinds that could not be checked, with the reason.
+        unchecked: why nothing can be checked; empty otherwise.
         answers: the first-order answers, by pattern.
-        line: what a finding about backward points to.
-        forward_line: what one about the function points to.
+        line: "file:line" for findings about backward.
+        forward_line: "file:line" for findings about forward.
     """
 
     pool: Pool
@@ -62,7 +62,7 @@ class Case:
     gloo: bool = True
     assumes: tuple[str, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
-    unasked: str = ""
+    unchecked: str = ""
     answers: dict[Pattern, list[list[Answer]]] = field(default_factory=dict)
     line: str | None = None
     forward_line: str | None = None
@@ -77,59 +77,59 @@ class Case:
         """For each probe, each rank's answer.
 
         Raises:
-            RefusedError: a rank raised.
-            LostError: the ranks did not come back.
+            FunctionRaisedError: a rank raised.
+            RanksLostError: a rank died or timed out.
         """
         return self.answered(first_order, probes)
 
     def answered(self, question: object, *args: object) -> list[list[Answer]]:
-        """The answers to a question with several probes: for each probe, each rank's.
+        """Run a function of several probes on every rank: for each probe, each rank's answer.
 
         Raises:
-            RefusedError: a rank raised.
-            LostError: the ranks did not come back.
+            FunctionRaisedError: a rank raised.
+            RanksLostError: a rank died or timed out.
         """
         by_rank: list[list[Answer]] = self.pool.ask(question, *args)  # type: ignore[arg-type]
-        raised = troubles(by_rank)
+        raised = failures(by_rank)
         if raised:
-            raise RefusedError(raised)
+            raise FunctionRaisedError(raised)
         return [list(row) for row in zip(*by_rank, strict=True)]
 
-    def refused(self, kind: str, error: RefusedError | LostError, what: str) -> Finding:
-        """The finding that it raises or hangs, where it was asked."""
-        if isinstance(error, LostError):
-            verb = "the process ends" if error.kind == "aborts" else "it hangs"
+    def failure(self, kind: str, error: FunctionRaisedError | RanksLostError, what: str) -> Finding:
+        """The finding that the function raised, crashed or hung."""
+        if isinstance(error, RanksLostError):
+            verb = "the process exits" if error.kind == "aborts" else "the call hangs"
             return Finding(kind, f"{what}: {verb}: {error.text}", error.ranks, self.line)
-        first = worst_trouble(error.troubles)
+        first = worst_failure(error.failures)
         line = first.line or self.line
-        return Finding(kind, f"{what}: {error}", tuple(sorted(error.troubles)), line)
+        return Finding(kind, f"{what}: {error}", tuple(sorted(error.failures)), line)
 
 
-def troubles(by_rank: Sequence[Sequence[Answer]]) -> dict[int, Trouble]:
+def failures(by_rank: Sequence[Sequence[Answer]]) -> dict[int, Failure]:
     """The exceptions of the ranks, by rank."""
     return {
-        rank: answer.trouble
+        rank: answer.failure
         for rank, answers in enumerate(by_rank)
         for answer in answers
-        if answer.trouble is not None
+        if answer.failure is not None
     }
 
 
-def worst_trouble(found: dict[int, Trouble]) -> Trouble:
-    """The one to show: it is no rank's that only waited for another one."""
-    return min(found.values(), key=lambda trouble: trouble.waited)
+def worst_failure(found: dict[int, Failure]) -> Failure:
+    """The exception to show: preferably not from a rank that only waited for another one."""
+    return min(found.values(), key=lambda failure: failure.waited)
 
 
-def show_troubles(found: dict[int, Trouble]) -> str:
-    """The exceptions of the ranks in a line; nothing of none."""
+def show_failures(found: dict[int, Failure]) -> str:
+    """The exceptions of the ranks on one line; "" if there are none."""
     if not found:
         return ""
-    first = worst_trouble(found)
+    first = worst_failure(found)
     verb = "waits" if first.waited else "raises"
     text = re.sub(r"\s+", " ", first.first)
     return f"{first.stage} {verb}: {text[:300]}"
 
 
 def patterns_of(readings: Sequence[Reading]) -> Iterator[Pattern]:
-    """What the readings ask to be the same on every rank, each once."""
+    """The distinct patterns of the readings."""
     yield from dict.fromkeys(reading.pattern for reading in readings)

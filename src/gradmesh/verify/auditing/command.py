@@ -1,4 +1,4 @@
-"""`gradmesh audit`: what its arguments name, and what its exit status says."""
+"""`gradmesh audit`: resolves its targets, runs the audits, returns the exit status."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from gradmesh.verify.auditing.audit import audit
 __all__ = ["FOUND", "NOT_RUN", "audit_command", "named"]
 
 FOUND, NOT_RUN = 1, 2
-"""Exit status: something was found; something could not be audited."""
+"""Exit status: there are findings; a target could not be audited."""
 
 
 @contextlib.contextmanager
-def _searched_as_before() -> Iterator[None]:
-    """Search for modules afterwards where they were searched for before."""
+def _restored_sys_path() -> Iterator[None]:
     before = list(sys.path)
     try:
         yield
@@ -33,7 +32,7 @@ def _searched_as_before() -> Iterator[None]:
         sys.path[:] = before
 
 
-@_searched_as_before()
+@_restored_sys_path()
 def audit_command(
     targets: Sequence[str],
     arrow: str | None,
@@ -48,18 +47,18 @@ def audit_command(
     """Audit each function, print what was found, and return the exit status.
 
     Args:
-        targets: "module:function", or "file.py:function", of functions as `gradmesh.verify.audit` takes them.
-        arrow: the reading that is meant; None: any usual one.
+        targets: "module:function" or "file.py:function"; the `build` functions of `gradmesh.verify.audit`.
+        arrow: the intended reading; None: any usual one.
         world_size: the number of ranks.
-        backend: what they run on.
-        timeout: seconds for each question.
-        kinds: the kinds to look for; all if there are none.
-        isolate: whether ranks that are threads get a process of their own.
-        gloo: whether what calls torch.distributed is also tried on processes with Gloo.
-        as_json: whether to print a line of JSON for each instead of text.
+        backend: their backend.
+        timeout: seconds for each call.
+        kinds: the kinds to report; empty: all.
+        isolate: whether thread ranks run in a separate process.
+        gloo: whether to also test functions that call torch.distributed on processes with Gloo.
+        as_json: whether to print one line of JSON per target instead of text.
 
     Returns:
-        0 where nothing was found, `FOUND`, or `NOT_RUN`.
+        0 if there is no finding, else `FOUND` or `NOT_RUN`.
     """
     status = 0
     for target in targets:
@@ -87,14 +86,14 @@ def audit_command(
 
 
 def named(target: str) -> Callable[..., Any]:
-    """The function that a "module:function" or "file.py:function" names.
+    """Import the function that "module:function" or "file.py:function" names.
 
     Raises:
-        ArgumentError: there is none.
+        ArgumentError: it cannot be imported, or is not callable.
     """
     where, _, name = target.rpartition(":")
     try:
-        found: Any = _from_file(Path(where).resolve()) if where.endswith(".py") else _by_name(where)
+        found: Any = _from_file(Path(where).resolve()) if where.endswith(".py") else _import(where)
         for part in name.split("."):
             found = getattr(found, part)
     except (Exception, SystemExit) as error:
@@ -104,13 +103,13 @@ def named(target: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _by_name(module: str) -> ModuleType:
+def _import(module: str) -> ModuleType:
     _look_in(os.getcwd())
     return importlib.import_module(module)
 
 
 def _from_file(path: Path) -> ModuleType:
-    """The module in a file, under the file's name where no other module has that, as ranks that are processes ask."""
+    """Import a file under its own name (numbered if taken), so that process ranks can import it by that name."""
     _look_in(str(path.parent))
     name = path.stem
     for number in itertools.count(1):
@@ -122,7 +121,7 @@ def _from_file(path: Path) -> ModuleType:
         name = f"{path.stem}_{number}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no file of Python code")
+        raise ImportError(f"{path} is not a Python file")
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -133,7 +132,7 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def _look_in(folder: str) -> None:
-    """Find a file's neighbours, last: ranks that are processes look in the same folders, for torch's modules too."""
+    """Append the folder to sys.path: last, so that its files cannot shadow modules that torch imports."""
     if folder not in sys.path:
         sys.path.append(folder)
 
@@ -141,10 +140,10 @@ def _look_in(folder: str) -> None:
 def _no_such(target: str, got: str) -> ArgumentError:
     return ArgumentError(
         message(
-            f"{target!r} names no function",
+            f"cannot import {target!r}",
             op="verify.audit",
-            expected="module:function or file.py:function; the function returns (fn, inputs)",
+            expected="module:function or file.py:function, e.g. mypackage.collectives:build; it returns (fn, inputs)",
             got=got,
-            remedy="run the command where Python finds the module",
+            remedy="run the command in the folder that contains the module, or pass the file's path",
         )
     )

@@ -1,4 +1,4 @@
-"""What an audit can find: the one list, from which the pages and the reports take their words."""
+"""The kinds of findings of an audit. Reports and documentation pages are generated from this list."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 __all__ = ["KINDS", "SEVERITIES", "Kind", "table"]
 
 SEVERITIES = ("error", "warning", "note")
-"""From the worst down: numbers that are wrong, or no answer; what goes wrong in some use; what cannot be asked for."""
+"""Most severe first: wrong numbers, a crash or a hang; wrong in some uses only; an unsupported feature."""
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Kind:
     """One kind of finding.
 
     Attributes:
-        name: as findings and reports spell it.
+        name: the identifier in findings and reports.
         severity: one of `SEVERITIES`.
         means: what is wrong, as a sentence.
         remedy: what to change.
@@ -31,159 +31,162 @@ _ALL = (
     Kind(
         "aborts",
         "error",
-        "the process ends while the function runs",
-        "check the sizes on every rank before the call, and raise",
+        "the process exits or crashes while the function runs",
+        "check the sizes on every rank before the collective, and raise an exception instead",
     ),
     Kind(
         "hangs",
         "error",
-        "the function does not return: ranks wait for calls that do not come",
-        "make the same calls on every rank, in backward too",
+        "the function does not return: ranks wait for collectives that other ranks do not issue",
+        "issue the same collectives on every rank, in backward too",
     ),
     Kind(
         "backward-raises",
         "error",
-        "backward raises on a plain gradient",
-        "return one gradient for each argument of forward, None where there is none",
+        "backward raises on a contiguous float gradient",
+        "return one value for each argument of forward; None for arguments without a gradient",
     ),
     Kind(
         "not-adjoint",
         "error",
         "backward is the adjoint of forward under no convention for the loss, or not under the requested one",
-        "apply the adjoint: a gather's is the sum of the ranks' gradients, then the own slice; a sum's is the sum "
-        "where the ranks' losses differ, and the identity where every rank repeats the same loss; no other factor",
+        "apply the adjoint: that of all_gather is reduce_scatter (sum over ranks, then the local slice); that of "
+        "all_reduce is all_reduce if the ranks' losses differ, and the identity if every rank computes the same loss; "
+        "no other factor",
     ),
     Kind(
         "gradient-overwritten",
         "error",
-        "backward writes into the gradient that was handed in, which others hold too",
-        "reduce a clone: grad = grad.clone() before a call that works in place",
+        "backward writes into its incoming gradient, which other code may also use",
+        "reduce a copy: grad = grad.clone() before an in-place collective",
     ),
     Kind(
         "operand-overwritten",
         "error",
-        "the function writes into its operand, which a residual beside it reads",
-        "reduce a clone: x = x.clone() before a call that works in place",
+        "the function writes into its operand, which other code (a residual branch) may also read",
+        "reduce a copy: x = x.clone() before an in-place collective",
     ),
     Kind(
         "strided-operand",
         "error",
-        "an operand that is not contiguous gives another result, or raises",
-        "keep what .contiguous() returns and use that: it is a copy, and the operand does not change with it",
+        "a non-contiguous operand gives a different result, or raises",
+        "use the tensor that .contiguous() returns: x = x.contiguous(); the call does not change x itself",
     ),
     Kind(
         "strided-gradient",
         "error",
-        "a gradient that is not contiguous gives another result, or raises",
-        "keep what .contiguous() returns and use that; a gradient may be expanded or transposed",
+        "a non-contiguous incoming gradient gives a different result, or raises",
+        "use the tensor that .contiguous() returns: grad = grad.contiguous(); gradients may be expanded or transposed",
     ),
     Kind(
         "gradient-uninitialised",
         "error",
-        "part of the gradient or of the result is memory that nobody wrote",
-        "use torch.zeros for what the collective does not fill",
+        "part of the gradient or of the result is uninitialized memory",
+        "allocate with torch.zeros instead of torch.empty where the collective does not fill every element",
     ),
     Kind(
         "saved-buffer-overwritten",
         "error",
-        "a second backward with retain_graph=True gives another gradient, or backward changes what was handed out",
-        "do not write into saved tensors, results or buffers that are used again",
+        "a second backward with retain_graph=True gives a different gradient, or backward changes a tensor that was "
+        "already returned",
+        "do not write into saved tensors, results or reused buffers; clone them first",
     ),
     Kind(
         "second-order-wrong",
         "error",
-        "the gradient of the gradient is wrong without a word",
-        "in backward call differentiable collectives, not raw ones; or mark backward with once_differentiable",
+        "the second-order gradient is silently wrong",
+        "call differentiable collectives in backward, not raw torch.distributed ones; or decorate backward with "
+        "torch.autograd.function.once_differentiable",
     ),
     Kind(
         "forward-mode-wrong",
         "error",
-        "the tangent of forward mode is wrong or lost without a word",
-        "apply the collective to the tangent: jvp of a linear map is the map",
+        "the forward-mode tangent is silently wrong or lost",
+        "define jvp: apply the same collective to the tangent, since the jvp of a linear map is the map itself",
     ),
     Kind(
         "vmap-wrong",
         "error",
-        "torch.func.vmap gives another result than a loop",
-        "move the batch dimension out of the way of the one that is split or joined",
+        "torch.func.vmap gives a different result than a loop",
+        "in the vmap rule move the batch dimension so that it is not the one that is split or concatenated",
     ),
     Kind(
         "complex-wrong",
         "error",
-        "complex operands are not treated as pairs of real ones: a conjugate or the imaginary part is lost",
-        "reduce torch.view_as_real, and let the gradient be that of the real and the imaginary part",
+        "complex operands are handled incorrectly: the result or gradient is conjugated, or loses its imaginary part",
+        "reduce torch.view_as_real(x), and return the gradient of the real and the imaginary part",
     ),
     Kind(
         "empty-part",
         "error",
-        "it fails where a rank's part is empty",
-        "let a rank without rows take part with a tensor of no rows",
+        "it fails if a rank's shard is empty",
+        "let a rank without rows participate with a tensor of 0 rows",
     ),
     Kind(
         "uneven-parts",
         "error",
-        "it fails where the ranks' parts have different sizes",
-        "exchange the sizes, or be told them, and use those in backward too",
+        "it fails if the ranks' shards have different sizes",
+        "exchange the sizes or pass them as an argument, and use them in backward too",
     ),
     Kind(
         "own-rank-assumed",
         "error",
-        "it is wrong where the rank in the group is not the rank in the world or on the machine",
-        "ask the group: dist.get_rank(group); dist.get_global_rank(group, root) for what takes a global rank",
+        "it is wrong if the group rank differs from the global rank or the local rank",
+        "use dist.get_rank(group), and dist.get_global_rank(group, root) for arguments that are global ranks",
     ),
     Kind(
         "global-convention",
         "error",
-        "the gradient changes with state of the module or the program at the time of backward",
-        "decide in forward and keep the decision in ctx",
+        "the gradient depends on module or program state at the time of backward",
+        "read that state in forward and store it in ctx",
     ),
     Kind(
         "unusual-reading",
         "warning",
-        "backward is the adjoint of forward, but only under types that such a function is seldom meant under",
-        "look whether the gradients are on the right ranks, and say what is meant: audit(build, arrow='V -> V') "
-        "accepts a backward that is right under it, and names what is wrong with another one",
+        "backward is the adjoint of forward, but only under an unusual convention for such a function",
+        "check that the gradients are on the right ranks, then state the intended types: audit(build, arrow='V -> V') "
+        "accepts a backward that is correct under them, and otherwise reports what is wrong",
     ),
     Kind(
         "precision-lost",
         "warning",
-        "float64 passes through a narrower dtype",
-        "keep the operand's dtype; a narrower one for what travels has to be asked for",
+        "float64 values are rounded to a narrower dtype",
+        "communicate in the operand's dtype; make a narrower one optional, as comm_dtype= is in gradmesh",
     ),
     Kind(
         "result-aliases-operand",
         "warning",
-        "the result is the operand's memory, so that writing into one changes the other",
-        "return a clone, or x.view_as(x) outside of the Function",
+        "the result shares memory with the operand, so that writing into one changes the other",
+        "return x.clone(), or apply x.view_as(x) outside of the Function",
     ),
     Kind(
         "second-order-lost",
         "warning",
-        "the gradient has no gradient: a loss made from it does not reach the operand",
-        "in backward call differentiable collectives, or mark it with once_differentiable so that it raises",
+        "the gradient is not differentiable: a loss computed from it has no gradient with respect to the operand",
+        "call differentiable collectives in backward, or decorate it with once_differentiable so that it raises",
     ),
     Kind(
         "second-order-raises",
         "warning",
-        "the gradient of the gradient raises",
-        "in backward call differentiable collectives, and save tensors by ctx.save_for_backward",
+        "the second-order gradient raises",
+        "call differentiable collectives in backward, and save tensors with ctx.save_for_backward",
     ),
     Kind(
         "unused-output",
         "warning",
-        "a rank that does not use the result leaves the others waiting in backward, also inside gradmesh.ordered()",
-        "use a verb of gradmesh inside gradmesh.ordered(), or add 0 * result.sum() to that rank's loss",
+        "if one rank does not use the result, the others hang in backward, also inside gradmesh.ordered()",
+        "use a gradmesh verb inside gradmesh.ordered(), or add 0 * result.sum() to that rank's loss",
     ),
     Kind(
         "forward-mode-missing",
         "note",
-        "forward mode raises",
-        "give the Function a jvp: of a linear map it is the map on the tangent",
+        "forward-mode AD raises",
+        "define jvp on the Function: for a linear map it applies the same map to the tangent",
     ),
 )
 
 KINDS: dict[str, Kind] = {kind.name: kind for kind in _ALL}
-"""Every kind by its name, from the worst down."""
+"""Every kind by its name, most severe first."""
 
 
 def table() -> str:

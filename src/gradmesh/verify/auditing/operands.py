@@ -1,4 +1,4 @@
-"""Operands and gradients that every rank draws for itself from a seed, in any memory layout."""
+"""Random operands and gradients, drawn from a seed, in any memory layout."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["LAYOUTS", "draw", "laid_out"]
+__all__ = ["LAYOUTS", "draw", "in_layout"]
 
 
 def draw(shape: Sequence[int], dtype: torch.dtype, seed: int, owner: int, *, whole: bool = False) -> Tensor:
-    """Random values: normal ones, or whole numbers that any floating-point dtype holds exactly.
+    """Random values: normally distributed, or integers that any floating-point dtype represents exactly.
 
     Args:
         shape: the shape.
         dtype: a floating-point or complex dtype.
-        seed: another number, other values.
-        owner: whose they are; the ranks of a value that is the same on all of them pass the same number.
-        whole: small whole numbers other than 0.
+        seed: different seeds give different values.
+        owner: the rank that owns them; for a replicated value all ranks pass the same number.
+        whole: draw small nonzero integers.
     """
     generator = torch.Generator(device="cpu").manual_seed(7919 * seed + 104729 * (owner + 1))
     size = (*shape, 2) if dtype.is_complex else tuple(shape)
@@ -36,13 +36,13 @@ LAYOUTS = {
     "expanded": "expanded along dim 0",
     "flat": "one value expanded to all elements",
 }
-"""The memory layouts that are tried beside a contiguous one, in words."""
+"""The non-contiguous memory layouts to try, with their description."""
 
 
-def laid_out(x: Tensor, layout: str) -> Tensor | None:
-    """A tensor with strides of that layout, differentiably, or None where the shape has no such layout.
+def in_layout(x: Tensor, layout: str) -> Tensor | None:
+    """A differentiable copy of a tensor in that layout, or None if its shape does not allow the layout.
 
-    Where elements share memory, the values are those of the first ones.
+    In an expanded layout the values are those of the first element or row.
 
     Args:
         x: the values, contiguous.
@@ -51,8 +51,8 @@ def laid_out(x: Tensor, layout: str) -> Tensor | None:
     if x.numel() < 2:
         return None
     if layout == "transposed":
-        turned = x.transpose(0, -1).contiguous().transpose(0, -1) if x.ndim > 1 else x
-        return None if turned.is_contiguous() else turned
+        transposed = x.transpose(0, -1).contiguous().transpose(0, -1) if x.ndim > 1 else x
+        return None if transposed.is_contiguous() else transposed
     if layout == "gapped":
         return torch.stack([x, 2 * x], -1)[..., 0]
     if layout == "expanded":

@@ -1,4 +1,4 @@
-"""The ranks that a function runs on: questions to all of them, and new ranks after one that broke the old."""
+"""The ranks that a function runs on: sends calls to all of them and restarts them after a crash or hang."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch.distributed as dist
 from gradmesh.errors import ArgumentError, RankError
 from gradmesh.launch import Ranks
 from gradmesh.verify.auditing.probes import Answer, configure
-from gradmesh.verify.auditing.subject import Described, Trouble, hold
+from gradmesh.verify.auditing.subject import Described, Failure, set_subject
 
-__all__ = ["LostError", "Pool", "accepted"]
+__all__ = ["Pool", "RanksLostError", "accepted"]
 
 T = TypeVar("T")
 
@@ -23,13 +23,13 @@ T = TypeVar("T")
 _QUITS = "rank {} ends its process in {}: SystemExit"
 
 
-class LostError(Exception):
-    """The ranks did not come back: one died, or did not return in time.
+class RanksLostError(Exception):
+    """A rank died or timed out.
 
     Attributes:
         kind: "aborts" or "hangs".
-        text: what the launcher says.
-        ranks: the rank that it names.
+        text: the launcher's message.
+        ranks: the failed rank, if known.
     """
 
     def __init__(self, error: RankError) -> None:
@@ -41,7 +41,7 @@ class LostError(Exception):
 
 
 def accepted(build: Callable[..., Any], name: str) -> bool:
-    """Whether `build` takes a keyword."""
+    """Whether `build` accepts a keyword."""
     try:
         parameters = inspect.signature(build).parameters
     except (TypeError, ValueError):
@@ -51,18 +51,16 @@ def accepted(build: Callable[..., Any], name: str) -> bool:
 
 
 class Pool:
-    """Ranks that hold a function and answer questions about it.
-
-    A context manager.
+    """Ranks that hold a function and run probes on it; a context manager.
 
     Args:
-        build: makes the function on each rank.
-        world_size: how many ranks take part.
+        build: creates the function on each rank.
+        world_size: the number of participating ranks.
         backend: as for `gradmesh.launch`.
-        timeout: seconds that a question may take.
-        options: what `build` is called with.
-        outside: how many ranks there are besides, which come first and take no part: then `build` gets the group of
-            the others as `group=`.
+        timeout: seconds that one call may take.
+        options: keyword arguments for `build`.
+        outside: the number of additional, idle ranks with the lowest numbers; `build` then gets the group of the
+            participating ranks as `group=`.
     """
 
     def __init__(
@@ -86,7 +84,7 @@ class Pool:
         self.described: list[Described] = []
 
     def begin(self) -> list[Described]:
-        """Have the ranks hold the function, if they do not.
+        """Call `build` on the ranks, if they do not hold the function yet.
 
         Raises:
             ArgumentError: `build` does not return a function and its inputs.
@@ -95,71 +93,73 @@ class Pool:
         if not self._holds:
             try:
                 with _silent():
-                    told = self._ranks.run(_begin, self._build, self._options, self.outside, self.settings)
+                    described = self._ranks.run(
+                        _begin, self._build, self._options, self.outside, self.settings
+                    )
             except RankError as error:
                 self._renew()
                 if isinstance(error.__cause__, ArgumentError) and "verify.audit" in str(error.__cause__):
                     raise error.__cause__ from None
                 raise
-            self.described = [each for each in told if each is not None]
+            self.described = [each for each in described if each is not None]
             self._holds = True
         return self.described
 
     def ask(self, question: Callable[..., T], *args: Any) -> list[T]:
-        """Each rank's answer to a question; ranks that take no part have none.
+        """Call `question(*args)` on each participating rank and return the answers.
 
         Raises:
-            LostError: the ranks did not come back.
+            RanksLostError: a rank died or timed out.
         """
         self.begin()
         try:
             with _silent():
-                answers = self._ranks.run(_asked, question, args, self.outside)
+                answers = self._ranks.run(_call_on_ranks, question, args, self.outside)
         except RankError as error:
             self._renew()
-            raise LostError(error) from error
+            raise RanksLostError(error) from error
         taking_part = cast("list[T]", answers[self.outside :])
-        if _apart(taking_part):
+        if _out_of_sync(taking_part):
             self._renew()
         for rank, answer in enumerate(taking_part):
-            for trouble in _troubles(answer):
-                if trouble.kind == "SystemExit":
-                    raise LostError(RankError(_QUITS.format(rank, trouble.stage), rank=rank))
+            for failure in _failures(answer):
+                if failure.kind == "SystemExit":
+                    raise RanksLostError(RankError(_QUITS.format(rank, failure.stage), rank=rank))
         return taking_part
 
     @contextlib.contextmanager
     def built_with(self, **options: Any) -> Iterator[None]:
-        """Have the ranks hold what `build` makes with these keywords, for a while."""
+        """Within the block the ranks hold the function that `build` returns for these keywords."""
         before, self._options, self._holds = self._options, {**self._options, **options}, False
         try:
             yield
         finally:
             self._options, self._holds = before, False
 
-    def takes(self, name: str) -> bool:
-        """Whether `build` takes a keyword."""
+    def accepts(self, name: str) -> bool:
+        """Whether `build` accepts a keyword."""
         return accepted(self._build, name)
 
     def on(self, backend: str) -> Pool:
-        """Ranks on another backend that hold the same function in the same way."""
+        """A pool on another backend for the same function and settings."""
         pool = Pool(self._build, self.size, backend, self._timeout, self._options)
         pool.settings = dict(self.settings)
         return pool
 
     def larger(self, outside: int) -> Pool:
-        """Ranks for the same function, behind others that take no part."""
+        """A pool for the same function with additional idle ranks."""
         pool = Pool(self._build, self.size, self._ranks.backend, self._timeout, self._options, outside)
         pool.settings = dict(self.settings)
         return pool
 
     def configure(self, **settings: Any) -> None:
-        """Change what the function is held with, on these ranks and those that replace them."""
+        """Set attributes of each rank's `Subject`, on these ranks and on those that replace them."""
         self.settings |= settings
         if self._holds:
             self.ask(_configure, settings)
 
     def close(self) -> None:
-        """End the ranks."""
+        """Shut down the ranks."""
         self._holds = False
         self._ranks.close()
 
@@ -185,12 +185,12 @@ def _begin(
             return None
         options = {**options, "group": group}
     local = {"local_rank": rank} if options.get("local_rank", 0) is None else {}
-    described = hold(build, {**options, **local}, rank - outside)
+    described = set_subject(build, {**options, **local}, rank - outside)
     configure(**settings)
     return described
 
 
-def _asked(question: Callable[..., T], args: tuple[Any, ...], outside: int) -> T | None:
+def _call_on_ranks(question: Callable[..., T], args: tuple[Any, ...], outside: int) -> T | None:
     return None if dist.get_rank() < outside else question(*args)
 
 
@@ -198,23 +198,23 @@ def _configure(settings: dict[str, Any]) -> None:
     configure(**settings)
 
 
-def _apart(answers: list[Any]) -> bool:
-    """Whether the ranks may have come out of step: one raised, and not all of them the same."""
-    troubles = [trouble for answer in answers for trouble in _troubles(answer)]
-    if not troubles:
+def _out_of_sync(answers: list[Any]) -> bool:
+    """Whether the ranks may be out of sync: some raised, but not all of them the same exception."""
+    failures = [failure for answer in answers for failure in _failures(answer)]
+    if not failures:
         return False
-    same = {(trouble.stage, trouble.kind) for trouble in troubles}
-    return len(same) > 1 or len(troubles) < len(answers) or any(trouble.waited for trouble in troubles)
+    same = {(failure.stage, failure.kind) for failure in failures}
+    return len(same) > 1 or len(failures) < len(answers) or any(failure.waited for failure in failures)
 
 
-def _troubles(answer: Any) -> list[Trouble]:
+def _failures(answer: Any) -> list[Failure]:
     parts = answer if isinstance(answer, list) else [answer]
-    return [part.trouble for part in parts if isinstance(part, Answer) and part.trouble is not None]
+    return [part.failure for part in parts if isinstance(part, Answer) and part.failure is not None]
 
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """What torch warns of in the functions of others is not for whoever asked for an audit."""
+    """Suppress torch's warnings about the audited function: they are not findings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""A rank's side of an audit: forward and backward on drawn operands, and what was written that may not be."""
+"""On a rank: forward and backward on random operands, and checks for forbidden writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradmesh.verify.auditing.operands import draw
-from gradmesh.verify.auditing.subject import Subject, Trouble, call_differentiably, held, of_error
+from gradmesh.verify.auditing.subject import Failure, Subject, current_subject, differentiable_call, of_error
 from gradmesh.verify.auditing.watch import Note, Watch, changed, shared
 
 __all__ = [
@@ -29,46 +29,46 @@ __all__ = [
     "tangents",
 ]
 
-_NOBODY = 100_000
-"""Owns the values that a rank draws in place of its own."""
+_OTHER_OWNER = 100_000
+"""The owner of values that a rank draws in place of its own."""
 _COTANGENTS = 1000
-"""What is added to the number of an operand to draw the gradient of a result."""
+"""Seed offset of the gradients of results."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """Where a function that is not linear is differentiated, and by which step.
+    """Where a nonlinear function is differentiated, and with which step.
 
     Attributes:
-        step: that of central differences; 0 for a linear function, which is its own derivative.
-        shared: the operands where they are the same on every rank; else each rank's own count.
-        turned: for each rank, other operands to take for its own.
-        own: whether the rank's own operands are the point; else it is zero.
+        step: the step of central differences; 0 for a linear function, which is its own derivative.
+        shared: values of the operands that must be identical on every rank; for others each rank uses its own.
+        rotated: for each rank, operands that replace its own.
+        own: whether the point is the rank's own operands; False: it is zero.
     """
 
     step: float = 0.0
     shared: tuple[Tensor | None, ...] = ()
-    turned: tuple[tuple[Tensor, ...], ...] = ()
+    rotated: tuple[tuple[Tensor, ...], ...] = ()
     own: bool = True
 
 
 @dataclass(frozen=True)
 class Probe:
-    """One question: operands and gradients to draw, forward and backward to run.
+    """One experiment: which operands and gradients to draw for a forward and backward run.
 
     Attributes:
-        seed: another number, other values.
-        alike: which operands are the same on every rank.
-        alike_out: which gradients of results are.
-        whole: whether values are small whole numbers.
-        complex: whether operands are complex though those of `build` are not.
-        turn: how many ranks further the rank is whose operands this one draws, of `ranks` in a ring.
-        turn_out: the same for the gradients of results.
-        ranks: how many ranks take part, where something is turned.
-        other: a rank that draws other operands than it would, or -1.
+        seed: different seeds give different values.
+        alike: which operands are identical on every rank.
+        alike_out: which gradients of results are identical on every rank.
+        whole: whether values are small integers.
+        complex: whether to draw complex operands in place of real ones.
+        rotate: rotation: each rank draws the operands of the rank that is `rotate` further in the ring of `ranks`.
+        rotate_out: the same for the gradients of results.
+        ranks: the number of participating ranks; needed for a rotation.
+        other: a rank that draws different operands than usual, or -1.
         other_out: the same for the gradients of results.
-        only: the one operand or result that is turned or drawn otherwise; -1 for all of them.
-        point: where a function that is not linear is differentiated.
+        only: the index of the one operand or result that `rotate` and `other` apply to; -1: all.
+        point: where a nonlinear function is differentiated.
     """
 
     seed: int
@@ -76,8 +76,8 @@ class Probe:
     alike_out: tuple[bool, ...] = ()
     whole: bool = False
     complex: bool = False
-    turn: int = 0
-    turn_out: int = 0
+    rotate: int = 0
+    rotate_out: int = 0
     ranks: int = 1
     other: int = -1
     other_out: int = -1
@@ -87,17 +87,17 @@ class Probe:
 
 @dataclass
 class Answer:
-    """What one rank found.
+    """The outcome of a probe on one rank.
 
     Attributes:
-        operands: what was drawn: operands, or directions for a function that is not linear.
-        results: what came out, or the derivative along those directions.
-        cotangents: the gradients of the results that were drawn.
-        gradients: those of the operands; zeros where there are none.
-        reached: whether any gradient came.
-        notes: what was written that may not be, and what shares memory: kind, text, and line.
-        lines: where the backwards of the autograd Functions in the graph begin.
-        trouble: the exception that ended the question.
+        operands: the drawn operands, or directions for a nonlinear function.
+        results: the results, or the derivative along those directions.
+        cotangents: the drawn gradients of the results.
+        gradients: the gradients of the operands; zeros in place of None.
+        reached: whether any gradient was not None.
+        notes: forbidden writes and shared memory: kind, text and line.
+        lines: "file:line" of the backward of each autograd Function in the graph.
+        failure: the exception that ended the probe.
     """
 
     operands: list[Tensor] = field(default_factory=list)
@@ -107,28 +107,28 @@ class Answer:
     reached: bool = False
     notes: list[Note] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    trouble: Trouble | None = None
+    failure: Failure | None = None
 
 
 def configure(**settings: Any) -> None:
-    """Change what this rank's function is held with."""
-    subject = held()
+    """Set attributes of this rank's subject."""
+    subject = current_subject()
     for name, value in settings.items():
         setattr(subject, name, value)
 
 
 def attempt(probes: Sequence[Probe], ask: Callable[[Subject, Probe], Answer]) -> list[Answer]:
-    """The answers to questions one after another, up to the first that raises."""
+    """Run probes one after another, up to the first that raises."""
     answers: list[Answer] = []
-    subject = held()
+    subject = current_subject()
     for probe in probes:
         answer = Answer()
         try:
             answer = ask(subject, probe)
         except (Exception, SystemExit) as error:
-            answer.trouble = of_error(error)
+            answer.failure = of_error(error)
         answers.append(answer)
-        if answer.trouble is not None:
+        if answer.failure is not None:
             break
     return answers
 
@@ -139,7 +139,7 @@ def first_order(probes: Sequence[Probe]) -> list[Answer]:
 
 
 def tangents(probes: Sequence[Probe]) -> list[Answer]:
-    """The map alone, without backward."""
+    """Forward only."""
     return attempt(probes, lambda subject, probe: Answer(*mapped(subject, probe)))
 
 
@@ -151,7 +151,7 @@ def drawn(subject: Subject, probe: Probe) -> list[Tensor]:
             subject.shape(i),
             subject.operand_dtype(i, probe.complex),
             probe.seed + 31 * i,
-            -1 if same[i] else _owner(subject, probe, i, probe.turn, probe.other),
+            -1 if same[i] else _owner(subject, probe, i, probe.rotate, probe.other),
             whole=probe.whole,
         )
         for i in range(len(subject.operands))
@@ -166,34 +166,34 @@ def cotangents(subject: Subject, probe: Probe, results: Sequence[Tensor]) -> lis
             y.shape,
             y.dtype,
             probe.seed + _COTANGENTS + 31 * i,
-            -1 if same[i] else _owner(subject, probe, i, probe.turn_out, probe.other_out),
+            -1 if same[i] else _owner(subject, probe, i, probe.rotate_out, probe.other_out),
             whole=probe.whole,
         )
         for i, y in enumerate(results)
     ]
 
 
-def _owner(subject: Subject, probe: Probe, index: int, turn: int, other: int) -> int:
+def _owner(subject: Subject, probe: Probe, index: int, rotate: int, other: int) -> int:
     if probe.only not in (-1, index):
         return subject.rank
     if subject.rank == other:
-        return _NOBODY
-    return (subject.rank + turn) % probe.ranks if turn else subject.rank
+        return _OTHER_OWNER
+    return (subject.rank + rotate) % probe.ranks if rotate else subject.rank
 
 
 def leaves_of(subject: Subject, probe: Probe) -> list[Tensor]:
-    """Operands to call the function with: drawn ones, or the point where it is differentiated."""
+    """The operands to call the function with: random ones, or the point of differentiation."""
     own = probe.point.step and probe.point.own
     return point_of(subject, probe) if own else [x.clone() for x in drawn(subject, probe)]
 
 
 def point_of(subject: Subject, probe: Probe) -> list[Tensor]:
-    """Where a function that is not linear is differentiated."""
+    """The point where a nonlinear function is differentiated."""
     same = probe.alike or (False,) * len(subject.operands)
     values = []
     for i in range(len(subject.operands)):
         shared = probe.point.shared[i] if probe.point.shared and same[i] else None
-        shared = probe.point.turned[subject.rank][i] if probe.point.turned else shared
+        shared = probe.point.rotated[subject.rank][i] if probe.point.rotated else shared
         value = subject.inputs[subject.operands[i]].detach() if shared is None else shared
         value = value.to(subject.operand_dtype(i, probe.complex))
         values.append(value.clone() if probe.point.own else torch.zeros_like(value))
@@ -201,7 +201,7 @@ def point_of(subject: Subject, probe: Probe) -> list[Tensor]:
 
 
 def mapped(subject: Subject, probe: Probe) -> tuple[list[Tensor], list[Tensor]]:
-    """What was drawn, and what the function, or its derivative, makes of it."""
+    """The drawn operands, and the function (or its derivative) applied to them."""
     x = drawn(subject, probe)
     if not probe.point.step:
         return x, filled(subject.call([v.clone() for v in x]))
@@ -213,7 +213,7 @@ def mapped(subject: Subject, probe: Probe) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def difference(a: Tensor, b: Tensor) -> Tensor:
-    """The difference; 0 where both are the same infinity, as under a mask."""
+    """A - b, and 0 where both are the same infinity, as in masked scores."""
     return torch.where(a == b, torch.zeros_like(a), a - b)
 
 
@@ -224,8 +224,8 @@ def _first_order(subject: Subject, probe: Probe) -> Answer:
     else:
         answer.operands = drawn(subject, probe)
     leaves = [x.requires_grad_() for x in leaves_of(subject, probe)]
-    with call_differentiably(subject) as backward:
-        given = [leaf.clone() for leaf in leaves]  # the result of another op, into which one may write
+    with differentiable_call(subject) as backward:
+        given = [leaf.clone() for leaf in leaves]  # not leaves, so that in-place writes are allowed
         before = [x.detach().clone() for x in given]
         results = subject.call(given)
         answer.notes += changed("operand-overwritten", "forward writes into operand {}", given, before, [])
@@ -253,11 +253,15 @@ def _first_order(subject: Subject, probe: Probe) -> Answer:
     )
     answer.notes += changed("operand-overwritten", "backward writes into operand {}", given, before, lines)
     answer.notes += changed(
-        "saved-buffer-overwritten", "backward writes into result {}, which others read", results, out, lines
+        "saved-buffer-overwritten",
+        "backward writes into result {}, which other code may read",
+        results,
+        out,
+        lines,
     )
     return answer
 
 
 def filled(results: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of results, of which those that are still on their way are waited for."""
+    """Copies of the results; waits for those that are still pending."""
     return [y.detach().clone().resolve_conj() for y in results]

@@ -1,11 +1,11 @@
 """The typed readings of a map over ranks, and which of them a gradient obeys.
 
 A reading gives every operand and every result a type. Backward is the adjoint under it if, for all operands and
-gradients that the types admit, the gradients are of their types and
+gradients that the types allow, the gradients have their types and
 
     sum over results <A x, y> = sum over operands <x, A* y>
 
-with the pairing of `gradmesh.types`: summed over the ranks, and counted once where the type is I.
+with the pairing of `gradmesh.types`: summed over the ranks, and counted once if the type is I.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ V, R, P, I = Type.V, Type.R, Type.P, Type.I  # noqa: E741 - the names of the typ
 
 _SAME = (R, I)
 _MOST = 4**6
-"""Readings that are tried one by one; with more operands all of them get the same type."""
+"""The maximum number of readings; with more combinations, all operands get the same type."""
 
 Pattern = tuple[tuple[bool, ...], tuple[bool, ...]]
 """Which operands, and which gradients of results, are the same on every rank."""
@@ -63,23 +63,23 @@ class Reading:
 
     @property
     def pattern(self) -> Pattern:
-        """What has to be the same on every rank to be admissible."""
+        """Which operands and gradients must be identical on every rank."""
         return tuple(t in _SAME for t in self.src), tuple(t.dual in _SAME for t in self.dst)
 
     def __str__(self) -> str:
         return f"{_joined(self.src)} -> {_joined(self.dst)}"
 
     def implies(self, other: Reading) -> bool:
-        """Whether the other one holds wherever this one does, as it admits less or asks for less."""
+        """Whether the other reading holds whenever this one does."""
         return all(
             a is b or (a, b) in _STRONGER_SRC for a, b in zip(self.src, other.src, strict=True)
         ) and all(a is b or (a, b) in _STRONGER_DST for a, b in zip(self.dst, other.dst, strict=True))
 
 
 _STRONGER_SRC = {(P, V), (P, R), (V, R)}
-"""An operand of P asks for a gradient that is the same on every rank; one of R may be the same on every rank only."""
+"""P requires an identical gradient on every rank, V does not; R restricts the operand to identical values."""
 _STRONGER_DST = {(R, V), (R, P), (V, P)}
-"""A result of R is the same on every rank; one of P only meets gradients that are."""
+"""R requires an identical result on every rank; P restricts the gradient to identical values."""
 
 
 def _joined(types: tuple[Type, ...]) -> str:
@@ -92,8 +92,8 @@ def all_readings(
     """Every reading of a map.
 
     Args:
-        operands: the shape of each operand, or None where the ranks' differ, so that no value is the same on all.
-        results: that of each result.
+        operands: the shape of each operand, or None if it differs between ranks, so that only V is possible.
+        results: the same for each result.
     """
     src = [(V, R, P, I) if shape is not None else (V,) for shape in operands]
     dst = [(V, R, P, I) if shape is not None else (V,) for shape in results]
@@ -107,13 +107,13 @@ def all_readings(
 
 
 def all_tried(operands: Sequence[Sequence[int] | None], results: Sequence[Sequence[int] | None]) -> bool:
-    """Whether `all_readings` has every combination of types."""
+    """Whether `all_readings` returns every combination of types."""
     free = sum(shape is not None for shape in (*operands, *results))
     return bool(4**free <= _MOST)
 
 
 def named(arrow: str, operands: int, results: int) -> Reading | None:
-    """The reading that an arrow names: one type for each operand and result, or one for all; None: it names none.
+    """Parse an arrow: one type for each operand and result, or one for all; None if it is invalid.
 
     >>> str(named("V, I -> R", 2, 3)), named("V", 1, 1)
     ('V, I -> R', None)
@@ -131,10 +131,10 @@ def named(arrow: str, operands: int, results: int) -> Reading | None:
 
 
 def usual(reading: Reading) -> bool:
-    """Whether collectives are written to be the adjoint under such a reading, and under none that says more.
+    """Whether collectives are commonly written for such a reading.
 
-    A result that is a pending sum gets the same gradient on every rank, and an operand that is R needs its gradient
-    right in the sum over ranks alone: a wrong backward may be right by that, without anybody having meant it.
+    Results of type P and operands of type R are excluded: they constrain the gradient so little (identical on every
+    rank; correct only in the sum over ranks) that a wrong backward may satisfy them by accident.
     """
     return P not in reading.dst and R not in reading.src
 
@@ -148,11 +148,11 @@ _NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("scatter_to", ("R -> V", "I -> V")),
     ("shift|permute|ring", ("V -> V",)),
 )
-"""What functions are meant under whose name has such words, the first that fit."""
+"""The intended readings of functions with such names; the first match counts."""
 
 
 def usual_of_name(name: str) -> tuple[str, ...]:
-    """The conventions that the name of a function suggests; none if it suggests none.
+    """The readings that a function's name suggests; empty if none.
 
     >>> usual_of_name("_ReduceFromModelParallelRegion"), usual_of_name("String")
     (('P -> R', 'P -> I', 'V -> R', 'V -> I'), ())
@@ -165,13 +165,13 @@ def usual_of_name(name: str) -> tuple[str, ...]:
 
 
 def strongest(readings: Iterable[Reading]) -> list[Reading]:
-    """Those that follow from no other."""
+    """The readings that are not implied by another one."""
     readings = list(dict.fromkeys(readings))
     return [r for r in readings if not any(other != r and other.implies(r) for other in readings)]
 
 
 def paired(kinds: Sequence[Type], a: Values, b: Values) -> tuple[float, float]:
-    """<a, b> of tensors of these types over all ranks, and the size of its terms."""
+    """<a, b> over all ranks, for tensors of these types, and the sum of its terms' absolute values."""
     rows = [[_pair(x, y) for x, y in zip(row, other, strict=True)] for row, other in zip(a, b, strict=True)]
     return _counted(kinds, rows)
 
@@ -183,9 +183,9 @@ def agree(values: Values, index: int, tolerance: float) -> bool:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """How far two tensors are from each other, relative to their size; infinite where shapes differ.
+    """The largest difference of two tensors, relative to the largest value; infinite if the shapes differ.
 
-    The same infinity in both is no distance, and neither is NaN; what is not finite in one alone is infinitely far.
+    Equal infinities, and NaN in both, count as 0; a value that is not finite in only one of them as infinite.
     """
     if a.shape != b.shape:
         return float("inf")
@@ -201,11 +201,11 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 class Pairings:
-    """Probes of one pattern, paired and compared once for all of its readings.
+    """The inner products of the probes of one pattern, computed once for all of its readings.
 
     Args:
         probes: for each probe, each rank's answer.
-        tolerance: up to which values on different ranks count as the same.
+        tolerance: the relative difference up to which values on different ranks count as equal.
     """
 
     def __init__(self, probes: Sequence[Sequence[Answer]], tolerance: float) -> None:
@@ -244,18 +244,18 @@ class Pairings:
 def law_error(
     reading: Reading, answers: Mapping[Pattern, Sequence[Sequence[Answer]]], tolerance: float
 ) -> float:
-    """How far backward is from the adjoint under a reading; infinite where values do not have its types.
+    """The error of backward as an adjoint under a reading; infinite if values do not have its types.
 
     Args:
         reading: the types.
         answers: for each pattern, for each probe, each rank's answer.
-        tolerance: up to which values on different ranks count as the same.
+        tolerance: the relative difference up to which values on different ranks count as equal.
     """
     return Pairings(answers[reading.pattern], tolerance).error(reading)
 
 
 _Pair = tuple[float, float]
-"""<x, y>, and the size of its terms."""
+"""<x, y>, and the sum of its terms' absolute values."""
 
 
 def _pair(x: Tensor, y: Tensor) -> _Pair:

@@ -1,4 +1,4 @@
-"""What an audit returns: findings, readings, and what could not be asked."""
+"""The result of an audit: findings, readings, and kinds that were not checked."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Finding:
 
     Attributes:
         kind: a name in `KINDS`.
-        text: what was seen.
-        ranks: the ranks that it was seen on; empty where that cannot be told.
-        line: "file:line" of the code that does it, where that can be told.
+        text: what was observed.
+        ranks: the ranks on which it was observed; empty if unknown.
+        line: "file:line" of the code that causes it, if known.
     """
 
     kind: str
@@ -33,7 +33,7 @@ class Finding:
 
     @property
     def severity(self) -> str:
-        """How bad it is: "error", "warning" or "note"."""
+        """One of "error", "warning" and "note"."""
         return KINDS[self.kind].severity
 
     @property
@@ -42,7 +42,7 @@ class Finding:
         return KINDS[self.kind].remedy
 
     def as_json(self) -> dict[str, Any]:
-        """The finding as values that JSON has."""
+        """The finding as a JSON-serializable dict."""
         return {
             "kind": self.kind,
             "severity": self.severity,
@@ -65,23 +65,23 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """What an audit found.
+    """The result of an audit.
 
     Attributes:
-        name: the function that was audited.
-        world_size: on how many ranks.
-        backend: on which backend.
+        name: the name of the audited function.
+        world_size: the number of ranks.
+        backend: the backend.
         arrows: the strongest typed readings under which backward is the adjoint, such as "V -> R". Readings that
-            follow from them are left out; `holds` knows these too.
-        findings: what is wrong, from the worst down; empty where nothing is.
-        linear: whether the function is linear in its operands. Where it is not, its derivative was audited, which is
-            taken from finite differences.
-        left_out: kinds that could not be asked for, each with the reason.
-        seconds: how long it took.
+            follow from them are omitted here; `holds` includes them.
+        findings: what is wrong, most severe first; empty if nothing is.
+        linear: whether the function is linear in its operands. If not, its derivative was audited, computed by finite
+            differences.
+        left_out: kinds that were not checked, each with the reason.
+        seconds: the duration of the audit.
         readings: every typed reading that holds.
-        arrow: the reading that was asked for; None where none was.
-        assumes: what has to be so for the gradient to be right, as sentences: that every rank computes one and the
-            same loss, where backward does not sum the ranks' gradients.
+        arrow: the requested reading; None if none was requested.
+        assumes: conditions under which the gradient is correct, as sentences; e.g. that every rank computes the same
+            loss, if backward does not sum the ranks' gradients.
     """
 
     name: str
@@ -98,24 +98,24 @@ class Audit:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found."""
+        """True if there are no findings."""
         return not self.findings
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds that were found, each once, from the worst down."""
+        """The distinct kinds of the findings, most severe first."""
         return tuple(dict.fromkeys(finding.kind for finding in self.findings))
 
     def holds(self, arrow: str) -> bool:
-        """Whether backward is the adjoint under a reading, also one that follows from a stronger one.
+        """Whether backward is the adjoint under a reading, including those implied by a stronger one.
 
         Args:
-            arrow: such as "V -> R", or "V, I -> R" where operands differ in type.
+            arrow: such as "V -> R", or "V, I -> R" if operands differ in type.
         """
         return arrow in self.readings
 
     def as_json(self) -> dict[str, Any]:
-        """The audit as values that JSON has."""
+        """The audit as a JSON-serializable dict."""
         return {
             "name": self.name,
             "world_size": self.world_size,
@@ -143,17 +143,17 @@ class Audit:
         for one in self.assumes:
             lines += textwrap.wrap(one, _WIDTH, initial_indent="  ", subsequent_indent="    ")
         if not self.linear and "not-adjoint" not in self.left_out:
-            lines.append("  not linear: its derivative was audited, by finite differences")
+            lines.append("  not linear: audited its derivative, by finite differences")
         lines += [textwrap.indent(str(finding), "  ") for finding in self.findings]
         for kind, reason in self.left_out.items():
             lines += textwrap.wrap(
-                f"left out: {kind}, {reason}", _WIDTH, initial_indent="  ", subsequent_indent="    "
+                f"not checked: {kind}: {reason}", _WIDTH, initial_indent="  ", subsequent_indent="    "
             )
         return "\n".join(lines)
 
 
 def sorted_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """The findings from the worst down, each once."""
+    """The distinct findings, most severe first."""
     order = list(KINDS)
     unique = dict.fromkeys(findings)
     return tuple(sorted(unique, key=lambda f: (SEVERITIES.index(f.severity), order.index(f.kind))))

@@ -1,14 +1,15 @@
-"""A rank's side of an audit: what `build` returned, kept from one question to the next, and how it is called."""
+"""On a rank: what `build` returned, kept between probes, and how it is called."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import os
 import threading
 import tokenize
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,24 +20,23 @@ from torch.autograd.function import BackwardCFunction
 from gradmesh.errors import AbortedError, ArgumentError, DeadlockError, MismatchError, OrderError, message
 from gradmesh.order import Order, ordered
 from gradmesh.stacks import PARSING
-from gradmesh.verify.auditing.trees import replaced, tensors
 
 __all__ = [
     "Described",
+    "Failure",
     "Subject",
-    "Trouble",
-    "call_differentiably",
-    "held",
-    "hold",
+    "backward_line",
+    "current_subject",
+    "differentiable_call",
     "line_of",
     "nodes",
     "of_error",
-    "own_function",
-    "own_node",
+    "python_function",
+    "set_subject",
 ]
 
 IN_BACKWARD = "raised in backward"
-"""A note that exceptions of backward get."""
+"""A note that is added to exceptions raised in backward."""
 _REENTRANT = "CheckpointFunctionBackward"
 _WAITED = (DeadlockError, AbortedError, MismatchError)
 
@@ -46,10 +46,10 @@ _LIBRARIES = (
     os.path.dirname(os.path.abspath(threading.__file__)) + os.sep,
     "<frozen",
 )
-"""Where code is that is nobody's under audit: torch, gradmesh, the standard library."""
+"""Folders of library code, which is not under audit: torch, gradmesh, the standard library."""
 
 _of_this_rank = threading.local()
-"""`.subject`: a rank is a thread or the main thread of a process, which lives from one question to the next."""
+"""`.subject`: a rank is a thread or the main thread of a process, which persists between probes."""
 
 
 @dataclass
@@ -58,14 +58,14 @@ class Subject:
 
     Attributes:
         fn: the function.
-        arguments: what it is called with, as `build` returned it.
-        inputs: the tensors in there.
-        operands: which of these are differentiated.
-        rank: this rank among those that take part.
-        change: what to run backward in to see whether state of the program changes the gradient.
-        dtype: what operands are drawn in; complex ones in the complex dtype of that width.
-        ordered: whether the function has to be called inside `gradmesh.ordered()`.
-        kept: what one question leaves for the next.
+        arguments: its arguments, as `build` returned them.
+        inputs: the tensors in `arguments`.
+        operands: the indices of the inputs to differentiate.
+        rank: this rank's index among the participating ranks.
+        change: returns a context manager that changes program state, to see whether the gradient changes with it.
+        dtype: the dtype of drawn operands; complex ones use the complex dtype of that width.
+        ordered: whether the function must be called inside `gradmesh.ordered()`.
+        kept: values that one probe stores for the next.
     """
 
     fn: Callable[..., Any]
@@ -79,7 +79,7 @@ class Subject:
     kept: dict[str, Any] = field(default_factory=dict)
 
     def operand_dtype(self, index: int, complex_too: bool = False) -> torch.dtype:
-        """What an operand is drawn in."""
+        """The dtype in which to draw an operand."""
         wide = self.inputs[self.operands[index]].is_complex() or complex_too
         return self.dtype.to_complex() if wide else self.dtype
 
@@ -89,7 +89,7 @@ class Subject:
         return size
 
     def call(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """The results of the function that can have a gradient, given its operands; this rank's parts of DTensors."""
+        """Call the function and return its floating-point and complex results; local shards of DTensors."""
         values = list(self.inputs)
         for index, x in zip(self.operands, operands, strict=True):
             values[index] = x
@@ -100,34 +100,34 @@ class Subject:
 
 @dataclass(frozen=True)
 class Described:
-    """What a rank tells of the function: enough to plan the questions.
+    """A rank's description of the function, from which the caller plans the probes.
 
     Attributes:
-        name: that of the function.
-        line: where it begins.
+        name: the function's name.
+        line: "file:line" of its definition.
         values: the operands that `build` returned.
-        can_change: whether `build` returned something to run backward in.
-        learns: whether it is a module with parameters, which are no operands.
+        can_change: whether `build` returned a `change`.
+        has_parameters: whether it is a module with trainable parameters, which are not operands.
     """
 
     name: str
     line: str | None
     values: list[Tensor]
     can_change: bool
-    learns: bool = False
+    has_parameters: bool = False
 
 
 @dataclass(frozen=True)
-class Trouble:
+class Failure:
     """An exception on one rank.
 
     Attributes:
-        stage: what the rank was doing.
+        stage: "forward" or "backward".
         kind: the name of the exception's class.
-        text: its text.
+        text: its message.
         line: the innermost line outside of torch and gradmesh.
-        waited: whether it only says that other ranks did not come or failed.
-        order: whether it asks for `gradmesh.ordered()`.
+        waited: whether it only reports that other ranks failed or did not make the call.
+        order: whether its message recommends `gradmesh.ordered()`.
     """
 
     stage: str
@@ -139,19 +139,19 @@ class Trouble:
 
     @property
     def first(self) -> str:
-        """The exception's name and the first line of its text."""
+        """The exception's name and the first line of its message."""
         return f"{self.kind}: {self.text.splitlines()[0]}" if self.text else self.kind
 
 
-def hold(build: Callable[..., Any], options: dict[str, Any], rank: int) -> Described:
-    """Call `build` on this rank, and keep what it returns.
+def set_subject(build: Callable[..., Any], options: dict[str, Any], rank: int) -> Described:
+    """Call `build` on this rank and store the result.
 
     Raises:
         ArgumentError: it does not return a function and its inputs.
     """
     made = build(**options)
     if not (isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0])):
-        raise _unusable("build() has to return a function and its inputs", repr(made)[:200])
+        raise _unusable("build() must return a function and its inputs", repr(made)[:200])
     fn, given = made[0], made[1]
     arguments = tuple(given) if isinstance(given, tuple | list) else (given,)
     inputs = tuple(tensors(arguments))
@@ -159,7 +159,7 @@ def hold(build: Callable[..., Any], options: dict[str, Any], rank: int) -> Descr
     asked = [i for i in floating if inputs[i].requires_grad]
     if not floating:
         raise _unusable(
-            "there is no operand to differentiate", f"inputs {[type(x).__name__ for x in arguments]}"
+            "the inputs contain no differentiable tensor", f"inputs {[type(x).__name__ for x in arguments]}"
         )
     _of_this_rank.subject = subject = Subject(
         fn, arguments, inputs, tuple(asked or floating), rank, made[2] if len(made) == 3 else None
@@ -175,18 +175,18 @@ def _learns(fn: Any) -> bool:
     return isinstance(fn, torch.nn.Module) and any(p.requires_grad for p in fn.parameters())
 
 
-def held() -> Subject:
+def current_subject() -> Subject:
     """The function of this rank."""
     subject: Subject = _of_this_rank.subject
     return subject
 
 
 @contextlib.contextmanager
-def call_differentiably(subject: Subject) -> Iterator[Callable[..., list[Tensor | None]]]:
-    """What a call and its backward run in, and how gradients are asked for there.
+def differentiable_call(subject: Subject) -> Iterator[Callable[..., list[Tensor | None]]]:
+    """The context for a call and its backward; yields `backward(results, operands, gradients)`.
 
-    Inside, the gradients of results with respect to operands are those of `backward(results, operands, gradients)`;
-    results that do not require grad are left out, and None stands for no gradient.
+    `backward` returns the gradients of the operands, None where there is none; results that do not require grad are
+    skipped.
     """
     if not subject.ordered:
         yield lambda *args, **options: _gradients(None, *args, **options)
@@ -209,7 +209,9 @@ def _gradients(
             return list(order.grad(ys or None, operands, gs or None, allow_unused=True, **options))
         if not pairs:
             return [None] * len(operands)
-        if any(type(node).__name__ == _REENTRANT for node in nodes(ys)):  # it refuses torch.autograd.grad
+        if any(
+            type(node).__name__ == _REENTRANT for node in nodes(ys)
+        ):  # it does not support torch.autograd.grad
             for x in operands:
                 x.grad = None
             torch.autograd.backward(ys, gs, **options)  # type: ignore[arg-type]
@@ -220,8 +222,8 @@ def _gradients(
         raise
 
 
-def of_error(error: BaseException) -> Trouble:
-    """An exception that was caught on this rank."""
+def of_error(error: BaseException) -> Failure:
+    """Describe an exception that was caught on this rank."""
     stage = "backward" if IN_BACKWARD in getattr(error, "__notes__", ()) else "forward"
     order = isinstance(error, OrderError) or "gradmesh.ordered()" in str(error)
     places = [
@@ -231,7 +233,32 @@ def of_error(error: BaseException) -> Trouble:
     ]
     text = str(error)
     waited = isinstance(error, _WAITED) or any(kind.__name__ in text for kind in _WAITED)
-    return Trouble(stage, type(error).__name__, text, places[-1] if places else None, waited, order)
+    return Failure(stage, type(error).__name__, text, places[-1] if places else None, waited, order)
+
+
+def tensors(x: Any) -> list[Tensor]:
+    """The tensors in tuples, lists, mappings, dataclasses and iterators, in order."""
+    if isinstance(x, Tensor):
+        return [x]
+    if isinstance(x, Mapping):
+        x = list(x.values())
+    elif dataclasses.is_dataclass(x) and not isinstance(x, type):
+        x = [getattr(x, field.name) for field in dataclasses.fields(x)]
+    return [y for part in x for y in tensors(part)] if isinstance(x, tuple | list | Iterator) else []
+
+
+def replaced(x: Any, others: Iterator[Tensor]) -> Any:
+    """A copy of nested tuples, lists and dicts with other tensors; parts without tensors are kept as they are."""
+    if isinstance(x, Tensor):
+        return next(others)
+    if not isinstance(x, tuple | list | dict) or not tensors(x):
+        return x
+    if isinstance(x, dict):
+        return {key: replaced(value, others) for key, value in x.items()}
+    values = [replaced(value, others) for value in x]
+    if isinstance(x, list):
+        return values
+    return type(x)(*values) if hasattr(x, "_fields") else tuple(values)
 
 
 def is_library(file: str) -> bool:
@@ -240,18 +267,18 @@ def is_library(file: str) -> bool:
 
 
 def line_of(code: Any) -> str | None:
-    """Where a function, or the call of an object, begins."""
+    """The "file:line" of a function, or of the forward of an object."""
     of = getattr(code, "__self__", None)
     by_class = getattr(of if inspect.isclass(of) else type(code), "forward", None)
     for candidate in (by_class, code, getattr(code, "func", None)):
-        # The file may have been edited since it was imported, and be no Python at that line any more.
+        # The file may have been edited since it was imported, so that the line no longer parses.
         with contextlib.suppress(TypeError, OSError, SyntaxError, tokenize.TokenError), PARSING:
             plain = inspect.unwrap(candidate)  # type: ignore[arg-type]
             return f"{inspect.getsourcefile(plain)}:{inspect.getsourcelines(plain)[1]}"
     return None
 
 
-def own_function(node: Any) -> Any:
+def python_function(node: Any) -> Any:
     """The autograd Function written in Python that a node of the graph belongs to, or None."""
     if not isinstance(node, BackwardCFunction):
         return None
@@ -260,9 +287,9 @@ def own_function(node: Any) -> Any:
     return found[-1] if found else None
 
 
-def own_node(node: Any) -> str | None:
-    """Where the backward of a node begins, if it is that of an autograd Function written in Python."""
-    cls = own_function(node)
+def backward_line(node: Any) -> str | None:
+    """The "file:line" of a node's backward, if it belongs to an autograd Function written in Python."""
+    cls = python_function(node)
     return None if cls is None else line_of(cls.backward)
 
 
@@ -290,8 +317,8 @@ def _unusable(problem: str, got: str) -> ArgumentError:
         message(
             problem,
             op="verify.audit",
-            expected="(fn, inputs), inputs a tensor or a tuple with a floating-point or complex tensor in it",
+            expected="(fn, inputs); inputs is a floating-point or complex tensor, or a tuple that contains one",
             got=got,
-            remedy="see gradmesh.verify.audit for what build returns",
+            remedy="return e.g. (MyFunction.apply, torch.ones(3)) or (fn, (torch.ones(3), group))",
         )
     )

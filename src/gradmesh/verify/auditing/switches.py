@@ -1,4 +1,4 @@
-"""The switches that code reads: names of modules, attributes and keys that hold a choice which somebody can change."""
+"""Switches: module globals, attributes and dict keys that code reads and that other code can change."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 
 from gradmesh.verify.auditing.subject import is_library
 
-__all__ = ["Switch", "restore", "switches", "turn_switch"]
+__all__ = ["Switch", "restore", "set_switch", "switches"]
 
 _MOST = 24
-"""Switches that are tried at most."""
+"""The maximum number of switches to try."""
 _DEPTH = 5
-"""Calls deep that code is followed."""
+"""The maximum depth of calls to follow."""
 
-_turned: dict[tuple[int, str], tuple[Any, str, Any]] = {}
-"""What is turned in this process now: its holder, its name and its own value."""
+_changed: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+"""The switches that are changed in this process now: holder, name and original value."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,11 +29,11 @@ class Switch:
     """One switch.
 
     Attributes:
-        holder: the module's globals, or the object, class or dict that has it.
-        name: the name or key there.
-        where: its place, in words.
-        value: what it holds.
-        other: what else it could hold.
+        holder: the module globals, object, class or dict that contains it.
+        name: its name or key.
+        where: its location, as text.
+        value: its current value.
+        other: an alternative value.
     """
 
     holder: Any
@@ -46,21 +46,21 @@ class Switch:
         return f"{self.where} = {self.other!r} instead of {self.value!r}"
 
 
-def turn_switch(switch: Switch, forth: bool) -> None:
-    """Give a switch its other value, or its own again. Ranks that are threads turn the same one, all to one side."""
+def set_switch(switch: Switch, forth: bool) -> None:
+    """Set a switch to its other value, or restore it. Thread ranks share switches and set them to the same value."""
     key = id(switch.holder), switch.name
     if forth:
-        _turned.setdefault(key, (switch.holder, switch.name, switch.value))
+        _changed.setdefault(key, (switch.holder, switch.name, switch.value))
     else:
-        _turned.pop(key, None)
+        _changed.pop(key, None)
     _put(switch.holder, switch.name, switch.other if forth else switch.value)
 
 
 def restore() -> None:
-    """Turn back what is still turned in this process."""
-    for holder, name, value in list(_turned.values()):
+    """Restore every switch that is still changed in this process."""
+    for holder, name, value in list(_changed.values()):
         _put(holder, name, value)
-    _turned.clear()
+    _changed.clear()
 
 
 def _put(holder: Any, name: str, value: Any) -> None:
@@ -71,10 +71,10 @@ def _put(holder: Any, name: str, value: Any) -> None:
 
 
 def switches(*things: Any) -> list[Switch]:
-    """The switches that functions and classes read, and those that they name.
+    """The switches that functions and classes read, including the code that they call.
 
-    Code of torch, of gradmesh and of the standard library is not followed. A bool can be turned; a string or a number
-    can where some code assigns it, to a constant that the code which reads it names too.
+    Code of torch, gradmesh and the standard library is not followed. A bool is a switch; a string or a number is one
+    if some code assigns it and the code that reads it contains another constant of that type.
     """
     found: dict[tuple[int, str], Switch] = {}
     seen: set[int] = set()
@@ -127,7 +127,7 @@ def _of_function(fn: Any, seen: set[int], depth: int) -> Iterator[Switch]:
 def _inside(
     value: Any, where: str, names: set[str], constants: list[Any], seen: set[int], depth: int
 ) -> Iterator[Switch]:
-    """What a value that code names holds, and what code it leads to."""
+    """The switches in a value that code refers to, and in the code that it leads to."""
     if isinstance(value, list | tuple):
         for item in value:
             yield from _search(item, seen, depth - 1)
@@ -145,9 +145,9 @@ def _inside(
     elif isinstance(value, FunctionType):
         yield from _search(value, seen, depth - 1)
     elif not _foreign(value if inspect.isclass(value) else type(value)):
-        held = getattr(value, "__dict__", {})
-        for name in sorted(names & set(held)):
-            yield from _switch(value, name, f"{where}.{name}", held[name], constants, True)
+        attributes = getattr(value, "__dict__", {})
+        for name in sorted(names & set(attributes)):
+            yield from _switch(value, name, f"{where}.{name}", attributes[name], constants, True)
         yield from _search(value, seen, depth - 1)
     elif type(value).__name__ == "SimpleNamespace":
         for name in sorted(names & set(vars(value))):
@@ -204,7 +204,7 @@ def _filled(cell: Any) -> bool:
 
 
 def _foreign(cls: Any) -> bool:
-    """Whether a class is of a library, or built in."""
+    """Whether a class is built in or belongs to a library."""
     module = sys.modules.get(getattr(cls, "__module__", ""), None)
     file = getattr(module, "__file__", None)
     if file is None:

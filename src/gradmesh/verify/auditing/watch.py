@@ -1,4 +1,4 @@
-"""What a call may not do to tensors that others hold: write into operands and gradients, share memory with results."""
+"""Detects forbidden side effects: writes into operands and gradients, results that share the operands' memory."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradmesh.verify.auditing.subject import nodes, own_node
+from gradmesh.verify.auditing.subject import backward_line, nodes
 
 __all__ = ["Note", "Watch", "changed", "shared"]
 
 Note = tuple[str, str, str | None]
-"""A kind, what was seen, and the line that did it."""
+"""The kind, the text and the line."""
 
 
 def changed(
     kind: str, text: str, now: Sequence[Tensor], before: Sequence[Tensor], lines: Sequence[str]
 ) -> list[Note]:
-    """Notes of tensors that are no longer what they were; the line is told where only one Function is at work."""
+    """Notes on tensors whose values changed; with the line if there is only one Function."""
     line = lines[0] if len(lines) == 1 else None
     return [
         (kind, text.format(index), line)
@@ -29,7 +29,7 @@ def changed(
 
 
 def shared(given: Sequence[Tensor], results: Sequence[Tensor]) -> list[Note]:
-    """Notes of results in the operands' memory, unless they are views that autograd knows of."""
+    """Notes on results that share the operands' memory, unless they are views known to autograd."""
     notes: list[Note] = []
     for i, x in enumerate(given):
         for j, y in enumerate(results):
@@ -37,25 +37,25 @@ def shared(given: Sequence[Tensor], results: Sequence[Tensor]) -> list[Note]:
                 continue
             if y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
                 continue
-            lines = [line for line in map(own_node, nodes([y])) if line is not None]
+            lines = [line for line in map(backward_line, nodes([y])) if line is not None]
             if lines or not y.requires_grad:
-                text = f"result {j} is the memory of operand {i}"
+                text = f"result {j} shares the memory of operand {i}"
                 notes.append(("result-aliases-operand", text, lines[0] if lines else None))
     return notes
 
 
 class Watch:
-    """Looks at the gradients that autograd Functions in a graph are handed, before and after.
+    """Compares the incoming gradients of the autograd Functions in a graph before and after their backward.
 
     Attributes:
-        lines: where the backwards of those Functions begin.
+        lines: "file:line" of the backward of each Function.
     """
 
     def __init__(self, results: Sequence[Tensor]) -> None:
         self.lines: list[str] = []
         self._handed: list[tuple[str, str, Tensor, Tensor]] = []
         for node in nodes(results):
-            line = own_node(node)
+            line = backward_line(node)
             if line is None:
                 continue
             if line not in self.lines:
@@ -72,9 +72,9 @@ class Watch:
         return look
 
     def notes(self) -> list[Note]:
-        """What was written into."""
+        """Notes on the gradients that were written into."""
         found = [
-            ("gradient-overwritten", f"{name}.backward writes into the gradient it is handed", line)
+            ("gradient-overwritten", f"{name}.backward writes into its incoming gradient", line)
             for name, line, grad, copy in self._handed
             if not _same(grad, copy)
         ]
@@ -82,7 +82,7 @@ class Watch:
 
 
 def _local(x: Tensor) -> Tensor:
-    """The tensor, or this rank's part of one that is distributed: comparing those would talk to other ranks."""
+    """The tensor, or the local shard of a DTensor, because comparing DTensors would communicate."""
     local: Any = x.detach()
     return local.to_local() if hasattr(local, "to_local") else local  # type: ignore[no-any-return]
 

@@ -1,15 +1,16 @@
-"""Checks of the gradients of programs of several ranks.
+"""Gradient checks for multi-rank programs.
 
-* `gradcheck` holds what backward leaves on every rank against finite differences of the objective of all ranks.
-* `same_as_single` holds a program of several ranks against the same on one process.
-* `Input` says what an input is over the ranks; `Shard` how a tensor of one process is cut for them.
+* `gradcheck` compares the gradients of every rank with finite differences of the objective of all ranks.
+* `same_as_single` compares a multi-rank program with the same program on a single process.
+* `Input` declares the type of an input over the ranks; `Shard` how a tensor is partitioned across them.
 
-How it works, from the bottom: `inputs` finds the leaves of what a rank is given; `program` calls the function with
-leaves moved and takes gradients; `measure` is what one rank does (`refusals`: where it cannot), `judge` what is made of
-all ranks' numbers, `report` what is told, and `check` the call. A failure is looked into by `diagnosis`: `hypotheses`
-predict the wrong gradients from the finite differences (`cases`), and `trials` run the program again with one
-collective's gradient changed (`changes`), found by `calls`, to see which of them mends all (`suspects`). `training` is
-a rank of `same_as_single` (`single`), whose tensors lie as `placements` says and are compared by `comparison`.
+Modules, bottom up: `inputs` finds the leaves in a rank's inputs; `program` calls the function with perturbed leaves
+and computes gradients; `measure` runs on each rank (`input_errors`: its errors); `comparisons` evaluates the
+measurements of all ranks; `report` is the result and `check` the entry point. `diagnosis` explains a failure:
+`hypotheses` predict wrong gradients from the finite differences (`cases`), and `trials` reruns the program with one
+collective's gradient modified (`changes`; `calls` finds the collectives), to see which modification fixes all gradients
+(`suspects`). `training` runs on each rank of `same_as_single` (`single`); `placements` describes its tensors,
+`single_comparison` compares them.
 """
 
 from gradmesh.verify.gradients.check import gradcheck

@@ -1,7 +1,7 @@
-"""Which collectives a run makes, by the lines that call them, and the nodes of the graph that autograd Functions leave.
+"""Records the collectives of a run with their call sites, and the graph nodes of autograd Functions.
 
-The interpreter's profile function sees each call of torch.distributed, of gradmesh's verbs, and of `Function.apply` on
-the thread that runs it, however the names were imported and whatever the backend is.
+It uses the interpreter's profile function, which receives each call of torch.distributed, of gradmesh's verbs and of
+`Function.apply` on its thread, however the names were imported and whatever the backend is.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NO_TENSORS = (
     "all_gather_object", "broadcast_object_list", "gather_object", "monitored_barrier", "recv_object_list",
     "scatter_object_list", "send_object_list",
 )  # fmt: skip
-"""What moves no tensor of the program's, though it calls collectives that do."""
+"""Functions that move no tensors of the program, although they call collectives."""
 
 
 def _codes() -> dict[CodeType, str]:
@@ -56,25 +56,25 @@ _LIBRARIES = tuple(
 )
 _CODES = _codes()
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
-"""The code of `Function.apply`; None where it is in C++, as from torch 2.15 on."""
+"""The code of `Function.apply`; None if it is in C++, as from torch 2.15 on."""
 
 
 def is_raw(code: CodeType) -> bool:
-    """Whether this is the code of a collective of torch.distributed that moves tensors."""
+    """Whether this is the code of a torch.distributed collective that moves tensors."""
     return _CODES.get(code, "").startswith("torch.distributed.")
 
 
 @dataclass(eq=False)
 class Called:
-    """One collective that was called by name.
+    """One call of a collective.
 
     Attributes:
-        op: the name.
-        site: the line.
-        inside: the number of the Function in whose forward or backward it ran; None: in none.
+        op: the collective's name.
+        site: the call site.
+        inside: the number of the Function in whose forward or backward it ran; None: outside of Functions.
         backward: whether it ran in a backward pass.
-        handed_grad: whether it was handed a tensor with a history.
-        tensors: what it was handed, by the names of its parameters, where it is in no Function.
+        handed_grad: whether a tensor argument requires grad.
+        tensors: its tensor arguments by parameter name, if it ran outside of Functions.
     """
 
     op: str
@@ -87,15 +87,15 @@ class Called:
 
 @dataclass(eq=False)
 class Node:
-    """One application of an autograd Function that is in the graph.
+    """One application of an autograd Function, with its graph node.
 
     Attributes:
-        number: its place among those of the run.
-        name: the Function's.
+        number: its index in the run.
+        name: the Function's name.
         site: the line that applies it.
-        node: the node of the graph.
-        ours: whether it is gradmesh's own.
-        collective: whether collectives ran in its forward or backward, or may be missing there: it is not torch's.
+        node: the graph node.
+        ours: whether the Function belongs to gradmesh.
+        collective: whether it may be at fault: collectives ran in its forward or backward, or it is user code.
     """
 
     number: int
@@ -107,25 +107,25 @@ class Node:
 
     @property
     def text(self) -> str:
-        """What it is and where, as text that is the same on every rank."""
+        """Its name and call site; identical on every rank."""
         return f"{self.name} {show_site(self.site)}"
 
 
 class Change:
-    """What a run is to do otherwise, to see what becomes of the gradients."""
+    """A modification of a run, to see its effect on the gradients."""
 
     def node(self, node: Node) -> None:
-        """A Function was applied, and is in the graph."""
+        """Called after a Function was applied and added to the graph."""
 
     def returned(self, called: Called) -> None:
-        """A collective of torch.distributed that is in no Function has returned."""
+        """Called after a torch.distributed collective outside of Functions has returned."""
 
 
 class Recorder:
-    """Notes what happens on this thread while it is `listening`.
+    """Records collectives and Functions on this thread while inside `recording()`.
 
     Args:
-        change: what is done beside.
+        change: a modification to apply to the run.
     """
 
     def __init__(self, change: Change | None = None) -> None:
@@ -140,8 +140,8 @@ class Recorder:
         self._in_node: int | None = None
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[Recorder]:
-        """Listen, instead of who listened before."""
+    def recording(self) -> Iterator[Recorder]:
+        """Record, in place of any other profile function."""
         before = sys.getprofile()
         sys.setprofile(self._event)
         try:
@@ -175,7 +175,7 @@ class Recorder:
 
     @property
     def raw(self) -> list[Called]:
-        """The forward calls of torch.distributed that are in no Function."""
+        """The forward calls of torch.distributed outside of Functions."""
         return [
             called
             for called in self.called
@@ -208,7 +208,7 @@ class Recorder:
             self.nodes[inside].collective = True
 
     def _apply_in_c(self, event: str, cls: type) -> None:
-        """As `_apply`, where the result is not shown: the node is what the Function's methods are given as `ctx`."""
+        """As `_apply`, for C++, which does not expose the result: the node is the `ctx` of the Function's methods."""
         if event == "c_call":
             self._applying.append(object())
             self._contexts.append(None)
@@ -217,8 +217,8 @@ class Recorder:
             return
         inner = self._pending.pop(id(self._applying.pop()), [])
         node = self._contexts.pop()
-        followed = node is not None and any(to is not None for to, _ in node.next_functions)
-        if followed and not in_backward() and (inner or not self._applying):
+        in_graph = node is not None and any(to is not None for to, _ in node.next_functions)
+        if in_graph and not in_backward() and (inner or not self._applying):
             self._node(node, cls, inner)
 
     def _apply(self, frame: FrameType, event: str, arg: Any) -> None:
@@ -263,7 +263,7 @@ class Recorder:
 
 
 def _applies(function: Any) -> bool:
-    """Whether a builtin is `Function.apply` of some Function."""
+    """Whether a builtin is the `apply` of an autograd Function."""
     cls = getattr(function, "__self__", None)
     named = getattr(function, "__name__", "") == "apply"
     return named and isinstance(cls, type) and issubclass(cls, torch.autograd.Function)
@@ -273,7 +273,7 @@ _CONTEXT = torch.autograd.function.BackwardCFunction
 
 
 def _origin(frame: FrameType, handed: dict[str, Any]) -> Tensor | None:
-    """The tensor with a history that a detached operand was made of, if the caller still has it."""
+    """The tensor with requires_grad that shares a detached operand's memory, if the caller still has it."""
     source = handed.get("tensor", handed.get("input_tensor"))
     if not isinstance(source, Tensor) or source.requires_grad:
         return source if isinstance(source, Tensor) else None

@@ -1,4 +1,4 @@
-"""The gradients that are held against hypotheses: each a leaf on a rank, along several directions."""
+"""The gradients to explain: one leaf on one rank, along several directions."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Case:
 
     Attributes:
         name: the leaf.
-        type: what it is over the ranks.
+        type: its type over the ranks.
         rank: the rank.
         got: its gradient along each direction.
-        conjugate: the conjugate of its gradient along each; None for a real one.
-        want: what the objective does along each.
-        terms: what each rank's part of the objective does along each; None where the parts are all the whole.
-        allowed: what rounding explains.
+        conjugate: the conjugate of its gradient along each direction; None for real leaves.
+        want: the derivative of the objective along each direction.
+        terms: the derivative of each rank's loss along each direction; None for a replicated objective.
+        allowed: the tolerance, from rounding.
     """
 
     name: str
@@ -38,12 +38,12 @@ class Case:
     allowed: Tensor
 
     def is_(self, predicted: Tensor, factor: float = 1.0) -> bool:
-        """Whether the gradient is what is predicted."""
+        """Whether the gradient equals a prediction."""
         return self._near(self.got, predicted, factor)
 
     @property
     def right(self) -> bool:
-        """Whether the gradient is right."""
+        """Whether the gradient is correct."""
         return self.is_(self.want)
 
     def _near(self, got: Tensor, predicted: Tensor, factor: float = 1.0) -> bool:
@@ -52,25 +52,25 @@ class Case:
         )
 
     def conjugate_is_right(self) -> bool:
-        """Whether the conjugate of the gradient is."""
+        """Whether the conjugate of the gradient is correct."""
         return self.conjugate is not None and self._near(self.conjugate, self.want)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A hypothesis that fits, and what it says of this program."""
+    """A hypothesis that fits, and its description for this program."""
 
     name: str
     text: str
 
 
 class Cases:
-    """All cases of the leaves that are wrong.
+    """All cases of the leaves with wrong gradients.
 
     Args:
-        cases: these.
-        ranks: how many ranks there are.
-        counts: how many rows each rank has, where that differs.
+        cases: all cases.
+        ranks: the number of ranks.
+        counts: the number of rows of each rank, if they differ.
     """
 
     def __init__(self, cases: Sequence[Case], ranks: int, counts: Sequence[int] | None) -> None:
@@ -81,7 +81,7 @@ class Cases:
         self._of: dict[tuple[str, int], Case] = {(case.name, case.rank): case for case in self.all}
 
     def others(self, case: Case) -> list[Case]:
-        """The cases of the same leaf on other ranks, as far as they lie along the same directions."""
+        """The cases of the same leaf on other ranks along the same directions."""
         return [
             other
             for other in self.all
@@ -89,7 +89,7 @@ class Cases:
         ]
 
     def solved(self, columns: Callable[[Case], list[Tensor] | None]) -> list[float] | None:
-        """The factors with which the columns add up to what was found, in all cases; None if none do."""
+        """The factors for which the columns sum to the gradient in all cases; None if there are none."""
         rows, found = [], []
         for case in self.all:
             made = columns(case)

@@ -1,7 +1,7 @@
-"""What can be done to one collective's gradient in a run.
+"""Modifications of one collective's gradient in a run.
 
-A change is made to what a node of the graph hands back, on every rank alike; or, for a collective of torch.distributed
-that no Function wraps, to what arrives at the tensor that it wrote.
+A change modifies the gradient that a graph node returns, on every rank; or, for a torch.distributed collective outside
+of Functions, the gradient of the tensor that it wrote.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ __all__ = ["CONJ", "DOUBLE", "GATHERED", "NEXT", "PART", "SUM", "At", "Local", "
 
 DOUBLE = "doubled"
 SUM = "summed over the ranks"
-NEXT = "replaced by that of the rank {by} further on"
-PART = "replaced by this rank's part of the sum over the ranks of what it is given"
+NEXT = "replaced by that of rank r + {by}"
+PART = "replaced by the local slice of the sum over ranks of its incoming gradient"
 CONJ = "conjugated"
-GATHERED = "sent back to the ranks that it was gathered from, and added up"
+GATHERED = "reduce-scattered to the ranks that it was gathered from"
 
 
 @dataclass(frozen=True)
 class Place:
-    """A collective of the program: the text that says what and where, and which of those with that text."""
+    """A collective of the program: its name and call site, and its index among equal ones."""
 
     text: str
     occurrence: int
@@ -38,12 +38,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Local:
-    """What a gather handed back on this rank, and what the change puts in its place.
+    """The gradient that a gather returned on this rank, and its replacement.
 
     Attributes:
-        got: what it handed back.
-        want: this rank's part of the sum over the ranks of what it was given.
-        terms: this rank's part of what each rank was given.
+        got: the returned gradient.
+        want: the local slice of the sum over ranks of the incoming gradients.
+        terms: the local slice of each rank's incoming gradient.
     """
 
     got: Tensor
@@ -58,13 +58,13 @@ class Places:
         self._seen: Counter[str] = Counter()
 
     def of(self, text: str) -> Place:
-        """The next one with that text."""
+        """The next place with that text."""
         self._seen[text] += 1
         return Place(text, self._seen[text])
 
 
 def raw_text(called: Called) -> str:
-    """What a collective of torch.distributed is called, and where."""
+    """The name and call site of a torch.distributed collective."""
     return f"{called.op} {show_site(called.site)}"
 
 
@@ -78,12 +78,12 @@ class At(Change):
         self._gathered: tuple[list[Tensor], Tensor] | None = None
 
     def node(self, node: Node) -> None:
-        """Hook the node, if it is the one."""
+        """Hook the node if it is at the place."""
         if self._nodes.of(node.text) == self.place and self.only in (None, dist.get_rank()):
             node.node.register_hook(self._changed)
 
     def returned(self, called: Called) -> None:
-        """Hook what the collective wrote, if it is the one."""
+        """Hook the collective's output if it is at the place."""
         if self._raw.of(raw_text(called)) != self.place:
             return
         handed = called.tensors
@@ -101,7 +101,7 @@ class At(Change):
             self._gathered = listed, source
 
     def after(self) -> None:
-        """Send what arrived at gathered tensors back to where they come from."""
+        """Reduce-scatter the gradients of gathered tensors to their source ranks."""
         if self._gathered is None:
             return
         outputs, source = self._gathered
@@ -137,26 +137,28 @@ def _summed(grad: Tensor) -> Tensor:
 
 
 def _alike(grads: tuple[Tensor | None, ...]) -> bool:
-    """Whether every rank has such gradients, so that they can be added up."""
+    """Whether the gradients have the same shapes on every rank, so that they can be summed."""
     shapes = exchanged([None if g is None else tuple(g.shape) for g in grads])
     return all(shape == shapes[0] for shape in shapes)
 
 
 def _parts(mine: Tensor | None, given: list[Tensor]) -> Tensor | None:
-    """This rank's part of what each rank's gather was given, stacked; None where it is no gather.
+    """The local slice of each rank's incoming gradient, stacked; None if the op is not a gather.
 
     Args:
-        mine: what it handed back, which has the shape of the part.
-        given: the whole, or, of a gather with a result for each rank, all of these.
+        mine: the returned gradient, which has the shape of the local shard.
+        given: the incoming gradients: one full tensor, or one tensor per rank.
     """
-    told = exchanged((None if mine is None else tuple(mine.shape), [g.detach() for g in given]))
-    shapes = [shape for shape, _ in told]
+    received = exchanged((None if mine is None else tuple(mine.shape), [g.detach() for g in given]))
+    shapes = [shape for shape, _ in received]
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if mine is None or any(shape is None or not wholes for shape, wholes in told):
+    if mine is None or any(shape is None or not wholes for shape, wholes in received):
         return None
     if len(given) == ranks > 1:
-        return torch.stack([wholes[rank] for _, wholes in told]) if given[rank].shape == mine.shape else None
-    wholes = [wholes[0] for _, wholes in told]
+        return (
+            torch.stack([wholes[rank] for _, wholes in received]) if given[rank].shape == mine.shape else None
+        )
+    wholes = [wholes[0] for _, wholes in received]
     if len({whole.shape for whole in wholes}) > 1:
         return None
     if wholes[0].shape == (ranks, *mine.shape):
@@ -169,7 +171,7 @@ def _parts(mine: Tensor | None, given: list[Tensor]) -> Tensor | None:
 
 
 def _joins(parts: list[tuple[int, ...]], whole: torch.Size, dim: int) -> bool:
-    """Whether the ranks' parts joined along a dimension have the shape of the whole."""
+    """Whether concatenating the ranks' shards along a dimension gives the full shape."""
     first = parts[0]
     if len(first) != len(whole) or any(len(part) != len(first) for part in parts):
         return False

@@ -1,4 +1,4 @@
-"""`gradcheck`: a program's gradients on every rank, against finite differences of the objective of all ranks."""
+"""`gradcheck`: compares gradients on every rank with finite differences of the objective of all ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from gradmesh.errors import ArgumentError, GradcheckError, RankError, message
 from gradmesh.launch import Ranks
+from gradmesh.verify.gradients.comparisons import entries
 from gradmesh.verify.gradients.diagnosis import diagnosed
 from gradmesh.verify.gradients.digits import refined, widest
 from gradmesh.verify.gradients.findings import NONE_FITS, TOO_FEW_DIGITS, Diagnosis
-from gradmesh.verify.gradients.judge import entries
 from gradmesh.verify.gradients.measure import Measured, Options, exchanged, measure
 from gradmesh.verify.gradients.program import Objective
 from gradmesh.verify.gradients.report import GradcheckReport
@@ -44,55 +44,55 @@ def gradcheck(
     raise_exception: bool = True,
     timeout: float | None = 60.0,
 ) -> GradcheckReport:
-    """Check the gradients that a program of several ranks leaves on each, against finite differences.
+    """Compare the gradients of a multi-rank program on each rank with finite differences.
 
-    `fn` runs on every rank with that rank's inputs and returns that rank's loss. The losses make one objective; every
-    leaf is moved a little, on one rank or, where it is the same on all, on all at once, and what the objective does is
-    held against the gradients. What the gradient of a leaf has to be follows from its type:
+    `fn` runs on every rank with that rank's inputs and returns that rank's loss. The losses are combined into one
+    objective. Each leaf is perturbed, on one rank or, if it is replicated, on all ranks at once, and the change of the
+    objective is compared with the gradients. The expected gradient of a leaf follows from its type:
 
     ====  =======================================================================================
-    V     each rank's: the derivative of the objective by that rank's value
-    R     the sum of the ranks' gradients: the derivative by the one value
-    I     each rank's: the derivative by the one value
-    P     each rank's: the derivative by that rank's part
+    V     on each rank: the derivative of the objective with respect to that rank's value
+    R     summed over ranks: the derivative with respect to the replicated value
+    I     on each rank: the derivative with respect to the replicated value
+    P     on each rank: the derivative with respect to that rank's summand
     ====  =======================================================================================
 
-    A tensor is V and a module's parameters are R, or I inside of DistributedDataParallel, unless `Input` says
-    otherwise. `fn` may call torch.distributed, gradmesh, modules, and anything else that gives the same losses when it
-    is called again.
+    By default tensors are V, and parameters of a module are R, or I inside of DistributedDataParallel; override this
+    with `Input`. `fn` may call torch.distributed, gradmesh, modules and any other code, as long as repeated calls
+    return the same losses.
 
     Args:
         fn: returns one real float64 element that requires grad.
-        inputs: a function of the rank that returns the rank's inputs, a tuple; or a list of these, one for each rank.
-            Sizes may differ from rank to rank. Tensors are converted to double precision; modules have to be in it,
-            and each rank needs its own: make it in this function, or `copy.deepcopy` it there.
-        world_size: how many ranks to launch. None: this is called on every rank of a world that is there.
-        objective: "sum": the sum of the ranks' losses. "replicated": the loss, which is the same on every rank and
-            counts once; whether it is the same is checked. "mean": the mean of the losses, as DDP and FSDP have it.
-        order: 2 checks the gradients of the gradients too.
-        forward: check forward mode too.
+        inputs: a function of the rank that returns the rank's inputs as a tuple; or a list of tuples, one per rank.
+            Sizes may differ between ranks. Tensors are converted to double precision. Modules must already be in double
+            precision, and each rank needs a separate one: create or `copy.deepcopy` it in this function.
+        world_size: the number of ranks to launch. None: call this on every rank of an initialized world.
+        objective: "sum": the sum of the ranks' losses. "replicated": the loss, which must be the same on every rank
+            (this is checked) and counts once. "mean": the mean of the losses, as in DDP and FSDP.
+        order: 2: also check second-order gradients.
+        forward: also check forward-mode AD.
         backend: as for `gradmesh.launch`.
-        full: move each element by itself, in place of all along random directions.
-        ordered: run forward and backward inside `gradmesh.ordered()`. Then a rank's loss may depend on nothing,
-            or be None, which counts as 0.
-        directions: how many random directions each leaf is moved along. An error of the size e of a gradient passes one
-            of them with a probability of about tolerance / e.
-        eps: how far.
-        atol: what a derivative may be off by, beside 20 roundings of the losses divided by eps, which are added. Where
-            these hide more than a hundredth of a gradient it is measured with larger steps, up to 1e-3, and where they
-            still do it counts as not right: the loss has too few digits to tell.
-        rtol: the same, relative to the size of the ranks' terms of it.
-        seed: of the directions.
-        diagnose: look for the reason of a failure, which takes a few more runs.
+        full: perturb each element separately instead of all elements along random directions.
+        ordered: run forward and backward inside `gradmesh.ordered()`. A rank's loss may then be independent of the
+            inputs, or None, which counts as 0.
+        directions: the number of random directions for each leaf. The probability that a gradient error of size e goes
+            unnoticed in one direction is about tolerance / e.
+        eps: the step size.
+        atol: the absolute tolerance of a derivative, in addition to 20 rounding errors of the losses divided by eps. If
+            the latter hide more than 1% of a gradient, it is measured again with larger steps, up to 1e-3; if they
+            still do, the comparison fails as undecidable, because the loss has too few digits.
+        rtol: the tolerance relative to the size of the ranks' terms of the derivative.
+        seed: the seed of the directions.
+        diagnose: search for the cause of a failure; needs a few more runs.
         raise_exception: raise if gradients are wrong.
         timeout: seconds for each run on the ranks; None: no limit.
 
     Returns:
-        The report, the same on every rank; true if all gradients are right.
+        The report, the same on every rank; true if all gradients are correct.
 
     Raises:
-        ArgumentError: the inputs or the loss are not usable; on every rank before the backward is run.
-        DTypeError: a parameter or the loss is not of double precision.
+        ArgumentError: invalid inputs or an invalid loss; raised on every rank before backward.
+        DTypeError: a parameter or the loss is not in double precision.
         GradcheckError: gradients are wrong.
         RankError: a rank failed.
 
@@ -107,21 +107,21 @@ def gradcheck(
     """
     options = Options(objective, order, forward, full, eps, directions, seed, ordered, atol, rtol)
     _refuse_wrong(options, inputs, world_size)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     given = inputs if callable(inputs) else _Listed(inputs)
     if world_size is None:
         report = _on_ranks(lambda job, *args: exchanged(job(*args)), fn, given, options, diagnose)
     else:
         with Ranks(world_size, backend, timeout, prefix=False) as ranks:
             report = _on_ranks(ranks.run, fn, given, options, diagnose)
-    report.seconds = time.perf_counter() - begun
+    report.seconds = time.perf_counter() - start
     if raise_exception and not report.ok:
         raise GradcheckError(message(str(report)), report)
     return report
 
 
 class _Listed:
-    """Inputs that were given as a list, one for each rank."""
+    """Inputs passed as a list, one item per rank."""
 
     def __init__(self, each: Sequence[object]) -> None:
         self.each = each
@@ -137,7 +137,7 @@ def _on_ranks(
     options: Options,
     diagnose: bool,
 ) -> GradcheckReport:
-    """Measure on every rank, compare, and look for the reason if something is wrong."""
+    """Measure on every rank, compare, and diagnose a failure."""
     found: list[Measured] = run(measure, fn, inputs, options)
     for rank in found:
         if rank.problem is not None:
@@ -166,57 +166,63 @@ def _reason(
     if not modes:
         return Diagnosis(
             TOO_FEW_DIGITS,
-            "the rounding of the losses is as large as what a gradient makes of them; leave constants out of the loss, "
-            "or make its terms smaller",
+            "rounding errors of the losses are as large as their change with the inputs; remove constants from the "
+            "loss, or scale its terms down",
         )
     if "same on every rank" in modes:
         return Diagnosis(
             "loss not replicated",
-            "the objective counts one loss, and the ranks have several; pass objective='sum', or all_reduce the loss",
+            "objective='replicated' requires the same loss on every rank; pass objective='sum', or all_reduce the loss",
         )
     if "gradient" not in modes:
         what = " and ".join(sorted(modes))
-        return Diagnosis(NONE_FITS, f"the gradients are right; only the {what} are not")
+        return Diagnosis(NONE_FITS, f"the first-order gradients are correct; the {what} are wrong")
     try:
         return diagnosed(run, fn, inputs, options)
     except RankError as error:
-        return Diagnosis(NONE_FITS, f"looking for the reason failed: {str(error).splitlines()[0]}")
+        return Diagnosis(NONE_FITS, f"the diagnosis failed: {str(error).splitlines()[0]}")
 
 
 def _refuse_wrong(options: Options, inputs: Inputs, world_size: int | None) -> None:
-    """Refuse arguments that no rank could use."""
+    """Raise if an argument is invalid."""
     ranks = world_size if world_size is not None or not dist.is_initialized() else dist.get_world_size()
     wrong: tuple[str, str, object] | None = None
+    remedy = ""
     if options.objective not in ("sum", "mean", "replicated"):
         wrong = "objective", "'sum', 'mean' or 'replicated'", options.objective
+        remedy = "pass objective='sum' unless a wrapper such as DDP averages the gradients ('mean')"
     elif options.order not in (1, 2):
         wrong = "order", "1 or 2", options.order
+        remedy = "pass order=1, or order=2 to check second-order gradients too"
     elif options.order == 2 and options.objective == "mean":
         wrong = (
             "order",
-            "1 where the objective is 'mean', since wrappers that average have no second order",
+            "1 with objective='mean', since wrappers that average gradients do not support double backward",
             2,
         )
+        remedy = "pass order=1, or check the unwrapped module with objective='sum'"
     elif not options.eps > 0:
-        wrong = "eps", "a positive number", options.eps
+        wrong, remedy = ("eps", "a positive number", options.eps), "pass e.g. eps=1e-6"
     elif options.directions < 1:
-        wrong = "directions", "1 or more", options.directions
+        wrong, remedy = ("directions", "an int >= 1", options.directions), "pass e.g. directions=2"
     elif ranks is None:
-        wrong = "world_size", "a number of ranks, or ranks that are there", None
+        wrong = "world_size", "a number of ranks, or an initialized world", None
+        remedy = "pass e.g. world_size=2, or call gm.init() first on every rank"
     elif not callable(inputs) and (not isinstance(inputs, list | tuple) or len(inputs) != ranks):
-        wrong = "inputs", f"a function of the rank, or a list of {ranks}, one for each rank", _shown(inputs)
+        wrong = "inputs", f"a function of the rank, or a list of {ranks} items, one per rank", _shown(inputs)
+        remedy = "pass e.g. inputs=lambda rank: (torch.randn(3),)"
     if wrong is not None:
         name, expected, got = wrong
         raise ArgumentError(
             message(
-                f"{name} is not usable",
+                f"invalid {name}",
                 op="verify.gradcheck",
                 expected=expected,
                 got=f"{name}={got!r}",
-                remedy="see the documentation of gradmesh.verify.gradcheck",
+                remedy=remedy,
             )
         )
 
 
 def _shown(inputs: object) -> str:
-    return f"{len(inputs)} of them" if isinstance(inputs, list | tuple) else type(inputs).__name__
+    return f"{len(inputs)} items" if isinstance(inputs, list | tuple) else type(inputs).__name__

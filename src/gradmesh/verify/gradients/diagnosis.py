@@ -1,4 +1,4 @@
-"""Why gradients are wrong: hypotheses held against the numbers, and collectives changed to see which mends them."""
+"""Explains wrong gradients: tests hypotheses on the values, and modifies collectives to see which change fixes them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gradmesh.errors import RankError
 from gradmesh.types import Type
 from gradmesh.verify.gradients import hypotheses as h
 from gradmesh.verify.gradients.cases import Case
+from gradmesh.verify.gradients.comparisons import Slopes, entries, slopes, tolerance
 from gradmesh.verify.gradients.findings import NONE_FITS, Diagnosis
-from gradmesh.verify.gradients.judge import Slopes, entries, slopes, tolerance
 from gradmesh.verify.gradients.measure import Measured, Options, measure
 from gradmesh.verify.gradients.program import inner
 from gradmesh.verify.gradients.suspects import suspects
@@ -31,13 +31,13 @@ def diagnosed(
     inputs: Callable[[int], object],
     options: Options,
 ) -> Diagnosis:
-    """Look for the reason why gradients of the first order are wrong.
+    """Explain why first-order gradients are wrong.
 
     Args:
         run: runs a function on every rank.
         fn: the program.
-        inputs: what each rank is given.
-        options: of the check that failed.
+        inputs: returns each rank's inputs.
+        options: the options of the failed check.
     """
     split = options.objective != "replicated"
     closer = dataclasses.replace(
@@ -50,7 +50,7 @@ def diagnosed(
     fits = h.fits(every, len(found), _rows(found))
     diagnosis = Diagnosis(NONE_FITS, "no hypothesis predicts these gradients")
     if not wrong:
-        return Diagnosis(NONE_FITS, "the gradients are those of the objective")
+        return Diagnosis(NONE_FITS, "the gradients are correct when measured along more directions")
     if fits:
         diagnosis = Diagnosis(
             fits[0].name, fits[0].text, also=[f"{fit.name} ({fit.text})" for fit in fits[1:]]
@@ -58,8 +58,8 @@ def diagnosed(
     elif _smooth_alone(run, fn, inputs, options):
         diagnosis = Diagnosis(
             h.PRECISION,
-            "the gradients are right to three digits; the losses have too few digits for more, so that something "
-            "is computed in a lower precision",
+            "the gradients are correct to three digits only, so part of the program computes in a lower precision "
+            "than float64",
         )
     diagnosis.names = list(dict.fromkeys(case.name for case in wrong))
     diagnosis.ranks = sorted({case.rank for case in wrong})
@@ -70,12 +70,12 @@ def diagnosed(
     try:
         suspects(diagnosis, tried, found, known, closer, _rows(found))
     except RankError as error:
-        diagnosis.also.append(f"no collective was looked at: {str(error).splitlines()[0]}")
+        diagnosis.also.append(f"collectives were not tested: {str(error).splitlines()[0]}")
     return diagnosis
 
 
 def cases(found: list[Measured], known: list[Slopes], options: Options) -> list[Case]:
-    """Every leaf on every rank that has one."""
+    """One case for every leaf on every rank that has it."""
     result = []
     for slope in known:
         move = slope.move
@@ -106,7 +106,7 @@ def _conjugate(grad: Tensor | None, slope: Slopes, options: Options) -> Tensor |
 
 
 def _rows(found: list[Measured]) -> Sequence[int] | None:
-    """How many rows each rank has, by the first varying leaf whose sizes along dim 0 differ."""
+    """Each rank's number of rows: the sizes along dim 0 of the first varying leaf where they differ."""
     for name in found[0].leaves:
         kept = [rank.leaves.get(name) for rank in found]
         rows = [each.shape[0] for each in kept if each is not None and each.type is Type.V and each.shape]
@@ -121,6 +121,6 @@ def _smooth_alone(
     inputs: Callable[[int], object],
     options: Options,
 ) -> bool:
-    """Whether the gradients are right if the inputs are moved much further, and less is asked for."""
+    """Whether the gradients are correct with a much larger step and tolerance."""
     coarse = dataclasses.replace(options, order=1, forward=False, eps=1e-3, rtol=1e-3, atol=1e-3)
     return all(entry.ok for entry in entries(run(measure, fn, inputs, coarse), coarse))

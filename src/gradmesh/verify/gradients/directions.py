@@ -1,4 +1,4 @@
-"""The directions in which inputs are moved, made from names so that every rank has the same without a word."""
+"""Directions of perturbations, derived from names so that every rank generates the same without communication."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["direction", "unit"]
 
 
 def direction(seed: int, key: str, number: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A random direction: independent normal elements, real and imaginary.
+    """A random direction: independent normally distributed elements, real and imaginary.
 
     Args:
-        seed: another number, another direction.
-        key: what it is for.
-        number: which of several.
+        seed: different seeds give different directions.
+        key: the name of the perturbed leaf.
+        number: the index of the direction.
         shape: its shape.
         dtype: real or complex.
 
@@ -32,7 +32,7 @@ def direction(seed: int, key: str, number: int, shape: Sequence[int], dtype: tor
 
 
 def unit(number: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The direction of one element; of complex ones first the real parts, then the imaginary."""
+    """The unit vector of one element; for complex dtypes first the real parts, then the imaginary ones."""
     size = torch.Size(shape).numel()
     flat = torch.zeros(size, dtype=dtype)
     flat[number % size] = torch.tensor(1 if number < size else 1j)

@@ -1,4 +1,4 @@
-"""What a diagnosis says: the hypothesis that the numbers bear out, and the collective it comes from."""
+"""The result of a diagnosis: the hypothesis that explains the gradients, and the collective that causes them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Suspect:
     """A collective that may be at fault.
 
     Attributes:
-        call: what it is, and the line that calls it.
-        why: what was tried on it, and came out.
-        mends: whether changing it alone was tried and makes every gradient right.
+        call: its name and call site.
+        why: the evidence.
+        mends: whether changing only this collective makes every gradient correct.
     """
 
     call: str
@@ -33,12 +33,12 @@ class Diagnosis:
     """Why gradients are wrong.
 
     Attributes:
-        hypothesis: the name of the hypothesis that fits; "none fits" where none does.
-        text: what it says of this program.
-        names: the leaves whose gradients it explains.
+        hypothesis: the name of the hypothesis that fits, or "none fits".
+        text: its description for this program.
+        names: the leaves whose gradients are wrong.
         ranks: the ranks on which they are wrong.
-        suspects: the collectives most likely at fault, the most likely first.
-        also: other hypotheses that the numbers do not tell apart from it.
+        suspects: the collectives that may be at fault, the most likely first.
+        also: other hypotheses that fit as well.
     """
 
     hypothesis: str

@@ -1,8 +1,8 @@
-"""What may be wrong with gradients, each tried on the numbers: its prediction has to be every gradient that there is.
+"""Error hypotheses; one is accepted only if it predicts every observed gradient.
 
-A case is one leaf on one rank, along several directions. Finite differences tell what the objective does along them
-(`want`), and what each rank's own loss does (`terms`), of which the whole is the sum. A hypothesis predicts from these
-what a faulty backward leaves, and fits if that is what was found, in all cases of the leaves that are wrong.
+A case is one leaf on one rank, along several directions. Finite differences give the derivative of the objective along
+them (`want`) and of each rank's loss (`terms`), whose sum is `want`. A hypothesis predicts from these the gradients of
+a faulty backward. It fits if the prediction equals the gradients in all cases of the leaves with wrong gradients.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ PRECISION = "precision lost"
 
 
 def fits(cases: Sequence[Case], ranks: int, counts: Sequence[int] | None) -> list[Fit]:
-    """The hypotheses that fit, the most telling first."""
+    """The hypotheses that fit, the most specific first."""
     of = Cases(cases, ranks, counts)
     if not of.bad:
         return []
@@ -56,16 +56,18 @@ def fits(cases: Sequence[Case], ranks: int, counts: Sequence[int] | None) -> lis
     return found if found else [fit for fallback in _FALLBACKS if (fit := fallback(of)) is not None][:1]
 
 
-def _nothing(of: Cases) -> Fit | None:
+def _no_gradient(of: Cases) -> Fit | None:
     if not all(case.is_(torch.zeros_like(case.want)) for case in of.bad):
         return None
     if len(of.bad) == len(of.all):
-        return Fit(ZERO_GRAD, "there is no gradient on any rank: the path to the loss is cut")
+        return Fit(
+            ZERO_GRAD, "the gradient is None or zero on every rank: the graph from the loss is interrupted"
+        )
     unused = [case.rank for case in of.bad if case.terms is not None and _small(case, case.terms[case.rank])]
-    whose = " whose own loss does not depend on it" if len(unused) == len(of.bad) else ""
+    whose = ", whose losses do not depend on it" if len(unused) == len(of.bad) else ""
     return Fit(
         DROPPED,
-        f"there is none on ranks {_listed(case.rank for case in of.bad)}{whose}; the others' losses do",
+        f"the gradient is None or zero on ranks {_listed(case.rank for case in of.bad)}{whose}; other ranks' losses do",
     )
 
 
@@ -78,36 +80,36 @@ def _times(factor: Callable[[int], float], name: str, text: str) -> Callable[[Ca
     return hypothesis
 
 
-def _own_alone(of: Cases) -> Fit | None:
-    """That each rank has only what its own loss gives."""
-    for factor in (1, of.ranks):  # under the mean of the losses each term has a 1/W
+def _local_only(of: Cases) -> Fit | None:
+    """Each rank's gradient comes from its own loss only."""
+    for factor in (1, of.ranks):  # with objective "mean" each term has a factor 1/W
         if all(
             case.terms is not None and case.is_(factor * case.terms[case.rank], factor) for case in of.all
         ):
             return Fit(
                 SUM_MISSING,
-                "each rank's gradient is that of its own loss alone; the other ranks' are not added",
+                "each rank's gradient comes from its own loss only; the other ranks' contributions are not added",
             )
     invariant = [case for case in of.all if case.type is Type.I]
     if len(invariant) < len(of.all):
         return None
     for name in {case.name for case in invariant}:
         mine = [case for case in invariant if case.name == name]
-        apart = any(not case.is_(mine[0].got) for case in mine[1:])
-        if not apart or not mine[0].is_(mine[0].want - sum(case.got for case in mine[1:])):
+        differs = any(not case.is_(mine[0].got) for case in mine[1:])
+        if not differs or not mine[0].is_(mine[0].want - sum(case.got for case in mine[1:])):
             return None
-    return Fit(SUM_MISSING, "each rank has a share of the gradient, and their sum is it; it was not taken")
+    return Fit(SUM_MISSING, "each rank has one contribution to the gradient; they are not summed over ranks")
 
 
 def _summed_values(of: Cases) -> Fit | None:
-    """That gradients of what each rank has for itself were added up over the ranks."""
+    """Gradients of rank-local values were summed over the ranks."""
     for case in of.all:
         others = of.others(case)
         if case.type is Type.I or len(others) < of.ranks - 1:
             return None
         if not case.is_(case.want + sum((other.want for other in others), torch.zeros(())), of.ranks):
             return None
-    return Fit(TWICE, "each rank has the sum of all ranks' gradients, where its own is asked for")
+    return Fit(TWICE, "each rank has the sum of all ranks' gradients instead of its own")
 
 
 def _slice(of: Cases) -> Fit | None:
@@ -120,7 +122,7 @@ def _slice(of: Cases) -> Fit | None:
             pairs = ", ".join(
                 f"rank {rank} has that of rank {min(other)}" for rank, other in sorted(whose.items())
             )
-            more = "" if what == "gradient" else ", and only what its own loss gives"
+            more = "" if what == "gradient" else ", and only the contribution of its own loss"
             return Fit(SLICE, pairs + more)
     return None
 
@@ -146,7 +148,7 @@ def _means(of: Cases) -> Fit | None:
             whose = "the gradient on rank r" if by_holder else "rank r's term"
             return Fit(
                 MEANS,
-                f"{whose} is weighted as if all ranks had as many rows: by {shown} for rows {list(of.counts)}",
+                f"{whose} is weighted as if all ranks had equally many rows: by {shown}, for rows {list(of.counts)}",
             )
     return None
 
@@ -159,23 +161,25 @@ def _conjugate(of: Cases) -> Fit | None:
     if all(case.conjugate_is_right() for case in of.all if case.conjugate is not None) and all(
         case.conjugate is not None for case in of.bad
     ):
-        return Fit(CONJUGATE, "the conjugate of each gradient is right")
+        return Fit(CONJUGATE, "the conjugate of each gradient is correct")
     return None
 
 
 def _some_losses(of: Cases) -> Fit | None:
-    """That the losses of some ranks are left out."""
+    """The losses of some ranks do not contribute."""
     weights = of.solved(lambda case: None if case.terms is None else list(case.terms))
     if weights is None or not all(min(abs(w), abs(w - 1)) < 1e-4 for w in weights):
         return None
     left_out = [rank for rank, w in enumerate(weights) if abs(w) < 0.5]
     return (
-        Fit(DROPPED, f"what the losses of ranks {_listed(left_out)} give is left out") if left_out else None
+        Fit(DROPPED, f"the contribution of the losses of ranks {_listed(left_out)} is missing")
+        if left_out
+        else None
     )
 
 
 def _term(of: Cases) -> Fit | None:
-    """That a rank's own term, or those of the others, have a factor."""
+    """The contribution of a rank's own loss, or those of the other ranks, have a factor."""
 
     def columns(case: Case) -> list[Tensor] | None:
         return None if case.terms is None else [case.terms[case.rank], case.want - case.terms[case.rank]]
@@ -186,30 +190,28 @@ def _term(of: Cases) -> Fit | None:
     own, others = factors
     if abs(others - 1) < 1e-4:
         return Fit(
-            TERM, f"what a rank's own loss gives is {own:.6g} times what it should be; the rest is right"
+            TERM, f"the contribution of a rank's own loss has a factor of {own:.6g}; the others are correct"
         )
     if abs(own - 1) < 1e-4:
-        return Fit(TERM, f"what the other ranks' losses give is {others:.6g} times what it should be")
+        return Fit(TERM, f"the contribution of the other ranks' losses has a factor of {others:.6g}")
     return None
 
 
 def _one_loss(of: Cases) -> Fit | None:
-    """That what one rank's loss gives has a factor."""
+    """The contributions of some ranks' losses have a factor."""
     weights = of.solved(lambda case: None if case.terms is None else list(case.terms))
     if weights is None:
         return None
     scaled = [(rank, w) for rank, w in enumerate(weights) if abs(w - 1) > 1e-4]
     if len(scaled) == of.ranks:
         return None
-    shown = ", ".join(f"rank {rank}'s by {w:.6g}" for rank, w in scaled)
-    return Fit(TERM, f"of what the ranks' losses give some is scaled: {shown}")
+    shown = ", ".join(f"{w:.6g} for rank {rank}" for rank, w in scaled)
+    return Fit(TERM, f"the contributions of some ranks' losses have a factor: {shown}")
 
 
 def _scaled(of: Cases) -> Fit | None:
     factor = of.solved(lambda case: [case.want])
-    return (
-        None if factor is None else Fit(SCALED, f"each gradient is {factor[0]:.6g} times what it should be")
-    )
+    return None if factor is None else Fit(SCALED, f"each gradient is {factor[0]:.6g} times the correct one")
 
 
 def _scaled_by_rank(of: Cases) -> Fit | None:
@@ -221,7 +223,7 @@ def _scaled_by_rank(of: Cases) -> Fit | None:
             return None
         factors[rank] = solved[0]
     shown = ", ".join(f"{factor:.6g} on rank {rank}" for rank, factor in factors.items())
-    return Fit(SCALED, f"each gradient has its rank's factor: {shown}")
+    return Fit(SCALED, f"each gradient has a factor that depends on the rank: {shown}")
 
 
 def _small(case: Case, x: Tensor) -> bool:
@@ -233,18 +235,22 @@ def _listed(ranks: object) -> str:
 
 
 _HYPOTHESES: list[Callable[[Cases], Fit | None]] = [
-    _nothing,
-    _own_alone,
+    _no_gradient,
+    _local_only,
     _times(
         lambda ranks: float(ranks),
         TIMES_W,
-        "each gradient is {W} times what it should be, the number of ranks",
+        "each gradient is {W} times the correct one; {W} is the number of ranks",
     ),
-    _times(lambda ranks: 1 / ranks, UNDER_W, "each gradient is 1/{W} of what it should be, of {W} ranks"),
+    _times(
+        lambda ranks: 1 / ranks,
+        UNDER_W,
+        "each gradient is 1/{W} of the correct one; {W} is the number of ranks",
+    ),
     _summed_values,
     _slice,
     _means,
     _conjugate,
 ]
 _FALLBACKS: list[Callable[[Cases], Fit | None]] = [_some_losses, _term, _one_loss, _scaled, _scaled_by_rank]
-"""What has factors of its own that are solved for, and is asked only where none of the others fits."""
+"""Hypotheses with free factors that are fitted; tried only if none of the others fits."""

@@ -1,4 +1,4 @@
-"""What a checked function is given on this rank: its differentiable leaves by name, each with its type."""
+"""The inputs of the checked function on this rank: its differentiable leaves by name, each with its type."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _DOUBLE = {
 
 @dataclass(frozen=True)
 class Input:
-    """An input of a checked function with what it is over the ranks.
+    """An input of a checked function, with its type over the ranks.
 
     Args:
-        value: a tensor, a module, or a structure of them.
-        type: `gm.V`, `gm.R`, `gm.I` or `gm.P` of all its tensors; None for a constant, which is not differentiated. For
-            modules and dicts also a mapping from names, or patterns of `fnmatch`, to these; the first that fits counts,
-            and a name that none fits keeps the default.
+        value: a tensor, a module, or a nested structure of them.
+        type: `gm.V`, `gm.R`, `gm.I` or `gm.P` for all its tensors; None for a constant, which is not differentiated.
+            For modules and dicts also a mapping from names or `fnmatch` patterns to types; the first match counts, and
+            a name without a match keeps the default.
 
     Example:
         >>> model = torch.nn.Linear(2, 2).double()
@@ -64,10 +64,10 @@ class Leaf:
     """One tensor that is differentiated.
 
     Attributes:
-        name: what reports call it.
-        type: what it is over the ranks.
+        name: its name in reports.
+        type: its type over the ranks.
         base: its value.
-        parameter: the parameter of a module that holds it, which is written in place; None: a tensor is handed in.
+        parameter: the module's parameter that holds it and is written in place; None: it is passed as an argument.
         current: the tensor of the last call, whose `.grad` is read.
     """
 
@@ -78,7 +78,7 @@ class Leaf:
     current: Tensor | None = None
 
     def renew(self, offset: Tensor | None) -> Tensor:
-        """The leaf for another call, moved by `offset`."""
+        """The leaf for another call, shifted by `offset`."""
         value = self.base if offset is None else self.base + offset
         if self.parameter is None:
             self.current = value.detach().clone().requires_grad_()
@@ -91,17 +91,17 @@ class Leaf:
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient that the last backward pass left, this rank's part of it."""
+        """The local gradient of the last backward pass."""
         return None if self.current is None else local_gradient(self.current, self.current.grad)
 
 
 def local_part(x: Tensor) -> Tensor:
-    """This rank's memory of a tensor: the local tensor of a DTensor."""
+    """The tensor, or the local shard of a DTensor."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def local_gradient(of: Tensor, grad: Tensor | None) -> Tensor | None:
-    """This rank's part of a gradient, laid out as what it is the gradient of."""
+    """The local gradient, with the placements of the tensor it belongs to."""
     if isinstance(grad, DTensor) and isinstance(of, DTensor):
         grad = grad.redistribute(placements=of.placements)
     return None if grad is None else local_part(grad.detach()).clone()
@@ -111,10 +111,10 @@ class RankInputs:
     """The inputs of one rank.
 
     Args:
-        given: what the caller's `inputs` gave for this rank.
+        given: the value of the caller's `inputs` for this rank.
 
     Raises:
-        DTypeError: a parameter of a module is not of double precision.
+        DTypeError: a parameter of a module is not in double precision.
     """
 
     def __init__(self, given: object) -> None:
@@ -124,7 +124,7 @@ class RankInputs:
         self._args = [self._taken(x, f"inputs[{i}]", {}) for i, x in enumerate(listed)]
 
     def args(self, offsets: Mapping[str, Tensor] | None = None) -> list[Any]:
-        """What the function is called with, with some leaves moved; the tensors are new leaves."""
+        """The arguments for a call, with some leaves shifted; all tensors are new leaves."""
         moved = offsets or {}
         for leaf in self.leaves.values():
             leaf.renew(moved.get(leaf.name))
@@ -132,7 +132,7 @@ class RankInputs:
 
     @contextlib.contextmanager
     def duals(self, along: Mapping[str, Tensor]) -> Iterator[list[Any]]:
-        """What the function is called with inside a forward-mode level: every leaf with a tangent."""
+        """The arguments for a call under forward-mode AD: every leaf has a tangent."""
         replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
         try:
             for leaf in self.leaves.values():
@@ -149,7 +149,7 @@ class RankInputs:
                 part.register_parameter(attribute, parameter)
 
     def _replaced(self, parameter: Tensor, dual: Tensor) -> list[tuple[nn.Module, str, nn.Parameter]]:
-        """Put a dual tensor in the place of a parameter, wherever modules hold it."""
+        """Replace a parameter by a dual tensor in all modules."""
         found = [
             (part, attribute, held)
             for module in self.modules
@@ -163,13 +163,13 @@ class RankInputs:
         return found
 
     def restore(self) -> None:
-        """Put the parameters of modules back, without gradients."""
+        """Restore the parameters of modules and clear their gradients."""
         for leaf in self.leaves.values():
             leaf.renew(None)
             leaf.current = None
 
     def settle(self) -> None:
-        """Have modules drop what a forward keeps for its backward, such as FSDP's gathered parameters."""
+        """Release what modules keep between forward and backward, such as FSDP's gathered parameters."""
         for module in self.modules:
             for part in module.modules():
                 reshard = getattr(part, "reshard", None)
@@ -177,7 +177,7 @@ class RankInputs:
                     reshard()
 
     def _taken(self, x: object, name: str, kind: Kind) -> Any:
-        """A structure with leaves in the place of what is differentiated."""
+        """The structure with differentiable tensors replaced by leaves."""
         if isinstance(x, Input):
             return self._taken(x.value, name, x.type)
         if isinstance(x, nn.Module):
@@ -212,11 +212,11 @@ class RankInputs:
             if parameter.dtype not in (torch.float64, torch.complex128):
                 raise DTypeError(
                     message(
-                        "a module's parameter is not of double precision",
+                        "a module's parameter is not in double precision",
                         op="verify.gradcheck",
-                        expected="float64 or complex128, since finite differences need the digits",
-                        got=f"{full} of {parameter.dtype}",
-                        remedy="call .double() on the module before it is wrapped or sharded",
+                        expected="float64 or complex128, because finite differences lose half of the digits",
+                        got=f"{full} of dtype {parameter.dtype}",
+                        remedy="call module.double() before wrapping or sharding the module",
                     )
                 )
             base = local_part(parameter.detach()).clone()
@@ -224,20 +224,20 @@ class RankInputs:
 
 
 def averaged_parameters(module: nn.Module) -> set[int]:
-    """The ids of the parameters whose gradients DistributedDataParallel makes the same on every rank."""
+    """The ids of the parameters whose gradients DistributedDataParallel averages."""
     wrappers = [part for part in module.modules() if isinstance(part, DistributedDataParallel)]
     return {id(parameter) for wrapper in wrappers for parameter in wrapper.parameters()}
 
 
 def _default(parameter: Tensor) -> Type:
-    """What a parameter is if nobody said: replicated, or what a DTensor says of itself."""
+    """The default type of a parameter: R; for a DTensor by its placements."""
     if not isinstance(parameter, DTensor):
         return Type.R
     return Type.V if any(place.is_shard() for place in parameter.placements) else Type.I
 
 
 def _of(kind: Kind, name: str, default: Any) -> Any:
-    """What a name is: of a mapping, the first pattern that fits it, or the default."""
+    """The type for a name: in a mapping that of the first matching pattern, else the default."""
     if not isinstance(kind, Mapping):
         return kind
     return next((found for pattern, found in kind.items() if fnmatch.fnmatchcase(name, pattern)), default)
@@ -251,7 +251,9 @@ def _like(x: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
 
 def _filled(x: Any) -> Any:
     if isinstance(x, Leaf):
-        return None if x.current is None else x.current.clone()  # a leaf cannot be written to in place
+        return (
+            None if x.current is None else x.current.clone()
+        )  # a clone, since leaves do not allow in-place writes
     if isinstance(x, dict):
         return {key: _filled(value) for key, value in x.items()}
     if isinstance(x, tuple | list):
@@ -260,25 +262,25 @@ def _filled(x: Any) -> Any:
 
 
 def refuse_wrong_call(fn: Callable[..., object], args: list[Any]) -> None:
-    """Refuse a function that cannot be called with so many inputs, before it is.
+    """Check the number of inputs against the function's signature.
 
     Raises:
-        ArgumentError: its signature does not take them.
+        ArgumentError: they do not match.
     """
     try:
         with PARSING:
             signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # a builtin says nothing about itself
+    except (TypeError, ValueError):  # builtins may have no signature
         return
     try:
         signature.bind(*args)
     except TypeError as error:
         raise ArgumentError(
             message(
-                "the function does not take these inputs",
+                "the inputs do not match the function's signature",
                 op="verify.gradcheck",
                 expected=f"fn{signature}",
                 got=f"{len(args)} inputs: {error}",
-                remedy="return one value for each parameter of fn from inputs(rank)",
+                remedy=f"return one value per parameter from inputs(rank): ({', '.join(signature.parameters)})",
             )
         ) from error

@@ -1,4 +1,4 @@
-"""What one rank measures: its gradients, and its part of the objective when inputs are moved, one after another."""
+"""Measurements on one rank: its gradients, and its part of the objective for perturbed inputs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch import Tensor
 from gradmesh.errors import GradmeshError
 from gradmesh.types import Type
 from gradmesh.verify.gradients.directions import direction, unit
+from gradmesh.verify.gradients.input_errors import Kept, disagreement, raise_first, unsteady, unusable
 from gradmesh.verify.gradients.inputs import RankInputs, local_part, refuse_wrong_call
 from gradmesh.verify.gradients.program import Objective, Part, Program
-from gradmesh.verify.gradients.refusals import Kept, disagreement, raise_first, unsteady, unusable
 
 __all__ = ["Measured", "Move", "Options", "exchanged", "measure", "prepared"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured; see `gradcheck`."""
+    """The options of a measurement; see `gradcheck`."""
 
     objective: Objective = "sum"
     order: int = 1
@@ -37,14 +37,14 @@ class Options:
     atol: float = 1e-8
     rtol: float = 1e-6
     wide: bool = False
-    """Whether a move is made by half of `eps` too, and what remains of the curvature's share is taken off."""
+    """Whether to also evaluate half steps and extrapolate (Richardson)."""
     split: bool = False
-    """Whether a replicated leaf is moved on one rank after another, to tell whose gradient of it is wrong."""
+    """Whether to perturb a replicated leaf on one rank at a time, to find the rank whose gradient is wrong."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """One leaf that is moved: on one rank, or, if it is the same on every rank, on all at once (`owner` is None)."""
+    """The perturbation of one leaf: on one rank, or on all ranks at once if it is replicated (`owner` is None)."""
 
     name: str
     type: Type
@@ -52,11 +52,11 @@ class Move:
     shape: tuple[int, ...]
     dtype: torch.dtype
     count: int
-    """In how many directions."""
+    """The number of directions."""
     full: bool
 
     def along(self, number: int, seed: int) -> Tensor:
-        """One of the directions."""
+        """The direction of that index."""
         if self.full:
             return unit(number, self.shape, self.dtype)
         return direction(seed, self.name, number, self.shape, self.dtype)
@@ -64,17 +64,17 @@ class Move:
 
 @dataclass
 class Measured:
-    """What one rank found.
+    """The measurements of one rank.
 
     Attributes:
         rank: the rank.
         leaves: its leaves by name.
-        loss: what its function returned.
-        moves: all moves, the same on every rank.
-        gradients: for each order its gradients by name.
-        parts: for each order and move its part of the number behind and before, in each direction.
-        tangents: its loss's tangent in each joint direction, and its parts behind and before there.
-        problem: why nothing was measured.
+        loss: its loss.
+        moves: all perturbations, the same on every rank.
+        gradients: for each order, its gradients by name.
+        parts: for each order, perturbation and direction, its part of the value at -eps and at +eps.
+        tangents: for each joint direction, the tangent of its loss, and its parts at -eps and at +eps.
+        problem: the error that prevented the measurement.
     """
 
     rank: int
@@ -88,7 +88,7 @@ class Measured:
 
 
 def exchanged(mine: Any) -> list[Any]:
-    """What every rank of the world hands in, in rank order."""
+    """all_gather_object: every rank's object, in rank order."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
@@ -100,7 +100,7 @@ def prepared(
     """The program of this rank, the leaves of every rank, and this rank's loss.
 
     Raises:
-        GradmeshError: what some rank handed in is not usable; the same error on every rank.
+        GradmeshError: some rank's inputs or loss are invalid; the same error on every rank.
     """
     rank = dist.get_rank()
     taken: RankInputs | None = None
@@ -111,9 +111,9 @@ def prepared(
     except GradmeshError as error:
         problem = error
     kept = [] if taken is None else [_kept(leaf, options.seed) for leaf in taken.leaves.values()]
-    told = exchanged((problem, kept))
-    raise_first([problem for problem, _ in told])
-    everyones = [kept for _, kept in told]
+    received = exchanged((problem, kept))
+    raise_first([problem for problem, _ in received])
+    everyones = [kept for _, kept in received]
     raise_first([disagreement(everyones)])
     program = Program(fn, cast("RankInputs", taken), options.objective, options.seed, options.in_order)
     loss = program.loss()
@@ -124,7 +124,7 @@ def prepared(
 
 
 def measure(fn: Callable[..., Tensor], inputs: Callable[[int], object], options: Options) -> Measured:
-    """Measure on this rank, together with the others."""
+    """Measure on this rank; called on all ranks."""
     mine = Measured(dist.get_rank())
     try:
         program, everyones, mine.loss = prepared(fn, inputs, options)
@@ -146,12 +146,12 @@ def measure(fn: Callable[..., Tensor], inputs: Callable[[int], object], options:
 
 
 def planned(everyones: list[list[Kept]], options: Options) -> list[Move]:
-    """Every move, the same on every rank: a varying leaf on each rank that has it, any other on all at once."""
+    """All perturbations, the same on every rank: a varying leaf on each rank separately, others on all at once."""
     moves: dict[tuple[str, int | None], Move] = {}
     for rank, leaves in enumerate(everyones):
         for kept in leaves:
-            alone = kept.type in (Type.V, Type.P) or (options.split and kept.type is Type.R)
-            owner = rank if alone else None
+            one_rank = kept.type in (Type.V, Type.P) or (options.split and kept.type is Type.R)
+            owner = rank if one_rank else None
             size = torch.Size(kept.shape).numel() * (2 if kept.dtype.is_complex else 1)
             full = options.full or size <= options.directions
             count = size if full else options.directions
@@ -174,7 +174,7 @@ def _moved(
 def _ends(
     value: Callable[[Mapping[str, Tensor] | None], Part], along: Mapping[str, Tensor], options: Options
 ) -> tuple[Part, Part]:
-    """A number behind and before, by `eps`; a wide step is Richardson's, of the whole and the half of it."""
+    """A value at -eps and at +eps; extrapolated from full and half steps if `wide`."""
     ends = []
     for sign in (-1, 1):
         whole = value({name: sign * options.eps * d for name, d in along.items()})
@@ -186,7 +186,7 @@ def _ends(
 
 
 def _tangent(program: Program, moves: list[Move], number: int, options: Options) -> tuple[Part, Part, Part]:
-    """The tangent of this rank's loss when all leaves move, and its parts behind and before."""
+    """The tangent of this rank's loss for a perturbation of all leaves, and its parts at -eps and at +eps."""
     mine = [move for move in moves if move.owner in (None, dist.get_rank())]
     along = {
         move.name: direction(

@@ -1,4 +1,4 @@
-"""How a tensor of one process lies on the ranks: cut along a dimension, or whole on each."""
+"""Placements of a tensor on the ranks: sharded along a dimension, or replicated."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ __all__ = ["Placement", "Shard", "chosen", "part_of"]
 
 @dataclass(frozen=True)
 class Shard:
-    """A tensor that is cut along a dimension: each rank has its part, which varies, and the gradient of it.
+    """A tensor that is sharded along a dimension; its type over the ranks is V.
 
     Args:
-        value: the whole tensor, where an input is placed; None where parameters are, by name.
+        value: the full tensor, for an input; None for parameters and outputs, which are given by name.
         dim: the dimension.
-        sizes: each rank's size along it; None: cut as evenly as can be, the first ranks one more, as `gradmesh.shard`.
-        constant: whether an input's gradient is left alone.
+        sizes: each rank's size along `dim`, e.g. (4, 3). None: balanced, with the first ranks one larger, as in
+            `gradmesh.shard`.
+        constant: True: the input's gradient is not compared.
 
     Example:
         >>> part_of(torch.arange(5), Shard(sizes=(1, 4)), 1, 2)
@@ -43,10 +44,10 @@ T = TypeVar("T")
 
 
 def part_of(whole: Tensor, placement: Placement, rank: int, ranks: int) -> Tensor:
-    """What a rank has of a whole tensor.
+    """A rank's part of a full tensor.
 
     Raises:
-        ArgumentError: the sizes do not make up the whole.
+        ArgumentError: the sizes do not add up to the full size.
     """
     if not isinstance(placement, Shard):
         return whole
@@ -55,18 +56,18 @@ def part_of(whole: Tensor, placement: Placement, rank: int, ranks: int) -> Tenso
     if len(sizes) != ranks or sum(sizes) != total:
         raise ArgumentError(
             message(
-                "the sizes of a shard do not make up the whole",
+                "the sizes of a shard do not add up to the tensor's size",
                 op="verify.same_as_single",
-                expected=f"{ranks} sizes that add up to {total}",
-                got=str(sizes),
-                remedy="give each rank's size along dim, or none for an even cut",
+                expected=f"{ranks} sizes that add up to {total}, the size along dim {placement.dim}",
+                got=f"sizes={tuple(sizes)}",
+                remedy=f"pass e.g. sizes={tuple(balanced(total, ranks))}, or leave sizes out for this balanced split",
             )
         )
     return whole.narrow(placement.dim, sum(sizes[:rank]), sizes[rank])
 
 
 def chosen(placements: Mapping[str, T], name: str, default: T) -> T:
-    """What a name is placed as: by the first pattern of `fnmatch` that fits it."""
+    """The placement for a name: that of the first matching `fnmatch` pattern, else the default."""
     return next(
         (place for pattern, place in placements.items() if fnmatch.fnmatchcase(name, pattern)), default
     )

@@ -1,4 +1,4 @@
-"""One rank's side of a checked program: its loss, its gradients, and the part of the objective that it holds."""
+"""The checked program on one rank: its loss, its gradients, and its part of the objective."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Objective = Literal["sum", "mean", "replicated"]
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank holds of a number: what is summed over the ranks, and what is the same on each and counts once."""
+    """One rank's part of a value: a term that is summed over the ranks, and one that is replicated and counts once."""
 
     varying: float
     invariant: float
 
     @staticmethod
     def total(parts: list[Part]) -> float:
-        """The number itself."""
+        """The value."""
         return sum(part.varying for part in parts) + parts[0].invariant
 
 
@@ -43,13 +43,13 @@ def inner(x: Tensor, y: Tensor) -> Tensor:
 
 
 class Program:
-    """A function of the user's with this rank's inputs.
+    """A user function with this rank's inputs.
 
     Args:
         fn: returns this rank's loss.
-        inputs: what it is called with.
-        objective: how the ranks' losses make one number.
-        seed: of the cotangents that gradients are contracted with in second order.
+        inputs: its arguments.
+        objective: how the ranks' losses are combined.
+        seed: the seed of the cotangents of the second-order check.
         in_order: whether forward and backward run inside `gradmesh.ordered()`.
     """
 
@@ -59,10 +59,7 @@ class Program:
         self.fn, self.inputs, self.objective, self.seed, self.in_order = fn, inputs, objective, seed, in_order
 
     def loss(self, offsets: Mapping[str, Tensor] | None = None) -> object:
-        """This rank's loss, with some inputs moved; whatever the function returned, as nobody has looked at it yet.
-
-        In order, None is no loss, which counts as 0.
-        """
+        """The return value of the function, not validated, with some inputs shifted."""
         with self._called(offsets) as (loss, order):
             if order is not None and (loss is None or isinstance(loss, Tensor)):
                 order.join(loss)
@@ -70,17 +67,17 @@ class Program:
         return loss
 
     def part(self, offsets: Mapping[str, Tensor] | None = None) -> Part:
-        """What this rank holds of the objective."""
+        """This rank's part of the objective."""
         return self._counted(self.loss(offsets))
 
     def gradients(
         self, offsets: Mapping[str, Tensor] | None = None, keep: Callable[[], None] | None = None
     ) -> dict[str, Tensor | None]:
-        """What backward leaves at this rank's leaves.
+        """Run backward and return the gradients of this rank's leaves.
 
         Args:
-            offsets: what leaves are moved by.
-            keep: called after the backward, while there still is its graph.
+            offsets: shifts of leaves.
+            keep: called after backward, before the graph is freed.
         """
         with self._called(offsets) as (loss, order):
             retain = keep is not None
@@ -93,7 +90,7 @@ class Program:
         return {name: leaf.grad for name, leaf in self.inputs.leaves.items()}
 
     def contracted(self, offsets: Mapping[str, Tensor] | None = None) -> Part:
-        """The gradients times fixed random cotangents of their types, from a backward that records nothing."""
+        """The inner product of the first-order gradients with fixed random cotangents."""
         sums = {True: 0.0, False: 0.0}
         for name, grad in self.gradients(offsets).items():
             if grad is not None:
@@ -102,7 +99,7 @@ class Program:
         return Part(sums[False], sums[True])
 
     def second_gradients(self) -> dict[str, Tensor | None]:
-        """The gradients of `contracted`, as autograd has them."""
+        """The gradients of `contracted`, by double backward."""
         with self._called(None) as (loss, order):
             leaves = self.inputs.leaves
             wanted = [leaf.current for leaf in leaves.values() if leaf.current is not None]
@@ -122,7 +119,7 @@ class Program:
         return {name: local_gradient(x, g) for name, x, g in zip(leaves, wanted, found, strict=True)}
 
     def tangent(self, along: Mapping[str, Tensor]) -> Part:
-        """The forward-mode derivative of what this rank holds of the objective."""
+        """The forward-mode derivative of this rank's part of the objective."""
         in_order = ordered() if self.in_order else contextlib.nullcontext()
         with forward_ad.dual_level(), self.inputs.duals(along) as args, in_order as order:
             loss = self.fn(*args)
@@ -132,7 +129,7 @@ class Program:
             return self._counted(torch.zeros(()) if moved is None else moved)
 
     def _cotangent(self, name: str, grad: Tensor) -> Tensor:
-        """What a gradient is contracted with: the same on every rank unless the leaf varies."""
+        """The cotangent of a gradient: the same on every rank unless the leaf varies."""
         varies = self.inputs.leaves[name].type is Type.V
         key = f"cotangent {name}" + (f" {dist.get_rank()}" if varies else "")
         return direction(self.seed, key, 0, grad.shape, grad.dtype)

@@ -1,4 +1,4 @@
-"""What a check of gradients found."""
+"""The result of `gradcheck`."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["Entry", "GradcheckReport"]
 
 @dataclass(frozen=True)
 class Entry:
-    """One comparison: a leaf's gradient, on one rank, against finite differences.
+    """One comparison of a leaf's gradient with finite differences.
 
     Attributes:
-        name: the leaf; "loss" where ranks' losses, or tangents of all leaves at once, were compared.
-        type: what it is over the ranks.
-        rank: whose gradient; None where the ranks' gradients only count together, as for a replicated leaf.
+        name: the leaf; "loss" for comparisons of the ranks' losses, or of tangents of all leaves at once.
+        type: its type over the ranks.
+        rank: the rank of the gradient; None for the sum over ranks, as for a replicated leaf.
         mode: "gradient", "second gradient", "tangent" or "same on every rank".
-        analytic: what autograd has, in the direction in which the two differ most.
-        numeric: what finite differences have there.
-        tolerance: what they may differ by there.
-        missing: whether autograd left no gradient at all.
-        blurred: whether rounding of the losses hides more than a hundredth of what is compared.
-        unclear: whether that is so at every step that was tried, so that nobody can tell whether it is right.
+        analytic: the value from autograd, in the direction of the largest difference.
+        numeric: the value from finite differences in that direction.
+        tolerance: the allowed difference.
+        missing: whether the gradient is None.
+        blurred: whether the rounding of the losses exceeds 1% of the compared values.
+        unclear: whether it does so for every step size, so that the comparison is undecidable.
     """
 
     name: str
@@ -40,12 +40,12 @@ class Entry:
 
     @property
     def error(self) -> float:
-        """What they differ by."""
+        """The absolute difference."""
         return abs(self.analytic - self.numeric)
 
     @property
     def ok(self) -> bool:
-        """Whether that is rounding, and rounding does not hide the gradient."""
+        """Whether the difference is within the tolerance, and the comparison is decidable."""
         return self.error <= self.tolerance and not self.unclear
 
     def __str__(self) -> str:
@@ -53,23 +53,23 @@ class Entry:
         kind = "" if self.type is None else f" {self.type}"
         if self.unclear:
             size = max(abs(self.analytic), abs(self.numeric))
-            few = f"the loss has too few digits, {self.tolerance:.3g} is lost of {size:.3g}"
-            return f"{self.mode} of {self.name}{kind} on {where}: cannot tell: {few}"
+            few = f"the loss has too few digits: rounding error {self.tolerance:.3g}, gradient {size:.3g}"
+            return f"{self.mode} of {self.name}{kind} on {where}: undecidable: {few}"
         got = "none" if self.missing else f"{self.analytic:.9g}"
         return f"{self.mode} of {self.name}{kind} on {where}: expected {self.numeric:.9g}, got {got}"
 
 
 @dataclass
 class GradcheckReport:
-    """The result of `gradcheck`; true if all is right.
+    """The result of `gradcheck`; true if all gradients are correct.
 
     Attributes:
         world_size: the number of ranks.
-        objective: how the losses were made one number.
-        losses: what the ranks' functions returned.
-        entries: every comparison.
-        diagnosis: why it failed; None where it did not, or nobody looked.
-        seconds: what the check took.
+        objective: how the losses were combined.
+        losses: the ranks' losses.
+        entries: all comparisons.
+        diagnosis: the cause of a failure; None if it passed, or with `diagnose=False`.
+        seconds: the duration of the check.
     """
 
     world_size: int
@@ -81,7 +81,7 @@ class GradcheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every comparison holds."""
+        """Whether every comparison passed."""
         return all(entry.ok for entry in self.entries)
 
     def __bool__(self) -> bool:
@@ -89,7 +89,7 @@ class GradcheckReport:
 
     @property
     def failed(self) -> list[Entry]:
-        """The comparisons that do not hold."""
+        """The comparisons that failed."""
         return [entry for entry in self.entries if not entry.ok]
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ class GradcheckReport:
         wrong = any(not entry.unclear for entry in failed)
         lines = [
             head
-            + f"{len(failed)} of {len(self.entries)} gradients {'are wrong' if wrong else 'cannot be told'}"
+            + f"{len(failed)} of {len(self.entries)} gradients {'are wrong' if wrong else 'are undecidable'}"
         ]
         failed = sorted(failed, key=lambda entry: entry.unclear)
         lines += [f"  {entry}" for entry in failed[:_SHOWN]]

@@ -1,4 +1,4 @@
-"""Why a program of several ranks is not the same on one process."""
+"""Explains why a multi-rank program differs from the single-process reference."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ Run = Callable[..., list[Any]]
 def why(
     report: SingleReport,
     run: Run,
-    alone: Run,
+    run_single: Run,
     plan: Plan,
     single_plan: Plan,
     single: Step,
     ranks: Sequence[Step],
     objective: Objective,
 ) -> Diagnosis | None:
-    """The diagnosis of a first step that is not the same; None where that is, or nothing is known of such a thing.
+    """Explain deviations in the first step; None if it has none, or none that can be explained.
 
     Args:
-        report: what is not the same.
+        report: the deviations.
         run: runs a function on every rank.
-        alone: runs a function on the single process.
-        plan: of the ranks.
-        single_plan: of the single process.
+        run_single: runs a function on the single process.
+        plan: the plan of the ranks.
+        single_plan: the plan of the single process.
         single: its first step.
         ranks: the first step of each rank.
-        objective: how the ranks' losses make one.
+        objective: how the ranks' losses are combined.
     """
     kinds = {each.kind for each in report.deviations if each.step == 0}
     try:
@@ -54,21 +54,15 @@ def why(
             losses = [step.loss for step in ranks]
             whole = losses[0] if objective == "replicated" else sum(losses)
             return _local_means(
-                alone, single_plan, single, ranks, whole / (len(ranks) if objective == "mean" else 1)
+                run_single, single_plan, single, ranks, whole / (len(ranks) if objective == "mean" else 1)
             )
-        return _of_its_own_objective(run, plan, objective) if "gradient" in kinds else None
+        return _gradients_only(run, plan, objective) if "gradient" in kinds else None
     except RankError as error:
-        return Diagnosis(NONE_FITS, f"looking for the reason failed: {str(error).splitlines()[0]}")
+        return Diagnosis(NONE_FITS, f"the diagnosis failed: {str(error).splitlines()[0]}")
 
 
-def _of_its_own_objective(run: Run, plan: Plan, objective: Objective) -> Diagnosis:
-    """The diagnosis of a program whose losses are those of the single process and whose gradients are not.
-
-    Args:
-        run: runs a function on every rank.
-        plan: of the ranks.
-        objective: how their losses make one.
-    """
+def _gradients_only(run: Run, plan: Plan, objective: Objective) -> Diagnosis:
+    """Explain wrong gradients of a program whose losses are correct."""
 
     def fn(*args: Any) -> Tensor:
         returned = plan.fn(*args)
@@ -84,7 +78,7 @@ def _of_its_own_objective(run: Run, plan: Plan, objective: Objective) -> Diagnos
 
 
 def _typed(plan: Plan, rank: int) -> list[object]:
-    """What a rank is called with in the first step, each with its type."""
+    """A rank's arguments in the first step, each with its type."""
     result: list[object] = []
     if plan.module is not None:
         module, named = made(plan, False)
@@ -109,22 +103,22 @@ def _typed(plan: Plan, rank: int) -> list[object]:
 
 
 def _local_means(
-    alone: Run, plan: Plan, single: Step, ranks: Sequence[Step], objective: float
+    run_single: Run, plan: Plan, single: Step, ranks: Sequence[Step], objective: float
 ) -> Diagnosis | None:
-    """The diagnosis of ranks that average their own rows, and then over ranks; None where that is not it.
+    """Test whether the ranks average over their own rows and then over ranks; None if not.
 
-    The single process is given each rank's part alone. It is the hypothesis if the mean of these losses is the ranks'
-    objective, while the gradients of the whole are another average of theirs, with weights that are solved for.
+    Runs the single process on each rank's shard. The hypothesis holds if the mean of these losses is the ranks'
+    objective, while the full gradient is a differently weighted mean of their gradients; the weights are fitted.
 
     Args:
-        alone: runs a function on the single process.
-        plan: of the single process.
+        run_single: runs a function on the single process.
+        plan: the plan of the single process.
         single: its first step.
         ranks: the first steps of the ranks.
-        objective: what their losses make.
+        objective: the value of the ranks' objective.
     """
     parts: list[Trained] = [
-        alone(train, dataclasses.replace(plan, part=(rank, len(ranks)), steps=1), True)[0]
+        run_single(train, dataclasses.replace(plan, part=(rank, len(ranks)), steps=1), True)[0]
         for rank in range(len(ranks))
     ]
     if any(part.problem is not None for part in parts):
@@ -145,8 +139,8 @@ def _local_means(
     shown = ", ".join(f"{float(weight):.4g}" for weight in weights)
     return Diagnosis(
         h.MEANS,
-        f"the objective is the mean of what each rank's part gives, all weighted by 1/{len(ranks)}; "
-        f"on one process the parts have the weights {shown}",
+        f"the ranks' losses are averaged with equal weights 1/{len(ranks)}; on a single process "
+        f"their rows have the weights {shown}",
         names,
         list(range(len(ranks))),
     )

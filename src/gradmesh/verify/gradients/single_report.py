@@ -1,4 +1,4 @@
-"""What a comparison of several ranks with one process found."""
+"""The result of `same_as_single`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["Deviation", "SingleReport"]
 
 @dataclass(frozen=True)
 class Deviation:
-    """What is not the same.
+    """One tensor that differs from the single process.
 
     Attributes:
-        step: in which step, from 0.
+        step: the training step, from 0.
         kind: "loss", "value", "gradient", or "parameter" (after the step).
-        name: of the value, input or parameter.
-        rank: on which rank; None: what the ranks have together.
+        name: the name of the value, input or parameter.
+        rank: the rank; None: the sum over ranks.
         error: the largest difference of an element.
-        expected: the size of the largest element on the single process.
-        shapes: the shape there is, and the one that is expected, where they differ.
+        expected: the largest absolute value on the single process.
+        shapes: the actual and the expected shape, if they differ.
     """
 
     step: int
@@ -32,25 +32,25 @@ class Deviation:
     shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def __str__(self) -> str:
-        where = "all ranks together" if self.rank is None else f"rank {self.rank}"
+        where = "all ranks (sum)" if self.rank is None else f"rank {self.rank}"
         if self.shapes is not None:
             got, expected = map(list, self.shapes)
             return (
                 f"step {self.step}: {self.kind} {self.name} on {where} has shape {got}, expected {expected}"
             )
-        off = f"off by {self.error:.3g}, of {self.expected:.3g}"
-        return f"step {self.step}: {self.kind} {self.name} on {where} is {off}"
+        off = f"max. error {self.error:.3g}, largest expected value {self.expected:.3g}"
+        return f"step {self.step}: {self.kind} {self.name} on {where}: {off}"
 
 
 @dataclass
 class SingleReport:
-    """The result of `same_as_single`; true if all is the same.
+    """The result of `same_as_single`; true if all results are the same.
 
     Attributes:
         world_size: the number of ranks.
-        compared: how many tensors and losses were compared.
-        deviations: what is not the same, in the order in which it came about.
-        diagnosis: why gradients of the first step that has wrong ones are.
+        compared: the number of compared tensors and losses.
+        deviations: the differences, in the order of occurrence.
+        diagnosis: the cause of the deviations of the first step, if found.
     """
 
     world_size: int
@@ -60,7 +60,7 @@ class SingleReport:
 
     @property
     def ok(self) -> bool:
-        """Whether all is the same."""
+        """Whether there are no deviations."""
         return not self.deviations
 
     def __bool__(self) -> bool:
@@ -68,7 +68,7 @@ class SingleReport:
 
     @property
     def first(self) -> list[Deviation]:
-        """What came first: the deviations of the first step that has any, of the first kind there."""
+        """The first deviations: those of the first kind in the first step that deviates."""
         return [
             each
             for each in self.deviations
@@ -79,6 +79,6 @@ class SingleReport:
         head = f"same_as_single on {self.world_size} ranks: "
         if self.ok:
             return head + f"all {self.compared} losses, values, gradients and parameters are the same"
-        lines = [head + f"{len(self.deviations)} of {self.compared} are not the same, of which the first"]
+        lines = [head + f"{len(self.deviations)} of {self.compared} differ; the first:"]
         lines += [f"  {each}" for each in self.first]
         return "\n".join(lines + ([] if self.diagnosis is None else [str(self.diagnosis)]))

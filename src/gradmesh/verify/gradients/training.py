@@ -1,4 +1,4 @@
-"""One rank's training of a program, step by step; the single process is a world of one."""
+"""Trains a program on one rank, step by step; the single process is a world of one rank."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from gradmesh.errors import ArgumentError, GradmeshError, ShapeError, message
 from gradmesh.order import ordered
 from gradmesh.types import Type
+from gradmesh.verify.gradients.input_errors import unusable
 from gradmesh.verify.gradients.inputs import Input, averaged_parameters
 from gradmesh.verify.gradients.placements import Placement, Shard, chosen, part_of
-from gradmesh.verify.gradients.refusals import unusable
 
 __all__ = ["Plan", "Step", "Trained", "made", "placed", "train"]
 
@@ -28,7 +28,7 @@ _OP = "verify.same_as_single"
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run; see `same_as_single`. `parallel` is None for the single process."""
+    """The program and its options; see `same_as_single`. `parallel` is None for the single process."""
 
     fn: Callable[..., Any]
     inputs: Callable[[int], Sequence[object]]
@@ -39,15 +39,12 @@ class Plan:
     steps: int
     in_order: bool
     part: tuple[int, int] | None = None
-    """The rank, and of how many, whose part of the inputs the single process gets; None: the whole."""
+    """(rank, world size) of the shard of the inputs that the single process gets; None: the full inputs."""
 
 
 @dataclass
 class Step:
-    """What one step left on a rank: the loss, the values, and by name the gradients and the new parameters.
-
-    A tensor that a DTensor makes up is there as a whole.
-    """
+    """The results of one step on a rank: the loss, values, gradients and new parameters; DTensors as full tensors."""
 
     loss: float
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -58,7 +55,7 @@ class Step:
 
 @dataclass
 class Trained:
-    """All steps of a rank, which parameters are there as a whole, and why there is nothing."""
+    """The steps of a rank, the names of its parameters that are complete, and the error that stopped it."""
 
     steps: list[Step] = field(default_factory=list)
     whole: set[str] = field(default_factory=set)
@@ -121,25 +118,25 @@ def train(plan: Plan, single: bool) -> Trained:
 
 
 def _agreed(result: Trained, problem: GradmeshError | None) -> bool:
-    """Whether some rank has a problem, which is then every rank's."""
-    told: list[GradmeshError | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, problem)
-    result.problem = next((each for each in told if each is not None), None)
+    """Exchange errors; store the first one, if any, in every rank's result."""
+    problems: list[GradmeshError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    result.problem = next((each for each in problems if each is not None), None)
     return result.problem is not None
 
 
 def _unusable(returned: object, in_order: bool) -> GradmeshError | None:
-    """Why what a rank's function returned is no loss, and no loss and a dict of tensors."""
+    """The error if a rank's function did not return a loss, or a loss and a dict of tensors."""
     loss, values = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     rank = dist.get_rank()
     if not isinstance(values, dict) or not all(isinstance(x, Tensor) for x in values.values()):
         return ArgumentError(
             message(
-                "the function returns something beside the loss that is no dict of tensors",
+                "invalid second return value",
                 op=_OP,
-                expected="a loss, or the loss and a dict of tensors",
-                got=f"a {type(values).__name__} on rank {rank}",
-                remedy="give each value a name",
+                expected="a loss, or a loss and a dict of tensors",
+                got=f"a loss and a {type(values).__name__} on rank {rank}",
+                remedy='return e.g. loss, {"logits": logits}',
             )
         )
     return unusable(loss, in_order, rank, _OP, double=False)
@@ -150,7 +147,7 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def made(plan: Plan, single: bool) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-    """The module of this rank with the parameters of the single process, and its parameters by their names there."""
+    """This rank's module with the single process's parameter values, and its parameters by single-process name."""
     reference = _only(plan.module)
     whole = dict(reference.named_parameters())
     if single:
@@ -163,11 +160,11 @@ def made(plan: Plan, single: bool) -> tuple[nn.Module, dict[str, nn.Parameter]]:
         if name is None:
             raise ArgumentError(
                 message(
-                    "a parameter of the parallel module has no like in the single one",
+                    "unknown parameter name in the parallel module",
                     op="verify.same_as_single",
-                    expected=", ".join(whole),
+                    expected="a name of the single-process module: " + ", ".join(whole),
                     got=full,
-                    remedy="give it the name that it has in `module`",
+                    remedy="keep the parameter names of `module` in parallel(); only the prefix 'module.' may be added",
                 )
             )
         named[name] = parameter
@@ -177,11 +174,11 @@ def made(plan: Plan, single: bool) -> tuple[nn.Module, dict[str, nn.Parameter]]:
         if part.shape != parameter.shape:
             raise ShapeError(
                 message(
-                    "a parameter of the parallel module is not the part that its placement says",
+                    "the shape of a parameter does not match its placement",
                     op="verify.same_as_single",
                     expected=f"{name} of shape {list(part.shape)} on rank {rank}",
                     got=f"shape {list(parameter.shape)}",
-                    remedy="say how it is cut: parameters={name: gm.verify.Shard(dim=...)}",
+                    remedy=f"pass how it is sharded, e.g. parameters={{{name!r}: gm.verify.Shard(dim=0)}}",
                 )
             )
         with torch.no_grad():
@@ -195,24 +192,24 @@ def _only(module: Callable[[], nn.Module] | None) -> nn.Module:
 
 
 def _sum_shares(plan: Plan, named: Mapping[str, nn.Parameter], single: bool) -> None:
-    """Take the sum that a replicated parameter's gradient is a share of; any other is whole as it is."""
+    """Sum the gradients of replicated parameters over the ranks."""
     if single:
         return
     for name, parameter in named.items():
         if chosen(plan.parameters, name, Type.R) is Type.R:
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-            told = torch.tensor(parameter.grad is not None, dtype=torch.int64)
+            present = torch.tensor(parameter.grad is not None, dtype=torch.int64)
             dist.all_reduce(grad)
-            dist.all_reduce(told)
-            parameter.grad = grad if bool(told) else None
+            dist.all_reduce(present)
+            parameter.grad = grad if bool(present) else None
 
 
 def placed(given: Sequence[object], place: tuple[int, int] | None) -> tuple[list[Any], dict[str, Tensor]]:
-    """What a rank is called with, and the tensors among it whose gradients are compared.
+    """A rank's arguments, and those tensors among them whose gradients are compared.
 
     Args:
-        given: the whole inputs.
-        place: the rank, and of how many; None: the whole.
+        given: the full inputs.
+        place: (rank, world size); None: the full inputs.
     """
     args, leaves = [], {}
     for i, x in enumerate(given if isinstance(given, tuple | list) else (given,)):

@@ -1,4 +1,4 @@
-"""Runs in which one collective's gradient is changed, to see whether that makes every gradient right."""
+"""Reruns the program with one collective's gradient changed, to see whether that fixes every gradient."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from gradmesh.verify.gradients.program import Program
 __all__ = ["Found", "Trials", "Tried", "investigate"]
 
 _MOST = 24
-"""How many collectives are tried at most: a change is a run of the program."""
+"""The maximum number of collectives to try, since each change needs a run of the program."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a recorded run found at a place.
+    """A collective in a recorded run.
 
     Attributes:
-        place: where.
-        ours: whether it is a verb of gradmesh.
-        raw: whether it is a collective of torch.distributed that no Function wraps.
-        handed_grad: whether that was handed a tensor with a history.
-        inside: the collectives in its forward and backward, by their lines.
-        back: whether one ran in its backward.
+        place: its place.
+        ours: whether it is a gradmesh verb.
+        raw: whether it is a torch.distributed collective outside of Functions.
+        handed_grad: whether an argument of a raw collective requires grad.
+        inside: the collectives in its forward and backward, with their call sites.
+        back: whether a collective ran in its backward.
     """
 
     place: Place
@@ -55,19 +55,19 @@ class Found:
 
 @dataclass
 class Tried:
-    """A change at a place, the gradients that it leaves on this rank, and what it replaced there, if that is known."""
+    """A change at a place, this rank's gradients with it, and the gradient that it replaced, if known."""
 
     place: Place
     how: str
     gradients: dict[str, Tensor | None]
     local: Local | None
     only: int | None = None
-    """The rank that alone changes it; None: all do."""
+    """The only rank that changes it; None: all ranks."""
 
 
 @dataclass
 class Trials:
-    """All of a rank: the collectives, and what changes of them come to."""
+    """The collectives and trials of a rank."""
 
     found: list[Found] = field(default_factory=list)
     tried: list[Tried] = field(default_factory=list)
@@ -80,9 +80,9 @@ def investigate(
 
     Args:
         fn: the program.
-        inputs: what each rank is given.
-        options: of the check.
-        one_by_one: change it on one rank after another, by a factor, in place of all ranks at once.
+        inputs: returns each rank's inputs.
+        options: the options of the check.
+        one_by_one: scale it on one rank at a time instead of on all ranks at once.
     """
     program, _, _ = prepared(fn, inputs, options)
     result = Trials()
@@ -111,7 +111,7 @@ def investigate(
 
 
 def _ways(found: Found, alike: bool, complex_leaf: bool, everywhere: bool) -> list[str]:
-    """What is tried there; what sends only where every rank does it in the same order."""
+    """The changes to try; those that communicate only if every rank runs its nodes in the same order."""
     if found.raw:
         if not everywhere:
             return []
@@ -148,6 +148,6 @@ def _seen(recorder: Recorder) -> tuple[list[Found], list[Place]]:
 
 def _run(program: Program, change: At | None) -> tuple[Recorder, dict[str, Tensor | None]]:
     recorder = Recorder(change)
-    with recorder.listening():
+    with recorder.recording():
         gradients = program.gradients(keep=None if change is None else change.after)
     return recorder, gradients

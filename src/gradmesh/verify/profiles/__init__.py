@@ -1,10 +1,10 @@
-"""torch's profiler on every rank: one trace of all, and a table of the collectives.
+"""torch's profiler on every rank: one trace of all ranks, and a table of the collectives.
 
-    recording.py   `profiled`, which starts the profiler of a process and hands each of its ranks its part
-    clocks.py      how far a rank's clock is from that of rank 0
-    profile.py     `Profile`: the parts put together, the file, the table
+    recording.py   `profiled`, which starts the profiler of a process and gives each of its ranks its entries
+    clocks.py      the offset of a rank's clock from that of rank 0
+    profile.py     `Profile`: joining ranks, the trace file, the table
 
-`gradmesh.verify.timeline` notes what is on the wire and who waits; this shows what each thread and device did.
+`gradmesh.verify.timeline` records transfers and waits; the profiler shows what each thread and device does.
 """
 
 from gradmesh.verify.profiles.profile import Profile

@@ -1,4 +1,4 @@
-"""`Profile`: what torch's profiler saw on one rank or on all, as one trace and as a table of the collectives."""
+"""`Profile`: the trace of torch's profiler on one or several ranks, and a table of the collectives."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _RANGE = re.compile(
 
 
 class Row(NamedTuple):
-    """A verb over an axis in one direction, on all ranks of the profile together.
+    """The totals of a verb over an axis in one direction, over all ranks of the profile.
 
     Attributes:
         verb: the verb.
         axis: the axis.
         direction: "forward" or "backward".
-        calls: how many there were.
-        bytes: what the ranks handed in.
-        seconds: how long they took, those of all ranks added up; waiting for other ranks is in it.
-        longest: the longest one.
+        calls: the number of calls.
+        bytes: the size of the operands.
+        seconds: the total duration, including waiting for other ranks.
+        longest: the longest duration.
     """
 
     verb: str
@@ -44,11 +44,11 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass
 class Profile:
-    """What torch's profiler saw on a rank, or on several; it can be pickled, so that a rank returns it.
+    """The profile of one or several ranks. It can be pickled, so that a rank can return it.
 
     Attributes:
-        begun: when it begins: nanoseconds of the clock of rank 0; 0 as long as it is not complete.
-        entries: the entries of a Chrome trace, with the rank as their process, in microseconds since `begun`.
+        begun: the start time, in nanoseconds of the clock of rank 0; 0 until the block has ended.
+        entries: the entries of a Chrome trace, with the rank as process id, in microseconds since the start time.
     """
 
     begun: int = 0
@@ -56,27 +56,27 @@ class Profile:
 
     @classmethod
     def joined(cls, ranks: Iterable[Profile]) -> Profile:
-        """The profiles of ranks as one, on one clock.
+        """Join the profiles of several ranks on one clock.
 
         Raises:
-            ArgumentError: there is none, or one that is not complete, as its block has not ended.
+            ArgumentError: there are no profiles, or the block of one has not ended.
         """
         parts = complete(ranks, "Profile", "with profiled() as profile:")
-        begun = min(part.begun for part in parts)
+        start = min(part.begun for part in parts)
         moved = [
-            {**entry, "ts": entry["ts"] + (part.begun - begun) / 1e3} if "ts" in entry else entry
+            {**entry, "ts": entry["ts"] + (part.begun - start) / 1e3} if "ts" in entry else entry
             for part in parts
             for entry in part.entries
         ]
-        return cls(begun, moved)
+        return cls(start, moved)
 
     @property
     def rows(self) -> list[Row]:
-        """The table: a row for each verb, axis and direction, those that took longest first."""
+        """The table: a row for each verb, axis and direction, by decreasing duration."""
         found: dict[tuple[str, str, str], list[tuple[int, float]]] = {}
         for entry in self.entries:
             name = _RANGE.match(entry.get("name", "")) if entry.get("ph") == "X" else None
-            # On a GPU the same range is there a second time, as long as its kernels run.
+            # On a GPU the range occurs a second time, with the duration of its kernels.
             if name is None or entry.get("cat") == "gpu_user_annotation":
                 continue
             key = name["verb"], name["axis"], "backward" if name["backward"] else "forward"

@@ -1,4 +1,4 @@
-"""`profiled`: one profiler for the ranks of a process, and each rank's part of what it saw."""
+"""`profiled`: one profiler for the ranks of a process, split into a profile for each rank."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from gradmesh.verify.profiles.profile import Entry, Profile
 __all__ = ["profiled"]
 
 _DEVICES = 1_000_000
-"""Where the numbers of a rank's devices begin, among those of processes."""
+"""An offset that separates the process ids of devices from those of ranks."""
 
 
 @dataclass
 class _Part:
-    """One rank's part of what the process's profiler sees."""
+    """One rank's part of the profile of a process."""
 
     profile: Profile
     rank: int
@@ -40,32 +40,32 @@ class _Part:
 
 @dataclass
 class _Session:
-    """The profiler of a process: the first rank that comes starts it, and the last one that leaves ends it."""
+    """The profiler of a process, started by the first rank that enters and stopped by the last one that leaves."""
 
     profiler: profile = field(default_factory=profiler_of_all_threads)
     parts: list[_Part] = field(default_factory=list)
     inside: int = 0
 
-    def hand_out(self) -> None:
-        """Give each rank its part."""
+    def distribute(self) -> None:
+        """Give each rank its entries."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "trace.json")
             self.profiler.export_chrome_trace(str(path))
             trace = json.loads(path.read_text())
         base = int(trace.get("baseTimeNanoseconds", 0))
         ranks = SEEN | {part.thread: part.rank for part in self.parts}
-        alone = len(set(ranks.values())) == 1
+        one_rank = len(set(ranks.values())) == 1
         for part in self.parts:
             begin, end = ((moment - base) / 1e3 for moment in (part.begin, part.end))
             taken = [
                 entry
                 for entry in trace["traceEvents"]
                 if isinstance(entry.get("pid"), int)
-                and (alone or ranks.get(entry.get("tid")) == part.rank)
+                and (one_rank or ranks.get(entry.get("tid")) == part.rank)
                 and begin <= entry.get("ts", begin) <= end
                 and entry.get("ph") != "M"
             ]
-            # What the process is called stands at its beginning: names are given anew.
+            # The trace's metadata names the process, not its ranks: replace it.
             part.profile.entries = [*_names(part, taken), *(_of_rank(entry, part, begin) for entry in taken)]
             part.profile.begun = part.begin - part.ahead
 
@@ -76,13 +76,13 @@ def _process(pid: int, rank: int) -> int:
 
 def _of_rank(entry: Entry, part: _Part, begin: float) -> Entry:
     made = {**entry, "pid": _process(entry["pid"], part.rank), "ts": entry["ts"] - begin}
-    if "id" in entry:  # arrows of different ranks are different ones
+    if "id" in entry:  # keep the arrows of different ranks apart
         made["id"] = f"{part.rank}.{entry['id']}"
     return made
 
 
 def _names(part: _Part, taken: list[Entry]) -> list[Entry]:
-    """What the rank's processes and threads are called."""
+    """The names of the rank's processes and threads."""
     found: list[Entry] = []
     for pid in sorted({entry["pid"] for entry in taken}):
         number, own = _process(pid, part.rank), pid == os.getpid()
@@ -95,18 +95,18 @@ def _names(part: _Part, taken: list[Entry]) -> list[Entry]:
     return found
 
 
-def _metadata(kind: str, pid: int, tid: int, **told: Any) -> Entry:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": told}
+def _metadata(kind: str, pid: int, tid: int, **args: Any) -> Entry:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 
 def _refuse() -> NoReturn:
     raise ArgumentError(
         message(
-            "a profiler is on already",
+            "another profiler is running",
             op="profiled",
-            expected="no other profiler: torch has one for each process",
-            got="a block inside of one",
-            remedy="take the torch.profiler.profile block away; `save_trace` writes what it would have",
+            expected="no other profiler in this process, since torch supports only one",
+            got="a call inside of a torch.profiler.profile block",
+            remedy="remove the torch.profiler.profile block; Profile.save_trace('trace.json') writes the same trace",
         )
     )
 
@@ -119,14 +119,14 @@ _running: list[_Session] = []
 def profiled() -> Iterator[Profile]:
     """Profile the block on every rank with torch's profiler, for one trace of all ranks and one table.
 
-    Every rank enters the block: ranks of several machines compare their clocks there. It sees all threads of a
-    process, so also what is begun with `async_op=True`, and ranks on threads, which share one profiler.
+    Every rank must enter the block; ranks on several hosts synchronize their clocks there. All threads of a process are
+    profiled, including collectives with `async_op=True`, and thread ranks, which share one profiler.
 
     Yields:
-        The `Profile` of this rank. It is filled when the block ends; on threads, when the last rank's block does.
+        The `Profile` of this rank. It is filled when the block ends; on threads, when the last rank's block ends.
 
     Raises:
-        ArgumentError: another profiler is on in this process.
+        ArgumentError: another profiler is running in this process.
 
     Example:
         >>> def on_each_rank():
@@ -161,4 +161,4 @@ def profiled() -> Iterator[Profile]:
             if not session.inside:
                 _running.clear()
                 session.profiler.stop()
-                session.hand_out()
+                session.distribute()

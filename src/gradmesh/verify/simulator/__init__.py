@@ -1,15 +1,14 @@
-"""A simulator of distributed programs: hundreds of ranks, orders that come back, every collective seen, and its cost.
+"""A simulator of distributed programs: hundreds of ranks, reproducible orders, a log of every collective and its cost.
 
-`simulate` runs a program on ranks that are threads. What happens, from the bottom:
+`simulate` runs a program on thread ranks. The modules, bottom up:
 
-* `counting` says how many bytes a call moves, `costs` in how many rounds, `model` how long that
-  takes on a link, `wire` when a call begins and ends.
-* `clocks` say what time it is: the machine's, or each rank's own.
-* `schedule` lets one rank run at a time, in an order that a seed decides.
-* `notes` make events of calls, `events` are the table of them, `trace` a file of them for Perfetto.
-* `watching` is the observer that a world of threads has while it is simulated; `lone` one for a world in which a
-  single rank plays, and `alone` the thread of that rank.
-* `simulate` puts them together.
+* `counting` computes the bytes of a call, `costs` the rounds of an algorithm, `model` the time on a link, and `links`
+  the start and end of each call.
+* `clocks`: wall-clock time, or a virtual clock for each rank.
+* `schedule`: runs one rank at a time, in an order given by a seed.
+* `notes` creates events from calls, `events` is their table, `trace` writes them to a file for Perfetto.
+* `watching` is the observer of a simulated world; `single_rank` is used when only one rank runs.
+* `simulate` is the entry point.
 """
 
 from gradmesh.verify.simulator.events import Event, Events

@@ -1,4 +1,4 @@
-"""What time it is on a rank: the machine's, or the rank's own where ranks run one at a time."""
+"""The time on a rank: wall-clock time, or a virtual clock for each rank if ranks run one at a time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import abc
 import time
 from collections.abc import Callable
 
-__all__ = ["Clock", "OwnClocks", "WallClock"]
+__all__ = ["Clock", "VirtualClocks", "WallClock"]
 
 _POLL = 1e-5
-"""Seconds that pass on a rank's own clock when it asks whether a call is over, and it is not."""
+"""Seconds that pass on a rank's virtual clock when it polls a pending call."""
 
 
 class Clock(abc.ABC):
@@ -17,33 +17,33 @@ class Clock(abc.ABC):
 
     @abc.abstractmethod
     def now(self, rank: int | None) -> float:
-        """The time on a rank; None: in a thread that is no rank."""
+        """The time on a rank; None: in a thread that does not belong to a rank."""
 
     @abc.abstractmethod
     def until(self, rank: int | None, end: float, check: Callable[[], None]) -> None:
-        """Wait for a time; `check` raises where the world has been stopped."""
+        """Wait until a time; `check` raises if the world has been stopped."""
 
     @property
     def of_ranks(self) -> bool:
-        """Whether each rank has a clock of its own."""
+        """Whether each rank has a virtual clock."""
         return False
 
     def put(self, rank: int, time: float) -> None:
-        """Set a rank's own clock."""
+        """Set a rank's virtual clock."""
         raise NotImplementedError
 
-    def pause(self, rank: int) -> None:  # noqa: B027 - the machine's time goes on
-        """From here on the rank does not work: it is the simulator that does, or another rank."""
+    def pause(self, rank: int) -> None:  # noqa: B027 - no effect on wall-clock time
+        """Stop counting: from here on the simulator or another rank runs."""
 
-    def go_on(self, rank: int) -> None:  # noqa: B027
-        """The rank works again."""
+    def resume(self, rank: int) -> None:  # noqa: B027
+        """Count again: the rank runs."""
 
     def poll(self, rank: int | None) -> None:  # noqa: B027
-        """The rank asked whether a call is over, and it is not."""
+        """The rank polled a pending call."""
 
 
 class WallClock(Clock):
-    """The machine's time, the same for all ranks."""
+    """Wall-clock time, the same for all ranks."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -59,13 +59,13 @@ class WallClock(Clock):
             check()
 
 
-class OwnClocks(Clock):
-    """A clock for each rank, which goes on while that rank works, and jumps when it has waited.
+class VirtualClocks(Clock):
+    """A clock for each rank, which advances while that rank runs, and is set forward when it has waited.
 
     Args:
         size: the number of ranks.
-        compute: what the time is multiplied with that a rank takes for its work: 0 counts communication alone, and
-            then the times are the same in every run.
+        compute: the factor of a rank's computation time; 0 counts communication only, which makes the times
+            reproducible.
     """
 
     def __init__(self, size: int, compute: float) -> None:
@@ -83,25 +83,25 @@ class OwnClocks(Clock):
             self._times[rank] = max(self._times[rank], end)
 
     def pause(self, rank: int) -> None:
-        """Count what the rank has worked."""
+        """Add the time since `resume`."""
         since, self._since[rank] = self._since[rank], None
         if since is not None:
             self._times[rank] += self._compute * (time.perf_counter() - since)
 
-    def go_on(self, rank: int) -> None:
-        """Begin to count."""
+    def resume(self, rank: int) -> None:
+        """Start to count."""
         self._since[rank] = time.perf_counter()
 
     @property
     def of_ranks(self) -> bool:
-        """They have."""
+        """True."""
         return True
 
     def put(self, rank: int, time: float) -> None:
-        """Set it, forward or back."""
+        """Set the clock, forward or back."""
         self._times[rank] = time
 
     def poll(self, rank: int | None) -> None:
-        """Asking takes time, so that a loop which asks ends."""
+        """Advance the clock, so that a polling loop ends."""
         if rank is not None:
             self._times[rank] += _POLL

@@ -1,4 +1,4 @@
-"""The rounds and bytes of a collective, by the algorithm that the ranks use.
+"""The rounds and bytes of a collective for each algorithm.
 
 The formulas are those of a postal model: a message of n bytes takes `latency + n / bandwidth` (R. Hockney, "The
 communication challenge for MPP", Parallel Computing 20, 1994). The rounds and bytes of ring and tree algorithms are
@@ -17,9 +17,9 @@ payload of a rank and s the most that a rank sends (`counting`), in rounds and b
 | permute, send, recv | 1, n | 1, n | 1, n |
 | barrier | L, 0 | L, 0 | 1, 0 |
 
-Where two are given, the faster one counts. `direct` is for ranks that all reach each other at once, as through one
-switch or in one memory. A link may add a time of the call itself. Adding numbers up costs nothing here, unless the
-bandwidth of the link was fitted with it.
+If two are given, the faster one counts. `direct` is for ranks that reach each other at once, as through one switch or
+in shared memory. A link may add a fixed time per call. Arithmetic of reductions is free, unless the link's bandwidth
+was fitted to include it.
 """
 
 from __future__ import annotations
@@ -98,11 +98,11 @@ ALGORITHMS: dict[str, Callable[[str, int, float, float], list[Cost]]] = {
     "tree": _tree,
     "direct": _direct,
 }
-"""The costs that an algorithm can have, from the op, the number of ranks, and n and s; the lowest counts."""
+"""For each algorithm, its possible costs from the op, the number of ranks, n and s; the lowest counts."""
 
 
 def sent_evenly(op: str, size: int, payload: float) -> float:
-    """The most that a rank sends, where every rank hands in as much."""
+    """The most that a rank sends, if all payloads are equal."""
     factors = {
         "all_gather": size - 1,
         "broadcast": size - 1,

@@ -1,14 +1,13 @@
-"""How many bytes a rank hands in and has to give away, from what it brings to a call.
+"""Input and sent bytes of a collective on a rank.
 
-`payload` is the size of the tensors that the rank hands in, in the dtype that travels; for `broadcast` every rank
-hands in its buffer.
+`payload` is the size of the rank's input tensors in the dtype that is sent; for `broadcast` the buffer of every rank.
 
-`sent` depends on no algorithm. Where tensors are moved it is what other ranks get of this rank's, counted once for each
-of them: in `all_gather` the own part times W - 1, in `broadcast` the tensor times W - 1 at the root and nothing
-elsewhere, in `all_to_all` the parts for others. Where tensors are summed it is the terms that belong to other ranks'
-sums: in `reduce_scatter` the parts for others, in `reduce` the tensor on every rank but the root. `all_reduce` is a
-reduce_scatter over the balanced split, then an all_gather: 2 (W - 1) / W of the tensor where W divides it. So over all
-ranks as much is sent as has to be received, and an algorithm may have to send more, and for one rank less.
+`sent` does not depend on the algorithm. It is the data of this rank that other ranks receive, counted once for each of
+them: for `all_gather` the local shard times W - 1, for `broadcast` the tensor times W - 1 at the root and 0 elsewhere,
+for `all_to_all` the parts for other ranks. For reductions it is the terms of other ranks' sums: for `reduce_scatter`
+the parts for other ranks, for `reduce` the tensor on every rank but the root. `all_reduce` counts as a reduce_scatter
+with the balanced split, then an all_gather: 2 (W - 1) / W of the tensor if W divides its size. In total, ranks send as
+much as must be received; a real algorithm may send more, and less on a single rank.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ _OPS = {
 
 
 def op_of(part: Contribution) -> str:
-    """What travels; "withdrawn" for a call that its rank could not make."""
+    """The kind of transfer; "withdrawn" for a call that the rank aborted."""
     return _OPS.get(part.call.partition("(")[0], "withdrawn")
 
 
 def bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
-    """The size of the tensors; of sparse ones that of their values and indices."""
+    """The size of the tensors; for sparse ones that of their values and indices."""
     return sum(_bytes(tensor) for tensor in tensors if tensor is not None)
 
 
@@ -59,16 +58,16 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def payload_of(part: Contribution) -> int:
-    """Bytes of the tensors that a rank hands in."""
+    """The bytes of a rank's input tensors."""
     return bytes_of(part.inputs)
 
 
 def sent_by(place: int, part: Contribution, size: int) -> int:
-    """Bytes that a rank has to give to others.
+    """The bytes that a rank sends to others.
 
     Args:
         place: the rank in the group.
-        part: what it brings.
+        part: its contribution to the call.
         size: the number of ranks.
     """
     op, pieces = op_of(part), part.pieces
@@ -92,7 +91,7 @@ def _given(batch: Any, place: int) -> int:
 
 def _sum_everywhere(tensor: torch.Tensor, place: int, size: int) -> int:
     if tensor.layout is not torch.strided:
-        return (size - 1) * _bytes(tensor)  # nobody knows where another rank's values lie: all are gathered
+        return (size - 1) * _bytes(tensor)  # the ranks' indices differ, so all values are gathered
     share, more = divmod(tensor.numel(), size)
-    own = share + (place < more)
-    return (tensor.numel() - own + (size - 1) * own) * tensor.itemsize
+    local = share + (place < more)
+    return (tensor.numel() - local + (size - 1) * local) * tensor.itemsize

@@ -1,4 +1,4 @@
-"""What a simulation has seen: one event for each call of each rank, as a table and as rows."""
+"""The events of a simulation: one for each call of each rank, as a table and as rows."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ Phase = Literal["forward", "backward", "tangent"]
 
 @dataclass(slots=True)
 class Event:
-    """One call of one rank that goes to other ranks. Times are seconds since the start of the run.
+    """One communication call of one rank. Times are seconds since the start of the run.
 
     Attributes:
-        number: its place among the events of the run, in the order in which the calls were made.
+        number: its index among the events of the run, in the order of the calls.
         rank: the rank in the world.
-        op: what travels: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather",
-            "scatter", "permute", "barrier", "send" or "recv".
-        verb: the verb of gradmesh that made the call; "" for a call of torch.distributed.
-        axis: the axis, or the axes joined with "+"; the name of the group where no axis is known.
-        size: the number of ranks that take part.
-        payload: bytes of the tensors that this rank hands in, in the dtype that travels.
-        sent: bytes that this rank has to give to others; see `gradmesh.verify.simulator.counting`.
-        phase: the pass that made it. What runs inside a backward pass is "backward": an adjoint, a hook's call, the
-            recomputation of a checkpoint.
-        line: the line of the program that made the call; in backward that is the line that asked for the gradient.
-        origin: the number of the event whose backward or tangent this is, where that is known.
-        of: the line of the forward call, where that is known.
+        op: the kind of transfer: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce",
+            "gather", "scatter", "permute", "barrier", "send" or "recv".
+        verb: the gradmesh verb that made the call; "" for a call of torch.distributed.
+        axis: the axis, or several axes joined with "+"; the name of the group if the axis is unknown.
+        size: the number of participating ranks.
+        payload: the bytes of this rank's input tensors, in the dtype that is sent.
+        sent: the bytes that this rank sends to others; see `gradmesh.verify.simulator.counting`.
+        phase: "forward", "backward" or "tangent". Everything inside a backward pass is "backward": adjoints, calls in
+            hooks, recomputation of a checkpoint.
+        line: the line of the program that made the call; in backward the line that called backward.
+        origin: the number of the event whose backward or tangent this is, if known.
+        of: the line of the forward call, if known.
         called: when the rank made the call.
-        start: when it began to travel, as every rank was there and the link was free; None: it never did.
-        end: when its result could be read; None: never.
-        stood: when the rank began to wait for it; None: it never did.
-        waited: how long it waited, in all.
+        start: when the transfer started: all ranks had made the call and the link was free; None: never.
+        end: when the result was available; None: never.
+        stood: when the rank started to wait for it; None: it did not wait.
+        waited: the total time that it waited.
     """
 
     number: int
@@ -61,7 +61,7 @@ class Event:
 
     @property
     def what(self) -> tuple[object, ...]:
-        """Everything but the times: what is the same each time a seed comes back."""
+        """Everything but the times; reproducible with the same seed."""
         times = ("called", "start", "end", "stood", "waited")
         return tuple(getattr(self, name) for name in self.__slots__ if name not in times)
 
@@ -72,7 +72,7 @@ _HEADS = ("#", "rank", "call", "axis", "payload", "sent", "phase", "ms start", "
 class Events(Sequence[Event]):
     """The events of a run, in the order of the calls.
 
-    `str` is a table of them, `rows` are dicts for a data frame, `select` finds some, `totals` adds them up.
+    `str` returns a table, `rows` dicts for a data frame, `select` filters, `totals` sums.
     """
 
     def __init__(self, events: Sequence[Event]) -> None:
@@ -103,7 +103,7 @@ class Events(Sequence[Event]):
         return [event.row() for event in self._events]
 
     def totals(self) -> list[dict[str, object]]:
-        """Calls and bytes of all ranks by axis, op and phase, and the seconds that one rank's calls were under way."""
+        """Calls and bytes of all ranks by axis, op and phase, and the largest total transfer time of a rank."""
         found: dict[tuple[str, str, str], list[Event]] = {}
         for event in self._events:
             found.setdefault((event.axis, event.op, event.phase), []).append(event)
@@ -131,7 +131,7 @@ class Events(Sequence[Event]):
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text, each as wide as it has to be."""
+    """A text table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     lines = [heads, *rows]
     return "\n".join(

@@ -1,7 +1,4 @@
-"""What a collective costs: latency and bandwidth of a link, and the formula of an algorithm.
-
-The formulas are in `costs`.
-"""
+"""The cost model of collectives: latency and bandwidth of a link, and an algorithm whose formula is in `costs`."""
 
 from __future__ import annotations
 
@@ -19,12 +16,12 @@ Algorithm = Literal["fastest", "ring", "tree", "direct"]
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """How ranks of an axis reach each other.
+    """The network link between ranks of an axis.
 
     Attributes:
-        latency_us: microseconds that a message takes, however short.
-        gbytes_per_s: 10^9 bytes that a rank can send per second.
-        call_us: microseconds that a collective takes besides, however many messages it is made of: the software's part.
+        latency_us: latency of a message in microseconds.
+        gbytes_per_s: bandwidth of a rank in 10^9 bytes per second.
+        call_us: overhead of a collective in microseconds, independent of its number of messages.
 
     >>> Link(latency_us=10, gbytes_per_s=2).seconds(rounds=3, size=1e6)
     0.00053
@@ -38,26 +35,26 @@ class Link:
         if not (self.latency_us >= 0 and self.gbytes_per_s > 0 and self.call_us >= 0):
             raise ArgumentError(
                 message(
-                    "this is no link",
+                    "invalid link",
                     op="Link",
-                    expected="times that are not negative and a positive bandwidth",
+                    expected="latency_us >= 0, call_us >= 0 and gbytes_per_s > 0",
                     got=repr(self),
-                    remedy="use math.inf for a bandwidth without limit",
+                    remedy="pass e.g. Link(latency_us=10, gbytes_per_s=25); math.inf for unlimited bandwidth",
                 )
             )
 
     def seconds(self, rounds: float, size: float) -> float:
-        """The time of a call of so many rounds of messages with so many bytes in all."""
+        """The time of a call with that number of rounds and total bytes."""
         return (self.call_us + rounds * self.latency_us) * 1e-6 + size / (self.gbytes_per_s * 1e9)
 
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
-    """The links of the axes, and the algorithm that the ranks are taken to use.
+    """The links of the axes, and the assumed algorithm.
 
     Attributes:
-        links: the link of every axis by name, or one for all. A group that runs along several axes, such as the world
-            of a mesh, has the largest latency and the smallest bandwidth of theirs.
+        links: the link of every axis by name, or one for all. A group along several axes, such as the world of a mesh,
+            has the largest latency and the smallest bandwidth of them.
         algorithm: "ring", "tree", "direct", or "fastest" for the faster of ring and tree.
 
     >>> model = CostModel({"inner": Link(5, 100), "outer": Link(20, 10)}, algorithm="ring")
@@ -72,16 +69,16 @@ class CostModel:
         if self.algorithm not in ALGORITHMS:
             raise ArgumentError(
                 message(
-                    "there is no such algorithm",
+                    "unknown algorithm",
                     op="CostModel",
-                    expected=", ".join(ALGORITHMS),
+                    expected=", ".join(map(repr, ALGORITHMS)),
                     got=repr(self.algorithm),
-                    remedy="the formulas of each are in gradmesh.verify.simulator.costs",
+                    remedy='pass e.g. algorithm="ring"; their formulas are in gradmesh.verify.simulator.costs',
                 )
             )
 
     def link(self, axis: str) -> Link:
-        """The link of an axis, or of several that are joined with "+".
+        """The link of an axis, or of several axes joined with "+".
 
         Raises:
             ArgumentError: the model has no link for it.
@@ -98,7 +95,8 @@ class CostModel:
                     axis=axis,
                     expected=f"one of {', '.join(self.links)}",
                     got=", ".join(missing),
-                    remedy="add a link of that name, or pass simulate the mesh= whose axes have these names",
+                    remedy=f"add the link, e.g. CostModel({{{missing[0]!r}: Link(10, 25), ...}}), or pass simulate a "
+                    "mesh= with the axes of the model",
                 )
             )
         found = [self.links[name] for name in names]
@@ -116,7 +114,7 @@ class CostModel:
             axis: the axis.
             size: the number of ranks.
             payload: the largest payload of a rank.
-            sent: the most that a rank sends; None: what it is where all payloads are equal.
+            sent: the most that a rank sends; None: its value for equal payloads.
         """
         link = self.link(axis)
         sent = sent_evenly(op, size, payload) if sent is None else sent
@@ -131,18 +129,17 @@ class CostModel:
         *,
         per: Literal["message", "call"] = "message",
     ) -> Link:
-        """The link with which this model's algorithm takes the measured time for the first and the last size.
+        """Fit a link such that this model's algorithm takes the measured time for the first and the last size.
 
         Args:
             axis: the axis, for the error.
-            op: the collective that was measured.
+            op: the measured collective.
             size: the number of ranks.
             points: pairs of payload in bytes and seconds, from the smallest to the largest.
-            per: whether the time that does not depend on the size is one of each message, as on a network, or one of
-                the call, as in shared memory.
+            per: whether the fixed time occurs per message, as on a network, or per call, as in shared memory.
 
         Raises:
-            ArgumentError: no link takes these times.
+            ArgumentError: no link has these times.
         """
         (small, quick), (large, slow) = points[0], points[-1]
         rounds, few = ALGORITHMS[self.algorithm](op, size, small, sent_evenly(op, size, small))[-1]
@@ -151,12 +148,12 @@ class CostModel:
         if per_byte <= 0 or not rounds:
             raise ArgumentError(
                 message(
-                    "no link takes these times",
+                    "cannot fit a link to the measured times",
                     op="CostModel.fitted",
                     axis=axis,
-                    expected="two sizes of an op that sends, the larger one slower",
+                    expected="times of an op that sends data, longer for the larger size",
                     got=f"{small:g} bytes in {quick:g} s, {large:g} bytes in {slow:g} s",
-                    remedy="measure sizes that lie further apart",
+                    remedy="measure sizes that are further apart, e.g. 1e3 and 1e8 bytes",
                 )
             )
         fixed = 1e6 * max(0.0, quick - few * per_byte)

@@ -1,4 +1,4 @@
-"""How a call of a rank becomes an event: its bytes, its axis, the pass that made it, and where it comes from."""
+"""Creates events from calls: their bytes, axis, phase, call site and origin."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Notes", "show"]
 
 
 class Notes:
-    """The events of a run, as they come.
+    """The events of a run.
 
     Args:
-        mesh: the sizes of the axes by name, the slowest first; a group is named by the axes along which its ranks lie.
+        mesh: the sizes of the axes by name, the slowest first; groups are named by the axes that they extend along.
     """
 
     def __init__(self, mesh: Mapping[str, int]) -> None:
@@ -32,13 +32,13 @@ class Notes:
         self._last: dict[tuple[Group, int], tuple[OpCallCheck, Site]] = {}
 
     def note(self, group: Group, place: int, part: Contribution, now: float) -> Event:
-        """Make an event of a call."""
+        """Create the event of a call."""
         with self._lock:
             return self._note(group, place, part, now)
 
     def _note(self, group: Group, place: int, part: Contribution, now: float) -> Event:
-        told, first = self._told(group, place, part)
-        recorded = None if told is None else told.recorded
+        check, first = self._call_check(group, place, part)
+        recorded = None if check is None else check.recorded
         phase: Phase = "backward" if in_backward() else "forward"
         origin: CallRecord | None = None
         if recorded is not None:
@@ -50,7 +50,7 @@ class Notes:
             number=len(self.events),
             rank=group.ranks[place],
             op=op_of(part),
-            verb="" if told is None else told.verb,
+            verb="" if check is None else check.verb,
             axis=self._axis(group),
             size=len(group.ranks),
             payload=payload_of(part),
@@ -66,10 +66,10 @@ class Notes:
         self.events.append(event)
         return event
 
-    def _told(self, group: Group, place: int, part: Contribution) -> tuple[OpCallCheck | None, bool]:
-        """What the verb said of the call, and whether it is the verb's first motion.
+    def _call_check(self, group: Group, place: int, part: Contribution) -> tuple[OpCallCheck | None, bool]:
+        """The verb's call check, and whether this is the verb's first transfer.
 
-        A verb may need several motions; only the first has its claim, and the others come from the same line.
+        A verb may need several transfers; only the first has a call check, and the others have the same call site.
         """
         key = group, place
         if isinstance(part.call_check, OpCallCheck):
@@ -97,7 +97,7 @@ class Notes:
 
 
 def axes_of(ranks: list[int], mesh: Mapping[str, int]) -> list[str]:
-    """The axes of a mesh along which some ranks lie.
+    """The axes of a mesh along which the ranks differ.
 
     >>> axes_of([0, 8], {"outer": 2, "inner": 8}), axes_of([1, 3], {"outer": 2, "inner": 8})
     (['outer'], ['inner'])
@@ -111,8 +111,8 @@ def axes_of(ranks: list[int], mesh: Mapping[str, int]) -> list[str]:
 
 
 def show(site: Site) -> str:
-    """A call site as text; files below the current directory by their place there."""
+    """A call site as text; files below the current directory with their relative path."""
     if site is None:
-        return "an unknown place"
+        return "an unknown line"
     file, here = site[0].co_filename, os.getcwd() + os.sep
     return f"{file.removeprefix(here)}:{site[1]} in {site[0].co_name}"

@@ -1,10 +1,9 @@
-"""A schedule that comes back: one rank runs at a time, and a seeded generator says who goes on.
+"""Deterministic, seeded scheduler: one rank runs at a time.
 
-The ranks hand on one turn. A rank gives it away at every call to other ranks, where it waits for one, and where its
-function is over; the generator picks the next among the ranks that can go on. What happens in between is the program's
-own, so that with one seed the ranks do the same things in the same order each time.
+A rank yields at every communication call, when it waits, and when its function returns; the generator then picks one of
+the ranks that are ready. The same seed gives the same order.
 
-Where no rank can go on, that is a deadlock, and it is known at once.
+If no rank is ready, that is a deadlock, which is reported immediately.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from gradmesh.errors import ArgumentError, DeadlockError, message
 __all__ = ["Schedule"]
 
 _LOOK = 0.2
-"""Seconds after which a rank that has no turn looks whether the world was stopped from outside."""
+"""Seconds after which a waiting rank checks whether the world was stopped."""
 
 
 class Schedule:
-    """Who has the turn.
+    """The scheduler of a world.
 
     Args:
         world: the ranks.
-        seed: another number, another order.
+        seed: different seeds give different orders.
     """
 
     def __init__(self, world: World, seed: int) -> None:
@@ -39,61 +38,61 @@ class Schedule:
         for turn in self._turns:
             turn.acquire()
 
-    def rank_here(self) -> int:
+    def current_rank(self) -> int:
         """The rank of the calling thread.
 
         Raises:
-            ArgumentError: it is none.
+            ArgumentError: the thread does not belong to a rank.
         """
         rank = self._world.rank_of_thread.get(threading.get_ident())
         if rank is None:
             raise ArgumentError(
                 message(
-                    "a thread that is no rank has no turn in a schedule",
+                    "with seed=, a rank may communicate only from its main thread",
                     op="simulate",
-                    expected="calls from the threads of the ranks",
+                    expected="a call from the thread of a rank",
                     got=f"a call from thread {threading.current_thread().name!r}",
-                    remedy="make the call in the rank's own thread, or simulate without seed=",
+                    remedy="make the call in the rank's main thread, or simulate without seed=",
                 )
             )
         return rank
 
     def enter(self, rank: int) -> None:
-        """Wait until all ranks are here, and for the first turn."""
+        """Wait until all ranks have entered, and for the first turn."""
         with self._lock:
             self._inside.append(rank)
             if len(self._inside) == self._world.size:
                 self._inside.sort()
-                self._hand_on()
-        self._await_turn(rank)
+                self._next()
+        self._wait_for_turn(rank)
 
     def turn(self, rank: int) -> None:
-        """Let another rank go on, or the same.
+        """Yield to another rank, or continue.
 
         Raises:
             GradmeshError: the world has been stopped.
         """
         self._world.check()
-        self._hand_on()
-        self._await_turn(rank)
+        self._run_next()
+        self._wait_for_turn(rank)
 
     def block(self, rank: int, waits_for: Waitable) -> None:
-        """Let others go on until something is complete.
+        """Yield to other ranks until `waits_for` is complete.
 
         Raises:
-            DeadlockError: no rank can go on.
+            DeadlockError: no rank is ready.
             AbortedError: another rank failed.
         """
         self._world.check()
         self._world.waiting[rank] = waits_for
         try:
-            self._hand_on()
-            self._await_turn(rank)
+            self._run_next()
+            self._wait_for_turn(rank)
         finally:
             self._world.waiting.pop(rank, None)
 
     def leave(self, rank: int, error: BaseException | None) -> None:
-        """The rank's function is over."""
+        """The rank's function has returned or raised."""
         self._world.leave(rank, error)
         with self._lock:
             if rank in self._inside:
@@ -101,10 +100,10 @@ class Schedule:
         if self._world.stopped is not None:
             self._wake()
         elif self._inside:
-            self._hand_on()
+            self._run_next()
 
-    def _hand_on(self) -> None:
-        """Give the turn to a rank that can go on."""
+    def _run_next(self) -> None:
+        """Let a ready rank run."""
         waiting = self._world.waiting
         ready = [rank for rank in self._inside if rank not in waiting or waiting[rank].done]
         if ready:
@@ -112,7 +111,7 @@ class Schedule:
         else:
             self._give_up()
 
-    def _await_turn(self, rank: int) -> None:
+    def _wait_for_turn(self, rank: int) -> None:
         while not self._turns[rank].acquire(timeout=_LOOK):
             if self._world.stopped is not None:
                 break
@@ -127,7 +126,7 @@ class Schedule:
         self._wake()
 
     def _wake(self) -> None:
-        """Let everybody see that the world has been stopped."""
+        """Wake all ranks, so that they see that the world has been stopped."""
         with self._lock:
             for turn in self._turns:
                 if turn.locked():

@@ -1,4 +1,4 @@
-"""`simulate`: run a program on ranks that are threads, watch every collective, and live a cost model."""
+"""`simulate`: runs a program on thread ranks, records every collective, and applies a cost model."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from gradmesh.backends.threads.waiting import World
 from gradmesh.errors import ArgumentError, RankError, message
 from gradmesh.launch import Ranks
-from gradmesh.verify.simulator.clocks import OwnClocks, WallClock
+from gradmesh.verify.simulator.clocks import VirtualClocks, WallClock
 from gradmesh.verify.simulator.events import Events
-from gradmesh.verify.simulator.lone import Lone
+from gradmesh.verify.simulator.links import Links
 from gradmesh.verify.simulator.model import CostModel
 from gradmesh.verify.simulator.schedule import Schedule
-from gradmesh.verify.simulator.single_rank import run_single_rank
+from gradmesh.verify.simulator.single_rank import SingleRankObserver, run_single_rank
 from gradmesh.verify.simulator.trace import trace_of
 from gradmesh.verify.simulator.watching import Watching
-from gradmesh.verify.simulator.wire import Wire
 from gradmesh.world import mesh as make_mesh
 
 __all__ = ["Simulation", "simulate"]
@@ -32,14 +31,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Simulation(Generic[T]):
-    """What a simulated run has given.
+    """The result of a simulated run.
 
     Attributes:
         world_size: the number of ranks.
-        results: what each rank has returned; of the one that played alone; empty where the run failed.
+        results: each rank's return value; with `only`, that of the one rank; empty if the run failed.
         events: every call of every rank.
-        seconds: how long the run took: by the slowest rank's clock where ranks have their own, else by the machine's.
-        error: how the run failed, where `check=False` was passed; None: it did not.
+        seconds: the duration of the run: the slowest rank's virtual clock with `seed` or `only`, else wall-clock time.
+        error: the failure, with `check=False`; None if the run succeeded.
     """
 
     world_size: int
@@ -49,12 +48,12 @@ class Simulation(Generic[T]):
     error: RankError | None
 
     def __str__(self) -> str:
-        """How many ranks, how long, and the table of events."""
-        ended = "" if self.error is None else ", which failed"
-        return f"a run of {self.world_size} ranks, {self.seconds:.6g} s{ended}\n{self.events}"
+        """The number of ranks, the duration, and the table of events."""
+        ended = "" if self.error is None else ", failed"
+        return f"simulation of {self.world_size} ranks, {self.seconds:.6g} s{ended}\n{self.events}"
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the events as a trace file, which ui.perfetto.dev opens; see `gradmesh.verify.simulator.trace`."""
+        """Write the events as a trace file for ui.perfetto.dev; see `gradmesh.verify.simulator.trace`."""
         with open(path, "w") as file:
             json.dump(trace_of(self.events), file)
 
@@ -73,39 +72,40 @@ def simulate(
     timeout: float | None = None,
     check: bool = True,
 ) -> Simulation[T]:
-    """Run `fn(*args, **kwargs)` on ranks that are threads of this process, and watch every collective.
+    """Run `fn(*args, **kwargs)` on thread ranks of this process, and record every collective.
 
-    Calls of gradmesh and of torch.distributed are watched, and so are those of DDP, FSDP and DTensor. Without `seed`
-    and `only` all ranks run at once and times are the machine's.
+    Calls of gradmesh and torch.distributed are recorded, including those of DDP, FSDP and DTensor. Without `seed` and
+    `only` all ranks run concurrently and times are wall-clock times.
 
-    With `seed` one rank runs at a time, and a generator picks the one that goes on whenever a rank makes a call to
-    others, waits or ends: the same seed gives the same order, so that an error that depends on it comes back. A
-    deadlock is known at once. Each rank has a clock of its own, which goes on while that rank works and is set to a
-    call's end when it has waited for it: the time of a run is that of a machine with a core for each rank.
+    With `seed` one rank runs at a time. Whenever a rank communicates, waits or returns, a generator picks the next one:
+    the same seed gives the same order, so that errors that depend on it are reproducible. A deadlock is reported
+    immediately. Each rank has a virtual clock, which advances while that rank runs and is set to the end of a call when
+    the rank has waited for it: times are those of a machine with one core per rank.
 
-    With `only` one rank plays, and the others are taken to do the same: calls, bytes and modelled times are those of a
-    world of any size, values are not.
+    With `only` a single rank runs, and all others are assumed to do the same: calls, bytes and modelled times are those
+    of a world of any size; values are not.
 
     Args:
-        fn: what each rank runs.
+        fn: the function that each rank runs.
         world_size: the number of ranks.
         args: positional arguments, the same objects for every rank.
         kwargs: keyword arguments, the same objects for every rank.
-        mesh: names and sizes of axes, the slowest first, as for `gradmesh.mesh`, which every rank has as its current
-            mesh. The events are named by these axes.
-        seed: which order of the ranks.
-        model: what a collective costs. Its result then comes when it would come: a rank that waits for it sleeps until
-            then, or sets its own clock. Where a call is not waited for the rank goes on meanwhile.
-        compute: what the time of the ranks' own work is multiplied with, with `seed` or `only`; 1 by default. With 0,
-            only communication takes time, and all times are the same in every run.
-        only: the rank that plays alone.
-        timeout: as for `gradmesh.launch`. With `seed`, ranks that wait for each other in some other way than by a call,
-            such as a lock of Python's, are ended by it alone.
-        check: whether a failure is raised; else it is `error` of what is returned, with the events until then.
+        mesh: names and sizes of axes, the slowest first, as for `gradmesh.mesh`; it becomes the current mesh of every
+            rank, and events are named by its axes.
+        seed: the seed of the order of the ranks.
+        model: the cost of collectives. A rank that waits for a result sleeps until the call's modelled end, or sets its
+            virtual clock to it. The time of an asynchronous call overlaps with computation.
+        compute: the factor of the ranks' computation time, with `seed` or `only`; defaults to 1. With 0 only
+            communication takes time, and all times are reproducible.
+        only: the only rank to run.
+        timeout: as for `gradmesh.launch`. With `seed`, ranks that wait for each other by other means than a collective,
+            such as a Python lock, are only ended by this timeout.
+        check: whether to raise if a rank fails; otherwise the failure is the `error` of the result, which has the
+            events until then.
 
     Raises:
-        ArgumentError: arguments that do not fit together; or a call from a thread that is no rank, with `seed`.
-        RankError: a rank failed. Its cause is the rank's exception; that of a deadlock has the pending call of every
+        ArgumentError: invalid arguments; or, with `seed`, a call from a thread that does not belong to a rank.
+        RankError: a rank failed. Its cause is the rank's exception; for a deadlock it lists the pending call of every
             rank with its line.
 
     Example:
@@ -119,7 +119,7 @@ def simulate(
         >>> [(e.verb, e.phase, e.payload, e.sent) for e in run.events.select(rank=2)]
         [('all_gather', 'forward', 12, 36), ('reduce_scatter', 'backward', 48, 36)]
     """
-    _refuse_what_does_not_fit(world_size, mesh, seed, compute, only)
+    _check_arguments(world_size, mesh, seed, compute, only)
     axes = dict(mesh or {})
     compute = 1.0 if compute is None else compute
     watching: list[Watching] = []
@@ -135,14 +135,14 @@ def simulate(
             return fn(*args, **(kwargs or {}))
 
     def watch(world: World) -> None:
-        wire = Wire(model)
+        links = Links(model)
         if only is not None:
-            watching.append(Lone(world, OwnClocks(world_size, compute), wire, axes, None))
+            watching.append(SingleRankObserver(world, VirtualClocks(world_size, compute), links, axes, None))
         elif seed is not None:
-            own = OwnClocks(world_size, compute)
-            watching.append(Watching(world, own, wire, axes, Schedule(world, seed)))
+            clocks = VirtualClocks(world_size, compute)
+            watching.append(Watching(world, clocks, links, axes, Schedule(world, seed)))
         else:
-            watching.append(Watching(world, WallClock(), wire, axes, None))
+            watching.append(Watching(world, WallClock(), links, axes, None))
         world.observer = watching[0]
 
     results, error = [], None
@@ -165,22 +165,40 @@ def simulate(
     return Simulation(world_size, results, Events(seen.notes.events), seen.seconds, error)
 
 
-def _refuse_what_does_not_fit(
+def _check_arguments(
     size: int, mesh: Mapping[str, int] | None, seed: int | None, compute: float | None, only: int | None
 ) -> None:
     if mesh is not None and math.prod(mesh.values()) != size:
-        _refuse("the axes do not fill the world", f"sizes with product {size}", f"mesh={dict(mesh)}")
+        _refuse(
+            "the mesh does not match the world size",
+            f"axis sizes whose product is {size}",
+            f"mesh={dict(mesh)}",
+            f"pass e.g. mesh={{'world': {size}}}, or world_size={math.prod(mesh.values())}",
+        )
     if only is not None and not 0 <= only < size:
-        _refuse("there is no such rank to play alone", f"a rank from 0 to {size - 1}", f"only={only}")
+        _refuse("only is out of range", f"a rank from 0 to {size - 1}", f"only={only}", "pass e.g. only=0")
     if only is not None and seed is not None:
-        _refuse("one rank that plays alone has no order", "seed= or only=", "both")
+        _refuse(
+            "seed and only exclude each other",
+            "seed= or only=",
+            f"seed={seed}, only={only}",
+            "remove seed=: a single rank needs no order",
+        )
     if compute is not None and not 0 <= compute < math.inf:
-        _refuse("compute is no factor", "a number that is not negative", f"compute={compute!r}")
+        _refuse(
+            "invalid compute",
+            "a finite number >= 0",
+            f"compute={compute!r}",
+            "pass compute=0 to count communication only, or compute=1 for the measured time",
+        )
     if compute is not None and seed is None and only is None:
-        _refuse("the machine's time cannot be scaled", "compute= with seed= or only=", f"compute={compute}")
+        _refuse(
+            "compute= requires virtual clocks",
+            "compute= together with seed= or only=",
+            f"compute={compute}",
+            f"pass e.g. seed=0, compute={compute}",
+        )
 
 
-def _refuse(problem: str, expected: str, got: str) -> None:
-    raise ArgumentError(
-        message(problem, op="simulate", expected=expected, got=got, remedy="see the arguments of simulate")
-    )
+def _refuse(problem: str, expected: str, got: str, remedy: str) -> NoReturn:
+    raise ArgumentError(message(problem, op="simulate", expected=expected, got=got, remedy=remedy))

@@ -1,9 +1,8 @@
-"""Events as a trace file, in the JSON format of Chrome's tracer, which Perfetto (ui.perfetto.dev) opens.
+"""Writes events as a trace file in Chrome's JSON format, for Perfetto (ui.perfetto.dev).
 
-A process stands for each rank. Its first row shows when the rank waits, and what for, and where that is known also
-when it works, and where it begins a call for which it does not wait. Each axis has a row with what is under way on it,
-and more rows where things are under way at the same time. Arrows lead from a forward call to its backward and its
-tangent.
+Each rank is a process. Its first row shows waits and, if known, computation and launches of asynchronous calls. Each
+axis has a row with its transfers, and additional rows for concurrent ones. Arrows connect a forward call with its
+backward and its tangent.
 
 The format: "Trace Event Format", Google, 2016. Times are microseconds.
 """
@@ -21,7 +20,7 @@ Entry = dict[str, Any]
 
 
 class Work(NamedTuple):
-    """A time in which a rank did not wait; in seconds, as those of the events."""
+    """An interval in which a rank computed, i.e. did not wait; in seconds, as for events."""
 
     rank: int
     phase: str
@@ -30,11 +29,11 @@ class Work(NamedTuple):
 
 
 def trace_of(events: Iterable[Event], work: Iterable[Work] = ()) -> Entry:
-    """The trace of a run, to be written with `json.dump`.
+    """The trace of a run, for `json.dump`.
 
     Args:
         events: the calls.
-        work: when the ranks worked, if that is known; of a rank it overlaps with nothing that the rank waits for.
+        work: the ranks' computation, if known; must not overlap with their waits.
     """
     working = list(work)
     rows = _Rows(one.rank for one in working)
@@ -46,7 +45,7 @@ def trace_of(events: Iterable[Event], work: Iterable[Work] = ()) -> Entry:
             entries.append(_slice(f"waits for {what}", event, 0, event.stood, event.stood + event.waited))
         if event.start is not None and event.end is not None:
             if working and event.stood != event.called:
-                entries.append(_begun(what, event))
+                entries.append(_launch(what, event))
             row = rows.free(event)
             slices[event.number] = _slice(what, event, row, event.start, event.end)
             slices[event.number]["args"] = _arguments(event)
@@ -95,12 +94,12 @@ def _working(work: Work) -> Entry:
     }
 
 
-def _begun(what: str, event: Event) -> Entry:
-    """A mark where a rank begins a call and goes on."""
+def _launch(what: str, event: Event) -> Entry:
+    """A mark for the launch of an asynchronous call."""
     return {
         "ph": "i",
         "s": "t",
-        "name": f"begins {what}",
+        "name": f"launches {what}",
         "cat": event.phase,
         "pid": event.rank,
         "tid": 0,
@@ -117,13 +116,13 @@ def _arrow(number: int, start: Entry, end: Entry) -> list[Entry]:
 
 
 class _Rows:
-    """The rows of each rank: slices of one row may not overlap."""
+    """The rows of each rank; slices in a row must not overlap."""
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._taken: dict[int, list[tuple[str, float]]] = {rank: [] for rank in ranks}
 
     def free(self, event: Event) -> int:
-        """A row of the event's axis on which nothing is under way when it starts."""
+        """A row of the event's axis that is free when it starts."""
         rows = self._taken.setdefault(event.rank, [])
         start, end = event.start or 0.0, event.end or 0.0
         for number, (axis, until) in enumerate(rows):

@@ -1,8 +1,7 @@
-"""The observer of a simulation: it notes every call, orders the ranks, and holds results back.
+"""The observer of a simulation: records every call, schedules the ranks, and delays results.
 
-Each call of a rank is noted when it is made, and gets its times when the last rank has made it. Where there is a
-schedule, a rank gives its turn away at each call. Where there is a cost model, a rank that waits for a call goes on at
-the call's end by the clock, and not before.
+A call is recorded when a rank makes it, and gets its times when the last rank has made it. With a schedule, a rank
+yields at each call. With a cost model, a rank that waits for a call continues at the call's modelled end.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from gradmesh.backends.threads.rendezvous import Contribution, Group, Receive, R
 from gradmesh.backends.threads.waiting import Waitable, World
 from gradmesh.verify.simulator.clocks import Clock, WallClock
 from gradmesh.verify.simulator.events import Event
+from gradmesh.verify.simulator.links import Links
 from gradmesh.verify.simulator.notes import Notes
 from gradmesh.verify.simulator.schedule import Schedule
-from gradmesh.verify.simulator.wire import Wire
 
 __all__ = ["Watching"]
 
@@ -27,7 +26,7 @@ Kernel = Callable[[list[Contribution]], None]
 
 
 class _Call:
-    """What is known of a call: the event of each rank that has made it, and when it ends."""
+    """A call: the event of each rank that has made it, and its end."""
 
     __slots__ = ("end", "events")
 
@@ -37,23 +36,23 @@ class _Call:
 
 
 class Watching(Observer):
-    """Watches a world.
+    """Observes a world.
 
     Args:
         world: the ranks.
-        clock: what time it is on a rank.
-        wire: when a call ends.
+        clock: the clocks of the ranks.
+        links: the modelled links.
         mesh: the sizes of the axes by name, the slowest first.
-        schedule: who has the turn; None: everybody runs.
+        schedule: the scheduler; None: all ranks run concurrently.
 
     Attributes:
-        seconds: when the last rank's function was over.
+        seconds: when the last rank's function returned.
     """
 
     def __init__(
-        self, world: World, clock: Clock, wire: Wire, mesh: Mapping[str, int], schedule: Schedule | None
+        self, world: World, clock: Clock, links: Links, mesh: Mapping[str, int], schedule: Schedule | None
     ) -> None:
-        self.clock, self.wire, self.notes = clock, wire, Notes(mesh)
+        self.clock, self.links, self.notes = clock, links, Notes(mesh)
         self.seconds = 0.0
         self._world, self._schedule = world, schedule
         self._calls: dict[tuple[Group, int], _Call] = {}
@@ -63,27 +62,27 @@ class Watching(Observer):
 
     @property
     def lives(self) -> bool:
-        """Whether a cost model is lived in the machine's time."""
-        return self.wire.model is not None and isinstance(self.clock, WallClock)
+        """Whether modelled times elapse in wall-clock time."""
+        return self.links.model is not None and isinstance(self.clock, WallClock)
 
     @property
     def takes_turns(self) -> bool:
-        """Whether each rank has its own clock."""
+        """Whether each rank has a virtual clock."""
         return self.clock.of_ranks
 
     def async_axis(self, group: Group, run: Callable[[], None]) -> Callable[[], None]:
-        """Run it now, and set the rank's clock back; what was begun before on the group comes first."""
+        """Run it now, after earlier async calls of the group, and set the rank's clock back to the launch."""
         with self._off_the_clock() as rank:
             if rank is None:
                 run()
                 return lambda: None
-            key, begun = (group, rank), self.clock.now(rank)
-            self.clock.put(rank, max(begun, self._free.get(key, 0.0)))
-            self.clock.go_on(rank)
+            key, launched = (group, rank), self.clock.now(rank)
+            self.clock.put(rank, max(launched, self._free.get(key, 0.0)))
+            self.clock.resume(rank)
             run()
             self.clock.pause(rank)
             end = self._free[key] = self.clock.now(rank)
-            self.clock.put(rank, begun)
+            self.clock.put(rank, launched)
 
         def wait() -> None:
             with self._off_the_clock():
@@ -95,12 +94,12 @@ class Watching(Observer):
 
     @contextlib.contextmanager
     def taking_part(self, rank: int) -> Iterator[None]:
-        """Run a rank's function, from the first turn to the last."""
+        """The context of a rank's function."""
         failed: BaseException | None = None
         try:
             if self._schedule is not None:
                 self._schedule.enter(rank)
-            self.clock.go_on(rank)
+            self.clock.resume(rank)
             try:
                 yield
             finally:
@@ -115,11 +114,11 @@ class Watching(Observer):
 
     @contextlib.contextmanager
     def _off_the_clock(self) -> Iterator[int | None]:
-        """What the simulator does is not the rank's work."""
+        """Stop the rank's clock while the simulator runs."""
         if self._schedule is None:
             rank = self._world.rank_of_thread.get(threading.get_ident())
         else:
-            rank = self._schedule.rank_here()
+            rank = self._schedule.current_rank()
         if rank is None:
             yield None
             return
@@ -127,7 +126,7 @@ class Watching(Observer):
         try:
             yield rank
         finally:
-            self.clock.go_on(rank)
+            self.clock.resume(rank)
 
     def _turn(self, rank: int | None) -> None:
         if self._schedule is not None and rank is not None:
@@ -136,7 +135,7 @@ class Watching(Observer):
     # -- what a rank calls
 
     def meet(self, group: Group, place: int, part: Contribution, kernel: Kernel) -> Rendezvous:
-        """Note the call, and have its end entered when all ranks have made it."""
+        """Record the call; its end is set when all ranks have made it."""
         with self._off_the_clock() as rank:
             self._turn(rank)
             key = group, group.calls[place]
@@ -145,7 +144,7 @@ class Watching(Observer):
 
             def carried() -> None:
                 del self._calls[key]
-                call.end = self.wire.carry(list(call.events.values()), self.clock.now(None))
+                call.end = self.links.collective(list(call.events.values()), self.clock.now(None))
 
             meeting = self._bring(group, place, part, kernel, carried)
             self._of[meeting] = call
@@ -154,7 +153,7 @@ class Watching(Observer):
     def _bring(
         self, group: Group, place: int, part: Contribution, kernel: Kernel, carried: Callable[[], None]
     ) -> Rendezvous:
-        """Make the call; `carried` is to be called when all ranks have made it, before any of them goes on."""
+        """Make the call; `carried` runs when all ranks have made it, before any of them continues."""
 
         def work(parts: list[Contribution]) -> None:
             kernel(parts)
@@ -163,15 +162,15 @@ class Watching(Observer):
         return group.bring(place, part, work)
 
     def send(self, group: Group, place: int, to: int, tag: int, part: Contribution) -> None:
-        """Note the message, and when it is there."""
+        """Record the message and its arrival."""
         with self._off_the_clock() as rank:
             self._turn(rank)
             event = self.notes.note(group, place, part, self.clock.now(rank))
-            self._messages[id(part)] = part, self.wire.send(event)
+            self._messages[id(part)] = part, self.links.message(event)
             group.hand(place, to, tag, part)
 
     def receive(self, group: Group, place: int, source: int | None, tag: int, part: Contribution) -> Receive:
-        """Note the call."""
+        """Record the call."""
         with self._off_the_clock() as rank:
             self._turn(rank)
             call = _Call()
@@ -200,7 +199,7 @@ class Watching(Observer):
                 event.waited += self.clock.now(rank) - before
 
     def over(self, waits_for: Waitable) -> bool:
-        """Whether the call is complete, and its end has passed."""
+        """Whether the call is complete and its modelled end has passed."""
         with self._off_the_clock() as rank:
             self._turn(rank)
             end = self._end(waits_for) if waits_for.done else None
@@ -213,7 +212,7 @@ class Watching(Observer):
         return self._of.setdefault(waits_for, _Call())
 
     def _end(self, waits_for: Waitable) -> float | None:
-        """When a complete call ends; None: it failed."""
+        """The end of a complete call; None: it failed."""
         call = self._call(waits_for)
         if call.end is None and isinstance(waits_for, Receive) and waits_for.sent is not None:
             _, came = self._messages.pop(id(waits_for.sent))

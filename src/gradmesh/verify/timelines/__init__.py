@@ -1,13 +1,12 @@
-"""What the ranks of a real run worked, began, sent and waited for; and a wire that is as slow as a test says.
+"""Timelines of real runs: what each rank computes, launches, sends and waits for; and artificial network delays.
 
-    through.py     a transport that says of each motion what it is and what it sends; the two below are made of it
-    delay.py       `delayed`: every motion takes at least what a cost model says
-    recorder.py    what a rank notes while it is watched
-    work.py        what a rank worked, from that
-    timeline.py    `timeline`, and the `Timeline` of one rank or of all
-    picture.py     the picture of it, with matplotlib
+    middleware.py  base class of transport middleware that receives the kind and size of each transfer
+    delay.py       `delayed`: every transfer takes at least the time of a cost model
+    recorder.py    records a rank's calls, waits and backward passes
+    timeline.py    `timeline`, and the `Timeline` of one or several ranks
+    picture.py     its picture, with matplotlib
 
-The trace file is that of the simulator (`gradmesh.verify.simulator.trace`), and so are the events.
+Events and trace files are those of the simulator (`gradmesh.verify.simulator.trace`).
 """
 
 from gradmesh.verify.timelines.delay import delayed

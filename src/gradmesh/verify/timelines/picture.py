@@ -1,4 +1,4 @@
-"""The picture of a timeline: each rank's work and its wires, forward and backward, and whose gradient is what."""
+"""The picture of a timeline: each rank's computation and transfers, with arrows from forward to backward calls."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gradmesh.verify.simulator.trace import Work
 
 __all__ = ["draw"]
 
-# Of the eight of Okabe and Ito, which differ for every eye.
+# From the color-blind-safe palette of Okabe and Ito.
 _COLOURS = {"forward": "#0072B2", "backward": "#D55E00", "tangent": "#009E73"}
 _PALE = {"forward": "#9FCBE6", "backward": "#F2BE98", "tangent": "#A3D9C8"}
 _WAITS = "#DDDDDD"
 _HEIGHT = 0.8
 
 Row = tuple[int, str]
-"""A rank, and the axis whose wire it is; "" for the rank's work."""
+"""A rank and an axis; "" for the rank's computation."""
 
 
 def draw(
@@ -31,9 +31,9 @@ def draw(
 
     Args:
         events: the calls.
-        work: when the ranks worked.
+        work: the ranks' computation.
         path: the file.
-        title: what stands above it.
+        title: the title.
     """
     calls, working = list(events), list(work)
     rows = {row: -place for place, row in enumerate(_rows(calls, working))}
@@ -104,9 +104,9 @@ def _arrow(axes: Axes, rows: dict[Row, int], forward: Event, backward: Event) ->
 
 def _legend() -> list[Patch]:
     return [
-        Patch(color=_COLOURS["forward"], label="forward work"),
-        Patch(color=_COLOURS["backward"], label="backward work"),
-        Patch(color=_WAITS, label="waits"),
-        Patch(color=_PALE["forward"], label="forward call under way"),
-        Patch(color=_PALE["backward"], label="backward call under way (arrow: of which call)"),
+        Patch(color=_COLOURS["forward"], label="forward computation"),
+        Patch(color=_COLOURS["backward"], label="backward computation"),
+        Patch(color=_WAITS, label="wait"),
+        Patch(color=_PALE["forward"], label="forward transfer"),
+        Patch(color=_PALE["backward"], label="backward transfer (arrow from its forward call)"),
     ]

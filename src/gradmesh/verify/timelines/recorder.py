@@ -1,10 +1,11 @@
-"""What a rank notes while it is watched: its calls, its waits, and its backward passes."""
+"""Records the calls, waits and backward passes of a rank, and derives its computation from them."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,18 +18,21 @@ from gradmesh.transport.call_checks import TANGENT, CallRecord
 from gradmesh.transport.comm_thread import WorkItem, current_job
 from gradmesh.verify.simulator.events import Event, Phase
 from gradmesh.verify.simulator.notes import show
-from gradmesh.verify.timelines.through import Motion, Through
-from gradmesh.verify.timelines.work import Span
+from gradmesh.verify.simulator.trace import Work
+from gradmesh.verify.timelines.middleware import Middleware, Transfer
 
-__all__ = ["Noted", "Passes", "Recorder"]
+__all__ = ["Passes", "Recorder", "RecordingTransport", "worked"]
 
 T = TypeVar("T")
+
+Span = tuple[float, float]
+"""Start and end."""
 
 _STARTS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
 class Recorder:
-    """The notes of one rank, whose thread is the one that makes this; times are those of `time.perf_counter`.
+    """The record of one rank, created on the rank's thread; times are from `time.perf_counter`.
 
     Args:
         rank: the rank in the world.
@@ -39,15 +43,15 @@ class Recorder:
         self.events: list[Event] = []
         self.passes: list[Span] = []
         self.waits: list[Span] = []
-        self.begun = time.perf_counter()
+        self.start = time.perf_counter()
         self._thread = threading.get_ident()
         self._lock = threading.Lock()
         self._marked = False
         self._made_by: dict[int, tuple[CallRecord, Event]] = {}
         self._made_beside: dict[int, Event] = {}
 
-    def note(self, transport: Noted, motion: Motion, begin: float, end: float) -> None:
-        """Note a motion that has been made."""
+    def note(self, transport: RecordingTransport, transfer: Transfer, begin: float, end: float) -> None:
+        """Record a completed transfer."""
         recorded, job = transport.recorded, current_job()
         here = job is None and threading.get_ident() == self._thread
         phase: Phase = "backward" if in_backward() else "forward"
@@ -57,12 +61,12 @@ class Recorder:
         event = Event(
             number=0,
             rank=self.rank,
-            op=motion.op,
+            op=transfer.op,
             verb=transport.verb,
             axis=transport.axis.name,
             size=transport.axis.size,
-            payload=motion.payload,
-            sent=round(motion.sent),
+            payload=transfer.payload,
+            sent=round(transfer.sent),
             phase=phase,
             line=show(call_site()),
             origin=None,
@@ -84,7 +88,7 @@ class Recorder:
             self._stand(event, begin, end)
 
     def waited(self, job: WorkItem[Any], begin: float, end: float) -> None:
-        """Note a wait for what was begun, if it is this thread that waited."""
+        """Record a wait for an async call, if this thread waited."""
         if threading.get_ident() != self._thread:
             return
         with self._lock:
@@ -98,7 +102,7 @@ class Recorder:
         self._mark(in_backward(), begin, end)
 
     def _mark(self, in_pass: bool, begin: float, end: float) -> None:
-        """A pass that nobody saw begin is as long as its calls."""
+        """Extend the current backward pass; a pass whose start was not seen spans its calls."""
         if not in_pass:
             self._marked = False
         elif not self.passes or self.passes[-1][1] < begin:
@@ -108,8 +112,8 @@ class Recorder:
             self._marked = True
 
 
-class Noted(Through):
-    """A transport whose motions are noted."""
+class RecordingTransport(Middleware):
+    """Middleware that records each transfer."""
 
     def __init__(self, inner: Transport, recorder: Recorder) -> None:
         super().__init__(inner)
@@ -117,16 +121,16 @@ class Noted(Through):
         self.verb = "" if self.call_check is None else self.call_check.verb
         self.recorded = None if self.call_check is None else self.call_check.recorded
 
-    def through(self, motion: Motion, move: Callable[[], T]) -> T:
-        """Make the motion, and note it."""
+    def through(self, transfer: Transfer, run: Callable[[], T]) -> T:
+        """Run the transfer and record it."""
         begin = time.perf_counter()
-        result = move()
-        self._recorder.note(self, motion, begin, time.perf_counter())
+        result = run()
+        self._recorder.note(self, transfer, begin, time.perf_counter())
         return result
 
 
 class Passes(TorchFunctionMode):
-    """Notes when backward passes of this thread begin and end."""
+    """Records the start and end of this thread's backward passes."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -143,3 +147,32 @@ class Passes(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         finally:
             passes[-1] = begin, time.perf_counter()
+
+
+def worked(rank: int, whole: Span, waits: Iterable[Span], passes: Sequence[Span]) -> list[Work]:
+    """The intervals in which a rank did not wait, split at the start and end of backward passes.
+
+    Args:
+        rank: the rank.
+        whole: the recorded interval.
+        waits: its waits.
+        passes: its backward passes, which must not overlap.
+
+    >>> [(w.phase, w.start, w.end) for w in worked(0, (0, 9), [(2, 3), (5, 6)], [(4, 8)])]
+    [('forward', 0, 2), ('forward', 3, 4), ('backward', 4, 5), ('backward', 6, 8), ('forward', 8, 9)]
+    """
+    begin, end = whole
+    edges = sorted({begin, end, *(edge for one in passes for edge in one if begin < edge < end)})
+    found = []
+    standing = sorted(waits)
+    for left, right in itertools.pairwise(edges):
+        phase = "backward" if any(first <= left and right <= last for first, last in passes) else "forward"
+        at = left
+        for stood, went in standing:
+            if went > at and stood < right:
+                if stood > at:
+                    found.append(Work(rank, phase, at, stood))
+                at = went
+        if at < right:
+            found.append(Work(rank, phase, at, right))
+    return found

@@ -1,4 +1,4 @@
-"""`timeline`: what a rank worked, began, sent and waited for; and the timelines of all ranks in one file."""
+"""`timeline`: what a rank computes, launches, sends and waits for; and the timelines of all ranks in one file."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from gradmesh.transport.middleware import observe_waits
 from gradmesh.verify.joining import complete
 from gradmesh.verify.simulator.events import Event, Events
 from gradmesh.verify.simulator.trace import Work, trace_of
-from gradmesh.verify.timelines.recorder import Noted, Passes, Recorder
-from gradmesh.verify.timelines.work import worked
+from gradmesh.verify.timelines.recorder import Passes, Recorder, RecordingTransport, worked
 
 __all__ = ["Timeline", "timeline"]
 
 
 @dataclasses.dataclass
 class Timeline:
-    """What ranks worked, began, sent and waited for; that of one rank, or of several.
+    """What one or several ranks compute, launch, send and wait for.
 
-    It can be pickled, so that a rank returns it; `joined` puts those of all ranks together.
+    It can be pickled, so that a rank can return it; `joined` combines those of all ranks.
 
     Attributes:
-        begun: when it begins, by the clock of the machine (`time.perf_counter`).
-        events: the calls of gradmesh that went to other ranks, with seconds since `begun`; as in a simulation, but that
-            `start` is when this rank began to send.
-        work: when a rank did not wait.
+        begun: the start time, by the host's clock (`time.perf_counter`).
+        events: the communication calls of gradmesh, in seconds since the start time; as in a simulation, except that
+            `start` is when this rank starts to send.
+        work: the intervals in which a rank computes, i.e. does not wait.
     """
 
     begun: float = 0.0
@@ -42,40 +41,40 @@ class Timeline:
 
     @classmethod
     def joined(cls, ranks: Iterable[Timeline]) -> Timeline:
-        """The timelines of ranks of one machine, whose clock is the same for all, as one.
+        """Join the timelines of ranks on one host, which share a clock.
 
         Raises:
-            ArgumentError: there is none, or one that is not complete, as its block has not ended.
+            ArgumentError: there are no timelines, or the block of one has not ended.
         """
         parts = complete(ranks, "Timeline", "with timeline() as line:")
-        begun = min(part.begun for part in parts)
+        start = min(part.begun for part in parts)
         events: list[Event] = []
         work: list[Work] = []
         for part in parts:
-            later, before = part.begun - begun, len(events)
+            later, before = part.begun - start, len(events)
             events += [_moved(event, later, before) for event in part.events]
             work += [one._replace(start=one.start + later, end=one.end + later) for one in part.work]
-        return cls(begun, Events(events), work)
+        return cls(start, Events(events), work)
 
     def __str__(self) -> str:
         """The table of events."""
         return str(self.events)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write a trace file, which ui.perfetto.dev opens.
+        """Write a trace file for ui.perfetto.dev.
 
-        Each rank has a row of its work and waits, a row for each axis with what is under way on it, and an arrow from
-        each forward call to its backward. See `gradmesh.verify.simulator.trace`.
+        Each rank has a row with its computation and waits and a row of transfers for each axis; arrows connect each
+        forward call with its backward. See `gradmesh.verify.simulator.trace`.
         """
         with open(path, "w") as file:
             json.dump(trace_of(self.events, self.work), file)
 
     def save_picture(self, path: str | os.PathLike[str], title: str = "") -> None:
-        """Write the same as a picture, in the format that the name says (.png, .svg, .pdf).
+        """Write the same as a picture, in the format given by the file's suffix (.png, .svg, .pdf).
 
         Args:
             path: the file.
-            title: what stands above it.
+            title: the title of the picture.
 
         Raises:
             MissingExtraError: matplotlib is not installed; `pip install 'gradmesh[demo]'`.
@@ -89,7 +88,7 @@ class Timeline:
                     op="Timeline.save_picture",
                     expected="matplotlib",
                     got=str(error),
-                    remedy="pip install 'gradmesh[demo]', or save_trace and ui.perfetto.dev",
+                    remedy="run pip install 'gradmesh[demo]', or use save_trace('trace.json') and ui.perfetto.dev",
                 )
             ) from error
         draw(self.events, self.work, path, title)
@@ -112,15 +111,15 @@ def _moved(event: Event, later: float, before: int) -> Event:
 
 @contextlib.contextmanager
 def timeline() -> Iterator[Timeline]:
-    """Note what the calling rank works, begins, sends and waits for in the block, on any backend.
+    """Record what the calling rank computes, launches, sends and waits for in the block, on any backend.
 
-    Every call of gradmesh that goes to other ranks is noted, with its bytes, its line, and the forward call whose
-    gradient it is; also that which was begun with `async_op=True` and is made beside the work. Work is the time of
-    the calling thread in which it waits for no such call. Calls of torch.distributed itself are not seen (see
-    `simulate`, which sees them on threads), nor what a compiler may reorder.
+    Every communication call of gradmesh is recorded, with its bytes, its line, and the forward call of a gradient;
+    asynchronous calls (`async_op=True`) too. Computation is the time of the calling thread in which it does not wait
+    for such a call. Direct calls of torch.distributed are not recorded (`simulate` records them, on threads), nor are
+    calls that a compiler may reorder.
 
     Yields:
-        The `Timeline` of this rank, which is filled when the block ends.
+        The `Timeline` of this rank; it is filled when the block ends.
 
     Example:
         >>> def on_each_rank():
@@ -138,14 +137,14 @@ def timeline() -> Iterator[Timeline]:
     found = Timeline()
     recorder = Recorder(dist.get_rank() if dist.is_initialized() else 0)
     with (
-        install_middleware(lambda transport: Noted(transport, recorder)),
+        install_middleware(lambda transport: RecordingTransport(transport, recorder)),
         observe_waits(recorder.waited),
         Passes(recorder),
     ):
         yield found
-    end, begun = time.perf_counter(), recorder.begun
-    found.begun = begun
-    found.events = Events([_moved(event, -begun, 0) for event in recorder.events])
-    waits = [(stood - begun, went - begun) for stood, went in recorder.waits]
-    passes = [(first - begun, last - begun) for first, last in recorder.passes]
-    found.work = worked(recorder.rank, (0.0, end - begun), waits, passes)
+    end, start = time.perf_counter(), recorder.start
+    found.begun = start
+    found.events = Events([_moved(event, -start, 0) for event in recorder.events])
+    waits = [(stood - start, went - start) for stood, went in recorder.waits]
+    passes = [(first - start, last - start) for first, last in recorder.passes]
+    found.work = worked(recorder.rank, (0.0, end - start), waits, passes)

@@ -1,4 +1,4 @@
-"""Whether backward is the adjoint, under which readings, and by which factor it is off where it is not."""
+"""Whether backward is the adjoint, under which readings, and otherwise by which factor it is wrong."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from gradmesh.errors import ArgumentError, message
 from gradmesh.types import Type
-from gradmesh.verify.auditing.case import Case, RefusedError, patterns_of
+from gradmesh.verify.auditing.case import Case, FunctionRaisedError, patterns_of
 from gradmesh.verify.auditing.checks.vacuous import with_a_point
-from gradmesh.verify.auditing.pool import LostError
+from gradmesh.verify.auditing.pool import RanksLostError
 from gradmesh.verify.auditing.probes import Answer
 from gradmesh.verify.auditing.readings import (
     Pairings,
@@ -28,40 +28,42 @@ from gradmesh.verify.auditing.readings import (
 )
 from gradmesh.verify.auditing.report import Finding
 
-__all__ = ["adjoint", "ask_all", "judge", "notes"]
+__all__ = ["adjoint", "ask_all", "holding_readings", "notes"]
 
 _PROBES = 3
-"""For each pattern; a factor for each rank takes more, see `_by_rank`."""
+"""Probes per pattern; `by_rank` needs more."""
 
 _SORTED = 1024
-"""Readings that are put in order at most: each is compared with each."""
+"""The maximum number of readings to sort, because sorting compares all pairs."""
 
 Answers = Mapping[Pattern, Sequence[Sequence[Answer]]]
 
 
 def adjoint(case: Case) -> Iterator[Finding]:
-    """The first-order law, on drawn operands of every type; writes answers, readings and arrows into the case."""
+    """The first-order law on random operands of every type; stores answers, readings and arrows in the case."""
     every_reading = readings = all_readings(case.shapes, case.out_shapes)
     try:
         case.answers = ask_all(case, readings)
         readings = with_a_point(case, readings)
-    except (RefusedError, LostError) as error:
-        stage = next(iter(error.troubles.values())).stage if isinstance(error, RefusedError) else ""
-        hung = isinstance(error, RefusedError) and all(trouble.waited for trouble in error.troubles.values())
-        kind = error.kind if isinstance(error, LostError) else "hangs" if hung else "backward-raises"
-        yield case.refused(kind, error, f"on a plain {'gradient' if stage == 'backward' else 'operand'}")
+    except (FunctionRaisedError, RanksLostError) as error:
+        stage = next(iter(error.failures.values())).stage if isinstance(error, FunctionRaisedError) else ""
+        hung = isinstance(error, FunctionRaisedError) and all(
+            failure.waited for failure in error.failures.values()
+        )
+        kind = error.kind if isinstance(error, RanksLostError) else "hangs" if hung else "backward-raises"
+        yield case.failure(kind, error, f"on a contiguous {'gradient' if stage == 'backward' else 'operand'}")
         return
     every = [answer for probes in case.answers.values() for ranks in probes for answer in ranks]
     lines = list(dict.fromkeys(line for answer in every for line in answer.lines))
     case.line = lines[0] if lines else case.forward_line
     yield from notes(case, (ranks for probes in case.answers.values() for ranks in probes))
-    case.arrows = strongest(judge(case, readings, case.answers))
+    case.arrows = strongest(holding_readings(case, readings, case.answers))
     case.readings = [r for r in every_reading if any(arrow.implies(r) for arrow in case.arrows)]
     if case.arrow is not None:
         yield from _meant(case, case.arrow)
     elif not case.readings and not all_tried(case.shapes, case.out_shapes):
         count = len(case.shapes) + len(case.out_shapes)
-        case.left_out["not-adjoint"] = f"as the types of {count} tensors have too many combinations to try"
+        case.left_out["not-adjoint"] = f"{count} tensors have too many combinations of types to try"
     elif not case.readings:
         text, ranks, line = _why(case, readings, case.answers)
         yield Finding("not-adjoint", text + _but(case, every_reading), ranks, line)
@@ -70,17 +72,17 @@ def adjoint(case: Case) -> Iterator[Finding]:
 
 
 def _meant(case: Case, arrow: str) -> Iterator[Finding]:
-    """The law under the reading that is asked for."""
+    """The law under the requested reading."""
     reading = named(arrow, len(case.shapes), len(case.out_shapes))
     if reading is None:
         raise ArgumentError(
             message(
-                "arrow names no reading of this function",
+                "invalid arrow for this function",
                 op="verify.audit",
-                expected=f'"V -> R": types V, R, P or I of {len(case.shapes)} operands and '
-                f"{len(case.out_shapes)} results, or one for all",
+                expected=f"types V, R, P or I of {len(case.shapes)} operands and {len(case.out_shapes)} results, "
+                "or one for all",
                 got=repr(arrow),
-                remedy="name the types that are meant",
+                remedy='pass the intended types, e.g. arrow="V -> R"',
             )
         )
     differing = [
@@ -93,27 +95,27 @@ def _meant(case: Case, arrow: str) -> Iterator[Finding]:
         if shape is None and kind is not Type.V
     ]
     if differing:
-        text = f"as {reading}, which is asked for: {', '.join(differing)} has another shape on each rank, so it is V"
+        text = f"as {reading} (requested): the shape of {', '.join(differing)} differs between ranks, so its type is V"
         yield Finding("not-adjoint", text, (), case.forward_line)
         return
     answers = dict(case.answers)
     if reading.pattern not in answers:
         answers |= ask_all(case, [reading])
-    if judge(case, [reading], answers):
+    if holding_readings(case, [reading], answers):
         case.readings = list(dict.fromkeys([*case.readings, reading]))
         case.assumes = _assumed([reading])
         return
     text, ranks, line = _why(case, [reading], answers)
     others = f"; it is the adjoint as {_names(case.arrows)}" if case.arrows else ""
-    asked = "" if f"as {reading}" in text else f"as {reading}, which is asked for: "
+    asked = "" if f"as {reading}" in text else f"as {reading} (requested): "
     yield Finding("not-adjoint", f"{asked}{text}{others}", ranks, line)
 
 
 def _unusual(case: Case) -> Iterator[Finding]:
-    """Conventions that hold, and that are never intended for such a function."""
+    """Warn if all readings that hold are unusual for such a function."""
     plain = [reading for reading in case.arrows if usual(reading) or _kept_at_one(case, reading)]
     if not plain:
-        text = f"backward is the adjoint as {_names(case.arrows)} alone, which is seldom meant"
+        text = f"backward is the adjoint only as {_names(case.arrows)}, which is rarely intended"
         yield Finding("unusual-reading", text, (), case.line)
         return
     case.assumes = _assumed(plain)
@@ -122,14 +124,14 @@ def _unusual(case: Case) -> Iterator[Finding]:
         str(named(arrow, 1, len(case.out_shapes))) for arrow in wanted
     }:
         text = (
-            f"by its name, {case.name} is meant as {' or '.join(wanted)}; backward is the adjoint as "
-            f"{_names(case.arrows)} alone"
+            f"the name {case.name} suggests {' or '.join(wanted)}; backward is the adjoint only as "
+            f"{_names(case.arrows)}"
         )
         yield Finding("unusual-reading", text, (), case.line)
 
 
 def _kept_at_one(case: Case, reading: Reading) -> bool:
-    """Whether a value is kept at one rank: results of I -> P, or gradients of R -> I, are zeros on all others."""
+    """Whether only one rank keeps the value: results of I -> P, or gradients of R -> I, are zero on all others."""
     if (set(reading.src), set(reading.dst)) not in (({Type.I}, {Type.P}), ({Type.R}, {Type.I})):
         return False
     what = "results" if Type.P in reading.dst else "gradients"
@@ -140,13 +142,13 @@ def _kept_at_one(case: Case, reading: Reading) -> bool:
 
 
 def _assumed(readings: Sequence[Reading]) -> tuple[str, ...]:
-    """What the caller has to see to: that losses are the same, where that is what all of these readings say."""
+    """The caller's obligation: identical losses on every rank, if all of these readings require them."""
     if not readings or any(Type.I not in reading.dst for reading in readings):
         return ()
     summed = Reading(readings[0].src, tuple(Type.R if kind is Type.I else kind for kind in readings[0].dst))
     return (
-        f"as {_names(readings)} the gradient is right where every rank computes one and the same loss from the result; "
-        f"where the ranks' losses differ, backward has to sum their gradients: {summed}",
+        f"as {_names(readings)} the gradient is correct if every rank computes the same loss from the result; "
+        f"if the ranks' losses differ, backward must sum their gradients: {summed}",
     )
 
 
@@ -160,8 +162,8 @@ def ask_all(
     """First-order answers for every pattern that the readings need.
 
     Raises:
-        RefusedError: a rank raised.
-        LostError: the ranks did not come back.
+        FunctionRaisedError: a rank raised.
+        RanksLostError: a rank died or timed out.
     """
     patterns = list(patterns_of(readings))
     probes = [case.probe(seed + n, pattern, **changes) for pattern in patterns for n in range(_PROBES)]
@@ -169,19 +171,19 @@ def ask_all(
     return {p: answers[i * _PROBES : (i + 1) * _PROBES] for i, p in enumerate(patterns)}
 
 
-def judge(case: Case, readings: Sequence[Reading], answers: Answers) -> list[Reading]:
+def holding_readings(case: Case, readings: Sequence[Reading], answers: Answers) -> list[Reading]:
     """The readings that hold."""
     return [r for r, error in _errors(case, readings, answers) if error <= case.tolerance]
 
 
 def _errors(case: Case, readings: Sequence[Reading], answers: Answers) -> list[tuple[Reading, float]]:
-    """How far backward is from the adjoint under each reading."""
+    """The error of backward as an adjoint under each reading."""
     paired_once = {p: Pairings(answers[p], case.tolerance) for p in patterns_of(readings)}
     return [(r, paired_once[r.pattern].error(r)) for r in readings]
 
 
 def notes(case: Case, probes: Iterable[Sequence[Answer]]) -> Iterator[Finding]:
-    """What was written that may not be, and what shares memory: each once, with all ranks that saw it."""
+    """Findings of forbidden writes and shared memory, each once with all of its ranks."""
     seen: dict[tuple[str, str, str | None], set[int]] = {}
     for ranks in probes:
         for rank, answer in enumerate(ranks):
@@ -192,37 +194,37 @@ def notes(case: Case, probes: Iterable[Sequence[Answer]]) -> Iterator[Finding]:
 
 
 def _but(case: Case, readings: Sequence[Reading]) -> str:
-    """Where it is right all the same: under a reading that was left out, as what is sent there is known already."""
-    same_gradients = [r for r in judge(case, readings, case.answers) if any(r.pattern[1])]
+    """Name a reading under which it is correct, but which was excluded because it makes the collective unnecessary."""
+    same_gradients = [r for r in holding_readings(case, readings, case.answers) if any(r.pattern[1])]
     if not same_gradients:
         return ""
-    return f"; right as {strongest(same_gradients)[0]}, whose gradients are the same on every rank and need not be sent"
+    return f"; correct as {strongest(same_gradients)[0]}, where gradients are equal on every rank and need no reduction"
 
 
 def _why(
     case: Case, readings: Sequence[Reading], answers: Answers
 ) -> tuple[str, tuple[int, ...], str | None]:
-    """What is wrong with a backward that is no adjoint: a factor that was tried on the numbers, or the distance."""
+    """What is wrong with a backward that is not an adjoint: a factor that explains the values, or the error."""
     world = case.pool.size
     every = [ranks for probes in answers.values() for ranks in probes]
-    deaf = [rank for rank in range(world) if not any(ranks[rank].reached for ranks in every)]
-    if len(deaf) == world:
-        return "no gradient comes back on any rank", (), case.forward_line
+    without = [rank for rank in range(world) if not any(ranks[rank].reached for ranks in every)]
+    if len(without) == world:
+        return "backward returns no gradient on any rank", (), case.forward_line
     for reading in _from_the_strongest(readings):
         factor = _factor(reading, answers[reading.pattern], case.tolerance)
         if factor is not None:
             return f"the gradient is {_named(factor, world)} as {reading}", (), case.line
-    if deaf:
-        return f"no gradient comes back on {len(deaf)} of {world} ranks", tuple(deaf), case.line
+    if without:
+        return f"backward returns no gradient on {len(without)} of {world} ranks", tuple(without), case.line
     nearest, error = min(_errors(case, readings, answers), key=lambda pair: pair[1])
     if math.isinf(error):
         return (
-            "no reading fits: results or gradients differ between ranks where types ask for one value",
+            "no reading fits: results or gradients differ between ranks where the types require equal values",
             (),
             case.line,
         )
-    which = "it is" if len(readings) == 1 else f"the nearest reading is {nearest},"
-    return f"no factor explains it; {which} off by {error:.0%}", (), case.line
+    which = "the error is" if len(readings) == 1 else f"under the closest reading, {nearest}, the error is"
+    return f"the gradient is not a multiple of the correct one; {which} {error:.0%}", (), case.line
 
 
 def _from_the_strongest(readings: Sequence[Reading]) -> list[Reading]:
@@ -232,7 +234,7 @@ def _from_the_strongest(readings: Sequence[Reading]) -> list[Reading]:
 
 
 def _factor(reading: Reading, probes: Sequence[Sequence[Answer]], tolerance: float) -> float | None:
-    """By what the gradient is too large, if one factor explains every probe."""
+    """The factor of the gradient relative to the correct one, if it is the same in every probe."""
     pairs = []
     for ranks in probes:
         results, grads = [a.results for a in ranks], [a.gradients for a in ranks]
@@ -253,7 +255,7 @@ def _factor(reading: Reading, probes: Sequence[Sequence[Answer]], tolerance: flo
 
 
 def _typed(reading: Reading, probes: Sequence[Sequence[Answer]], tolerance: float) -> bool:
-    """Whether values and gradients are of their types, whatever the factor."""
+    """Whether values and gradients have their types, up to a factor."""
     return not math.isinf(law_error(reading, {reading.pattern: probes}, tolerance))
 
 
@@ -268,9 +270,9 @@ def _named(factor: float, world: int) -> str:
 
 
 def by_rank(reading: Reading, probes: Sequence[Sequence[Answer]], tolerance: float) -> list[float] | None:
-    """By what each rank's gradient is too large, if one factor for each rank explains every probe.
+    """Each rank's factor relative to the correct gradient, if the factors are the same in every probe.
 
-    It takes two probes more than ranks.
+    Needs at least two more probes than ranks.
     """
     rows, wanted = [], []
     for ranks in probes:

@@ -1,4 +1,4 @@
-"""Memory that nobody wrote, and memory that is written twice."""
+"""Uninitialized memory, and saved buffers that are overwritten."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from gradmesh.verify.auditing.checks.adjoint import notes
 from gradmesh.verify.auditing.probes import Answer, Point, Probe, attempt, cotangents, leaves_of
 from gradmesh.verify.auditing.readings import distance
 from gradmesh.verify.auditing.report import Finding
-from gradmesh.verify.auditing.subject import Subject, call_differentiably
+from gradmesh.verify.auditing.subject import Subject, differentiable_call
 
 __all__ = ["saved_buffers", "uninitialised"]
 
 
 _STEP = 1e-4
-"""Any step: the gradient is taken at the operands that `build` returned."""
+"""Nonzero, so that the gradient is taken at the operands that `build` returned; the value does not matter."""
 
 
 def uninitialised(case: Case) -> Iterator[Finding]:
-    """Forward and backward while torch fills what it hands out uninitialised with NaN.
+    """Forward and backward while torch fills uninitialized memory with NaN.
 
-    This is asked first: what is unwritten is another number each time, so that nothing else could be told from it.
+    This check runs first: uninitialized values change with each call and would disturb all other checks.
     """
     probe = Probe(1, point=Point(_STEP))
     plain = case.first_order([probe])[0]
@@ -44,7 +44,7 @@ def uninitialised(case: Case) -> Iterator[Finding]:
         if lost:
             whole = sum(x.numel() for answer in ranks for x in getattr(answer, name))
             what = "result" if name == "results" else "gradient"
-            text = f"{sum(lost.values())} of {whole} elements of the {what} are memory that nobody wrote"
+            text = f"{sum(lost.values())} of {whole} elements of the {what} are uninitialized memory"
             yield Finding("gradient-uninitialised", text, tuple(lost), case.line)
 
 
@@ -54,7 +54,7 @@ def _nans(x: Tensor) -> int:
 
 @contextlib.contextmanager
 def _filled_with_nan(case: Case) -> Iterator[None]:
-    """Fill fresh memory, on ranks that are processes and in this one, of which ranks may be threads."""
+    """Fill uninitialized memory with NaN in process ranks and in this process, whose threads may be ranks."""
     case.pool.begin()
     before = fill_fresh_memory(True)
     case.pool.ask(fill_fresh_memory, True)
@@ -67,20 +67,20 @@ def _filled_with_nan(case: Case) -> Iterator[None]:
 
 
 @dataclass
-class _Twice(Answer):
-    """How far a second backward is from the first, and what it does to the first one's gradient."""
+class _Repeated(Answer):
+    """The difference between a first and a second backward, and whether the first one's gradient changed."""
 
     off: float = 0.0
     changed: bool = False
 
 
 def saved_buffers(case: Case) -> Iterator[Finding]:
-    """Two backwards through one graph."""
-    ranks = case.answered(twice, case.probe(31))[0]
-    answers = [answer for answer in ranks if isinstance(answer, _Twice)]
+    """Run backward twice through one graph."""
+    ranks = case.answered(repeated, case.probe(31))[0]
+    answers = [answer for answer in ranks if isinstance(answer, _Repeated)]
     off = tuple(rank for rank, answer in enumerate(answers) if answer.off > case.tolerance)
     if off:
-        text = "a second backward with retain_graph=True gives another gradient"
+        text = "a second backward with retain_graph=True gives a different gradient"
         yield Finding("saved-buffer-overwritten", text, off, case.line)
     changed = tuple(rank for rank, answer in enumerate(answers) if answer.changed)
     if changed:
@@ -88,15 +88,15 @@ def saved_buffers(case: Case) -> Iterator[Finding]:
         yield Finding("saved-buffer-overwritten", text, changed, case.line)
 
 
-def twice(probe: Probe) -> list[Answer]:
-    """Backward twice, with the same gradients."""
-    return attempt([probe], _twice)
+def repeated(probe: Probe) -> list[Answer]:
+    """Run backward twice with the same gradients."""
+    return attempt([probe], _repeated)
 
 
-def _twice(subject: Subject, probe: Probe) -> Answer:
-    found = _Twice()
+def _repeated(subject: Subject, probe: Probe) -> Answer:
+    found = _Repeated()
     leaves = [x.requires_grad_() for x in leaves_of(subject, probe)]
-    with call_differentiably(subject) as backward:
+    with differentiable_call(subject) as backward:
         results = subject.call([leaf.clone() for leaf in leaves])
         first = backward(results, leaves, cotangents(subject, probe, results), retain_graph=True)
         kept = [None if g is None else g.clone() for g in first]

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from gradmesh.verify.auditing.case import Case, RefusedError, patterns_of, worst_trouble
-from gradmesh.verify.auditing.pool import LostError
+from gradmesh.verify.auditing.case import Case, FunctionRaisedError, patterns_of, worst_failure
+from gradmesh.verify.auditing.pool import RanksLostError
 from gradmesh.verify.auditing.probes import Answer, Probe, attempt, filled, leaves_of, mapped
 from gradmesh.verify.auditing.readings import distance, law_error
 from gradmesh.verify.auditing.report import Finding
-from gradmesh.verify.auditing.subject import Subject, call_differentiably
+from gradmesh.verify.auditing.subject import Subject, differentiable_call
 
 __all__ = ["complex_operands", "forward_mode", "vmap"]
 
@@ -24,14 +24,14 @@ _BATCH = 3
 
 @dataclass
 class _Compared(Answer):
-    """What came out, beside what should have."""
+    """Results and the expected results."""
 
     got: list[Tensor | None] = field(default_factory=list)
     wanted: list[Tensor] = field(default_factory=list)
 
     @property
     def off(self) -> float:
-        """How far the worst of them is."""
+        """The largest difference."""
         return max(
             (
                 float(bool(w.abs().max() > 0)) if g is None else distance(g, w)
@@ -43,7 +43,7 @@ class _Compared(Answer):
 
     @property
     def pairs(self) -> list[tuple[Tensor | None, Tensor]]:
-        """Each result with the right one."""
+        """Each result with the expected one."""
         return list(zip(self.got, self.wanted, strict=True))
 
 
@@ -53,22 +53,22 @@ def _wrong(case: Case, ranks: Sequence[Answer]) -> dict[int, _Compared]:
 
 
 def forward_mode(case: Case) -> Iterator[Finding]:
-    """The tangent of a linear map is the map on the tangent."""
+    """The tangent of a linear map is the map applied to the tangent."""
     try:
         ranks = case.answered(tangent, case.probe(51))[0]
-    except RefusedError as error:
-        first = worst_trouble(error.troubles)
+    except FunctionRaisedError as error:
+        first = worst_failure(error.failures)
         if first.kind == "TorchVersionError" or (first.order and not first.waited):
-            case.left_out["forward-mode-missing"] = f"as it is refused: {error}"
+            case.left_out["forward-mode-missing"] = f"forward mode is not supported here: {error}"
             return
         kind = "forward-mode-wrong" if first.waited else "forward-mode-missing"
-        yield case.refused(kind, error, "inside a level of forward mode")
+        yield case.failure(kind, error, "under forward-mode AD")
         return
     wrong = _wrong(case, ranks)
     if wrong:
         lost = all(g is None or not bool(g.abs().max() > 0) for a in wrong.values() for g, _ in a.pairs)
         worst = max(answer.off for answer in wrong.values())
-        text = "the tangent is lost without a word" if lost else f"the tangent is off by {worst:.0%}"
+        text = "the tangent is silently lost" if lost else f"the tangent has an error of {worst:.0%}"
         yield Finding("forward-mode-wrong", text, tuple(wrong), case.forward_line)
 
 
@@ -91,32 +91,32 @@ def _tangent(subject: Subject, probe: Probe) -> Answer:
 
 
 def vmap(case: Case) -> Iterator[Finding]:
-    """A batch at once is what a loop over it gives; a function that refuses is left out."""
+    """Vmap gives the same result as a loop; a function that does not support vmap is skipped."""
     if case.pool.settings.get("ordered"):
-        case.left_out["vmap-wrong"] = "as it has to be called inside ordered()"
+        case.left_out["vmap-wrong"] = "the function must be called inside ordered()"
         return
     for dim in (0, -1):
         try:
             ranks = case.answered(batched, case.probe(61), dim)[0]
-        except (RefusedError, LostError) as error:
-            if isinstance(error, LostError) or any(t.waited for t in error.troubles.values()):
-                yield case.refused("vmap-wrong", error, "under torch.func.vmap")
+        except (FunctionRaisedError, RanksLostError) as error:
+            if isinstance(error, RanksLostError) or any(t.waited for t in error.failures.values()):
+                yield case.failure("vmap-wrong", error, "under torch.func.vmap")
             else:
-                case.left_out["vmap-wrong"] = f"as it refuses: {error}"
+                case.left_out["vmap-wrong"] = f"it raises: {error}"
             return
         wrong = _wrong(case, ranks)
         if wrong:
             shapes = {
                 tuple(g.shape) == tuple(w.shape) for a in wrong.values() for g, w in a.pairs if g is not None
             }
-            how = "has another shape" if False in shapes else "is another"
-            text = f"the result {how} than that of a loop, with the batch in dim {dim}"
+            what = "the shape of the result" if False in shapes else "the result"
+            text = f"{what} differs from that of a loop, with the batch in dim {dim}"
             yield Finding("vmap-wrong", text, tuple(wrong), case.forward_line)
             return
 
 
 def batched(probe: Probe, dim: int) -> list[Answer]:
-    """A batch of operands by vmap, and one by one."""
+    """Run a batch of operands under vmap and in a loop."""
     return attempt([probe], lambda subject, probe: _batched(subject, probe, dim))
 
 
@@ -134,7 +134,7 @@ def _batched(subject: Subject, probe: Probe, dim: int) -> Answer:
 
 
 def complex_operands(case: Case) -> Iterator[Finding]:
-    """A function of real operands, on complex ones: the real and the imaginary part by themselves."""
+    """A function of real operands, applied to complex ones, acts on the real and the imaginary part separately."""
     if not case.linear or case.point.step:
         return
     if any(value.is_complex() for value in case.pool.begin()[0].values) and not case.arrows:
@@ -144,24 +144,24 @@ def complex_operands(case: Case) -> Iterator[Finding]:
         patterns = list(patterns_of(case.arrows))
         probes = [case.probe(72 + n, pattern, complex=True) for pattern in patterns for n in range(2)]
         answers = case.first_order(probes)
-    except RefusedError as error:
-        if any(trouble.waited for trouble in error.troubles.values()):
-            yield case.refused("complex-wrong", error, "with complex operands")
+    except FunctionRaisedError as error:
+        if any(failure.waited for failure in error.failures.values()):
+            yield case.failure("complex-wrong", error, "with complex operands")
         else:
-            case.left_out["complex-wrong"] = f"as it refuses: {error}"
+            case.left_out["complex-wrong"] = f"it raises: {error}"
         return
     wrong = _wrong(case, parts)
     if wrong:
         real = all(g is None or not g.is_complex() for a in wrong.values() for g, _ in a.pairs)
-        turned = all(
+        conjugated = all(
             g is not None and distance(g.conj(), w) <= 1e-9 for a in wrong.values() for g, w in a.pairs
         )
         how = (
             "loses the imaginary part"
             if real
-            else "is the conjugate"
-            if turned
-            else "is not that of both parts"
+            else "is the conjugate of the correct one"
+            if conjugated
+            else "differs from that of the real and imaginary parts"
         )
         yield Finding("complex-wrong", f"the result {how}", tuple(wrong), case.forward_line)
         return
@@ -173,13 +173,13 @@ def complex_operands(case: Case) -> Iterator[Finding]:
     for rows in answers:
         for answer in rows:
             answer.gradients = [g.conj().resolve_conj() for g in answer.gradients]
-    turned = any(law_error(a, by_pattern, case.tolerance) <= case.tolerance for a in case.arrows)
+    conjugated = any(law_error(a, by_pattern, case.tolerance) <= case.tolerance for a in case.arrows)
     real = all(
         not g.imag.any() for rows in answers for answer in rows for g in answer.gradients if g.is_complex()
     )
     how = (
-        "is the conjugate of what it should be"
-        if turned
+        "is the conjugate of the correct one"
+        if conjugated
         else "loses the imaginary part"
         if real
         else "is wrong"
@@ -188,15 +188,15 @@ def complex_operands(case: Case) -> Iterator[Finding]:
 
 
 def complex_parts(probe: Probe) -> list[Answer]:
-    """A complex operand at once, and its parts."""
+    """Run complex operands, and their real and imaginary parts separately."""
     return attempt([probe], _complex_parts)
 
 
 def _complex_parts(subject: Subject, probe: Probe) -> Answer:
     x, got = mapped(subject, probe)
     if any(subject.inputs[i].is_complex() for i in subject.operands):
-        return _Compared()  # made for complex operands: it may well take a conjugate
-    with torch.no_grad(), call_differentiably(subject):
+        return _Compared()  # written for complex operands: a conjugate may be intended
+    with torch.no_grad(), differentiable_call(subject):
         real = filled(subject.call([v.real.clone() for v in x]))
         imaginary = filled(subject.call([v.imag.clone() for v in x]))
     return _Compared(

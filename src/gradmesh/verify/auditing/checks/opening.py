@@ -1,4 +1,4 @@
-"""What a function is, before it is judged: its dtype, whether it is linear, what comes out, what is rounded."""
+"""Properties of a function that the other checks need: its dtype, linearity, result shapes and rounding."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import torch
 from torch import Tensor
 
 from gradmesh.errors import ArgumentError, message
-from gradmesh.verify.auditing.case import Case, RefusedError
+from gradmesh.verify.auditing.case import Case, FunctionRaisedError
 from gradmesh.verify.auditing.probes import Answer, Point, Probe, attempt, difference, drawn, filled
 from gradmesh.verify.auditing.readings import distance
 from gradmesh.verify.auditing.report import Finding
-from gradmesh.verify.auditing.subject import Subject, call_differentiably
+from gradmesh.verify.auditing.subject import Subject, differentiable_call
 
-__all__ = ["open_case", "shapes", "takes"]
+__all__ = ["accepts", "open_case", "shapes"]
 
 _EXACT = 1e-11
-"""Relative error up to which float64 arithmetic alone explains it."""
+"""The largest relative error that float64 rounding explains."""
 _ROUNDED = 3e-2
-"""That up to which rounding to a narrow dtype does; a function that is not linear is further off."""
+"""The largest relative error that rounding to a narrow dtype explains; nonlinear functions exceed it."""
 _STEPS = (1e-5, 1e-6, 1e-7, 1e-8)
-"""Steps of central differences that are tried, relative to the size of the operands."""
+"""Steps of central differences to try, relative to the size of the operands."""
 _ROUNDED_STEPS = (3e-2, 1e-2, 3e-3)
-"""Those for functions that round to float32."""
+"""The same for functions that round to float32."""
 _NOISE = 32
-"""Roundings in a result by which two differences may differ where the derivative is zero."""
+"""Rounding errors by which two differences may differ where the derivative is zero."""
 
 
 @dataclass
 class _Linearity(Answer):
-    """How far a rank's function is from linear: on whole numbers, on others, and in backward."""
+    """Deviations from linearity on one rank: on integers, on reals, and in backward."""
 
     whole: float = 0.0
     real: float = 0.0
@@ -41,19 +41,19 @@ class _Linearity(Answer):
     blind: bool = False
 
 
-def takes(case: Case, given: Sequence[torch.dtype]) -> bool:
-    """Find out whether the function takes float64, and else a dtype that it takes.
+def accepts(case: Case, given: Sequence[torch.dtype]) -> bool:
+    """Determine whether the function accepts float64, and otherwise configure a narrower dtype.
 
     Args:
-        case: the function; what is found out is written into it.
+        case: the function; updated with the result.
         given: the dtypes of the operands that `build` returned.
 
     Returns:
-        Whether it has to be asked in a narrower dtype.
+        Whether it needs a narrower dtype.
 
     Raises:
-        ArgumentError: the function cannot be called with the operands that `build` returned.
-        RefusedError: its ranks only wait for each other.
+        ArgumentError: the function raises on the operands that `build` returned.
+        FunctionRaisedError: the ranks deadlock.
     """
     if _runs(case):
         return False
@@ -61,34 +61,34 @@ def takes(case: Case, given: Sequence[torch.dtype]) -> bool:
     case.pool.configure(dtype=narrow)
     case.tolerance = 2e-4 if narrow is torch.float32 else 2e-2
     first = case.pool.ask(_call)
-    if any(row[0].trouble for row in first):
+    if any(row[0].failure for row in first):
         raise _cannot(first)
     _counted(first)
-    case.left_out["precision-lost"] = "as it does not take float64"
+    case.left_out["precision-lost"] = "the function does not accept float64"
     return True
 
 
 def open_case(case: Case, narrow: bool) -> Iterator[Finding]:
-    """Find out what is needed to ask anything at all; it is written into the case.
+    """Determine linearity, rounding, the point of differentiation and shapes, and store them in the case.
 
     Args:
         case: the function.
-        narrow: whether it is asked in a narrower dtype than float64.
+        narrow: whether it needs a narrower dtype than float64.
 
     Raises:
-        ArgumentError: the function returns other values each time.
-        RefusedError: its ranks only wait for each other.
-        LostError: they did not come back.
+        ArgumentError: the function returns different values at each call.
+        FunctionRaisedError: the ranks deadlock.
+        RanksLostError: a rank died or timed out.
     """
     _same_each_time(case)
     facts = [row[0] for row in case.pool.ask(_linearity, Probe(11))]
-    # A function that raises on drawn operands may take those of build, beside which a derivative is taken.
-    refused = any(fact.trouble for fact in facts)
-    found = [] if refused else [fact for fact in facts if isinstance(fact, _Linearity)]
+    # A function that raises on random operands may accept those of build; then its derivative there is audited.
+    raised = any(fact.failure for fact in facts)
+    found = [] if raised else [fact for fact in facts if isinstance(fact, _Linearity)]
     whole, real = (max((getattr(f, name) for f in found), default=float("inf")) for name in ("whole", "real"))
     if max(whole, real) > max(_ROUNDED, case.tolerance):
         yield from _not_linear(case, narrow)
-        if case.unasked:
+        if case.unchecked:
             return
     else:
         if any(f.affine for f in found):
@@ -101,30 +101,30 @@ def open_case(case: Case, narrow: bool) -> Iterator[Finding]:
             yield _rounded(case, found, real, back)
         elif not narrow and (width := next((f.narrow for f in found if f.narrow), "")):
             yield Finding(
-                "precision-lost", f"of a float64 operand the result is {width}", (), case.forward_line
+                "precision-lost", f"a float64 operand gives a {width} result", (), case.forward_line
             )
     shapes(case)
 
 
 def _runs(case: Case) -> bool:
-    """Whether it takes float64, after finding out whether it has to be in `ordered()`."""
+    """Whether it accepts float64; also determines whether it must run in `ordered()`."""
     for _ in range(2):
         first = case.pool.ask(_call)
-        raised = [row[0].trouble for row in first if row[0].trouble is not None]
+        raised = [row[0].failure for row in first if row[0].failure is not None]
         if not raised:
             _counted(first)
             return True
-        if not any(trouble.order for trouble in raised):
+        if not any(failure.order for failure in raised):
             return False
         case.pool.configure(ordered=True)
     return False
 
 
 def shapes(case: Case) -> None:
-    """Note the shapes of operands and results."""
-    case.shapes = _common([[tuple(x.shape) for x in told.values] for told in case.pool.begin()])
+    """Store the shapes of operands and results in the case."""
+    case.shapes = _common([[tuple(x.shape) for x in each.values] for each in case.pool.begin()])
     answers = case.pool.ask(_call)
-    if any(row[0].trouble for row in answers):
+    if any(row[0].failure for row in answers):
         raise _cannot(answers)
     _counted(answers)
     case.out_shapes = _common([[tuple(y.shape) for y in row[0].results] for row in answers])
@@ -143,17 +143,17 @@ def _same_each_time(case: Case) -> None:
     if off:
         raise ArgumentError(
             message(
-                "the function returns other values each time, of the same operands",
+                "the function returns different results for the same operands",
                 op="verify.audit",
-                expected="a function without randomness and state",
-                got=f"another result on ranks {', '.join(map(str, off))}",
-                remedy="seed the generator inside of it, or turn dropout off by eval()",
+                expected="a deterministic function without state",
+                got=f"two calls with different results on ranks {', '.join(map(str, off))}",
+                remedy="call torch.manual_seed(0) inside the function, or switch dropout off with module.eval()",
             )
         )
 
 
 def _counted(answers: Sequence[Sequence[Answer]]) -> None:
-    """Refuse a function that returns nothing to differentiate, or other counts of tensors on other ranks."""
+    """Raise if the function returns no differentiable tensor, or different numbers of tensors on different ranks."""
     counts = [len(row[0].results) for row in answers]
     if counts[0] and len(set(counts)) == 1:
         return
@@ -161,11 +161,11 @@ def _counted(answers: Sequence[Sequence[Answer]]) -> None:
         message(
             "ranks return different numbers of tensors"
             if any(counts)
-            else "there is no result to differentiate",
+            else "the function returns no differentiable tensor",
             op="verify.audit",
-            expected="as many floating-point or complex tensors on every rank, one at least",
+            expected="the same number of floating-point or complex tensors on every rank, at least one",
             got=", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts)),
-            remedy="return a tensor without elements where a rank has no result",
+            remedy="on ranks without a result return an empty tensor, e.g. x.new_zeros(0)",
         )
     )
 
@@ -183,7 +183,7 @@ def _at_own_operands(subject: Subject, _: Probe) -> Answer:
         subject.inputs[i].detach().to(subject.operand_dtype(n)).clone()
         for n, i in enumerate(subject.operands)
     ]
-    with torch.enable_grad(), call_differentiably(subject) as backward:
+    with torch.enable_grad(), differentiable_call(subject) as backward:
         results = subject.call([v.requires_grad_().clone() for v in values])
         answer = Answer(values, filled(results))
         if subject.ordered:
@@ -222,8 +222,8 @@ def _how_linear(subject: Subject, probe: Probe) -> Answer:
 
 
 def _note_backward(found: Sequence[_Linearity], answers: Sequence[Sequence[Answer]]) -> None:
-    """Note how far each rank's backward is from linear; nothing where one raises, which the first order finds."""
-    if any(row[0].trouble for row in answers):
+    """Store each rank's deviation of backward from linearity; skipped if one raises, which `adjoint` reports."""
+    if any(row[0].failure for row in answers):
         return
     for each, row in zip(found, answers, strict=True):
         each.back = row[0].back if isinstance(row[0], _Linearity) else 0.0
@@ -234,22 +234,22 @@ def _backward_linearity(probe: Probe) -> list[Answer]:
 
 
 def _backward_error(subject: Subject, probe: Probe) -> float:
-    """How far backward is from linear in the gradient."""
+    """The deviation of backward from linearity in the incoming gradient."""
     x = [v.requires_grad_() for v in drawn(subject, probe)]
 
-    def gradients(turn: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
-        with call_differentiably(subject) as backward:
+    def gradients(cotangent_of: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
+        with differentiable_call(subject) as backward:
             results = subject.call([v.clone() for v in x])
-            handed = [turn(y, i) for i, y in enumerate(results)]
+            handed = [cotangent_of(y, i) for i, y in enumerate(results)]
             grads = backward(results, x, handed)
         return [torch.zeros_like(v) if g is None else g.clone() for g, v in zip(grads, x, strict=True)]
 
     def cotangent(seed: int) -> Callable[[Tensor, int], Tensor]:
-        def turn(y: Tensor, index: int) -> Tensor:
+        def cotangent_of(y: Tensor, index: int) -> Tensor:
             generator = torch.Generator().manual_seed(seed + index)
             return torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)
 
-        return turn
+        return cotangent_of
 
     one, two = gradients(cotangent(5)), gradients(cotangent(6))
     both = gradients(lambda y, i: cotangent(5)(y, i) + cotangent(6)(y, i))
@@ -257,26 +257,30 @@ def _backward_error(subject: Subject, probe: Probe) -> float:
 
 
 def _not_linear(case: Case, narrow: bool) -> Iterator[Finding]:
-    """Find a step by which the derivative can be taken; there may be none, which is noted."""
+    """Choose a step for finite differences; if none works, note that the function cannot be checked."""
     case.linear = False
-    told = case.pool.begin()
+    ranks = case.pool.begin()
     if narrow and torch.finfo(case.pool.settings["dtype"]).bits < 32:
         width = str(case.pool.settings["dtype"]).removeprefix("torch.")
-        case.unasked = f"as it is not linear and takes {width} only, too narrow for finite differences"
+        case.unchecked = (
+            f"it is not linear and accepts only {width}, which is too narrow for finite differences"
+        )
         return
     lost = narrow
     if not narrow:
         blind = case.answered(_blindness)[0]
-        # A rank that gets nothing, as from a reduction to another one, sees no change either.
+        # A rank without a result, such as a non-root rank of a reduce, sees no change either.
         lost = all(isinstance(answer, _Linearity) and answer.blind for answer in blind)
     case.tolerance = max(case.tolerance, 3e-2 if lost else 2e-5)
-    sizes = [max(_size(rank.values[i]) for rank in told) for i in range(len(told[0].values))]
+    sizes = [max(_size(rank.values[i]) for rank in ranks) for i in range(len(ranks[0].values))]
     scale = min((size for size in sizes if 0 < size < float("inf")), default=1.0)
     step = _step(case, scale, lost)
     if not step:
-        case.unasked = "as it has no derivative at the inputs of build that finite differences agree on"
+        case.unchecked = (
+            "finite differences at the inputs of build do not converge; pass inputs away from kinks"
+        )
         return
-    case.point = Point(step, tuple(told[0].values))
+    case.point = Point(step, tuple(ranks[0].values))
     if lost and not narrow:
         yield Finding(
             "precision-lost",
@@ -288,20 +292,20 @@ def _not_linear(case: Case, narrow: bool) -> Iterator[Finding]:
 
 @dataclass
 class _Differences(Answer):
-    """How far central differences by a step are from those by half of it, and whether there is a kink."""
+    """The difference between central differences with a step and with half of it, and whether there is a kink."""
 
     off: float = 0.0
     kink: bool = False
 
 
 def _step(case: Case, scale: float, lost: bool) -> float:
-    """The largest step by which differences on all ranks are those by half of it; 0 if there is none."""
+    """The largest step for which finite differences agree with those of half the step on all ranks; 0 if none."""
     eps = torch.finfo(torch.float32 if lost else torch.float64).eps
     for relative in _ROUNDED_STEPS if lost else _STEPS:
         rows = case.pool.ask(_differences, [Probe(7), Probe(8)], relative * scale, eps)
-        raised = {r: a.trouble for r, row in enumerate(rows) for a in row if a.trouble is not None}
-        if raised and all(trouble.waited for trouble in raised.values()):
-            raise RefusedError(raised)
+        raised = {r: a.failure for r, row in enumerate(rows) for a in row if a.failure is not None}
+        if raised and all(failure.waited for failure in raised.values()):
+            raise FunctionRaisedError(raised)
         found = [answer for row in rows for answer in row if isinstance(answer, _Differences)]
         if not raised and all(a.off <= case.tolerance / 4 and not a.kink for a in found):
             return relative * scale
@@ -330,7 +334,7 @@ def _by_half(subject: Subject, probe: Probe, step: float, eps: float) -> Answer:
         size = float(torch.maximum(whole.abs(), half.abs()).max())
         error = max(0.0, float((whole - half).abs().max()) - noise)
         found.off = max(found.off, error / max(size, 1e-300) if error == error else float("inf"))
-        # Beside a kink the two sides differ by as much for half the step; elsewhere by a quarter.
+        # f(+h) + f(-h) - 2 f(0) halves with the step at a kink, and is quartered where the function is smooth.
         bend, half_bend = (float((a + b).abs().max()) for a, b in ((up, down), (half_up, half_down)))
         found.kink |= half_bend > max(1e-3 * size, 0.4 * bend, noise)
     return found
@@ -361,22 +365,22 @@ def _rounded(case: Case, found: Sequence[_Linearity], real: float, back: float) 
         " and ".join(name for name, e in (("forward", real), ("backward", back)) if e > _EXACT) or "forward"
     )
     ranks = tuple(r for r, f in enumerate(found) if max(f.real, f.back) > _EXACT)
-    text = f"{where} of float64 is off by {max(real, back):.0e}, relative to the largest value"
+    text = f"{where} of float64 has a relative error of {max(real, back):.0e}"
     return Finding("precision-lost", text, ranks, case.line if real <= _EXACT else case.forward_line)
 
 
-def _cannot(answers: Sequence[Sequence[Answer]]) -> ArgumentError | RefusedError:
-    raised = {rank: row[0].trouble for rank, row in enumerate(answers) if row[0].trouble is not None}
-    if all(trouble.waited for trouble in raised.values()):
-        return RefusedError(raised)
-    rank, trouble = min(raised.items(), key=lambda item: item[1].waited)
-    at = f", at {trouble.line}" if trouble.line else ""
+def _cannot(answers: Sequence[Sequence[Answer]]) -> ArgumentError | FunctionRaisedError:
+    raised = {rank: row[0].failure for rank, row in enumerate(answers) if row[0].failure is not None}
+    if all(failure.waited for failure in raised.values()):
+        return FunctionRaisedError(raised)
+    rank, failure = min(raised.items(), key=lambda item: item[1].waited)
+    at = f", at {failure.line}" if failure.line else ""
     return ArgumentError(
         message(
-            f"the function raises on the operands that build returned, on rank {rank}",
+            f"the function raises on rank {rank}, on the inputs that build returned",
             op="verify.audit",
             expected="a function that runs on every rank",
-            got=f"{trouble.kind}: {trouble.text}{at}",
-            remedy="call it on the ranks by gradmesh.launch until it runs; then audit it",
+            got=f"{failure.kind}: {failure.text}{at}",
+            remedy="debug it with gradmesh.launch(lambda: fn(*inputs), 3), then audit it",
         )
     )

@@ -1,4 +1,4 @@
-"""Groups in which a rank's numbers differ, and ranks that have no use for a result."""
+"""Groups whose ranks differ from the global and local ranks, and ranks that do not use a result."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gradmesh.errors import ArgumentError, RankError
 from gradmesh.order import ordered
-from gradmesh.verify.auditing.case import Case, RefusedError, show_troubles, worst_trouble
-from gradmesh.verify.auditing.pool import LostError
+from gradmesh.verify.auditing.case import Case, FunctionRaisedError, show_failures, worst_failure
+from gradmesh.verify.auditing.pool import RanksLostError
 from gradmesh.verify.auditing.probes import Answer, Probe, attempt, cotangents, first_order, leaves_of
 from gradmesh.verify.auditing.readings import distance
 from gradmesh.verify.auditing.report import Finding
@@ -21,52 +21,52 @@ __all__ = ["own_rank", "unused_output"]
 
 
 def own_rank(case: Case) -> Iterator[Finding]:
-    """The same questions in a group of other ranks, and on machines of one rank each; the answers have to stay."""
+    """Results must not change in a group with other global ranks, nor on hosts with one rank each."""
     kind = "own-rank-assumed"
     asked = False
-    case.pool.begin()  # what was held last may have had other sizes
-    if case.pool.takes("group"):
+    case.pool.begin()  # an earlier check may have left a function with other sizes
+    if case.pool.accepts("group"):
         asked = True
         size = case.pool.size
         what = f"in a group of ranks 1 to {size} of a world of {size + 1}"
         with case.pool.larger(outside=1) as pool:
-            by_rank = _asked(case, pool.ask, what)
+            by_rank = _call_on_ranks(case, pool.ask, what)
         if isinstance(by_rank, Finding):
             yield by_rank
         else:
             yield from _compared(case, by_rank, what)
-    if case.pool.takes("local_rank"):
+    if case.pool.accepts("local_rank"):
         asked = True
         with case.pool.built_with(local_rank=0):
-            by_rank = _asked(case, case.pool.ask, "with one rank on each machine")
+            by_rank = _call_on_ranks(case, case.pool.ask, "with one rank per host")
         if isinstance(by_rank, Finding):
             yield by_rank
         else:
-            yield from _compared(case, by_rank, "with one rank on each machine")
+            yield from _compared(case, by_rank, "with one rank per host")
     if not asked:
-        case.left_out[kind] = "as build takes neither group= nor local_rank="
+        case.left_out[kind] = "build accepts neither group= nor local_rank="
 
 
-def _asked(case: Case, ask: object, what: str) -> list[Answer] | Finding:
+def _call_on_ranks(case: Case, ask: object, what: str) -> list[Answer] | Finding:
     try:
         by_rank: list[list[Answer]] = ask(first_order, [_same_operands(case)])  # type: ignore[operator]
-    except LostError as error:
-        return case.refused("own-rank-assumed", error, what)
+    except RanksLostError as error:
+        return case.failure("own-rank-assumed", error, what)
     except (ArgumentError, RankError) as error:
         text = f"{what}: build fails: {str(error).splitlines()[0].removeprefix('gradmesh.launch: ')}"
         return Finding("own-rank-assumed", text, (), case.forward_line)
-    raised = {rank: row[0].trouble for rank, row in enumerate(by_rank) if row[0].trouble is not None}
+    raised = {rank: row[0].failure for rank, row in enumerate(by_rank) if row[0].failure is not None}
     if raised:
-        first = worst_trouble(raised)
-        text = f"{what}: {show_troubles(raised)}"
+        first = worst_failure(raised)
+        text = f"{what}: {show_failures(raised)}"
         return Finding("own-rank-assumed", text, tuple(sorted(raised)), first.line or case.line)
     return [row[0] for row in by_rank]
 
 
 def _same_operands(case: Case) -> Probe:
-    """A probe at the operands that the ranks had first, as `build` may draw others each time."""
-    values = tuple(tuple(told.values) for told in case.pool.described)
-    return case.probe(1, point=case.point if case.linear else replace(case.point, turned=values))
+    """A probe at the operands of the first run, since `build` may return others at each call."""
+    values = tuple(tuple(each.values) for each in case.pool.described)
+    return case.probe(1, point=case.point if case.linear else replace(case.point, rotated=values))
 
 
 def _compared(case: Case, ranks: Sequence[Answer], what: str) -> Iterator[Finding]:
@@ -78,7 +78,7 @@ def _compared(case: Case, ranks: Sequence[Answer], what: str) -> Iterator[Findin
             if _off(getattr(answer, name), getattr(before, name)) > case.tolerance
         ]
         if off:
-            text = f"{what} the {name[:-1]} is another one, of the same operands"
+            text = f"{what} the {name[:-1]} changes, for the same operands"
             yield Finding("own-rank-assumed", text, tuple(off), line)
             return
 
@@ -90,15 +90,15 @@ def _off(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
 
 
 def unused_output(case: Case) -> Iterator[Finding]:
-    """Backward on all ranks but the last, whose loss does not use the result, inside of `ordered()`."""
+    """Run backward inside `ordered()` on all ranks but the last, whose loss does not use the result."""
     idle = case.pool.size - 1
     if not idle:
         return
     what = f"when rank {idle} does not use the result"
     try:
         ranks = case.answered(unused, case.probe(81), idle)[0]
-    except (RefusedError, LostError) as error:
-        yield case.refused("unused-output", error, what)
+    except (FunctionRaisedError, RanksLostError) as error:
+        yield case.failure("unused-output", error, what)
         return
     wanted = case.answered(without_one, case.probe(81), idle)[0]
     off = [
@@ -107,17 +107,17 @@ def unused_output(case: Case) -> Iterator[Finding]:
         if _off(a.gradients, b.gradients) > case.tolerance
     ]
     if off:
-        text = f"{what}, gradients are not those of a zero from that rank: calls are mixed up"
+        text = f"{what}, the gradients are wrong: they differ from those for a zero gradient of that rank"
         yield Finding("unused-output", text, tuple(off), case.line)
 
 
 def unused(probe: Probe, idle: int) -> list[Answer]:
-    """Forward on every rank, backward on those that use the result."""
+    """Run forward on every rank, backward on those that use the result."""
     return attempt([probe], lambda subject, probe: _with_idle(subject, probe, idle, zeros=False))
 
 
 def without_one(probe: Probe, idle: int) -> list[Answer]:
-    """Forward and backward on every rank, with zeros from one."""
+    """Run forward and backward on every rank, with a zero gradient on one."""
     return attempt([probe], lambda subject, probe: _with_idle(subject, probe, idle, zeros=True))
 
 

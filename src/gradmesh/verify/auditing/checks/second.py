@@ -1,6 +1,6 @@
-"""The gradient of the gradient.
+"""Second-order gradients.
 
-The gradient of a linear map is linear in what comes back: it is the adjoint of that. Its own gradient is the map again.
+The gradient of a linear map is its adjoint applied to the cotangent; differentiating that gives the map again.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import torch
 from torch import Tensor
 
 from gradmesh.types import Type
-from gradmesh.verify.auditing.case import Case, RefusedError, worst_trouble
-from gradmesh.verify.auditing.pool import LostError
+from gradmesh.verify.auditing.case import Case, FunctionRaisedError, worst_failure
+from gradmesh.verify.auditing.pool import RanksLostError
 from gradmesh.verify.auditing.probes import Answer, Probe, attempt, cotangents, leaves_of, mapped
 from gradmesh.verify.auditing.readings import Reading, agree, distance
 from gradmesh.verify.auditing.report import Finding
-from gradmesh.verify.auditing.subject import IN_BACKWARD, Subject, call_differentiably
+from gradmesh.verify.auditing.subject import IN_BACKWARD, Subject, differentiable_call
 
 __all__ = ["second_order"]
 
 
 KINDS_OF = ("second-order-raises", "second-order-wrong", "second-order-lost")
-"""What is found here."""
+"""The kinds that this check reports."""
 
 
 @dataclass
 class _Second(Answer):
-    """What came back of the gradient's gradient.
+    """The outcome of double backward.
 
-    `operands` are directions u; `results` is the map on them; `back` is the gradient of <A* y, u> with respect to y.
+    `operands` are directions u, `results` is A u, and `back` is the gradient of <A* y, u> with respect to y.
     """
 
     back: list[Tensor] = field(default_factory=list)
@@ -39,21 +39,21 @@ class _Second(Answer):
 
 
 def second_order(case: Case) -> Iterator[Finding]:
-    """The second-order law under the readings that hold in first order: one of them has to hold."""
+    """The second-order law; must hold under one of the readings that hold in first order."""
     worst: Finding | None = None
     if not case.arrows:
-        case.left_out |= dict.fromkeys(KINDS_OF, "as it is no adjoint in first order")
+        case.left_out |= dict.fromkeys(KINDS_OF, "backward is not an adjoint in first order")
     for arrow in case.arrows:
         try:
             ranks = case.answered(second, [case.probe(41 + n, arrow.pattern) for n in range(2)])
-        except (RefusedError, LostError) as error:
-            first = worst_trouble(error.troubles) if isinstance(error, RefusedError) else None
+        except (FunctionRaisedError, RanksLostError) as error:
+            first = worst_failure(error.failures) if isinstance(error, FunctionRaisedError) else None
             if first is not None and first.stage == "forward" and not first.waited:
-                case.left_out |= dict.fromkeys(KINDS_OF, f"as forward raises there: {first.first}")
+                case.left_out |= dict.fromkeys(KINDS_OF, f"forward raises there: {first.first}")
                 return
-            worst = worst or case.refused("second-order-raises", error, "under create_graph=True")
+            worst = worst or case.failure("second-order-raises", error, "under create_graph=True")
             continue
-        found = _judged(case, arrow, [[a for a in row if isinstance(a, _Second)] for row in ranks])
+        found = _check_reading(case, arrow, [[a for a in row if isinstance(a, _Second)] for row in ranks])
         if found is None:
             return
         worst = found if worst is None or worst.kind == "second-order-raises" else worst
@@ -61,7 +61,7 @@ def second_order(case: Case) -> Iterator[Finding]:
         yield worst
 
 
-def _judged(case: Case, arrow: Reading, probes: Sequence[Sequence[_Second]]) -> Finding | None:
+def _check_reading(case: Case, arrow: Reading, probes: Sequence[Sequence[_Second]]) -> Finding | None:
     every = [answer for ranks in probes for answer in ranks]
     if all(_zero(answer.results) for answer in every):
         return None
@@ -69,7 +69,7 @@ def _judged(case: Case, arrow: Reading, probes: Sequence[Sequence[_Second]]) -> 
         what = (
             "has no graph"
             if not any(answer.kept for answer in every)
-            else "does not depend on what came back"
+            else "does not depend on the incoming gradient"
         )
         return Finding("second-order-lost", f"the gradient {what}, as {arrow}", (), case.line)
     off: dict[int, float] = {}
@@ -94,11 +94,11 @@ def _judged(case: Case, arrow: Reading, probes: Sequence[Sequence[_Second]]) -> 
     if dead and all(_zero(ranks[rank].back) for rank in dead for ranks in probes) and set(off) <= set(dead):
         return Finding(
             "second-order-lost",
-            f"on some ranks the gradient has no gradient, as {arrow}",
+            f"on some ranks the gradient is not differentiable, as {arrow}",
             tuple(dead),
             case.line,
         )
-    text = f"the gradient of the gradient is off by {max(off.values()):.0%}, as {arrow}"
+    text = f"the second-order gradient has an error of {max(off.values()):.0%}, as {arrow}"
     return Finding("second-order-wrong", text, tuple(sorted(off)), case.line)
 
 
@@ -107,7 +107,7 @@ def _zero(tensors: Sequence[Tensor]) -> bool:
 
 
 def second(probes: Sequence[Probe]) -> list[Answer]:
-    """The gradient of the gradient with respect to what came back."""
+    """Run double backward with respect to the incoming gradient."""
     return attempt(probes, _second)
 
 
@@ -115,10 +115,10 @@ def _second(subject: Subject, probe: Probe) -> Answer:
     u, image = mapped(subject, probe)
     found = _Second(operands=u, results=image)
     leaves = [x.requires_grad_() for x in leaves_of(subject, probe)]
-    with call_differentiably(subject) as backward:
+    with differentiable_call(subject) as backward:
         results = subject.call([leaf.clone() for leaf in leaves])
         y = [c.requires_grad_() for c in cotangents(subject, probe, results)]
-        handed = [c.clone() for c in y]  # no leaves, into which torch lets nobody write
+        handed = [c.clone() for c in y]  # not leaves, because torch forbids in-place writes into leaves
         grads = backward(results, leaves, handed, create_graph=True)
         pairs = [(g, v) for g, v in zip(grads, u, strict=True) if g is not None and g.requires_grad]
         found.kept = bool(pairs)
@@ -126,7 +126,7 @@ def _second(subject: Subject, probe: Probe) -> Answer:
         if subject.ordered:
             back = backward([g for g, _ in pairs], y, [v.clone() for _, v in pairs])
         elif pairs:
-            # The whole graph, and not the way to y alone: what once_differentiable leaves there leads nowhere.
+            # backward() and not grad(..., y): the error node of once_differentiable is not on a path to y.
             try:
                 torch.autograd.backward([g for g, _ in pairs], [v.clone() for _, v in pairs])
             except Exception as error:

@@ -1,4 +1,4 @@
-"""Operands and gradients that are not contiguous: expanded, transposed, cut from larger ones."""
+"""Non-contiguous operands and gradients: expanded, transposed, slices of larger tensors."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from types import FrameType
 from torch import Tensor
 
 from gradmesh.errors import ArgumentError, RankError
-from gradmesh.verify.auditing.case import Case, RefusedError
-from gradmesh.verify.auditing.operands import LAYOUTS, laid_out
-from gradmesh.verify.auditing.pool import LostError
+from gradmesh.verify.auditing.case import Case, FunctionRaisedError
+from gradmesh.verify.auditing.operands import LAYOUTS, in_layout
+from gradmesh.verify.auditing.pool import RanksLostError
 from gradmesh.verify.auditing.probes import Answer, Probe, attempt, cotangents, filled, leaves_of
 from gradmesh.verify.auditing.readings import distance
 from gradmesh.verify.auditing.report import Finding
-from gradmesh.verify.auditing.subject import Subject, call_differentiably
+from gradmesh.verify.auditing.subject import Subject, differentiable_call
 from gradmesh.verify.gradients.calls import is_raw
 
 __all__ = ["strides"]
 
 
 @dataclass
-class _Beside(Answer):
-    """How far results and gradients are from those of contiguous tensors with the same values."""
+class _Difference(Answer):
+    """The difference of results and gradients from those of contiguous tensors with the same values."""
 
     tried: bool = False
     off: float = 0.0
@@ -42,9 +42,9 @@ class _Calls(Answer):
 
 
 def strides(case: Case) -> Iterator[Finding]:
-    """The same values in other memory layouts, on processes with Gloo too where torch.distributed is called.
+    """The same values in other memory layouts; also on processes with Gloo if torch.distributed is called.
 
-    Ranks that are threads read a tensor by its strides. Gloo takes its memory for contiguous, or ends the process.
+    Thread ranks respect strides. Gloo treats memory as contiguous, or crashes the process.
     """
     found = [*_strided(case, KINDS_OF, "")]
     yield from found
@@ -56,7 +56,7 @@ def strides(case: Case) -> Iterator[Finding]:
             pool.begin()
         except (ArgumentError, RankError) as error:
             why = str(error).splitlines()[0].removeprefix("gradmesh.launch: ")
-            case.left_out |= dict.fromkeys(left, f"on Gloo, as build fails there: {why}")
+            case.left_out |= dict.fromkeys(left, f"not on Gloo, because build fails there: {why}")
             return
         yield from _strided(replace(case, pool=pool), left, "on processes with Gloo, ")
 
@@ -65,13 +65,13 @@ def _calls_torch(case: Case) -> bool:
     """Whether forward or backward calls torch.distributed on any rank."""
     try:
         answers = case.answered(calls, case.probe(21))[0]
-    except (RefusedError, LostError):
+    except (FunctionRaisedError, RanksLostError):
         return False
     return any(isinstance(answer, _Calls) and answer.raw for answer in answers)
 
 
 def calls(probe: Probe) -> list[Answer]:
-    """Run forward and backward, and look at what is called."""
+    """Run forward and backward, and detect calls of torch.distributed."""
     return attempt([probe], _look)
 
 
@@ -82,7 +82,7 @@ def _look(subject: Subject, probe: Probe) -> Answer:
         found.raw |= event == "call" and is_raw(frame.f_code)
 
     leaves, before = [x.requires_grad_() for x in leaves_of(subject, probe)], sys.getprofile()
-    with call_differentiably(subject) as backward:
+    with differentiable_call(subject) as backward:
         sys.setprofile(called)
         try:
             results = subject.call([leaf.clone() for leaf in leaves])
@@ -96,58 +96,54 @@ def _strided(case: Case, kinds: Sequence[str], where: str) -> Iterator[Finding]:
     for kind in kinds:
         of_gradient = kind == "strided-gradient"
         wrong: dict[str, tuple[int, ...]] = {}
-        raised: dict[str, RefusedError | LostError] = {}
+        raised: dict[str, FunctionRaisedError | RanksLostError] = {}
         for layout in LAYOUTS:
             try:
                 ranks = case.answered(beside, case.probe(21), layout, of_gradient)[0]
-            except (RefusedError, LostError) as error:
+            except (FunctionRaisedError, RanksLostError) as error:
                 raised[layout] = error
-                if isinstance(error, LostError) or any(t.waited for t in error.troubles.values()):
-                    break  # each more would cost as much time
+                if isinstance(error, RanksLostError) or any(t.waited for t in error.failures.values()):
+                    break  # each further layout would run into the timeout too
                 continue
-            found = [a for a in ranks if isinstance(a, _Beside) and a.tried]
+            found = [a for a in ranks if isinstance(a, _Difference) and a.tried]
             off = tuple(
                 r
                 for r, a in enumerate(ranks)
-                if isinstance(a, _Beside) and max(a.off, a.off_back) > case.tolerance
+                if isinstance(a, _Difference) and max(a.off, a.off_back) > case.tolerance
             )
             if found and off:
                 wrong[layout] = off
         if wrong:
             layouts = "; ".join(LAYOUTS[layout] for layout in wrong)
-            what = "the gradient" if of_gradient else "a result or gradient"
-            text = (
-                f"{what} is wrong without a word where {'it' if of_gradient else 'the operand'} is {layouts}"
-            )
-            text = text.replace(
-                "the gradient is wrong without a word where it is", "wrong without a word where it is"
-            )
-            yield Finding(kind, where + text, next(iter(wrong.values())), case.line)
+            what = "incoming gradient" if of_gradient else "operand"
+            text = f"{where}silently wrong if the {what} is {layouts}"
+            yield Finding(kind, text, next(iter(wrong.values())), case.line)
         if raised:
             layout, first = next(iter(raised.items()))
-            yield case.refused(kind, first, f"{where}where it is {LAYOUTS[layout]}")
+            what = "incoming gradient" if of_gradient else "operand"
+            yield case.failure(kind, first, f"{where}if the {what} is {LAYOUTS[layout]}")
 
 
 def beside(probe: Probe, layout: str, of_gradient: bool) -> list[Answer]:
-    """Run contiguous tensors, then the same values in a layout."""
+    """Run with contiguous tensors, then with the same values in a layout."""
     return attempt([probe], lambda subject, probe: _beside(subject, probe, layout, of_gradient))
 
 
 def _beside(subject: Subject, probe: Probe, layout: str, of_gradient: bool) -> Answer:
-    found = _Beside()
+    found = _Difference()
     runs = []
     for strided in (False, True):
         leaves = [x.requires_grad_() for x in leaves_of(subject, probe)]
-        with call_differentiably(subject) as backward:
+        with differentiable_call(subject) as backward:
             given: list[Tensor] = []
             for leaf in leaves:
-                laid = None if of_gradient else laid_out(leaf, layout)
+                laid = None if of_gradient else in_layout(leaf, layout)
                 found.tried |= laid is not None
                 given.append(leaf.clone() if laid is None else laid if strided else laid.contiguous().clone())
             results = subject.call(given)
             handed: list[Tensor] = []
             for y in cotangents(subject, probe, results):
-                laid = laid_out(y, layout) if of_gradient else None
+                laid = in_layout(y, layout) if of_gradient else None
                 found.tried |= laid is not None
                 handed.append(y if laid is None else laid if strided else laid.contiguous().clone())
             out = filled(results)

@@ -1,4 +1,4 @@
-"""Readings that are true of a map and say nothing of it: left out before the law is tried."""
+"""Excludes trivial readings, which hold for a map without constraining its backward."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ __all__ = ["with_a_point"]
 V, P = Type.V, Type.P
 
 _CHANGED = 8
-"""Ranks whose operands are changed one by one, at most."""
+"""The maximum number of ranks whose operands are changed one at a time."""
 
 
 def with_a_point(case: Case, readings: Sequence[Reading]) -> list[Reading]:
-    """The readings that say something.
+    """The nontrivial readings.
 
-    A result that is the same on every rank whatever the operands is R or I. An operand is neither, though equal ones
-    might do, where other ranks' results depend on it and equal ones would not have to be sent: where the ranks'
-    operands can change places, and nothing changes, as in a sum, or the results change places with them, as in a
-    ring, or where another rank gets all of it, as in a gather. Of equal ones those would be a multiple, the identity
-    and copies. The same goes for turns of gradients.
+    A result that is identical on every rank for all operands must be R or I. An operand is not R or I if other ranks'
+    results depend on it and identical operands would make communication unnecessary: if rotating the operands over
+    the ranks leaves the results unchanged (a sum; of identical operands it would be a multiple), or rotates them too
+    (a ring; the identity), or if another rank receives all of it (a gather; copies). The same holds for gradients.
     """
     if case.pool.size == 1:
         return list(readings)
@@ -39,16 +38,16 @@ def with_a_point(case: Case, readings: Sequence[Reading]) -> list[Reading]:
         for i, shape in enumerate(case.out_shapes)
     ]
     sent = [_sent(case, ranks, i) for i in range(len(case.shapes))]
-    turned = [sends and (_turned(case, i) or _copied(case, ranks, i)) for i, sends in enumerate(sent)]
+    rotated = [sends and (_rotated(case, i) or _copied(case, ranks, i)) for i, sends in enumerate(sent)]
     sent_back = [_sent_back(case, ranks, i) for i in range(len(case.out_shapes))]
-    turned_back = [sends and _turned_back(case, i) for i, sends in enumerate(sent_back)]
+    rotated_back = [sends and _rotated_back(case, i) for i, sends in enumerate(sent_back)]
 
     def kept(reading: Reading) -> bool:
         same, same_out = reading.pattern
         return not (
             any(one and kind in (V, P) for one, kind in zip(alike, reading.dst, strict=True))
-            or any(one and other for one, other in zip(turned, same, strict=True))
-            or any(one and other for one, other in zip(turned_back, same_out, strict=True))
+            or any(one and other for one, other in zip(rotated, same, strict=True))
+            or any(one and other for one, other in zip(rotated_back, same_out, strict=True))
         )
 
     return [reading for reading in readings if kept(reading)]
@@ -80,33 +79,33 @@ def _changed(
     )
 
 
-def _turned(case: Case, index: int) -> bool:
-    """Whether a turn of the ranks' operands leaves the results or turns them."""
+def _rotated(case: Case, index: int) -> bool:
+    """Whether rotating an operand over the ranks leaves the results unchanged or rotates them too."""
     if case.shapes[index] is None:
         return False
-    plain, turned = case.probe(1), case.probe(1, turn=1, ranks=case.pool.size, only=index)
+    plain, rotated = case.probe(1), case.probe(1, rotate=1, ranks=case.pool.size, only=index)
     if not case.linear:
-        values = [tuple(told.values) for told in case.pool.begin()]
+        values = [tuple(each.values) for each in case.pool.begin()]
         moved = [
             (*own[:index], following[index], *own[index + 1 :])
             for own, following in zip(values, values[1:] + values[:1], strict=True)
         ]
-        plain = replace(plain, point=replace(case.point, turned=tuple(values)))
-        turned = replace(turned, point=replace(case.point, turned=tuple(moved)))
-    return _turns("results", case.tolerance, *case.answered(tangents, [plain, turned]))
+        plain = replace(plain, point=replace(case.point, rotated=tuple(values)))
+        rotated = replace(rotated, point=replace(case.point, rotated=tuple(moved)))
+    return _rotates("results", case.tolerance, *case.answered(tangents, [plain, rotated]))
 
 
-def _turned_back(case: Case, index: int) -> bool:
-    """Whether a turn of the gradients of results leaves those of the operands or turns them."""
+def _rotated_back(case: Case, index: int) -> bool:
+    """Whether rotating a result's gradient leaves the operands' gradients unchanged or rotates them too."""
     if case.out_shapes[index] is None:
         return False
-    probes = [case.probe(1), case.probe(1, turn_out=1, ranks=case.pool.size, only=index)]
-    return _turns("gradients", case.tolerance, *case.first_order(probes))
+    probes = [case.probe(1), case.probe(1, rotate_out=1, ranks=case.pool.size, only=index)]
+    return _rotates("gradients", case.tolerance, *case.first_order(probes))
 
 
-def _turns(what: str, tolerance: float, plain: Sequence[Answer], turned: Sequence[Answer]) -> bool:
-    """Whether what the ranks have after a turn is what they had, or what the next ones had."""
-    before, after = ([getattr(answer, what) for answer in answers] for answers in (plain, turned))
+def _rotates(what: str, tolerance: float, plain: Sequence[Answer], rotated: Sequence[Answer]) -> bool:
+    """Whether after a rotation each rank has what it had, or what the next rank had."""
+    before, after = ([getattr(answer, what) for answer in answers] for answers in (plain, rotated))
     return any(
         all(
             distance(a, b) <= tolerance
@@ -118,15 +117,15 @@ def _turns(what: str, tolerance: float, plain: Sequence[Answer], turned: Sequenc
 
 
 def _copied(case: Case, ranks: Sequence[Answer], index: int) -> bool:
-    """Whether results only move what operands hold, and a rank has all of another rank's operand."""
+    """Whether results only move elements of operands, and some rank receives all of another rank's operand."""
     if case.whole or not case.linear:
         return False
-    held = torch.cat([x.reshape(-1) for answer in ranks for x in answer.operands] + [torch.zeros(1)])
+    values = torch.cat([x.reshape(-1) for answer in ranks for x in answer.operands] + [torch.zeros(1)])
     for rank, answer in enumerate(ranks):
         if not answer.results:
             continue
         got = torch.cat([y.reshape(-1) for y in answer.results])
-        moved = _isin(got, held)
+        moved = _isin(got, values)
         for other, sender in enumerate(ranks):
             if (
                 moved

@@ -1,8 +1,7 @@
-"""The wire of a cost model: when a call begins to travel, and when its result can be read.
+"""The links of a cost model: when a transfer starts and ends.
 
-Each rank has a link for each axis, which carries one collective at a time, and messages one after another. A collective
-begins when the last of its ranks has called it and the links of all of them are free. Links of different axes do not
-hinder each other.
+Each rank has a link for each axis, which carries one collective or message at a time. A collective starts when all its
+ranks have called it and their links are free. Links of different axes are independent.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from collections.abc import Iterable, Sequence
 from gradmesh.verify.simulator.events import Event
 from gradmesh.verify.simulator.model import CostModel
 
-__all__ = ["Wire"]
+__all__ = ["Links"]
 
 
-class Wire:
-    """The links of all ranks, and until when they are taken.
+class Links:
+    """The links of all ranks, and until when they are busy.
 
     Args:
-        model: what a call costs; None: nothing.
+        model: the cost of a call; None: 0.
     """
 
     def __init__(self, model: CostModel | None) -> None:
@@ -28,8 +27,8 @@ class Wire:
         self._lock = threading.Lock()
         self._taken: dict[tuple[str, int], float] = {}
 
-    def carry(self, events: Sequence[Event], now: float) -> float:
-        """Enter the times of a collective that all its ranks have called, and return its end, at the earliest now."""
+    def collective(self, events: Sequence[Event], now: float) -> float:
+        """Set the times of a collective that all its ranks have called, and return its end (not before `now`)."""
         ready = max(event.called for event in events)
         first = events[0]
         if self.model is None:
@@ -48,8 +47,8 @@ class Wire:
             event.start, event.end = start, end
         return end
 
-    def send(self, event: Event) -> float:
-        """Enter the times of a message, and return its end."""
+    def message(self, event: Event) -> float:
+        """Set the times of a message, and return its end."""
         if self.model is None:
             event.start = event.end = event.called
         else:

@@ -1,4 +1,4 @@
-"""What was measured on the ranks, compared: the gradients of each against the finite differences of the objective."""
+"""Compares each rank's measured gradients with the finite differences of the objective."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from gradmesh.verify.gradients.report import Entry
 __all__ = ["Slopes", "entries", "slopes"]
 
 _ROUNDING = 20 * 2.2e-16
-"""What a loss may be off by, relative to its size: its last digits are the sum of many roundings."""
+"""The assumed relative error of a loss, since its last digits accumulate many rounding errors."""
 
 
 @dataclass(frozen=True)
 class Slopes:
-    """One move: what the objective does along it.
+    """The finite differences of one perturbation, and the gradients along it.
 
     Attributes:
-        move: the move.
-        by_rank: for each rank and direction, what that rank's part of the objective does.
-        total: for each direction, what the objective does.
-        analytic: for each rank, along each direction, the gradient that rank has; zeros where it has none.
-        missing: the ranks that have a leaf and no gradient.
-        noise: what the finite differences are off by, by rounding.
+        move: the perturbation.
+        by_rank: for each rank and direction, the derivative of that rank's part of the objective.
+        total: for each direction, the derivative of the objective.
+        analytic: for each rank and direction, that rank's gradient; zero if it has none.
+        missing: the ranks that have the leaf but no gradient.
+        noise: the rounding error of the finite differences.
     """
 
     move: Move
@@ -45,7 +45,7 @@ class Slopes:
 
 
 def slopes(found: list[Measured], options: Options, order: int = 1) -> list[Slopes]:
-    """The finite differences of all moves beside the gradients."""
+    """The finite differences and gradients for all perturbations."""
     result = []
     for at, move in enumerate(found[0].moves):
         ends = [rank.parts[order][at] for rank in found]
@@ -87,7 +87,7 @@ def _slope(pair: tuple[Part, Part], step: float) -> float:
 
 
 def _along(grad: Tensor | None, move: Move, options: Options, rank: int) -> Tensor:
-    """A gradient along each direction of a move; zeros on a rank that is not moved."""
+    """A gradient along each direction of a perturbation; zero on a rank that is not perturbed."""
     if grad is None or move.owner not in (None, rank) or grad.shape != move.shape:
         return torch.zeros(move.count, dtype=torch.float64)
     if move.count == 0:
@@ -118,23 +118,23 @@ def _entry(slope: Slopes, mode: str, rank: int | None, analytic: Tensor, options
 
 
 def _blurred(noise: float, allowed: float, values: Tensor) -> bool:
-    """Whether rounding explains more than anything else that is allowed, and than a hundredth of the values."""
+    """Whether rounding dominates the tolerance and exceeds 1% of the values."""
     size = float(values.abs().max())
     return size > 0 and noise > max(allowed - noise, 1e-2 * size)
 
 
 def tolerance(slope: Slopes, options: Options) -> Tensor:
-    """What a gradient and a finite difference may differ by, along each direction.
+    """The allowed difference between a gradient and a finite difference, along each direction.
 
-    The truncation of a central difference is eps^2 / 6 times a third derivative, 1e-13 of that by default, and stands
-    under `rtol` of the terms that make the sum up; the rounding of the losses is divided by eps.
+    The truncation error of a central difference is eps^2 / 6 times the third derivative (1e-13 of it by default) and is
+    covered by `rtol` times the terms of the sum; the rounding error of the losses is divided by eps.
     """
     terms = slope.by_rank.abs().sum(0) + slope.total.abs()
     return options.atol + slope.noise + options.rtol * terms
 
 
 def _losses(found: list[Measured], options: Options) -> list[Entry]:
-    """That the losses are the same on every rank, at every point where they were taken, if they have to be."""
+    """For a replicated objective: whether the losses are equal on every rank, at every evaluated point."""
     if options.objective != "replicated":
         return []
     first = [part for move in found[0].parts[1] for pair in move for part in pair]

@@ -1,4 +1,4 @@
-"""One step of training on several ranks, compared with the same step on one process."""
+"""Compares one training step on several ranks with the same step on a single process."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["Comparison", "compared_inputs"]
 
 @dataclass
 class Comparison:
-    """Adds to a report what is not the same.
+    """Adds deviations to a report.
 
     Attributes:
         report: the report.
-        parameters: how parameters lie on the ranks.
-        outputs: how values do.
-        objective: how the losses make one.
-        rtol: what an element may be off by, relative to the largest of its tensor.
-        atol: the same, absolutely.
-        whole: the parameters of which every rank shows the whole.
+        parameters: the placement of parameters on the ranks.
+        outputs: the placement of returned values.
+        objective: how the losses are combined.
+        rtol: the tolerance of an element relative to the largest of its tensor.
+        atol: the absolute tolerance.
+        whole: the parameters that are available in full on every rank.
     """
 
     report: SingleReport
@@ -44,10 +44,10 @@ class Comparison:
         """Compare one step.
 
         Args:
-            number: which.
-            single: that of the single process.
-            ranks: that of each rank.
-            given: the whole inputs.
+            number: its index.
+            single: the step of the single process.
+            ranks: the step of each rank.
+            given: the full inputs.
         """
         self._losses(number, single, ranks)
         for name, value in single.values.items():
@@ -63,7 +63,7 @@ class Comparison:
                     (rank.gradients if kind == "gradient" else rank.parameters).get(name) for rank in ranks
                 ]
                 placement = Type.I if name in self.whole else chosen(self.parameters, name, Type.I)
-                # The shares of a replicated parameter are summed already.
+                # Training already summed the ranks' contributions to a replicated parameter.
                 self._tensors(
                     number, kind, name, expected, found, Type.I if placement is Type.R else placement
                 )
@@ -91,7 +91,7 @@ class Comparison:
         found: list[Tensor | None],
         placement: Placement,
     ) -> None:
-        """Compare what each rank has, or what they have together, with its part of the single process's."""
+        """Compare each rank's tensor, or their sum, with the corresponding one of the single process."""
         if expected is None and all(each is None for each in found):
             return
         if placement is Type.R:
@@ -127,7 +127,7 @@ class Comparison:
 
 
 def compared_inputs(given: Sequence[object]) -> dict[str, Placement]:
-    """The inputs whose gradients are compared, by name, and how they lie."""
+    """The placement, by name, of the inputs whose gradients are compared."""
     result: dict[str, Placement] = {}
     for i, x in enumerate(given if isinstance(given, tuple | list) else (given,)):
         if isinstance(x, Shard) and not x.constant:
