@@ -278,26 +278,26 @@ def loss_of_one(x: Tensor) -> Tensor:
 calls = iter(range(1000))
 SHARED = nn.Linear(2, 1).double()
 WRONG: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], str]] = {
-    "no scalar": (lambda x: x, lambda r: normal(3), {}, "returns no scalar loss"),
+    "no scalar": (lambda x: x, lambda r: normal(3), {}, "does not return a scalar loss"),
     "no tensor": (lambda x: 3.0, lambda r: normal(3), {}, "got       float on rank 0"),
     "no grad": (lambda x: x.detach().sum(), lambda r: normal(3), {}, "does not require grad"),
     "no grad on one rank": (
         lambda x: x.sum() if dist.get_rank() == 0 else x.detach().sum(),
         lambda r: normal(3),
         {},
-        "none on rank 1",
+        "requires_grad=False on rank 1",
     ),
     "infinite loss": (lambda x: x.sum() / 0, lambda r: torch.ones(3), {}, "inf on rank 0"),
     "no number": (lambda x: x.sum() * float("nan"), lambda r: torch.ones(3), {}, "the loss is not finite"),
-    "float32 loss": (lambda x: x.float().sum(), lambda r: normal(3), {}, "not of double precision"),
-    "float32 module": (lambda m: m.weight.sum(), lambda r: nn.Linear(1, 1), {}, r"call .double\(\)"),
-    "too many inputs": (loss_of_one, lambda r: (normal(3), 1), {}, "does not take these inputs"),
+    "float32 loss": (lambda x: x.float().sum(), lambda r: normal(3), {}, "not in double precision"),
+    "float32 module": (lambda m: m.weight.sum(), lambda r: nn.Linear(1, 1), {}, r"call module.double\(\)"),
+    "too many inputs": (loss_of_one, lambda r: (normal(3), 1), {}, "do not match the function's signature"),
     "too few on one rank": (loss_of_one, lambda r: (normal(3),) * (1 - r), {}, "got       0 inputs"),
     "replicas differ": (
         loss_of_one,
         lambda r: Input(normal(3, seed=r), gm.R),
         {},
-        "is not the same on every rank",
+        "differs between ranks",
     ),
     "one module on all ranks": (
         lambda m, x: gm.all_gather(m(x)).sum(),
@@ -305,23 +305,28 @@ WRONG: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], str]] = {
         {},
         "the ranks share one module",
     ),
-    "types differ": (loss_of_one, lambda r: Input(normal(3), gm.R if r else gm.I), {}, "has several types"),
+    "types differ": (
+        loss_of_one,
+        lambda r: Input(normal(3), gm.R if r else gm.I),
+        {},
+        "has different types on different ranks",
+    ),
     "nothing to differentiate": (
         loss_of_one,
         lambda r: torch.ones(3, dtype=torch.int64),
         {},
-        "nothing to different",
+        "no differentiable tensor",
     ),
     "not steady": (
         lambda x: x.sum() * next(calls),
         lambda r: normal(3),
         {},
-        "another loss when it is called again",
+        "different losses for the same inputs",
     ),
     "list of another length": (loss_of_one, [normal(3)], {}, "a list of 2"),
-    "no such objective": (loss_of_one, lambda r: normal(3), {"objective": "max"}, "objective is not usable"),
-    "no such order": (loss_of_one, lambda r: normal(3), {"order": 3}, "order is not usable"),
-    "no ranks": (loss_of_one, lambda r: normal(3), {"world_size": None}, "world_size is not usable"),
+    "no such objective": (loss_of_one, lambda r: normal(3), {"objective": "max"}, "invalid objective"),
+    "no such order": (loss_of_one, lambda r: normal(3), {"order": 3}, "invalid order"),
+    "no ranks": (loss_of_one, lambda r: normal(3), {"world_size": None}, "invalid world_size"),
 }
 
 

@@ -227,7 +227,7 @@ def test_a_global_that_was_looked_up_at_run_time_is_named(cell: Any, code: str) 
         """
     )
     fn, origin = sent(names["work"])
-    assert origin.lost_global(error_of(fn)) == ("scale", "a_notebook")
+    assert origin.missing_global(error_of(fn)) == ("scale", "a_notebook")
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_other_errors_are_left_alone(cell: Any, code: str) -> None:
         """
     )
     fn, origin = sent(names["work"])
-    assert origin.lost_global(error_of(fn)) is None
+    assert origin.missing_global(error_of(fn)) is None
 
 
 def test_a_module_that_could_be_imported_lost_nothing(cell: Any) -> None:
@@ -265,7 +265,7 @@ def test_a_module_that_could_be_imported_lost_nothing(cell: Any) -> None:
     _, origin = sent(fn)
     del fn.__globals__["scale"]
     assert (
-        origin.lost_global(error_of(fn)) is None
+        origin.missing_global(error_of(fn)) is None
     )  # its globals are a module's own, and somebody deleted one
 
 

@@ -71,9 +71,9 @@ def test_an_op_of_the_library_is_taken_as_it_is(threads: Callable[[int], Callabl
 
 
 def test_what_has_no_gradient_or_no_element_is_refused() -> None:
-    with pytest.raises(gm.RankError, match="has no gradient"):
+    with pytest.raises(gm.RankError, match="does not require grad"):
         adjoint_error(lambda x: x.detach(), world_size=2)
-    with pytest.raises(gm.RankError, match="no rank's operand has an element"):
+    with pytest.raises(gm.RankError, match="the operands of all ranks are empty"):
         as_matrix(lambda x: x, (0,), world_size=2)
 
 

@@ -256,5 +256,5 @@ def test_a_picture_without_matplotlib_says_what_to_install(
 
 def test_what_cannot_be_joined_is_refused() -> None:
     for parts in ([], [Timeline()], [Timeline(1.0), Timeline()]):
-        with pytest.raises(gm.ArgumentError, match="nothing to join"):
+        with pytest.raises(gm.ArgumentError, match="no complete records"):
             Timeline.joined(parts)

@@ -100,15 +100,15 @@ def told(shown: list[str], size: int) -> dict[int, str]:
         elif match := re.fullmatch(r"rank (\d+): (.*)", line):
             add([int(match[1])], match[2])
         elif match := re.fullmatch(
-            r"(passed|skipped.*|xfailed.*|was not back.*|waited.*) \((ranks? .*)\)", line
+            r"(passed|skipped.*|xfailed.*|timed out.*|waited.*) \((ranks? .*)\)", line
         ):
             add(ranks_of(match[2]), match[1])
         in_error = in_error or "MismatchError" in line or "did not return within" in line
         if in_error and head is None:
             if match := re.fullmatch(r"E +(?:got +)?(ranks? [\d, and]+): (\w.*)", line):
                 add(ranks_of(match[1]), match[2])
-            if match := re.fullmatch(r"E +Rank (\d+) was here:", line):
-                add([int(match[1])], "was here")
+            if match := re.fullmatch(r"E +Stack of rank (\d+):", line):
+                add([int(match[1])], "stack")
     return found
 
 
@@ -121,7 +121,7 @@ WORDS = {
     "skips": r"skipped: not today",
     "xfails": r"xfailed: not yet",
     "exits": r"SystemExit: 3|the same",
-    "hangs": r"was not back.*|was here",
+    "hangs": r"timed out.*|stack",
     "dies": r".*",
 }
 

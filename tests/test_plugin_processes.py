@@ -118,9 +118,7 @@ def test_threads_have_them_all(capsys, numbers, monkeypatch, request):
     )
     result.assert_outcomes(failed=2, passed=1)
     one = "\n".join(section(result, "test_of_pytest"))
-    assert (
-        "gradmesh.pytest: the fixtures capsys, monkeypatch cannot be sent to ranks that are processes" in one
-    )
+    assert "gradmesh.pytest: the fixtures capsys, monkeypatch cannot be sent to process ranks" in one
     assert "a MonkeyPatch of _pytest, which acts on the process of pytest" in one
     other = "\n".join(section(result, "test_of_its_own"))
     assert "the fixture numbers cannot be sent" in other
@@ -178,7 +176,7 @@ def test_error_that_cannot_be_pickled(subtests):
     )
     result.assert_outcomes(failed=3 if hasattr(pytest, "Subtests") else 2)
     text = result.stdout.str()
-    assert text.count("rank 1 of 2 ended with exit code 5") == 2
+    assert text.count("rank 1 of 2 failed with exit code 5") == 2
     assert text.count('raise OwnError(7, "of my own")') == 1
     result.stdout.fnmatch_lines(["*SUBFAILED*one*(i=3)* - rank 1 of 2: assert 1 == 0"])
 

@@ -288,9 +288,9 @@ def test_a_rank_that_fails_in_the_block_leaves_the_others_their_profile(threads:
 
 
 def test_what_is_not_complete_is_not_joined() -> None:
-    with pytest.raises(gm.ArgumentError, match="nothing to join"):
+    with pytest.raises(gm.ArgumentError, match="no complete records"):
         Profile.joined([])
-    with pytest.raises(gm.ArgumentError, match="1 of them without an end"):
+    with pytest.raises(gm.ArgumentError, match="1 of them with an open block"):
         Profile.joined([Profile()])
 
 
@@ -357,7 +357,7 @@ def test_a_profiler_that_is_on_is_not_disturbed() -> None:
     gm.init()
     try:
         with ranges() as names:
-            with pytest.raises(gm.ArgumentError, match="a profiler is on already"), gm.verify.profiled():
+            with pytest.raises(gm.ArgumentError, match="another profiler is running"), gm.verify.profiled():
                 pass
             gm.scan(torch.ones(2))
     finally:

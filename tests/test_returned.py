@@ -18,7 +18,7 @@ import torch.distributed as dist
 import gradmesh as gm
 from gradmesh.backends.shm.runs import Run
 from gradmesh.launch import hang_detector
-from gradmesh.launch.hang_detector import MainThread, Probe, waits_in
+from gradmesh.launch.hang_detector import MainThread, Probe
 from gradmesh.launch.outcomes import Failure, Outcome
 from gradmesh.stacks import Place, stack_of
 
@@ -209,7 +209,7 @@ def test_only_a_wait_for_other_ranks_is_taken_for_one() -> None:
     ]
     for number, (fn, expected) in enumerate(waits):
         stack, end = stands_in(fn)
-        assert waits_in(stack) is expected, number
+        assert is_waiting_in(stack) is expected, number
         end.set()
 
 
@@ -232,20 +232,20 @@ def test_the_main_thread_of_a_test_is_not_taken_for_waiting() -> None:
 AT_WORK = """
 import subprocess, threading
 from gradmesh.launch.rank_main import _Parent
-from gradmesh.launch.hang_detector import others_at_work
-print(others_at_work())
+from gradmesh.launch.hang_detector import has_other_work
+print(has_other_work())
 child = subprocess.Popen(["sleep", "60"])
-print(others_at_work())
+print(has_other_work())
 child.kill()
 child.wait()
-print(others_at_work())
+print(has_other_work())
 end = threading.Event()
 thread = threading.Thread(target=end.wait)
 thread.start()
-print(others_at_work())
+print(has_other_work())
 end.set()
 thread.join()
-print(others_at_work())
+print(has_other_work())
 """
 
 
@@ -264,7 +264,7 @@ def test_where_others_may_be_at_work_the_main_thread_is_not_said_to_wait(
 
     def look() -> None:
         for others in (False, True):
-            monkeypatch.setattr(hang_detector, "others_at_work", lambda others=others: others)
+            monkeypatch.setattr(hang_detector, "has_other_work", lambda others=others: others)
             for _ in range(4):
                 time.sleep(0.1)
                 seen[others] = main.waits()
@@ -280,7 +280,7 @@ def test_where_others_may_be_at_work_the_main_thread_is_not_said_to_wait(
 
 def test_a_machine_that_was_held_up_is_no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A minute without processor time between two looks, on a rank that stands inside of autograd."""
-    monkeypatch.setattr(hang_detector, "others_at_work", lambda: False)
+    monkeypatch.setattr(hang_detector, "has_other_work", lambda: False)
     main, never = MainThread(), torch.futures.Future()  # type: ignore[var-annotated]
     seen: list[float] = []
 
@@ -303,7 +303,7 @@ def test_a_machine_that_was_held_up_is_no_waiting(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_rank_that_gets_no_processor_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang_detector, "others_at_work", lambda: False)
+    monkeypatch.setattr(hang_detector, "has_other_work", lambda: False)
     wanted = iter([0.0, 0.1, 5.0, 9.9])
     monkeypatch.setattr(hang_detector, "_wanted", lambda: next(wanted))
     main, never = MainThread(), torch.futures.Future()  # type: ignore[var-annotated]
@@ -357,7 +357,7 @@ def test_a_rank_that_is_alone_is_never_taken_to_wait(monkeypatch: pytest.MonkeyP
 def test_the_error_says_who_returned_and_who_waits_where() -> None:
     outcome = Outcome(3, results={0: None})
     stack = f'  File "{torch.__file__}", line 1, in x\n  File "/home/a/train.py", line 7, in step\n    y()\n'
-    outcome.lose({1: stack, 2: stack})
+    outcome.record_deadlock({1: stack, 2: stack})
     with pytest.raises(
         gm.RankError, match="rank 0 returned, and ranks 1, 2 still wait in a collective"
     ) as caught:
@@ -426,11 +426,11 @@ def test_a_rank_that_gave_up_waiting_is_shown_beside_the_place_of_the_one_that_d
         gm.RankError, match="failed with RuntimeError; rank 1 had not returned: Timed out"
     ) as caught:
         outcome.values()
-    assert "Rank 1 was here:\n\n  in a place" in str(caught.value)
+    assert "Stack of rank 1:\n\n  in a place" in str(caught.value)
     own = Outcome(2, failures=[Failure.of(0, ValueError("x"))], unfinished={1: "  in a place\n"})
     with pytest.raises(gm.RankError) as caught:
         own.values()
-    assert "was here" not in str(caught.value)
+    assert "Stack of rank" not in str(caught.value)
 
 
 def crossed_groups() -> None:
@@ -448,7 +448,7 @@ def crossed_groups() -> None:
 def test_ranks_that_wait_for_each_other_across_groups_are_told(backend: str) -> None:
     with gm.Ranks(4, backend=backend, timeout=60) as ranks:
         start = time.monotonic()
-        with pytest.raises(gm.RankError, match="each for another") as caught:
+        with pytest.raises(gm.RankError, match="for each other") as caught:
             ranks.run(crossed_groups)
     assert time.monotonic() - start < 30
     assert isinstance(caught.value.__cause__, gm.DeadlockError)

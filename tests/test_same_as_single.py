@@ -205,27 +205,27 @@ def test_shapes_that_differ_are_shown() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"inputs": (Shard(X, sizes=(1, 1)),)}, "do not make up the whole"),
-        ({"inputs": (X,), "parallel": Cut}, "is not the part that its placement says"),
-        ({"inputs": (X,), "parallel": lambda m: nn.Sequential(m)}, "has no like in the single one"),
-        ({"inputs": (X,), "distributed": lambda m, x: 3.0}, "returns no scalar loss"),
-        ({"inputs": (X,), "distributed": lambda m, x: m(x)}, "returns no scalar loss"),
-        ({"inputs": (X,), "distributed": lambda m, x: None}, "None, with ordered=True"),
+        ({"inputs": (Shard(X, sizes=(1, 1)),)}, "do not add up to the tensor's size"),
+        ({"inputs": (X,), "parallel": Cut}, "does not match its placement"),
+        ({"inputs": (X,), "parallel": lambda m: nn.Sequential(m)}, "unknown parameter name"),
+        ({"inputs": (X,), "distributed": lambda m, x: 3.0}, "does not return a scalar loss"),
+        ({"inputs": (X,), "distributed": lambda m, x: m(x)}, "does not return a scalar loss"),
+        ({"inputs": (X,), "distributed": lambda m, x: None}, "return None and pass ordered=True"),
         ({"inputs": (X,), "distributed": lambda m, x: x.sum()}, "does not require grad"),
-        ({"inputs": (X,), "distributed": lambda m, x: (m(x).sum(), 1)}, "no dict of tensors"),
+        ({"inputs": (X,), "distributed": lambda m, x: (m(x).sum(), 1)}, "invalid second return value"),
         (
             {"inputs": (X,), "distributed": lambda m, x: (m(x).sum(), {}), "reference": mse},
             "different values",
         ),
         ({"inputs": (X,), "distributed": mse, "reference": lambda m, x: m(x).sum()}, "different values"),
-        ({"inputs": (X,), "parameters": {"c.*": gm.I}}, "pattern of parameters fits no name"),
-        ({"inputs": (X,), "outputs": {"out": Shard()}}, "pattern of outputs fits no name"),
-        ({"inputs": (X,), "steps": 0}, "steps is not usable"),
-        ({"inputs": (X,), "objective": "last"}, "objective is not usable"),
-        ({"inputs": (X,), "world_size": 0}, "world_size is not usable"),
+        ({"inputs": (X,), "parameters": {"c.*": gm.I}}, "pattern in parameters matches no name"),
+        ({"inputs": (X,), "outputs": {"out": Shard()}}, "pattern in outputs matches no name"),
+        ({"inputs": (X,), "steps": 0}, "invalid steps"),
+        ({"inputs": (X,), "objective": "last"}, "invalid objective"),
+        ({"inputs": (X,), "world_size": 0}, "invalid world_size"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(options: dict[str, Any], text: str) -> None:
+def test_invalid_comparisons_raise(options: dict[str, Any], text: str) -> None:
     with pytest.raises(gm.ArgumentError, match=text):
         same_as_single(**{"distributed": mse, "module": Mlp, "world_size": 2, **options})
 

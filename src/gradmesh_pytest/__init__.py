@@ -1,11 +1,10 @@
-"""Tests that run on several ranks: a plugin of pytest, which finds it by itself once gradmesh is installed.
+"""A pytest plugin for tests on several ranks; pytest loads it automatically if gradmesh is installed.
 
-`@pytest.mark.world(4)` runs the body of a test on four ranks, each with the same values of its fixtures; the fixture
-`world` hands a test the ranks, to run functions on. Ranks are threads, or processes on request, and live until the
-session ends. What fails on ranks is reported as what fails in any other test, once, with its ranks.
+`@pytest.mark.world(4)` runs the body of a test on four ranks, each with the same fixture values; the fixture `world`
+gives a test the ranks, to run functions on. Ranks are threads by default, or processes, and live until the end of the
+session. A failure on ranks is reported like that of any other test, once, with its ranks.
 
-pytest imports this module at every start, also where no test needs it: gradmesh and torch are imported by the first
-test that runs on ranks.
+pytest imports this module at every start, so gradmesh and torch are imported only by the first test on ranks.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the mark known."""
+    """Register the mark."""
     config.addinivalue_line("markers", settings.MARK)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A mark with several sizes or backends is a test for each of them."""
+    """Parametrize a test whose mark has several sizes or backends."""
     mark = metafunc.definition.get_closest_marker("world")
     if mark is None or not settings.is_several(mark):
         return
@@ -65,10 +64,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """Run the method of a marked `unittest.TestCase` on every rank: pytest does not call those itself."""
+    """Run the method of a marked `unittest.TestCase` on every rank; `pytest_pyfunc_call` is not used for these."""
     __tracebackhide__ = True
     case = getattr(item, "instance", None)
-    # What every test case has, as importing unittest for those who have none takes a while.
+    # Check attributes of TestCase, because importing unittest takes time.
     is_case = hasattr(case, "assertEqual") and hasattr(case, "subTest")
     if isinstance(item, pytest.Function) and is_case and settings.mark_of(item) is not None:
         item.obj = _session(item.config).method_on_ranks(item, case)
@@ -79,7 +78,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Show what failed on ranks, instead of where this plugin raised it."""
+    """Show the failure on the ranks instead of the line where this plugin raised it."""
     report = yield
     if call.excinfo is not None and _SESSION in item.config.stash:
         item.config.stash[_SESSION].amend(report, call.excinfo.value)
@@ -87,7 +86,7 @@ def pytest_runtest_makereport(
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End all ranks."""
+    """Stop all ranks."""
     if _SESSION in config.stash:
         config.stash[_SESSION].close()
         del config.stash[_SESSION]
@@ -97,7 +96,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def world(request: pytest.FixtureRequest) -> World:
     """The ranks: `world.run(fn, *args)` runs a function on each of them, and returns each rank's result.
 
-    How many, and of which kind, say the mark (`@pytest.mark.world(4, backend="shm")`), the parameter
+    Their number and backend come from the mark (`@pytest.mark.world(4, backend="shm")`), the parameter
     (`@pytest.mark.parametrize("world", [2, (4, "gloo")], indirect=True)`) or the configuration, in this order.
     """
     return _session(request.config).world_of(request.node, getattr(request, "param", None))
@@ -105,13 +104,13 @@ def world(request: pytest.FixtureRequest) -> World:
 
 @pytest.fixture(scope="session")
 def worlds(request: pytest.FixtureRequest) -> Callable[..., World]:
-    """`worlds(size, backend=None, timeout=None)`: ranks for fixtures of a wider scope than one test."""
+    """`worlds(size, backend=None, timeout=None)`: ranks for fixtures with a wider scope than one test."""
     return _session(request.config).world
 
 
 @pytest.fixture
 def rank_generator(request: pytest.FixtureRequest) -> RankGenerator:
-    """On each rank, a `torch.Generator` of its own, seeded by the test, the rank and `--world-seed`."""
+    """A separate `torch.Generator` on each rank, seeded by the test, the rank and `--world-seed`."""
     return _session(request.config).rank_generator(request.node)
 
 

@@ -1,4 +1,4 @@
-"""What is known of an error that was raised on a rank, beside the error itself."""
+"""Information that is attached to an error raised on a rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _NAME = "_gradmesh_pytest"
 
 @dataclasses.dataclass
 class Attached:
-    """What goes with an error, as an attribute of it, to the process of pytest.
+    """Information that is sent with an error, as an attribute, to the pytest process.
 
     Attributes:
         kind: the name of its class.
-        place: the file and the line where it was raised.
-        shown: how pytest shows it, made on the rank, whose frames do not travel; None: the frames are here.
-        subtests: the subtests of the function that it ended.
+        place: the file and line where it was raised.
+        shown: pytest's representation, created on the rank because frames cannot be pickled; None: frames are present.
+        subtests: the subtests of the function that raised it.
     """
 
     kind: str = ""
@@ -30,7 +30,7 @@ class Attached:
 
     @classmethod
     def of(cls, error: BaseException | None) -> Attached:
-        """What is attached to an error, or what its frames tell."""
+        """The information attached to an error, or derived from its frames."""
         found = getattr(error, _NAME, None)
         if isinstance(found, cls) and found.kind:
             return found
@@ -41,12 +41,12 @@ class Attached:
 
 
 def attach(error: BaseException, what: Attached) -> None:
-    """Let something go with an error."""
+    """Attach information to an error."""
     setattr(error, _NAME, what)
 
 
 def place(error: BaseException) -> tuple[str, int]:
-    """The file and the line where an error was raised."""
+    """The file and line where an error was raised."""
     trace = error.__traceback__
     if trace is None:
         return "", 0

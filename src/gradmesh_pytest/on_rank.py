@@ -1,4 +1,4 @@
-"""What a rank does for a test: it starts from a clean state, runs the function, and tells how that ended."""
+"""Runs a test's function on a rank: resets state, runs the function, and returns its outcome."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from gradmesh_pytest.remote import debug
 __all__ = ["Answer", "Method", "StandIn", "Task", "Warned", "run"]
 
 
-class StandIn(Exception):  # noqa: N818 - it has the text of another error
-    """Goes back in the place of an exception that cannot be pickled."""
+class StandIn(Exception):  # noqa: N818 - has the message of another error
+    """Replaces an exception that cannot be pickled."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Warned:
-    """A warning that was given on a rank that is a process."""
+    """A warning that was issued on a process rank."""
 
     message: str
     category: type[Warning]
@@ -43,14 +43,14 @@ class Warned:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a rank is told beside the function.
+    """The options of a run.
 
     Attributes:
-        seed: of the test.
-        is_process: whether the rank has a process for itself.
-        wants_value: whether the function's result goes back.
-        filters: the filters of warnings, for processes; none: those of the process.
-        terminal: where a process asks for pytest's terminal, to debug a failure; empty where nobody debugs.
+        seed: the test's seed.
+        is_process: whether the rank is a process.
+        wants_value: whether to return the function's result.
+        filters: the warning filters for processes; empty: keep the process's filters.
+        terminal: the address of pytest's terminal, to debug a failure; empty without --pdb.
     """
 
     seed: int
@@ -62,15 +62,15 @@ class Task:
 
 @dataclasses.dataclass
 class Answer:
-    """How the function ended on a rank that could tell.
+    """The outcome of the function on a rank.
 
     Attributes:
         how: "passed", "skipped" or "xfailed".
-        reason: of the last two.
-        value: what the function returned.
-        subtests: how its subtests ended.
-        spoiled: whether the rank's world is not what it was.
-        warned: the warnings, of a process.
+        reason: the reason of a skip or xfail.
+        value: the return value.
+        subtests: the outcomes of its subtests.
+        spoiled: whether the function replaced the rank's world, so that the ranks cannot be reused.
+        warned: the warnings of a process.
     """
 
     how: str = "passed"
@@ -83,14 +83,14 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """The method of a `unittest.TestCase`, to be called on a copy of it for each rank."""
+    """A method of a `unittest.TestCase`, which is called on a separate copy for each rank."""
 
     case: unittest.TestCase
     name: str
 
     @property
     def shown(self) -> Callable[..., object]:
-        """The function whose lines are shown."""
+        """The function whose source is shown."""
         method: Callable[..., object] = getattr(self.case, self.name)
         return method
 
@@ -105,15 +105,15 @@ def run(fn: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, obj
     """Run a function of a test on this rank.
 
     Raises:
-        BaseException: what the function raised, but for what skips it or declares it an expected failure.
+        BaseException: the function's exception, except for skips and expected failures.
     """
     __tracebackhide__ = True
     answer, subtests = Answer(), Subtests()
     world, dtype, grad_mode = dist.group.WORLD, torch.get_default_dtype(), torch.is_grad_enabled()
     rank = dist.get_rank()
-    _forget()
+    _reset_state()
     torch.manual_seed(task.seed + rank)
-    if task.is_process:  # ranks that are threads share these
+    if task.is_process:  # thread ranks share these generators
         _seed_python(task.seed + rank)
     try:
         with _warnings(task, answer.warned):
@@ -128,14 +128,14 @@ def run(fn: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, obj
             attach(error, _attached(error, fn, subtests))
             if task.terminal:
                 debug(task.terminal, error, f"\n{Attached.of(error).shown}\n\nThis is rank {rank}.\n")
-            if not _travels(error):
+            if not _can_be_pickled(error):
                 raise _stand_in(error) from None
         else:
             attach(error, Attached(subtests=subtests.ended))
         raise
     finally:
-        _forget()
-        torch.set_grad_enabled(grad_mode)  # each thread has its own, which outlives the test in a pool
+        _reset_state()
+        torch.set_grad_enabled(grad_mode)  # thread-local state, which would persist in a pool
         if task.is_process:
             torch.set_default_dtype(dtype)
     answer.subtests = _portable(subtests, fn) if task.is_process else subtests.ended
@@ -143,8 +143,8 @@ def run(fn: Callable[..., Any], args: Sequence[object], kwargs: Mapping[str, obj
     return answer
 
 
-def _forget() -> None:
-    """Leave nothing of one test to the next."""
+def _reset_state() -> None:
+    """Reset gradmesh's state of this rank."""
     state = rank_state()
     state.mesh = state.mesh_world = state.chain = state.check = None
     state.reorderable = False
@@ -158,7 +158,7 @@ def _seed_python(seed: int) -> None:
 
 @contextmanager
 def _warnings(task: Task, warned: list[Warned]) -> Iterator[None]:
-    """Treat warnings as pytest does in its own process; there they are given again."""
+    """Apply pytest's warning filters and record warnings, which pytest's process issues again."""
     if not task.filters:
         yield
         return
@@ -181,20 +181,18 @@ def _attached(error: BaseException, fn: Callable[..., Any], subtests: Subtests |
 
 
 def _portable(subtests: Subtests, fn: Callable[..., Any]) -> list[Subtest]:
-    """The subtests with errors that can leave the process."""
+    """The subtests, with errors replaced that cannot be pickled."""
     for subtest in subtests.ended:
         if subtest.error is not None:
             attach(subtest.error, _attached(subtest.error, fn))
-            if not _travels(subtest.error):
+            if not _can_be_pickled(subtest.error):
                 subtest.error = _stand_in(subtest.error)
     return subtests.ended
 
 
-def _travels(error: BaseException) -> bool:
+def _can_be_pickled(error: BaseException) -> bool:
     try:
-        pickle.loads(
-            dumps_result(error)
-        )  # an exception with an __init__ of its own may pickle and not come back
+        pickle.loads(dumps_result(error))  # an exception with a custom __init__ may fail to unpickle
     except Exception:
         return False
     return True

@@ -1,4 +1,4 @@
-"""Values of fixtures that every rank has one of its own of, made on the rank."""
+"""Fixture values that are created separately on each rank."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class RankGenerator:
     seed: int
 
     def of(self, rank: int) -> torch.Generator:
-        """Make that of a rank."""
+        """Create a rank's generator."""
         return torch.Generator().manual_seed(self.seed + rank)
 
 
 @dataclasses.dataclass
 class Subtest:
-    """How a subtest ended on a rank.
+    """The outcome of a subtest on a rank.
 
     Attributes:
-        message: what it was called.
-        values: what it was told.
-        error: what ended it, or None.
+        message: its message.
+        values: its keyword arguments.
+        error: its error, or None.
     """
 
     message: str | None
@@ -39,7 +39,7 @@ class Subtest:
 
 
 class Subtests:
-    """Stands for pytest's fixture `subtests` on a rank, and for `TestCase.subTest`; keeps how each of them ended."""
+    """Replaces pytest's fixture `subtests` and `TestCase.subTest` on a rank; records the outcomes."""
 
     def __init__(self) -> None:
         self.ended: list[Subtest] = []
@@ -51,24 +51,24 @@ class Subtests:
         try:
             yield
         except (SystemExit, KeyboardInterrupt, GeneratorExit):
-            raise  # of the launcher, which ends the rank
+            raise  # raised by the launcher to stop the rank
         except BaseException as error:
             found.error = error
         self.ended.append(found)
 
 
 def resolved(values: Mapping[str, object], rank: int, subtests: Subtests) -> dict[str, object]:
-    """The values of fixtures on a rank.
+    """The fixture values on a rank.
 
     Args:
-        values: as they come from pytest.
-        rank: of the world.
-        subtests: what stands there for the fixture `subtests`.
+        values: pytest's values.
+        rank: the rank in the world.
+        subtests: the replacement of the fixture `subtests`.
     """
 
-    def own(value: object) -> object:
+    def resolve(value: object) -> object:
         if isinstance(value, RankGenerator):
             return value.of(rank)
         return subtests if isinstance(value, Subtests) else value
 
-    return {name: own(value) for name, value in values.items()}
+    return {name: resolve(value) for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""Ranks that live until the session ends: starting them is what costs time, not using them."""
+"""Ranks that are reused until the session ends, because starting them takes time."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from gradmesh_pytest.settings import Where
 __all__ = ["Pools"]
 
 _MOST = 18
-"""Processes that are kept; each has torch loaded."""
+"""The maximum number of processes to keep; each has torch loaded."""
 _DEBUGGED = 86400.0
-"""Seconds that ranks without a time limit wait for each other: one of them may be in a debugger."""
+"""The timeout in seconds for ranks without a limit, since a rank may be in a debugger."""
 
 
 class Pools:
     """The ranks of a session, by number and backend.
 
     Args:
-        arguments: pytest's own that say how failures are shown, for ranks that are processes.
+        arguments: pytest's command-line options for the display of failures, for process ranks.
     """
 
     def __init__(self, arguments: Sequence[str] = ()) -> None:
@@ -39,11 +39,11 @@ class Pools:
         kwargs: Mapping[str, object],
         task: on_rank.Task,
     ) -> Outcome:
-        """Run a function of a test on ranks, and tell how it ended on each.
+        """Run a test's function on ranks, and return each rank's outcome.
 
         Raises:
-            gradmesh.ArgumentError: there is no such backend, or the function or its arguments cannot be pickled.
-            gradmesh.MissingExtraError: they have to be sent by value and cloudpickle is not installed.
+            gradmesh.ArgumentError: the backend is unknown, or the function or its arguments cannot be pickled.
+            gradmesh.MissingExtraError: they must be sent by value and cloudpickle is not installed.
         """
         key = where.size, where.backend
         pool = self._pool(key, where.timeout)
@@ -56,13 +56,13 @@ class Pools:
             done = not outcome.failures and not outcome.missing
         finally:
             if not done:
-                self._prepared.pop(key, None)  # the next ones are new
+                self._prepared.pop(key, None)  # the failure has stopped these ranks
         if any(isinstance(answer, on_rank.Answer) and answer.spoiled for answer in outcome.results.values()):
             self._end(key)
         return outcome
 
     def close(self) -> None:
-        """End all ranks."""
+        """Stop all ranks."""
         for key in list(self._pools):
             self._end(key)
 
@@ -74,16 +74,16 @@ class Pools:
             others = [other for other in self._pools if other[1] != "threads"] if backend != "threads" else []
             while others and sum(n for n, _ in others) + size > _MOST:
                 self._end(others.pop(0))
-        self._pools[key] = pool  # the last is the one that was used last
+        self._pools[key] = pool  # ordered by last use
         return pool
 
     def _prepare(self, key: tuple[int, str], pool: Ranks) -> None:
-        """Let processes find what pytest's has imported since they were asked last."""
+        """Make modules that pytest has imported since the last call importable on process ranks."""
         state = (len(sys.modules), *sys.path)
         if self._prepared.get(key) != state:
             pool.timeout = (
                 pool.timeout or _DEBUGGED
-            )  # the ranks may begin now, with the time that they wait for others
+            )  # this call may start the ranks, whose group uses this timeout
             names = rewriting.rewritten()
             pool.attempt(rewriting.prepare, (list(sys.path), names, self._arguments), {}).values()
             self._prepared[key] = state

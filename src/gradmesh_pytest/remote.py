@@ -1,4 +1,4 @@
-"""pdb on a rank that is a process: the terminal is that of pytest, and a socket is between them."""
+"""pdb on a process rank: connects the rank's debugger with pytest's terminal through a socket."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ __all__ = ["Terminal", "debug"]
 
 
 class Terminal:
-    """Lets the first rank that fails use the terminal of pytest.
+    """Gives the first failed rank access to pytest's terminal.
 
     Args:
-        config: of the session.
+        config: the session's config.
 
     Attributes:
-        address: where ranks ask for it.
+        address: the address of the socket.
         quits: whether the user has left the debugger with `q`, which ends the session.
-        was_used: whether a rank has had it.
+        was_used: whether a rank has used the terminal.
     """
 
     def __init__(self, config: pytest.Config) -> None:
         self._capture: Any = config.pluginmanager.getplugin("capturemanager")
-        self._folder = tempfile.mkdtemp(prefix="gradmesh-")  # only this user may enter it
+        self._folder = tempfile.mkdtemp(prefix="gradmesh-")  # only this user can access it
         self.address = os.path.join(self._folder, "pdb")
         self.quits = self.was_used = False
         self._door = socket.socket(socket.AF_UNIX)
@@ -42,7 +42,7 @@ class Terminal:
         self._thread.start()
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Close the socket."""
         with contextlib.suppress(OSError):
             self._door.shutdown(socket.SHUT_RDWR)
         self._door.close()
@@ -62,22 +62,22 @@ class Terminal:
                     self._connect(rank)
 
     def _connect(self, rank: socket.socket) -> None:
-        """Pass on what is typed and what the debugger says, until it ends."""
+        """Forward input and output of the debugger until it ends."""
         if self._capture is not None:
             self._capture.suspend(in_=True)
         try:
             keys = [sys.stdin.fileno()]
-            said = b""
+            last = b""
             while True:
                 ready, _, _ = select.select([rank, *keys], [], [])
                 if rank in ready:
-                    heard = rank.recv(1 << 16)
-                    if not heard:
+                    received = rank.recv(1 << 16)
+                    if not received:
                         break
-                    said = (said + heard)[-1:]
-                    sys.stdout.write(heard.replace(_QUITS, b"").decode(errors="replace"))
+                    last = (last + received)[-1:]
+                    sys.stdout.write(received.replace(_QUITS, b"").decode(errors="replace"))
                     sys.stdout.flush()
-                    self.quits = said == _QUITS
+                    self.quits = last == _QUITS
                 elif typed := os.read(keys[0], 1 << 16):
                     rank.sendall(typed)
                 else:
@@ -89,25 +89,25 @@ class Terminal:
 
 
 _QUITS = b"\x04"
-"""Said by the debugger that was left with `q`."""
+"""Sent by the debugger after `q`."""
 
 
 def debug(address: str, error: BaseException, heading: str) -> None:
-    """Debug an error on this rank, a process, unless another rank was first.
+    """Debug an error on this process rank, unless another rank uses the terminal.
 
     Args:
-        address: of pytest's terminal.
-        error: with its traceback.
-        heading: what is said first.
+        address: the address of pytest's terminal.
+        error: the error with its traceback.
+        heading: text to print first.
     """
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as terminal:
         terminal.connect(address)
         if terminal.recv(1) != b"y":
             return
-        with terminal.makefile("r") as typed, terminal.makefile("w") as said:
-            said.write(heading)
-            debugger = pdb.Pdb(stdin=typed, stdout=said)
+        with terminal.makefile("r") as stdin, terminal.makefile("w") as stdout:
+            stdout.write(heading)
+            debugger = pdb.Pdb(stdin=stdin, stdout=stdout)
             debugger.reset()
             debugger.interaction(None, error.__traceback__)
             if debugger.quitting:
-                said.write(_QUITS.decode())
+                stdout.write(_QUITS.decode())

@@ -1,8 +1,8 @@
-"""Assertions with their values on ranks that are processes, as pytest shows them in its own.
+"""Assertion rewriting on process ranks.
 
-A rank is a fresh interpreter that knows nothing of pytest. It gets a pytest of its own without plugins, conftests and
-configuration file, only to rewrite the assertions of the modules that pytest has rewritten, and to show failures. These
-parts of pytest have no public names. Where they are missing, assertions fail without their values.
+A rank is a fresh interpreter. It starts a pytest config without plugins, conftests and configuration file, only to
+rewrite the assertions of the modules that pytest has rewritten, and to format failures. This uses private names of
+pytest; without them, assertions fail without showing values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Pytest:
 
     config: Any = None
     comparing: Any = None
-    """The generator that has put pytest's comparison of values in place; it takes it away when it is collected."""
+    """The generator that installed pytest's comparison of values; keep a reference, since its cleanup removes it."""
 
 
 def rewritten() -> list[str]:
@@ -39,12 +39,12 @@ def rewritten() -> list[str]:
 
 
 def prepare(path: Sequence[str], names: Sequence[str], arguments: Sequence[str]) -> None:
-    """Let this process, a rank, import what pytest's has imported, with the assertions rewritten that are there.
+    """Make pytest's modules importable on this rank, with rewritten assertions.
 
     Args:
         path: pytest's `sys.path`.
-        names: of the modules whose assertions are rewritten.
-        arguments: pytest's own, which say how failures are shown.
+        names: the modules whose assertions are rewritten.
+        arguments: pytest's command-line options for the display of failures.
     """
     sys.path[:] = path
     with contextlib.suppress(ImportError, AttributeError):
@@ -83,12 +83,12 @@ def _set_environment(values: dict[str, str | None]) -> None:
 
 
 def show(error: BaseException, fn: Callable[..., Any], config: Any = None) -> Any:
-    """How pytest shows an error of a function, as an object that can be pickled; None where that cannot be had.
+    """Pytest's representation of an error, as an object that can be pickled; None if not available.
 
     Args:
-        error: with its traceback.
-        fn: the outermost function that is shown.
-        config: pytest's, by default that of this rank.
+        error: the error with its traceback.
+        fn: the outermost function to show.
+        config: pytest's config; defaults to that of this rank.
     """
     config = _Pytest.config if config is None else config
     if config is None:
@@ -107,7 +107,7 @@ def show(error: BaseException, fn: Callable[..., Any], config: Any = None) -> An
 
 
 class _Shown:
-    """As much of a test item as showing a failure takes."""
+    """The attributes of a test item that `repr_failure` needs."""
 
     _traceback_filter = pytest.Function._traceback_filter
     _repr_failure_py = pytest.Function._repr_failure_py

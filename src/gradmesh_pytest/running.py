@@ -1,4 +1,4 @@
-"""The session's side of tests on ranks: runs their functions, and turns how those ended into how the tests ended."""
+"""Runs tests on ranks for a pytest session, and derives their results from the ranks' outcomes."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ import torch
 
 from gradmesh.errors import ArgumentError, MissingExtraError, RankError
 from gradmesh.launch.outcomes import Outcome
-from gradmesh_pytest import reports, settings, travel
+from gradmesh_pytest import fixture_values, reports, settings
 from gradmesh_pytest.failures import Attached
 from gradmesh_pytest.on_rank import Answer, Method, Task
 from gradmesh_pytest.per_rank import RankGenerator, Subtest, Subtests
 from gradmesh_pytest.pools import Pools
 from gradmesh_pytest.remote import Terminal
+from gradmesh_pytest.results import RankReport, Result, result_of, result_of_subtest
 from gradmesh_pytest.settings import Where
-from gradmesh_pytest.verdicts import Told, Verdict, judge, judge_subtest
 
 __all__ = ["Session", "World"]
 
 
 class World:
-    """Ranks to run functions on, from a test or a fixture. They live on when the test is over.
+    """Ranks to run functions on, from a test or a fixture. They are reused by later tests.
 
     Args:
-        session: whose ranks they are.
-        where: how many, and of which kind.
-        seed: of the test.
-        is_of_a_test: whether the test's filters of warnings hold on ranks that are processes.
+        session: the session that owns the ranks.
+        where: their number, backend and timeout.
+        seed: the test's seed.
+        is_of_a_test: whether to apply the test's warning filters on process ranks.
 
     Attributes:
         size: the number of ranks.
@@ -54,10 +54,10 @@ class World:
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run `fn(*args, **kwargs)` on every rank, and return each rank's result.
 
-        Each rank begins without a current mesh, and with the seed of the test and the rank.
+        Each rank starts without a current mesh, and with a seed derived from the test and the rank.
 
         Raises:
-            gradmesh.RankError: it failed on a rank, as of `gradmesh.launch`.
+            gradmesh.RankError: the function failed on a rank, as for `gradmesh.launch`.
             gradmesh.MismatchError: some ranks skip the test and others do not.
             gradmesh.ArgumentError: the ranks are processes, and the function or its arguments cannot be pickled.
         """
@@ -65,9 +65,9 @@ class World:
         outcome = self._session.attempt(
             self._where, fn, args, kwargs, self._seed, wants_value=True, filtered=self._is_of_a_test
         )
-        verdict = self._session.judged(outcome, fn, inside=True)
-        if verdict.error is not None:
-            raise verdict.error from verdict.error.__cause__
+        result = self._session.result(outcome, fn, inside=True)
+        if result.error is not None:
+            raise result.error from result.error.__cause__
         return [answer.value for _, answer in sorted(outcome.results.items()) if isinstance(answer, Answer)]
 
     __call__ = run
@@ -77,20 +77,20 @@ class World:
 
 
 class Session:
-    """The ranks of a session of pytest, and what its reports say of them.
+    """The ranks of a pytest session, and the failures for its reports.
 
     Args:
-        config: of the session.
-        pools: ranks to use, which somebody else ends; by default its own.
+        config: the session's config.
+        pools: ranks to use, which the caller closes; by default the session creates them.
     """
 
     def __init__(self, config: pytest.Config, pools: Pools | None = None) -> None:
         self._config = config
         self._own = pools is None
         self.pools = Pools(_arguments(config)) if pools is None else pools
-        self._told: list[tuple[BaseException, Told]] = []
+        self._reports: list[tuple[BaseException, RankReport]] = []
         self._was_debugged = False
-        # Of torch, for programs that give it a handler. pytest would show each error of a collective once more.
+        # Disable torch's c10d loggers, because pytest would show each error of a collective again.
         names = [name for name in logging.root.manager.loggerDict if name.startswith("c10d-NullHandler-")]
         self._silenced = [logger for name in names if not (logger := logging.getLogger(name)).disabled]
         for logger in self._silenced:
@@ -99,12 +99,12 @@ class Session:
     def world(
         self, size: int | None = None, backend: str | None = None, timeout: float | None = None
     ) -> World:
-        """Ranks for a session: what is None is as configured."""
+        """Ranks for session-scoped use; None: as configured."""
         mark = pytest.mark.world(*(() if size is None else (size,)), backend=backend, timeout=timeout).mark
         return World(self, settings.where(self._config, mark), 0, is_of_a_test=False)
 
     def world_of(self, item: pytest.Item, param: object) -> World:
-        """Ranks for a test that has the fixture `world`."""
+        """Ranks for a test with the fixture `world`."""
         where = settings.where(self._config, settings.mark_of(item), param)
         return World(self, where, self._seed(item))
 
@@ -116,7 +116,7 @@ class Session:
         """Run the body of a test on every rank.
 
         Raises:
-            BaseException: what the first rank raised that failed, or what skips the test.
+            BaseException: the error of the first failed rank, or a skip.
         """
         __tracebackhide__ = True
         theirs = values.get("subtests")
@@ -124,14 +124,14 @@ class Session:
         try:
             outcome = self._attempt_test(item, fn, kwargs)
         except (ArgumentError, MissingExtraError) as error:
-            # Nothing has run: its words say all, and its frames nothing.
-            self._end(self._refused(error))
+            # Nothing has run, so the frames are of no interest.
+            self._end(self._not_run(error))
         else:
             self._replay(outcome, fn, getattr(theirs, "test", None))
-            self._end(self.judged(outcome, fn))
+            self._end(self.result(outcome, fn))
 
     def method_on_ranks(self, item: pytest.Function, case: Any) -> Callable[[], None]:
-        """The method of a test case, to be called in the place of its own."""
+        """A replacement for a test case's method that runs it on every rank."""
         method = getattr(type(case), item.name)
 
         @functools.wraps(method)
@@ -139,16 +139,16 @@ class Session:
             __tracebackhide__ = True
             where = settings.where(self._config, settings.mark_of(item))
             outcome_of_unittest = case.__dict__.pop("_outcome", None)
-            own = case.__dict__.pop(item.name, None)
+            original = case.__dict__.pop(item.name, None)
             try:
                 fn = Method(case, item.name)
                 outcome = self.attempt(where, fn, (), {"subtests": Subtests()}, self._seed(item))
             finally:
                 case.__dict__["_outcome"] = outcome_of_unittest
-                if own is not None:
-                    case.__dict__[item.name] = own
+                if original is not None:
+                    case.__dict__[item.name] = original
             self._replay(outcome, method, case.subTest)
-            self._end(self.judged(outcome, fn))
+            self._end(self.result(outcome, fn))
 
         return on_ranks
 
@@ -164,7 +164,7 @@ class Session:
         may_debug: bool = True,
         filtered: bool = True,
     ) -> Outcome:
-        """Run a function on ranks, and tell how it ended on each."""
+        """Run a function on ranks, and return each rank's outcome."""
         __tracebackhide__ = True
         self._was_debugged = False
         if where.backend == "threads":
@@ -181,7 +181,7 @@ class Session:
 
     @contextlib.contextmanager
     def _debugger(self, may_debug: bool) -> Iterator[str]:
-        """Where processes find the terminal, if pytest is to debug failures."""
+        """The address of pytest's terminal for process ranks; "" without --pdb."""
         if not may_debug or not self._config.getoption("usepdb", False):
             yield ""
             return
@@ -194,29 +194,29 @@ class Session:
         if terminal.quits:
             pytest.exit("Quitting debugger")
 
-    def judged(self, outcome: Outcome, fn: Callable[..., Any], *, inside: bool = False) -> Verdict:
-        """Tell how a test ended; reports of its error will say what is known of the ranks."""
-        verdict = judge(outcome, fn, self._config)
-        if inside and verdict.told is not None and verdict.told.groups:
+    def result(self, outcome: Outcome, fn: Callable[..., Any], *, inside: bool = False) -> Result:
+        """The result of a test; its report will show the ranks' failures."""
+        result = result_of(outcome, fn, self._config)
+        if inside and result.report is not None and result.report.groups:
             try:
                 outcome.values()
-            except RankError as error:  # as in a program
-                verdict.error = error.with_traceback(None)
-            verdict.told.inside = True
-        if verdict.error is not None and verdict.told is not None:
-            self._told.append((verdict.error, verdict.told))
-        return verdict
+            except RankError as error:  # as gradmesh.launch raises it
+                result.error = error.with_traceback(None)
+            result.report.inside = True
+        if result.error is not None and result.report is not None:
+            self._reports.append((result.error, result.report))
+        return result
 
     def amend(self, report: pytest.TestReport, error: BaseException) -> None:
-        """Let the report of an error say what is known of the ranks."""
-        for raised, told in self._told:
+        """Add the ranks' failures to the report of an error."""
+        for raised, of_ranks in self._reports:
             if raised is error:
-                reports.amend(report, told)
+                reports.amend(report, of_ranks)
         if report.when == "teardown":
-            self._told.clear()
+            self._reports.clear()
 
     def close(self) -> None:
-        """End all ranks."""
+        """Stop all ranks."""
         for logger in self._silenced:
             logger.disabled = False
         if self._own:
@@ -230,32 +230,32 @@ class Session:
         where = settings.where(self._config, settings.mark_of(item), param)
         if where.backend == "threads":
             return self.attempt(where, fn, (), kwargs, self._seed(item))
-        travel.refuse_pytests_own(kwargs, where.backend)
+        fixture_values.check_no_pytest_objects(kwargs, where.backend)
         expected = item.get_closest_marker("xfail") is not None
         try:
             return self.attempt(where, fn, (), kwargs, self._seed(item), may_debug=not expected)
         except (ArgumentError, MissingExtraError):
-            travel.explain(kwargs, where.backend)
+            fixture_values.check_picklable(kwargs, where.backend)
             raise
 
-    def _refused(self, error: BaseException) -> Verdict:
+    def _not_run(self, error: BaseException) -> Result:
         bare = error.with_traceback(None)
         bare.__suppress_context__ = True
-        verdict = Verdict(bare, Told(1, [], [], headline=str(error).partition("\n")[0]))
-        self._told.append((bare, verdict.told or Told(1, [], [])))
-        return verdict
+        result = Result(bare, RankReport(1, [], [], headline=str(error).partition("\n")[0]))
+        self._reports.append((bare, result.report or RankReport(1, [], [])))
+        return result
 
-    def _end(self, verdict: Verdict) -> None:
-        if self._was_debugged and verdict.told is not None:
-            # On its rank. pytest does not debug this kind of error once more, here, where its frames are not.
-            verdict.error = BdbQuit()
-            self._told.append((verdict.error, verdict.told))
-        # This frame is not hidden: of an error of which all frames are, pytest shows only the first line.
-        if verdict.error is not None:
-            raise verdict.error
+    def _end(self, result: Result) -> None:
+        if self._was_debugged and result.report is not None:
+            # Already debugged on its rank. pytest does not start pdb again for BdbQuit.
+            result.error = BdbQuit()
+            self._reports.append((result.error, result.report))
+        # No __tracebackhide__ here: if all frames are hidden, pytest shows only the first line of an error.
+        if result.error is not None:
+            raise result.error
 
     def _replay(self, outcome: Outcome, fn: Callable[..., Any], test: Callable[..., Any] | None) -> None:
-        """Report the subtests of the ranks, each once."""
+        """Report each subtest of the ranks once."""
         __tracebackhide__ = True
         ended: dict[tuple[str | None, str], dict[int, Subtest]] = {}
         of_rank = {
@@ -267,24 +267,24 @@ class Session:
                 ended.setdefault((subtest.message, repr(subtest.values)), {})[rank] = subtest
         for by_rank in ended.values():
             subtest = next(iter(by_rank.values()))
-            verdict = self._judged_subtest(by_rank, outcome.size, fn)
+            result = self._subtest_result(by_rank, outcome.size, fn)
             if test is not None:
-                words = () if subtest.message is None else (subtest.message,)
-                with test(*words, **{name: _Word(value) for name, value in subtest.values.items()}):
-                    self._end(verdict)
+                texts = () if subtest.message is None else (subtest.message,)
+                with test(*texts, **{name: _Text(value) for name, value in subtest.values.items()}):
+                    self._end(result)
 
-    def _judged_subtest(self, ended: Mapping[int, Subtest], size: int, fn: Callable[..., Any]) -> Verdict:
-        verdict = judge_subtest(ended, size, fn, self._config)
-        if verdict.error is not None and verdict.told is not None:
-            self._told.append((verdict.error, verdict.told))
-        return verdict
+    def _subtest_result(self, ended: Mapping[int, Subtest], size: int, fn: Callable[..., Any]) -> Result:
+        result = result_of_subtest(ended, size, fn, self._config)
+        if result.error is not None and result.report is not None:
+            self._reports.append((result.error, result.report))
+        return result
 
     def _seed(self, item: pytest.Item) -> int:
         return zlib.crc32(f"{item.nodeid} {self._config.getoption('world_seed')}".encode())
 
 
-class _Word(str):
-    """A text that was a `repr` before."""
+class _Text(str):
+    """A string whose repr is the string itself."""
 
     __slots__ = ()
 
@@ -294,7 +294,7 @@ class _Word(str):
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed the generators that ranks which are threads share, and leave them to other tests as they were."""
+    """Seed the generators that thread ranks share, and restore them afterwards."""
     before, shared = random.getstate(), torch.get_rng_state()
     numpy = sys.modules.get("numpy")
     of_numpy = numpy.random.get_state() if numpy is not None else None
@@ -312,7 +312,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _arguments(config: pytest.Config) -> list[str]:
-    """Those of pytest that say how failures are shown."""
+    """Pytest's command-line options for the display of failures."""
     verbosity = config.get_verbosity()
     style = config.getoption("tbstyle", "auto")
     given = [f"--tb={style}", f"--rootdir={config.rootpath}", f"--assert={config.getoption('assertmode')}"]

@@ -1,4 +1,4 @@
-"""What tests and users ask for: the mark, the options, the values of the configuration file."""
+"""Settings: the mark, command-line options and configuration values."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 __all__ = ["MARK", "Where", "add_options", "each", "is_several", "mark_of", "where"]
 
 MARK = (
-    "world(*sizes, backend=None, timeout=None): run the test on that many ranks. Several sizes, or a list of backends "
-    "('threads', 'shm', 'gloo', ...), are a test for each of them. timeout: seconds that the ranks may take."
+    "world(*sizes, backend=None, timeout=None): run the test on that number of ranks. Several sizes or a list of "
+    "backends ('threads', 'shm', 'gloo', ...) parametrize the test. timeout: seconds that the ranks may take."
 )
 
 Param = tuple[int | None, str | None]
-"""A size and a backend; None: as configured."""
+"""Size and backend; None: as configured."""
 
 
 class Where(NamedTuple):
-    """On which ranks a test runs.
+    """The ranks that a test runs on.
 
     Attributes:
         size: the number of ranks.
@@ -37,26 +37,24 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--world-backend",
         metavar="NAME",
-        help="backend of the tests on ranks that name none: threads, or shm, gloo, ... for processes",
+        help="default backend of tests on ranks: threads, or shm, gloo, ... for processes",
     )
     group.addoption(
         "--world-timeout",
         metavar="SECONDS",
         type=float,
-        help="seconds that the ranks of a test may take, where its mark says nothing; 0: no limit",
+        help="default timeout of tests on ranks; 0: no limit",
     )
     group.addoption(
-        "--world-seed", metavar="N", type=int, default=0, help="another seed of each test on ranks"
+        "--world-seed", metavar="N", type=int, default=0, help="changes the seed of every test on ranks"
     )
     parser.addini("world_backend", "as --world-backend", default="threads")
     parser.addini("world_timeout", "as --world-timeout", default="120")
-    parser.addini(
-        "world_size", "ranks of the fixture `world` where neither mark nor parameter says", default="2"
-    )
+    parser.addini("world_size", "default number of ranks of the fixture `world`", default="2")
 
 
 def mark_of(item: pytest.Item) -> pytest.Mark | None:
-    """The mark that holds for a test: that of its parameter comes before that of its function."""
+    """The mark of a test: that of its parameter takes precedence over that of its function."""
     callspec = getattr(item, "callspec", None)
     for mark in getattr(callspec, "marks", ()):
         if mark.name == "world":
@@ -66,27 +64,27 @@ def mark_of(item: pytest.Item) -> pytest.Mark | None:
 
 
 def is_several(mark: pytest.Mark) -> bool:
-    """Whether a mark asks for several worlds."""
+    """Whether a mark has several sizes or backends."""
     return len(mark.args) > 1 or isinstance(mark.kwargs.get("backend"), list | tuple)
 
 
 def each(mark: pytest.Mark) -> list[Param]:
-    """The worlds that a mark asks for."""
+    """Every combination of a mark's sizes and backends."""
     backends = mark.kwargs.get("backend")
     backends = backends if isinstance(backends, list | tuple) else [backends]
     return [(size, backend) for size in mark.args or [None] for backend in backends]
 
 
 def where(config: pytest.Config, mark: pytest.Mark | None = None, param: object = None) -> Where:
-    """On which ranks a test runs.
+    """The ranks that a test runs on.
 
     Args:
-        config: of the session.
-        mark: of the test.
-        param: that of the fixture `world`: a size, or a size and a backend.
+        config: the session's config.
+        mark: the test's mark.
+        param: the parameter of the fixture `world`: a size, or a size and a backend.
 
     Raises:
-        gradmesh.ArgumentError: one of them is not usable.
+        gradmesh.ArgumentError: one of them is invalid.
     """
     size: Any = None
     backend: Any = None
@@ -95,29 +93,33 @@ def where(config: pytest.Config, mark: pytest.Mark | None = None, param: object 
         unknown = sorted(set(mark.kwargs) - {"backend", "timeout"})
         if unknown:
             raise _error(
-                f"the mark world takes no argument {unknown[0]!r}", f"{unknown[0]}=", "backend or timeout"
+                f"unknown argument {unknown[0]!r} of the mark world", f"{unknown[0]}=", "backend= or timeout="
             )
         if not is_several(mark):
             size, backend = each(mark)[0]
         elif param is None:
-            raise _error("this test can have one world only", repr(each(mark)), "one size and one backend")
+            raise _error(
+                "several worlds for a test that cannot be parametrized",
+                repr(each(mark)),
+                "one size and one backend",
+            )
         timeout = mark.kwargs.get("timeout")
     if param is not None:
         size, backend = param if isinstance(param, list | tuple) and len(param) == 2 else (param, backend)
     if size is None:
         size = _number(config, "world_size", int)
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise _error("the number of ranks is not usable", repr(size), "a positive integer")
+        raise _error("invalid number of ranks", repr(size), "an int >= 1")
     if backend is None:
         backend = config.getoption("world_backend") or config.getini("world_backend")
     if not isinstance(backend, str):
-        raise _error("the backend is not usable", repr(backend), "'threads', 'shm', 'gloo', ...")
+        raise _error("invalid backend", repr(backend), "'threads', 'shm', 'gloo', ...")
     if timeout is None:
         timeout = config.getoption("world_timeout")
     if timeout is None:
         timeout = _number(config, "world_timeout", float)
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout < 0:
-        raise _error("the timeout is not usable", repr(timeout), "a number of seconds; 0: no limit")
+        raise _error("invalid timeout", repr(timeout), "a number of seconds; 0: no limit")
     debugged = config.getoption("usepdb", False) or config.getoption("trace", False)
     return Where(size, backend, None if timeout == 0 or debugged else float(timeout))
 
@@ -127,11 +129,11 @@ def _number(config: pytest.Config, name: str, kind: type[int] | type[float]) -> 
     try:
         return kind(text)
     except ValueError:
-        raise _error(f"the configured {name} is not usable", repr(text), "a number") from None
+        raise _error(f"invalid {name} in the configuration", repr(text), "a number") from None
 
 
 def _error(problem: str, got: str, expected: str) -> Exception:
     from gradmesh.errors import ArgumentError, message
 
-    remedy = "as in @pytest.mark.world(4, backend='gloo', timeout=60)"
+    remedy = "write e.g. @pytest.mark.world(4, backend='gloo', timeout=60)"
     return ArgumentError(message(problem, op="pytest", expected=expected, got=got, remedy=remedy))

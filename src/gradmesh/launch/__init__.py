@@ -1,44 +1,41 @@
-"""Start ranks on this machine, run a function on each, and bring back their results or the first error.
+"""Start ranks on this host, run a function on each, and return their results or raise the first error.
 
-`launch` starts ranks, runs one function and ends them; `Ranks` keeps them for one function after another.
+`launch` starts ranks, runs one function and stops them; `Ranks` keeps them running for several functions.
 
 **Ranks.** The parent is the process that calls `launch`. With `backend="threads"` a rank is a thread of the
 parent (`thread_ranks`), and the process groups are those of `gradmesh.backends.threads`. With any other backend
 a rank is a process (`process_ranks`): a fresh interpreter with the parent's flags, environment and `sys.path`,
-which runs `rank_main` and never imports the parent's main module. The ranks find each other through a file that
-only they can open (`private_store`). A rank joins the default process group once and serves calls until it is told to
-end.
+which runs `rank_main` and never imports the parent's main module. The ranks rendezvous through a file that only they
+can open (`private_store`). A rank joins the default process group once and serves calls until the parent ends it.
 
-**Functions and results.** A thread gets the function and its arguments themselves, and returns its result
-itself. A process gets them by pickle over a pipe: by name where a fresh interpreter can import that name
-(`pickling`), else by value with cloudpickle (`by_value`). With a function that goes by value go the globals that
-its code names, and the source lines that are in no file, such as those of a notebook cell. Results and exceptions
-come back by pickle.
+**Functions and results.** A thread gets the function and arguments as the same objects, and returns its result as the
+same object. A process gets them pickled through a pipe: by name if a fresh interpreter can import that name
+(`pickling`), else by value with cloudpickle (`pickle_by_value`), together with the globals that the code names and
+source lines that are not in a file, such as those of a notebook cell. Results and exceptions are returned by pickle.
 
-**Output.** Lines that ranks print reach the parent's `sys.stdout` and `sys.stderr` whole and start with the rank
-(`output_lines`). Of a process, the parent reads the file descriptors 1 and 2 through pipes (`output_pipes`); for
-threads, `sys.stdout` and `sys.stderr` are replaced while they run (`output_streams`). When the parent's stream is
-broken, the ranks are ended and its error goes to the caller; a thread that printed gets it as its own.
+**Output.** Lines that ranks print reach the parent's `sys.stdout` and `sys.stderr` complete and prefixed with the rank
+(`log_prefix`). For processes the parent reads file descriptors 1 and 2 through pipes (`output_pipes`); for threads
+`sys.stdout` and `sys.stderr` are replaced while they run (`output_streams`). If the parent's stream is broken, the
+ranks are stopped and the caller gets the error; a thread that printed gets it too.
 
-**Errors.** The first rank that fails ends the run. The others get half a second to report failures of their own;
-errors that only say that a peer was lost are passed over when the first failure is chosen. `RankError` has that
-rank, its traceback as text, and its exception as the cause where that can be pickled (`outcomes`). After a
-failure the ranks are gone, and the next run of `Ranks` starts new ones.
+**Errors.** The first rank that fails ends the run. The others have half a second to report their failures; errors that
+only report a lost peer are skipped when choosing the first failure. `RankError` has that rank, its traceback as text,
+and its exception as the cause if it can be pickled (`outcomes`). A failure stops all ranks, and the next run of `Ranks`
+starts new ones.
 
-**Deaths.** A process that exits or is killed by a signal is a failure of its rank, with the exit code or the
-signal. A process whose parent is gone exits at once.
+**Crashes.** A process that exits or is killed by a signal is a failure of its rank, with the exit code or signal. A
+process whose parent is gone exits immediately.
 
-**Returns.** A rank that has returned answers nobody. The groups of shm and threads know of it, and end the wait of
-those that need it. Of other backends the launcher asks the ranks that are left whether they all wait (`stuck`).
+**Returned ranks.** A rank that has returned no longer takes part in collectives. The shm and threads backends detect
+this and end the wait of other ranks; for other backends `hang_detector` checks whether all remaining ranks wait.
 
-**Timeouts.** When the ranks are not back in time, each late one is asked for its stack, which the error shows;
-then all are ended.
+**Timeouts.** After the timeout each late rank reports its stack for the error; then all ranks are stopped.
 
-**Ctrl-C.** It reaches the parent alone: rank processes are in sessions of their own and ignore SIGINT. The parent
-ends the ranks, and `KeyboardInterrupt` goes on to the caller.
+**Ctrl-C.** Only the parent receives it: rank processes are in separate sessions and ignore SIGINT. The parent stops the
+ranks, and `KeyboardInterrupt` propagates to the caller.
 
-**The end.** Processes are told to leave, get ten seconds, and then they and what they started are killed.
-Threads get an exception raised where they are; one that is inside C code cannot be ended and stays as a daemon.
+**Shutdown.** Processes have ten seconds to exit; then they and their child processes are killed. In threads an
+exception is raised; a thread inside C code cannot be stopped and remains as a daemon.
 """
 
 from gradmesh.launch.launcher import Ranks, launch

@@ -1,11 +1,11 @@
-"""Whether the ranks that have not returned all wait: asked by the launcher, answered by a thread of each process.
+"""Detects a hang: all ranks that have not returned wait for each other.
 
-Under shm and threads the backend knows. With torch's own backends a rank waits inside C++, so it is guessed from
-outside, and only what cannot be anything else counts: for a while the main thread has stood at the same place, that
-place is a call of torch.distributed, of gradmesh, of autograd or of a `wait`, and the process has neither used nor
-wanted processor time, so that nothing is being computed or moved by any of its threads. A process with threads of the
-program's own, or with child processes, is never counted: what it waits for may come from there. A whole machine can be
-held up for seconds, so what lies between two looks counts for little, and it takes several.
+The launcher queries a thread in each process. The shm and threads backends detect hangs themselves; with torch's
+backends a rank waits inside C++, so that the state is inferred. To avoid false alarms a rank counts as waiting only if
+its main thread has not moved for some time, is inside a call of torch.distributed, gradmesh, autograd or a `wait`, and
+the process has neither used nor requested CPU time. A process with user threads or child processes never counts, since
+these may complete the wait. A host can be suspended for seconds, so the time between two queries is capped and several
+queries are needed.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ import torch
 
 from gradmesh.stacks import Place, main_stack, shown, stacks
 
-__all__ = ["MainThread", "Probe", "others_at_work", "waits_in"]
+__all__ = ["MainThread", "Probe", "has_other_work", "is_waiting_in"]
 
 _EVERY = 0.5
-"""Seconds between two questions."""
+"""Seconds between two queries."""
 _SELDOM = 1.0
-"""Seconds between two where no rank has returned: ranks may then wait for each other, in groups that cross."""
+"""Seconds between two queries if no rank has returned: ranks may deadlock with calls on overlapping groups."""
 _COUNTED = 0.75
-"""Seconds that may count between two looks: a machine that was held up is nobody's waiting."""
+"""Maximum seconds that count between two queries, so that a suspended host does not count as a hang."""
 _LONG = 1.5
-"""Seconds for which all ranks that have not returned have to wait before it counts as the end."""
+"""Seconds for which all remaining ranks must wait to count as a hang."""
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _GRADMESH = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -44,15 +44,15 @@ _WAITS = (
     os.path.join(_TORCH, "autograd", "graph.py"),
     os.path.join(_TORCH, "futures", "__init__.py"),
     os.path.join(_GRADMESH, "backends", ""),
-    os.path.join(_GRADMESH, "wire", ""),
+    os.path.join(_GRADMESH, "transport", ""),
 )
 _WAIT_NAMES = {"wait", "result", "synchronize", "wait_tensor"}
 _BUSY = 0.1
-"""Of a core; a process that uses or wants more is at work."""
+"""Fraction of a core; a process that uses or requests more is computing."""
 
 
 class MainThread:
-    """The main thread of this process, looked at now and then."""
+    """Observes the main thread of this process."""
 
     def __init__(self) -> None:
         self._place: tuple[tuple[CodeType, int], ...] = ()
@@ -60,52 +60,49 @@ class MainThread:
         self._seen, self._wanted = time.monotonic(), _wanted()
 
     def waits(self) -> float:
-        """For how many seconds it has waited for other ranks, as far as can be seen; 0.0 if it does not.
-
-        At the first look, and at the first after it moved, that is 0.0 too.
-        """
+        """Seconds for which it has waited for other ranks; 0.0 at the first call, and whenever it has moved."""
         stack = main_stack()
         now, wanted = time.monotonic(), _wanted()
-        place = tuple((code, instruction) for code, instruction, _ in stack) if waits_in(stack) else ()
+        place = tuple((code, instruction) for code, instruction, _ in stack) if is_waiting_in(stack) else ()
         between = now - self._seen
-        busy = wanted - self._wanted > _BUSY * between or others_at_work()
+        busy = wanted - self._wanted > _BUSY * between or has_other_work()
         stands = bool(place) and place == self._place and not busy
         self._waited = self._waited + min(between, _COUNTED) if stands else 0.0
         self._place, self._seen, self._wanted = place, now, wanted
         return self._waited
 
     def stack(self, below: str) -> str:
-        """Where it is, as text, from the last frame of a file on."""
+        """Its stack as text, starting below the frames of the file `below`."""
         return shown(main_stack(), below)
 
 
 class Probe:
-    """The launcher's questions, once a rank has returned or for a while none has, and the ranks' last answers.
+    """The launcher's queries to ranks that have not returned, and their last answers.
 
     Args:
-        ask: sends a question to a rank.
+        ask: sends a query to a rank.
     """
 
     def __init__(self, ask: Callable[[int], None]) -> None:
         self._ask = ask
         self._asked = 0.0
         self._answers: dict[int, tuple[float, str]] = {}
-        self._returned = (0, 0.0)  # how many ranks, and since when so many
+        self._returned = (0, 0.0)  # number of returned ranks, and since when
 
     def answer(self, rank: int, payload: bytes) -> None:
-        """Take a rank's answer."""
+        """Store a rank's answer."""
         self._answers[rank] = pickle.loads(payload)
 
     def waiting(self, missing: Iterable[int], returned: int) -> dict[int, str]:
-        """The stack of each rank that has not returned, if all of them wait; asks again now and then.
+        """The stack of each rank that has not returned, if all of them wait, else {}; sends queries periodically.
 
         Args:
             missing: the ranks that have not returned.
-            returned: how many have.
+            returned: the number of ranks that have returned.
         """
         missing, now = list(missing), time.monotonic()
         if returned + len(missing) == 1:
-            return {}  # it has nobody to wait for, and only gets no processor time where a machine is overloaded
+            return {}  # a single rank has no peers to wait for
         if returned != self._returned[0]:
             self._returned = returned, now
             self._answers.clear()
@@ -121,41 +118,41 @@ class Probe:
 
 
 def _wanted() -> float:
-    """Seconds of processor time that this process has used, and that its main thread has waited for."""
+    """Seconds of CPU time that this process has used, plus those its main thread was runnable but not scheduled."""
     delayed = 0
-    with contextlib.suppress(OSError, IndexError, ValueError):  # another system
+    with contextlib.suppress(OSError, IndexError, ValueError):  # not Linux
         delayed = int(Path("/proc/self/schedstat").read_text().split()[1])
     return time.process_time() + delayed / 1e9
 
 
-def others_at_work() -> bool:
-    """Whether a thread of the program's own, or a process that it started, may yet do what a rank waits for."""
+def has_other_work() -> bool:
+    """Whether the process has user threads or child processes, which may complete a wait."""
     main = threading.main_thread().ident
     for thread, stack in stacks().items():
         started = [code.co_filename for code, _, _ in stack if code.co_filename != threading.__file__]
-        # A thread with no frame outside of the standard library's is a timer.
+        # A thread with frames of the standard library only is a timer, which may run user code.
         if thread != main and not (started and started[-1].startswith(_GRADMESH)):
             return True
     try:
         tasks = os.listdir("/proc/self/task")
         return any(Path(f"/proc/self/task/{task}/children").read_text() for task in tasks)
-    except OSError:  # another system, or a thread that has just ended
+    except OSError:  # not Linux, or a thread that has just ended
         return False
 
 
-def waits_in(stack: Sequence[Place]) -> bool:
-    """Whether a thread that stands still there waits for other ranks: it is inside of a call that does."""
+def is_waiting_in(stack: Sequence[Place]) -> bool:
+    """Whether a stack is inside a call that waits for other ranks."""
     files = [code.co_filename for code, _, _ in stack]
     inside = itertools.takewhile(lambda file: file.startswith((_TORCH, _GRADMESH)), files)
     if any(file.startswith(_WAITS) for file in inside):
         return True
-    # A work is waited for in C++, which has no frame of Python's.
+    # Work.wait() is in C++ and has no Python frame.
     outside = bool(stack) and not files[0].startswith((_TORCH, _GRADMESH))
     return outside and _called(*stack[0][:2]) in _WAIT_NAMES
 
 
 def _called(code: CodeType, last: int) -> str | None:
-    """The name of the method that a frame is in the middle of calling, as far as its code tells."""
+    """The name of the method that a frame is calling, guessed from its bytecode."""
     name = None
     for instruction in dis.get_instructions(code):
         if instruction.offset > last:

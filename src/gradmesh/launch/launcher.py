@@ -1,4 +1,4 @@
-"""`launch` and `Ranks`: the arguments are checked here, and the ranks are made when they are first needed."""
+"""`launch` and `Ranks`: validate arguments, and start ranks when they are first needed."""
 
 from __future__ import annotations
 
@@ -30,44 +30,43 @@ def launch(
     timeout: float | None = None,
     prefix: bool | None = None,
 ) -> list[T]:
-    """Run `fn(*args, **kwargs)` on `nprocs` ranks of one machine, and return each rank's result.
+    """Run `fn(*args, **kwargs)` on `nprocs` ranks of one host, and return each rank's result.
 
-    Every rank has joined the process group when `fn` begins, and leaves it when `fn` is over. The first
-    failure ends all ranks; nothing is left behind on success, failure, timeout or Ctrl-C.
+    Every rank joins the process group before `fn` runs and leaves it afterwards. The first failure stops all ranks; no
+    process or thread remains after success, failure, timeout or Ctrl-C.
 
-    Processes are fresh interpreters, which do not import the main module again: a script needs no
-    `if __name__ == "__main__"`. A function that cannot be imported by name (from a script, a notebook cell,
-    a closure) is sent by value, which needs `pip install 'gradmesh[notebook]'`; with it go the globals that
-    its code names, and no others. Without that extra, a top-level function of a script that launches under
-    `if __name__ == "__main__":` is sent by name, and each rank runs the rest of the script, as with
-    `multiprocessing`. Results and exceptions come back by pickle. Threads get and return the objects themselves.
+    Processes are fresh interpreters that do not import the main module again: a script does not need
+    `if __name__ == "__main__"`. A function that cannot be imported by name (from a script, a notebook cell, a closure)
+    is sent by value, which requires `pip install 'gradmesh[notebook]'`; the globals that its code names, and no others,
+    are sent with it. Without that extra, a top-level function of a script that calls `launch` under
+    `if __name__ == "__main__":` is sent by name, and each rank runs the rest of the script, as with `multiprocessing`.
+    Results and exceptions are returned by pickle. Threads get and return the same objects.
 
-    What the ranks print comes to this process's `sys.stdout` and `sys.stderr`, in whole lines that start with
-    the rank: `[rank 1] text`. On processes these are pipes: C code and the rank's own child processes print
-    there too, and `isatty()` is False. What has no end of line yet is shown when `fn` is over.
+    Output of the ranks is written to this process's `sys.stdout` and `sys.stderr`, in complete lines prefixed with the
+    rank: `[rank 1] text`. For processes these are pipes: output of C code and child processes is included, and
+    `isatty()` is False. An incomplete last line is written when `fn` returns.
 
     Args:
-        fn: what each rank runs.
+        fn: the function that each rank runs.
         nprocs: the number of ranks.
-        backend: "threads" for threads of this process, which take CPU tensors; any other backend of
-            torch.distributed ("shm", "gloo", "nccl", "cpu:gloo,cuda:nccl") for processes. Under NCCL, rank i has
-            CUDA device i. By default "shm", and "gloo" on systems that do not have it.
+        backend: "threads" for threads of this process, for CPU tensors; any other backend of torch.distributed ("shm",
+            "gloo", "nccl", "cpu:gloo,cuda:nccl") for processes. With NCCL rank i uses CUDA device i. Defaults to "shm",
+            or "gloo" on systems without shm.
         args: positional arguments, the same for every rank.
         kwargs: keyword arguments, the same for every rank.
-        timeout: seconds that the ranks may take to return, not counting the start of the processes. By
-            default there is no limit, and a collective waits 300 s for the other ranks; with a timeout it waits as
-            long, if that is more. A thread that is inside C code at the
-            end cannot be ended: it stays behind as a daemon thread.
-        prefix: whether printed lines start with the rank. By default they do where there is more than one rank.
-            False with more ranks keeps lines whole without a mark; one rank's text then passes as it is written.
+        timeout: seconds that the ranks may take to return, not counting the start of processes. Defaults to no limit.
+            A collective waits 300 s for the other ranks, or `timeout` if that is longer. A thread that is inside C code
+            after the timeout cannot be stopped and remains as a daemon thread.
+        prefix: whether printed lines start with the rank. Defaults to True for more than one rank. False with several
+            ranks keeps lines complete without a prefix; the output of a single rank is then passed on unchanged.
 
     Raises:
-        ArgumentError: `fn` cannot be called, `nprocs` is no positive integer, torch has no such backend, or
-            `args`, `kwargs`, `timeout` or `prefix` is not one of their values.
-        MissingExtraError: the function has to be sent by value and cloudpickle is not installed.
-        RankError: a rank failed, died, did not return in time, or returned while others wait for it. Its text has
-            the rank and the rank's traceback; its cause is the rank's exception, where that can be pickled. Where a
-            function that was sent by value missed a global that its code does not name, the text says so.
+        ArgumentError: `fn` is not callable, `nprocs` is not a positive integer, torch has no such backend, or `args`,
+            `kwargs`, `timeout` or `prefix` is invalid.
+        MissingExtraError: the function must be sent by value and cloudpickle is not installed.
+        RankError: a rank raised, died, timed out, or returned while others wait for it. The message has the rank and
+            its traceback; the cause is the rank's exception, if it can be pickled. If a function that was sent by value
+            lacks a global that its code does not name, the message says so.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -79,19 +78,20 @@ def launch(
         [33, 33, 33]
     """
     if not isinstance(args, Sequence) or isinstance(args, str):
-        raise _argument_error("args", "a tuple or list of positional arguments", args, "a single one is (x,)")
+        raise _argument_error("args", "a tuple or list of positional arguments", args, "pass e.g. args=(x,)")
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise _argument_error("kwargs", "a mapping of names to arguments", kwargs, "pass a dict")
+        raise _argument_error(
+            "kwargs", "a mapping of names to arguments", kwargs, 'pass e.g. kwargs={"lr": 0.1}'
+        )
     with Ranks(nprocs, backend=backend, timeout=timeout, prefix=prefix) as ranks:
         return ranks.run(fn, *args, **(kwargs or {}))
 
 
 class Ranks:
-    """Ranks that stay alive to run one function after another: starting processes takes seconds.
+    """Ranks that stay alive to run several functions, because starting processes takes seconds.
 
-    A context manager. The ranks start at the first `run`; they keep their process groups, and processes keep
-    their modules' state, from one `run` to the next. A run that fails ends them, and the next one starts new
-    ones.
+    A context manager. The ranks start at the first `run`; they keep their process groups, and processes keep their
+    module state, between runs. A failed run stops them, and the next run starts new ones.
 
     Args:
         nprocs: the number of ranks.
@@ -100,8 +100,8 @@ class Ranks:
         prefix: as for `launch`.
 
     Raises:
-        ArgumentError: `nprocs` is no positive integer, torch has no such backend, or `timeout` or `prefix` is
-            not one of their values.
+        ArgumentError: `nprocs` is not a positive integer, torch has no such backend, or `timeout` or `prefix` is
+            invalid.
 
     Example:
         >>> import torch.distributed as dist
@@ -122,13 +122,18 @@ class Ranks:
         install()
         backend = shm.default() if backend is None else backend
         if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
-            raise _argument_error("nprocs", "an integer, 1 or more", nprocs, "say how many ranks to start")
+            raise _argument_error("nprocs", "an int >= 1", nprocs, "pass the number of ranks, e.g. nprocs=2")
         number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
         if timeout is not None and not (number and timeout > 0):
-            raise _argument_error("timeout", "a positive number of seconds", timeout, "use None for no limit")
+            raise _argument_error(
+                "timeout",
+                "a positive number of seconds",
+                timeout,
+                "pass e.g. timeout=60, or None for no limit",
+            )
         if prefix is not None and not isinstance(prefix, bool):
             raise _argument_error(
-                "prefix", "True, False or None", prefix, "the text itself is always [rank i]"
+                "prefix", "True, False or None", prefix, "pass prefix=False for lines without [rank i]"
             )
         known = sorted({*dist.Backend.backend_list, "threads"} - {"undefined"})
         names = (
@@ -136,9 +141,14 @@ class Ranks:
         )
         if not set(names) <= set(known) or ("threads" in names and backend != "threads"):
             expected = (
-                f"{', '.join(known)}; or a combination of processes' backends such as 'cpu:gloo,cuda:nccl'"
+                f"{', '.join(known)}; or a combination of process backends such as 'cpu:gloo,cuda:nccl'"
             )
-            raise _argument_error("backend", expected, backend, "register_backend makes others known")
+            raise _argument_error(
+                "backend",
+                expected,
+                backend,
+                "register others with torch.distributed.Backend.register_backend",
+            )
         self.nprocs = nprocs
         self.backend = backend
         self.timeout = timeout
@@ -149,26 +159,29 @@ class Ranks:
         """Run `fn(*args, **kwargs)` on every rank, and return each rank's result.
 
         Raises:
-            ArgumentError: `fn` cannot be called.
-            MissingExtraError: the function has to be sent by value and cloudpickle is not installed.
-            RankError: a rank failed, died, or did not return in time.
+            ArgumentError: `fn` is not callable.
+            MissingExtraError: the function must be sent by value and cloudpickle is not installed.
+            RankError: a rank raised, died, or timed out.
         """
         return cast("list[T]", self.attempt(fn, args, kwargs).values())
 
     def attempt(
         self, fn: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
     ) -> Outcome:
-        """Run a function as `run` does, and tell how it ended on every rank instead of raising the first error.
+        """Run a function as `run` does, but return each rank's outcome instead of raising the first error.
 
-        The time that the ranks may take is that of `timeout` at the call.
+        The limit is the value of `timeout` at the call.
 
         Raises:
-            ArgumentError: `fn` cannot be called.
-            MissingExtraError: the function has to be sent by value and cloudpickle is not installed.
+            ArgumentError: `fn` is not callable.
+            MissingExtraError: the function must be sent by value and cloudpickle is not installed.
         """
         if not callable(fn):
             raise _argument_error(
-                "fn", "a function", fn, "pass the function itself, and its arguments as args"
+                "fn",
+                "a callable",
+                fn,
+                "pass the function and its arguments separately: launch(fn, 2, args=(x,))",
             )
         if self._ranks is None or not self._ranks.alive:
             if self.backend == "threads":
@@ -179,7 +192,7 @@ class Ranks:
         return self._ranks.run(fn, args, kwargs)
 
     def close(self) -> None:
-        """End the ranks; the next `run` starts new ones."""
+        """Stop the ranks; the next `run` starts new ones."""
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None
@@ -195,5 +208,5 @@ class Ranks:
 
 def _argument_error(name: str, expected: str, got: object, remedy: str) -> ArgumentError:
     return ArgumentError(
-        message(f"{name} is not usable", op="launch", expected=expected, got=f"{name}={got!r}", remedy=remedy)
+        message(f"invalid {name}", op="launch", expected=expected, got=f"{name}={got!r}", remedy=remedy)
     )

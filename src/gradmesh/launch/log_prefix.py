@@ -1,8 +1,8 @@
-"""Lines from several ranks on one output stream: each arrives whole, and starts with its rank.
+"""Merges the lines of several ranks into one output stream: each line is complete and starts with its rank.
 
-Text is held back until its line is complete. A carriage return completes a line too: progress bars end, or
-begin, each of their states with one. Such a state is written with its carriage return, and what is written next
-covers it, as on a terminal that only one process writes to.
+Text is buffered until its line is complete. A carriage return also completes a line, because progress bars start or
+end each update with one. The update is written with its carriage return and overwritten by the next text, as on a
+terminal with a single writer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _END = re.compile(r"(\r\n|\n|\r(?!\Z))")
 
 
 def prefixes(size: int, prefix: bool | None) -> list[str] | None:
-    """What the lines of each rank start with, or None where one rank's text passes as it is.
+    """The line prefix of each rank, or None to pass the output of a single rank on unchanged.
 
     >>> prefixes(2, None), prefixes(2, False), prefixes(1, None)
     (['[rank 0] ', '[rank 1] '], ['', ''], None)
@@ -29,7 +29,7 @@ def prefixes(size: int, prefix: bool | None) -> list[str] | None:
 
 
 class LineSplitter:
-    r"""Cuts text that arrives in pieces into lines, each with the character that ended it.
+    r"""Splits text that arrives in pieces into lines, each with its end-of-line character.
 
     >>> lines = LineSplitter()
     >>> lines.feed("one\ntw"), lines.feed("o\r"), lines.feed("three\n"), lines.feed("four")
@@ -39,10 +39,10 @@ class LineSplitter:
     """
 
     def __init__(self) -> None:
-        self._held: list[str] = []  # joined only once, as a line may be long and arrive in many pieces
+        self._held: list[str] = []  # joined once, since a long line may arrive in many pieces
 
     def feed(self, text: str) -> list[tuple[str, str]]:
-        """Take a piece of text, and return the lines that it completes."""
+        """Add a piece of text, and return the lines that it completes."""
         if self._held and self._held[-1].endswith("\r"):
             text = self._held.pop() + text
         parts = _END.split(text)
@@ -57,7 +57,7 @@ class LineSplitter:
         ]
 
     def rest(self) -> list[tuple[str, str]]:
-        """Return what has not become a whole line, as a line, and forget it."""
+        """Return the incomplete line, if any, and clear it."""
         text = "".join(self._held)
         self._held = []
         if text.endswith("\r"):
@@ -66,28 +66,28 @@ class LineSplitter:
 
 
 class Screen:
-    """An output stream of this process on which ranks show their lines.
+    """An output stream of this process that shows lines of ranks.
 
     Args:
-        stream: gives the stream; called at each write, so that a stream that was replaced is noticed.
+        stream: returns the stream; called at each write, so that a replaced stream is used.
     """
 
     def __init__(self, stream: Callable[[], TextIO | None]) -> None:
         self._stream = stream
-        self._covered = 0  # the length of the text that the cursor stands before, after a carriage return
+        self._covered = 0  # the length of the text to overwrite after a carriage return
 
     def show(self, prefix: str, lines: Iterable[tuple[str, str]]) -> None:
-        """Write the lines of one rank in one piece."""
+        """Write lines of one rank with a single write."""
         self.write("".join(self._shown(prefix, line, end) for line, end in lines))
 
     def finish(self) -> None:
-        """Move below the state of a progress bar that stands in the current line."""
+        """Start a new line if the current one shows a progress bar."""
         if self._covered:
             self._covered = 0
             self.write("\n")
 
     def write(self, text: str) -> None:
-        """Write text as it is, with escapes for characters that the stream cannot encode."""
+        """Write text unchanged, with escapes for characters that the stream cannot encode."""
         stream = self._stream()
         if stream is None or not text:
             return
@@ -104,7 +104,7 @@ class Screen:
 
     def _shown(self, prefix: str, line: str, end: str) -> str:
         if end == "\r" and not line:
-            return ""  # most progress bars begin with a return
+            return ""  # most progress bars start with a carriage return
         clears = end == "\r" and line.isspace()
         text = "" if clears else prefix + line if line else prefix.rstrip()
         covered, self._covered = self._covered, len(text) if end == "\r" else 0

@@ -1,4 +1,4 @@
-"""How a run of a function on all ranks ended, the same for ranks that are processes or threads."""
+"""The outcome of a run on all ranks, for process and thread ranks."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from gradmesh.world import TIMEOUT
 __all__ = ["FAILURE_GRACE", "POLL", "START_LIMIT", "Failure", "Outcome", "group_timeout", "last_place"]
 
 FAILURE_GRACE = 0.5
-"""Seconds that the other ranks get after the first failure, to tell theirs."""
+"""Seconds that the other ranks have to report their failures after the first one."""
 START_LIMIT = 300.0
-"""Seconds for the ranks to start and find each other."""
+"""Seconds for the ranks to start and rendezvous."""
 POLL = 0.2
-"""Seconds after which a wait looks again whether there is still something to wait for."""
+"""Seconds between two checks of a wait."""
 
-# What torch.distributed says on the ranks that were only talking to the one that failed.
+# Error messages of torch.distributed on the peers of a failed rank.
 _WAITED = re.compile(r"timed ?out|timeout|DeadlockError: gradmesh", re.IGNORECASE)
 _LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|closed by (remote )?peer|broken pipe|remote process exited"
     r"|socket (closed|error)|recvvalue failed|sendbytes failed|wait timeout after"
-    r"|AbortedError: gradmesh",  # in the error of a future, which C++ takes for a RuntimeError
+    r"|AbortedError: gradmesh",  # C++ converts the error of a future to a RuntimeError
     re.IGNORECASE,
 )
 _LIBRARIES = (
@@ -42,29 +42,29 @@ _INTERNAL = (_LIBRARIES[1], threading.__file__)
 
 
 def group_timeout(timeout: float | None) -> datetime.timedelta:
-    """The timeout of the ranks' process group, given that of a run, which ends all waiting anyway.
+    """The timeout of the ranks' process group for a given timeout of a run.
 
-    It must not be the shorter of the two limits: ranks that start at different times wait for each other. Where the run
-    has no limit it is `world.TIMEOUT`, and not torch's half an hour.
+    It must not be shorter than the run's or the start's limit, because ranks start at different times. Without a limit
+    of the run it is `world.TIMEOUT` instead of torch's 30 minutes.
     """
     return datetime.timedelta(seconds=TIMEOUT if timeout is None else max(timeout, START_LIMIT))
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """Why one rank did not return: it raised an exception, or it died.
+    """Why a rank did not return: it raised an exception, or it died.
 
     Attributes:
         rank: the rank that failed.
         kind: the name of the exception's class, or how the rank died.
-        text: the exception's text, or what is known about the death.
-        expected: what the library asks for instead, where it knows that.
-        remedy: what to do about it, where the library knows that.
-        traceback: the rank's traceback as text; empty when it died.
-        frames: of an error of the library that no other led to, the same without its text; else empty.
-        cause: the exception; None when the rank died, and when the exception cannot be pickled.
-        secondary: whether it only says that another rank failed.
-        when: when it failed, by `time.monotonic`, which all processes of a machine share.
+        text: the exception's message, or how the rank died.
+        expected: what was expected, if known.
+        remedy: what to do, if known.
+        traceback: the rank's traceback as text; empty if it died.
+        frames: its frames without the message, for a gradmesh error without a cause; else empty.
+        cause: the exception; None if the rank died or the exception cannot be pickled.
+        secondary: whether it only reports that another rank failed.
+        when: the time of the failure, by `time.monotonic`, which all processes of a host share.
     """
 
     rank: int
@@ -80,17 +80,17 @@ class Failure:
 
     @property
     def waited(self) -> bool:
-        """Whether it says that somebody did not come, so that one wants to know where the others are."""
+        """Whether it reports a missing peer, so that the stacks of the other ranks are of interest."""
         return self.secondary or self.kind == "DeadlockError" or _WAITED.search(self.text) is not None
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
-        """Describe an exception that is being handled on the rank. The launcher's own frames are left out."""
+        """Describe an exception of a rank, without the launcher's frames."""
         error.__traceback__ = _outside(error.__traceback__)
         shown = shortened(error)
         text = "".join(shown.format())
-        # The library's own text stands above it already.
-        alone = (
+        # The message of a gradmesh error without a cause is already shown above the traceback.
+        message_shown = (
             isinstance(error, GradmeshError)
             and shown.__cause__ is None
             and (shown.__context__ is None or shown.__suppress_context__)
@@ -100,7 +100,7 @@ class Failure:
             kind=type(error).__name__,
             text=str(error),
             traceback=text,
-            frames="".join(shown.stack.format()) if alone else "",
+            frames="".join(shown.stack.format()) if message_shown else "",
             cause=error,
             secondary=isinstance(error, AbortedError)
             or (isinstance(error, RuntimeError | OSError) and _LOST_PEER.search(str(error)) is not None),
@@ -108,7 +108,7 @@ class Failure:
 
 
 def _outside(trace: TracebackType | None) -> TracebackType | None:
-    """Drop the launcher's own frames at the top."""
+    """Drop the launcher's frames at the top."""
     first = trace
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_INTERNAL):
         trace = trace.tb_next
@@ -117,14 +117,14 @@ def _outside(trace: TracebackType | None) -> TracebackType | None:
 
 @dataclasses.dataclass
 class Outcome:
-    """How one run ended: what the ranks returned, how they failed, and where the late ones are.
+    """The outcome of a run: results, failures, and the stacks of late ranks.
 
     Attributes:
         size: the number of ranks.
         results: the result of each rank that returned.
-        failures: the failures of the others, in the order in which they were reported.
-        unfinished: the stack, as text, of each rank that was late and could tell it.
-        timeout: seconds that the ranks were given to return, or None.
+        failures: the failures of the others, in the order of their reports.
+        unfinished: the stack, as text, of each late rank that reported it.
+        timeout: seconds that the ranks had to return, or None.
     """
 
     size: int
@@ -143,12 +143,12 @@ class Outcome:
         """Return every rank's result, in rank order.
 
         Raises:
-            RankError: a rank failed, or did not return in time.
+            RankError: a rank failed or timed out.
         """
         if self.failures:
             raise self._failed() from min(self.failures, key=_order).cause
         if self.missing:
-            raise self._late()
+            raise self._timed_out()
         return [self.results[rank] for rank in range(self.size)]
 
     def _failed(self) -> RankError:
@@ -170,37 +170,37 @@ class Outcome:
             shown = first.frames or first.traceback
             text += f"\n\nTraceback of rank {first.rank}:\n\n{shown.rstrip()}"
         if waited and self.missing:
-            text += f"\n\n{self._places()}"
+            text += f"\n\n{self._stacks()}"
         return RankError(text, rank=first.rank, rank_traceback=first.traceback)
 
-    def _late(self) -> RankError:
+    def _timed_out(self) -> RankError:
         text = message(
             f"{_ranks(self.missing)} of {self.size} did not return within {self.timeout:g} s",
             op="launch",
             got=f"{_ranks(list(self.results))} returned" if self.results else "no rank returned",
-            remedy="see below where each of them was, or give a longer timeout",
+            remedy=f"check the stacks below, or pass a longer timeout, e.g. timeout={10 * (self.timeout or 60):g}",
         )
-        return RankError(f"{text}\n\n{self._places()}")
+        return RankError(f"{text}\n\n{self._stacks()}")
 
-    def _places(self) -> str:
-        """Where each rank was that has neither returned nor failed."""
+    def _stacks(self) -> str:
+        """The stack of each rank that has neither returned nor failed."""
         return "\n\n".join(
-            f"Rank {rank} was here:\n\n{self.unfinished.get(rank, '').rstrip() or '  no answer'}"
+            f"Stack of rank {rank}:\n\n{self.unfinished.get(rank, '').rstrip() or '  not available'}"
             for rank in self.missing
         )
 
-    def lose(self, waiting: dict[int, str]) -> None:
-        """Take note of ranks that wait for one that has returned, or all for each other.
+    def record_deadlock(self, waiting: dict[int, str]) -> None:
+        """Record a deadlock: the remaining ranks wait for one that has returned, or for each other.
 
         Args:
-            waiting: the stack, as text, of each of them.
+            waiting: the stack, as text, of each waiting rank.
         """
         s = "s" * (len(waiting) == 1)
         gone = f"{_ranks(list(self.results))} returned, and " if self.results else ""
         text = message(
             f"{gone}{_ranks(list(waiting))} {'still ' if gone else ''}wait{s} in a collective"
-            f"{'' if gone else ', each for another'}",
-            expected="the same calls on every rank, before its function is over",
+            f"{'' if gone else ' for each other'}",
+            expected="the same collectives on every rank before its function returns",
             got="\n".join(
                 f"rank {rank} waits at {last_place(stack)}" for rank, stack in sorted(waiting.items())
             ),
@@ -213,10 +213,10 @@ class Outcome:
 
 
 def last_place(stack: str) -> str:
-    """The innermost place of a stack that is neither torch's nor gradmesh's."""
+    """The innermost line of a stack outside of torch and gradmesh."""
     places = [line.strip() for line in stack.splitlines() if line.lstrip().startswith("File ")]
     own = [place for place in places if not any(part in place for part in _LIBRARIES)]
-    return (own or places or ["an unknown place"])[-1].removeprefix("File ")
+    return (own or places or ["an unknown line"])[-1].removeprefix("File ")
 
 
 def _order(failure: Failure) -> tuple[bool, float]:

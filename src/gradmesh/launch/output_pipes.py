@@ -1,9 +1,9 @@
-"""What ranks that are processes print, read from pipes and shown by the process that launched them.
+"""Output of process ranks, read from pipes and shown by the launching process.
 
-A pipe is the standard output or the standard error of a rank, so that what C code and the rank's own child
-processes print arrives too. There is no reading thread: whoever waits for the ranks reads meanwhile and writes to
-its own `sys.stdout` and `sys.stderr`. So the output of a notebook goes to the cell that runs, and
-`contextlib.redirect_stdout` and pytest see it. A rank that prints more than a pipe holds waits until it is read.
+A pipe is the stdout or stderr of a rank, so that output of C code and of child processes is included. There is no
+reader thread: the thread that waits for the ranks reads the pipes and writes to `sys.stdout` and `sys.stderr`. So the
+output goes to the notebook cell that runs, and `contextlib.redirect_stdout` and pytest capture it. A rank that prints
+more than a pipe holds blocks until it is read.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gradmesh.launch.log_prefix import LineSplitter, Screen, prefixes
 __all__ = ["OutputPipes"]
 
 _CHUNK = 1 << 16
-"""Bytes read at once: what a pipe holds on Linux by default."""
+"""Bytes per read: the default capacity of a pipe on Linux."""
 _LARGEST_PIPE = 1 << 20
-"""What a pipe may hold on Linux without privileges."""
+"""The maximum capacity of a pipe on Linux for unprivileged users."""
 
 
 @dataclasses.dataclass
@@ -31,7 +31,7 @@ class _Pipe:
     file: IO[bytes]
     screen: Screen
     prefix: str
-    splitter: LineSplitter | None  # None: the text passes as it is
+    splitter: LineSplitter | None  # None: pass text on unchanged
     decoder: codecs.IncrementalDecoder
 
 
@@ -49,7 +49,7 @@ class OutputPipes:
         self._pipes: dict[int, _Pipe] = {}
 
     def add(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        """Read from now on what that process prints; it was started with two pipes."""
+        """Read the output of a process, which was started with two pipes."""
         for name, screen in self._screens.items():
             file: IO[bytes] = getattr(process, name)
             os.set_blocking(file.fileno(), False)
@@ -63,11 +63,11 @@ class OutputPipes:
 
     @property
     def open(self) -> list[int]:
-        """The file descriptors to wait for; `show` drops those that ended."""
+        """The file descriptors to wait for; `show` removes closed ones."""
         return list(self._pipes)
 
     def show(self, ready: Iterable[Any]) -> None:
-        """Show what can be read from those of the ready objects that are file descriptors of pipes."""
+        """Show the available output of those ready objects that are pipes."""
         ready = [fd for fd in ready if isinstance(fd, int) and fd in self._pipes]
         for fd in ready:
             self._read(fd)
@@ -75,9 +75,9 @@ class OutputPipes:
             self._flush()
 
     def drain(self) -> None:
-        """Show all that was printed until now, also a line without an end."""
+        """Show all output so far, including incomplete lines."""
         for fd in self.open:
-            # No more than a full pipe: a rank's own thread or process may never stop printing.
+            # At most a full pipe, since a thread or child process may never stop printing.
             for _ in range(_LARGEST_PIPE // _CHUNK):
                 if not self._read(fd):
                     break
@@ -88,23 +88,23 @@ class OutputPipes:
         self._flush()
 
     def close(self) -> None:
-        """Close the pipes; what was not shown is lost."""
+        """Close the pipes; discards output that was not shown."""
         for pipe in self._pipes.values():
             pipe.file.close()
         self._pipes = {}
 
     def _read(self, fd: int) -> bool:
-        """Show what one read gives, and whether it gave anything."""
+        """Read once and show the text; returns whether there was any."""
         pipe = self._pipes[fd]
         data = pipe.file.read(_CHUNK)
-        if data is None:  # nothing there now
+        if data is None:  # nothing available
             return False
         text = pipe.decoder.decode(data, final=not data)
         if pipe.splitter is None:
             pipe.screen.write(text)
         else:
             pipe.screen.show(pipe.prefix, pipe.splitter.feed(text))
-        if not data:  # every process that had the other end is gone
+        if not data:  # all writers have closed the pipe
             self._show_rest(pipe)
             pipe.file.close()
             del self._pipes[fd]

@@ -1,8 +1,8 @@
-"""What ranks that are threads print: `sys.stdout` and `sys.stderr` tell the ranks' lines apart while they run.
+"""Output of thread ranks: replaces `sys.stdout` and `sys.stderr` while they run, to prefix lines with the rank.
 
-The stream that stands in their place passes on at once what other threads write, and has every other attribute
-of the stream behind it (`fileno`, `isatty`, `encoding`, `buffer`). A stream that was taken before the ranks
-started, such as that of a logging handler, is not replaced: what is written there carries no rank.
+The replacement passes on what other threads write immediately, and delegates all other attributes (`fileno`, `isatty`,
+`encoding`, `buffer`). A stream that was obtained before the ranks started, such as that of a logging handler, is not
+replaced: its lines have no prefix.
 """
 
 from __future__ import annotations
@@ -15,49 +15,53 @@ from typing import Any, TextIO
 
 from gradmesh.launch.log_prefix import LineSplitter, Screen
 
-__all__ = ["finish_lines", "mark_thread", "ranks_write_lines", "thread_mark"]
+__all__ = ["flush_incomplete_lines", "prefixed_streams", "set_prefix", "thread_prefix"]
 
-_of_thread = threading.local()  # .mark, in the threads of ranks; .streams, to which such a thread has written
+_of_thread = (
+    threading.local()
+)  # .mark: the prefix of a rank's thread; .streams: the streams it has written to
 _replacing = threading.Lock()
 
 
-def mark_thread(mark: str | None) -> None:
-    """Let the lines of the calling thread start with this text; None: what it writes passes as it is."""
-    _of_thread.mark = mark
+def set_prefix(prefix: str | None) -> None:
+    """Set the line prefix of the calling thread; None: pass its output on unchanged."""
+    _of_thread.prefix = prefix
     _of_thread.streams = set()
 
 
-def thread_mark() -> str | None:
-    """What the lines of the calling thread start with, or None in a thread that has no such mark."""
-    return getattr(_of_thread, "mark", None)
+def thread_prefix() -> str | None:
+    """The line prefix of the calling thread, or None."""
+    return getattr(_of_thread, "prefix", None)
 
 
-def finish_lines() -> None:
-    """Show what the calling thread has written since its last whole line."""
+def flush_incomplete_lines() -> None:
+    """Show the incomplete last lines of the calling thread."""
     for stream in _of_thread.streams:
         stream.finish_line(threading.get_ident())
     _of_thread.streams.clear()
 
 
 class RankStream:
-    """Stands for a text stream, and holds back what a marked thread writes until its line is complete."""
+    """Wraps a text stream, and buffers the text of a rank's thread until its line is complete."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
         self.users = 0
         self._screen = Screen(lambda: stream)
         self._held: dict[int, tuple[str, LineSplitter]] = {}
-        self._lock = threading.RLock()  # a destructor that prints may run while its thread has the lock
+        self._lock = (
+            threading.RLock()
+        )  # reentrant: a destructor that prints may run while its thread holds the lock
 
     def write(self, text: str) -> int:
         """Write text, and return its length."""
-        mark = thread_mark()
-        if mark is None or not isinstance(text, str):
+        prefix = thread_prefix()
+        if prefix is None or not isinstance(text, str):
             return self.stream.write(text)
         with self._lock:
             _of_thread.streams.add(self)
-            _, splitter = self._held.setdefault(threading.get_ident(), (mark, LineSplitter()))
-            self._screen.show(mark, splitter.feed(text))
+            _, splitter = self._held.setdefault(threading.get_ident(), (prefix, LineSplitter()))
+            self._screen.show(prefix, splitter.feed(text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -66,14 +70,14 @@ class RankStream:
             self.write(line)
 
     def finish_line(self, thread: int) -> None:
-        """Show what that thread has written since its last whole line."""
+        """Show the incomplete last line of a thread."""
         with self._lock:
             if thread in self._held:
-                mark, splitter = self._held.pop(thread)
-                self._screen.show(mark, splitter.rest())
+                prefix, splitter = self._held.pop(thread)
+                self._screen.show(prefix, splitter.rest())
 
     def finish(self) -> None:
-        """Show what any thread has written since its last whole line."""
+        """Show the incomplete last line of every thread."""
         with self._lock:
             for thread in list(self._held):
                 self.finish_line(thread)
@@ -84,8 +88,8 @@ class RankStream:
 
 
 @contextlib.contextmanager
-def ranks_write_lines() -> Iterator[None]:
-    """Replace `sys.stdout` and `sys.stderr` until the last who asked for it is done with them."""
+def prefixed_streams() -> Iterator[None]:
+    """Replace `sys.stdout` and `sys.stderr` until the last user exits the block."""
     used: list[tuple[str, RankStream]] = []
     with _replacing:
         for name in ("stdout", "stderr"):
@@ -103,7 +107,7 @@ def ranks_write_lines() -> Iterator[None]:
         with _replacing:
             for name, stream in used:
                 stream.users -= 1
-                # Somebody else may have replaced it meanwhile, whose stream it then is.
+                # Other code may have replaced the stream meanwhile; then leave it.
                 if stream.users == 0 and getattr(sys, name) is stream:
                     setattr(sys, name, stream.stream)
         for _, stream in used:

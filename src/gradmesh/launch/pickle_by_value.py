@@ -1,8 +1,8 @@
-"""Functions and classes that travel by value: their code, with the globals that the code names, by cloudpickle.
+"""Sends functions and classes by value with cloudpickle: their code, with the globals that the code names.
 
-Two things are lost on the way, and `Origin` makes up for them. Source lines that are in no file, such as those of a
-notebook cell, are missing in the tracebacks of the other process. And globals that the code does not name, which
-it looks up by `globals()`, `exec` or `eval`, are not there.
+Two things are lost, and `Origin` compensates for them: source lines that are not in a file, such as those of a notebook
+cell, are missing in tracebacks of the other process; and globals that the code accesses by `globals()`, `exec` or
+`eval` are missing, which needs an explanation in the error.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from gradmesh.errors import ArgumentError, MissingExtraError, message
 __all__ = ["Origin", "dumps"]
 
 _BY_KEY = {"globals", "vars", "__globals__", "f_globals"}
-"""Names in code that may look up a global by a key."""
+"""Names in code that may access a global by key."""
 
 
 @dataclasses.dataclass
 class Origin:
-    """Where functions that went by value come from.
+    """The origin of functions that were sent by value.
 
     Attributes:
-        lines: the source lines of their files, by file name, of those that are not on disk.
-        names: the globals of their modules in the process that sent them, by module name.
+        lines: source lines by file name, for files that are not on disk.
+        names: the global names of their modules in the sending process, by module name.
     """
 
     lines: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     names: dict[str | None, Set[str]] = dataclasses.field(default_factory=dict)
 
     def add(self, fn: types.FunctionType) -> None:
-        """Note where that function comes from."""
+        """Add a function's origin."""
         file = fn.__code__.co_filename
         if file not in self.lines and not os.path.exists(file) and (lines := linecache.getlines(file)):
             self.lines[file] = lines
@@ -46,13 +46,13 @@ class Origin:
         self.names[module] = self.names.get(module, set()) | fn.__globals__.keys()
 
     def adopt_lines(self) -> None:
-        """Let this process's tracebacks, and `inspect`, find the source lines."""
+        """Make the source lines available to tracebacks and `inspect` in this process."""
         for file, lines in self.lines.items():
-            # No modification time: the entry is not compared with a file on disk.
+            # Without a modification time the entry is not compared with a file on disk.
             linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
 
-    def lost_global(self, error: BaseException) -> tuple[str, str] | None:
-        """The name and the module of a global that the error missed because it did not travel, or None."""
+    def missing_global(self, error: BaseException) -> tuple[str, str] | None:
+        """The name and module of a global whose absence caused the error because it was not sent, or None."""
         trace = error.__traceback__
         if trace is None:
             return None
@@ -78,16 +78,16 @@ def _is_module(name: str | None, namespace: Mapping[str, object]) -> bool:
 
 
 def dumps(obj: object, importable: Callable[[str | None], bool], reason: str) -> tuple[bytes, Origin]:
-    """Pickle with cloudpickle, by value what comes from a module that is not importable in the other process.
+    """Pickle with cloudpickle; objects from modules that the other process cannot import are pickled by value.
 
     Args:
-        obj: what to pickle.
-        importable: whether the other process can import the module of that name.
-        reason: why it cannot be pickled by name, for the error text.
+        obj: the object.
+        importable: whether the other process can import a module of that name.
+        reason: why it cannot be pickled by name, for the error.
 
     Raises:
         MissingExtraError: cloudpickle is not installed.
-        ArgumentError: it cannot be pickled at all.
+        ArgumentError: the object cannot be pickled.
     """
     try:
         import cloudpickle
@@ -97,8 +97,8 @@ def dumps(obj: object, importable: Callable[[str | None], bool], reason: str) ->
                 "the function or its arguments cannot be imported by name in another process",
                 op="launch",
                 got=reason,
-                remedy="pip install 'gradmesh[notebook]'; or define it at the top level of the script and call\n"
-                'launch under if __name__ == "__main__":, or move it to a module of its own',
+                remedy="run pip install 'gradmesh[notebook]'; or define the function at the top level of the script and call\n"
+                'launch under if __name__ == "__main__":, or move it to a module that ranks can import',
             )
         ) from None
     registered = []
@@ -107,9 +107,9 @@ def dumps(obj: object, importable: Callable[[str | None], bool], reason: str) ->
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         def reducer_override(self, part: object) -> object:
             if isinstance(part, types.ModuleType) and type(part) is not types.ModuleType:
-                # Such as torch.ops, which cloudpickle finds for any function that says both "torch" and "ops".
+                # Such as torch.ops, which cloudpickle finds for any function that names both "torch" and "ops".
                 return importlib.import_module, (part.__name__,)
-            # Modules that are loaded but could not be found again, such as pytest's test modules.
+            # Loaded modules that cannot be imported again, such as pytest's test modules.
             name = part.__name__ if type(part) is types.ModuleType else getattr(part, "__module__", None)
             if isinstance(part, type | types.FunctionType | types.ModuleType) and name != "__main__":
                 module = sys.modules.get(name or "")
@@ -130,7 +130,7 @@ def dumps(obj: object, importable: Callable[[str | None], bool], reason: str) ->
                 "the function or its arguments cannot be pickled for another process",
                 op="launch",
                 got=str(error),
-                remedy="make such objects inside the function, or use backend='threads'",
+                remedy="create such objects inside the function, or use backend='threads'",
             )
         ) from error
     finally:

@@ -1,4 +1,4 @@
-"""Pickling for another Python process: by name where the name can be imported there, else by value."""
+"""Pickling for another Python process: by name if it can import that name, else by value."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["Pickled", "dumps", "dumps_result", "importable"]
 
 
 class Pickled(NamedTuple):
-    """A pickle, and what its reader needs to explain errors of functions that are in it by value."""
+    """A pickle, and the origin of functions that it contains by value."""
 
     data: bytes
     origin: pickle_by_value.Origin | None = None
 
 
 class _ByValue(Exception):  # noqa: N818 - a signal, caught here
-    """Something is defined where the other process cannot import it from."""
+    """The other process cannot import the definition of an object."""
 
 
 class _ByName(pickle.Pickler):
-    """A pickler that refuses functions and classes of modules that a fresh interpreter cannot import."""
+    """A pickler that raises `_ByValue` for functions and classes that a fresh interpreter cannot import."""
 
     def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, type | types.FunctionType) and not importable(obj.__module__):
@@ -57,7 +57,7 @@ class _OfScript(_ByName):
 
 
 def importable(name: str | None) -> bool:
-    """Whether importing that module anew, with this process's `sys.path`, finds the one that is loaded.
+    """Whether a fresh interpreter with this process's `sys.path` would import the loaded module.
 
     >>> importable("torch.nn.functional"), importable("__main__")
     (True, False)
@@ -65,14 +65,14 @@ def importable(name: str | None) -> bool:
     module = sys.modules.get(name or "")
     if module is None or name is None or name == "__main__":
         return False
-    if name.partition(".")[0] in sys.stdlib_module_names:  # os.path has another name, os is frozen
+    if name.partition(".")[0] in sys.stdlib_module_names:  # os.path has a different name, os is frozen
         return True
     parent = name.rpartition(".")[0]
     if parent and not importable(parent):
         return False
     file = getattr(module, "__file__", None)
     if parent and file in (None, getattr(sys.modules[parent], "__file__", None)):
-        return True  # made by an extension while that was imported
+        return True  # created by an extension module when that is imported
     path = getattr(sys.modules[parent], "__path__", None) if parent else None
     for finder in sys.meta_path:
         spec: importlib.machinery.ModuleSpec | None = finder.find_spec(name, path)
@@ -82,14 +82,14 @@ def importable(name: str | None) -> bool:
 
 
 def dumps(obj: object) -> Pickled:
-    """Pickle a call for a fresh interpreter that has this one's `sys.path`.
+    """Pickle a call for a fresh interpreter with this process's `sys.path`.
 
-    All of it goes by name where that is possible. Where it is not, cloudpickle takes functions and classes of
-    modules that the other process cannot import by value, and the others still by name.
+    Functions and classes are pickled by name if possible; those of modules that the other process cannot import are
+    pickled by value with cloudpickle.
 
     Raises:
-        MissingExtraError: it has to go by value, and cloudpickle is not installed.
-        ArgumentError: it cannot be pickled at all.
+        MissingExtraError: it must be pickled by value, and cloudpickle is not installed.
+        ArgumentError: it cannot be pickled.
     """
     buffer = io.BytesIO()
     try:
@@ -116,12 +116,12 @@ def dumps(obj: object) -> Pickled:
 
 
 def dumps_result(obj: object) -> bytes:
-    """Pickle a rank's result, or its failure, for the process that launched it.
+    """Pickle a rank's result or failure for the launching process.
 
-    Objects of a class that came by value cannot be pickled by name, and go back by value with cloudpickle.
+    Objects of a class that was sent by value cannot be pickled by name and are returned by value with cloudpickle.
 
     Raises:
-        Exception: what the plain pickling raised, where neither way works.
+        Exception: the error of plain pickling, if neither way works.
     """
     try:
         return pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)

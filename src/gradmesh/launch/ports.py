@@ -1,4 +1,4 @@
-"""A port of this machine for ranks to meet at."""
+"""A free TCP port of this host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["free_port"]
 
 
 def free_port() -> int:
-    """A port of the loopback interface at which nobody listens now."""
+    """A currently unused port of the loopback interface."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]

@@ -1,8 +1,8 @@
-"""The store through which the ranks of a launch find each other: a file without a name, which only they can open.
+"""The rendezvous store of a launch: a file that only its ranks can open.
 
-torch's TCPStore listens on every interface and asks nobody who he is, so that any host and any user could write into
-it. A file needs no port. On Linux it is one in memory (`memfd_create`), which the ranks inherit as a descriptor and
-which is gone with the last of them; elsewhere it lies in a folder that only this user may enter.
+torch's TCPStore listens on every interface without authentication, so that any host and any user could write to it. A
+file needs no port. On Linux it is an anonymous file in memory (`memfd_create`), which the ranks inherit as a file
+descriptor and which disappears with the last of them; elsewhere it is in a folder that only this user can access.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["PrivateStore", "join", "join_only"]
 
 
 class PrivateStore:
-    """The launcher's end of it.
+    """The launcher's end of the store.
 
     Attributes:
-        path: what a rank hands to `join`.
-        descriptors: what a rank has to inherit for that.
+        path: the argument of `join` on a rank.
+        descriptors: the file descriptors that a rank must inherit.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class PrivateStore:
             self.path = os.path.join(self._folder, "store")
 
     def close(self) -> None:
-        """Let go of it; calling it again does nothing."""
+        """Release the file; can be called repeatedly."""
         for fd in self.descriptors:
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -53,11 +53,11 @@ class PrivateStore:
 
 
 def join(path: str, size: int) -> Any:
-    """A rank's end of it."""
+    """A rank's end of the store."""
     return dist.FileStore(path, size)  # type: ignore[attr-defined]
 
 
 def join_only(path: str, size: int) -> None:
-    """Have this process join every world of its environment through the store, each with keys of its own."""
+    """Use the store for every `init_process_group` from the environment, with separate keys for each world."""
     store, worlds = join(path, size), itertools.count()
     _torch.join_through(lambda: PrefixStore(f"world {next(worlds)}", store))

@@ -1,4 +1,4 @@
-"""Ranks that are processes of this machine: started once, given functions to run, and ended."""
+"""Process ranks on this host: started once, run functions, and are stopped at the end."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from gradmesh.launch.private_store import PrivateStore
 __all__ = ["ProcessRanks"]
 
 _QUIET = 5.0
-"""Seconds of a run after which ranks are asked whether all of them wait, though none has returned."""
-_MOVED_BY_THE_CPU = ("shm", "gloo")
-"""Backends with which a wait that no processor works on has no end."""
+"""Seconds of a run after which the hang detector runs although no rank has returned."""
+_CPU_BACKENDS = ("shm", "gloo")
+"""Backends that need CPU time to make progress, so that an idle wait is a hang."""
 _EXIT_GRACE = 10.0
-"""Seconds for a process to leave after it was told to."""
+"""Seconds for a process to exit when requested."""
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 _EXIT_POLL = 0.02
-"""Seconds between two looks whether it has left."""
+"""Seconds between two checks whether it has exited."""
 
 
 class ProcessRanks:
-    """The processes of one world. They find each other through a store that nobody else can reach.
+    """The processes of one world, which rendezvous through a private store.
 
     Args:
         size: the number of ranks.
-        backend: of torch.distributed, for the ranks' default process group.
+        backend: the torch.distributed backend of the default process group.
         timeout: as for `gradmesh.launch`.
         prefix: as for `gradmesh.launch`.
     """
@@ -47,12 +47,12 @@ class ProcessRanks:
         self.size = size
         self.alive = True
         self.timeout = timeout
-        self._on_cpu = backend in _MOVED_BY_THE_CPU
+        self._on_cpu = backend in _CPU_BACKENDS
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection[Any, Any]] = []
         self._output = OutputPipes(size, prefix)
         self._store = PrivateStore()
-        self._free_port = free_port()  # for programs that make a store of their own from the environment
+        self._free_port = free_port()  # for programs that create a store from the environment
         try:
             for rank in range(size):
                 self._start(rank, backend)
@@ -62,12 +62,12 @@ class ProcessRanks:
             raise
 
     def run(self, fn: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
-        """Call the function on every rank; after a failure the ranks are gone."""
+        """Call the function on every rank; a failure stops all ranks."""
         call, origin = dumps((fn, tuple(args), dict(kwargs)))
         about = pickle.dumps(origin)
         try:
             for pipe in self._pipes:
-                # A process that died since the last run is found out when its answer is awaited.
+                # A process that died since the last run is detected when its answer is awaited.
                 with contextlib.suppress(OSError):
                     pipe.send(("origin", about))
                     pipe.send(("call", call))
@@ -87,21 +87,21 @@ class ProcessRanks:
                 while any(process.poll() is None for process in self._processes):
                     if time.monotonic() > deadline:
                         break
-                    # What a rank prints at its exit has to be read, or it waits for that.
+                    # Read the output of exiting ranks, which would block on a full pipe.
                     self._output.show(wait(self._output.open, _EXIT_POLL))
             finally:
                 self.kill()
 
     def kill(self) -> None:
-        """End every process, with the processes that it started itself."""
+        """Kill every process and its child processes."""
         self.alive = False
         for process in self._processes:
-            # A rank is the leader of its own process group, which may outlive it.
+            # A rank leads a process group, which may outlive it.
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         try:
-            # What killed ranks printed is still in the pipes. That it cannot be shown must not hide how they ended.
+            # Show the remaining output; a failure to do so must not hide the ranks' errors.
             with contextlib.suppress(OSError, ValueError):
                 self._output.drain()
         finally:
@@ -112,8 +112,8 @@ class ProcessRanks:
             self._processes, self._pipes = [], []
 
     def _start(self, rank: int, backend: str) -> None:
-        ours, theirs = Pipe()
-        self._pipes.append(ours)
+        parent_end, rank_end = Pipe()
+        self._pipes.append(parent_end)
         environment = {
             **os.environ,
             "RANK": str(rank),
@@ -126,36 +126,36 @@ class ProcessRanks:
         environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.size)))
         if sys.platform in _LOOPBACK:
-            # Gloo listens on the interface that it is told, and asks nobody who he is.
+            # Gloo listens on this interface without authentication.
             environment["GLOO_SOCKET_IFNAME"] = _LOOPBACK[sys.platform]
-        # sys.path is handed over before anything is imported; multiprocessing would run __main__ again instead.
+        # Set sys.path before any import. multiprocessing is not used, because it would run __main__ again.
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from gradmesh.launch.rank_main import main; "
-            f"main({theirs.fileno()}, {backend!r}, {self.timeout!r}, {self._store.path!r})"
+            f"main({rank_end.fileno()}, {backend!r}, {self.timeout!r}, {self._store.path!r})"
         )
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-        with theirs:
+        with rank_end:
             process = subprocess.Popen(
                 [sys.executable, *flags, "-c", code],
                 env=environment,
-                pass_fds=[theirs.fileno(), *self._store.descriptors],
+                pass_fds=[rank_end.fileno(), *self._store.descriptors],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
-                start_new_session=True,  # a terminal's Ctrl-C goes to the parent alone, which ends the ranks
+                start_new_session=True,  # Ctrl-C reaches only the parent, which stops the ranks
             )
         self._processes.append(process)
         self._output.add(rank, process)
 
     def _collect(self, expected: str, timeout: float | None) -> Outcome:
-        """Wait for an answer of every rank, or for what makes waiting pointless."""
+        """Wait for the answers of all ranks, a failure, a hang or the timeout."""
         outcome = Outcome(self.size, timeout=timeout)
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         probe, begin = Probe(lambda rank: self._ask(rank, "waits")), time.monotonic()
         while outcome.missing and time.monotonic() < deadline:
             pipes = {self._pipes[rank]: rank for rank in outcome.missing}
-            # Short waits: a process may have died while a child of its own holds its pipe open.
+            # Short waits: a process may have died while its child process keeps the pipe open.
             awaited: list[Connection[Any, Any] | int] = [*pipes, *self._output.open]
             ready = wait(awaited, min(POLL, max(0.0, deadline - time.monotonic())))
             self._output.show(ready)
@@ -169,13 +169,13 @@ class ProcessRanks:
             if (outcome.results or quiet) and outcome.missing and not outcome.failures:
                 waiting = probe.waiting(outcome.missing, len(outcome.results))
                 if waiting:
-                    outcome.lose(waiting)
+                    outcome.record_deadlock(waiting)
             if outcome.failures:
                 deadline = min(deadline, outcome.failures[0].when + FAILURE_GRACE)
                 for rank in () if failed else outcome.missing:
                     self._ask(rank, "where")
         if outcome.missing and not outcome.failures:
-            self._ask_where(outcome)
+            self._request_stacks(outcome)
         if outcome.failures or outcome.missing:
             self.kill()
         else:
@@ -198,7 +198,7 @@ class ProcessRanks:
             try:
                 outcome.results[rank] = pickle.loads(payload) if payload else None
             except Exception as error:
-                text = f"its result cannot be unpickled here: {error}"
+                text = f"its result cannot be unpickled in the launching process: {error}"
                 outcome.failures.append(Failure(rank, type(error).__name__, text, cause=error))
 
     def _ask(self, rank: int, question: str) -> None:
@@ -210,14 +210,16 @@ class ProcessRanks:
         try:
             code = process.wait(_EXIT_GRACE)
         except subprocess.TimeoutExpired:
-            return Failure(rank, "a closed pipe", "it closed its connection to the launcher and still runs")
+            return Failure(
+                rank, "a closed pipe", "its process closed the connection to the launcher but still runs"
+            )
         if code < 0:
             with contextlib.suppress(ValueError):
                 return Failure(rank, signal.Signals(-code).name, f"its process was killed by signal {-code}")
-        return Failure(rank, f"exit code {code}", "its process ended without a word, before it had returned")
+        return Failure(rank, f"exit code {code}", "its process exited before the function returned")
 
-    def _ask_where(self, outcome: Outcome) -> None:
-        """Ask the late ranks for the place where they are; a rank inside C code that keeps the GIL is silent."""
+    def _request_stacks(self, outcome: Outcome) -> None:
+        """Request the stacks of late ranks; a rank inside C code that holds the GIL does not answer."""
         for rank in outcome.missing:
             self._ask(rank, "where")
         deadline = time.monotonic() + FAILURE_GRACE

@@ -1,7 +1,7 @@
-"""The main program of a rank that is a process. Its parent is the process that has the `ProcessRanks`.
+"""The main program of a process rank. Its parent is the process that owns the `ProcessRanks`.
 
-A thread reads what the parent sends, so that the process notices at once when the parent is gone, and can say
-where its main thread is while that one works.
+A thread reads the parent's messages, to exit immediately when the parent is gone, and to report the stack of the main
+thread while that is busy.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _LIBC = ctypes.CDLL(None)
 
 
 class _Parent:
-    """The connection to the parent; its thread serves questions and queues the calls.
+    """The connection to the parent; a thread answers queries and queues calls.
 
     Attributes:
-        calls: the pickles of the calls to make; None when there will be no more.
-        origin: where the functions of the last call that go by value come from.
+        calls: pickled calls; None marks the end.
+        origin: the origin of functions in the last call that were sent by value.
     """
 
     def __init__(self, fd: int) -> None:
@@ -51,7 +51,7 @@ class _Parent:
         self._lock = threading.Lock()
         threading.Thread(target=self._read, name="gradmesh parent", daemon=True).start()
 
-    def tell(self, kind: str, payload: bytes = b"") -> None:
+    def send(self, kind: str, payload: bytes = b"") -> None:
         """Send one message."""
         with self._lock:
             self.connection.send((kind, payload))
@@ -62,26 +62,26 @@ class _Parent:
             while True:
                 kind, payload = self.connection.recv()
                 if kind == "where":
-                    self.tell("where", main_thread.stack(__file__).encode())
+                    self.send("where", main_thread.stack(__file__).encode())
                 elif kind == "waits":
                     waits = main_thread.waits(), main_thread.stack(__file__)
-                    self.tell("waits", pickle.dumps(waits))
+                    self.send("waits", pickle.dumps(waits))
                 elif kind == "origin":
                     self.origin = pickle.loads(payload)
                 else:
                     self.calls.put(payload if kind == "call" else None)
         except (EOFError, OSError):
-            os._exit(1)  # the parent is gone, and with it everybody who could want a result
+            os._exit(1)  # the parent is gone
 
 
 def main(fd: int, backend: str, timeout: float | None, store: str) -> None:
-    """Join the world through a store, serve calls until the parent says that it is over, and leave the world."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    """Join the world through a store, serve calls until the parent ends it, and leave the world."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     _set_up_output()
-    faulthandler.enable(all_threads=False)  # a rank that a signal kills says where it was
+    faulthandler.enable(all_threads=False)  # prints the stack if the rank is killed by a signal
     parent = _Parent(fd)
     rank = int(os.environ["RANK"])
-    if os.environ["OMP_NUM_THREADS"].isdigit():  # torch built without OpenMP does not read it itself
+    if os.environ["OMP_NUM_THREADS"].isdigit():  # torch without OpenMP ignores the variable
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
         if "nccl" in backend:
@@ -92,10 +92,10 @@ def main(fd: int, backend: str, timeout: float | None, store: str) -> None:
             backend, store=join(store, size), rank=rank, world_size=size, timeout=group_timeout(timeout)
         )
     except BaseException as error:
-        parent.tell("failed", _dumps(Failure.of(rank, error)))
+        parent.send("failed", _dumps(Failure.of(rank, error)))
         parent.calls.get()
         return
-    parent.tell("ready")
+    parent.send("ready")
     for number in itertools.count(1):
         call = parent.calls.get()
         if call is None:
@@ -104,10 +104,10 @@ def main(fd: int, backend: str, timeout: float | None, store: str) -> None:
         kind, payload = _serve(rank, call, parent.origin)
         del call
         _flush()
-        parent.tell(kind, payload)
+        parent.send(kind, payload)
         del payload
         if kind == "failed":
-            # The group stays open, so that the others do not see a lost connection before the parent acts.
+            # Keep the group open, so that other ranks do not report a lost connection before the parent acts.
             parent.calls.get()
             return
     if dist.is_initialized():
@@ -115,22 +115,22 @@ def main(fd: int, backend: str, timeout: float | None, store: str) -> None:
 
 
 def _set_up_output() -> None:
-    """Send each line as soon as it is printed, as to a terminal: the parent reads UTF-8 from a pipe."""
+    """Use line buffering and UTF-8 for the pipes to the parent."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors=stream.errors, line_buffering=True)
 
 
 def _flush() -> None:
-    """Send what was printed, so that the parent has it before it has the result."""
+    """Flush all output, so that the parent receives it before the result."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # the function may have put anything in their place
+        with contextlib.suppress(Exception):  # the function may have replaced them
             stream.flush()
-    _LIBC.fflush(None)  # what C code printed
+    _LIBC.fflush(None)  # output of C code
 
 
 def _serve(rank: int, call: bytes, origin: Origin | None) -> tuple[str, bytes]:
-    """Make one call, and return the kind and the payload of the answer."""
+    """Run one call, and return the kind and payload of the answer."""
     if origin is not None:
         origin.adopt_lines()
     try:
@@ -138,7 +138,7 @@ def _serve(rank: int, call: bytes, origin: Origin | None) -> tuple[str, bytes]:
         result = run_to_end(lambda: fn(*args, **kwargs))
     except BaseException as error:
         shm.run.end(failed=True)
-        return "failed", _dumps(_with_lost_global(Failure.of(rank, error), error, origin))
+        return "failed", _dumps(_explain_missing_global(Failure.of(rank, error), error, origin))
     try:
         answer = "returned", dumps_result(result)
     except Exception as error:
@@ -148,35 +148,35 @@ def _serve(rank: int, call: bytes, origin: Origin | None) -> tuple[str, bytes]:
     return answer
 
 
-def _with_lost_global(failure: Failure, error: BaseException, origin: Origin | None) -> Failure:
-    """Say so where the function missed a global because it was sent by value."""
-    lost = None if origin is None else origin.lost_global(error)
+def _explain_missing_global(failure: Failure, error: BaseException, origin: Origin | None) -> Failure:
+    """Explain a missing global of a function that was sent by value."""
+    lost = None if origin is None else origin.missing_global(error)
     if lost is None:
         return failure
     name, module = lost
     return dataclasses.replace(
         failure,
-        text=f"{failure.text}\n{name!r} is a global of {module} in the launching process, and was looked up here by "
-        "globals(), eval, exec or the like",
-        expected="code that names the globals it uses: the function was sent by value, and globals that its code does "
-        "not name do not travel to the ranks",
-        remedy=f"name {name} in the code of the function, pass it as an argument, or move the function to a module "
-        "that the ranks can import",
+        text=f"{failure.text}\n{name!r} is a global of {module} in the launching process, accessed on the rank by "
+        "globals(), eval, exec or similar",
+        expected="code that names the globals it uses: the function was sent by value, together with only the globals "
+        "that its code names",
+        remedy=f"use the name {name} directly in the function, pass it as an argument, or move the function to a "
+        "module that the ranks can import",
     )
 
 
 def _unpicklable(rank: int, result: object, error: Exception) -> Failure:
     return dataclasses.replace(
         Failure.of(rank, error),
-        text=f"the function's result, a {type(result).__name__}, cannot be pickled to leave its process: {error}",
-        remedy="return tensors, numbers and containers of them, or use backend='threads'",
+        text=f"the function's result, a {type(result).__name__}, cannot be pickled: {error}",
+        remedy="return tensors, numbers or containers of them, or use backend='threads'",
     )
 
 
 def _dumps(failure: Failure) -> bytes:
-    """Pickle a failure, without its exception where that does not survive it."""
+    """Pickle a failure; without its exception if that cannot be pickled and unpickled."""
     with contextlib.suppress(Exception):
         data = dumps_result(failure)
-        pickle.loads(data)  # an exception with an __init__ of its own may pickle and not come back
+        pickle.loads(data)  # an exception with a custom __init__ may fail to unpickle
         return data
     return pickle.dumps(dataclasses.replace(failure, cause=None))

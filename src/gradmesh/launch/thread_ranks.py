@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process: started once, given functions to run, and ended."""
+"""Thread ranks of this process: started once, run functions, and are stopped at the end."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from gradmesh.backends.threads.waiting import World
 from gradmesh.errors import AbortedError, message
 from gradmesh.launch.log_prefix import prefixes
 from gradmesh.launch.outcomes import FAILURE_GRACE, POLL, Failure, Outcome, group_timeout
-from gradmesh.launch.output_streams import finish_lines, mark_thread, ranks_write_lines, thread_mark
+from gradmesh.launch.output_streams import flush_incomplete_lines, prefixed_streams, set_prefix, thread_prefix
 from gradmesh.stacks import shown, stack_of
 from gradmesh.state import RankState, run_to_end
 
 __all__ = ["ThreadRanks"]
 
 _END_GRACE = 2.0
-"""Seconds that a thread gets to notice that it has to end, before it is left behind as a daemon."""
+"""Seconds that a thread has to stop before it is abandoned as a daemon."""
 
 
 class _End(SystemExit):
-    """Raised inside a rank's thread that has to end, wherever its Python code is."""
+    """Raised inside a rank's thread to stop it."""
 
 
 class ThreadRanks:
-    """The threads of one world. They keep their process groups from one run to the next.
+    """The threads of one world, which keep their process groups between runs.
 
     Args:
         size: the number of ranks.
@@ -47,9 +47,11 @@ class ThreadRanks:
         self.size = size
         self.alive = True
         self.timeout = timeout
-        # A rank that launches ranks puts its own mark before theirs.
-        outer, marks = thread_mark(), prefixes(size, prefix)
-        self._marks = [outer] * size if marks is None else [(outer or "") + mark for mark in marks]
+        # The prefix of a rank that launches ranks precedes theirs.
+        outer, line_prefixes = thread_prefix(), prefixes(size, prefix)
+        self._prefixes = (
+            [outer] * size if line_prefixes is None else [(outer or "") + prefix for prefix in line_prefixes]
+        )
         self._world = World(size)
         self._jobs: list[queue.SimpleQueue[Callable[[], object] | None]] = [
             queue.SimpleQueue() for _ in range(size)
@@ -69,11 +71,11 @@ class ThreadRanks:
             raise
 
     def run(self, fn: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
-        """Call the function on every rank; after a failure the ranks are gone."""
+        """Call the function on every rank; a failure stops all ranks."""
         return self._run([lambda: fn(*args, **kwargs)] * self.size, self.timeout)
 
     def close(self) -> None:
-        """Leave the process group on every rank, and end the threads."""
+        """Destroy the process group on every rank, and stop the threads."""
         if self.alive:
             self.alive = False
             with contextlib.suppress(Exception):
@@ -81,9 +83,9 @@ class ThreadRanks:
             self._end_threads()
 
     def kill(self) -> None:
-        """End the threads wherever they are, as far as Python can."""
+        """Stop the threads by an exception; not possible inside C code."""
         self.alive = False
-        self._world.stop(lambda: AbortedError(message("the launch was ended")))
+        self._world.stop(lambda: AbortedError(message("the launch was stopped")))
         self._end_threads()
 
     def _join_world(self, rank: int) -> Callable[[], None]:
@@ -110,7 +112,7 @@ class ThreadRanks:
                     jobs_of_rank.put(job)
                 while outcome.missing and (left := deadline - time.monotonic()) > 0:
                     try:
-                        # Short waits: Ctrl-C that comes just before a long one would be seen only after it.
+                        # Short waits, so that Ctrl-C is handled promptly.
                         rank, result, failure = self._ended.get(timeout=min(POLL, left))
                     except queue.Empty:
                         continue
@@ -124,14 +126,14 @@ class ThreadRanks:
             self.kill()
             raise
         finally:
-            # The ranks share the cores; MKL keeps the last number that any of them set.
+            # The ranks divide the cores; MKL keeps the last number that any of them set.
             torch.set_num_threads(intra_op)
         if outcome.failures or outcome.missing:
             self.kill()
         return outcome
 
     def _lines(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._marks[0] is None else ranks_write_lines()
+        return contextlib.nullcontext() if self._prefixes[0] is None else prefixed_streams()
 
     def _where(self, rank: int) -> str:
         return shown(stack_of(self._threads[rank].ident), below=__file__)
@@ -144,7 +146,7 @@ class ThreadRanks:
             thread.join(max(0.0, deadline - time.monotonic()))
         late = [thread for thread in self._threads if thread.is_alive()]
         deadline = time.monotonic() + _END_GRACE
-        # Again and again: code that catches everything, at the wrong moment, may swallow one.
+        # Repeatedly, since code with a bare except may swallow the exception.
         while late and time.monotonic() < deadline:
             for thread in late:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
@@ -154,8 +156,8 @@ class ThreadRanks:
             late = [thread for thread in late if thread.is_alive()]
 
     def _serve(self, rank: int) -> None:
-        """Be that rank: the thread's main function."""
-        mark_thread(self._marks[rank])
+        """The main function of a rank's thread."""
+        set_prefix(self._prefixes[rank])
         intra_op = max(1, torch.get_num_threads() // self.size)
         with contextlib.suppress(_End), threads.seated(self._world, rank, RankState()):
             while (job := self._jobs[rank].get()) is not None:
@@ -169,7 +171,7 @@ class ThreadRanks:
             try:
                 result = run_to_end(job)
             finally:
-                finish_lines()
+                flush_incomplete_lines()
         except BaseException as error:
             failure = Failure.of(rank, error)
             self._world.leave(rank, error)

@@ -63,7 +63,7 @@ class Schedule:
             self._inside.append(rank)
             if len(self._inside) == self._world.size:
                 self._inside.sort()
-                self._next()
+                self._run_next()
         self._wait_for_turn(rank)
 
     def turn(self, rank: int) -> None:

@@ -77,7 +77,7 @@ def run_single_rank(
         text = message(
             f"rank {rank}, simulated alone in a world of {size}, did not return within {timeout:g} s",
             op="simulate",
-            remedy=f"remove loops that wait for other ranks, or pass a longer timeout, e.g. timeout={10 * timeout:g}",
+            remedy="remove loops that wait for other ranks, or pass a longer timeout, e.g. timeout=600",
         )
         raise RankError(text, rank=rank)
     if errors:

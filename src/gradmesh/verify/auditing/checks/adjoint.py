@@ -265,7 +265,7 @@ def _named(factor: float, world: int) -> str:
         if math.isclose(factor, value, rel_tol=1e-6):
             return name
     if factor < 0:
-        return f"{factor:.4g} times what it should be"
+        return f"{factor:.4g} times the correct one"
     return f"{factor:.4g} times too large" if factor > 1 else f"too small by {1 / factor:.4g}"
 
 

@@ -1,4 +1,4 @@
-"""Which values of fixtures can be sent to ranks that are processes."""
+"""Checks whether fixture values can be sent to process ranks."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from collections.abc import Mapping
 from gradmesh.errors import ArgumentError, GradmeshError, message
 from gradmesh.launch import pickling
 
-__all__ = ["explain", "refuse_pytests_own"]
+__all__ = ["check_no_pytest_objects", "check_picklable"]
 
 _OF_PYTEST = ("_pytest", "pytest")
 
 
-def refuse_pytests_own(values: Mapping[str, object], backend: str) -> None:
-    """Refuse values that would act on the rank's process in the place of pytest's.
+def check_no_pytest_objects(values: Mapping[str, object], backend: str) -> None:
+    """Raise for values that would act on the rank's process instead of pytest's, such as `monkeypatch`.
 
     Args:
-        values: by the names of the fixtures.
-        backend: of the ranks.
+        values: the values by fixture name.
+        backend: the backend of the ranks.
 
     Raises:
-        ArgumentError: there are such values; it names their fixtures.
+        ArgumentError: there are such values; the message names their fixtures.
     """
-    _refuse({name: _acts_on_pytest(value) for name, value in values.items()}, backend)
+    _refuse({name: _pytest_object(value) for name, value in values.items()}, backend)
 
 
-def explain(values: Mapping[str, object], backend: str) -> None:
-    """Say which values cannot be pickled.
+def check_picklable(values: Mapping[str, object], backend: str) -> None:
+    """Raise for values that cannot be pickled.
 
     Args:
-        values: by the names of the fixtures.
-        backend: of the ranks.
+        values: the values by fixture name.
+        backend: the backend of the ranks.
 
     Raises:
-        ArgumentError: there are such values; it names their fixtures.
+        ArgumentError: there are such values; the message names their fixtures.
     """
     _refuse({name: _cannot_be_pickled(value) for name, value in values.items()}, backend)
 
@@ -43,16 +43,16 @@ def _refuse(reasons: Mapping[str, str | None], backend: str) -> None:
     if lost:
         raise ArgumentError(
             message(
-                f"the fixture{'s' * (len(lost) > 1)} {', '.join(lost)} cannot be sent to ranks that are processes",
+                f"the fixture{'s' * (len(lost) > 1)} {', '.join(lost)} cannot be sent to process ranks",
                 op="pytest",
                 expected="values that can be pickled: tensors, modules, numbers, paths, and containers of them",
                 got="\n".join(f"{name}: {reason}" for name, reason in lost.items()),
-                remedy=f"make it in the test, or use threads: the ranks of this test are processes of {backend!r}",
+                remedy=f"create the value inside the test, or use backend='threads' instead of {backend!r}",
             )
         )
 
 
-def _acts_on_pytest(value: object) -> str | None:
+def _pytest_object(value: object) -> str | None:
     module = str(getattr(value, "__module__", ""))
     top = module.partition(".")[0]
     if top in _OF_PYTEST or (top.startswith("pytest_") and not isinstance(value, type)):

@@ -1,4 +1,4 @@
-"""How a test ended, from how its function ended on every rank."""
+"""The result of a test, from the outcomes of its function on every rank."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from gradmesh_pytest.failures import Attached
 from gradmesh_pytest.on_rank import Answer
 from gradmesh_pytest.per_rank import Subtest
 
-__all__ = ["Told", "Verdict", "judge", "judge_subtest", "ranks"]
+__all__ = ["RankReport", "Result", "ranks", "result_of", "result_of_subtest"]
 
-_LATE = "was not back"
+_LATE = "timed out"
 _NOT_TO_RAISE = (KeyboardInterrupt, SystemExit, GeneratorExit)
-"""What would end the session, and not the test, if it were raised here."""
+"""Exceptions that would end the session if they were raised here."""
 
 
 @dataclasses.dataclass
 class Group:
-    """Ranks on which the same kind of error was raised at the same place.
+    """Ranks on which the same kind of error was raised at the same line.
 
     Attributes:
-        first: the one that is shown.
-        same: the ranks with the same text.
-        texts: the text of each other rank.
-        shown: how pytest shows the first; None: it has no frames.
+        first: the failure that is shown.
+        same: the other ranks with the same message.
+        texts: the messages of ranks where they differ.
+        shown: pytest's representation of the first failure; None: it has no frames.
     """
 
     first: Failure
@@ -42,15 +42,15 @@ class Group:
 
 
 @dataclasses.dataclass
-class Told:
-    """What a report says of the ranks.
+class RankReport:
+    """The part of a report that describes the ranks.
 
     Attributes:
         size: the number of ranks.
-        groups: the failures, the one that came first at the front; empty where ranks only were late or disagree.
-        lines: how the test ended on the other ranks.
-        inside: whether the error was raised by `world.run`, so that the lines of the test are shown too.
-        headline: what the summary says where there is no failure.
+        groups: the failures, the first one first; empty if ranks only timed out or disagree.
+        lines: the outcomes of the other ranks.
+        inside: whether the error was raised by `world.run`, so that the test's frames are shown too.
+        headline: the summary line if there is no failure.
     """
 
     size: int
@@ -61,20 +61,20 @@ class Told:
 
 
 @dataclasses.dataclass
-class Verdict:
-    """How a test ended.
+class Result:
+    """The result of a test.
 
     Attributes:
-        error: what to raise for it; None: it passed.
-        told: what its report says, or None.
+        error: the error to raise; None: it passed.
+        report: the description of the ranks for its report, or None.
     """
 
     error: BaseException | None = None
-    told: Told | None = None
+    report: RankReport | None = None
 
 
 def ranks(numbers: Sequence[int]) -> str:
-    """The words for some ranks.
+    """Format a list of ranks.
 
     >>> ranks([2]), ranks([1, 0, 3])
     ('rank 2', 'ranks 0, 1 and 3')
@@ -83,22 +83,22 @@ def ranks(numbers: Sequence[int]) -> str:
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
-def judge(outcome: Outcome, fn: Callable[..., Any], config: pytest.Config) -> Verdict:
-    """Tell how a test ended.
+def result_of(outcome: Outcome, fn: Callable[..., Any], config: pytest.Config) -> Result:
+    """The result of a test.
 
     Args:
-        outcome: of its function on the ranks.
+        outcome: the outcome of its function on the ranks.
         fn: the function.
-        config: of the session.
+        config: the session's config.
     """
     answers: dict[int, Answer] = {r: a for r, a in outcome.results.items() if isinstance(a, Answer)}
     hows = {answer.how for answer in answers.values()}
     if not outcome.failures and not outcome.missing and len(hows) == 1:
-        return Verdict(_common(hows.pop(), answers))
+        return Result(_common(hows.pop(), answers))
     first = min(outcome.failures, key=_order, default=None)
     disagree = bool(hows - {"passed"}) and (first is None or _is_waiting(first)) and not outcome.missing
-    # Who only says that it lost another is no failure of its own.
-    failures = [] if disagree or first is None else [f for f in outcome.failures if _is_own(f, first)]
+    # Errors that only report a lost or missing peer are not shown as failures.
+    failures = [] if disagree or first is None else [f for f in outcome.failures if _is_independent(f, first)]
     groups = _grouped(failures, fn, config)
     lines = [] if disagree else _others(outcome, answers, failures)
     if disagree:
@@ -109,13 +109,13 @@ def judge(outcome: Outcome, fn: Callable[..., Any], config: pytest.Config) -> Ve
     else:
         first = groups[0].first
         error = _raisable(first, outcome.size)
-    return Verdict(error, Told(outcome.size, groups, lines, headline=str(error).partition("\n")[0]))
+    return Result(error, RankReport(outcome.size, groups, lines, headline=str(error).partition("\n")[0]))
 
 
-def judge_subtest(
+def result_of_subtest(
     ended: Mapping[int, Subtest], size: int, fn: Callable[..., Any], config: pytest.Config
-) -> Verdict:
-    """Tell how a subtest ended, from how it ended on the ranks that came to it."""
+) -> Result:
+    """The result of a subtest, from its outcomes on the ranks that ran it."""
     outcome = Outcome(size)
     for rank, subtest in ended.items():
         error = subtest.error
@@ -128,9 +128,9 @@ def judge_subtest(
         else:
             outcome.failures.append(Failure(rank, type(error).__name__, str(error), cause=error, when=0.0))
     if outcome.missing and not outcome.failures:
-        # They have ended without it, which is up to the test.
+        # Ranks may skip a subtest.
         outcome.results |= {rank: outcome.results[min(outcome.results)] for rank in outcome.missing}
-    return judge(outcome, fn, config)
+    return result_of(outcome, fn, config)
 
 
 def _common(how: str, answers: Mapping[int, Answer]) -> BaseException | None:
@@ -139,8 +139,8 @@ def _common(how: str, answers: Mapping[int, Answer]) -> BaseException | None:
     reasons: dict[str, list[int]] = {}
     for rank, answer in sorted(answers.items()):
         reasons.setdefault(answer.reason, []).append(rank)
-    told = [f"{ranks(who)}: {reason}" for reason, who in reasons.items()]
-    reason = next(iter(reasons)) if len(reasons) == 1 else "; ".join(told)
+    outcomes = [f"{ranks(who)}: {reason}" for reason, who in reasons.items()]
+    reason = next(iter(reasons)) if len(reasons) == 1 else "; ".join(outcomes)
     if how == "xfailed":
         return pytest.xfail.Exception(reason)
     return pytest.skip.Exception(reason, _use_item_location=True)
@@ -154,7 +154,7 @@ def _is_waiting(failure: Failure) -> bool:
     return failure.secondary or failure.kind == "DeadlockError"
 
 
-def _is_own(failure: Failure, first: Failure) -> bool:
+def _is_independent(failure: Failure, first: Failure) -> bool:
     return failure is first or (not failure.secondary and (not _is_waiting(failure) or _is_waiting(first)))
 
 
@@ -166,7 +166,7 @@ def _grouped(failures: Sequence[Failure], fn: Callable[..., Any], config: pytest
         found.setdefault(key, []).append(failure)
     groups = []
     for members in found.values():
-        # Of ranks that failed alike, the lowest is shown: which came first is chance.
+        # Show the lowest of the ranks with the same error, because the order of failures is random.
         first, *others = sorted(members, key=lambda failure: (failure.secondary, failure.rank))
         group = Group(first, shown=_shown(first, fn, config))
         for other in others:
@@ -186,24 +186,26 @@ def _shown(failure: Failure, fn: Callable[..., Any], config: pytest.Config) -> A
 
 
 def _others(outcome: Outcome, answers: Mapping[int, Answer], failures: Sequence[Failure]) -> list[str]:
-    """How it ended on the ranks that have no failure of their own."""
-    told: dict[str, list[int]] = {}
+    """The outcomes of the ranks without a shown failure."""
+    outcomes: dict[str, list[int]] = {}
     for rank, answer in sorted(answers.items()):
-        told.setdefault(f"{answer.how}: {answer.reason}" if answer.reason else answer.how, []).append(rank)
+        outcomes.setdefault(f"{answer.how}: {answer.reason}" if answer.reason else answer.how, []).append(
+            rank
+        )
     for failure in outcome.failures:
-        if not any(failure is own for own in failures):
-            told.setdefault("waited for what did not come", []).append(failure.rank)
+        if not any(failure is shown for shown in failures):
+            outcomes.setdefault("waited for other ranks", []).append(failure.rank)
     for rank in outcome.missing:
         where = last_place(outcome.unfinished.get(rank, ""))
-        told.setdefault(f"{_LATE}, and was ended at {where}", []).append(rank)
-    return [f"{how} ({ranks(who)})" for how, who in told.items()]
+        outcomes.setdefault(f"{_LATE}, stopped at {where}", []).append(rank)
+    return [f"{how} ({ranks(who)})" for how, who in outcomes.items()]
 
 
 def _raisable(failure: Failure, size: int) -> BaseException:
     if failure.cause is not None and not isinstance(failure.cause, _NOT_TO_RAISE):
         return failure.cause
     text = message(
-        f"rank {failure.rank} of {size} ended with {failure.kind}",
+        f"rank {failure.rank} of {size} failed with {failure.kind}",
         op="pytest",
         got=failure.text or "no message",
         remedy=failure.remedy,
@@ -215,35 +217,37 @@ def _late(outcome: Outcome) -> RankError:
     text = message(
         f"{ranks(outcome.missing)} of {outcome.size} did not return within {outcome.timeout:g} s",
         op="pytest",
-        remedy="see below where each of them was, or give a longer timeout: @pytest.mark.world(4, timeout=300)",
+        remedy="check the stacks below, or set a longer timeout, e.g. @pytest.mark.world(4, timeout=300)",
     )
     places = [
-        f"Rank {rank} was here:\n\n{_without_own(outcome.unfinished.get(rank, '')) or '  no answer'}"
+        f"Stack of rank {rank}:\n\n{_without_plugin(outcome.unfinished.get(rank, '')) or '  not available'}"
         for rank in outcome.missing
     ]
     return RankError("\n\n".join([text, *places]))
 
 
-def _without_own(stack: str) -> str:
-    """A stack as text without the frame of this plugin that called the function."""
+def _without_plugin(stack: str) -> str:
+    """A stack as text, without the frame of this plugin that called the function."""
     entries = re.split(r"^(?=  File )", stack, flags=re.MULTILINE)
-    own = os.path.join("gradmesh_pytest", "on_rank.py")
-    return "".join(entry for entry in entries if own not in entry.partition("\n")[0]).rstrip()
+    plugin_file = os.path.join("gradmesh_pytest", "on_rank.py")
+    return "".join(entry for entry in entries if plugin_file not in entry.partition("\n")[0]).rstrip()
 
 
 def _disagreement(outcome: Outcome, answers: Mapping[int, Answer]) -> MismatchError:
-    told: dict[str, list[int]] = {}
+    outcomes: dict[str, list[int]] = {}
     for rank, answer in answers.items():
-        told.setdefault(f"{answer.how}: {answer.reason}" if answer.reason else answer.how, []).append(rank)
+        outcomes.setdefault(f"{answer.how}: {answer.reason}" if answer.reason else answer.how, []).append(
+            rank
+        )
     for failure in outcome.failures:
         where = f", at {last_place(failure.traceback)}" if failure.traceback else ""
-        told.setdefault(f"waited for what did not come{where}", []).append(failure.rank)
+        outcomes.setdefault(f"waited for other ranks{where}", []).append(failure.rank)
     return MismatchError(
         message(
-            "some ranks skipped the test, or took its failure for an expected one, and others did not",
+            "pytest.skip or pytest.xfail was called on some ranks only",
             op="pytest",
-            expected="the same on every rank",
-            got="\n".join(sorted(f"{ranks(who)}: {how}" for how, who in told.items())),
-            remedy="decide by what is the same on every rank, or with @pytest.mark.skipif on the test",
+            expected="the same outcome on every rank",
+            got="\n".join(sorted(f"{ranks(who)}: {how}" for how, who in outcomes.items())),
+            remedy="make the condition identical on every rank, or use @pytest.mark.skipif on the test",
         )
     )
