@@ -289,8 +289,8 @@ def test_the_error_of_a_notebooks_function_shows_its_line_and_says_what_did_not_
         launch(work, 1, args=("scale",))
     text = str(caught.value)
     assert "    return values[name]" in caught.value.rank_traceback
-    assert "the function was sent by value, and globals that its code does not name do not travel" in text
+    assert "the function was sent by value, together with only the globals that its code names" in text
     assert "'scale' is a global of a_notebook in the launching process" in text
-    assert "remedy    name scale in the code of the function, pass it as an argument, or move" in text
+    assert "remedy    use the name scale directly in the function, pass it as an argument, or move" in text
     assert isinstance(caught.value.__cause__, KeyError)
     assert caught.value.__cause__.args == ("scale",)

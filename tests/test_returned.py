@@ -18,7 +18,7 @@ import torch.distributed as dist
 import gradmesh as gm
 from gradmesh.backends.shm.runs import Run
 from gradmesh.launch import hang_detector
-from gradmesh.launch.hang_detector import MainThread, Probe
+from gradmesh.launch.hang_detector import MainThread, Probe, is_waiting_in
 from gradmesh.launch.outcomes import Failure, Outcome
 from gradmesh.stacks import Place, stack_of
 
