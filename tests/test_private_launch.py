@@ -184,7 +184,7 @@ LIES: dict[str, tuple[Callable[[Path], int], str]] = {
     "one that others may open": (lambda _: memory_file("gradmesh", mode=0o644), "644"),
     "one of another size": (lambda _: memory_file("gradmesh", size=4096), "4096 bytes"),
     "one whose size may change": (lambda _: memory_file("gradmesh"), "not sealed"),
-    "another group's": (lambda _: shared_file.create(SIZE, bytes(TOKEN)), "first bytes"),
+    "another group's": (lambda _: shared_file.create(SIZE, bytes(TOKEN)), "token differs"),
 }
 
 
@@ -209,7 +209,7 @@ def test_a_store_that_names_anything_but_the_groups_memory_is_refused(
         gc.collect()
         before = os.listdir("/proc/self/fd")
         content = os.pread(fd, SIZE, 0) if lie not in ("a pipe", "a device") else b""
-        with pytest.raises(AbortedError, match="rank 0 is not so, and its memory is not mapped") as caught:
+        with pytest.raises(AbortedError, match="handshake with rank 0 failed verification") as caught:
             meet(store, claim_of_rank_0(fd=fd))
         assert word in str(caught.value)
         assert "remedy" in str(caught.value)
@@ -259,7 +259,7 @@ def test_the_groups_own_memory_is_mapped(store: Any) -> None:
     ],
 )
 def test_words_in_the_store_that_no_rank_writes_are_refused(said: object, store: Any) -> None:
-    with pytest.raises(AbortedError, match="rank 0 is not so"):
+    with pytest.raises(AbortedError, match="handshake with rank 0 failed verification"):
         meet(store, said)
 
 
@@ -289,7 +289,7 @@ def test_without_memory_for_the_group_every_rank_hears_why_and_the_world_lives_o
             for rank, (kind, text, _) in enumerate(ranks.run(no_room, where)):
                 if rank == where:
                     assert kind == NotInitializedError.__name__, text
-                    assert "no memory for the group" in text
+                    assert "not enough shared memory for the group" in text
                 elif kind != "none":  # a rank that has mapped the memory hears of it at its first call
                     assert kind == "AbortedError", text
                     assert f"rank {where}" in text

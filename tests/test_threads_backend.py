@@ -319,7 +319,7 @@ def test_a_deadlock_names_a_rank_that_goes_back_through_another_ranks_graph() ->
     text = str(failure(work, nprocs=2))
     assert "DeadlockError" in text
     assert "rank 0  waits in barrier" in text
-    assert "rank 1  waits in a call that it makes for another rank" in text
+    assert "rank 1  waits in a call on behalf of another rank" in text
 
 
 def test_two_groups_in_different_orders_are_a_deadlock() -> None:

@@ -1,11 +1,10 @@
-"""The backends that gradmesh brings along: `shm` for ranks that are processes of one host, `threads` for threads.
+"""gradmesh's backends for torch.distributed: `shm` for process ranks on one host, `threads` for thread ranks.
 
-Both are backends of torch.distributed in pure Python: torch takes a Python subclass of `ProcessGroup` for the whole
-group. What the two share stands here, once:
+Both are pure Python subclasses of torch's `ProcessGroup`. They share:
 
-    process_group.py  OwnGroup: what a group owes torch.distributed, and what it owes gradmesh's own data path
-    works.py          what a call that was begun owes torch, several of them as one, and its future
+    process_group.py  OwnGroup: the interface of a group for torch.distributed and for gradmesh's data path
+    works.py          torch's `Work` of a pending call, several works as one, and futures
     reductions.py     the reductions, by torch's names
-    claim.py          what a rank says about a call, for the others to compare
-    words.py          errors that both raise
+    call_check.py     the properties of a call that ranks compare
+    messages.py       errors of both backends
 """

@@ -1,4 +1,4 @@
-"""What a rank says about a call, so that calls which do not fit together are refused on every rank."""
+"""The signature of a call, which ranks compare so that mismatched calls raise on every rank."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Callable, Sequence
 __all__ = ["FLAGS", "CallCheck"]
 
 FLAGS = (1 << 34) - 1
-"""The bits of a head, or of a digest that travels, that carry a claim's flags; the others are compared."""
+"""The bits of a call hash that carry flags; only the other bits are compared."""
 
 
 class CallCheck:
-    """What a rank says about one call, for the others to compare.
+    """The signature of one call on a rank.
 
     Args:
-        digest: 64 bits that differ where the calls do not fit together.
-        said: the call in words, for the error; asked only when the calls are refused.
-        refusal: builds the error from every rank's words, in rank order.
+        digest: 64 bits that differ between mismatched calls.
+        said: returns the description of the call, for the error; called only on a mismatch.
+        refusal: builds the error from the descriptions of all ranks, in rank order.
 
     Attributes:
         digest: as above.
-        flags: bits that are not compared, but told to the others; see `FLAGS`.
-        heard: every rank's flags, in rank order, where they are not the same on all; None: they are.
+        flags: bits that are sent to the other ranks without comparison; see `FLAGS`.
+        peer_flags: every rank's flags, in rank order, if they differ; else None.
     """
 
     __slots__ = ("_refusal", "_said", "digest", "flags", "peer_flags")
@@ -35,9 +35,9 @@ class CallCheck:
         self._said, self._refusal = said, refusal
 
     def said(self) -> str:
-        """The call in words."""
+        """The description of the call."""
         return self._said()
 
     def refusal(self, words: list[str]) -> Exception:
-        """The error, from every rank's words, in rank order."""
+        """The error, from the descriptions of all ranks, in rank order."""
         return self._refusal(words)

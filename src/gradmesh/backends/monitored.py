@@ -1,4 +1,4 @@
-"""The barrier that names the ranks which do not come, as `torch.distributed.monitored_barrier` asks a group for it."""
+"""Implements `torch.distributed.monitored_barrier`, which names the missing ranks."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ __all__ = ["pass_monitored"]
 def pass_monitored(
     work: Any, place: int, timeout: datetime.timedelta, wait_all_ranks: bool, group: str
 ) -> None:
-    """Wait for a barrier that was begun; an error names who is missing.
+    """Wait for a pending barrier; the error names the missing ranks.
 
-    The sentences are those of Gloo, since programs and torch's own tests look for them.
+    The first line has Gloo's text, because programs and torch's tests search for it.
 
     Args:
-        work: the barrier's work, whose `late()` gives the ranks of the group that have not come.
-        place: this rank in the group. Rank 0 waits as long as `timeout`; the others wait for rank 0, as long as the
-            group's timeout allows.
-        timeout: how long rank 0 waits; zero for not at all.
-        wait_all_ranks: name all ranks that are missing in the first line, and not only the first of them.
-        group: the group in words.
+        work: the barrier's work; its `late()` returns the missing ranks of the group.
+        place: this rank in the group. Rank 0 waits for `timeout`; others wait for rank 0, up to the group's timeout.
+        timeout: how long rank 0 waits; zero: not at all.
+        wait_all_ranks: name all missing ranks in the first line instead of the first one.
+        group: the group's description.
 
     Raises:
-        DeadlockError: a rank did not come in time.
-        AbortedError: a rank has gone, or rank 0 gave up.
+        DeadlockError: a rank did not reach the barrier in time.
+        AbortedError: a rank has failed or left, or rank 0 timed out.
     """
     try:
-        # A work takes a timeout of zero for the group's.
+        # A timeout of zero would mean the group's timeout.
         work.wait(max(timeout, datetime.timedelta.resolution) if place == 0 else None)
     except (AbortedError, DeadlockError) as error:
         late: list[int] = work.late()
@@ -39,9 +38,9 @@ def pass_monitored(
             message(
                 _problem(place, late if wait_all_ranks else late[:1], timeout, wait_all_ranks),
                 axis=group,
-                expected="every rank of the group in this barrier",
-                got=f"none from {missing}\n{error}" if late else str(error),
-                remedy="look where the ranks that are missing are instead",
+                expected="this barrier on every rank of the group",
+                got=f"missing: {missing}\n{error}" if late else str(error),
+                remedy="check the missing ranks for an exception, an early return or a different collective",
             )
         ) from error
 

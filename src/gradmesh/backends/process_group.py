@@ -1,9 +1,6 @@
 # mypy: disable-error-code="override,assignment"
 # torch's stubs give every method a second, direct form, which torch.distributed does not call.
-"""What a process group of gradmesh's own backends owes: to torch.distributed, and to gradmesh's data path.
-
-torch.distributed takes a Python subclass of `ProcessGroup` for the whole group.
-"""
+"""The interface of gradmesh's process groups, for torch.distributed and for gradmesh's data path."""
 
 from __future__ import annotations
 
@@ -26,23 +23,20 @@ __all__ = ["OwnGroup", "Tensors", "group_cache"]
 
 
 def group_cache(group: dist.ProcessGroup) -> BoundedCache | None:
-    """What callers of a group have worked out for it, to do so once.
-
-    None for groups of other backends, and in a program that is being compiled, which sees nothing of a group.
-    """
+    """The cache of a group; None for other backends, and in compiled programs, which cannot access groups."""
     return group.kept if not compiling() and isinstance(group, OwnGroup) else None
 
 
 class OwnGroup(TorchNames):
-    """A process group in Python: what its subclasses share, and what each of them has to bring.
+    """A process group in Python.
 
-    A subclass owes the calls below, under the names of torch 2.13; the other names of torch come down to these. Each
-    call is begun when it is made and returns a work, which is waited for, asked, or left. `opts` are torch's options of
-    the call: `rootRank`, `reduceOp`, and `asyncOp`, whether the caller will wait later. Ranks are ranks of the group.
-    All ranks make the same calls in one order; where they do not, each gets an error.
+    Subclasses implement the abstract methods, which have the names of torch 2.13; other names of torch delegate to
+    these. Each call starts immediately and returns a work. `opts` are torch's options: `rootRank`, `reduceOp`, and
+    `asyncOp` (whether the caller waits later). Ranks are group ranks. All ranks must make the same calls in the same
+    order; otherwise every rank gets an error.
     """
 
-    # -- owed to torch by a subclass: sums
+    # -- for torch: reductions
 
     @abc.abstractmethod
     def allreduce(self, tensors: Tensors, opts: Any = None) -> OwnWork:
@@ -50,7 +44,7 @@ class OwnGroup(TorchNames):
 
     @abc.abstractmethod
     def reduce(self, tensors: Tensors, opts: Any) -> OwnWork:
-        """Reduce the tensor over the ranks, in place at the root; the other ranks' stay as they are."""
+        """Reduce the tensor over the ranks, in place at the root; on other ranks it does not change."""
 
     @abc.abstractmethod
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> OwnWork:
@@ -58,13 +52,13 @@ class OwnGroup(TorchNames):
 
     @abc.abstractmethod
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
-        """Reduce each input, and write this rank's equal part, along dim 0, to the output beside it."""
+        """Reduce each input, and write this rank's equal part along dim 0 to the corresponding output."""
 
-    # -- owed to torch by a subclass: moves
+    # -- for torch: data movement
 
     @abc.abstractmethod
     def broadcast(self, tensors: Tensors, opts: Any) -> OwnWork:
-        """Copy the root's tensors to the other ranks'."""
+        """Copy the root's tensors to the other ranks."""
 
     @abc.abstractmethod
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> OwnWork:
@@ -72,7 +66,7 @@ class OwnGroup(TorchNames):
 
     @abc.abstractmethod
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
-        """Copy every rank's input to the output beside it, joined along dim 0 or stacked."""
+        """Copy every rank's input to the corresponding output, concatenated along dim 0 or stacked."""
 
     @abc.abstractmethod
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> OwnWork:
@@ -84,7 +78,7 @@ class OwnGroup(TorchNames):
 
     @abc.abstractmethod
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> OwnWork:
-        """Copy `inputs[r]` to rank r, which has it in its `outputs` at this rank's place."""
+        """Copy `inputs[r]` to rank r, into its `outputs[rank]` of this rank."""
 
     @abc.abstractmethod
     def all_to_all_single(
@@ -95,13 +89,13 @@ class OwnGroup(TorchNames):
         input_splits: list[int],
         opts: Any = None,
     ) -> OwnWork:
-        """Give `input_splits[r]` rows to each rank r and take `output_splits[r]` from it; empty lists: equal parts."""
+        """Send `input_splits[r]` rows to each rank r and receive `output_splits[r]`; empty lists: equal parts."""
 
     @abc.abstractmethod
     def barrier(self, opts: Any = None) -> OwnWork:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have made this call."""
 
-    # -- owed to torch by a subclass: messages
+    # -- for torch: point to point
 
     @abc.abstractmethod
     def send(self, tensors: Tensors, to: int, tag: int) -> OwnWork:
@@ -109,13 +103,13 @@ class OwnGroup(TorchNames):
 
     @abc.abstractmethod
     def recv(self, tensors: Tensors, source: int, tag: int) -> OwnWork:
-        """Receive the first message of that rank with that tag."""
+        """Receive the first message from a rank with that tag."""
 
     @abc.abstractmethod
     def recv_anysource(self, tensors: Tensors, tag: int) -> OwnWork:
-        """Receive the first message with that tag; the work's `_source_rank()` says whose it is."""
+        """Receive the first message with that tag; the work's `_source_rank()` returns the sender."""
 
-    # -- owed to torch by a subclass: calls as one, and the end
+    # -- for torch: coalescing, shutdown
 
     @abc.abstractmethod
     def _start_coalescing(self, device: torch.device) -> None:
@@ -127,30 +121,30 @@ class OwnGroup(TorchNames):
 
     @abc.abstractmethod
     def _get_sequence_number_for_group(self) -> int:
-        """A number that grows with the calls of the group, the same on ranks that are equally far."""
+        """A number that increases with each call; equal on ranks that have made the same calls."""
 
     @override
     def shutdown(self) -> None:
-        """Leave the group, when what was begun is over."""
+        """Leave the group after all pending calls have completed."""
 
     @override
     def abort(self) -> None:
-        """Leave the group at once."""
+        """Leave the group immediately."""
         self.shutdown()
 
-    # -- owed to gradmesh by a subclass
+    # -- for gradmesh
     #
-    # They return when the result is there. Their tensors are flat, dense and on the CPU, without history, tangent, or
-    # pending conjugation or sign, in sizes that fit together on this rank; outputs share no memory with inputs. Where
-    # tensors are moved the dtype is any that torch stores; where they are summed, any that torch adds. With the first
-    # bytes the ranks compare the call and their claims. If these differ, every rank raises the claim's refusal with
-    # every rank's words, or a MismatchError where there is no claim, and the group is as good as before.
+    # These calls block until the result is available. Tensors are flat, dense, on the CPU, detached, without tangents
+    # and without lazy conjugation or negation; sizes are consistent on this rank; outputs do not share memory with
+    # inputs. Data movement supports every dtype that torch stores, reductions every dtype that torch adds. The ranks
+    # first compare the call and their call checks. On a mismatch every rank raises `call_check.refusal` with the
+    # descriptions of all ranks, or a MismatchError without a call check; the group remains usable.
 
     @abc.abstractmethod
     def all_gather_flat(
         self, out: torch.Tensor, given: torch.Tensor, call_check: CallCheck | None = None
     ) -> None:
-        """Write every rank's tensor, all of one size, into `out`, one after another."""
+        """Concatenate every rank's tensor, all of the same size, into `out`."""
 
     @abc.abstractmethod
     def reduce_scatter_flat(
@@ -168,13 +162,13 @@ class OwnGroup(TorchNames):
     def reduce_flat(
         self, out: torch.Tensor, given: torch.Tensor, root: int, call_check: CallCheck | None = None
     ) -> None:
-        """Write the sum at the root; the other ranks' `out` is left alone."""
+        """Write the sum at the root; on other ranks `out` does not change."""
 
     @abc.abstractmethod
     def broadcast_flat(
         self, out: torch.Tensor, given: torch.Tensor, root: int, call_check: CallCheck | None = None
     ) -> None:
-        """Write the root's `given` into every rank's `out`, the root's own too; the others' `given` is not read."""
+        """Write the root's `given` into every rank's `out`, including the root's; other ranks' `given` is not read."""
 
     @abc.abstractmethod
     def exchange_flat(
@@ -185,34 +179,34 @@ class OwnGroup(TorchNames):
         receive: Sequence[int] | None = None,
         call_check: CallCheck | None = None,
     ) -> None:
-        """Give `send[r]` elements to each rank r and take `receive[r]` from it, in rank order; None: equal parts."""
+        """Send `send[r]` elements to each rank r and receive `receive[r]`, in rank order; None: equal parts."""
 
     @abc.abstractmethod
     def relay_flat(
         self, out: torch.Tensor, given: torch.Tensor, source: int | None, call_check: CallCheck | None = None
     ) -> None:
-        """Hand on `given`, which may be empty, to whoever takes it, and take that of one rank or of none."""
+        """Provide `given`, which may be empty, and receive that of rank `source`; None: receive nothing."""
 
     @abc.abstractmethod
     def withdraw(self, call_check: CallCheck | None, said: str) -> None:
-        """Make the call that this rank would have claimed an error on the others, as it fails before it can make it.
+        """Abort a call on all ranks, because this rank failed before it could make it.
 
         Args:
-            call_check: what it would have claimed.
-            said: why it cannot, in words; it stands for this rank in the others' error.
+            call_check: the call check that this rank would have used.
+            said: the reason; shown for this rank in the error of the others.
         """
 
-    # -- cutting tensors up
+    # -- splitting tensors
 
     def _one_per_rank(self, call: str, tensors: Tensors) -> Tensors:
         if len(tensors) != self.count:
             raise ArgumentError(
                 message(
-                    f"{call} needs one tensor per rank",
+                    f"{call} requires one tensor per rank",
                     axis=self._shown(),
-                    expected=f"{self.count} tensors",
-                    got=f"{len(tensors)}",
-                    remedy="pass a list with one tensor for every rank of the group",
+                    expected=f"a list of {self.count} tensors",
+                    got=f"{len(tensors)} tensors",
+                    remedy="pass a list with one tensor per rank, e.g. list(x.chunk(dist.get_world_size(group)))",
                 )
             )
         return tensors
@@ -220,28 +214,28 @@ class OwnGroup(TorchNames):
     def _not_one_piece_per_rank(self, whole: torch.Tensor, piece: torch.Tensor) -> ShapeError:
         return ShapeError(
             message(
-                "the large tensor is not one piece per rank",
+                "the shape of the full tensor does not match the shape of its parts",
                 axis=self._shown(),
                 expected=f"shape {[self.count * s for s in piece.shape[:1]] + list(piece.shape[1:])}",
-                got=f"shape {list(whole.shape)} for pieces of shape {list(piece.shape)}",
-                remedy="make it the group's size times the piece, along dim 0",
+                got=f"shape {list(whole.shape)} for parts of shape {list(piece.shape)}",
+                remedy=f"allocate the full tensor with {self.count} times the rows of a part",
             )
         )
 
     def _split_sizes(self, tensor: torch.Tensor, splits: list[int]) -> list[int]:
-        """The rows that go to or come from each rank; no splits means equal ones."""
+        """The rows sent to or received from each rank; equal for an empty list."""
         rows = tensor.shape[0] if tensor.dim() else -1
         if not splits and rows >= 0 and rows % self.count == 0:
             splits = [rows // self.count] * self.count
         if len(splits) != self.count or sum(splits) != rows:
             raise ShapeError(
                 message(
-                    "the splits do not cover dim 0",
+                    "the split sizes do not add up to the size of dim 0",
                     op="all_to_all_single",
                     axis=self._shown(),
-                    expected=f"{self.count} sizes whose sum is the size of dim 0",
+                    expected=f"{self.count} sizes whose sum is {max(rows, 0)}",
                     got=f"{splits or 'an equal split'} for shape {list(tensor.shape)}",
-                    remedy="give one size per rank; they must add up",
+                    remedy="pass one size per rank, e.g. [4, 3] for 7 rows on 2 ranks",
                 )
             )
         return list(splits)

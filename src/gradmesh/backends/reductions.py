@@ -1,4 +1,4 @@
-"""The reductions that the backends know, by torch's names."""
+"""The reductions that the backends support."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
-"""The reductions by torch's names: each folds two tensors. AVG is divided afterwards, by `averaged`."""
+"""The reductions by torch's names, as functions of two tensors. AVG is divided afterwards, by `averaged`."""
 
 
 def averaged(total: torch.Tensor, count: int) -> torch.Tensor:
-    """A sum divided by the number of ranks, in place; whole numbers are cut off towards zero."""
+    """Divide a sum by the number of ranks, in place; integers are truncated towards zero."""
     if total.is_floating_point() or total.is_complex():
         return total.div_(count)
     return total.copy_(torch.div(total, count, rounding_mode="trunc"))
@@ -35,10 +35,10 @@ _names: dict[Any, str] = {}
 
 
 def reduction(opts: Any, backend: str) -> str:
-    """The name of the reduction that a call's options ask for.
+    """The name of the reduction in a call's options.
 
     Raises:
-        ArgumentError: it is none of these.
+        ArgumentError: it is not supported.
     """
     if opts is None:
         return "SUM"
@@ -49,10 +49,10 @@ def reduction(opts: Any, backend: str) -> str:
     if name not in REDUCTIONS:
         raise ArgumentError(
             message(
-                f"the {backend} backend does not know this reduction",
+                f"reduction not supported by the {backend} backend",
                 expected=", ".join(REDUCTIONS),
                 got=name,
-                remedy="multiply the tensor first and use SUM" if name == "PREMUL_SUM" else None,
+                remedy="multiply the tensor first and use ReduceOp.SUM" if name == "PREMUL_SUM" else None,
             )
         )
     return name

@@ -1,4 +1,4 @@
-"""How long the calls of a group may wait, where torch does not say what its caller said."""
+"""The timeout of a group whose creator did not pass one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["timeout_of_group"]
 
 
 def timeout_of_group(given: datetime.timedelta) -> datetime.timedelta:
-    """The timeout of a group that is being made: that of the world, where the caller gave none.
+    """The timeout of a new group: that of the world if the caller passed none.
 
-    torch hands its own default to every group that is made without a timeout, whatever the world's is.
+    torch passes its default to every group that is created without a timeout, ignoring the world's.
     """
     world = dist.group.WORLD if dist.is_initialized() else None
     seconds = getattr(world, "timeout", None)

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="override,assignment"
 # torch's stubs give every method a second, direct form, which torch.distributed does not call.
-"""The names under which torch.distributed calls a group, in torch 2.11 to 2.15, where they come down to others.
+"""The method names that torch.distributed uses in torch 2.11 to 2.15, delegated to a common set.
 
-Up to torch 2.12 it is `_allgather_base` and the like, from 2.13 `all_gather_single` and the like; 2.14 has new ones.
+Up to torch 2.12 these are `_allgather_base` and similar, from 2.13 `all_gather_single` and similar; 2.14 adds others.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Tensors = list[torch.Tensor]
 
 
 class TorchNames(dist.ProcessGroup):
-    """Who a group is, and the forms of its calls that come down to others.
+    """The identity of a group, and the calls that delegate to others.
 
     Args:
-        name: the group's name, until torch gives it another.
-        place: this rank's place in the group.
+        name: the initial name of the group.
+        place: this rank in the group.
         count: the number of ranks.
         timeout: how long a call may wait for the other ranks.
 
     Attributes:
         backend: the name of the backend.
-        timeout: the seconds that a call may wait.
+        timeout: seconds that a call may wait.
     """
 
     backend: ClassVar[str]
@@ -52,9 +52,9 @@ class TorchNames(dist.ProcessGroup):
         self._name = name
         self._desc = "undefined"
         self.kept = BoundedCache()
-        """What callers of the group work out once for it; see `group_cache`."""
+        """The group's cache; see `group_cache`."""
 
-    # -- who the group is
+    # -- identity
 
     def getBackendName(self) -> str:  # noqa: N802
         """The name of the backend."""
@@ -65,7 +65,7 @@ class TorchNames(dist.ProcessGroup):
         return self.backend
 
     def getRank(self) -> int:  # noqa: N802
-        """This rank's place in the group."""
+        """This rank in the group."""
         return self.place
 
     def getSize(self) -> int:  # noqa: N802
@@ -75,19 +75,19 @@ class TorchNames(dist.ProcessGroup):
     rank, size = getRank, getSize
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Take the name by which torch finds the group."""
+        """Set the name under which torch registers the group."""
         self._name = name
 
     def getGroupName(self) -> str:  # noqa: N802
-        """The name by which torch finds the group."""
+        """The name under which torch registers the group."""
         return self._name
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        """Take a description."""
+        """Set the description."""
         self._desc = desc
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """What the group is for, if its maker has said."""
+        """The description of the group, if any."""
         return self._desc
 
     @property
@@ -111,10 +111,10 @@ class TorchNames(dist.ProcessGroup):
         pass
 
     def _shown(self) -> str:
-        """The group and the rank, for error texts."""
+        """The group and the rank, for errors."""
         return f"group '{self._name}', rank {self.place} of {self.count}"
 
-    # -- what torch asks of the backend of a group: this group is its own
+    # -- torch's interface of a group's backend, which is the group itself
 
     supports_coalescing = False
     supports_splitting = False
@@ -131,10 +131,9 @@ class TorchNames(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The devices whose tensors the group takes; none before torch has entered the group in its list.
+        """The supported devices; empty before torch has registered the group.
 
-        Until then torch 2.15 takes a group that has devices for one with a backend in C++, to which it attaches its
-        flight recorder.
+        Until then, torch 2.15 would attach its flight recorder to a group with devices, which requires a C++ backend.
         """
         try:
             dist.get_process_group_ranks(self)
@@ -142,23 +141,23 @@ class TorchNames(dist.ProcessGroup):
             return []
         return [torch.device("cpu")]
 
-    # -- the forms that come down to others
+    # -- delegated calls
 
     def monitored_barrier(
         self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait for all ranks, and name those that do not come.
+        """Wait for all ranks, and name the missing ones.
 
-        As with Gloo, the timeout of the group's rank 0 counts, and the others wait for it. The errors have the
-        sentences that Gloo's have, since programs look for them.
+        As with Gloo, the timeout of the group's rank 0 counts, and the others wait for it. The errors contain Gloo's
+        text, since programs search for it.
 
         Args:
-            timeout: how long rank 0 waits; by default the timeout of the group.
-            wait_all_ranks: name all ranks that are missing in the first line, and not only the first of them.
+            timeout: how long rank 0 waits; defaults to the timeout of the group.
+            wait_all_ranks: name all missing ranks in the first line instead of the first one.
 
         Raises:
-            DeadlockError: a rank did not come in time.
-            AbortedError: a rank has gone, or rank 0 gave up.
+            DeadlockError: a rank did not reach the barrier in time.
+            AbortedError: a rank has failed or left, or rank 0 timed out.
         """
         if timeout is None:
             timeout = datetime.timedelta(seconds=self.timeout)
@@ -174,11 +173,11 @@ class TorchNames(dist.ProcessGroup):
         if [len(of_rank) for of_rank in outputs] != [len(inputs)] * self.count:
             raise ArgumentError(
                 message(
-                    "all_gather_coalesced needs a list of tensors for each rank",
+                    "all_gather_coalesced requires one list of outputs per rank",
                     axis=self._shown(),
                     expected=f"{self.count} lists of {len(inputs)} tensors",
-                    got=f"lists of {', '.join(str(len(of_rank)) for of_rank in outputs) or 'nothing'}",
-                    remedy="pass for every rank of the group as many outputs as there are inputs",
+                    got=f"lists of lengths {[len(of_rank) for of_rank in outputs]}",
+                    remedy="pass one list per rank, each with as many output tensors as there are inputs",
                 )
             )
         work: Any = self.allgather([list(of_ranks) for of_ranks in zip(*outputs, strict=True)], inputs, opts)

@@ -1,7 +1,7 @@
-"""What torch asks of a call that was begun: the common half of a `Work`, several of them as one, and futures.
+"""Base classes of torch's `Work` for pending calls, several works as one, and futures.
 
-torch.distributed hands a work to whoever called with `async_op=True`. DDP asks it for a future, and waits for that in
-C++, where nothing of Python runs meanwhile; so a future is completed by another thread (see `Promise`).
+torch.distributed returns a work to callers with `async_op=True`. DDP requests its future and waits for that in C++,
+where the waiting thread runs no Python; so futures are completed by another thread (see `Promise`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing_extensions import override
 
 from gradmesh._torch import never_compiled
 
-__all__ = ["Done", "OwnWork", "Promise", "Together", "promised"]
+__all__ = ["CoalescedWorks", "Done", "OwnWork", "Promise", "promised"]
 
 
 class OwnWork(dist.Work):
-    """A call of one rank, begun. A subclass says how it is waited for, and whether it is over.
+    """A pending call of one rank. Subclasses implement waiting and polling.
 
     Args:
-        result: what `result()` and the future hand out.
+        result: the value of `result()` and the future.
 
     Attributes:
-        future: a future that was handed out before the call was over, which another thread completes.
+        future: a future that was requested before the call completed; another thread completes it.
     """
 
     def __init_subclass__(cls) -> None:
@@ -43,72 +43,72 @@ class OwnWork(dist.Work):
         self.given = result
         self.future: torch.futures.Future[Any] | None = None
 
-    # -- owed by a subclass
+    # -- implemented by subclasses
 
     @abc.abstractmethod
     def finish(self, seconds: float | None) -> None:
-        """Wait until the call is over, at most so long; None: as long as the group's timeout allows.
+        """Wait until the call has completed; None: with the group's timeout.
 
         Raises:
-            GradmeshError: it failed, or the time is over.
+            GradmeshError: the call failed or timed out.
         """
 
     @abc.abstractmethod
     def is_over(self) -> bool:
-        """Whether the call is over, well or badly; goes on with it if it can, and does not wait."""
+        """Whether the call has completed or failed; advances it without waiting."""
 
     @override
     @abc.abstractmethod
     def exception(self) -> BaseException | None:
-        """The error that the call ended with, or None."""
+        """The error of the call, or None."""
 
     def late(self) -> list[int]:
         """The ranks of the group that the call still waits for."""
         return []
 
-    # -- what torch asks
+    # -- torch's interface
 
     @override
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once: the call is over, and a future of it is done."""
+        """Whether `wait` would return or raise immediately: the call has completed, and so has its future."""
         return self.is_over() and (self.future is None or self.future.done())
 
     @override
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Wait until the call is over and its future is done; torch passes None, or zero, for the group's timeout."""
+        """Wait until the call and its future have completed; torch passes None or zero for the group's timeout."""
         seconds = timeout.total_seconds() if timeout else 0.0
         try:
             self.finish(seconds if seconds > 0 else None)
         finally:
             if self.future is not None and self.is_over():
-                with contextlib.suppress(Exception):  # which is that of the call
+                with contextlib.suppress(Exception):  # the same error as that of the call
                     self.future.wait()
         return True
 
     @override
     def is_success(self) -> bool:
-        """Whether the call is over and has its result."""
+        """Whether the call has completed without an error."""
         return self.is_completed() and self.exception() is None
 
     @override
     def synchronize(self) -> None:
-        """Wait: there is no stream of a device that could wait instead."""
+        """Wait, since there is no device stream."""
         self.wait()
 
     @override
     def result(self) -> Any:
-        """The tensors that the call has written, once it is over."""
+        """Wait for the call and return its output tensors."""
         self.wait()
         return self.given
 
     @override
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future with the result. Here the call is over when it is handed out."""
+        """Wait for the call and return a completed future with the result."""
         self.wait()
         return completed(self.given)
 
     def giving(self, result: object) -> OwnWork:
-        """Have `result()` and the future hand out this instead."""
+        """Set the value of `result()` and the future."""
         self.given = result
         return self
 
@@ -117,11 +117,11 @@ never_compiled(OwnWork)
 
 
 class Done(OwnWork):
-    """A call that was over when it was made."""
+    """A completed call."""
 
     @override
     def finish(self, seconds: float | None) -> None:
-        """Nothing is left to wait for."""
+        """Return immediately."""
 
     @override
     def is_over(self) -> bool:
@@ -132,8 +132,8 @@ class Done(OwnWork):
         return None
 
 
-class Together(OwnWork):
-    """Several works as one, for calls that were made between `_start_coalescing` and `_end_coalescing`."""
+class CoalescedWorks(OwnWork):
+    """Several works as one, for calls between `_start_coalescing` and `_end_coalescing`."""
 
     def __init__(self, works: Sequence[OwnWork]) -> None:
         super().__init__([])
@@ -154,21 +154,20 @@ class Together(OwnWork):
 
 
 def completed(result: object) -> torch.futures.Future[Any]:
-    """A future that has its result already."""
+    """A completed future."""
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
     return future
 
 
 class Promise:
-    """A future of a call that is not over, and its other end.
+    """Creates and completes the future of a pending call.
 
-    Whoever goes on with the call may be in the middle of something else, and a callback (`future.then`) may wait for
-    further calls, as PowerSGD's does. So a future is completed in a thread for that, another one for each that is still
-    in a callback; Gloo's callbacks run in threads of its own as well.
+    The thread that completes a call may be inside other code, and a callback (`future.then`) may wait for further
+    calls, as PowerSGD's does. So futures are completed in a pool of threads, as Gloo does.
 
-    An error has to be raised in a callback of torch's: what `Future.set_exception` leaves behind is an error in Python
-    alone, and C++ would take it for a list of tensors.
+    An error is raised inside a callback: `Future.set_exception` sets an error that only Python recognizes; C++ would
+    treat it as a list of tensors.
     """
 
     def __init__(self) -> None:
@@ -186,7 +185,7 @@ class Promise:
     def _complete(self, ending: tuple[object, BaseException | None]) -> None:
         try:
             _threads.submit(self._ending.set_result, ending)
-        except RuntimeError:  # the process is ending, and takes no threads any more
+        except RuntimeError:  # at process exit no threads can be started
             self._ending.set_result(ending)
 
 
@@ -220,14 +219,14 @@ def _new_threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=256, thread_name_prefix="gradmesh callbacks")
 
 
-_threads = _new_threads()  # none of them is started before there is something to do
+_threads = _new_threads()  # starts threads on first use
 
 
-def _forget() -> None:
-    """In a forked child the threads are not there."""
+def _reset_after_fork() -> None:
+    """Reset after fork: the threads do not exist in the child."""
     global _threads
     _threads = _new_threads()
 
 
-with contextlib.suppress(AttributeError):  # there are systems without fork
-    os.register_at_fork(after_in_child=_forget)
+with contextlib.suppress(AttributeError):  # systems without fork
+    os.register_at_fork(after_in_child=_reset_after_fork)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gradmesh.axis import Axis
-from gradmesh.backends.words import RETURNED_REMEDY
+from gradmesh.backends.messages import RETURNED_REMEDY
 from gradmesh.errors import AbortedError, GradmeshError, message
 
 __all__ = ["failed_ranks_named"]

@@ -1,33 +1,33 @@
-"""The `shm` backend of torch.distributed: the ranks are processes of one host, and hand tensors on through its memory.
+"""The `shm` backend of torch.distributed: ranks are processes of one host that exchange tensors in shared memory.
 
-It is for CPU tensors. `torch.distributed.init_process_group("shm")` and `new_group(backend="shm")` make its groups once
-gradmesh is imported. It is written in Python: torch copies and adds, the kernel puts to sleep and wakes up.
+It supports CPU tensors. `torch.distributed.init_process_group("shm")` and `new_group(backend="shm")` create its groups
+once gradmesh is imported. It is written in Python: torch copies and adds, the kernel handles sleeping and waking.
 
-How it works, from the bottom:
+The modules, bottom up:
 
-* The ranks find each other through the store (`bootstrap`), and map one anonymous piece of memory. In it (`buffers`)
-  each rank has two chunks of 1 MiB, bounce buffers through which everything goes, and a few words of 8 bytes that it
-  alone writes; each pair of ranks has a ring of bytes. Who is still there is seen through pidfds (`peers`, `segment`).
-* A collective goes through phases (`phases`): write a chunk, publish a counter, wait until all have, read the others'
-  chunks. That is a flat barrier, a flag for each rank that all the others read (Mellor-Crummey and Scott 1991 compare
-  barriers), and the chunks are used in turn (double buffering), so that one wait a phase is enough. What is longer than
-  a chunk takes several phases. With the first one travels the `head` of the call (`heads`); where heads differ all
-  ranks raise.
-* What each collective writes and reads is in `collectives`, as generators that yield where they have to wait. Sums are
-  reduce-scatter and all-gather in one where more than two ranks share the work (Rabenseifner 2004), and always in rank
-  order, so that the bits are the same everywhere.
-* Messages from rank to rank (`p2p`) go through the rings: eager as far as a ring has room, which is the eager limit;
-  the rest follows as the receiver makes room, so that a long message meets its receiver (rendezvous).
-* A rank waits (`waiting`) by looking a few hundred times and then sleeping on the word that will change (`futex`).
-* The `engine` of a group has the queue of calls that were begun, and goes on with them; all engines of a process are
-  driven by whoever waits, or else by the progress thread (`progress`). `works` are what torch holds of a call.
-* `group` is torch's method table: it checks and flattens tensors (`tensors`) and puts steps into the engine. `direct`
-  has the calls of gradmesh's own data path, which take a short cut past queue and works where one chunk is enough
-  (`motions`), and are the same calls to the other ranks.
+* The ranks rendezvous through the store (`bootstrap`) and map an anonymous shared memory segment. It contains
+  (`buffers`), for each rank, two chunks of 1 MiB as bounce buffers and a few words of 8 bytes that only this rank
+  writes; and a ring buffer for each pair of ranks. Live processes are tracked with pidfds (`peers`, `segment`).
+* A collective proceeds in epochs (`epochs`): write a chunk, publish a counter, wait until all ranks have, read their
+  chunks. This is a flat barrier with a flag for each rank (Mellor-Crummey and Scott 1991 compare barriers); the two
+  chunks alternate (double buffering), so that one wait per epoch is enough. Data longer than a chunk takes several
+  epochs. In the first one the ranks also publish the call's hash (`call_hash`); if hashes differ, all ranks raise.
+* `collectives` contains the reads and writes of each collective, as generators that yield to wait. With more than two
+  ranks, large sums are a reduce-scatter and an all-gather (Rabenseifner 2004). Sums are in rank order, so that results
+  are bitwise identical on every rank.
+* Point-to-point messages (`p2p`) use the ring buffers: eager up to the free space of the ring; the rest follows as the
+  receiver reads (rendezvous).
+* A rank waits (`waiting`) by polling a few hundred times and then sleeping on the word that will change (`futex`).
+* The `engine` of a group has the queue of pending calls; all engines of a process are advanced by any waiting thread,
+  otherwise by the progress thread (`progress`). `works` are torch's handles of calls.
+* `group` implements torch's interface: it checks and flattens tensors (`tensors`) and queues calls in the engine.
+  `direct` implements gradmesh's data path, which bypasses queue and works if one chunk is enough (`primitives`). Both
+  are interchangeable between ranks.
 """
 
 from __future__ import annotations
 
+import platform
 import threading
 from typing import Any
 
@@ -46,17 +46,17 @@ _register_lock = threading.Lock()
 
 
 def available() -> bool:
-    """Whether this system has what the backend needs: Linux, on a processor whose system calls it knows."""
+    """Whether the backend supports this system: Linux on a supported processor."""
     return futex.supported()
 
 
 def default() -> str:
-    """The backend for CPU ranks that are processes of one host: "shm" where it runs, else "gloo"."""
+    """The default backend for CPU process ranks on one host: "shm" if supported, else "gloo"."""
     return "shm" if available() else "gloo"
 
 
 def register() -> None:
-    """Make `shm` known to torch.distributed; calling it again does nothing."""
+    """Register `shm` with torch.distributed; idempotent."""
     with _register_lock:
         if not hasattr(dist.Backend, "SHM"):
             dist.Backend.register_backend("shm", _create, extended_api=True, devices=["cpu"])
@@ -66,9 +66,9 @@ def _create(options: Any, _backend_options: object) -> ShmGroup:
     if not available():
         raise ArgumentError(
             message(
-                "the shm backend does not run on this system",
-                expected="Linux on x86-64 or aarch64",
-                got="another system",
+                "the shm backend does not support this system",
+                expected="Linux on x86-64, aarch64, riscv64 or ppc64le",
+                got=f"{platform.system()} on {platform.machine()}",
                 remedy="use backend='gloo'",
             )
         )

@@ -1,8 +1,8 @@
-"""How the ranks of a group find each other (bootstrap), and the memory that they will share.
+"""Bootstrap of a group: the ranks rendezvous and map their shared memory.
 
-The first rank makes an anonymous file in memory (`shared_file`), which only its owner may open, and tells the others
-its process and descriptor through the store; they open it under /proc. Once all have mapped it the descriptor is
-closed: the file never had a name, so that nothing is left behind however the ranks end.
+The first rank creates an anonymous file in memory (`shared_file`), which only its owner may open, and publishes its
+process id and file descriptor in the store; the others open it under /proc. The descriptor is closed once all ranks
+have mapped the file: it never has a name, so that nothing remains however the ranks end.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from gradmesh.backends.shm.shared_file import NotSharedError, create, opened, sh
 from gradmesh.environment import SHM_CHUNK
 from gradmesh.errors import AbortedError, ArgumentError, DeadlockError, NotInitializedError, message
 
-__all__ = ["Met", "meeting", "own_memory"]
+__all__ = ["Bootstrapped", "meeting", "own_memory"]
 
 
 @dataclass(frozen=True)
-class Met:
-    """What the ranks of a group have agreed on.
+class Bootstrapped:
+    """The result of the bootstrap.
 
     Attributes:
         memory: the shared memory.
         chunk: the bytes of a chunk.
-        failed: the error of a rank that could not map the memory, in words; empty if it did not say so.
+        failed: returns the error of a rank that could not map the memory; "" if it reported none.
     """
 
     memory: Any
@@ -42,29 +42,28 @@ class Met:
 
 
 def own_memory(chunk: int) -> Any:
-    """Memory for a group of one rank, which finds nobody."""
+    """Memory for a group of one rank."""
     return mmap.mmap(-1, segment_bytes(1, chunk))
 
 
 @contextlib.contextmanager
-def meeting(store: Any, peers: Peers, timeout: float) -> Iterator[Met]:
-    """Find the other ranks, and watch them from then on.
+def meeting(store: Any, peers: Peers, timeout: float) -> Iterator[Bootstrapped]:
+    """Rendezvous with the other ranks, and start to watch them.
 
-    The first rank has to stay inside until all have mapped the memory.
+    The first rank must stay inside until all ranks have mapped the memory.
 
     Args:
-        store: where the ranks leave word for each other.
+        store: the store of the group.
         peers: the group.
-        timeout: how many seconds to wait for a rank.
+        timeout: seconds to wait for a rank.
 
     Raises:
-        DeadlockError: a rank did not come in time.
-        AbortedError: a rank could not make the group, or has ended, or what the store says of it is not so.
-        ArgumentError: the ranks are not on one host.
-        NotInitializedError: there is no memory for the group.
+        DeadlockError: a rank did not arrive in time.
+        AbortedError: a rank failed to create the group, has exited, or its entry in the store failed verification.
+        ArgumentError: the ranks are on different hosts.
+        NotInitializedError: not enough shared memory for the group.
     """
-    # A store outlives a group, and its name may come back for other ranks or the same: each life of a group of
-    # these ranks has keys of its own.
+    # A store outlives a group, and a later group of the same ranks may have the same name: number them in the keys.
     ranks = ",".join(map(str, peers.names))
     life = f"{ranks}/{store.add(f'{ranks}/lives of {peers.rank}', 1)}"
     token = secrets.token_bytes(TOKEN)
@@ -80,10 +79,10 @@ def meeting(store: Any, peers: Peers, timeout: float) -> Iterator[Met]:
         raise
     try:
         store.set(f"{life}/{peers.rank}", json.dumps(own))
-        everybody = _everybody(store, life, peers, timeout)
-        _on_one_host(everybody, peers)
-        peers.watch([each["pid"] for each in everybody])
-        first = everybody[0]
+        entries = _entries(store, life, peers, timeout)
+        _on_one_host(entries, peers)
+        peers.watch([each["pid"] for each in entries])
+        first = entries[0]
 
         def failed(rank: int) -> str:
             key = f"{life}/{rank}/failed"
@@ -94,7 +93,7 @@ def meeting(store: Any, peers: Peers, timeout: float) -> Iterator[Met]:
         except Exception as error:
             store.set(f"{life}/{peers.rank}/failed", f"{type(error).__name__}: {error}")
             raise
-        yield Met(memory, first["chunk"], failed)
+        yield Bootstrapped(memory, first["chunk"], failed)
     except BaseException:
         peers.close()
         raise
@@ -103,8 +102,8 @@ def meeting(store: Any, peers: Peers, timeout: float) -> Iterator[Met]:
             os.close(fd)
 
 
-def _everybody(store: Any, life: str, peers: Peers, timeout: float) -> list[dict[str, Any]]:
-    """What all ranks say about themselves."""
+def _entries(store: Any, life: str, peers: Peers, timeout: float) -> list[dict[str, Any]]:
+    """The entries of all ranks."""
     keys = [f"{life}/{rank}" for rank in range(peers.size)]
     try:
         store.wait(keys, datetime.timedelta(seconds=timeout))
@@ -112,27 +111,30 @@ def _everybody(store: Any, life: str, peers: Peers, timeout: float) -> list[dict
         late = [rank for rank, key in enumerate(keys) if not store.check([key])]
         raise DeadlockError(
             message(
-                f"rank {', '.join(map(str, late))} did not come to make the group within {timeout:g} s",
+                f"rank {', '.join(map(str, late))} did not create the group within {timeout:g} s",
                 axis=f"group '{peers.group}', rank {peers.rank} of {peers.size}",
-                expected="every rank of the group makes it",
-                remedy="see whether that rank failed earlier, or give a longer timeout",
+                expected="the same init_process_group or new_group call on every rank of the group",
+                remedy="check whether that rank failed earlier, or pass a longer timeout to the call that creates the "
+                "group, e.g. timeout=timedelta(minutes=10)",
             )
         ) from error
-    return [_understood(rank, store.get(key), peers) for rank, key in enumerate(keys)]
+    return [_parsed(rank, store.get(key), peers) for rank, key in enumerate(keys)]
 
 
-def _understood(rank: int, text: bytes, peers: Peers) -> dict[str, Any]:
-    """What a rank says about itself, if it is in a form that this library writes."""
+def _parsed(rank: int, text: bytes, peers: Peers) -> dict[str, Any]:
+    """Parse and verify the entry of a rank."""
     try:
         said = json.loads(text)
         if "error" in said:
-            raise peers.gone(rank, "it could not make the group", str(said["error"]))
+            raise peers.gone_error(rank, "it could not create the group", str(said["error"]))
         host, chunk = said["host"], SHM_CHUNK.parse(str(said["chunk"]))
         form = [type(said["pid"]), type(said["fd"]), len(bytes.fromhex(said["token"])), len(host), chunk]
         if form != [int, int, TOKEN, 3, said["chunk"]] or said["pid"] < 1 or set(map(type, host)) != {str}:
             raise ValueError(said)
     except (KeyError, TypeError, ValueError) as error:
-        raise _lie(rank, f"{text[:200]!r} was not written by a rank of this version", peers) from error
+        raise _verification_error(
+            rank, f"{text[:200]!r} was not written by a rank of this version", peers
+        ) from error
     return said  # type: ignore[no-any-return]
 
 
@@ -143,11 +145,11 @@ def _enough_memory(peers: Peers, chunk: int) -> Iterator[None]:
     except (OSError, MemoryError) as error:
         raise NotInitializedError(
             message(
-                f"there is no memory for the group: {error}",
+                f"not enough shared memory for the group: {error}",
                 axis=f"group '{peers.group}', rank {peers.rank} of {peers.size}",
                 expected=f"{segment_bytes(peers.size, chunk) / 2**20:.0f} MiB of shared memory",
-                remedy="free memory, raise the limits of this process (`ulimit -a`), set GRADMESH_SHM_CHUNK to less, "
-                "or use backend='gloo'",
+                remedy="free memory, raise the process's limits (see `ulimit -a`), set GRADMESH_SHM_CHUNK=65536, or "
+                "use backend='gloo'",
             )
         ) from error
 
@@ -160,9 +162,11 @@ def _memory(fd: int, first: dict[str, Any], peers: Peers) -> Any:
     try:
         fd = opened(first["pid"], first["fd"], size, bytes.fromhex(first["token"]))
     except NotSharedError as error:
-        raise _lie(0, f"process {first['pid']}, descriptor {first['fd']}: {error}", peers) from error
+        raise _verification_error(
+            0, f"process {first['pid']}, descriptor {first['fd']}: {error}", peers
+        ) from error
     except OSError as error:
-        raise peers.gone(0, f"its memory cannot be opened: {error}") from error
+        raise peers.gone_error(0, f"its memory cannot be opened: {error}") from error
     try:
         with _enough_memory(peers, first["chunk"]):
             return shared(fd, size)
@@ -170,28 +174,28 @@ def _memory(fd: int, first: dict[str, Any], peers: Peers) -> Any:
         os.close(fd)
 
 
-def _lie(rank: int, got: str, peers: Peers) -> AbortedError:
+def _verification_error(rank: int, got: str, peers: Peers) -> AbortedError:
     return AbortedError(
         message(
-            f"what the store says of rank {rank} is not so, and its memory is not mapped",
+            f"shared-memory handshake with rank {rank} failed verification",
             axis=f"group '{peers.group}', rank {peers.rank} of {peers.size}",
-            expected="the process of that rank, and an unnamed file in memory that it made for this group",
+            expected="the process id of that rank, and the anonymous memory file that it created for this group",
             got=got,
-            remedy="see who else can write into the store of this job, and whether rank 0 has ended",
+            remedy="check whether rank 0 has exited, and which other processes can write to the store of this job",
         ),
         rank=peers.names[rank],
     )
 
 
-def _on_one_host(everybody: Sequence[dict[str, Any]], peers: Peers) -> None:
-    hosts = [each["host"] for each in everybody]
+def _on_one_host(entries: Sequence[dict[str, Any]], peers: Peers) -> None:
+    hosts = [each["host"] for each in entries]
     if any(host[1:] != hosts[0][1:] for host in hosts):
         where = "\n".join(f"rank {rank}: {_show(host)}" for rank, host in enumerate(hosts))
         raise ArgumentError(
             message(
-                "the shm backend joins ranks of one host, which share its memory",
+                "the shm backend requires all ranks on one host",
                 axis=f"group '{peers.group}' of {peers.size} ranks",
-                expected="ranks on one host, and in one container",
+                expected="ranks on the same host and in the same container",
                 got=where,
                 remedy="use backend='gloo' across hosts, or 'nccl' for CUDA tensors",
             )
@@ -199,7 +203,7 @@ def _on_one_host(everybody: Sequence[dict[str, Any]], peers: Peers) -> None:
 
 
 def _host() -> list[str]:
-    """The host's name, and what tells hosts and containers apart that do not see each other's processes."""
+    """The host's name, boot id and pid namespace, which identify host and container."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return [os.uname().nodename, boot, os.readlink("/proc/self/ns/pid")]

@@ -1,8 +1,8 @@
-"""What lies where in the memory that a group shares: words, rings, and chunks (bounce buffers).
+"""The layout of a group's shared memory: words, ring buffers, and chunks (bounce buffers).
 
-In this order: a token; the words that the ranks publish; a ring of bytes for each pair of ranks; two chunks for each
-rank. The size depends on the number of ranks and the chunk alone, never on a message (which is cut into chunks). Pages
-that are not touched take no memory.
+In this order: a token; the words that ranks publish; a ring buffer for each pair of ranks; two chunks for each rank.
+The size depends only on the number of ranks and the chunk size, since messages are split into chunks. Untouched pages
+take no memory.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ __all__ = ["TOKEN", "Buffers", "Slots", "chunk_bytes", "segment_bytes"]
 
 _PAGE = 4096
 TOKEN = 16
-"""Bytes in front by which a rank knows that it has opened the right file."""
+"""The size of the token at the start, which identifies the file."""
 _WORD = 8
 
 
 def chunk_bytes() -> int:
-    """How many bytes of a message a rank hands on at once: GRADMESH_SHM_CHUNK in the environment, else 1 MiB."""
+    """The chunk size in bytes: GRADMESH_SHM_CHUNK in the environment, else 1 MiB."""
     return SHM_CHUNK.read()
 
 
 def _word_count(size: int) -> int:
-    # published, mapped, state, returned, blamed; heads twice; amounts twice; written and read for every pair of ranks.
+    # published, mapped, state, returned, blamed; two hashes; two tables of counts; written and read for every pair.
     return 5 * size + 2 * size + 4 * size * size + 2 * size * size
 
 
 def segment_bytes(size: int, chunk: int) -> int:
-    """The size of the segment of a group: two chunks for each rank, and a ring as long for each pair of ranks.
+    """The size of a group's segment: two chunks for each rank, and a ring of the same size for each pair of ranks.
 
     Args:
         size: the number of ranks.
@@ -47,7 +47,7 @@ def segment_bytes(size: int, chunk: int) -> int:
 
 
 class Slots:
-    """Views of one chunk of every rank: all as one tensor (rank, element), and one by one."""
+    """Views of one chunk of every rank: as one tensor (rank, element), and one per rank."""
 
     __slots__ = ("_pieces", "rows", "together")
 
@@ -57,7 +57,7 @@ class Slots:
         self._pieces: list[list[torch.Tensor]] | None = None
 
     def pieces(self, parts: int) -> list[list[torch.Tensor]]:
-        """Each rank's chunk in so many equal parts. It is asked for the same number of parts every time."""
+        """Each rank's chunk in equal parts; `parts` must be the same at every call."""
         if self._pieces is None:
             with torch.inference_mode(False):
                 each = self.together.shape[1] // parts
@@ -66,9 +66,9 @@ class Slots:
 
 
 class Buffers:
-    """Shared memory, cut up for the ranks of a group.
+    """The shared memory of a group.
 
-    Every word has one rank that writes it. Words are 8 bytes and aligned, so that a load or a store moves them whole.
+    Each word is written by one rank only. Words are 8 bytes and aligned, so that loads and stores are atomic.
 
     Args:
         memory: the mapped memory.
@@ -77,16 +77,16 @@ class Buffers:
         chunk: the bytes of a chunk.
 
     Attributes:
-        published: for each rank, the phases that it has published.
-        states: for each rank, whether it is open, has left, or gave up.
-        returned: for each rank, the launcher's run that its function has returned from.
-        blamed: for each rank that gave up, 1 and the rank because of which it did, or 0.
-        heads: two buffers of one word a rank: what it calls.
-        amounts: two buffers of two rows a rank: what it sends to, and takes from, each rank.
-        written: for each pair (source, target), the bytes that went into its ring.
-        read: for each pair, the bytes that came out.
+        published: for each rank, the number of epochs that it has published.
+        states: for each rank, whether it is open, has left, or has aborted.
+        returned: for each rank, the number of the launcher's run from which its function has returned.
+        blamed: for each rank that aborted, 1 + the rank that caused it, or 0.
+        hashes: two buffers with one word per rank: the hash of its call.
+        counts: two buffers with two rows per rank: the counts that it sends to and receives from each rank.
+        written: for each pair (source, target), the bytes written to its ring.
+        read: for each pair, the bytes read from it.
         rings: for each pair, its ring as a tensor of bytes.
-        raw_rings: the same as views of memory.
+        raw_rings: the same as memoryviews.
     """
 
     def __init__(self, memory: Any, rank: int, size: int, chunk: int) -> None:
@@ -107,8 +107,8 @@ class Buffers:
         self.states = take(size)
         self.returned = take(size)
         self.blamed = take(size)
-        self.heads = [take(size) for _ in range(2)]
-        self.amounts = [take(2 * size * size) for _ in range(2)]
+        self.hashes = [take(size) for _ in range(2)]
+        self.counts = [take(2 * size * size) for _ in range(2)]
         self._written_at = self._base + _WORD * at
         self.written = take(size * size)
         self._read_at = self._base + _WORD * at
@@ -134,7 +134,7 @@ class Buffers:
         if found is None:
             if len(self._views) >= 512:
                 self._views.clear()
-            # A view made in inference mode could not be written outside of it.
+            # A view created in inference mode could not be written outside of it.
             with torch.inference_mode(False):
                 found = self._view(dtype, count, 0), self._view(dtype, count, 1)
             self._views[dtype, count] = found
@@ -154,13 +154,13 @@ class Buffers:
         return Slots(together, list(together.unbind(0)))
 
     def word(self, rank: int) -> int:
-        """The address of what a rank has published."""
+        """The address of a rank's `published` word."""
         return self._base + _WORD * rank
 
     def written_word(self, pair: int) -> int:
-        """The address of the bytes that went into a ring."""
+        """The address of a ring's `written` word."""
         return self._written_at + _WORD * pair
 
     def read_word(self, pair: int) -> int:
-        """The address of the bytes that came out of a ring."""
+        """The address of a ring's `read` word."""
         return self._read_at + _WORD * pair

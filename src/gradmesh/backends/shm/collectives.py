@@ -1,9 +1,9 @@
-"""What each collective does in the phases of a group: the bytes that a rank writes for the others, and reads of them.
+"""The collectives: what a rank writes and reads in each epoch.
 
-The functions are generators, which yield where they have to wait for the other ranks; so a call can be begun, and
-finished later. Of a call that was opened directly (`direct.py`) the first window is written and published already; they
-go on from there. They take flat tensors. What is longer than a chunk goes in windows. Copies and sums are torch's own;
-a sum is taken in rank order, and where every rank takes it, every rank takes it alike, so that the bits are the same.
+The functions are generators that yield to wait for the other ranks, so that a call can be started and finished later.
+If a call was opened directly (`direct.py`), its first window is already written and published, and they continue from
+there. Tensors are flat; those longer than a chunk are sent in windows. Sums are in rank order, so that they are bitwise
+identical on every rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradmesh.backends.reductions import REDUCTIONS, averaged
-from gradmesh.backends.shm.phases import Call, Lockstep, Steps
+from gradmesh.backends.shm.epochs import Call, Lockstep, Steps
 
 __all__ = [
     "all_gather",
@@ -26,9 +26,8 @@ __all__ = [
     "exchange_windows",
     "exchanged",
     "fold",
-    "hand_out",
-    "handed",
     "offset",
+    "piece_for",
     "read_stream",
     "reduce",
     "reduce_scatter",
@@ -36,15 +35,16 @@ __all__ = [
     "relayed",
     "shares_work",
     "sparse_all_reduce",
+    "write_pieces",
     "write_stream",
 ]
 
 _SHARED_WORK = 1 << 16
-"""Bytes a rank from which more than two ranks share the work of a sum, for one more phase in each window."""
+"""Minimum bytes per rank for which more than two ranks divide the work of a sum, which needs an additional epoch."""
 
 
 def _windows(total: int, width: int) -> Iterator[tuple[int, int]]:
-    """Ranges of at most `width`; one that is empty if there is nothing, as every call has a phase."""
+    """Ranges of at most `width`; a single empty one if `total` is 0, since every call has an epoch."""
     for start in range(0, total or 1, width):
         yield start, min(start + width, total)
 
@@ -71,12 +71,12 @@ def fold(op: str, rows: Sequence[Tensor], out: Tensor) -> None:
 
 
 def barrier(call: Call) -> Steps:
-    """Wait until all ranks are here."""
+    """Wait until all ranks have made this call."""
     yield from call.meet()
 
 
 def all_gather(call: Call, out: Tensor, given: Tensor) -> Steps:
-    """Write the own tensor for all; read all of them into the rows of `out`."""
+    """Write the local tensor; read all of them into the rows of `out`."""
     lockstep = call.lockstep
     for start, end in _windows(given.numel(), _width(call, given.dtype)):
         slots = call.slots(given.dtype, end - start)
@@ -87,7 +87,7 @@ def all_gather(call: Call, out: Tensor, given: Tensor) -> Steps:
 
 
 def all_gather_lists(call: Call, taken: Sequence[Tensor], given: Tensor) -> Steps:
-    """The same for parts that lie apart, and may differ in size from rank to rank."""
+    """The same for separate outputs, whose sizes may differ between ranks."""
     lockstep = call.lockstep
     for start, end in _windows(max(out.numel() for out in taken), _width(call, given.dtype)):
         slots = call.slots(given.dtype, end - start)
@@ -100,7 +100,7 @@ def all_gather_lists(call: Call, taken: Sequence[Tensor], given: Tensor) -> Step
 
 
 def broadcast(call: Call, out: Tensor, given: Tensor, root: int) -> Steps:
-    """The root writes `given`; all read, the root from `given`. The two may be one tensor."""
+    """The root writes `given`; all others read it. `out` and `given` may be the same tensor."""
     rank = call.lockstep.rank
     for start, end in _windows(out.numel(), _width(call, out.dtype)):
         slots = call.slots(out.dtype, end - start)
@@ -114,7 +114,7 @@ def broadcast(call: Call, out: Tensor, given: Tensor, root: int) -> Steps:
 
 
 def reduce(call: Call, out: Tensor, given: Tensor, op: str, root: int) -> Steps:
-    """All write; the root reads and reduces into `out`, which may be `given` and which nobody else touches."""
+    """All write; the root reads and reduces into `out`, which may be `given`."""
     lockstep = call.lockstep
     for start, end in _windows(given.numel(), _width(call, given.dtype)):
         slots = call.slots(given.dtype, end - start)
@@ -126,12 +126,12 @@ def reduce(call: Call, out: Tensor, given: Tensor, op: str, root: int) -> Steps:
 
 
 def shares_work(size: int, given: Tensor) -> bool:
-    """Whether so many ranks share the work of a sum of such tensors."""
+    """Whether the ranks divide the work of a sum."""
     return size > 2 and given.numel() * given.dtype.itemsize >= _SHARED_WORK
 
 
 def all_reduce(call: Call, out: Tensor, given: Tensor, op: str) -> Steps:
-    """All write, and each reduces everything itself; where much is to be done, each reduces a share for all.
+    """All write, then each rank reduces everything, or, for large tensors, one part for all ranks.
 
     `out` may be `given`.
     """
@@ -149,7 +149,7 @@ def all_reduce(call: Call, out: Tensor, given: Tensor, op: str) -> Steps:
             continue
         share = -(-(end - start) // size)
         mine = [row[rank * share : (rank + 1) * share] for row in slots.rows]
-        # Nobody else reads this part of the own chunk in the first phase, nor writes it.
+        # No other rank reads or writes this part of the local chunk in the first epoch.
         result = torch.empty_like(mine[0]) if rank > 1 else mine[rank]
         fold(op, mine, result)
         if rank > 1:
@@ -161,7 +161,7 @@ def all_reduce(call: Call, out: Tensor, given: Tensor, op: str) -> Steps:
 
 
 def sparse_all_reduce(calls: Sequence[Call], tensor: Tensor) -> Steps:
-    """Sum tensors in coordinate form: gather everybody's counts, indices and values, and let torch add them up."""
+    """Sum sparse COO tensors: gather all counts, indices and values, and let torch add them."""
     own = tensor.detach().coalesce()
     size, sparse_dim = calls[0].lockstep.size, own.sparse_dim()
     counts = torch.empty(size, 1, dtype=torch.int64)
@@ -174,22 +174,22 @@ def sparse_all_reduce(calls: Sequence[Call], tensor: Tensor) -> Steps:
     total = torch.sparse_coo_tensor(
         torch.cat(indices, 1), torch.cat(values), own.shape, check_invariants=False
     )
-    tensor.copy_(total.coalesce())  # a detached one would get the result to itself
+    tensor.copy_(total.coalesce())  # without detach(), which would not change the original
 
 
-def hand_out(pieces: Sequence[Tensor], given: Sequence[Tensor], rank: int, start: int, end: int) -> None:
-    """Write each other rank's piece of a window into the own chunk, the next rank's first."""
+def write_pieces(pieces: Sequence[Tensor], given: Sequence[Tensor], rank: int, start: int, end: int) -> None:
+    """Write the other ranks' pieces of a window into the local chunk, starting with the next rank."""
     for step, piece in enumerate(pieces, 1):
         piece.copy_(_cut(given[(rank + step) % len(given)], start, end))
 
 
-def handed(pieces: Sequence[Sequence[Tensor]], source: int, target: int) -> Tensor:
-    """Where `hand_out` on the source wrote the target's piece."""
+def piece_for(pieces: Sequence[Sequence[Tensor]], source: int, target: int) -> Tensor:
+    """The view where `write_pieces` on the source wrote the target's piece."""
     return pieces[source][(target - source - 1) % len(pieces)]
 
 
 def reduce_scatter(call: Call, out: Tensor, given: Sequence[Tensor], op: str) -> Steps:
-    """Write the others' pieces; read the own one of all ranks and reduce them."""
+    """Write the others' pieces; read the pieces for this rank and reduce them."""
     lockstep = call.lockstep
     size, rank = lockstep.size, lockstep.rank
     own = given[rank]
@@ -199,26 +199,26 @@ def reduce_scatter(call: Call, out: Tensor, given: Sequence[Tensor], op: str) ->
     for start, end in _windows(out.numel(), _width(call, out.dtype, others)):
         pieces = call.slots(out.dtype, others * (end - start)).pieces(others)
         if size > 1 and not call.opened:
-            hand_out(pieces[rank], given, rank, start, end)
+            write_pieces(pieces[rank], given, rank, start, end)
         yield from call.meet()
         rows = [
-            _cut(own, start, end) if source == rank else handed(pieces, source, rank)
+            _cut(own, start, end) if source == rank else piece_for(pieces, source, rank)
             for source in range(size)
         ]
         fold(op, rows, _cut(out, start, end))
 
 
 def exchange(call: Call, taken: Sequence[Tensor], given: Sequence[Tensor]) -> Steps:
-    """Pieces of any sizes to and from every rank.
+    """Send pieces of any sizes between all ranks.
 
-    With the first phase each rank says how much it gives to and takes from each, so that all know where a piece lies
-    in the stream of its source, and whether everything fits. A source's stream has the next rank's piece first.
+    In the first epoch each rank publishes its send and receive counts, from which all ranks compute the offsets in each
+    source's stream and check that counts match. A source's stream starts with the next rank's piece.
     """
     size, rank = call.lockstep.size, call.lockstep.rank
     stream = [given[(rank + step) % size] for step in range(1, size)]
     dtype = given[rank].dtype
     width = _width(call, dtype)
-    call.amounts([piece.numel() for piece in (*given, *taken)])
+    call.counts([piece.numel() for piece in (*given, *taken)])
     start, windows, offsets = 0, 1, [0] * size
     while windows:
         slots = call.slots(dtype, width)
@@ -241,24 +241,24 @@ def exchange(call: Call, taken: Sequence[Tensor], given: Sequence[Tensor]) -> St
 
 
 def exchanged(lockstep: Lockstep) -> tuple[list[list[int]], bool]:
-    """What each rank gives to each in the exchange that was just opened, and whether all take what they are given."""
+    """The send counts of all ranks in the current exchange, and whether they match the receive counts."""
     size, row = lockstep.size, 2 * lockstep.size
-    table = lockstep.amounts().tolist()
+    table = lockstep.counts().tolist()
     gives = [table[source * row : source * row + size] for source in range(size)]
     takes = [table[target * row + size : (target + 1) * row] for target in range(size)]
     return gives, gives == [list(column) for column in zip(*takes, strict=True)]
 
 
 def exchange_windows(gives: Sequence[Sequence[int]], width: int) -> int:
-    """How many windows the longest stream has."""
+    """The number of windows of the longest stream."""
     return max(1, *(-(-(sum(row) - row[rank]) // width) for rank, row in enumerate(gives)))
 
 
 def relay(call: Call, out: Tensor, given: Tensor, source: int | None) -> Steps:
-    """Each rank hands on one tensor, which may be empty, and takes that of one rank, or of none."""
+    """Each rank provides one tensor, which may be empty, and receives that of one rank or none."""
     size, rank = call.lockstep.size, call.lockstep.rank
     width = _width(call, given.dtype)
-    call.amounts([given.numel(), size if source is None else source, out.numel()])
+    call.counts([given.numel(), size if source is None else source, out.numel()])
     start, windows = 0, 1
     while windows:
         slots = call.slots(given.dtype, width)
@@ -279,23 +279,23 @@ def relay(call: Call, out: Tensor, given: Tensor, source: int | None) -> Steps:
 
 
 def relayed(lockstep: Lockstep) -> int | None:
-    """The longest tensor of the relay that was just opened; None if somebody does not take what it is given."""
+    """The size of the longest tensor in the current relay; None if sizes do not match."""
     row = 2 * lockstep.size
-    table = lockstep.amounts().tolist()
-    gives = [*table[::row], 0]  # and what comes from nobody
+    table = lockstep.counts().tolist()
+    gives = [*table[::row], 0]  # 0 for ranks that receive nothing
     if any(gives[table[at + 1]] != table[at + 2] for at in range(0, len(table), row)):
         return None
     return max(gives)
 
 
 def offset(gives: Sequence[int], source: int, target: int) -> int:
-    """Where the target's piece begins in the stream of the source."""
+    """The offset of the target's piece in the source's stream."""
     steps = (target - source) % len(gives)
     return sum(gives[(source + step) % len(gives)] for step in range(1, steps))
 
 
 def write_stream(row: Tensor, stream: Sequence[Tensor], start: int) -> None:
-    """Write the part of a stream that begins at `start` and fits."""
+    """Write the window of a stream that starts at `start`."""
     at = -start
     for piece in stream:
         first, last = max(at, 0), min(at + piece.numel(), row.numel())
@@ -305,7 +305,7 @@ def write_stream(row: Tensor, stream: Sequence[Tensor], start: int) -> None:
 
 
 def read_stream(row: Tensor, out: Tensor, at: int) -> None:
-    """Read the part of `out` that is here, where it begins at `at`."""
+    """Read the part of `out` that is in this window; `at` is its offset."""
     first, last = max(at, 0), min(at + out.numel(), row.numel())
     if first < last:
         out[first - at : last - at].copy_(row[first:last])

@@ -1,8 +1,8 @@
-"""The engine of a group: calls that were begun, going on with them, finishing them, and the end of the group.
+"""The engine of a group: starts, advances and completes calls, and shuts the group down.
 
-A call is begun when it is made, and goes on while the rank waits for it or for anything else: the calls of a group in
-order, those of different groups side by side, messages beside all of them. What the rank leaves unfinished is taken on
-by a thread (`progress.in_background`). Everything is touched under the lock of the engine, by whichever thread goes on.
+A call starts when it is made, and advances while the rank waits for anything: calls of a group in order, those of
+different groups and messages concurrently. Otherwise a thread advances pending calls (`progress.in_background`). All
+state is protected by the engine's lock.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 
 from gradmesh import _torch
 from gradmesh.backends.shm import progress, waiting
+from gradmesh.backends.shm.epochs import Lockstep, RefusedError
 from gradmesh.backends.shm.p2p import P2PChannel, Receive, Send
-from gradmesh.backends.shm.phases import Lockstep, RefusedError
 from gradmesh.backends.shm.runs import run
 from gradmesh.backends.shm.segment import BROKE, FAILED, LEFT, Segment
 from gradmesh.backends.shm.works import AsyncWork, CallWork, MessageWork
@@ -29,22 +29,22 @@ from gradmesh.errors import AbortedError, GradmeshError, NotInitializedError, me
 __all__ = ["Engine"]
 
 _DRAIN = 5.0
-"""Seconds that a rank which leaves gives to calls that it began and never waited for."""
+"""Seconds that a rank which leaves the group waits for its pending calls."""
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Engine:
-    """What one rank has under way in one group.
+    """The pending calls and messages of one rank in one group.
 
     Args:
         segment: the memory of the group.
-        name: the group's name, for error texts.
-        timeout: the seconds that a call may wait.
+        name: the group's name, for errors.
+        timeout: seconds that a call may wait.
 
     Attributes:
-        queue: the calls that were begun and are not over, in order.
-        closed: makes the error for calls on a group that is over; None while it is not.
+        queue: the pending calls, in order.
+        closed: creates the error for calls on a closed group; None while it is open.
     """
 
     def __init__(self, segment: Segment, name: str, timeout: float) -> None:
@@ -52,7 +52,7 @@ class Engine:
         self.name, self.timeout = name, timeout
         self.spins = waiting.spins(segment.size)
         self.lockstep = Lockstep(segment)
-        self.mail = P2PChannel(segment)
+        self.p2p_channel = P2PChannel(segment)
         self.lock = threading.RLock()
         self.queue: deque[CallWork] = deque()
         self.closed: Callable[[], GradmeshError] | None = None
@@ -63,46 +63,46 @@ class Engine:
         run.members.add(self)
 
     def shown(self) -> str:
-        """The group and the rank, for error texts."""
+        """The group and the rank, for errors."""
         return f"group '{self.name}', rank {self.segment.rank} of {self.segment.size}"
 
     def check(self) -> None:
-        """Refuse calls on a group that is over.
+        """Raise if the group is closed.
 
         Raises:
-            GradmeshError: it is.
+            GradmeshError: the group is closed.
         """
         if self.closed is not None:
             raise self.closed()
 
-    # -- beginning
+    # -- starting
 
     def post(self, work: CallWork, *, opened: bool = False, background: bool = False) -> None:
-        """Begin a call: it goes as far as it can at once.
+        """Start a call and advance it as far as possible.
 
         Args:
             work: the call.
-            opened: its first phase has been published already.
-            background: nobody may come to wait for it soon.
+            opened: whether its first epoch is already published.
+            background: whether the progress thread should advance it, because the caller may not wait soon.
         """
         with self.lock:
             self.check()
             self.queue.append(work)
             if (len(self.queue) == 1 and not opened) or self.lockstep.arrived():
-                self._go_on()
+                self._advance()
             if self.queue:
                 progress.busy(self)
-                work.shown.started()  # now that there is time
+                work.shown.started()  # only now, since the call site costs time
                 if background:
                     progress.in_background(self)
 
     def send(self, work: MessageWork, send: Send) -> None:
-        """Begin to send."""
-        self._message(work, partial(self.mail.send, send))
+        """Start to send."""
+        self._message(work, partial(self.p2p_channel.send, send))
 
     def receive(self, work: MessageWork, receive: Receive) -> None:
-        """Begin to receive."""
-        self._message(work, partial(self.mail.receive, receive))
+        """Start to receive."""
+        self._message(work, partial(self.p2p_channel.receive, receive))
 
     def _message(self, work: MessageWork, begin: Callable[[], None]) -> None:
         with self.lock:
@@ -116,25 +116,25 @@ class Engine:
                 progress.in_background(self)
 
     def settled(self, work: MessageWork) -> None:
-        """Take note of a message that has gone, or come."""
+        """Remove a completed message."""
         self._messages.discard(work)
 
     def promised(self, work: AsyncWork) -> None:
-        """See to a call without being asked again: somebody has its future. The caller holds the lock."""
+        """Advance a call in the background, because its future was requested. The caller holds the lock."""
         self._promises.append(work)
         progress.busy(self)
         progress.in_background(self)
 
-    # -- going on
+    # -- progress
 
-    def _go_on(self) -> None:
-        """Take the calls in order as far as they go, after what the first waited for. The caller holds the lock."""
+    def _advance(self) -> None:
+        """Advance the calls in order as far as possible. The caller holds the lock."""
         queue = self.queue
         while queue:
             work = queue[0]
             if torch.is_inference_mode_enabled() == work.inference:
                 over = self._step(work)
-            else:  # whatever the caller's mode is, who may have begun another call
+            else:  # the current thread may be in a different inference mode than the call
                 with torch.inference_mode(work.inference):
                     over = self._step(work)
             if not over:
@@ -142,73 +142,73 @@ class Engine:
             queue.popleft()
 
     def _step(self, work: CallWork) -> bool:
-        """Run a call until it has to wait; whether it is over."""
+        """Run a call until it must wait; returns whether it has completed."""
         try:
             over: bool = _torch.in_plain_mode(partial(next, work.steps, True))
         except RefusedError as refused:
             work.end(refused.args[0])
             return True
         except BaseException as error:
-            self.give_up(error)
+            self.abort_group(error)
             raise
         if over:
             work.end()
         return over
 
     def _progress_mail(self) -> None:
-        inference = self.mail.inference
+        inference = self.p2p_channel.inference
         if torch.is_inference_mode_enabled() == inference:
-            _torch.in_plain_mode(self.mail.progress)
+            _torch.in_plain_mode(self.p2p_channel.progress)
         else:
             with torch.inference_mode(inference):
-                _torch.in_plain_mode(self.mail.progress)
+                _torch.in_plain_mode(self.p2p_channel.progress)
 
     def poll(self, in_call: bool = False, in_message: bool = False) -> bool:
-        """Go on with what can go on; whether something is unfinished besides what the caller waits for.
+        """Advance calls and messages; returns whether something is pending besides what the caller waits for.
 
         Args:
-            in_call: the caller waits for the first call of this group, and goes on with it itself.
+            in_call: the caller waits for the first call of this group, and advances it itself.
             in_message: the caller waits for a message of this group.
         """
         if not self.lock.acquire(blocking=False):
-            return False  # another thread is at it
+            return False  # another thread advances them
         try:
             if self.closed is not None:
                 return False
-            if self.mail.busy:
+            if self.p2p_channel.busy:
                 self._progress_mail()
             if in_call:
-                return self.mail.busy
+                return self.p2p_channel.busy
             self._look()
             if self.queue and self.lockstep.arrived():
-                self._go_on()
+                self._advance()
             self._rest()
-            return bool(self.queue) or self.mail.under_way > int(in_message)
+            return bool(self.queue) or self.p2p_channel.under_way > int(in_message)
         except Exception as error:
-            self.give_up(error)  # whoever waits for this group hears of it, and not who waits for another one
+            self.abort_group(error)  # surface the error to waiters of this group only
             return False
         finally:
             self.lock.release()
 
     def _rest(self) -> None:
-        if not self.queue and not self.mail.busy:
+        if not self.queue and not self.p2p_channel.busy:
             progress.idle(self)
             if run.over:
-                self.segment.say_returned()
+                self.segment.publish_returned()
 
     def sleep_on(self) -> tuple[int, int] | None:
-        """The word that changes when something can go on, and its value; None if there is no single one."""
-        if self.mail.busy:
-            return self.mail.only_word() if not self.queue else None
+        """The address and value of the word whose change allows progress; None if there are several."""
+        if self.p2p_channel.busy:
+            return self.p2p_channel.only_word() if not self.queue else None
         return self.lockstep.late_word() or (
             self.segment.word(0),
             -1,
-        )  # which it is not, so that nobody sleeps
+        )  # differs from the actual value, so that futex.wait returns immediately
 
     # -- waiting
 
     def finish(self, work: CallWork, seconds: float | None) -> None:
-        """Wait until a call is over."""
+        """Wait until a call has completed."""
         seconds = self.timeout if seconds is None else seconds
         lockstep = self.lockstep
         with progress.waiting(self):
@@ -218,7 +218,7 @@ class Engine:
                         return
                     self.check()
                     first = self.queue[0]
-                # Another thread of the rank may be the one that goes on.
+                # Another thread of the rank may advance the call.
                 self._wait(
                     lambda: work.over or lockstep.arrived(),
                     lockstep.late_word,
@@ -229,13 +229,13 @@ class Engine:
                 )
                 with self.lock:
                     if self.queue and lockstep.arrived():
-                        self._go_on()
+                        self._advance()
                     self._rest()
 
     def deliver(self, work: MessageWork, seconds: float | None) -> None:
-        """Wait until a message has gone, or come."""
+        """Wait until a message has been sent or received."""
         seconds = self.timeout if seconds is None else seconds
-        mail, under_way = self.mail, work.under_way
+        p2p_channel, under_way = self.p2p_channel, work.under_way
 
         def ready() -> bool:
             with self.lock:
@@ -245,7 +245,7 @@ class Engine:
             return work.over
 
         with progress.waiting(self):
-            word, needs = partial(mail.sleep_on, under_way), partial(mail.needs, under_way)
+            word, needs = partial(p2p_channel.sleep_on, under_way), partial(p2p_channel.needs, under_way)
             self._wait(ready, word, needs, seconds, work.shown, False)
             with self.lock:
                 self._rest()
@@ -262,10 +262,10 @@ class Engine:
         try:
             waiting.until(ready, word, needs, self, seconds, call, in_call=in_call)
         except BaseException as error:
-            self.give_up(error)
+            self.abort_group(error)
             raise
 
-    # -- looking after calls for which nobody waits in here
+    # -- failure detection for calls that no thread waits for
 
     def _time_to_look(self) -> bool:
         now = time.monotonic()
@@ -275,48 +275,48 @@ class Engine:
         return True
 
     def _look(self) -> None:
-        """Now and then see whether what was begun can still end; who only polls never waits. Under the lock."""
+        """Periodically check whether pending calls can still complete, since polling never waits. Under the lock."""
         if not self._time_to_look():
             return
         if self.queue:
-            gone = self.segment.missing(self.lockstep.late(), self.queue[0].shown)
-            if gone is not None and not self.lockstep.arrived():
-                self.give_up(gone)
+            gone_error = self.segment.missing(self.lockstep.late(), self.queue[0].shown)
+            if gone_error is not None and not self.lockstep.arrived():
+                self.abort_group(gone_error)
                 return
         self._promises = [work for work in self._promises if not work.over]
         for work in self._promises:
             if isinstance(work, MessageWork):
-                self._lose(work)
+                self._check_peer(work)
             if not work.over and self._looked - work.asked > self.timeout:
                 ranks = work.late() or self.segment.peers.others
-                self.give_up(waiting.late(self.segment, ranks, self.timeout, work.shown()))
+                self.abort_group(waiting.late(self.segment, ranks, self.timeout, work.shown()))
                 return
 
-    def look_after(self, work: MessageWork) -> None:
-        """Now and then see whether a message that is only polled can still go, or come."""
+    def check_peer(self, work: MessageWork) -> None:
+        """Periodically check whether a polled message can still complete."""
         with self.lock:
             if not work.over and self._time_to_look():
-                self._lose(work)
+                self._check_peer(work)
 
-    def _lose(self, work: MessageWork) -> None:
-        gone = self.segment.missing(self.mail.needs(work.under_way), work.shown)
-        if gone is not None:
-            self._progress_mail()  # it may have come before its sender went
+    def _check_peer(self, work: MessageWork) -> None:
+        gone_error = self.segment.missing(self.p2p_channel.needs(work.under_way), work.shown)
+        if gone_error is not None:
+            self._progress_mail()  # it may have arrived before its sender exited
             if not work.over:
-                work.end(gone)
+                work.end(gone_error)
                 self._messages.discard(work)
 
-    # -- ending
+    # -- shutdown
 
-    def give_up(self, error: BaseException) -> None:
-        """After an error in the middle of a call the ranks are out of step: nothing works any more."""
+    def abort_group(self, error: BaseException) -> None:
+        """Abort the group: after an error inside a call the ranks are out of sync."""
         text = f"{type(error).__name__}: {error}"
-        self.segment.say(BROKE)
-        over = message("the group is over: an earlier call failed", axis=self.shown(), got=text)
+        self.segment.publish_state(BROKE)
+        over = message("the group was aborted by an earlier error", axis=self.shown(), got=text)
         self._end(partial(AbortedError, over), error if isinstance(error, GradmeshError) else None)
 
     def _over(self, why: str, remedy: str) -> Callable[[], GradmeshError]:
-        over = message(f"the group is over: {why}", axis=self.shown(), remedy=remedy)
+        over = message(f"the group is closed: {why}", axis=self.shown(), remedy=remedy)
         return partial(NotInitializedError, over)
 
     def _end(self, closed: Callable[[], GradmeshError], error: GradmeshError | None = None) -> None:
@@ -331,50 +331,52 @@ class Engine:
             progress.idle(self)
 
     def leave(self) -> None:
-        """Leave the group, when what was begun is over."""
+        """Leave the group after pending calls have completed."""
         with self.lock:
             if self.closed is None:
                 try:
                     for work in list(self.queue):
                         self.finish(work, min(_DRAIN, self.timeout))
                 except GradmeshError:
-                    pass  # whoever is missing has gone, and nobody waits for the result
-                self.segment.say(LEFT)
-                self._end(self._over("this rank has left it", "make a new group"))
+                    pass  # a peer is gone, and the results are not needed
+                self.segment.publish_state(LEFT)
+                self._end(
+                    self._over("this rank has left it", "create a new group with torch.distributed.new_group")
+                )
                 self.segment.close()
 
     def abort(self) -> None:
-        """Leave the group at once; the others' calls fail."""
-        self.segment.say(BROKE)
+        """Leave the group immediately; calls of other ranks fail."""
+        self.segment.publish_state(BROKE)
         self.leave()
 
     def run_over(self, failed: bool) -> None:
-        """Say that this rank's function is over; if it left calls under way, as soon as these are."""
+        """Publish that this rank's function has returned or failed; after pending calls have completed."""
         if failed:
-            self.segment.say(FAILED)
+            self.segment.publish_state(FAILED)
             return
         with self.lock:
             if self.closed is None:
                 self._rest()
 
-    def forget(self) -> None:
-        """In a forked child: the group belongs to the parent."""
+    def reset_after_fork(self) -> None:
+        """Reset inherited state after fork: the group belongs to the parent."""
         self.lock = threading.RLock()
-        self.segment.forget()
+        self.segment.reset_after_fork()
         self.closed = self._over(
-            "it belongs to the process that this one was forked from",
-            "start ranks with gradmesh.launch or torchrun, not by a fork",
+            "it belongs to the parent of this forked process",
+            "start ranks with gradmesh.launch or torchrun instead of fork",
         )
         self.queue.clear()
         self._messages.clear()
         self._promises.clear()
 
 
-def _forget_all() -> None:
-    progress.forget()
+def _reset_after_fork() -> None:
+    progress.reset_after_fork()
     for engine in list(_engines):
-        engine.forget()
+        engine.reset_after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
+    os.register_at_fork(after_in_child=_reset_after_fork)

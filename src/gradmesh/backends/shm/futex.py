@@ -1,15 +1,13 @@
-"""Sleeping on a word of shared memory until another process wakes the sleepers, and the order of loads and stores.
+"""Futex (sleep on a word of shared memory until another process wakes the sleepers) and memory fences.
 
-Python has neither, so the first is the system call `futex` of Linux, through ctypes. Waking always calls the kernel,
-although nobody may sleep: to know that, a flag would have to be written by the sleeper and read by the waker, and
-without a full memory fence each could miss the other's. The kernel has that fence, and it looks at the word again
-before it lets a caller sleep, so that no wake-up is lost.
+Python has neither. The futex is Linux's system call, through ctypes. Waking always calls the kernel, even without
+sleepers: a user-space flag for sleepers would need a full memory fence. The kernel has that fence and checks the word
+again before a caller sleeps, so that no wake-up is lost.
 
-`fence` orders what a rank writes and reads through the mapping. x86-64 keeps stores in order and loads in order,
-which is all that "write the data, then publish" and "see it published, then read the data" need; there it does nothing.
-Other processors may reorder both, and there it releases and takes a lock: the release keeps everything before it
-before, the acquire keeps everything after it after, and an acquire does not move in front of an earlier release (C11's
-release and acquire on one object, which `ldar` and `stlr` of aarch64 are).
+`fence` orders reads and writes of the mapping. x86-64 keeps stores in order and loads in order, which is sufficient for
+"write the data, then publish" and "see it published, then read the data"; there it does nothing. Other processors may
+reorder both; there it releases and acquires a lock (C11 release and acquire on one object: earlier accesses stay before
+the release, later ones after the acquire, and the acquire stays after the release).
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ class _Timespec(ctypes.Structure):
 
 
 def _system_call() -> Callable[..., int]:
-    call = ctypes.CDLL(None).syscall  # CDLL lets other threads run meanwhile
+    call = ctypes.CDLL(None).syscall  # CDLL releases the GIL
     call.argtypes = [
         ctypes.c_long,
         ctypes.c_void_p,
@@ -50,17 +48,17 @@ _syscall: Callable[..., int] = _system_call() if sys.platform == "linux" else la
 
 
 def supported() -> bool:
-    """Whether this system has it: Linux on a little-endian processor of 64 bits whose call number is known here."""
+    """Whether this system is supported: Linux on a little-endian 64-bit processor with a known system call number."""
     return sys.platform == "linux" and _NUMBER > 0 and sys.byteorder == "little"
 
 
 def wait(address: int, seen: int, seconds: float) -> None:
-    """Sleep until the word is woken; returns at once if its value is no longer `seen`, and may return for nothing.
+    """Sleep until the word is woken; returns immediately if its value differs from `seen`; may wake spuriously.
 
     Args:
-        address: of a word of 4 bytes.
-        seen: the value that it had.
-        seconds: to sleep at most.
+        address: the address of a word of 4 bytes.
+        seen: its previous value.
+        seconds: the maximum time to sleep.
     """
     whole = int(seconds)
     time = _Timespec(whole, int((seconds - whole) * 1e9))
@@ -68,7 +66,7 @@ def wait(address: int, seen: int, seconds: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake everybody who sleeps on the word."""
+    """Wake all sleepers of the word."""
     _syscall(_NUMBER, address, _WAKE, _EVERYBODY, None, None, 0)
 
 
@@ -89,4 +87,4 @@ def _nothing() -> None:
 
 
 fence: Callable[[], None] = _nothing if platform.machine() == "x86_64" else _through_a_lock
-"""Keep what was read and written before it before what comes after it, but for a store and a later load."""
+"""Orders earlier before later accesses, except an earlier store and a later load."""

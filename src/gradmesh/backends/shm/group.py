@@ -1,6 +1,6 @@
 # mypy: disable-error-code="override"
 # torch's stubs give every method a second, direct form, which torch.distributed does not call.
-"""The process group that torch.distributed sees, of ranks that share memory: torch's calls, as steps for the engine."""
+"""The shm process group: implements torch's calls as generators for the engine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from gradmesh.backends.call_check import CallCheck
+from gradmesh.backends.messages import refusal
 from gradmesh.backends.process_group import Tensors
 from gradmesh.backends.reductions import reduction
 from gradmesh.backends.shm import collectives
+from gradmesh.backends.shm.call_hash import REDUCTION_NUMBER, call_hash
 from gradmesh.backends.shm.direct import DirectCalls
 from gradmesh.backends.shm.engine import Engine
-from gradmesh.backends.shm.heads import REDUCTION_NUMBER, head
+from gradmesh.backends.shm.epochs import Call, Steps
 from gradmesh.backends.shm.p2p import Receive, Send
-from gradmesh.backends.shm.phases import Call, Steps
 from gradmesh.backends.shm.segment import Segment
 from gradmesh.backends.shm.tensors import (
     DTYPE_NUMBER,
@@ -33,8 +34,7 @@ from gradmesh.backends.shm.tensors import (
     reducible,
 )
 from gradmesh.backends.shm.works import CallWork, MessageWork, Shown
-from gradmesh.backends.words import refusal
-from gradmesh.backends.works import OwnWork, Together
+from gradmesh.backends.works import CoalescedWorks, OwnWork
 from gradmesh.call_sites import show_tensors
 from gradmesh.errors import ShapeError, message
 
@@ -45,9 +45,9 @@ class ShmGroup(DirectCalls):
     """A process group whose ranks are processes of one host.
 
     Args:
-        segment: the memory that they share.
+        segment: the shared memory.
         timeout: how long a call may wait for the other ranks.
-        name: the group's name, until torch gives it another.
+        name: the initial name of the group.
     """
 
     backend = "shm"
@@ -70,7 +70,7 @@ class ShmGroup(DirectCalls):
 
     @override
     def _get_sequence_number_for_group(self) -> int:
-        return self.engine.lockstep.phase
+        return self.engine.lockstep.epoch
 
     @override
     def shutdown(self) -> None:
@@ -83,10 +83,12 @@ class ShmGroup(DirectCalls):
     def __repr__(self) -> str:
         return f"ShmGroup({self._shown()})"
 
-    # -- beginning
+    # -- starting
 
     def _call(self, kind: str, shown: Callable[[], str], *numbers: int) -> Call:
-        return Call(self.engine.lockstep, head(kind, None, numbers), CallCheck(0, shown, refusal(self._name)))
+        return Call(
+            self.engine.lockstep, call_hash(kind, None, numbers), CallCheck(0, shown, refusal(self._name))
+        )
 
     def _begin(
         self, shown: Shown, steps: Steps, result: object, outputs: Iterable[Tensor], opts: Any = None
@@ -186,7 +188,7 @@ class ShmGroup(DirectCalls):
         for taken, given in zip(outputs, inputs, strict=True):
             flat = self._flat(given)
             outs = [after.flat(tensor) for tensor in self._one_per_rank("all_gather", taken)]
-            self._fits("own place in the output list", taken[self.place], given)
+            self._fits("entry of this rank in the output list", taken[self.place], given)
             numbers = len(inputs), DTYPE_NUMBER[flat.dtype], *(out.numel() for out in outs)
             call = self._call("all_gather", shown, *numbers)
             calls.append(collectives.all_gather_lists(call, outs, flat))
@@ -212,7 +214,7 @@ class ShmGroup(DirectCalls):
         shown = Shown(f"gather(root {root})", inputs, outputs[0] if outputs else [])
         if self.place == root:
             taken = [after.flat(tensor) for tensor in self._one_per_rank("gather", outputs[0])]
-            self._fits("own place in the output list", outputs[0][root], given)
+            self._fits("entry of this rank in the output list", outputs[0][root], given)
         gives = [flat if rank == root else nothing for rank in range(self.count)]
         call = self._call("gather", shown, DTYPE_NUMBER[flat.dtype], root)
         steps = after.after([collectives.exchange(call, taken, gives)])
@@ -241,7 +243,7 @@ class ShmGroup(DirectCalls):
         after = Results(self._shown)
         gives = [self._flat(tensor) for tensor in self._one_per_rank("all_to_all", inputs)]
         taken = [after.flat(tensor) for tensor in self._one_per_rank("all_to_all", outputs)]
-        self._fits("own place in the output list", outputs[self.place], inputs[self.place])
+        self._fits("entry of this rank in the output list", outputs[self.place], inputs[self.place])
         call = self._call("all_to_all", shown, DTYPE_NUMBER[gives[0].dtype])
         return self._begin(
             shown, after.after([collectives.exchange(call, taken, gives)]), outputs, outputs, opts
@@ -262,7 +264,7 @@ class ShmGroup(DirectCalls):
         self._fits("output", output, input, sizes=False)
         gives = given.split(elements(input, self._split_sizes(input, input_splits)))
         taken = out.split(elements(output, self._split_sizes(output, output_splits)))
-        self._fits("own part of the output", taken[self.place], gives[self.place])
+        self._fits("part of this rank in the output", taken[self.place], gives[self.place])
         call = self._call("all_to_all_single", shown, DTYPE_NUMBER[given.dtype])
         steps = collectives.exchange(call, taken, gives)
         return self._begin(shown, after.after([steps]), [output], [output], opts)
@@ -287,7 +289,7 @@ class ShmGroup(DirectCalls):
 
     @override
     def recv_anysource(self, tensors: Tensors, tag: int) -> OwnWork:
-        return self._receive(tensors, None, tag, f"recv(from anybody, tag {tag})")
+        return self._receive(tensors, None, tag, f"recv(from any rank, tag {tag})")
 
     def _receive(self, tensors: Tensors, source: int | None, tag: int, call: str) -> OwnWork:
         results = Results(self._shown)
@@ -306,7 +308,7 @@ class ShmGroup(DirectCalls):
     @override
     def _end_coalescing(self, device: torch.device) -> OwnWork:
         works, self._coalesced = self._coalesced or [], None
-        return Together(works)
+        return CoalescedWorks(works)
 
     def _collected(self, work: OwnWork) -> OwnWork:
         if self._coalesced is not None:
@@ -316,7 +318,7 @@ class ShmGroup(DirectCalls):
     # -- checking tensors
 
     def _rows(self, large: Tensor, small: Tensor, whole: Tensor, piece: Tensor) -> Tensor:
-        """The flat large tensor with one row for each rank, if that fits the flat small one."""
+        """The flat full tensor as one row per rank, if it matches the flat part."""
         if large.dtype != small.dtype:
             self._fits("output", whole, piece, sizes=False)
         if large.numel() != self.count * small.numel():
@@ -327,10 +329,10 @@ class ShmGroup(DirectCalls):
         if tensor.dtype != other.dtype or (sizes and tensor.numel() != other.numel()):
             raise ShapeError(
                 message(
-                    f"the {what} does not fit the input",
+                    f"the {what} does not match the input",
                     axis=self._shown(),
                     expected=show_tensors([other]),
                     got=show_tensors([tensor]),
-                    remedy="give both the same dtype and number of elements",
+                    remedy="allocate the output with the input's dtype and number of elements",
                 )
             )

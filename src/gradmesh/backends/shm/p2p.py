@@ -1,8 +1,8 @@
-"""Messages from rank to rank: a ring of bytes in shared memory for each pair, and what waits at both ends.
+"""Point-to-point messages: a ring buffer in shared memory for each pair of ranks, and the queues at both ends.
 
-A message is a header and the tensor's bytes. What fits in the ring is buffered; the rest follows as the receiver makes
-room. A message is read from the ring when a receive has asked for it, or when it stands before one that was asked for:
-then it is kept aside, in memory of its own.
+A message is a header and the tensor's bytes. What fits in the ring is buffered; the rest follows as the receiver reads.
+A message is read from the ring when a receive matches it, or when it precedes one that is matched: then it is stored
+separately.
 """
 
 from __future__ import annotations
@@ -14,24 +14,21 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from gradmesh.backends.messages import mismatched_message
 from gradmesh.backends.shm import futex
 from gradmesh.backends.shm.segment import Segment
-from gradmesh.backends.words import unfit_message
 from gradmesh.errors import MismatchError
 
 __all__ = ["DTYPES", "P2PChannel", "Receive", "Send", "misfit"]
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-"""Every dtype of torch; its place here is its number in shared memory, the same for every process."""
+"""Every dtype of torch; the index is its number in shared memory, the same in every process."""
 _NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
 _HEADER = struct.Struct("<qqqq")  # tag, number of the dtype, elements, bytes
 
 
 class Send:
-    """A tensor that goes to a rank. Its bytes are read as the ring takes them.
-
-    `ended` is called when they have gone.
-    """
+    """A tensor to send. `ended` is called when all its bytes are in the ring."""
 
     def __init__(self, tensor: Tensor, target: int, tag: int) -> None:
         self.bytes = _bytes(tensor)
@@ -43,9 +40,9 @@ class Send:
 
 
 class Receive:
-    """A tensor that waits for a message of a rank, or of anybody (`source` None).
+    """A tensor that waits for a message from a rank, or from any rank (`source` None).
 
-    `after` is called with the message in the tensor, before the receive is done; `ended` when it is.
+    `after` is called when the message is in the tensor, before the receive is done; `ended` when it is done.
     """
 
     def __init__(
@@ -63,7 +60,7 @@ class Receive:
 
 
 class _Incoming:
-    """A message that is being read, or kept aside until it is asked for."""
+    """A message that is being read, or stored until a receive matches it."""
 
     def __init__(self, source: int, header: bytes) -> None:
         self.source = source
@@ -96,26 +93,26 @@ class P2PChannel:
 
     @property
     def busy(self) -> bool:
-        """Whether something is under way."""
+        """Whether messages are pending."""
         return bool(self._leaving or self._asked)
 
     @property
     def inference(self) -> bool:
-        """Whether a tensor that is asked for can only be written in inference mode."""
+        """Whether a receiving tensor can only be written in inference mode."""
         return any(receive.inference for receive in self._asked)
 
     @property
     def under_way(self) -> int:
-        """How many messages are."""
+        """The number of pending messages."""
         return sum(map(len, self._leaving.values())) + len(self._asked)
 
     def send(self, send: Send) -> None:
-        """Begin to send; goes on in `progress`."""
+        """Start to send; continued in `progress`."""
         self._leaving.setdefault(send.target, deque()).append(send)
         self._push(send.target)
 
     def receive(self, receive: Receive) -> None:
-        """Begin to receive; goes on in `progress`."""
+        """Start to receive; continued in `progress`."""
         for kept in self._aside:
             if _wants(receive, kept):
                 self._aside.remove(kept)
@@ -129,14 +126,14 @@ class P2PChannel:
         self.progress()
 
     def progress(self) -> None:
-        """Write what there is room for, and read what has come for those who asked."""
+        """Write as far as there is space, and read what has arrived for pending receives."""
         for target in list(self._leaving):
             self._push(target)
         for source in self._sources():
             self._pull(source)
 
     def sleep_on(self, waits_for: Send | Receive) -> tuple[int, int] | None:
-        """The word that changes when it can go on, and its value."""
+        """The address and value of the word that changes when it can progress."""
         if isinstance(waits_for, Send):
             pair = self._rank * self._size + waits_for.target
             return self._segment.read_word(pair), self._segment.read[pair]
@@ -146,7 +143,7 @@ class P2PChannel:
         return self._segment.written_word(pair), self._read[waits_for.source]
 
     def only_word(self) -> tuple[int, int] | None:
-        """The same for all messages that are under way, if there is one of them alone."""
+        """The same, if exactly one message is pending."""
         if self.under_way != 1:
             return None
         if self._asked:
@@ -154,7 +151,7 @@ class P2PChannel:
         return self.sleep_on(next(iter(self._leaving.values()))[0])
 
     def needs(self, waits_for: Send | Receive) -> Sequence[int]:
-        """The ranks without which it cannot go on."""
+        """The ranks that it needs to progress."""
         if isinstance(waits_for, Send):
             return [waits_for.target]
         if waits_for.source is not None:
@@ -164,7 +161,7 @@ class P2PChannel:
         return others if len(gone) == len(others) else []
 
     def _sources(self) -> Iterator[int]:
-        """The ranks from which something is being read or was asked for."""
+        """The ranks from which messages are being read or expected."""
         if not self._asked and not self._coming:
             return iter(())
         if any(receive.source is None for receive in self._asked):
@@ -174,13 +171,13 @@ class P2PChannel:
         )
 
     def _push(self, target: int) -> None:
-        """Write to a ring what there is room for."""
+        """Write to a ring as far as there is space."""
         pair = self._rank * self._size + target
         leaving = self._leaving[target]
         while leaving:
             send = leaving[0]
             rest = send.bytes.numel() - send.position
-            # In pieces, so that the receiver can begin while the sender goes on; but not in crumbs.
+            # In pieces of a minimum size, so that the receiver can read while the sender writes.
             count = min(rest, self._piece)
             if self._ring - (self._written[target] - self._segment.read[pair]) < count:
                 return
@@ -210,7 +207,7 @@ class P2PChannel:
         raw[: len(data) - len(first)] = data[len(first) :]
 
     def _stretches(self, pair: int, start: int, count: int) -> Iterator[tuple[Tensor, int, int]]:
-        """Where `count` bytes from `start` lie in a ring: one stretch, or two where it turns over."""
+        """The location of `count` bytes from `start` in a ring: one range, or two if it wraps around."""
         ring = self._segment.rings[pair]
         at = start % self._ring
         first = min(count, self._ring - at)
@@ -219,7 +216,7 @@ class P2PChannel:
             yield ring, first, count - first
 
     def _pull(self, source: int) -> None:
-        """Read from a ring what has come."""
+        """Read from a ring what has arrived."""
         pair = source * self._size + self._rank
         while True:
             available = self._segment.written[pair] - self._read[source]
@@ -259,7 +256,7 @@ class P2PChannel:
         futex.wake(self._segment.read_word(pair))
 
     def _match(self, source: int, header: bytes) -> _Incoming | None:
-        """The message at the head of a ring, if it is to be read now."""
+        """The first message in a ring, if it should be read now."""
         coming = _Incoming(source, header)
         taken = {id(each.receive) for each in (*self._coming.values(), *self._aside)}
         asked = [r for r in self._asked if id(r) not in taken and r.source in (None, source)]
@@ -269,14 +266,14 @@ class P2PChannel:
         if coming.receive is not None and coming.fits(coming.receive.tensor):
             coming.bytes = _bytes(coming.receive.tensor)
         else:
-            with torch.inference_mode(False):  # it may be filled in another mode than this one
+            with torch.inference_mode(False):  # it may be filled in a different mode
                 coming.bytes = torch.empty(coming.size, dtype=torch.uint8, device="cpu")
             if coming.receive is None:
                 self._aside.append(coming)
         return coming
 
     def _hand_over(self, coming: _Incoming) -> None:
-        """Complete a receive with a message that is here."""
+        """Complete a receive with an arrived message."""
         receive = coming.receive
         if receive is None or coming.bytes is None:
             return
@@ -294,16 +291,16 @@ class P2PChannel:
 
 
 def _end(under_way: Send | Receive) -> None:
-    """Say that a message has gone, or come."""
+    """Mark a message as completed."""
     under_way.done = True
     if under_way.ended is not None:
         under_way.ended()
 
 
 def misfit(receive: Receive, group: str) -> MismatchError:
-    """The error of a receive whose tensor does not fit the message."""
+    """The error of a receive whose tensor does not match the message."""
     tensor = receive.tensor
-    return unfit_message(
+    return mismatched_message(
         f"group '{group}'",
         f"the message of rank {receive.came_from}: {receive.misfit}",
         f"{_show(tensor.dtype)}, {tensor.numel()} elements, tag {receive.tag}",

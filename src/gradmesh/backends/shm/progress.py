@@ -1,10 +1,9 @@
-"""The progress engine: what goes on with calls that were begun, while their rank does something else.
+"""The progress engine: advances pending calls while their rank does something else.
 
-While it waits for one group, a rank goes on with what it has begun on others: otherwise two ranks could each wait for
-a call that the other has begun and not finished. When it waits for nothing of this backend, a thread takes over
-(`in_background`): it sleeps on the word of the call that is next, so that it wakes up when the others have come, and
-otherwise only to look whether they are alive. With nothing begun but what another thread waits for, it sleeps for
-good.
+While a rank waits for one group, it advances pending calls of its other groups: otherwise two ranks could each wait for
+a call that the other has started but not finished. If no thread waits, the progress thread takes over
+(`in_background`): it sleeps on the word of the next call, so that it wakes when the other ranks have published, and
+periodically to check whether they are alive. It sleeps indefinitely if other threads wait for all pending calls.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from gradmesh.backends.shm import futex
 if TYPE_CHECKING:
     from gradmesh.backends.shm.engine import Engine
 
-__all__ = ["LOOK", "busy", "forget", "idle", "in_background", "progress", "unfinished", "waiting"]
+__all__ = ["LOOK", "busy", "idle", "in_background", "progress", "reset_after_fork", "unfinished", "waiting"]
 
 LOOK = 0.05
-"""Seconds between two looks at the other processes."""
+"""Seconds between two checks of the other processes."""
 PAUSE = 0.002
-"""Seconds between two looks at several things that have no word in common to sleep on."""
+"""Seconds between two polls if there is no single word to sleep on."""
 
 _lock = threading.Lock()
 _unfinished: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -35,25 +34,25 @@ _waited_for: list[Engine] = []
 
 
 def busy(engine: Engine) -> None:
-    """Say that a group has calls that were begun and are not finished."""
+    """Register a group with pending calls."""
     with _lock:
         _unfinished.add(engine)
 
 
 def idle(engine: Engine) -> None:
-    """Say that it has none any more."""
+    """Unregister a group without pending calls."""
     with _lock:
         _unfinished.discard(engine)
 
 
 def unfinished() -> list[Engine]:
-    """The groups that have such calls."""
+    """The groups with pending calls."""
     with _lock:
         return list(_unfinished)
 
 
 def progress(waiting: Engine | None = None, in_call: bool = False) -> bool:
-    """Go on with the unfinished calls of all groups; whether there are any besides what is waited for."""
+    """Advance the pending calls of all groups; returns whether there are any besides the awaited one."""
     others = False
     for engine in unfinished():
         mine = engine is waiting
@@ -63,7 +62,7 @@ def progress(waiting: Engine | None = None, in_call: bool = False) -> bool:
 
 @contextlib.contextmanager
 def waiting(engine: Engine) -> Iterator[None]:
-    """The calling thread waits in here for something of this group, and goes on with all of it."""
+    """The calling thread waits for this group within the block, and advances its calls."""
     with _lock:
         _waited_for.append(engine)
     try:
@@ -76,20 +75,20 @@ def waiting(engine: Engine) -> Iterator[None]:
             _helper.resume()
 
 
-def _left_alone() -> list[Engine]:
-    """The groups with unfinished calls for which nobody waits."""
+def _unattended() -> list[Engine]:
+    """The groups with pending calls that no thread waits for."""
     with _lock:
         return [engine for engine in _unfinished if engine not in _waited_for]
 
 
-def _poll_left_alone() -> None:
-    for engine in _left_alone():
-        with contextlib.suppress(Exception):  # whoever waits for the call gets it
+def _poll_unattended() -> None:
+    for engine in _unattended():
+        with contextlib.suppress(Exception):  # the waiter of the call gets the error
             engine.poll()
 
 
 class _Helper:
-    """The thread that goes on with what was begun; started when it is needed first."""
+    """The progress thread; started on first use."""
 
     def __init__(self) -> None:
         self.needed = threading.Event()
@@ -100,7 +99,7 @@ class _Helper:
         self.asleep_on: int | None = None
 
     def need(self, asleep_on: int | None = None) -> None:
-        """Take over from now on; something new has been begun, which is to be waited for with this word."""
+        """Take over a new pending call, whose word to sleep on is given."""
         self.version += 1
         if not self.needed.is_set():
             self.needed.set()
@@ -113,12 +112,12 @@ class _Helper:
                     atexit.register(self.end)
 
     def resume(self) -> None:
-        """Take over again, if it ever was needed."""
+        """Take over again, if the thread has been started."""
         if self.thread.ident is not None:
             self.needed.set()
 
     def end(self) -> None:
-        """Stop, when the process does."""
+        """Stop at process exit."""
         self.over = True
         self.needed.set()
         self._wake()
@@ -135,14 +134,14 @@ class _Helper:
             if self.over:
                 return
             version = self.version
-            _poll_left_alone()
-            engines = _left_alone()
+            _poll_unattended()
+            engines = _unattended()
             if engines:
                 self._sleep(engines, version)
                 continue
             self.needed.clear()
-            # Begun, or left by who waited for it, since the last look.
-            if version != self.version or _left_alone():
+            # A call may have been started, or abandoned by its waiter, since the last check.
+            if version != self.version or _unattended():
                 self.needed.set()
 
     def _sleep(self, engines: list[Engine], version: int) -> None:
@@ -162,13 +161,13 @@ _helper = _Helper()
 
 
 def in_background(engine: Engine) -> None:
-    """Go on with what was begun on this group also while the rank does something else."""
+    """Advance the pending calls of this group in the progress thread."""
     word = engine.sleep_on()
     _helper.need(None if word is None else word[0])
 
 
-def forget() -> None:
-    """In a forked child: what the parent has begun is not its business."""
+def reset_after_fork() -> None:
+    """Reset inherited state after fork."""
     global _lock, _helper
     _lock, _helper = threading.Lock(), _Helper()
     _unfinished.clear()

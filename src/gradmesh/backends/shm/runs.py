@@ -1,8 +1,7 @@
-"""The runs of a launcher: which function call of all ranks this process is in, and who has returned from which.
+"""The runs of a launcher: which run this process is in, and which ranks have returned from it.
 
-A launched rank goes on to live when its function has returned, and may be given the next one. So its process tells the
-others nothing; it writes the number of the run that it has returned from into the memory of its groups, and a rank that
-waits in the same run for something of it waits in vain.
+A launched process stays alive after its function has returned, to run the next one. So it writes the number of the run
+that it has returned from into the shared memory of its groups, which ends the wait of other ranks in the same run.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ __all__ = ["Run", "run"]
 
 
 class _Member(Protocol):
-    """What one rank has under way in one group."""
+    """A rank's engine in one group."""
 
     def run_over(self, failed: bool) -> None:
-        """Tell the group that this rank's function is over."""
+        """Publish that this rank's function has returned or failed."""
 
 
 class Run:
     """The run that this process is in.
 
     Attributes:
-        number: counted from 1, the same on every rank; 0 where no launcher counts.
-        over: this rank's function is over.
-        members: this process in each of its groups.
+        number: its number from 1, the same on every rank; 0 without a launcher.
+        over: whether this rank's function has returned.
+        members: this process's engine in each of its groups.
     """
 
     def __init__(self) -> None:
@@ -36,15 +35,15 @@ class Run:
 
     @property
     def waits(self) -> int:
-        """The number of the run that this rank is in the middle of, or 0."""
+        """The number of the current run, or 0 if the function has returned."""
         return 0 if self.over else self.number
 
     def begin(self, number: int) -> None:
-        """Say that a launcher has given this rank a function to run, in the run of that number."""
+        """Start the run of that number."""
         self.number, self.over = number, False
 
     def end(self, *, failed: bool) -> None:
-        """Say that the function is over, so that nobody waits for what this rank does not do any more."""
+        """End the run, so that other ranks stop waiting for this one."""
         self.over = True
         for member in list(self.members):
             member.run_over(failed)

@@ -1,4 +1,4 @@
-"""The memory that the ranks of one group share, and who of them is still there."""
+"""The shared memory of a group, and the state of its ranks."""
 
 from __future__ import annotations
 
@@ -15,118 +15,117 @@ from gradmesh.errors import GradmeshError
 __all__ = ["BROKE", "FAILED", "LEFT", "OPEN", "Segment"]
 
 OPEN, LEFT, BROKE, FAILED = 0, 1, 2, 3
-"""What a rank says of itself: it takes part, it has left the group, it gave up and the group with it, or its function
-raised an error."""
+"""The published state of a rank: active, left the group, aborted the group, or its function raised an error."""
 
 _LOOK = 0.05
-"""Seconds between two looks into the store for ranks that failed."""
+"""Seconds between two checks of the store for failed ranks."""
 
 
 class Segment(Buffers):
-    """The shared memory of a group, as one of its ranks sees it.
+    """The shared memory of a group on one rank.
 
     Args:
-        store: where the ranks find each other; not needed for one rank.
+        store: the store for the rendezvous; not needed for one rank.
         rank: this rank.
         size: the number of ranks.
-        names: their ranks in the world.
-        timeout: how many seconds to wait for the others.
-        group: the group's name, for error texts.
+        names: their global ranks.
+        timeout: seconds to wait for the others.
+        group: the group's name, for errors.
     """
 
     def __init__(
         self, store: Any, rank: int, size: int, names: Sequence[int], timeout: float, group: str
     ) -> None:
         self.peers = Peers(rank, size, names, group)
-        self.blames = -1  # the rank that this one last waited for in vain
+        self.blame = -1  # the rank that caused the last failed wait
         self._foreign = False
         if size == 1:
             chunk = chunk_bytes()
             super().__init__(bootstrap.own_memory(chunk), 0, 1, chunk)
             return
-        with bootstrap.meeting(store, self.peers, timeout) as met:
-            super().__init__(met.memory, rank, size, met.chunk)
+        with bootstrap.meeting(store, self.peers, timeout) as boot:
+            super().__init__(boot.memory, rank, size, boot.chunk)
             if rank == 0:
                 try:
-                    self._wait_until_mapped(met, timeout)
+                    self._wait_until_mapped(boot, timeout)
                 except BaseException:
-                    self.say(BROKE)  # to those that have
+                    self.publish_state(BROKE)  # for the ranks that have mapped it
                     raise
 
-    def _wait_until_mapped(self, met: bootstrap.Met, timeout: float) -> None:
+    def _wait_until_mapped(self, boot: bootstrap.Bootstrapped, timeout: float) -> None:
         start = looked = time.monotonic()
         while late := [rank for rank, mapped in enumerate(self.mapped.tolist()) if not mapped]:
             now = time.monotonic()
-            self.blames = late[0]
+            self.blame = late[0]
             if self.peers.dead(late) or now - start > timeout:
-                raise self.peers.gone(late[0], "it has not mapped the group's memory")
+                raise self.peers.gone_error(late[0], "it has not mapped the group's memory")
             if now - looked > _LOOK:
                 looked = now
                 for rank in late:
-                    if why := met.failed(rank):
-                        self.blames = rank
-                        raise self.peers.gone(rank, "it could not map the group's memory", why)
+                    if why := boot.failed(rank):
+                        self.blame = rank
+                        raise self.peers.gone_error(rank, "it could not map the group's memory", why)
             time.sleep(0.0005)
 
     def missing(self, ranks: Sequence[int], call: Callable[[], str]) -> GradmeshError | None:
-        """The error for waiting for these ranks in vain, if one of them cannot come any more."""
+        """The error if one of these ranks can no longer make the call; else None."""
         states = self.states.tolist()
         states[self.rank] = OPEN
         dead = self.peers.dead(self.peers.others)
         for rank in dead:
-            # Who gave up did so because of somebody: that one is the news.
+            # If a rank aborted, report the rank that caused it.
             if rank in ranks or BROKE in states:
-                return self._blame(rank, self.peers.gone(rank, "its process has ended", call()))
-        # One that failed or gave up has left all others out of step, whether it is its turn now or not.
+                return self._blame(rank, self.peers.gone_error(rank, "its process has exited", call()))
+        # A rank that failed or aborted leaves all others out of sync, whether they wait for it or not.
         if FAILED in states:
             rank = states.index(FAILED)
-            return self._blame(rank, self.peers.gone(rank, "its function raised an error", call()))
+            return self._blame(rank, self.peers.gone_error(rank, "its function raised an error", call()))
         for rank in ranks:
             if states[rank] == LEFT:
-                return self._blame(rank, self.peers.gone(rank, "it has left the group", call()))
+                return self._blame(rank, self.peers.gone_error(rank, "it has left the group", call()))
             if self._returned(rank):
                 return self._blame(rank, self.peers.returned(rank, call()))
         if BROKE in states:
             rank = states.index(BROKE)
             cause = self.blamed[rank] - 1
             if cause in (-1, rank, self.rank):
-                why = "it gave up on a call of this group" + " for which this rank was late" * (
+                why = "it aborted a call of this group" + " because this rank timed out" * (
                     cause == self.rank
                 )
-                return self._blame(rank, self.peers.gone(rank, why, call()))
+                return self._blame(rank, self.peers.gone_error(rank, why, call()))
             if self._returned(cause):
                 return self._blame(cause, self.peers.returned(cause, call()))
-            why = f"rank {self.peers.name(rank)} gave up waiting for it"
-            return self._blame(cause, self.peers.gone(cause, why, call()))
+            why = f"rank {self.peers.name(rank)} timed out waiting for it"
+            return self._blame(cause, self.peers.gone_error(cause, why, call()))
         return None
 
     def _blame(self, rank: int, error: GradmeshError) -> GradmeshError:
-        self.blames = rank
-        futex.fence()  # whoever asks looks once more whether it has come, as the rank may have said both
+        self.blame = rank
+        futex.fence()  # the caller checks for arrival again, since the rank may have published before it left
         return error
 
     def _returned(self, rank: int) -> bool:
         return 0 < run.waits <= self.returned[rank]
 
     def away(self, rank: int) -> bool:
-        """Whether a rank has said that nothing will come of it any more."""
+        """Whether a rank has left, failed, aborted or returned."""
         return bool(self.states[rank]) or self._returned(rank)
 
-    def hurt(self, ranks: Sequence[int]) -> bool:
-        """Whether a rank has said that it failed or gave up, or one of these that nothing will come of it."""
+    def has_failures(self, ranks: Sequence[int]) -> bool:
+        """Whether any rank has failed or aborted, or one of the given ranks is away."""
         states = self.states.tolist()
         return BROKE in states or FAILED in states or any(map(self.away, ranks))
 
-    def say(self, state: int) -> None:
-        """Say that this rank has left, failed or given up, and wake whoever waits for it."""
+    def publish_state(self, state: int) -> None:
+        """Publish that this rank has left, failed or aborted, and wake its waiters."""
         if self.states[self.rank] == OPEN and not self._foreign:
-            self.blamed[self.rank] = 1 + self.blames
+            self.blamed[self.rank] = 1 + self.blame
             futex.fence()
             self.states[self.rank] = state
             self._wake()
 
-    def say_returned(self) -> None:
-        """Say that this rank's function has returned and left nothing under way, and wake whoever waits for it."""
+    def publish_returned(self) -> None:
+        """Publish that this rank's function has returned without pending calls, and wake its waiters."""
         if not self._foreign:
             futex.fence()
             self.returned[self.rank] = run.number
@@ -138,11 +137,11 @@ class Segment(Buffers):
             futex.wake(self.written_word(self.rank * self.size + other))
             futex.wake(self.read_word(other * self.size + self.rank))
 
-    def forget(self) -> None:
-        """In a forked child: the place in the group is the parent's, and what is said there is its to say."""
+    def reset_after_fork(self) -> None:
+        """Reset after fork: the child must not write the parent's state."""
         self._foreign = True
-        self.peers.forget()
+        self.peers.reset_after_fork()
 
     def close(self) -> None:
-        """Stop watching the other processes. The memory goes when the last view of it does."""
+        """Stop watching the other processes. The memory is released with its last view."""
         self.peers.close()

@@ -1,9 +1,9 @@
-"""The file in memory that the ranks of a group share: made by the first, looked at and mapped by the others.
+"""The memory file that the ranks of a group share: created by the first rank, verified and mapped by the others.
 
-Which file that is a rank learns from the store, and whoever can write into the store could name any other. So a rank
-looks at the file before it opens it for writing, through a descriptor that only stands for it (`O_PATH`): it has to be
-this user's own, to have no name, and to be of the size that was agreed. Then it looks for what only a file of
-`memfd_create` can have, seals of size, and for the token that the first rank wrote.
+A rank learns from the store which file to open, and any process that can write to the store could name a different
+one. So a rank verifies the file through an `O_PATH` descriptor before it opens it for writing: it must belong to this
+user, have no name and have the agreed size. Then it checks for size seals, which only `memfd_create` files have, and
+for the token that the first rank wrote.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _LINK = f"/memfd:{_NAME} (deleted)"
 
 
 class NotSharedError(Exception):
-    """The file that the store names is not the memory of a group; says why."""
+    """The file that the store names is not the memory of this group."""
 
 
 def create(size: int, token: bytes) -> int:
-    """Make the file, of a size that nobody can change; returns its descriptor."""
+    """Create the file with a sealed size; returns its descriptor."""
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(fd, 0o600)
@@ -48,11 +48,11 @@ def create(size: int, token: bytes) -> int:
 
 
 def opened(pid: int, number: int, size: int, token: bytes) -> int:
-    """Open the file that another process has under a descriptor of that number; returns this process's descriptor.
+    """Open the file behind another process's descriptor; returns a descriptor of this process.
 
     Raises:
-        NotSharedError: it is not the memory of a group. Nothing was opened for writing.
-        OSError: there is no such file, or it cannot be opened.
+        NotSharedError: it is not the memory of a group; it was not opened for writing.
+        OSError: the file does not exist, or cannot be opened.
     """
     handle = os.open(f"/proc/{pid}/fd/{number}", os.O_PATH | os.O_CLOEXEC)
     try:
@@ -71,13 +71,13 @@ def opened(pid: int, number: int, size: int, token: bytes) -> int:
 def _look(handle: int, size: int) -> None:
     about, link = os.fstat(handle), os.readlink(f"/proc/self/fd/{handle}")
     if about.st_uid != os.geteuid():
-        raise NotSharedError(f"it belongs to user {about.st_uid}, not {os.geteuid()}")
+        raise NotSharedError(f"the file belongs to user {about.st_uid}, not {os.geteuid()}")
     if not stat.S_ISREG(about.st_mode) or about.st_nlink or link != _LINK:
-        raise NotSharedError(f"it is {link!r}, not a file in memory of the name {_LINK!r}")
+        raise NotSharedError(f"the file is {link!r}, not the memory file {_LINK!r}")
     if stat.S_IMODE(about.st_mode) != 0o600:
-        raise NotSharedError(f"its mode is {stat.S_IMODE(about.st_mode):o}, not 600")
+        raise NotSharedError(f"the file's mode is {stat.S_IMODE(about.st_mode):o}, not 600")
     if about.st_size != size:
-        raise NotSharedError(f"it has {about.st_size} bytes, not {size}")
+        raise NotSharedError(f"the file has {about.st_size} bytes, not {size}")
 
 
 def _look_inside(fd: int, token: bytes) -> None:
@@ -86,21 +86,21 @@ def _look_inside(fd: int, token: bytes) -> None:
     except OSError:
         seals = 0
     if seals != _SEALS:
-        raise NotSharedError("its size is not sealed")
+        raise NotSharedError("the file's size is not sealed")
     if os.pread(fd, TOKEN, 0) != token:
         raise NotSharedError(
-            "its first bytes are not those of this group; another process may have its number now"
+            "the file's token differs from that of this group; its process id may have been reused"
         )
 
 
 def shared(fd: int, size: int) -> Any:
-    """Map a file. Python's own mmap would keep a descriptor of it open."""
+    """Map a file. Python's mmap would keep its descriptor open."""
     address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
     if address == ctypes.c_void_p(-1).value:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     memory = (ctypes.c_char * size).from_address(address)
-    # Views and tensors of it keep this object, so that its end is theirs.
+    # Views and tensors keep this object alive; unmap when the last one is gone.
     weakref.finalize(memory, _libc.munmap, address, size).atexit = False
     return memory
 

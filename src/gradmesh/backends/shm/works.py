@@ -1,4 +1,4 @@
-"""Calls and messages of one rank on a group of the shm backend, begun."""
+"""Pending calls and messages of one rank in a shm group."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from gradmesh.backends.messages import show_call
 from gradmesh.backends.shm import progress
+from gradmesh.backends.shm.epochs import Steps
 from gradmesh.backends.shm.p2p import Receive, Send, misfit
-from gradmesh.backends.shm.phases import Steps
-from gradmesh.backends.words import show_call
 from gradmesh.backends.works import OwnWork, Promise, completed
 from gradmesh.call_sites import Site, call_site
 
@@ -24,7 +24,7 @@ __all__ = ["AsyncWork", "CallWork", "MessageWork", "Shown"]
 
 
 class Shown:
-    """A call in words, for errors: its name, its tensors, and where it was begun."""
+    """The description of a call, for errors: its name, tensors and call site."""
 
     __slots__ = ("_call", "_inputs", "_outputs", "_site")
 
@@ -33,21 +33,21 @@ class Shown:
         self._site: Site = None
 
     def started(self) -> None:
-        """Keep where the call is made: it may be finished elsewhere."""
+        """Record the call site, because the call may be finished elsewhere."""
         self._site = call_site()
 
     def __call__(self) -> str:
-        """The words."""
+        """The description."""
         return show_call(self._call, self._inputs, self._outputs, self._site or call_site())
 
 
 class AsyncWork(OwnWork):
-    """What calls and messages have in common: they are over when the engine says so.
+    """The base class of calls and messages; the engine completes them.
 
     Attributes:
-        over: the call has ended, well or badly; set last.
-        error: what it ended with.
-        promise: the other end of the future that somebody asked for, and `asked`, when.
+        over: whether the call has completed or failed; set last.
+        error: its error.
+        promise: completes the requested future; `asked` is the time of the request.
     """
 
     def __init__(self, engine: Engine, result: object, shown: Shown) -> None:
@@ -59,7 +59,7 @@ class AsyncWork(OwnWork):
         self.asked = 0.0
 
     def end(self, error: BaseException | None = None) -> None:
-        """Say that it is over. The caller holds the engine's lock."""
+        """Mark it as completed or failed. The caller holds the engine's lock."""
         self.error = error
         self.over = True
         promise, self.promise = self.promise, None
@@ -81,7 +81,7 @@ class AsyncWork(OwnWork):
 
     @override
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that is completed when the call is over. The background thread goes on with it meanwhile."""
+        """A future that is completed with the call, which the progress thread advances."""
         with self.engine.lock:
             if not self.over:
                 if self.promise is None:
@@ -97,7 +97,7 @@ class AsyncWork(OwnWork):
 
 
 class CallWork(AsyncWork):
-    """A collective of one rank, begun."""
+    """A pending collective of one rank."""
 
     def __init__(self, engine: Engine, steps: Steps, result: object, inference: bool, shown: Shown) -> None:
         super().__init__(engine, result, shown)
@@ -117,14 +117,14 @@ class CallWork(AsyncWork):
 
 
 class MessageWork(AsyncWork):
-    """A message of one rank, begun."""
+    """A pending message of one rank."""
 
     def __init__(self, engine: Engine, under_way: Send | Receive, result: object, shown: Shown) -> None:
         super().__init__(engine, result, shown)
         self.under_way = under_way
 
     def settle(self) -> None:
-        """End it if the message has gone, or come. The caller holds the engine's lock."""
+        """Complete it if the message has been sent or received. The caller holds the engine's lock."""
         if self.under_way.done and not self.over:
             unfit = isinstance(self.under_way, Receive) and self.under_way.misfit is not None
             self.end(misfit(self.under_way, self.engine.name) if unfit else None)  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ class MessageWork(AsyncWork):
     @override
     def is_over(self) -> bool:
         if not super().is_over():
-            self.engine.look_after(self)
+            self.engine.check_peer(self)
         return self.over
 
     @override
@@ -145,11 +145,11 @@ class MessageWork(AsyncWork):
 
     @override
     def late(self) -> list[int]:
-        return list(self.engine.mail.needs(self.under_way))
+        return list(self.engine.p2p_channel.needs(self.under_way))
 
     @override
     def source_rank(self) -> int:
-        """Whose message came, -1 if none has."""
+        """The sender of the received message, -1 before that."""
         return self.under_way.came_from if isinstance(self.under_way, Receive) else -1
 
     _source_rank = source_rank

@@ -1,29 +1,27 @@
-"""The `threads` backend of torch.distributed: the ranks are threads of one process, and share its memory.
+"""The `threads` backend of torch.distributed: ranks are threads of one process.
 
-It is for CPU tensors, for tests, notebooks and debuggers: a rank starts in a millisecond, a collective that
-the ranks call differently is an error on every rank with a table of who called what, and a deadlock is
-reported within a second. It needs no network and no second Python.
+It supports CPU tensors, and is meant for tests, notebooks and debuggers: a rank starts in a millisecond, mismatched
+collectives raise on every rank with a table of all calls, and a deadlock is reported within a second. It needs neither
+a network nor a second interpreter.
 
-`gradmesh.launch(fn, 4, backend="threads")` starts the ranks. In each of them `torch.distributed` shows that
-rank's own world: `get_rank()`, `new_group`, DeviceMesh, functional collectives, DDP work as in a process of
-their own. What the ranks still share is the rest of the process: module globals, `os.environ`, the arguments
-of the launch, and torch's default random generator, so that a draw on one rank moves the others' (use a
-`torch.Generator` per rank). A thread that a rank starts is not a rank.
+`gradmesh.launch(fn, 4, backend="threads")` starts the ranks. In each of them `torch.distributed` shows that rank's
+world: `get_rank()`, `new_group`, DeviceMesh, functional collectives and DDP work as in a separate process, and so does
+torch's default random generator. The ranks share the rest of the process: module globals, `os.environ` and the
+arguments of the launch. A thread that a rank starts is not a rank.
 
-How it works, from the bottom:
+The modules, bottom up:
 
-* A `World` (`waiting`) knows of every rank whether it runs, waits, or has gone. A rank that waits sleeps on a lock of
-  its own, its gate; when no rank runs and nothing can complete, that is a deadlock, and everybody who waits is told who
-  waits where.
-* The ranks of a group meet (`rendezvous`): the n-th call of each goes to the n-th `Rendezvous` of the group, and the
-  rank that arrives last does the work for all, while the others sleep. It compares the contributions first, so that
-  mismatched calls are an error on every rank. Messages are copied and kept until they are received (always eager).
-* What is done with the tensors of all ranks, which lie in one memory, is in `collectives`: pieces are moved, or summed
-  in rank order, without a copy in between.
-* `group` is torch's method table, one object for each rank. A future is complete when it is handed out, which means
-  that `get_future` waits: a callback would run in the thread of the rank that came last, and see that rank's world.
-* A world may have an observer (`observing`), through which every call goes: the simulator of `gradmesh.verify` is one.
-* Which world a thread sees is switched in `gradmesh._torch`; a thread is given its place by `seated`, below.
+* A `World` (`waiting`) tracks whether each rank runs, waits, or has ended. A waiting rank sleeps on a lock (its gate).
+  If no rank runs and nothing can complete, that is a deadlock, and every waiting rank raises an error that lists all
+  pending calls.
+* In `rendezvous`, the n-th call of each rank goes to the n-th `Rendezvous` of the group; the last rank to arrive does
+  the work for all while the others sleep. It compares the contributions first, so that mismatched calls raise on every
+  rank. Messages are copied and stored until they are received (always eager).
+* `collectives` moves or sums the tensors of all ranks directly, in rank order.
+* `group` implements torch's interface, with one object per rank. `get_future` waits and returns a completed future:
+  otherwise a callback would run in the thread of the last rank, and see that rank's world.
+* A world may have an observer (`observing`) that intercepts every call, such as the simulator of `gradmesh.verify`.
+* `gradmesh._torch` switches the world that a thread sees; `seated` below assigns a thread to a rank.
 """
 
 from __future__ import annotations
@@ -49,19 +47,19 @@ __all__ = ["rank_locals", "register", "seated", "stand_in"]
 
 @dataclasses.dataclass(slots=True)
 class _Seat:
-    """The place of a rank's thread in its world."""
+    """A rank's thread in its world."""
 
     world: World
     rank: int
     made: dict[object, int] = dataclasses.field(default_factory=dict)
-    """How many groups of each name this rank has made: a name can come back after a group was destroyed."""
+    """The number of groups of each name that this rank has created: a name may be reused after destruction."""
 
 
 _here = threading.local()  # .seat and .kept, in the threads that are ranks
 
 
 def rank_locals() -> object:
-    """What the calling rank keeps, as it was handed to `seated`; None in a thread that is no rank of a threads world.
+    """The object that was passed to `seated` for the calling rank; None in any other thread.
 
     >>> rank_locals() is None
     True
@@ -71,11 +69,11 @@ def rank_locals() -> object:
 
 @contextlib.contextmanager
 def seated(world: World, rank: int, kept: object) -> Iterator[None]:
-    """Make the calling thread that rank of the world, and keep an object for it, which `rank_locals` returns."""
+    """Make the calling thread a rank of the world, and store an object for `rank_locals`."""
     _here.seat = _Seat(world, rank)
     _here.kept = kept
     _torch.adopt_thread(world.seed + rank)
-    # Backward stays on the rank's thread for every device, or it would not know which rank it is.
+    # Keep backward on the rank's thread for every device, since other threads do not belong to a rank.
     world.rank_of_thread[threading.get_ident()] = rank
     try:
         with torch.autograd.set_multithreading_enabled(False):
@@ -85,9 +83,9 @@ def seated(world: World, rank: int, kept: object) -> Iterator[None]:
 
 
 def stand_in() -> Callable[[], None]:
-    """What lets another thread act for the rank of the calling one, when it is called there.
+    """Returns a function that lets another thread act on behalf of the calling rank.
 
-    That thread is no rank: while it waits, its rank does not.
+    That thread does not count as a rank: while it waits, its rank does not wait.
     """
     seat, kept, adopt = _here.seat, _here.kept, _torch.stand_in()
 
@@ -102,7 +100,7 @@ _register_lock = threading.Lock()
 
 
 def register() -> None:
-    """Make `threads` known to torch.distributed; calling it again does nothing."""
+    """Register `threads` with torch.distributed; idempotent."""
     with _register_lock:
         if not hasattr(dist.Backend, "THREADS"):
             dist.Backend.register_backend("threads", _create, extended_api=True, devices=["cpu"])
@@ -113,8 +111,8 @@ def _create(options: Any, _backend_options: object) -> ThreadsGroup:
     if seat is None:
         raise ArgumentError(
             message(
-                "the threads backend needs ranks that are threads",
-                expected="a thread that gradmesh.launch started",
+                "the threads backend can only be used in thread ranks",
+                expected="a thread that was started by gradmesh.launch",
                 got=f"thread {threading.current_thread().name!r}",
                 remedy="run the function with gradmesh.launch(fn, nprocs, backend='threads')",
             )

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="override,assignment"
 # torch's stubs give every method a second, direct form, which torch.distributed does not call.
-"""The process group that torch.distributed sees, of ranks that are threads."""
+"""The threads process group: implements torch's interface."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gradmesh.backends.threads import collectives
 from gradmesh.backends.threads.collectives import Exchange
 from gradmesh.backends.threads.rendezvous import Contribution, Group, Receive
 from gradmesh.backends.threads.waiting import Waitable
-from gradmesh.backends.works import Done, OwnWork, Together, promised
+from gradmesh.backends.works import CoalescedWorks, Done, OwnWork, promised
 from gradmesh.call_sites import call_site
 from gradmesh.errors import MismatchError
 
@@ -31,7 +31,7 @@ _Kernel = Callable[[list[Contribution]], None]
 
 
 class _Work(OwnWork):
-    """A call of one rank: started, and complete when every rank has brought its part."""
+    """A pending call of one rank; complete when every rank has made it."""
 
     def __init__(self, waits_for: Waitable, group: ThreadsGroup, tensors: object) -> None:
         super().__init__(tensors)
@@ -57,13 +57,13 @@ class _Work(OwnWork):
 
     @override
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future with the result: complete, unless results are held back, where the rank is to work meanwhile."""
+        """A completed future with the result; a pending one if an observer delays results."""
         observer = self._group.shared.world.observer
         return super().get_future() if observer is None or not observer.lives else promised(self)
 
     @override
     def source_rank(self) -> int:
-        """Whose message came, -1 if none has."""
+        """The sender of the received message, -1 before that."""
         return self._waits_for.came_from if isinstance(self._waits_for, Receive) else -1
 
     _source_rank = source_rank
@@ -80,7 +80,7 @@ def _only_at(place: int, tensor: torch.Tensor, size: int) -> list[torch.Tensor |
 class ThreadsGroup(OwnGroup):
     """A process group whose ranks are threads.
 
-    A call posts this rank's part and returns; the rank waits in the `wait()` of the work, as with gloo.
+    A call posts this rank's contribution and returns; the rank waits in `wait()` of the work, as with Gloo.
     """
 
     backend = "threads"
@@ -90,7 +90,7 @@ class ThreadsGroup(OwnGroup):
         self.shared = shared
         self._coalesced: list[OwnWork] | None = None
 
-    # -- what torch asks of a group
+    # -- torch's interface
 
     @override
     def setGroupName(self, name: str) -> None:
@@ -146,7 +146,7 @@ class ThreadsGroup(OwnGroup):
     ) -> OwnWork:
         return self._post(call, collectives.exchange, inputs, outputs, pieces=pieces, result=result)
 
-    # -- the calls of gradmesh itself
+    # -- gradmesh's data path
 
     @override
     def all_gather_flat(
@@ -209,7 +209,7 @@ class ThreadsGroup(OwnGroup):
     def withdraw(self, call_check: CallCheck | None, said: str) -> None:
         if call_check is not None:
             call_check = CallCheck(secrets.randbits(64), lambda: said, call_check.refusal)
-        with contextlib.suppress(Exception):  # the caller has an error of its own
+        with contextlib.suppress(Exception):  # the caller raises its own error
             self._meet(Contribution(said, [], [], call_site(), None, call_check), lambda _parts: None)
 
     def _direct(
@@ -358,7 +358,7 @@ class ThreadsGroup(OwnGroup):
 
     @override
     def recv_anysource(self, tensors: Tensors, tag: int) -> OwnWork:
-        return self._receive(tensors, None, tag, f"recv(from anybody, tag {tag})")
+        return self._receive(tensors, None, tag, f"recv(from any rank, tag {tag})")
 
     def _receive(self, tensors: Tensors, source: int | None, tag: int, call: str) -> OwnWork:
         part = Contribution(call, tensors, tensors, call_site())
@@ -373,12 +373,12 @@ class ThreadsGroup(OwnGroup):
     @override
     def _end_coalescing(self, device: torch.device) -> OwnWork:
         works, self._coalesced = self._coalesced or [], None
-        return Together(works)
+        return CoalescedWorks(works)
 
-    # -- cutting tensors up
+    # -- splitting tensors
 
     def _slots(self, whole: torch.Tensor, piece: torch.Tensor) -> Tensors:
-        """Cut a tensor into one slot per rank, shaped as the piece: joined along dim 0, or stacked."""
+        """Split a tensor (concatenated along dim 0, or stacked) into one view per rank with the shape of `piece`."""
         if whole.shape == (self.count, *piece.shape):
             return list(whole.unbind(0))
         if piece.dim() and whole.shape == (self.count * piece.shape[0], *piece.shape[1:]):

@@ -1,7 +1,7 @@
-"""The seam at which a simulator watches, orders and delays what ranks that are threads do.
+"""The interface with which a simulator observes, orders and delays the calls of thread ranks.
 
-A world has an `Observer`, or None. Where it has one, each call of a rank goes through it: it may let other ranks go on
-first, note the call, and hold its result back. What is here does nothing of that; an observer overrides what it needs.
+A world may have an `Observer`, which intercepts every call: it may let other ranks run first, record the call, and
+delay its result. The base class does none of these.
 """
 
 from __future__ import annotations
@@ -17,56 +17,56 @@ __all__ = ["Observer"]
 
 
 class Observer:
-    """Stands between the ranks of a world and what they call; each method is called in the rank's thread."""
+    """Intercepts the calls of a world's ranks; each method is called in the rank's thread."""
 
     @property
     def lives(self) -> bool:
-        """Whether results are held back in real time, so that a future must not be waited for when it is made."""
+        """Whether results are delayed in wall-clock time, so that creating a future must not wait."""
         return False
 
     @property
     def takes_turns(self) -> bool:
-        """Whether only the ranks' own threads may call, one at a time, so that nothing can be done beside them."""
+        """Whether only the ranks' threads may communicate, one at a time, so that background threads cannot be used."""
         return False
 
     def async_axis(self, group: Group, run: Callable[[], None]) -> Callable[[], None]:
-        """Run what a rank has begun, where ranks take turns, as if it were done beside what the rank does.
+        """Run an asynchronous call if ranks take turns, as if it overlapped with the rank's computation.
 
         Args:
-            group: the group on which it calls.
-            run: does it.
+            group: the group of the call.
+            run: runs the call.
 
         Returns:
-            What the rank calls to wait for it.
+            A function that waits for the call.
         """
         raise NotImplementedError
 
     def meet(
         self, group: Group, place: int, part: Contribution, kernel: Callable[[list[Contribution]], None]
     ) -> Rendezvous:
-        """A rank brings its part to the next call of a group.
+        """A rank makes its next call on a group.
 
         Args:
             group: the group.
             place: the rank in the group.
-            part: what it brings.
-            kernel: what is done with the parts of all ranks, in the thread of the one that comes last.
+            part: its contribution.
+            kernel: processes the contributions of all ranks, in the thread of the last one.
         """
         return group.bring(place, part, kernel)
 
     def send(self, group: Group, place: int, to: int, tag: int, part: Contribution) -> None:
-        """A rank sends a message to the rank at place `to`."""
+        """A rank sends a message to group rank `to`."""
         group.hand(place, to, tag, part)
 
     def receive(self, group: Group, place: int, source: int | None, tag: int, part: Contribution) -> Receive:
-        """A rank asks for the message of the rank at place `source`, or of anybody."""
+        """A rank receives a message from group rank `source`, or from any rank (None)."""
         return group.take(place, source, tag, part)
 
     def wait(self, waits_for: Waitable, seconds: float) -> None:
-        """A rank waits until something is complete, at most so long."""
+        """A rank waits until something is complete, with a timeout."""
         if not waits_for.done:
             waits_for.sleep(seconds)
 
     def over(self, waits_for: Waitable) -> bool:
-        """A rank asks whether something is complete."""
+        """A rank polls whether something is complete."""
         return waits_for.done

@@ -1,8 +1,8 @@
-"""Where ranks that are threads meet: each brings its part of a call, and the last one does the work for all.
+"""The rendezvous of thread ranks: each posts its contribution to a call, and the last one does the work for all.
 
-Every rank posts its n-th call on a group into that group's n-th `Rendezvous`. When the parts do not fit, every
-rank gets an error that shows what each of them called, and where. Messages from rank to rank are copied, and
-kept until they are asked for.
+Every rank posts its n-th call on a group into the group's n-th `Rendezvous`. If the contributions do not match, every
+rank raises an error that lists all calls with their lines. Point-to-point messages are copied and stored until they are
+received.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ import torch
 
 from gradmesh import _torch
 from gradmesh.backends.call_check import CallCheck
+from gradmesh.backends.messages import DIFFERENT_BRANCH, mismatched_message, show_call
 from gradmesh.backends.threads.waiting import Waitable, World
-from gradmesh.backends.words import show_call, unfit_message
 from gradmesh.call_sites import Site, seen_from
 from gradmesh.errors import MismatchError, message
 
 __all__ = ["Contribution", "Group", "Misfit", "Receive"]
 
 
-class Misfit(Exception):  # noqa: N818 - caught here, and turned into a MismatchError with every rank's call
-    """The parts that the ranks brought do not fit together; says why."""
+class Misfit(Exception):  # noqa: N818 - converted to a MismatchError with every rank's call
+    """The contributions of the ranks do not match."""
 
 
 @dataclasses.dataclass(slots=True)
 class Contribution:
-    """What one rank brings to a call: its name with root and reduce op, its tensors, and where it was made."""
+    """One rank's contribution to a call: its name with root and reduce op, its tensors, and its call site."""
 
     call: str
     inputs: Sequence[torch.Tensor]
     outputs: Sequence[torch.Tensor]
     site: Site
     pieces: object = None
-    """The same tensors, cut up as the kernel of the call wants them."""
+    """The same tensors, split as the call's kernel needs them."""
     call_check: CallCheck | None = None
-    """What else the ranks have to agree in."""
+    """The signature that the ranks compare."""
     direct: bool = False
-    """Whether gradmesh made the call, past torch.distributed's functions."""
+    """Whether the call comes from gradmesh's data path, not from torch.distributed."""
 
     def __str__(self) -> str:
         return show_call(self.call, self.inputs, self.outputs, self.site)
 
 
 class Rendezvous(Waitable):
-    """One call of a group: the parts that have come, and the ranks that have not."""
+    """One call of a group: the contributions that have arrived, and the missing ranks."""
 
     def __init__(self, group: Group, number: int) -> None:
         super().__init__(group.world)
@@ -54,42 +54,42 @@ class Rendezvous(Waitable):
         self.number = number
         self.parts: dict[int, Contribution] = {}
         self.words: list[str] | None = None
-        """What every rank claimed, in words, if all claimed something and it does not fit together."""
+        """The descriptions of all ranks' calls after a mismatch, if all have a call check."""
 
     def needs(self) -> Iterable[int]:
-        """The ranks that have not come."""
+        """The ranks that have not arrived."""
         return [rank for place, rank in enumerate(self.group.ranks) if place not in self.parts]
 
     def show(self, rank: int) -> str:
-        """What that rank called, on which group, and where."""
+        """The call of a rank, with its group and line."""
         part = self.parts.get(self.group.ranks.index(rank))
-        made = part or "a call that it makes for another rank, as the ranks share a module or a graph"
+        made = part or "a call on behalf of another rank (the ranks share a module or a graph)"
         return f"{made}  (call {self.number} of {self.group})"
 
     def withdraw(self) -> bool:
-        """Say whether a rank is missing; it will find the meeting over."""
+        """Whether a rank is missing, so that the call can be aborted."""
         return len(self.parts) < len(self.group.ranks)
 
     def _in_order(self) -> list[Contribution]:
         return [self.parts[place] for place in range(len(self.group.ranks))]
 
     def work(self, kernel: Callable[[list[Contribution]], None]) -> None:
-        """Do the work for all, in the thread of the rank that came last."""
+        """Do the work for all ranks, in the thread of the last one."""
         parts = self._in_order()
         error: BaseException | None = None
         try:
             self._compare([part.call_check for part in parts])
             if any(part.call != parts[0].call for part in parts):
-                raise Misfit("the ranks of a group made different calls")
+                raise Misfit("the ranks made different calls")
             _torch.in_plain_mode(lambda: kernel(parts))
         except Misfit as misfit:
             self._say(parts)
             error = self._mismatch(str(misfit))
         except Exception as other:
-            # A kernel of torch refused, such as a bitwise op on floats: every rank has to hear of it.
+            # A torch kernel raised, such as a bitwise op on floats: every rank must raise.
             error = other
         with self.world.lock:
-            self.parts.clear()  # the tensors belong to their ranks again
+            self.parts.clear()  # release the tensors
             self._complete(error)
 
     def _compare(self, call_checks: Sequence[CallCheck | None]) -> None:
@@ -97,12 +97,12 @@ class Rendezvous(Waitable):
             flags = [call_check.flags for call_check in call_checks if call_check is not None]
             if len(set(flags)) > 1:
                 for call_check in call_checks:
-                    call_check.peer_flags = flags  # type: ignore[union-attr]  # there are flags, so there are claims
+                    call_check.peer_flags = flags  # type: ignore[union-attr]  # flags exist, so call checks exist
             return
-        raise Misfit("the ranks of a group made different calls")
+        raise Misfit("the ranks made different calls")
 
     def _say(self, parts: Sequence[Contribution]) -> None:
-        """Keep what every rank claims, in words, if all of them claim something."""
+        """Store the description of every rank's call, if all have a call check."""
         if all(part.call_check is not None for part in parts):
             self.words = []
             for part in parts:
@@ -115,33 +115,33 @@ class Rendezvous(Waitable):
             message(
                 problem,
                 axis=f"{self.group}, its call {self.number}",
-                expected="the same call with fitting tensors on every rank",
+                expected="the same call with matching tensors on every rank",
                 got="\n".join(got),
-                remedy="find the branch that the ranks take differently, at the places above",
+                remedy=DIFFERENT_BRANCH,
             )
         )
 
 
 class Receive(Waitable):
-    """A tensor that waits to be filled by the message of a peer, or of anybody (`source` None)."""
+    """A tensor that waits for a message from a peer, or from any rank (`source` None)."""
 
     def __init__(self, group: Group, place: int, source: int | None, tag: int, part: Contribution) -> None:
         super().__init__(group.world)
         self.group, self.place, self.source, self.tag, self.part = group, place, source, tag, part
         self.came_from = -1
         self.sent: Contribution | None = None
-        """What the sender called, once the message has come."""
+        """The sender's call, once the message has arrived."""
 
     def needs(self) -> Iterable[int]:
         """The sender."""
         return [] if self.source is None else [self.group.ranks[self.source]]
 
     def show(self, rank: int) -> str:  # noqa: ARG002 - only one rank waits for it
-        """What was called, on which group, and where."""
+        """The call, with its group and line."""
         return f"{self.part}  ({self.group})"
 
     def withdraw(self) -> bool:
-        """Take it from the posted ones, if no message has come."""
+        """Remove it from the posted receives, if no message has arrived."""
         posted = self.group.posted[self.place]
         if self not in posted:
             return False
@@ -149,11 +149,11 @@ class Receive(Waitable):
         return True
 
     def fill(self, sent: Message) -> None:
-        """Copy the message in, and let the receiver pass."""
+        """Copy the message, and wake the receiver."""
         (tensor,) = self.part.inputs
         error: BaseException | None = None
         if tensor.dtype != sent.tensor.dtype or tensor.numel() != sent.tensor.numel():
-            error = unfit_message(
+            error = mismatched_message(
                 str(self.group),
                 f"rank {self.group.ranks[sent.source]}  {sent.part}",
                 f"rank {self.group.ranks[self.place]}  {self.part}",
@@ -170,7 +170,7 @@ class Receive(Waitable):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Message:
-    """A tensor under way; a copy, since the sender may change its own once `send` has returned."""
+    """A tensor in flight; a copy, since the sender may change the original after `send` returns."""
 
     source: int
     tag: int
@@ -179,11 +179,11 @@ class Message:
 
 
 class Group:
-    """What the ranks of one process group share. A place is a rank in the group, a rank is one in the world."""
+    """The shared state of a process group. `place` is a group rank, `rank` a global rank."""
 
     @classmethod
     def of(cls, world: World, key: object, name: str, ranks: Sequence[int]) -> Group:
-        """The group of this key, made by the first rank that asks."""
+        """The group of this key, created by the first rank."""
         with world.lock:
             group: Group = world.shared.setdefault(key, cls(world, name, ranks))
         return group
@@ -209,7 +209,7 @@ class Group:
     def meet(
         self, place: int, part: Contribution, kernel: Callable[[list[Contribution]], None]
     ) -> Rendezvous:
-        """Bring the part of one rank to its next call; the last one to come does the work."""
+        """Post a rank's contribution to its next call; the last rank does the work."""
         observer = self.world.observer
         if observer is not None:
             return observer.meet(self, place, part, kernel)
@@ -218,7 +218,7 @@ class Group:
     def bring(
         self, place: int, part: Contribution, kernel: Callable[[list[Contribution]], None]
     ) -> Rendezvous:
-        """`meet`, unobserved."""
+        """`meet` without the observer."""
         with self.world.lock:
             self.world.check()
             number = self.calls[place]
@@ -231,13 +231,13 @@ class Group:
             complete = len(meeting.parts) == len(self.ranks)
             if complete:
                 del self.meetings[number]
-        # After a timeout the meeting is done, with an error, and whoever comes later gets the same error.
+        # After a timeout the call is done with an error, which later ranks get too.
         if complete and not meeting.done:
             meeting.work(kernel)
         return meeting
 
     def send(self, place: int, to: int, tag: int, part: Contribution) -> None:
-        """Hand a message to who waits for it, or leave it until it is asked for."""
+        """Deliver a message to a waiting receive, or store it."""
         observer = self.world.observer
         if observer is not None:
             observer.send(self, place, to, tag, part)
@@ -245,7 +245,7 @@ class Group:
             self.hand(place, to, tag, part)
 
     def hand(self, place: int, to: int, tag: int, part: Contribution) -> None:
-        """`send`, unobserved."""
+        """`send` without the observer."""
         sent = Message(place, tag, _torch.in_plain_mode(part.inputs[0].clone), part)
         with self.world.lock:
             self.world.check()
@@ -260,14 +260,14 @@ class Group:
         receive.fill(sent)
 
     def receive(self, place: int, source: int | None, tag: int, part: Contribution) -> Receive:
-        """Take the first message that fits, or wait for it."""
+        """Receive the first matching message, or wait for it."""
         observer = self.world.observer
         if observer is not None:
             return observer.receive(self, place, source, tag, part)
         return self.take(place, source, tag, part)
 
     def take(self, place: int, source: int | None, tag: int, part: Contribution) -> Receive:
-        """`receive`, unobserved."""
+        """`receive` without the observer."""
         receive = Receive(self, place, source, tag, part)
         with self.world.lock:
             self.world.check()

@@ -1,8 +1,7 @@
-"""Waiting that ends: a world of threads knows who runs and who waits, and says when nothing can come.
+"""Waiting with deadlock detection: a world of threads tracks which ranks run and which wait.
 
-A rank waits for one thing at a time, so that the `World` can tell a rank that runs from one that waits. When
-nobody runs and nothing can complete, that is a deadlock, and every rank that waits gets an error that shows
-all of them.
+A rank waits for one thing at a time. If no rank runs and nothing can complete, that is a deadlock, and every waiting
+rank raises an error that lists all pending calls.
 """
 
 from __future__ import annotations
@@ -16,53 +15,53 @@ from typing import Any
 
 import torch
 
+from gradmesh.backends.messages import RETURNED_REMEDY, SAME_CALLS, timed_out_text
 from gradmesh.backends.threads.observing import Observer
-from gradmesh.backends.words import RETURNED_REMEDY, SAME_CALLS, nothing_came
 from gradmesh.errors import AbortedError, DeadlockError, GradmeshError, message
 
 __all__ = ["BackgroundTask", "BackgroundThread", "Waitable", "World"]
 
 GRACE = 0.25
-"""Seconds between two looks at the world; what is stuck at two looks in a row, with no event between, is stuck."""
+"""Seconds between two checks; two consecutive checks without progress in between report a deadlock."""
 
 _SHOWN_ONE_BY_ONE = 32
 
 
 class World:
-    """The ranks of one launch: which of them run, wait, or have gone."""
+    """The ranks of one launch: which of them run, wait, or have ended."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        # Ranks begin with different random numbers, as processes do; the launching thread's seed decides which.
+        # Ranks start with different seeds, as processes do, derived from the launching thread's generator.
         self.seed = int(torch.randint(2**62, ()))
         self.lock = threading.Lock()
         self.waiting: dict[int, Waitable] = {}  # by rank, for the ranks' own threads
-        self.gone: dict[int, str] = {}  # how a rank ended
+        self.ended: dict[int, str] = {}  # how a rank ended
         self.gates: set[threading.Lock] = set()
         self.stopped: Callable[[], GradmeshError] | None = None
         self.events = 0
-        self.shared: dict[object, Any] = {}  # what the ranks made together, such as their groups
+        self.shared: dict[object, Any] = {}  # objects that ranks share, such as groups
         self.rank_of_thread: dict[int, int] = {}
-        self.errand_of_thread: dict[int, BackgroundTask] = {}
+        self.task_of_thread: dict[int, BackgroundTask] = {}
         self.observer: Observer | None = None
 
     def begin(self) -> None:
-        """Say that every rank runs (again)."""
+        """Mark every rank as running."""
         with self.lock:
-            self.gone.clear()
+            self.ended.clear()
             self.events += 1
 
     def leave(self, rank: int, error: BaseException | None = None) -> None:
-        """Say that a rank's function is over; an error ends everybody's waiting at once."""
+        """Mark a rank's function as ended; an error aborts all waits immediately."""
         with self.lock:
-            self.gone[rank] = "returned" if error is None else f"failed with {type(error).__name__}"
+            self.ended[rank] = "returned" if error is None else f"failed with {type(error).__name__}"
             self.events += 1
         if error is not None:
             text = f"rank {rank} failed with {type(error).__name__}: {error}"
-            self.stop(lambda: AbortedError(message(text, remedy="see the error of that rank"), rank=rank))
+            self.stop(lambda: AbortedError(message(text, remedy="fix the error of that rank"), rank=rank))
 
     def stop(self, error: Callable[[], GradmeshError]) -> None:
-        """End all waiting, now and later, with this error; only the first one counts."""
+        """Abort all waits, current and future, with this error; only the first call counts."""
         with self.lock:
             self.stop_now(error)
 
@@ -80,39 +79,39 @@ class World:
             raise self.stopped()
 
     def runs(self, rank: int) -> bool:
-        """Whether a rank is in its function and not waiting for what has not come yet."""
-        if rank in self.gone:
+        """Whether a rank is in its function and does not wait for an incomplete call."""
+        if rank in self.ended:
             return False
         waits_for = self.waiting.get(rank)
         return waits_for is None or waits_for.done or waits_for.moves
 
     def hopeless(self, waits_for: Waitable) -> bool:
-        """Whether it cannot come any more: somebody it needs has gone, or nobody runs."""
+        """Whether it can no longer complete: a rank that it needs has ended, or no rank runs."""
         return bool(self.lost(waits_for)) or not any(map(self.runs, range(self.size)))
 
     def lost(self, waits_for: Waitable) -> list[int]:
-        """The ranks that it needs and that have gone: nothing of what happens elsewhere brings it any more."""
-        return sorted(self.gone.keys() & set(waits_for.needs()))
+        """The ended ranks that it needs."""
+        return sorted(self.ended.keys() & set(waits_for.needs()))
 
     def deadlock(self, problem: str) -> DeadlockError:
-        """Build the error that says who waits where. The caller holds the lock."""
+        """Create the error that lists the state of every rank. The caller holds the lock."""
         lines = _folded([self._doing(rank) for rank in range(self.size)])
         return DeadlockError(
             message(
                 problem,
                 got="\n".join(lines),
-                remedy=RETURNED_REMEDY if self.gone else f"see to it that {SAME_CALLS}",
+                remedy=RETURNED_REMEDY if self.ended else f"make sure that {SAME_CALLS}",
             )
         )
 
     def _doing(self, rank: int) -> str:
-        if rank in self.gone:
-            return f"has {self.gone[rank]}"
+        if rank in self.ended:
+            return f"has {self.ended[rank]}"
         return "runs" if self.runs(rank) else f"waits in {self.waiting[rank].show(rank)}"
 
 
 def _folded(doing: list[str]) -> list[str]:
-    """A line for each rank; where there are many, one for neighbours that do the same.
+    """A line for each rank; if there are many, one line for consecutive ranks in the same state.
 
     >>> _folded(["runs"] * 2)
     ['rank 0  runs', 'rank 1  runs']
@@ -143,23 +142,23 @@ class Waitable:
         raise NotImplementedError
 
     def show(self, rank: int) -> str:
-        """What that rank called, on which group, and where."""
+        """The call of a rank, with its group and line."""
         raise NotImplementedError
 
     def withdraw(self) -> bool:
-        """Say whether it can be given up, because nobody is at work on it. The caller holds the lock."""
+        """Whether it can be aborted, because no thread works on it. The caller holds the lock."""
         raise NotImplementedError
 
     def hopeless(self) -> str:
-        """Why it cannot come any more, for the error."""
+        """Why it can no longer complete, for the error."""
         lost = self.world.lost(self)
         if not lost:
-            return "the ranks wait for what cannot come"
+            return "deadlock: every rank waits for another one"
         names = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
-        return f"{names} ha{'ve' if len(lost) > 1 else 's'} {self.world.gone[lost[0]]}, and the others wait for it"
+        return f"{names} ha{'ve' if len(lost) > 1 else 's'} {self.world.ended[lost[0]]}, and the others wait for it"
 
     def _complete(self, error: BaseException | None = None) -> None:
-        """Let everybody pass who waits for it. The caller holds the lock."""
+        """Wake all waiters. The caller holds the lock."""
         self.error = error
         self.done = True
         self.world.events += 1
@@ -173,7 +172,7 @@ class Waitable:
         """Wait until it is complete.
 
         Raises:
-            DeadlockError: it cannot come any more, or has not come within `seconds`.
+            DeadlockError: it can no longer complete, or did not complete within `seconds`.
             AbortedError: another rank failed.
         """
         observer = self.world.observer
@@ -186,16 +185,16 @@ class Waitable:
 
     @property
     def moves(self) -> bool:
-        """Whether a thread that is no rank is about to complete it."""
+        """Whether a background thread is about to complete it."""
         return False
 
     def over(self) -> bool:
-        """Whether it is complete, as far as the rank that asks is to know."""
+        """Whether it is complete from the calling rank's view (the observer may delay it)."""
         observer = self.world.observer
         return self.done if observer is None else observer.over(self)
 
     def sleep(self, seconds: float) -> None:
-        """Wait until it is complete, well or badly, or the world has been stopped.
+        """Wait until it has completed or failed, or the world has been stopped.
 
         Raises:
             GradmeshError: the world has been stopped.
@@ -203,7 +202,7 @@ class Waitable:
         world = self.world
         thread = threading.get_ident()
         rank = world.rank_of_thread.get(thread)  # None in a thread that a rank started
-        errand = world.errand_of_thread.get(thread)
+        task = world.task_of_thread.get(thread)
         deadline = time.monotonic() + seconds
         gate = threading.Lock()
         gate.acquire()
@@ -216,17 +215,17 @@ class Waitable:
             if rank is not None:
                 world.waiting[rank] = self
                 world.events += 1
-            if errand is not None:
-                errand.runner.waits_for = self
+            if task is not None:
+                task.runner.waits_for = self
                 world.events += 1
-        hopeless_since = -1  # the count of events at the last look, if it was hopeless then
+        hopeless_since = -1  # the event count at the last check, if that was hopeless
         try:
             while not gate.acquire(timeout=max(0.001, min(GRACE, deadline - time.monotonic()))):
                 with world.lock:
                     if self.done or world.stopped is not None:
                         break
                     if time.monotonic() >= deadline and self.withdraw():
-                        self._complete(world.deadlock(nothing_came(self.needs(), seconds)))
+                        self._complete(world.deadlock(timed_out_text(self.needs(), seconds)))
                     elif not world.hopeless(self):
                         hopeless_since = -1
                     elif hopeless_since == world.events or (hopeless_since >= 0 and world.lost(self)):
@@ -239,17 +238,17 @@ class Waitable:
                 world.gates.discard(gate)
                 if rank is not None:
                     world.waiting.pop(rank, None)
-                if errand is not None:
-                    errand.runner.waits_for = None
+                if task is not None:
+                    task.runner.waits_for = None
         if not self.done:
             world.check()
 
 
 class BackgroundThread:
-    """A thread that runs errands for a rank, one after another.
+    """A thread that runs tasks for a rank, one after another.
 
     Attributes:
-        waits_for: what it waits for, in whichever of them.
+        waits_for: what it currently waits for.
     """
 
     def __init__(self) -> None:
@@ -257,11 +256,11 @@ class BackgroundThread:
 
 
 class BackgroundTask(Waitable):
-    """What a thread does for a rank, which may wait for its end; a deadlock is seen through it.
+    """A task of a background thread, which a rank may wait for; deadlock detection looks through it.
 
     Args:
         world: the ranks.
-        runner: the thread; what an earlier errand waits for holds up this one.
+        runner: the thread; earlier tasks block this one.
     """
 
     def __init__(self, world: World, runner: BackgroundThread) -> None:
@@ -270,7 +269,7 @@ class BackgroundTask(Waitable):
 
     @property
     def moves(self) -> bool:
-        """Whether the thread works."""
+        """Whether the thread runs."""
         waits_for = self.runner.waits_for
         return waits_for is None or waits_for.done
 
@@ -280,28 +279,28 @@ class BackgroundTask(Waitable):
         return [] if waits_for is None else waits_for.needs()
 
     def show(self, rank: int) -> str:
-        """What the thread called, on which group, and where."""
+        """The call of the thread, with its group and line."""
         waits_for = self.runner.waits_for
-        return "a call that was begun" if waits_for is None else waits_for.show(rank)
+        return "an asynchronous call" if waits_for is None else waits_for.show(rank)
 
     def withdraw(self) -> bool:
         """Never: the call itself has a time limit."""
         return False
 
     def run(self, work: Callable[[], None]) -> None:
-        """Do it, in the thread that does."""
+        """Run the task in the background thread."""
         thread = threading.get_ident()
-        self.world.errand_of_thread[thread] = self
+        self.world.task_of_thread[thread] = self
         try:
             work()
         finally:
-            del self.world.errand_of_thread[thread]
+            del self.world.task_of_thread[thread]
             with self.world.lock:
                 self._complete()
 
 
 def _fresh(error: BaseException) -> BaseException:
-    """An exception of its own for every rank: threads must not share a traceback."""
+    """A separate exception for every rank, since threads must not share a traceback."""
     if isinstance(error, GradmeshError):
         return type(error)(str(error))
     new = RuntimeError(str(error))

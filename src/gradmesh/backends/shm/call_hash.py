@@ -1,6 +1,6 @@
-"""The head of a call: 64 bits of what is called, which the ranks publish with its first phase and compare.
+"""The hash of a call: 64 bits, which the ranks publish in its first epoch and compare.
 
-The lowest bits are the flags of the claim: they are published with the others, but need not be the same.
+The lowest bits are the flags of the call check, which are published but not compared.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from gradmesh.backends.call_check import FLAGS, CallCheck
 from gradmesh.backends.reductions import REDUCTIONS
 
-__all__ = ["REDUCTION_NUMBER", "head"]
+__all__ = ["REDUCTION_NUMBER", "call_hash"]
 
 _COMPARED = 0xFFFF_FFFF_FFFF_FFFF & ~FLAGS
 
@@ -32,13 +32,13 @@ _KINDS = (
 _KIND_NUMBER = {name: number for number, name in enumerate(_KINDS)}
 
 
-def head(kind: str, call_check: CallCheck | None, facts: tuple[int, ...]) -> int:
-    """The head of a call.
+def call_hash(kind: str, call_check: CallCheck | None, facts: tuple[int, ...]) -> int:
+    """The hash of a call.
 
     Args:
         kind: its name.
-        call_check: what the rank claims about it, if anything.
-        facts: numbers that have to be the same on every rank. (The hash of integers is the same in every process.)
+        call_check: its call check, if any.
+        facts: numbers that must be the same on every rank. (Hashes of ints are the same in every process.)
     """
     bits = hash((_KIND_NUMBER[kind], *facts))
     if call_check is None:

@@ -1,4 +1,4 @@
-"""The kinds of calls that gradmesh's own data path makes: what each writes and reads in one window (`direct.py`)."""
+"""The primitives of gradmesh's data path: what each writes and reads in one window (`direct.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradmesh.backends.shm import collectives
-from gradmesh.backends.shm.phases import Call, Lockstep, Steps
+from gradmesh.backends.shm.epochs import Call, Lockstep, Steps
 
 __all__ = [
     "ALL_GATHER",
@@ -21,23 +21,23 @@ __all__ = [
     "REDUCE",
     "REDUCE_SCATTER",
     "RELAY",
-    "Motion",
+    "Primitive",
 ]
 
 
-class Motion(NamedTuple):
-    """What one kind of call does within one window, and in any number of them.
+class Primitive(NamedTuple):
+    """One kind of call: its implementation for a single window, and in general.
 
-    The functions take the phases of the group, the output, the input, and what else the call has: its root, its
-    counts, or its source.
+    The functions take the epochs of the group, the output, the input, and the call's additional argument: its root,
+    counts or source.
 
     Attributes:
-        name: the kind, as torch.distributed's calls of the group have it.
-        shown: how the call is shown in errors; `{}` stands for what else it has.
-        elements: the elements of a chunk that it takes on this rank; -1 if the call has to be made in steps.
-        write: write this rank's chunk.
-        read: read the chunks into the output; False if what the ranks said of sizes does not fit, or not one window.
-        steps: the whole call.
+        name: the kind, as in torch.distributed's calls.
+        shown: its description in errors; `{}` is replaced by the additional argument.
+        elements: the elements of a chunk that it needs on this rank; -1 if it needs several windows.
+        write: writes this rank's chunk.
+        read: reads the chunks into the output; False if the counts do not match or need several windows.
+        steps: the complete call, as a generator.
     """
 
     name: str
@@ -64,7 +64,7 @@ def _write_all(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) ->
 
 
 def _read_gathered(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> bool:  # noqa: ARG001
-    # The rows one after another: one call of torch, where a copy of all would need a view of `out` first.
+    # One call of torch; a copy would need a view of `out` first.
     torch.cat(lockstep.chunks(given.dtype, given.numel()).rows, out=out)
     return True
 
@@ -73,7 +73,7 @@ def _all_gather(call: Call, out: Tensor, given: Tensor, extra: object) -> Steps:
     return collectives.all_gather(call, out.view(call.lockstep.size, given.numel()), given)
 
 
-ALL_GATHER = Motion("all_gather_single", "all_gather", _all_given, _write_all, _read_gathered, _all_gather)
+ALL_GATHER = Primitive("all_gather_single", "all_gather", _all_given, _write_all, _read_gathered, _all_gather)
 
 
 # -- all_reduce and reduce
@@ -100,8 +100,8 @@ def _reduce(call: Call, out: Tensor, given: Tensor, root: int) -> Steps:
     return collectives.reduce(call, out, given, "SUM", root)
 
 
-ALL_REDUCE = Motion("all_reduce", "all_reduce(sum)", _unless_shared, _write_all, _read_sum, _all_reduce)
-REDUCE = Motion("reduce", "reduce(sum, root {})", _all_given, _write_all, _read_sum_at_root, _reduce)
+ALL_REDUCE = Primitive("all_reduce", "all_reduce(sum)", _unless_shared, _write_all, _read_sum, _all_reduce)
+REDUCE = Primitive("reduce", "reduce(sum, root {})", _all_given, _write_all, _read_sum_at_root, _reduce)
 
 
 # -- reduce_scatter
@@ -120,18 +120,18 @@ def _write_parts(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) 
     if size > 1:
         each = given.numel() // size
         pieces = lockstep.chunks(given.dtype, (size - 1) * each).pieces(size - 1)
-        collectives.hand_out(pieces[rank], _parts(lockstep, given, each), rank, 0, each)
+        collectives.write_pieces(pieces[rank], _parts(lockstep, given, each), rank, 0, each)
 
 
 def _parts_for_me(lockstep: Lockstep, given: Tensor) -> list[Tensor]:
-    """What every rank gives to this one, in rank order; the own part is where it was."""
+    """The parts for this rank, in rank order; its own part is not copied."""
     size, rank = lockstep.size, lockstep.rank
     if size == 1:
         return [given]
     each = given.numel() // size
     own = given[rank * each : (rank + 1) * each]
     pieces = lockstep.chunks(given.dtype, (size - 1) * each).pieces(size - 1)
-    return [own if source == rank else collectives.handed(pieces, source, rank) for source in range(size)]
+    return [own if source == rank else collectives.piece_for(pieces, source, rank) for source in range(size)]
 
 
 def _read_sum_of_parts(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> bool:  # noqa: ARG001
@@ -143,7 +143,7 @@ def _reduce_scatter(call: Call, out: Tensor, given: Tensor, extra: object) -> St
     return collectives.reduce_scatter(call, out, _parts(call.lockstep, given, out.numel()), "SUM")
 
 
-REDUCE_SCATTER = Motion(
+REDUCE_SCATTER = Primitive(
     "reduce_scatter_single",
     "reduce_scatter(sum)",
     _others_parts,
@@ -166,7 +166,7 @@ def _read_root(lockstep: Lockstep, out: Tensor, given: Tensor, root: int) -> boo
     return True
 
 
-BROADCAST = Motion(
+BROADCAST = Primitive(
     "broadcast", "broadcast(root {})", _all_out, _write_at_root, _read_root, collectives.broadcast
 )
 
@@ -179,21 +179,21 @@ def _even_elements(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object
 
 
 @lru_cache(64)
-def _even_amounts(size: int, each: int) -> tuple[list[int], bytes]:
-    """A rank's row of the amounts when all parts are equal, and the table that all rows make."""
+def _even_counts(size: int, each: int) -> tuple[list[int], bytes]:
+    """A rank's row of counts for equal parts, and the table of all rows."""
     row = [each] * (2 * size)
     return row, each.to_bytes(8, "little") * (2 * size * size)
 
 
 def _write_even(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> None:
-    amounts, _ = _even_amounts(lockstep.size, given.numel() // lockstep.size)
-    lockstep.say_amounts(lockstep.phase + 1, amounts)
+    counts, _ = _even_counts(lockstep.size, given.numel() // lockstep.size)
+    lockstep.publish_counts(lockstep.epoch + 1, counts)
     _write_parts(lockstep, out, given, extra)
 
 
 def _read_even(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> bool:  # noqa: ARG001
-    _, table = _even_amounts(lockstep.size, given.numel() // lockstep.size)
-    if lockstep.amounts().tobytes() != table:
+    _, table = _even_counts(lockstep.size, given.numel() // lockstep.size)
+    if lockstep.counts().tobytes() != table:
         return False
     torch.cat(_parts_for_me(lockstep, given), out=out)
     return True
@@ -204,7 +204,7 @@ def _exchange_even(call: Call, out: Tensor, given: Tensor, extra: object) -> Ste
     return collectives.exchange(call, _parts(call.lockstep, out, each), _parts(call.lockstep, given, each))
 
 
-EXCHANGE_EVEN = Motion(
+EXCHANGE_EVEN = Primitive(
     "all_to_all_single", "all_to_all", _even_elements, _write_even, _read_even, _exchange_even
 )
 
@@ -216,7 +216,7 @@ def _window(lockstep: Lockstep, dtype: torch.dtype) -> int:
 
 
 def _uneven_elements(lockstep: Lockstep, out: Tensor, given: Tensor, counts: Counts) -> int:  # noqa: ARG001
-    # Another rank may have more to give: whether one window is enough is seen when all have said their amounts.
+    # Another rank may send more: whether one window is enough is decided when all counts are known.
     mine = given.numel() - counts[0][lockstep.rank]
     width = _window(lockstep, given.dtype)
     return width if mine <= width else -1
@@ -225,9 +225,9 @@ def _uneven_elements(lockstep: Lockstep, out: Tensor, given: Tensor, counts: Cou
 def _write_uneven(lockstep: Lockstep, out: Tensor, given: Tensor, counts: Counts) -> None:  # noqa: ARG001
     send, receive = counts
     rank = lockstep.rank
-    lockstep.say_amounts(lockstep.phase + 1, [*send, *receive])
+    lockstep.publish_counts(lockstep.epoch + 1, [*send, *receive])
     row = lockstep.chunks(given.dtype, _window(lockstep, given.dtype)).rows[rank]
-    # The stream has the next rank's piece first, so it is what lies behind the own piece, and then what lies before it.
+    # The stream starts with the next rank's piece: first the elements after the local piece, then those before it.
     begin = sum(send[:rank])
     behind = given[begin + send[rank] :]
     count = behind.numel()
@@ -259,14 +259,14 @@ def _exchange(call: Call, out: Tensor, given: Tensor, counts: Counts) -> Steps:
     return collectives.exchange(call, out.split(list(receive)), given.split(list(send)))
 
 
-EXCHANGE = Motion(
+EXCHANGE = Primitive(
     "all_to_all_single", "all_to_all{}", _uneven_elements, _write_uneven, _read_uneven, _exchange
 )
 
 
 def _write_handed_on(lockstep: Lockstep, out: Tensor, given: Tensor, source: int | None) -> None:
-    amounts = [given.numel(), lockstep.size if source is None else source, out.numel()]
-    lockstep.say_amounts(lockstep.phase + 1, amounts)
+    counts = [given.numel(), lockstep.size if source is None else source, out.numel()]
+    lockstep.publish_counts(lockstep.epoch + 1, counts)
     if given.numel():
         _write_all(lockstep, out, given, source)
 
@@ -280,4 +280,4 @@ def _read_handed_on(lockstep: Lockstep, out: Tensor, given: Tensor, source: int 
     return True
 
 
-RELAY = Motion("relay", "relay(from {})", _all_given, _write_handed_on, _read_handed_on, collectives.relay)
+RELAY = Primitive("relay", "relay(from {})", _all_given, _write_handed_on, _read_handed_on, collectives.relay)
