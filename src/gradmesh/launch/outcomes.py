@@ -12,7 +12,7 @@ from types import TracebackType
 
 import torch
 
-from gradmesh.backends.words import RETURNED_REMEDY
+from gradmesh.backends.messages import RETURNED_REMEDY
 from gradmesh.errors import AbortedError, DeadlockError, GradmeshError, RankError, message
 from gradmesh.tracebacks import shortened
 from gradmesh.world import TIMEOUT
