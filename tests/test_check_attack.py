@@ -14,7 +14,7 @@ from tools.check_attack import command
 from tools.check_attack.attack import attacked, check, reduced
 from tools.check_attack.mutants import KINDS, mutants
 from tools.check_attack.oracle import reference_of
-from tools.check_attack.programs import Placed, Program, draw, is_sound, simpler
+from tools.check_attack.programs import SHARDED, Placed, Program, draw, is_sound, simpler
 from tools.check_attack.ranks import warm
 from tools.check_attack.texts import text_of
 
@@ -57,6 +57,24 @@ def test_what_is_simpler_is_sound_and_comes_to_an_end() -> None:
             assert all(is_sound(each) for each in less)
             program, steps = less[-1], steps + 1
             assert steps < 100
+
+
+def test_sharded_optimizers_are_drawn() -> None:
+    drawn = [draw(seed).sync for seed in range(200)]
+    assert all(drawn.count(sync) >= 3 for sync in SHARDED)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("sync", sorted(SHARDED))
+def test_a_sharded_optimizer_is_proven_right_and_not_accused_and_its_fault_is_found(
+    tmp_path: Path, sync: str
+) -> None:
+    warm()
+    fault = {"zero1": "not sent back", "zero2": "not sent back", "master": "own part of the gradient"}[sync]
+    found = attacked(replace(SMALL, sync=sync), tmp_path, 1, kinds=[fault])
+    assert [(each.kind, each.wrong) for each in found] == [("", ""), (fault, "")]
+    assert found[0].truth == "right"
+    assert found[1].truth.startswith("wrong")
 
 
 @pytest.mark.processes

@@ -58,7 +58,7 @@ def with_rule(text: str, rule: Rule) -> str:
     head, rest = text.split(BEGIN)
     _, after = rest.split(END)
     head = re.sub(r"\A# .*", f"# {rule.id} {rule.name}", head)
-    parts = (f"*{rule.severity}* · {rule.short}", rule.why, f"**To mend it.** {rule.remedy}")
+    parts = (f"*{rule.severity}* · {rule.short}", rule.why, f"**To fix it.** {rule.remedy}")
     told = "\n\n".join(textwrap.fill(part, 119, break_on_hyphens=False) for part in parts)
     return f"{head}{BEGIN}\n{told}\n{END}{after}"
 

@@ -109,6 +109,12 @@ _RULES: tuple[tuple[str, str, str], ...] = (
         r"inner = F\.linear\(inner, self\.down\)\n(?P<rest> +return h \+ .*) \+ self\.bias$",
         r"inner = F.linear(inner, self.down, self.bias)\n\g<rest>",
     ),
+    (
+        "own part of the gradient",
+        r"dist\.reduce_scatter_tensor\(own, flat, group=DP\)",
+        "own.copy_(flat.chunk(DP_SIZE)[dp_rank])",
+    ),
+    ("not sent back", r"^(?P<space> +)dist\.broadcast\(p\.data, src=at .*\)$", r"\g<space>pass"),
     ("reduced in place of its average", r" / \(B \* T\)", " / (B * T) / world"),
 )
 KINDS = tuple(dict.fromkeys(kind for kind, *_ in _RULES))

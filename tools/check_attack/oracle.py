@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tools.check_attack.programs import Program
+from tools.check_attack.programs import SHARDED, Program
 from tools.check_attack.ranks import Ran, differences, trained
 
 __all__ = ["Reference", "Truth", "reference_of", "truth_of"]
@@ -41,7 +41,7 @@ def reference_of(program: Program, path: Path) -> Reference | str:
 
     One process has all rows, all tokens and all shards: what it computes is what the ranks have to compute together.
     """
-    dense, runs = trained(path, 1), trained(path, program.ranks)
+    dense, runs = trained(path, 1, _by_values(program)), trained(path, program.ranks, _by_values(program))
     if dense is None or runs is None:
         return "it gets stuck"
     errors = [run.error for run in (*dense, *runs) if run.error]
@@ -73,7 +73,7 @@ def reference_of(program: Program, path: Path) -> Reference | str:
 
 def truth_of(program: Program, reference: Reference, path: Path) -> Truth:
     """What a changed program is."""
-    runs = trained(path, program.ranks)
+    runs = trained(path, program.ranks, _by_values(program))
     if runs is None:
         return "wrong: it gets stuck"
     if any(run.error for run in runs):
@@ -99,7 +99,7 @@ def truth_of(program: Program, reference: Reference, path: Path) -> Truth:
         )
         if same:
             return f"wrong: {apart:.2g} from what it was"
-        if step or program.optimizer.startswith("manual") or program.deliberate or program.has("clip_value"):
+        if step or _by_values(program) or program.deliberate or program.has("clip_value"):
             return "open: another objective"
         found = differences(path, program.ranks, reference.kinds)
         if found is None:
@@ -152,7 +152,12 @@ def _drifted(reference: Reference, runs: Sequence[Ran]) -> bool:
 
 def _rounding(program: Program) -> float:
     """Of what is known as a difference of parameters alone."""
-    return 3e-7 if program.optimizer.startswith("manual") else 0.0
+    return 3e-7 if _by_values(program) else 0.0
+
+
+def _by_values(program: Program) -> bool:
+    """Whether gradients are known as differences of parameters: no optimizer has all parameters of a rank."""
+    return program.optimizer.startswith("manual") or program.sync in SHARDED
 
 
 def _compared(

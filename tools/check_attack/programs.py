@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tools.check_attack.functions import CALLS, STYLES
 from tools.check_attack.pieces import PIECES
 
-__all__ = ["AVERAGED", "EXTRAS", "Placed", "Program", "draw", "is_sound", "simpler"]
+__all__ = ["AVERAGED", "EXTRAS", "SHARDED", "Placed", "Program", "draw", "is_sound", "simpler"]
 
 MESHES = ((2, 1), (2, 1), (4, 1), (1, 2), (1, 2), (1, 4), (2, 2), (2, 2))
 LOSSES = ("mean", "count", "masked", "sum", "scaled_up", "shared", "reduced")
@@ -28,7 +28,13 @@ SYNCS = (
     "ddp",
     "fsdp2",
     "asked",
+    "zero1",
+    "zero2",
+    "master",
 )
+SHARDED = frozenset({"zero1", "zero2", "master"})
+"""Each rank's optimizer has a part of the model, whose new values are sent to all: whole parameters, or a flat copy."""
+_BESIDE_SHARDS = frozenset({"log", "eval", "aux", "broadcast", "uneven"})
 OPTIMIZERS = ("sgd", "momentum", "adamw", "manual", "manual_data")
 EXTRAS = (
     "scale",
@@ -148,7 +154,7 @@ def _drawn(dice: random.Random, seed: int) -> Program:
         ways = tuple(dice.randrange(len(ways)) for ways in CALLS.values())
         earlier = any(p.piece == piece.name and p.layout == at for p in placed)
         placed.append(Placed(piece.name, at, ways, earlier and dice.random() < 0.5))
-    return Program(
+    program = Program(
         seed,
         dp,
         tp,
@@ -165,6 +171,11 @@ def _drawn(dice: random.Random, seed: int) -> Program:
         dice.choice(STYLES),
         frozenset(extra for extra in EXTRAS if dice.random() < 0.15),
     )
+    if program.sync not in SHARDED:
+        return program
+    # Little goes together with these: what does not is left out, or they would hardly ever be drawn.
+    extras = program.extras & _BESIDE_SHARDS
+    return dataclasses.replace(program, optimizer="sgd", clip=False, tied=False, micro=1, extras=extras)
 
 
 def _size(axis: str, dp: int, tp: int) -> int:
@@ -201,6 +212,9 @@ def is_sound(program: Program) -> bool:
         not has("uneven") or (p.dp > 1 and p.loss in ("count", "masked", "sum", "scaled_up", "reduced")),
         not has("uneven") or (not experts and p.micro == 1),
         p.dp > 1 or p.sync in ("each", "asked"),
+        p.sync not in SHARDED or (p.tp == 1 and p.micro == 1 and p.optimizer == "sgd" and not p.clip),
+        p.sync not in SHARDED or not (experts or p.random or p.tied),
+        p.sync not in SHARDED or p.extras.issubset(_BESIDE_SHARDS),
         p.sync not in ("ddp", "fsdp2") or (averaged and not experts),
         p.sync != "fsdp2" or (p.tp == 1 and p.micro == 1 and p.optimizer in ("sgd", "adamw")),
         p.sync != "fsdp2" or not p.extras.intersection({"ema", "unused", "frozen", "broadcast", "twice"}),

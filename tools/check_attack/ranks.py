@@ -52,9 +52,15 @@ def script_at(path: Path, ranks: int) -> Script:
     return Script(path, "", ranks, None, frozenset(), (), None, (), None, None)
 
 
-def trained(path: Path, ranks: int) -> list[Ran] | None:
-    """Run a script; None where its ranks got stuck, or one left without a word."""
-    return _on_ranks(_trained, path, ranks, ())
+def trained(path: Path, ranks: int, by_values: bool = False) -> list[Ran] | None:
+    """Run a script; None where its ranks got stuck, or one ended without a result.
+
+    Args:
+        path: of the script.
+        ranks: how many.
+        by_values: whether gradients are differences of parameters, and not what an optimizer is given.
+    """
+    return _on_ranks(_trained, path, ranks, (by_values,))
 
 
 def differences(
@@ -157,15 +163,15 @@ def _differences(path: Path, ranks: int, rank: int, port: int, *kinds: Sequence[
     return base.found, losses
 
 
-def _trained(path: Path, ranks: int, rank: int, port: int) -> Ran:
+def _trained(path: Path, ranks: int, rank: int, port: int, by_values: bool) -> Ran:
     watch = Watch(script_at(path, ranks))
     seen = once(watch, rank, port)
     weights = [list(each) for each in seen.weights]
     if watch.root is not None:
         weights.append([own(p) for p in watch.root.parameters()])
-    if seen.gradients:
+    if not by_values:
         gradients = seen.gradients
-    else:  # no optimizer: what was subtracted
+    else:  # what was subtracted
         moved = [
             [a - b for a, b in zip(before, after, strict=True)]
             for before, after in itertools.pairwise(weights)

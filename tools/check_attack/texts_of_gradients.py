@@ -5,10 +5,10 @@ from __future__ import annotations
 from textwrap import indent
 
 from tools.check_attack.pieces import PIECES
-from tools.check_attack.programs import AVERAGED, Program
+from tools.check_attack.programs import AVERAGED, SHARDED, Program
 from tools.check_attack.texts_of_models import has_parts
 
-__all__ = ["clipped", "synchronised"]
+__all__ = ["clipped", "sent_back", "synchronised"]
 
 
 def synchronised(p: Program) -> str:
@@ -37,6 +37,8 @@ def synchronised(p: Program) -> str:
         return "def sync_gradients():\n" + indent(
             "\n".join([loop, indent("\n".join([*skip, *tp]), "    ")]), "    "
         )
+    if p.sync in SHARDED:
+        return "def sync_gradients():\n" + indent("\n".join(_sharded(p.sync, average)), "    ")
     way = "each" if p.sync == "asked" else p.sync
     if way in ("each", "avg"):
         if way == "avg" and average:
@@ -57,6 +59,49 @@ def synchronised(p: Program) -> str:
     if p.has("late_division"):
         body += [loop, *["    if p.grad is None:", "        continue"] * absent, f"    p.grad /= {p.micro}"]
     return "def sync_gradients():\n" + indent("\n".join(body), "    ")
+
+
+def _sharded(way: str, average: bool) -> list[str]:
+    """What brings each rank the gradient of its part."""
+    if way == "zero1":
+        return [
+            "for p in parameters:",
+            "    dist.all_reduce(p.grad, group=DP)",
+            *["    p.grad /= DP_SIZE"] * average,
+        ]
+    if way == "zero2":
+        return [
+            "for at, p in enumerate(parameters):",
+            "    dist.reduce(p.grad, dst=at % DP_SIZE, group=DP)",
+            *["    p.grad /= DP_SIZE"] * average,
+            "    if at % DP_SIZE != dp_rank:",
+            "        p.grad = None",
+        ]
+    return [
+        "flat = torch.cat([p.grad.flatten() for p in parameters])",
+        "flat = F.pad(flat, (0, -len(flat) % DP_SIZE))",
+        "own = torch.empty_like(master)",
+        "dist.reduce_scatter_tensor(own, flat, group=DP)",
+        *["own /= DP_SIZE"] * average,
+        "master.grad = own",
+    ]
+
+
+def sent_back(p: Program) -> list[str]:
+    """What sends the new values of each rank's part to the others."""
+    if p.sync in ("zero1", "zero2"):
+        return [
+            "for at, p in enumerate(parameters):",
+            "    dist.broadcast(p.data, src=at % DP_SIZE, group=DP)",
+        ]
+    if p.sync == "master":
+        return [
+            "whole = master.new_empty(len(master) * DP_SIZE)",
+            "dist.all_gather_into_tensor(whole, master.detach(), group=DP)",
+            "for p, part in zip(parameters, whole[: sum(sizes)].split(sizes)):",
+            "    p.data.copy_(part.view_as(p))",
+        ]
+    return []
 
 
 def _together(way: str, average: bool, root: str) -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from textwrap import indent
 
-from tools.check_attack.programs import Program
-from tools.check_attack.texts_of_gradients import clipped, synchronised
+from tools.check_attack.programs import SHARDED, Program
+from tools.check_attack.texts_of_gradients import clipped, sent_back, synchronised
 
 __all__ = ["batches", "built", "loop", "losses_of"]
 
@@ -28,6 +28,10 @@ def built(p: Program) -> str:
         lines.append(f"ddp = DDP(model, process_group=DP{unused})")
     if p.sync == "fsdp2":
         lines.append("fully_shard(model)")
+    lines += _parts_of(p)
+    stepped = {"zero1": "own_parameters", "zero2": "own_parameters", "master": "[master]"}
+    if p.sync in stepped:
+        return "\n".join([*lines, f"optimizer = torch.optim.SGD({stepped[p.sync]}, lr=0.1)"])
     lines.append(
         {
             "sgd": "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
@@ -38,6 +42,22 @@ def built(p: Program) -> str:
     if p.has("scaler"):
         lines.append('scaler = torch.amp.GradScaler("cpu", init_scale=512.0)')
     return "\n".join(lines)
+
+
+def _parts_of(p: Program) -> list[str]:
+    """The part of the model that each rank's optimizer has."""
+    if p.sync not in SHARDED:
+        return []
+    lines = ["parameters = list(model.parameters())"]
+    if p.sync != "master":
+        return [*lines, "own_parameters = parameters[dp_rank::DP_SIZE]"]
+    return [
+        *lines,
+        "sizes = [p.numel() for p in parameters]",
+        "flat = torch.cat([p.detach().flatten() for p in parameters])",
+        "flat = F.pad(flat, (0, -len(flat) % DP_SIZE))",
+        "master = nn.Parameter(flat.chunk(DP_SIZE)[dp_rank].clone())",
+    ]
 
 
 def batches(p: Program) -> str:
@@ -113,6 +133,8 @@ def loop(p: Program) -> str:
         lines.append(f"torch.manual_seed({p.seed} + 100 * step + dp_rank)")
     if p.optimizer.startswith("manual"):
         lines += ["for p in model.parameters():", "    p.grad = None"]
+    elif p.sync in SHARDED:
+        lines.append("model.zero_grad()")
     else:
         lines.append("optimizer.zero_grad()")
     inner = _backward(p)
@@ -151,6 +173,7 @@ def loop(p: Program) -> str:
         lines += ["scaler.step(optimizer)", "scaler.update()"]
     else:
         lines.append("optimizer.step()")
+    lines += sent_back(p)
     if p.has("ema"):
         lines += ["with torch.no_grad():", "    for slow, p in zip(ema.parameters(), model.parameters()):"]
         lines.append("        slow.lerp_(p, 0.1)")

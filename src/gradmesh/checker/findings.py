@@ -48,7 +48,7 @@ class Finding:
         began: where it began, if that is another line.
         ranks: the global ranks that it was seen on; empty where that cannot be told.
         subject: what it was seen on: a parameter's name, a Function's, a group's; empty if there is none.
-        remedy: how to mend it; the rule's where none is given.
+        remedy: how to fix it; the rule's where none is given.
     """
 
     rule: Rule

@@ -1,4 +1,4 @@
-"""A verdict as text for people: each finding with its lines and how to mend it, then notes and a line of counts."""
+"""A verdict as text for people: each finding with its lines and how to fix it, then notes and a line of counts."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ _ALL = (
         "GM101",
         "missing-sum",
         "error",
-        "A parameter that is the same on the ranks gets each rank's own part of its gradient; nobody takes the sum.",
+        "A parameter that is the same on the ranks gets each rank's own part of its gradient; the sum is missing.",
         "The parameter enters each rank's part of the objective, so its gradient is the sum of the ranks' parts. "
         "Without the sum every rank steps along its own part: the copies differ after the first step, and no copy is "
         "the model that was meant. The usual places are a norm's weight under sequence parallelism, whose ranks see "
@@ -128,7 +128,7 @@ _ALL = (
         "A collective wrote in place into a tensor that autograd had saved for backward.",
         "An operation before it keeps this tensor to compute its derivative from, and finds the other ranks' values "
         "in it. Where torch counts the write, backward raises; where the collective writes through .data, detach() "
-        "or another view of the memory, nobody counts, and the derivative is taken at the wrong point.",
+        "or another view of the memory, the write is not counted, and the derivative is taken at the wrong point.",
         "Reduce a copy: x.clone() before a collective that works in place.",
     ),
     Rule(
@@ -170,7 +170,7 @@ _ALL = (
         "A parameter whose gradients are summed over the ranks differs between them from the start.",
         "The sum of gradients makes steps the same, not values: copies that begin apart stay apart, and each rank "
         "follows gradients that were taken at the other ranks' points. It comes from seeds that depend on the rank "
-        "before the model is built, with nobody to broadcast rank 0's values.",
+        "before the model is built, and rank 0's values are not broadcast.",
         "Broadcast the parameters from one rank after the model is built, or seed alike until it is built and apart "
         "afterwards.",
     ),
@@ -276,7 +276,7 @@ _ALL = (
         "error",
         "The script raised on a rank.",
         "What was recorded before is judged; what would have come after is not known.",
-        "Run the script under torchrun and mend what it raises; if it runs there, give what it needs after `--`.",
+        "Run the script under torchrun and fix what it raises; if it runs there, give what it needs after `--`.",
     ),
 )
 

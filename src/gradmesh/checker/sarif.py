@@ -68,8 +68,8 @@ def _descriptor(rule: Rule) -> dict[str, Any]:
         "shortDescription": {"text": rule.short},
         "fullDescription": {"text": f"{rule.short} {rule.why}"},
         "help": {
-            "text": f"{rule.why}\n\nTo mend it: {rule.remedy}",
-            "markdown": f"**{rule.short}**\n\n{rule.why}\n\n**To mend it.** {rule.remedy}\n\n"
+            "text": f"{rule.why}\n\nTo fix it: {rule.remedy}",
+            "markdown": f"**{rule.short}**\n\n{rule.why}\n\n**To fix it.** {rule.remedy}\n\n"
             f"A wrong and a right program: `gradmesh explain {rule.id}`.",
         },
         "defaultConfiguration": {"level": rule.severity},
@@ -87,7 +87,7 @@ def _result(finding: Finding, key: str, script: str | None, base: Path) -> dict[
         "ruleId": finding.rule.id,
         "ruleIndex": _INDEX[finding.rule.id],
         "level": finding.severity,
-        "message": {"text": f"{text} To mend it: {finding.remedy}"},
+        "message": {"text": f"{text} To fix it: {finding.remedy}"},
         "locations": [_location(at, base)] if at else [],
         "partialFingerprints": {"gradmeshCheck/v1": key, "primaryLocationLineHash": key},
         "properties": {"ranks": list(finding.ranks), "subject": finding.subject},

@@ -1,4 +1,4 @@
-"""Gradients that a program stops in front of a collective: on purpose or not, which nobody can tell."""
+"""Gradients that a program stops in front of a collective: on purpose or not, which cannot be told."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def _apart(context: Context, got: Got) -> Finding:
         return finding("GM204", said, at, began, got.ranks, got.name)
     said = f"{got.name} is the same on ranks {', '.join(map(str, got.ranks))}, and its gradient is not"
     if total is not None or None not in own:
-        said += ": each rank has its own part, and nobody takes the sum"
+        said += ": each rank has its own part, and the parts are not summed"
     return finding("GM101", said, at, began, got.ranks, got.name)
 
 

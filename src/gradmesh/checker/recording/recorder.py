@@ -158,7 +158,7 @@ class Recorder(Numbering, DispatchMode):
         return True
 
     def _is_step(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether an operator writes to a parameter, through `.data`: autograd lets nobody else."""
+        """Whether an operator writes to a parameter, through `.data`: autograd refuses any other way."""
         told = arguments(func, args, kwargs) if written(func) else {}
         targets = (x for key in written(func) for x in tensors_in(told.get(key)))
         return any((known := self._at(x, memory_of(x))) is not None and known.leaf for x in targets)
