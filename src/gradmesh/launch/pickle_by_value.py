@@ -97,8 +97,8 @@ def dumps(obj: object, importable: Callable[[str | None], bool], reason: str) ->
                 "the function or its arguments cannot be imported by name in another process",
                 op="launch",
                 got=reason,
-                remedy="run pip install 'gradmesh[notebook]'; or define the function at the top level of the script and call\n"
-                'launch under if __name__ == "__main__":, or move it to a module that ranks can import',
+                remedy="run pip install 'gradmesh[notebook]'; or define the function at the top level of the script\n"
+                'and call launch under if __name__ == "__main__":, or move it to a module that ranks can import',
             )
         ) from None
     registered = []
