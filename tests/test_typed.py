@@ -273,6 +273,67 @@ def test_a_parameter_that_one_rank_has_freed_is_not_accused(threads: Ranks) -> N
     assert threads(2)(body) == [[], []]
 
 
+@pytest.mark.parametrize("dst", [gm.I, gm.R])
+def test_a_parameter_whose_data_is_assigned_has_the_type_of_what_it_gets(
+    threads: Ranks, dst: gm.Type
+) -> None:
+    def body() -> tuple[object, object, list[str]]:
+        w = nn.Parameter(own(3))
+        with gm.typed() as types:
+            before = types.of(w)["world"]
+            w.data = gm.all_reduce(w.data, op="mean", dst=dst)
+            after = types.of(w)["world"]
+            for _ in range(2):
+                w.grad = None
+                (gm.replicate(w) * own(3, seed=1)).square().sum().backward()
+                assert w.grad is not None
+                w.data = w.data - 0.1 * w.grad
+            w.data = own(3, seed=2)
+            gm.all_reduce(gm.replicate(w), dst=gm.I)
+        return before, after, kinds(types)
+
+    assert everywhere(threads(2)(body)) == (gm.V, gm.I, ["not-the-same"])
+
+
+INFINITE = {
+    "masked_fill": lambda p, mask: p.masked_fill(mask, -torch.inf),
+    "where": lambda p, mask: torch.where(mask, -torch.inf, p),
+    "a bias": lambda p, mask: p + torch.zeros(3, 3).masked_fill(mask, -torch.inf),
+    "added in place": lambda p, mask: torch.zeros(3, 3).masked_fill(mask, -torch.inf).add_(p),
+    "rows": lambda p, mask: p.clone().index_fill_(0, torch.tensor([1]), -torch.inf),
+    "a view": lambda p, mask: _written(p.clone(), slice(1, 3), -torch.inf),
+    "a buffer": lambda p, mask: _written(torch.full((4, 3), -torch.inf), slice(3), p),
+}
+FINITE = {
+    "masked_fill": lambda p, mask: p.masked_fill(mask, -5.0),
+    "a bias": lambda p, mask: p + torch.ones(3, 3).masked_fill(mask, -torch.inf),
+    "a view": lambda p, mask: _written(p.clone(), slice(1, 3), -5.0),
+    "a buffer": lambda p, mask: _written(torch.full((4, 3), -5.0), slice(3), p),
+}
+
+
+def _written(x: torch.Tensor, rows: slice, value: torch.Tensor | float) -> torch.Tensor:
+    x[rows] = value
+    return x
+
+
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [*((one, []) for one in INFINITE.values()), *((one, ["counts-many-times"]) for one in FINITE.values())],
+)
+def test_minus_infinity_in_a_pending_sum_counts_once(
+    threads: Ranks, how: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], found: list[str]
+) -> None:
+    def body() -> list[str]:
+        mask = torch.ones(3, 3, dtype=torch.bool).triu(1)
+        with gm.typed() as types:
+            pending = gm.assert_type(own(3, 3), gm.P)
+            gm.all_reduce(how(pending, mask), dst=gm.R).softmax(-1)
+        return kinds(types)
+
+    assert everywhere(threads(2)(body)) == found
+
+
 def test_an_optimizers_steps_are_looked_at_before_the_gradients_are_gone(threads: Ranks) -> None:
     def body(summed: bool) -> tuple[list[str], object]:
         torch.manual_seed(0)

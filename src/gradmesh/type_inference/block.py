@@ -97,6 +97,7 @@ class _Unseen(TorchFunctionMode):
 
     _NUMBERS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__))
     _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+    _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
     def __init__(self, tracker: Tracker) -> None:
         super().__init__()
@@ -112,6 +113,8 @@ class _Unseen(TorchFunctionMode):
             elif func == self._DATA:
                 node, patches = tracker.looked_up(args[0])
                 tracker.keep(result, dataclasses.replace(node, leaf=False), patches=patches)
+            elif func == self._SET_DATA:
+                tracker.assigned(args[0], args[1])
         return result
 
 

@@ -6,6 +6,7 @@ the same bits, wherever they are, and ranks can compare numbers in the place of 
 
 from __future__ import annotations
 
+import cmath
 import ctypes
 import hashlib
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from gradmesh._torch import is_fake
 
-__all__ = ["number_of_bits", "observable", "said", "token", "within"]
+__all__ = ["number_of_bits", "observable", "same_summed", "said", "token", "within"]
 
 
 def token(*words: object) -> int:
@@ -77,3 +78,14 @@ def number_of_bits(x: Tensor) -> int:
     made = hashlib.blake2b(memory, digest_size=8)
     made.update(f"{x.dtype} {tuple(x.shape)} {x.stride()}".encode())
     return int.from_bytes(made.digest(), "little", signed=True)
+
+
+def same_summed(value: Any) -> bool:
+    """Whether the sum of a value over ranks that all have it is the value: every element is 0, infinite or NaN.
+
+    >>> same_summed(float("-inf")), same_summed(torch.tensor([0.0, -torch.inf])), same_summed(1.0)
+    (True, True, False)
+    """
+    if isinstance(value, Tensor):
+        return observable(value) and not bool(((value != 0) & value.isfinite()).any())
+    return isinstance(value, int | float | complex) and (not value or not cmath.isfinite(value))

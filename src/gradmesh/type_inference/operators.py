@@ -14,14 +14,14 @@ from torch import Tensor
 
 from gradmesh._torch import arguments_of, dispatched_name, in_backward
 from gradmesh.call_sites import Site, call_site
-from gradmesh.type_inference import rules
-from gradmesh.type_inference.digest import said, token
-from gradmesh.type_inference.findings import Condition, Finding, began_at, types_of
-from gradmesh.type_inference.kinds import SAMES, UNKNOWN, ZERO, I, Kind, P, R, S, V, shown
-from gradmesh.type_inference.rules import Operands, Rule, outcome
-from gradmesh.type_inference.table import rule_of
-from gradmesh.type_inference.tape import Mark, Node, Patch, memory_of
-from gradmesh.type_inference.tracker import Tracker
+from gradmesh.inference import rules
+from gradmesh.inference.digest import said, same_summed, token
+from gradmesh.inference.findings import Condition, Finding, began_at, types_of
+from gradmesh.inference.kinds import SAMES, UNKNOWN, ZERO, I, Kind, P, R, S, V, shown
+from gradmesh.inference.rules import Operands, Rule, outcome
+from gradmesh.inference.table import rule_of
+from gradmesh.inference.tape import Mark, Node, Patch, memory_of
+from gradmesh.inference.tracker import Tracker
 
 __all__ = ["follow", "read", "tensors_in"]
 
@@ -166,6 +166,7 @@ class _Call:
         self._base = token(plan.name, statics)
         if plan.written:
             self._patch(())
+        self._once = self._counting_once()
 
     def _patch(self, views: Collection[int]) -> None:
         """Have the operands the values that they show, but those whose memory a view is made of."""
@@ -219,6 +220,17 @@ class _Call:
                 kinds[place] = [S if value else ZERO]
         return kinds
 
+    def _counting_once(self) -> frozenset[int]:
+        """The operands that may be added to a pending sum if every rank has them: of zeros, or of -inf, say."""
+        rule, axes = self.plan.rule, range(len(self.tracker.axes))
+        if rule is None or all(outcome(rule, self._operands(at))[1] != rules.COUNTS for at in axes):
+            return frozenset()
+        busy, self.tracker.busy = self.tracker.busy, True
+        try:
+            return frozenset(place for place, value in self.given.items() if same_summed(value))
+        finally:
+            self.tracker.busy = busy
+
     def _kind(self, at: int, whole: bool) -> tuple[Kind, str]:
         """The kind over one axis, and what is wrong.
 
@@ -232,6 +244,11 @@ class _Call:
             return UNKNOWN, ""
         operands = self._operands(at)
         kind, problem = outcome(rule, operands)
+        if problem == rules.COUNTS:
+            zeros = {
+                n: [ZERO] for n, kinds in operands.items() if n in self._once and SAMES.issuperset(kinds)
+            }
+            kind, problem = (P, "") if outcome(rule, {**operands, **zeros}) == (P, "") else (kind, problem)
         if problem == rules.NONLINEAR and (self.plan.name == _ITEM or self.plan.name.startswith("Tensor.")):
             problem = rules.READ
         if rule.made == "~":

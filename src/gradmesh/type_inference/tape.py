@@ -127,11 +127,11 @@ class Region(NamedTuple):
         return found.reshape(-1)
 
 
-def visible(mine: Region, written: Sequence[Region]) -> list[int]:
-    """Which of several writes, each over those before it, a region shows; -1 is what lay there before.
+def visible(mine: Region, written: Sequence[Region]) -> Tensor:
+    """Which of several writes, each over those before it, each element of a region shows; -1 is what lay there before.
 
-    >>> visible(Region.of(torch.ones(4)), [Region.of(torch.ones(2)), Region.of(torch.ones(1))])
-    [-1, 0, 1]
+    >>> visible(Region.of(torch.ones(4)), [Region.of(torch.ones(2)), Region.of(torch.ones(1))]).tolist()
+    [1, 0, -1, -1]
     """
     every = [mine, *written]
     start, end = min(one.first for one in every), max(one.last for one in every) + 1
@@ -139,8 +139,7 @@ def visible(mine: Region, written: Sequence[Region]) -> list[int]:
     latest = torch.full(((end - start + unit - 1) // unit,), -1, dtype=torch.int32, device="cpu")
     for number, one in enumerate(written):
         latest[one.places(start, unit)] = number
-    shown: list[int] = latest[mine.places(start, unit)].unique().tolist()
-    return shown
+    return latest[mine.places(start, unit)].view(-1, mine.size // unit)[:, 0]
 
 
 class Patch(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,12 +14,12 @@ from gradmesh._torch import in_backward
 from gradmesh.axis import Axis
 from gradmesh.call_sites import call_site
 from gradmesh.errors import CheckWarning, TypeMismatchError
-from gradmesh.type_inference import rules
-from gradmesh.type_inference.agreement import Agreement
-from gradmesh.type_inference.digest import number_of_bits, observable, token
-from gradmesh.type_inference.findings import Condition, Finding, began_at, types_of
-from gradmesh.type_inference.kinds import SAMES, UNKNOWN, ZERO, I, Kind, P, R, S, V, flavor
-from gradmesh.type_inference.tape import Mark, Node, Patch, Region, Tape, visible
+from gradmesh.inference import rules
+from gradmesh.inference.agreement import Agreement
+from gradmesh.inference.digest import number_of_bits, observable, same_summed, token
+from gradmesh.inference.findings import Condition, Finding, began_at, types_of
+from gradmesh.inference.kinds import SAMES, UNKNOWN, ZERO, I, Kind, P, R, S, V, flavor
+from gradmesh.inference.tape import Mark, Node, Patch, Region, Tape, visible
 from gradmesh.types import Type
 
 __all__ = ["Tracker", "together"]
@@ -103,6 +103,14 @@ class Tracker:
             self.keep(x, found, patches=patches)
         return found, patches
 
+    def assigned(self, x: Tensor, data: Tensor) -> None:
+        """Give a tensor the value of another one, as `x.data = data` does: no gradient goes from one to the other."""
+        node, patches = self.looked_up(data)
+        leaf, marks = x.is_leaf and x.requires_grad, node.marks
+        if leaf:
+            marks = tuple(Mark(I, one.number) if one.kind in SAMES else one for one in marks)
+        self.keep(x, dataclasses.replace(node, inputs=(), marks=marks, leaf=leaf), patches=patches)
+
     def patched(self, x: Tensor, node: Node, patches: tuple[Patch, ...]) -> Node:
         """The value of a tensor with what was written over it: each part that is left is a term.
 
@@ -113,15 +121,16 @@ class Tracker:
         mine, busy, self.busy = Region.of(x), self.busy, True
         try:
             shown = visible(mine, [one.region for one in patches])
+            parts: list[int] = shown.unique().tolist()
         finally:
             self.busy = busy
-        sources = [(mine, node) if n < 0 else patches[n] for n in shown] or [(mine, node)]
+        sources = [(mine, node) if n < 0 else patches[n] for n in parts] or [(mine, node)]
         if len(sources) == 1 and sources[0] == (mine, node):
             self.keep(x, node)
             return node
         seen = self.observed(x)
         marks = tuple(
-            self._joined(at, mine, sources)
+            self._joined(at, mine, sources, lambda n: self._counts_once(x, shown == parts[n]))
             if any(one.marks[at].kind in (P, UNKNOWN) for _, one in sources)
             else seen.marks[at]
             for at in range(len(self.axes))
@@ -132,10 +141,24 @@ class Tracker:
         self.keep(x, made)
         return made
 
-    def _joined(self, at: int, mine: Region, sources: Sequence[tuple[Region, Node]]) -> Mark:
-        """What parts make over one axis, each a term."""
+    def _counts_once(self, x: Tensor, part: Tensor) -> bool:
+        """Whether a part of a tensor, if every rank has it, may be added to a pending sum."""
+        busy, self.busy = self.busy, True
+        try:
+            return observable(x) and same_summed(x.detach().reshape(-1)[part.to(x.device)])
+        finally:
+            self.busy = busy
+
+    def _joined(
+        self, at: int, mine: Region, sources: Sequence[tuple[Region, Node]], once: Callable[[int], bool]
+    ) -> Mark:
+        """What parts make over one axis, each a term; `once` tells whether one counts once however often it is added."""
         marks = [node.marks[at] for _, node in sources]
-        kind, problem = rules.outcome(rules.rule("0"), {0: [mark.kind for mark in marks]})
+        kinds = [mark.kind for mark in marks]
+        kind, problem = rules.outcome(rules.rule("0"), {0: kinds})
+        if problem == rules.COUNTS:
+            kinds = [ZERO if one in SAMES and once(n) else one for n, one in enumerate(kinds)]
+            kind, problem = rules.outcome(rules.rule("0"), {0: kinds})
         places = [
             (region.first - mine.first, region.shape, region.stride, mark.number or mark.kind)
             for (region, _), mark in zip(sources, marks, strict=True)
