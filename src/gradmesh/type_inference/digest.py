@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradmesh._torch import is_fake
 
-__all__ = ["number_of_bits", "observable", "same_summed", "said", "token", "within"]
+__all__ = ["number_of_bits", "observable", "said", "same_summed", "token", "within"]
 
 
 def token(*words: object) -> int:

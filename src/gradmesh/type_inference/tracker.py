@@ -14,12 +14,12 @@ from gradmesh._torch import in_backward
 from gradmesh.axis import Axis
 from gradmesh.call_sites import call_site
 from gradmesh.errors import CheckWarning, TypeMismatchError
-from gradmesh.inference import rules
-from gradmesh.inference.agreement import Agreement
-from gradmesh.inference.digest import number_of_bits, observable, same_summed, token
-from gradmesh.inference.findings import Condition, Finding, began_at, types_of
-from gradmesh.inference.kinds import SAMES, UNKNOWN, ZERO, I, Kind, P, R, S, V, flavor
-from gradmesh.inference.tape import Mark, Node, Patch, Region, Tape, visible
+from gradmesh.type_inference import rules
+from gradmesh.type_inference.agreement import Agreement
+from gradmesh.type_inference.digest import number_of_bits, observable, same_summed, token
+from gradmesh.type_inference.findings import Condition, Finding, began_at, types_of
+from gradmesh.type_inference.kinds import SAMES, UNKNOWN, ZERO, I, Kind, P, R, S, V, flavor
+from gradmesh.type_inference.tape import Mark, Node, Patch, Region, Tape, visible
 from gradmesh.types import Type
 
 __all__ = ["Tracker", "together"]
@@ -152,7 +152,7 @@ class Tracker:
     def _joined(
         self, at: int, mine: Region, sources: Sequence[tuple[Region, Node]], once: Callable[[int], bool]
     ) -> Mark:
-        """What parts make over one axis, each a term; `once` tells whether one counts once however often it is added."""
+        """What parts make over one axis, each a term; `once` tells whether one may be added again."""
         marks = [node.marks[at] for _, node in sources]
         kinds = [mark.kind for mark in marks]
         kind, problem = rules.outcome(rules.rule("0"), {0: kinds})
