@@ -103,6 +103,20 @@ def test_a_world_size_that_is_not_that_of_the_axis_is_refused(threads: Any, args
     )
 
 
+def _alone() -> tuple[list[float], list[float]]:
+    x = (1.0 + random(gm.rank() if dist.is_initialized() else 0, 2)).requires_grad_()
+    y = AllGather.apply(x, SimpleNamespace(world_size=1, local_rank=0))
+    (grad,) = torch.autograd.grad((3.0 * y).sum(), x)
+    assert torch.equal(y, x)
+    return y.tolist(), grad.tolist()
+
+
+def test_a_world_size_of_one_returns_the_tensor_in_a_group_and_without_one(threads: Any) -> None:
+    found = threads(2)(_alone)
+    assert [grad for _, grad in [*found, _alone()]] == [[3.0, 3.0]] * 3
+    assert found[0] != found[1]
+
+
 def _scalars() -> None:
     rank = gm.axis().rank
     x = random(rank).requires_grad_()

@@ -359,3 +359,25 @@ def future_in_a_compiled_program() -> list[float]:
 @pytest.mark.processes
 def test_a_pending_call_has_a_future_in_a_compiled_program(compiling: Processes) -> None:
     assert compiling(2)(future_in_a_compiled_program) == [[4.0] * 4] * 2
+
+
+def scattered_without_sizes() -> tuple[list[float], list[float]]:
+    @torch.compile(backend="aot_eager")
+    def scattered(x: torch.Tensor) -> torch.Tensor:
+        return gm.scatter(x, root=1) * 2
+
+    x = torch.arange(7.0) if gm.rank() == 1 else torch.empty(0)
+    y = scattered(x.requires_grad_())
+    (y * (1 + gm.rank())).sum().backward()
+    assert x.grad is not None
+    return y.tolist(), x.grad.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch reads it when it follows a graph break
+def test_sizes_are_exchanged_when_a_compiled_program_runs_and_not_while_it_is_compiled(
+    threads: Processes,
+) -> None:
+    nothing: list[float] = []
+    whole = [2.0, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0]
+    expected = [([0.0, 2.0, 4.0], nothing), ([6.0, 8.0], whole), ([10.0, 12.0], nothing)]
+    assert threads(3)(scattered_without_sizes) == expected

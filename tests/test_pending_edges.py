@@ -252,8 +252,21 @@ def test_a_wait_on_the_thread_that_makes_the_calls_is_refused(threads: Ranks) ->
             future = one.future().then(lambda _: other.wait())
             with pytest.raises(RuntimeError, match="on the thread that is to make it"):
                 future.wait()
-        else:
-            other.wait()
+        assert other.wait().equal(one.wait())  # the refused one as well
+        found: list[float] = one.wait().tolist()
+        return found
+
+    assert threads(2)(on_rank) == [[1.0, 2.0, 3.0], [0.0, 1.0, 2.0]]
+
+
+def test_a_wait_inside_of_a_coalesced_block_is_refused_and_the_call_can_be_waited_for_after_it(
+    threads: Ranks,
+) -> None:
+    def on_rank() -> list[float]:
+        with gm.coalesce():
+            one = gm.shift(own(False), async_op=True)
+            with pytest.raises(gm.OrderError, match="wait inside the block"):
+                one.wait()
         found: list[float] = one.wait().tolist()
         return found
 

@@ -235,14 +235,24 @@ def _compiled(op: Op, x: Tensor) -> Tensor:
     state = rank_state()
     if state.chain is not None and torch.is_grad_enabled() and isinstance(op, LinearOp) and differentiable(x):
         return state.chain.link(op, x)
-    allow_in_dynamo()
+    _hold_for_this_rank(op)
     needs_backward = op.rooted and torch.is_grad_enabled() and not x.requires_grad and differentiable(x)
     return _in_graph(x, _GRAD_TOKEN if needs_backward else None, *encode(op), state.reorderable)
 
 
+def _hold_for_this_rank(op: Op) -> None:
+    """Prepare Dynamo for a call, and have it guard the rank, whose shapes the program has.
+
+    Ranks that are threads share compiled programs, and no other guard distinguishes the ranks.
+    """
+    allow_in_dynamo()
+    # Dynamo needs an index as a number, so it guards it.
+    _ = ((None,) * op.axis.size)[op.axis.rank]
+
+
 def compiled_ordered(op: LinearOp, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
     """As `apply_ordered`, inside a program that is being compiled."""
-    allow_in_dynamo()
+    _hold_for_this_rank(op)
     return _ordered_in_graph(x, token, *encode(op), rank_state().reorderable)
 
 

@@ -55,6 +55,7 @@ __all__ = [
     "TorchWarning",
     "TypeMismatchError",
     "message",
+    "refused_wait",
 ]
 
 
@@ -135,6 +136,16 @@ class DeadlockError(GradmeshError, RuntimeError):
 
 class OrderError(GradmeshError, RuntimeError):
     """Collectives that have to run backward on every rank are not tied to a loss, or cannot be."""
+
+    refused_wait = False
+    """True if only the place of a wait is wrong: the call can still be waited for elsewhere."""
+
+
+def refused_wait(text: str) -> OrderError:
+    """The error of a wait in the wrong place."""
+    error = OrderError(text)
+    error.refused_wait = True
+    return error
 
 
 class TypeMismatchError(GradmeshError, TypeError):

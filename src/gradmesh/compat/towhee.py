@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradmesh.axis import AxisLike, resolve
+from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.compat import _ops
 from gradmesh.compat._function import OpFunction, run
 from gradmesh.errors import ArgumentError, message
@@ -48,15 +48,17 @@ class AllGather(OpFunction):
         Args:
             ctx: any object, or None if `backward` is not called directly.
             tensor: this rank's tensor, of the same shape on all ranks.
-            args: any object with the number of ranks as `args.world_size`. `args.local_rank` is ignored.
+            args: any object with the number of ranks as `args.world_size`; 1 returns the tensor, in any process group.
+                `args.local_rank` is ignored.
             axis: the ranks to gather from; defaults to the current mesh's only axis, else the world.
 
         Raises:
-            ArgumentError: `args.world_size` is not the number of ranks of the axis.
+            ArgumentError: `args.world_size` is neither 1 nor the number of ranks of the axis.
             MismatchError: the shapes or dtypes differ (detected on some backends).
         """
-        found = resolve(axis, "compat.towhee.AllGather")
         world_size = getattr(args, "world_size", None)
+        alone = world_size == 1
+        found = Axis("one rank", 0, 1, None) if alone else resolve(axis, "compat.towhee.AllGather")
         if world_size != found.size:
             raise ArgumentError(
                 message(

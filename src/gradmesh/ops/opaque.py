@@ -33,6 +33,8 @@ __all__ = ["Traced", "collective"]
     mutates_args=(),
     schema="(Tensor x, str words, SymInt[] numbers, Tensor[] tensors, str group, str role, Tensor? origin, bool joins)"
     " -> (Tensor, Tensor)",
+    # A tracer runs an op of constants at once, if it has not this tag; the other ranks may trace at another time.
+    tags=[torch.Tag.nondeterministic_seeded],
 )
 def collective(
     x: Tensor,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.call_sites import Site, call_site, show_site
-from gradmesh.errors import OrderError, message
+from gradmesh.errors import OrderError, message, refused_wait
 from gradmesh.ops.all_gather import AllGather
 from gradmesh.ops.base import Op, SameShape
 from gradmesh.ops.mean import Mean
@@ -90,7 +90,7 @@ class _Member:
 
     def _message(self) -> tuple[_Message, int]:
         if self.sent is None:
-            raise OrderError(
+            raise refused_wait(
                 message(
                     "a coalesced call was not sent",
                     op=self.op.verb,

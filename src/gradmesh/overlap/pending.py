@@ -21,7 +21,7 @@ from gradmesh._torch import (
 from gradmesh.autograd import apply, differentiable, refuse_dropped
 from gradmesh.call_sites import Site, call_site, show_site
 from gradmesh.dims import known_names, with_names
-from gradmesh.errors import OrderError, message
+from gradmesh.errors import OrderError, message, refused_wait
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.overlap.async_nodes import AsyncCollective, finished, started
 from gradmesh.state import UnwaitedCalls, rank_state
@@ -146,10 +146,13 @@ class Pending(Generic[T]):
             return self._result
         self._check_wait()
         finish, self._finish = self._finish, None
-        self._mark_waited()
         try:
             self._result = finish()
         except Exception as error:
+            if isinstance(error, OrderError) and error.refused_wait:
+                self._finish = finish
+                raise
+            self._mark_waited()
             self._error, self._operand = error, None
             if self._unwaited is not None:
                 self._unwaited.abandon()
@@ -157,6 +160,7 @@ class Pending(Generic[T]):
         except BaseException:  # Ctrl-C, say: the call is still under way
             self._finish = finish
             raise
+        self._mark_waited()
         self._operand = None
         # A call that is kept keeps its result, and nothing else.
         self._over, result = _true, self._result
@@ -247,7 +251,7 @@ class Pending(Generic[T]):
 
     def _order_error(self, problem: str, expected: str, got: str, remedy: str) -> OrderError:
         got += f"; begun {show_site(self._site)}"
-        return OrderError(
+        return refused_wait(
             message(problem, op=self._verb, axis=self._axis, expected=expected, got=got, remedy=remedy)
         )
 

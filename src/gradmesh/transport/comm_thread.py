@@ -30,7 +30,7 @@ from gradmesh.backends.threads.group import ThreadsGroup
 from gradmesh.backends.threads.rendezvous import Group
 from gradmesh.backends.threads.waiting import BackgroundTask, BackgroundThread
 from gradmesh.call_sites import Site, call_site, seen_from
-from gradmesh.errors import NotInitializedError, OrderError, message
+from gradmesh.errors import NotInitializedError, OrderError, message, refused_wait
 from gradmesh.state import rank_state
 from gradmesh.transport.middleware import MIDDLEWARE
 
@@ -136,7 +136,7 @@ class WorkItem(Generic[T]):
         if self._made_here:
             return self._outcome()
         if self._worker is threading.current_thread() and not self.over:
-            raise OrderError(
+            raise refused_wait(
                 message(
                     "a call is waited for on the thread that is to make it",
                     op="async_op",
