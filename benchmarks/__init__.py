@@ -5,14 +5,14 @@
     python -m benchmarks.ddp_step               a DDP step on shm and on Gloo
     python -m benchmarks.compare OLD NEW        two files of `benchmarks.speed --json` against each other
 
-Each has `--help`. The peers that are no part of torch are in requirements.txt beside this file; a system that is not
-installed is left out, and the tables say so.
+Each has `--help`. requirements.txt beside this file lists the compared systems outside of torch; the tables mark those
+that are not installed.
 
-systems/        what is compared: cases, and how each system calls them
+systems/        the compared systems, and the cases that they run
 modes/          the table of verbs and autodiff modes
-speed/          the tables of times, and the promises held against them
+speed/          the tables of times, and the performance targets
 ddp_step.py     a step of training under DDP
-compare.py      what became slower from one run to another
-machine.py      what was measured on
-terminal.py     what the commands have in common
+compare.py      regressions between two runs
+machine.py      description of the machine
+terminal.py     helpers shared by the commands
 """

@@ -5,8 +5,8 @@ The columns are measured in turn in the same processes, step by step; a figure i
 slower rank, with the quartiles behind it.
 
 * alone: the same step without DDP, which is the floor.
-* shm, in line: each bucket is waited for as soon as it is begun, as a future that waits would have it.
-* shm, gloo: DDP as it comes.
+* shm, in line: each bucket is waited for immediately after its launch.
+* shm, gloo: unmodified DDP.
 """
 
 from __future__ import annotations

@@ -62,13 +62,13 @@ def progress(total: int, period: float = _PIPED_PERIOD) -> Iterator[Tell]:
 
 
 def errors_as_text(command: Callable[Parameters, None]) -> Callable[Parameters, None]:
-    """The command, with gradmesh's own errors and unusable files told as text and exit status 1."""
+    """Print gradmesh's errors and OSErrors without a traceback, and exit with status 1."""
 
     @functools.wraps(command)
-    def told(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+    def wrapped(*args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
         try:
             command(*args, **kwargs)
         except (GradmeshError, OSError) as error:
             raise click.ClickException(str(error)) from error
 
-    return told
+    return wrapped

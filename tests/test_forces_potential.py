@@ -169,13 +169,13 @@ FLAT = Atoms("Cu", cell=[[3, 0, 0], [0, 3, 0], [3, 3, 0]], pbc=True)
 @pytest.mark.parametrize(
     ("several", "text"),
     [
-        ([NOWHERE], "nowhere"),
+        ([NOWHERE], "non-finite atomic positions"),
         ([Atoms("O"), TOGETHER], "atoms [12] and [12]"),
         ([OWN_IMAGE], "atoms [01] and [01]"),
         ([FLAT], "no volume"),
         ([Atoms("Cu", pbc=True)], "no volume"),
         ([Atoms("CuAg", [[0, 0, 0], [0, 0, 2]])], "got +Ag"),
-        ([], "nothing to make a batch of"),
+        ([], "cannot make a batch of zero structures"),
     ],
 )
 def test_structures_that_would_have_no_forces_are_refused(several: list[Atoms], text: str) -> None:

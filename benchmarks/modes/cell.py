@@ -106,12 +106,12 @@ def on_rank(where: str, case: str, mode: str, timeout: float, quiet: bool) -> Re
 def _raised(error: Exception, system: System) -> Raised:
     chain = list(_causes(error))
     stated = [e for e in chain if _is_own(e, system)]
-    told = stated[-1] if stated else error
+    reported = stated[-1] if stated else error
     traced = _TRACED.search(str(error))
     if traced and any(f"{os.sep}{name.replace('.', os.sep)}{os.sep}" in str(error) for name in system.own):
         return Raised(f"{traced[1]}: {_first_line(traced[2])}", own=True, late=False)
     late = any(isinstance(e, DeadlockError) or _LATE.search(str(e)) for e in chain)
-    return Raised(f"{type(told).__name__}: {_first_line(str(told))}", bool(stated), late)
+    return Raised(f"{type(reported).__name__}: {_first_line(str(reported))}", bool(stated), late)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -62,8 +62,8 @@ def modes(
 ) -> None:
     """Run every verb in every autodiff mode, here and in other systems.
 
-    Each is run on local ranks and held against a dense program of one process. Fails when a cell of gradmesh is
-    neither right nor refused. Takes minutes.
+    Each runs on local ranks and is compared with a dense program on one process. Fails if a cell of gradmesh is neither
+    correct nor an explicit refusal. Takes minutes.
     """
     chosen = [SYSTEMS[name] for name in systems] or [GRADMESH, *(() if quick else available(PEERS))]
     columns = list(only) or list(MODES)

@@ -189,7 +189,7 @@ def _weights(case: Case, mode: Mode) -> list[Tensor | None]:
 
 def _loss(y: Tensor, weight: Tensor | None, linear: bool) -> Tensor:
     """A rank's objective; one that does not use its result takes part with weight zero."""
-    if weight is None or weight.shape != y.shape:  # a wrong shape is told when the values are compared
+    if weight is None or weight.shape != y.shape:  # a wrong shape is reported when the values are compared
         return (0 * y * y).sum().real
     return (weight * (y if linear else y * y)).sum().real
 

@@ -74,8 +74,8 @@ def speed(
 ) -> None:
     """Time every collective, forward and backward, here and in other systems.
 
-    The systems are gradmesh on each backend, the raw calls, what else differentiates, MPI where it is installed, and
-    the copies that nobody can avoid. All take turns in one run on local ranks. Takes some ten minutes.
+    The systems are gradmesh on each backend, raw calls of torch.distributed, other differentiable libraries, MPI if it
+    is installed, and plain memory copies as a lower bound. All are interleaved in one run. Takes about ten minutes.
     """
     if page is not None and picture is None:
         picture = page.with_suffix(".png")
@@ -110,13 +110,13 @@ def speed(
 
 
 def size_of(text: str) -> int:
-    """The bytes that a size says, in B, KiB or MiB.
+    """Parse a size in B, KiB or MiB.
 
     >>> size_of("4"), size_of("512KiB"), size_of("4 MiB")
     (4, 524288, 4194304)
 
     Raises:
-        ArgumentError: it is no size, or not of whole float32 elements.
+        ArgumentError: invalid, or not a multiple of a float32 element.
     """
     digits = text.rstrip("KMiB ")
     unit = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20}.get(text[len(digits) :].strip())
@@ -124,8 +124,8 @@ def size_of(text: str) -> int:
     if size < ELEMENT or size % ELEMENT:
         raise ArgumentError(
             message(
-                "this is no size",
-                expected=f"a multiple of {ELEMENT} bytes such as 4, 4KiB or 32MiB",
+                "--size is invalid",
+                expected=f"a multiple of {ELEMENT} bytes, e.g. 4, 4KiB or 32MiB",
                 got=f"--size {text}",
             )
         )

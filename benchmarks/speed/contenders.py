@@ -25,7 +25,7 @@ class Contender:
 
     Attributes:
         system: its name.
-        backend: "gloo", "shm", "threads" or "MPI"; "" for the floor, which communicates with nobody.
+        backend: "gloo", "shm", "threads" or "MPI"; "" for the lower bound, which does not communicate.
         makers: how it does each verb that it has.
         needs: a module without which it is left out, and the command that installs it.
     """

@@ -52,7 +52,7 @@ class Pool(abc.ABC):
     Attributes:
         names: the contenders that are timed here.
         left_out: those that are not, and why.
-        weighs: whether a rank's memory can be told.
+        weighs: True if a rank's peak memory can be measured.
     """
 
     names: list[str]

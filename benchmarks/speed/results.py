@@ -53,7 +53,7 @@ class Cell:
 
     @property
     def key(self) -> Key:
-        """Which cell it is, whoever was timed."""
+        """The table cell of the measurement, for any system."""
         return Key(self.ranks, self.verb, self.way, self.size)
 
     @cached_property

@@ -21,7 +21,7 @@ __all__ = ["FULL", "QUICK", "Plan", "able_to", "calibrated", "judged", "measure"
 SAMPLE = 25e-3
 """Seconds that a sample should take at least: with more ranks than cores, shorter ones measure who starts first."""
 _ALONE = 16 * 2**20
-"""Bytes from which one call takes longer than that, whoever makes it."""
+"""Bytes from which one call takes longer than that in every system."""
 _MOST = 1000
 """Calls in a sample at most."""
 _LEAST_ROUNDS = 3

@@ -23,7 +23,7 @@ def _simple(verb: Callable[..., Tensor], **options: Any) -> Make:
 
 
 def _sized(verb: Callable[..., Tensor], **options: Any) -> Make:
-    """A verb that is told the sizes where they are not equal."""
+    """A verb that gets `sizes` if they are not equal."""
 
     def make(at: Setting) -> Op:
         sizes = None if at.even else at.sizes

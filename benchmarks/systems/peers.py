@@ -195,7 +195,7 @@ DTENSOR = System(
     where="benchmarks.systems.peers:DTENSOR",
     own=("torch.distributed",),
     assumed="`from_local`, `redistribute`, `to_local` over a 1-D mesh: Replicate with `grad_placements=[Partial()]` "
-    "is R, without it is I. Uneven shards are told by `shape=` and `stride=`. In second order, the gradient of a "
+    "is R, without it is I. Uneven shards are passed by `shape=` and `stride=`. In second order, the gradient of a "
     "replicated gradient is taken to be the same on every rank; no argument says otherwise.",
     verbs={
         "all_gather(dst=R)": _dtensor("S0", "R", "sum"),

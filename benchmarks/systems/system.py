@@ -36,7 +36,7 @@ class Setting:
 
     @property
     def even(self) -> bool:
-        """Whether no sizes have to be told."""
+        """True if all sizes are equal, so that none are passed."""
         return self.layout == "even"
 
     @property

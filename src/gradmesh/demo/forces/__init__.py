@@ -1,6 +1,6 @@
-"""The job behind `gradmesh demo forces`: a potential for atoms, trained and run on one process and on ranks.
+"""`gradmesh demo forces`: graph parallelism for an interatomic potential, compared with one process.
 
 `structures` makes the data with ASE, `batches` their graphs, `layers` the parts of the network. `single` is the
-potential as it is written for one process and `parallel` the same on ranks; docs/forces.md shows what differs.
-`training` and `dynamics` run it, `comparing` holds both against each other, and `report` shows what `job` finds.
+potential for one process and `parallel` for ranks; docs/forces.md shows the difference. `training` and `dynamics` run
+it, `comparing` compares both, `job` runs everything and `report` shows the results.
 """

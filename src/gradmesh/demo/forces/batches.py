@@ -1,4 +1,4 @@
-"""Structures as one graph: who is near whom, across the sides of the cells too."""
+"""Batches of structures as one graph, with neighbour lists in periodic cells."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["Batch", "Figures", "batch_of", "neighbours"]
 KINDS = {number: kind for kind, number in enumerate(ELEMENTS)}
 SYMBOLS = [chemical_symbols[number] for number in ELEMENTS]
 NEAREST = 1e-6
-"""In A. In one place two atoms have no direction, and their forces would be NaN."""
+"""In A. The direction between coinciding atoms is undefined, and their forces would be NaN."""
 
 
 @dataclass(frozen=True, eq=False)
 class Figures:
-    """Of a batch, what is computed or what is right.
+    """The properties of a batch, predicted or from the reference calculator.
 
     Attributes:
         energy: of each structure, eV.
@@ -42,15 +42,15 @@ class Figures:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Structures as one graph, whole.
+    """Structures as one graph, not partitioned.
 
     Attributes:
-        kinds: the element of each atom, counted in `ELEMENTS`.
+        kinds: the element of each atom, as an index in `ELEMENTS`.
         positions: of the atoms.
-        structure: which structure each belongs to.
+        structure: the index of each atom's structure.
         edges: sources and targets.
-        offsets: what is to be added to the position of an edge's source for the image that is meant.
-        volumes: of the structures' cells; infinite where there is none, whose stress is then zero.
+        offsets: vector from the position of an edge's source to its periodic image.
+        volumes: of the structures' cells; infinite without a cell, so that the stress is zero.
     """
 
     kinds: Tensor
@@ -61,36 +61,36 @@ class Batch:
     volumes: Tensor
 
     def at(self, positions: Tensor) -> Batch:
-        """The same with the atoms elsewhere."""
+        """The same batch with other positions."""
         return dataclasses.replace(self, positions=positions)
 
     @property
     def structures(self) -> int:
-        """How many there are."""
+        """The number of structures."""
         return len(self.volumes)
 
     @property
     def sizes(self) -> Tensor:
-        """How many atoms each structure has."""
+        """The number of atoms of each structure."""
         return torch.bincount(self.structure, minlength=self.structures)
 
 
 def neighbours(atoms: Atoms, cutoff: float) -> tuple[Tensor, Tensor]:
-    """Edges between all that is nearer than the cutoff: an atom and its own image too, and a pair several times.
+    """All edges shorter than the cutoff, including periodic images: an atom with its own image, a pair several times.
 
     Args:
         atoms: a structure.
         cutoff: in A.
 
     Returns:
-        Sources and targets, shape (2, edges), and what is to be added to the source, shape (edges, 3).
+        Sources and targets, shape (2, edges), and the offsets of the sources' images, shape (edges, 3).
 
     Raises:
-        ArgumentError: atoms are nowhere, or two in one place; or the cell does not say how the structure repeats.
+        ArgumentError: non-finite positions, coinciding atoms, or a periodic cell without volume.
     """
     if not np.isfinite(atoms.positions).all():
-        _refuse("an atom is nowhere", "finite positions", f"{atoms.positions.tolist()}"[:80])
-    # Of a single atom without a cell matscipy cannot make one.
+        _refuse("non-finite atomic positions", "finite positions", f"{atoms.positions.tolist()}"[:80])
+    # matscipy cannot construct a cell for a single atom.
     box = atoms.cell.complete().array
     lengths = np.linalg.norm(atoms.cell.array, axis=1)
     if (
@@ -108,27 +108,27 @@ def neighbours(atoms: Atoms, cutoff: float) -> tuple[Tensor, Tensor]:
     if far.min(initial=1) < NEAREST:
         one, other = edges[:, far.argmin()].tolist()
         _refuse(
-            "atoms are in one place",
-            f"{NEAREST} A between any two",
+            "two atoms have the same position",
+            f"at least {NEAREST} A between any two atoms",
             f"{far.min()} A, atoms {other} and {one}",
         )
     return torch.from_numpy(edges), torch.from_numpy(offsets)
 
 
 def batch_of(structures: Sequence[Atoms], cutoff: float) -> tuple[Batch, Figures]:
-    """Structures as one graph, and what their calculators say of them; zeros where they have none.
+    """Structures as one graph, and the results of their calculators; zeros without results.
 
     Args:
         structures: with or without results.
         cutoff: in A.
 
     Raises:
-        ArgumentError: there are none, or elements that the potential does not know; or see `neighbours`.
+        ArgumentError: no structures, or unsupported elements; and as `neighbours`.
     """
     if odd := {symbol for atoms in structures for symbol in atoms.symbols} - set(SYMBOLS):
-        _refuse("the potential does not know an element", ", ".join(SYMBOLS), ", ".join(sorted(odd)))
+        _refuse("unsupported elements", f"elements from {', '.join(SYMBOLS)}", ", ".join(sorted(odd)))
     if not structures:
-        _refuse("there is nothing to make a batch of", "structures", "none")
+        _refuse("cannot make a batch of zero structures", "at least 1 structure", "none")
     sizes = torch.tensor([len(atoms) for atoms in structures])
     graphs = [neighbours(atoms, cutoff) for atoms in structures]
     firsts = sizes.cumsum(0) - sizes

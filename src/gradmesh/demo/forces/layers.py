@@ -132,7 +132,7 @@ class Parts(nn.Module):
         if apart.dtype != self.embed.dtype:
             raise DTypeError(
                 message(
-                    "the potential is of another dtype than the positions",
+                    "the potential's dtype differs from the positions'",
                     op="demo.forces",
                     expected=f"{apart.dtype}",
                     got=f"{self.embed.dtype}",

@@ -1,4 +1,4 @@
-"""What the job can be asked, and who is told how far it is; nothing of an extra is imported here."""
+"""Options and progress callbacks of the job; imports no extra."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__ = ["Settings", "Watcher"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line can choose.
+    """Options of the command line.
 
     Attributes:
-        ranks: how many there are.
-        backend: what they run on.
-        steps: of training.
-        md: steps of molecular dynamics.
-        channels: how many scalars, and how many vectors, each atom has.
-        structures: how many are trained on; a third as many are held out.
-        batch: how many a step is of.
-        partition: "space": every structure is cut; "graphs": each is whole on one rank.
-        moving: about how many atoms the slab has that moves.
-        atoms: about how many the largest slab has, of which the rows are counted.
-        seed: decides the structures, the initial parameters and the velocities.
+        ranks: number of ranks.
+        backend: of the ranks.
+        steps: number of training steps.
+        md: number of steps of molecular dynamics.
+        channels: scalar features, and vector features, of each atom.
+        structures: number of training structures; a third as many are held out.
+        batch: structures per step.
+        partition: "space": each structure is partitioned; "graphs": each is on one rank.
+        moving: approximate number of atoms in the molecular dynamics.
+        atoms: approximate number of atoms of the largest slab whose sent rows are counted.
+        seed: of the structures, the initial parameters and the velocities.
     """
 
     ranks: int = 4
@@ -41,10 +41,10 @@ class Settings:
 
 
 class Watcher:
-    """Is told how far the job is; this one ignores it."""
+    """Progress callbacks; this base class ignores them."""
 
     def begin(self, what: str, steps: int) -> None:
-        """A part of the job begins, of so many steps."""
+        """A part of the job starts, with a number of steps."""
 
     def advance(self, steps: int, what: str = "") -> None:
-        """So many steps of it are done; what is to be said of them."""
+        """Some steps are done; `what` is shown."""
