@@ -39,7 +39,7 @@ FLOORS = (
     ("overlap",),
     ("arguments", "order", "deferred", "reordering"),
     ("no_sync", "reductions", "pytrees"),
-    ("collectives",),
+    ("collectives", "own_ops"),
     ("averaging",),
     ("objective",),
     ("type_inference",),

@@ -71,6 +71,7 @@ from gradmesh.objective import objective
 from gradmesh.order import Order, backward, grad, join, ordered
 from gradmesh.overlap.coalesce import coalesce
 from gradmesh.overlap.pending import Pending
+from gradmesh.own_ops import apply
 from gradmesh.reordering import reorderable
 from gradmesh.scaling import scale_gradient
 from gradmesh.type_inference import Types, assert_type, typed
@@ -117,6 +118,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "apply",
     "assert_type",
     "axis",
     "backward",

@@ -24,6 +24,7 @@ from gradmesh import profiling
 from gradmesh._torch import is_fake, profiler_on
 from gradmesh.axis import Axis
 from gradmesh.bounded_cache import BoundedCache
+from gradmesh.call_sites import call_site, seen_from
 from gradmesh.checking import FULL, check_level
 from gradmesh.dtypes import BITS, NEVER_COPIED
 from gradmesh.errors import DTypeError, GradmeshError, ShapeError, message
@@ -114,6 +115,13 @@ class Op(abc.ABC):
     rooted: ClassVar[bool] = False
     """Whether only one rank's operand counts, so that the others would miss the backward collective."""
 
+    _outside: ClassVar[bool] = False
+    """Whether the class is defined outside of the package."""
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        cls._outside = not cls.__module__.startswith("gradmesh.")
+
     # -- what a subclass owes
 
     @abc.abstractmethod
@@ -163,6 +171,13 @@ class Op(abc.ABC):
             x: the operand.
             recorded: what is to be remembered of the call, and what it comes from.
         """
+        if self._outside:
+            # The frames of `transfer` are the program's, and the call is made further out.
+            with seen_from(call_site()):
+                return self._traced(x, recorded)
+        return self._traced(x, recorded)
+
+    def _traced(self, x: Tensor, recorded: CallRecord | None) -> Tensor:
         if ACTIVE_TRACERS[0] and (tracer := rank_state().tracer) is not None:
             return tracer.follow(self, x, recorded, lambda: self._applied(x, recorded))
         return self._applied(x, recorded)
