@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-REFUSED = "lacks what it needs"
+REFUSED = "is not supported by torch"
 
 # The names that are asked for while a program is compiled. Compiling takes long, and is tried without these only.
 SEEN_BY_COMPILERS = {

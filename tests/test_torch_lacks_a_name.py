@@ -111,7 +111,7 @@ def test_without_a_name_there_is_one_warning_that_says_what_happens(
     ((category, text),) = reports[name]["warnings"]
     assert category == gm.TorchWarning.__name__
     assert f"torch {torch.__version__}" in text
-    assert f"no {name}: {_torch.RELIED_ON[name]}" in text
+    assert f"missing {name}: {_torch.RELIED_ON[name]}" in text
     assert text.count("\n") == 3, "it names others"
 
 
@@ -143,7 +143,7 @@ def test_of_several_ranks_on_a_machine_one_warns(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(names, "gone", ["torch._this"])
     monkeypatch.setattr(names, "RELIED_ON", {"torch._this": "more work"})
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    with pytest.warns(gm.TorchWarning, match=r"no torch\._this: more work"):
+    with pytest.warns(gm.TorchWarning, match=r"missing torch\._this: more work"):
         names.warn_of_what_is_gone()
     monkeypatch.setenv("LOCAL_RANK", "1")
     names.warn_of_what_is_gone()  # a warning is an error here
@@ -154,7 +154,7 @@ def test_of_several_ranks_on_a_machine_one_warns(monkeypatch: pytest.MonkeyPatch
 
 def test_what_is_refused_names_the_torch_and_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "gone", ["torch._this"])
-    with pytest.raises(gm.TorchVersionError, match=r"no torch\._this\n") as caught:
+    with pytest.raises(gm.TorchVersionError, match=r"missing private names: torch\._this\n") as caught:
         names.refuse("a feature", "torch._this", "torch._that")
     assert torch.__version__ in str(caught.value)
     assert names.SUPPORTED in str(caught.value)

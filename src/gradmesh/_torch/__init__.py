@@ -1,8 +1,8 @@
-"""Every private name of torch that gradmesh relies on, in one place.
+"""Every private name of torch that gradmesh uses, in one place.
 
-Private names change under us. Each is looked up here once, with what happens where it is gone; a torch that lacks some
-gives one warning that names them. `tests/test_torch_private.py` states what is relied on for each, so that a new
-torch release fails there, by name, and not somewhere in a training run.
+Private names change between releases. Each is looked up here once, with the fallback if it is missing; a torch that
+lacks some gives one warning that names them. `tests/test_torch_private.py` tests the behavior that gradmesh relies on,
+so that a new torch release fails there, by name, and not in a training run.
 """
 
 from gradmesh._torch.accumulation import (

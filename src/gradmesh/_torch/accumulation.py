@@ -1,4 +1,4 @@
-"""What becomes of the gradient of a leaf in the backward pass that runs, and work for the end of that pass."""
+"""How the current backward pass handles the gradient of a leaf, and callbacks at the end of the pass."""
 
 from __future__ import annotations
 
@@ -13,31 +13,29 @@ from gradmesh._torch.names import find
 
 __all__ = ["accumulates", "after_pass", "can_accumulate_later", "can_run_after_pass", "leaf_behind"]
 
-_SUMMED_AT_ONCE = (
-    "no_sync() puts nothing off: sums owed to leaves are taken in each backward pass, which is right"
-)
+_NOT_DEFERRED = "no_sync() does not defer reductions: each backward pass sums, which is correct but slower"
 
-_executes = find("torch._C._will_engine_execute_node", without=_SUMMED_AT_ONCE)
+_executes = find("torch._C._will_engine_execute_node", without=_NOT_DEFERRED)
 _after = find(
     "torch.autograd.Variable._execution_engine.queue_callback",
-    without=f'{_SUMMED_AT_ONCE}; check("full") does not find sums that are missing',
+    without=f'{_NOT_DEFERRED}; check("full") does not find missing sums',
 )
-_hooks = find("torch._C.TensorBase._backward_hooks", without=_SUMMED_AT_ONCE)
-_hooks_behind = find("torch._C.TensorBase._post_accumulate_grad_hooks", without=_SUMMED_AT_ONCE)
+_hooks = find("torch._C.TensorBase._backward_hooks", without=_NOT_DEFERRED)
+_hooks_behind = find("torch._C.TensorBase._post_accumulate_grad_hooks", without=_NOT_DEFERRED)
 can_run_after_pass = _after is not None
 _there = None not in (_executes, _after, _hooks, _hooks_behind)
 
 
 def can_accumulate_later(x: Tensor) -> bool:
-    """Whether nobody would see that a tensor gets its gradient in a later pass, and all at once.
+    """Whether a leaf's gradient can be accumulated in a later pass without observable difference.
 
-    True for an `nn.Parameter` alone. Any other leaf may be an input whose `.grad` is read after this pass: a received
-    pipeline activation, the copy that a reentrant checkpoint makes of its inputs, a cached representation. Nothing
-    else distinguishes these from a parameter: neither when they were made nor whether they are used again, as
-    pipelines keep their receive buffers.
+    Only for an `nn.Parameter`. Any other leaf may be an input whose `.grad` is read after this pass: a received
+    pipeline activation, the copy that a reentrant checkpoint makes of its inputs, a cached representation. These cannot
+    be distinguished from a parameter otherwise, neither by the time of their creation nor by reuse, since pipelines
+    reuse their receive buffers.
 
-    Not so for a parameter with hooks, which torch calls in each pass, with None where there is nothing yet; nor inside
-    of DDP, which takes what is in `.grad` as soon as its own hook is called.
+    Not for a parameter with hooks, which torch calls in each pass, nor inside of DDP, which reads `.grad` when its hook
+    is called.
     """
     if not (_there and isinstance(x, nn.Parameter) and x.is_leaf and x.requires_grad):
         return False
@@ -54,24 +52,24 @@ def _inside_ddp() -> bool:
 
 
 def leaf_behind(node: Any) -> tuple[Tensor | None, Any]:
-    """The leaf that is the first operand of a node of a `Function`, or None; and the node that accumulates into it."""
+    """The leaf that is the first operand of a `Function` node, or None; and its gradient accumulation node."""
     accumulate = node.next_functions[0][0]
     return getattr(accumulate, "variable", None), accumulate
 
 
 def accumulates(accumulate: Any) -> bool:
-    """Whether the pass adds to `.grad` of the leaf, rather than handing a gradient to the caller or leaving it out.
+    """Whether the pass accumulates into `.grad` of the leaf, instead of returning the gradient or skipping it.
 
     Args:
         accumulate: the node that accumulates into the leaf.
     """
     try:
         executes: bool = _executes(accumulate)
-    except RuntimeError:  # torch's way to say that this is autograd.grad, which captures what would come here
+    except RuntimeError:  # raised in autograd.grad, which captures this gradient
         return False
     return executes
 
 
 def after_pass(work: Callable[[], None]) -> None:
-    """Do something at the end of the backward pass that runs, if it does not fail."""
+    """Run a callback at the end of the current backward pass, if it succeeds."""
     _after(work)

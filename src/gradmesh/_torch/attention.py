@@ -1,4 +1,4 @@
-"""torch's fused attention with the logsumexp of each row, which its public function does not give."""
+"""torch's fused attention with the logsumexp of each row, which its public function does not return."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ _DTYPES = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16
 
 
 def flash_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the fused kernels can be used: on a CPU, with one size of features, and with nothing empty.
-
-    An empty operand ends the process.
-    """
+    """Whether the fused kernels can be used: CPU, equal feature sizes, no empty operand (which crashes the process)."""
     there = _forward is not None and _backward is not None and q.is_cpu and q.dtype in _DTYPES
     return there and k.shape[-1] == v.shape[-1] and min(q.numel(), k.numel()) > 0
 
@@ -31,8 +28,8 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, diagonal: bool, scale: float)
         q: (batch, heads, rows, features).
         k: (batch, heads, keys, features).
         v: the same.
-        diagonal: whether row i sees the keys up to i alone.
-        scale: of the scores.
+        diagonal: whether row i attends only to keys up to i (causal).
+        scale: the scale of the scores.
 
     >>> x = torch.zeros(1, 1, 4, 2)
     >>> flash_forward(x, x, x, False, 1.0)[1].exp()
@@ -45,12 +42,12 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, diagonal: bool, scale: float)
 def flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, diagonal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients by q, k and v; `out` and `lse` may be those over more keys than are here."""
+    """The gradients of q, k and v; `out` and `lse` may include more keys than `k` and `v`."""
     operands = map(_in_rows, (grad, q, k, v, out))
     dq, dk, dv = _backward(*operands, lse, 0.0, diagonal, scale=scale)
     return dq, dk, dv
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """The tensor with each row's numbers side by side, and the rows apart; the kernels take other strides for these."""
+    """The tensor with contiguous, non-overlapping rows; the kernels misread other strides."""
     return x if x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] else x.contiguous()

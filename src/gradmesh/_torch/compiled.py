@@ -1,4 +1,4 @@
-"""What a compiler, and a tensor without values, need to know of a collective."""
+"""Collectives in compiled programs and on fake tensors."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_COMPILED = "compiled programs refuse {}"
+_COMPILED = "compiled programs raise for {}"
 _OPS = {
     f"torch.ops._c10d_functional.{name}": find(
-        f"torch.ops._c10d_functional.{name}", without=_COMPILED.format("the verbs that any of these carries")
+        f"torch.ops._c10d_functional.{name}", without=_COMPILED.format("the verbs that use these")
     )
     for name in (
         "all_gather_into_tensor",
@@ -47,11 +47,11 @@ _OPS = {
 
 
 compiling = torch.compiler.is_compiling
-"""Whether the call is part of a program that is being compiled; asked of torch here and nowhere else."""
+"""Whether the call is in a program that is being compiled."""
 
 
 def functional(name: str, group: dist.ProcessGroup, x: torch.Tensor, *args: Any) -> torch.Tensor:
-    """A collective as a functional op, which a compiler can see, move and bucket; the result is fresh."""
+    """A functional collective, which a compiler can trace, move and bucket; returns fresh memory."""
     path, waiting = f"torch.ops._c10d_functional.{name}", "torch.ops._c10d_functional.wait_tensor"
     op, wait = _OPS[path], _OPS[waiting]
     if op is None or wait is None:
@@ -60,7 +60,7 @@ def functional(name: str, group: dist.ProcessGroup, x: torch.Tensor, *args: Any)
     return done
 
 
-_fake = find("torch._subclasses.FakeTensor", without="a fake tensor is told by the name of its class")
+_fake = find("torch._subclasses.FakeTensor", without="fake tensors are recognized by the name of their class")
 
 if _fake is not None:
 
@@ -80,7 +80,7 @@ _resolve = find(_RESOLVE, without=_COMPILED.format("every verb"))
 
 
 def resolve_group(name: str) -> dist.ProcessGroup:
-    """The process group of a name, on the calling rank."""
+    """The process group with a name, on the calling rank."""
     if _resolve is None:
         refuse("a collective in a compiled program", _RESOLVE)
     group: dist.ProcessGroup = _resolve(name)
@@ -88,18 +88,18 @@ def resolve_group(name: str) -> dist.ProcessGroup:
 
 
 def default_group() -> dist.ProcessGroup | None:
-    """The process group of the world, the same object to a compiler too.
+    """The process group of the world, as the same object under compilation.
 
-    Dynamo of torch 2.11 takes `dist.group.WORLD` for another object than itself where its class is written in Python.
+    Dynamo of torch 2.11 treats `dist.group.WORLD` as a different object if its class is written in Python.
     """
     return c10d._world.default_pg if hasattr(c10d, "_world") else dist.group.WORLD
 
 
 def keyword_fields_last(kind: type[Any]) -> None:
-    """Have a dataclass list its keyword-only fields last.
+    """Move the keyword-only fields of a dataclass to the end.
 
-    Dynamo of torch 2.11 takes positional arguments for the first fields in the list, the keyword-only ones of a base
-    class too, and then refuses the call.
+    Dynamo of torch 2.11 assigns positional arguments to the first fields, including keyword-only ones of a base class,
+    and then raises.
     """
     fields = kind.__dataclass_fields__
     kind.__dataclass_fields__ = dict(sorted(fields.items(), key=lambda item: bool(item[1].kw_only)))
@@ -107,18 +107,18 @@ def keyword_fields_last(kind: type[Any]) -> None:
         keyword_fields_last(derived)
 
 
-# No name tells: an older Dynamo refuses a key of a dict whose class says how it is hashed.
+# Checked by version: an older Dynamo rejects dict keys whose class defines __hash__.
 _HASHES_ITSELF = torch.__version__ < "2.13"
 
 
 def hashed_by_identity(kind: type[Any]) -> None:
-    """Have the objects of a class hashed by identity, where Dynamo takes that."""
+    """Hash the objects of a class by identity, if Dynamo supports that."""
     if not _HASHES_ITSELF:
         kind.__hash__ = object.__hash__  # type: ignore[assignment]
 
 
 def constant_to_compilers(function: F) -> F:
-    """Have Dynamo call a function while it compiles, instead of following it; its result is then a constant.
+    """Mark a function as constant: Dynamo calls it during compilation instead of tracing it.
 
     As `torch.compiler.assume_constant_result`, which imports Dynamo, and that takes longer than importing torch.
     """
@@ -128,7 +128,7 @@ def constant_to_compilers(function: F) -> F:
 
 _compile_context = find(
     "torch._guards.CompileContext.try_get",
-    without="while one rank that is a thread compiles, gm.objective on the others is taken to be compiled too",
+    without="while one thread rank compiles, gm.objective on the other ranks behaves as if compiled",
 )
 
 
@@ -139,18 +139,18 @@ def only_others_compile() -> bool:
 
 
 def enters_graphs(*functions: Callable[..., Any]) -> Callable[[], None]:
-    """Have Dynamo put calls of functions into its graphs as they are, so that autograd follows them and not Dynamo.
+    """Put calls of functions into Dynamo's graphs without tracing them, so that autograd handles them.
 
     Returns:
-        What a program that is being compiled calls before it calls one of them. Dynamo is told only then.
+        A function that a compiled program must call before it calls one of them; it registers them with Dynamo.
     """
 
     @constant_to_compilers
-    def tell() -> None:
+    def allow() -> None:
         for function in functions:
             torch.compiler.allow_in_graph(function)
 
-    return tell
+    return allow
 
 
 _EVAL_FRAME = "torch._C._dynamo.eval_frame"
@@ -158,17 +158,17 @@ _NAMES = [
     f"{_EVAL_FRAME}.{name}" for name in ("set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction.SKIP")
 ]
 _UNMARKED = (
-    "Dynamo may refuse a compiled program in which torch itself calls an own backend (DDP, a graph break)"
+    "Dynamo may fail on a compiled program in which torch calls gradmesh's backends (DDP, a graph break)"
 )
 _mark, _strategy, _skip = [find(path, without=_UNMARKED) for path in _NAMES]
 
 
 def never_compiled(kind: type[Any]) -> None:
-    """Exclude the functions of a class, and whatever they call, from Dynamo when it meets their frames at run time.
+    """Exclude the methods of a class, and all code that they call, from Dynamo's frame evaluation.
 
-    torch's C++ calls the methods of a Python process group, of its works and of autograd Functions, also inside the
-    call of a compiled function. There Dynamo compiles every frame outside of torch's own files. As a recursive
-    `torch.compiler.disable`, which imports Dynamo, and Dynamo can still inline the functions.
+    torch's C++ calls the methods of a Python process group, of its works and of autograd Functions, also inside of
+    compiled functions, where Dynamo would compile their frames. As a recursive `torch.compiler.disable`, which imports
+    Dynamo; Dynamo can still inline the functions.
     """
     if None in (_mark, _strategy, _skip):
         return
@@ -185,10 +185,10 @@ there(_REGISTER, without=_COMPILED.format("every verb"))
 
 
 def ordered_effect(op: Any) -> Any:
-    """Have compilers keep every call of a custom op, in order.
+    """Make compilers keep every call of a custom op, in order.
 
     Returns:
-        The op; where torch cannot be told that, a function that refuses to be called in its place.
+        The op; if torch does not support this, a function that raises.
     """
     if _ORDERED in gone or _REGISTER in gone:
 

@@ -1,4 +1,4 @@
-"""What a dispatch mode sees of an operator: its arguments by name, which of them it writes, and tensors' versions."""
+"""Operators in a dispatch mode: their arguments by name, which of them they write, and tensor versions."""
 
 from __future__ import annotations
 
@@ -31,14 +31,19 @@ __all__ = [
 _MODE = "torch.utils._python_dispatch.TorchDispatchMode"
 _SCHEMA = "torch.ops.aten.add.Tensor._schema"
 _UNBOX = "torch._C._distributed_c10d.ProcessGroup.unbox"
-_NO_TYPES = "gradmesh.typed is refused"
+_NO_TYPES = "gradmesh.typed raises"
 _mode, _schema = find(_MODE, without=_NO_TYPES), find(_SCHEMA, without=_NO_TYPES)
 _unbox = find(
-    _UNBOX, without="gradmesh.typed takes what raw collectives return for new tensors, and observes it"
+    _UNBOX,
+    without="gradmesh.typed treats results of raw collectives as new tensors and infers their types from values",
 )
 
 WeakTensors: Any = (
-    find("torch.utils.weak.WeakIdKeyDictionary", without="gradmesh check keeps what a script frees") or dict
+    find(
+        "torch.utils.weak.WeakIdKeyDictionary",
+        without="gradmesh check keeps tensors alive that a script frees",
+    )
+    or dict
 )
 """A dictionary of tensors by identity that does not keep them alive."""
 
@@ -47,10 +52,10 @@ if not TYPE_CHECKING:
 
 
 def need_dispatch() -> None:
-    """Refuse what cannot be had without dispatch modes.
+    """Raise if dispatch modes or operator schemas are not available.
 
     Raises:
-        TorchVersionError: this torch has none, or does not tell what an operator's arguments are.
+        TorchVersionError: this torch lacks them.
     """
     if _mode is None or _schema is None:
         refuse("types of tensors", _MODE, _SCHEMA)
@@ -58,13 +63,14 @@ def need_dispatch() -> None:
 
 @functools.cache
 def arguments_of(func: Any) -> tuple[tuple[str, bool], ...]:
-    """The arguments of an operator, each with whether it is written.
+    """The arguments of an operator: name, and whether the operator writes to it.
 
     >>> arguments_of(torch.ops.aten.relu_.default)
     (('self', True),)
     """
-    told = func._schema.arguments
-    return tuple((arg.name, arg.alias_info is not None and arg.alias_info.is_write) for arg in told)
+    return tuple(
+        (arg.name, arg.alias_info is not None and arg.alias_info.is_write) for arg in func._schema.arguments
+    )
 
 
 @functools.cache
@@ -79,16 +85,16 @@ def dispatched_name(func: Any) -> tuple[str, str]:
 
 
 def version_of(x: Tensor) -> int:
-    """How often a tensor's memory has been written; -1 where nobody counts."""
+    """The version counter of a tensor; -1 if it has none."""
     try:
         version: int = x._version
-    except (AttributeError, RuntimeError):  # a torch without the name; an inference tensor
+    except (AttributeError, RuntimeError):  # missing in this torch, or an inference tensor
         return -1
     return version
 
 
 def group_behind(boxed: Any) -> torch.distributed.ProcessGroup | None:
-    """The process group that an operator of c10d was handed, None where that cannot be told."""
+    """The process group argument of a c10d operator; None if it cannot be determined."""
     if _unbox is None:
         return None
     try:
@@ -99,7 +105,7 @@ def group_behind(boxed: Any) -> torch.distributed.ProcessGroup | None:
 
 
 def arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What an operator was called with, by the names of its arguments."""
+    """The arguments of an operator call by name."""
     return {**dict(zip((name for name, _ in arguments_of(func)), args, strict=False)), **kwargs}
 
 
@@ -123,5 +129,5 @@ _REDUCTIONS = {
 
 
 def reduction_of(boxed: Any) -> str:
-    """How an operator of c10d combines the ranks' tensors, in lower case; "other" where that is no plain way."""
+    """The reduction of a c10d operator, in lower case; "other" if it is not a standard one."""
     return _REDUCTIONS.get(int(boxed.op()), "other")

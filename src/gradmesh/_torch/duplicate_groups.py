@@ -1,8 +1,8 @@
-"""A second process group of the same ranks, which its members alone make.
+"""Duplicates a process group; only its members need to call this.
 
-`new_group` wants every rank of the world to call it; with `use_local_synchronization` its members are enough, but the
-name that they have to agree in counts the groups that each of them is in. So the function below that is called, with a
-name of our own.
+`new_group` must be called by every rank of the world; with `use_local_synchronization` its members suffice, but the
+group's name then depends on the number of groups of each member. So this calls the underlying function with an explicit
+name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gradmesh._torch.names import find, gone, refuse
 
 __all__ = ["duplicate_group", "is_known"]
 
-_REFUSED = "async_op=True is refused"
+_REFUSED = "async_op=True raises"
 _C10D = "torch.distributed.distributed_c10d"
 _new = find(f"{_C10D}._new_process_group_helper", without=_REFUSED)
 _store = find(f"{_C10D}._get_default_store", without=_REFUSED)
@@ -25,11 +25,11 @@ _NEEDED = f"{_C10D}._new_process_group_helper", f"{_C10D}._get_default_store"
 
 
 def duplicate_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
-    """Make a group of the ranks of another, for CPU tensors, with its backend and timeout; all of them have to call.
+    """Create a group with the ranks, CPU backend and timeout of another one; all its members must call this.
 
     Args:
         group: the group.
-        purpose: what the new one is for; a second one for the same purpose cannot be made.
+        purpose: the description of the new group; unique per group.
     """
     if not set(gone).isdisjoint(_NEEDED):
         refuse("async_op=True", *_NEEDED)
@@ -45,29 +45,29 @@ def duplicate_group(group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup
         timeout=_timeout(group),
         group_desc=purpose,
     )
-    world: Any = dist.distributed_c10d._world  # without which there are no groups either
+    world: Any = dist.distributed_c10d._world  # present wherever groups exist
     world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made
 
 
 def is_known(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group was made and not destroyed."""
+    """Whether a group exists, i.e. was created and not destroyed."""
     return group is not None and group in dist.distributed_c10d._world.pg_map
 
 
 def _backend(group: dist.ProcessGroup) -> str:
-    """What carries CPU tensors."""
+    """The backend for CPU tensors."""
     pairs = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
     return f"cpu:{pairs['cpu']}"
 
 
 def _timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
-    """How long its calls wait; None where nothing tells: then torch's own default."""
+    """The timeout of a group; None if unknown, which means torch's default."""
     own = getattr(group, "timeout", None)
     if isinstance(own, int | float):
         return datetime.timedelta(seconds=own)
     try:
-        told = group._get_backend(torch.device("cpu")).options._timeout
+        timeout = group._get_backend(torch.device("cpu")).options._timeout
     except (AttributeError, RuntimeError):
         return None
-    return told if isinstance(told, datetime.timedelta) else None
+    return timeout if isinstance(timeout, datetime.timedelta) else None

@@ -1,4 +1,4 @@
-"""Memory that torch hands out uninitialised, filled with NaN, so that what nobody wrote is seen."""
+"""Fills uninitialized memory with NaN, to detect reads of it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["fill_fresh_memory"]
 
 _set = find(
     "torch._C._set_deterministic_algorithms",
-    without="an audit loads torch's compiler when it fills fresh memory, which takes seconds once",
+    without="an audit imports torch's compiler to fill uninitialized memory, which takes seconds once",
 )
 
 
 def fill_fresh_memory(on: bool) -> bool:
-    """Fill what torch.empty and the like return with NaN, or not; for the whole process.
+    """Switch filling of uninitialized memory (torch.empty) with NaN on or off, for the whole process.
 
-    torch does so while deterministic algorithms are asked for, and `torch.utils.deterministic` does not say otherwise.
+    torch does this while deterministic algorithms are enabled, unless `torch.utils.deterministic` disables it.
 
     Returns:
-        Whether they were asked for before; where they were, nothing is changed.
+        Whether they were enabled before; if so, nothing is changed.
     """
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -28,6 +28,6 @@ def fill_fresh_memory(on: bool) -> bool:
         return True
     if _set is None:
         torch.use_deterministic_algorithms(on, warn_only=True)
-    else:  # the public function imports the compiler first, to tell it too
+    else:  # the public function imports the compiler, to configure it too
         _set(on, warn_only=True)
     return before

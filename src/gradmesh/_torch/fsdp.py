@@ -1,4 +1,4 @@
-"""Of which parameters wrappers average the gradients, and by what they divide, where they tell nobody."""
+"""Gradient divisors of FSDP1, FSDP2 and replicate, read from private attributes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ __all__ = [
 
 
 def fully_sharded(module: nn.Module) -> dict[int, tuple[float, DeviceMesh]] | None:
-    """The parameters that a `FSDPModule` itself has, by identity: by what it divides their gradients, over which mesh.
+    """The divisor and mesh of each parameter of a `FSDPModule` itself, by id of the parameter.
 
-    Between forward and backward its parameters may be plain tensors, which do not know their mesh. Autograd sees the
-    gathered ones, which exist only in between: they are included.
+    Includes the gathered parameters that autograd uses between forward and backward, which are plain tensors.
 
     Returns:
-        Those that require grad; None if this torch does not tell.
+        Those that require grad; None if this torch does not provide the information.
     """
     try:
         state: Any = module._get_fsdp_state()  # type: ignore[operator]
@@ -43,7 +42,7 @@ def fully_sharded(module: nn.Module) -> dict[int, tuple[float, DeviceMesh]] | No
                 if parameter.requires_grad:
                     how = _divisor(group), group.mesh_info.mesh
                     found[id(parameter)] = how
-                    # AttributeError of the class: unknown torch. The object has it from its first forward on.
+                    # An AttributeError of the class means an unknown torch; the object has it after its first forward.
                     gathered = type(one).unsharded_param.fget
                     with contextlib.suppress(AttributeError):
                         found[id(gathered(one))] = how
@@ -53,9 +52,9 @@ def fully_sharded(module: nn.Module) -> dict[int, tuple[float, DeviceMesh]] | No
 
 
 def _divisor(group: Any) -> float:
-    told: float | None = group.gradient_divide_factor
-    if told is not None:
-        return told
+    factor: float | None = group.gradient_divide_factor
+    if factor is not None:
+        return factor
     sizes = [getattr(group.mesh_info, name, 0) for name in ("shard_mesh_size", "replicate_mesh_size")]
     if not any(sizes):
         raise AttributeError("mesh_info without a size")
@@ -63,19 +62,19 @@ def _divisor(group: Any) -> float:
 
 
 def flat_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that a `FullyShardedDataParallel` itself hands to autograd, of which the module's are views."""
+    """The flat parameter of a `FullyShardedDataParallel` itself, of which the module's parameters are views."""
     handle: Any = getattr(module, "_handle", None)
     flat: nn.Parameter | None = getattr(handle, "flat_param", None)
     return [] if flat is None else [flat]
 
 
 def ignored_by_fsdp(module: nn.Module) -> set[int]:
-    """The parameters, by identity, that a `FullyShardedDataParallel` was told to ignore."""
+    """The ids of the `ignored_parameters` of a `FullyShardedDataParallel`."""
     return {id(parameter) for parameter in getattr(module, "_ignored_params", ())}
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Whether torch's composable `replicate` was applied to a module, which leaves no class to know it by."""
+    """Whether torch's composable `replicate` was applied to a module, which does not change its class."""
     contract: Any = sys.modules.get("torch.distributed._composable.contract")
     find = getattr(contract, "_get_registry", None)
     return find is not None and "replicate" in (find(module) or {})
@@ -87,12 +86,11 @@ def flattened(
     """The original parameters that a `FullyShardedDataParallel` itself has flattened.
 
     Returns:
-        For each of them, the parameter that holds this rank's part of it; over which ranks it is sharded (None: it is
-        whole); the module and the name that it had; and where the part lies (None: it is all of the parameter that
-        holds it).
+        For each of them: the parameter that contains its local shard; the group over which it is sharded (None: not
+        sharded); its module and name; and the slice of its shard (None: the entire parameter).
 
     Raises:
-        AttributeError: this torch keeps them elsewhere.
+        AttributeError: this torch stores them differently.
     """
     handle: Any = getattr(module, "_handle", None)
     if handle is None:
@@ -107,5 +105,5 @@ def flattened(
 
 
 def is_flattened(tensor: Tensor) -> bool:
-    """Whether a `FullyShardedDataParallel` holds it, as a part of a flat parameter or as one itself."""
+    """Whether a tensor is, or is part of, a flat parameter of a `FullyShardedDataParallel`."""
     return getattr(tensor, "_fsdp_flattened", False)

@@ -1,10 +1,9 @@
-"""A default random generator for each rank that is a thread, as ranks that are processes have one each.
+"""A separate default random generator for each thread rank.
 
-torch has one default CPU generator per process, in C++. Between `torch.manual_seed(0)` and the draws that follow it on
-one rank's thread, another rank could draw from it. So the CPU kernels that draw random numbers are wrapped: called
-without a generator on a rank's thread they use the generator of that rank, and on any other thread the process's own.
-The functions of `torch.random` (`manual_seed`, `get_rng_state`, ...) reach the same generator through a stand-in for
-`torch.random.default_generator`.
+torch has one default CPU generator per process, in C++, so that ranks would draw from each other's sequence. So the CPU
+kernels that draw random numbers are wrapped: without a generator argument they use that of the rank on a rank's thread,
+and the process's generator on any other thread. The functions of `torch.random` (`manual_seed`, `get_rng_state`, ...)
+use the same generators through a replacement of `torch.random.default_generator`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from gradmesh._torch.names import find, there
 
 __all__ = ["DRAWING", "generator_per_rank"]
 
-_SHARED = "ranks that are threads share torch's default random generator"
+_SHARED = "thread ranks share torch's default random generator"
 _get_kernel = find("torch.library.get_kernel", without=_SHARED)
 _has_default = there("torch.random.default_generator", without=_SHARED)
 
@@ -56,19 +55,19 @@ DRAWING = (
     "rrelu_with_noise_",
     "uniform_",
 )
-"""The operators of torch whose CPU kernel draws from a generator; all other random ones call these."""
+"""The operators whose CPU kernels draw from a generator; all other random operators call these."""
 
 _MARK = 0x6772_6164_6D65_7368
-"""The seed of the stand-in's own state, which is not drawn from, by which kernels recognise it."""
+"""The seed of the replacement generator, which is never drawn from, by which kernels recognize it."""
 
 
 class _DefaultGenerator(torch.Generator):
-    """Stands in for `torch.random.default_generator`: the generator of the calling rank, or the process's."""
+    """Replaces `torch.random.default_generator`: delegates to the generator of the calling rank, or the process's."""
 
     process: torch.Generator
 
     def of_thread(self) -> torch.Generator:
-        """The generator that is meant on the calling thread."""
+        """The generator of the calling thread."""
         found: torch.Generator = getattr(of_thread, "generator", self.process)
         return found
 
@@ -90,7 +89,7 @@ class _DefaultGenerator(torch.Generator):
 
 @functools.cache
 def generator_per_rank() -> None:
-    """Wrap the kernels, once in the process and for good: taking them away would race with threads that draw."""
+    """Wrap the kernels, once per process and permanently, since unwrapping would race with drawing threads."""
     if _get_kernel is None or not _has_default:
         return
     default = _DefaultGenerator()
@@ -99,11 +98,9 @@ def generator_per_rank() -> None:
     torch.random.default_generator = default  # type: ignore[attr-defined]
     generator_per_rank.library = library = torch.library.Library("aten", "IMPL")  # type: ignore[attr-defined]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a kernel is replaced, which is what is meant
+        warnings.simplefilter("ignore")  # the warning about a replaced kernel
         for name in DRAWING:
-            with contextlib.suppress(
-                RuntimeError, AttributeError
-            ):  # an operator that this torch does not have
+            with contextlib.suppress(RuntimeError, AttributeError):  # an operator that this torch lacks
                 original = _get_kernel(f"aten::{name}", "CPU")
                 library.impl(name, _drawing(original, default), "CPU", with_keyset=True)
 
@@ -112,7 +109,7 @@ def _drawing(original: Any, default: _DefaultGenerator) -> Callable[..., Any]:
     def kernel(keyset: Any, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:
         if generator is None:
             generator = getattr(of_thread, "generator", None)
-        elif generator.initial_seed() == _MARK:  # a copy of the stand-in, as kernels get it
+        elif generator.initial_seed() == _MARK:  # a copy of the replacement
             generator = default.of_thread()
         return original.call_boxed(keyset, *args, generator=generator, **kwargs)
 

@@ -1,4 +1,4 @@
-"""How Inductor is made to keep the order of ops that have an ordered effect."""
+"""Makes Inductor keep the order of ops with an ordered effect."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _kept: set[Any] = set()
 
 
 def keep_order_in_inductor(op: Any) -> None:
-    """Have Inductor, where it is in use, run the calls of an op with an ordered effect in their order.
+    """Make Inductor, if it is imported, keep the order of calls of an op with an ordered effect.
 
-    Up to torch 2.14 it notes that order under the name of the result and looks for it under the name of the call, so
-    that it does not find it, and moves the calls. This notes it under the other name too.
+    Up to torch 2.14 it stores that dependency under the name of the result but looks it up under the name of the call,
+    so that it moves the calls. This stores it under the call's name too.
     """
     lowering: Any = sys.modules.get(_LOWERING)
     if op in _kept or lowering is None:

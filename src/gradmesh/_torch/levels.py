@@ -1,8 +1,8 @@
-"""The level of forward-mode AD, kept per thread.
+"""The level of forward-mode AD, per thread.
 
-C++ has one level for the whole process, and Python counts it in globals of two modules. While ranks that are threads
-run, those globals are replaced by values that each thread sees for itself, and the one level of C++ is open as long as
-any thread is inside one. Where torch counts otherwise, a rank that is a thread cannot enter a level.
+C++ has one level for the whole process, and Python tracks it in globals of two modules. While thread ranks run, those
+globals are replaced by thread-local values, and the C++ level stays open as long as any thread is inside one. If this
+torch tracks it differently, forward mode raises on thread ranks.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["level_is_known", "of_thread", "shared_level"]
 
 of_thread = threading.local()  # .world: a rank thread's groups; .in_level: whether it is inside a dual level
 
-_REFUSED = "forward mode is refused on ranks that are threads"
+_REFUSED = "forward-mode AD raises on thread ranks"
 _LEVEL = "torch.autograd.forward_ad._current_level"
 level_is_known = there(
     _LEVEL,
-    without="an open forward-mode level is detected by whether torch makes a dual tensor, which takes longer; "
-    "ranks that are threads refuse forward mode",
+    without="an open forward-mode level is detected by creating a dual tensor, which takes longer; forward-mode AD "
+    "raises on thread ranks",
 )
 _ENTER, _EXIT = "torch._C._enter_dual_level", "torch._C._exit_dual_level"
 _TRANSFORMS = "torch._functorch.eager_transforms"
@@ -42,12 +42,12 @@ calls(f"{_TRANSFORMS}.enter_jvp_nesting", "JVP_NESTING", without=_REFUSED)
 _NEEDED = [path for path in RELIED_ON if path == _LEVEL or RELIED_ON[path] == _REFUSED]
 
 _LOCK = "torch._functorch.predispatch.DECOMPOSITIONS_LOCK"
-if there(_LOCK, without="ranks that are threads begin with a call of torch.func.vmap, which takes longer"):
+if there(_LOCK, without="a launch of thread ranks calls torch.func.vmap first, which takes longer"):
     from torch._functorch import predispatch
 
 
 def _load_vmap() -> None:
-    """Have vmap load its rules under a lock that is there: torch makes it late, so that two threads could make two."""
+    """Create the lock under which vmap loads its rules; torch creates it lazily, which is not thread-safe."""
     if _LOCK in gone:
         torch.func.vmap(torch.sin)(torch.ones(1))
     elif predispatch.DECOMPOSITIONS_LOCK is None:
@@ -56,13 +56,13 @@ def _load_vmap() -> None:
 
 @functools.cache
 def _load_forward_mode() -> None:
-    """Have torch compile what it compiles with the first dual tensor, while no other rank parses source code."""
+    """Create a first dual tensor, for which torch compiles code, while no other rank parses source code."""
     with PARSING:
         forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
 
 
 class _NestingOfThread:
-    """Stands in for `eager_transforms.JVP_NESTING`, which torch counts up, down, and compares with 1."""
+    """Replaces `eager_transforms.JVP_NESTING`, which torch increments, decrements, and compares with 1."""
 
     def __init__(self, of_this_thread: int) -> None:
         self._local = threading.local()
@@ -85,9 +85,9 @@ class _NestingOfThread:
 
 
 class _LevelOfThread(int):
-    """Stands in for `forward_ad._current_level`: 0 in a thread that entered a level, -1 in any other.
+    """Replaces `forward_ad._current_level`: 0 in a thread that has entered a level, -1 in any other.
 
-    An int of value 0 underneath, the level that all threads share, because C++ reads that.
+    Its int value is 0, the level that all threads share, because C++ reads that.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -117,10 +117,10 @@ def _level_of_thread() -> int:
 
 
 class _SharedLevel:
-    """The one level of forward-mode AD that C++ allows, open as long as any thread is inside one.
+    """The single level of forward-mode AD in C++, open as long as any thread is inside one.
 
-    A thread that leaves keeps the tangents of tensors it still holds until the last thread leaves; torch
-    alone drops them at once. Nobody reads them then, since `unpack_dual` sees no level.
+    After a thread leaves, tangents of its tensors remain until the last thread leaves; they are not accessible, since
+    `unpack_dual` finds no level.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class _SharedLevel:
         self.saved: tuple[Any, Any, Any] | None = None
 
     def install(self) -> None:
-        if self.saved is not None:  # a thread that could not be ended was still inside a level
+        if self.saved is not None:  # a thread that could not be stopped is still inside a level
             return
         self.saved = forward_ad.enter_dual_level, forward_ad.exit_dual_level, eager_transforms.JVP_NESTING
         if forward_ad._current_level >= 0:
@@ -181,7 +181,7 @@ class _SharedLevel:
 
 
 class _RefusedLevel:
-    """Where levels cannot be kept per thread: none for ranks that are threads, torch's own for any other thread."""
+    """Used if levels cannot be kept per thread: raises on thread ranks, and uses torch's level on other threads."""
 
     def __init__(self) -> None:
         self.saved: tuple[Any, Any] | None = None
@@ -199,7 +199,7 @@ class _RefusedLevel:
     def _unless_a_rank(self, theirs: Callable[..., Any]) -> Callable[..., Any]:
         def entered(*args: Any, **kwargs: Any) -> Any:
             if hasattr(of_thread, "world"):
-                refuse("forward mode on a rank that is a thread", *_NEEDED)
+                refuse("forward-mode AD on a thread rank", *_NEEDED)
             return theirs(*args, **kwargs)
 
         return entered

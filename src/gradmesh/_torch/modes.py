@@ -1,4 +1,4 @@
-"""Which mode of differentiation or dispatch the caller is in, and how a kernel steps out of it."""
+"""The caller's differentiation and dispatch modes, and how kernels leave them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 _functorch_active = find(
     "torch._C._are_functorch_transforms_active",
-    without="a torch.func transform is told by what torch refuses inside of one, which takes longer",
+    without="a torch.func transform is detected by an operation that raises inside of one, which takes longer",
 )
 if level_is_known:
 
@@ -47,7 +47,7 @@ else:
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def forward_level_open() -> bool:
-        """Whether a forward-mode level is open: without one, torch makes no dual tensor."""
+        """Whether a forward-mode level is open: without one, `make_dual` raises."""
         try:
             forward_ad.make_dual(torch.zeros(()), torch.zeros(()))
         except RuntimeError:
@@ -66,7 +66,7 @@ else:
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def functorch_active() -> bool:
-        """Whether a torch.func transform is running: inside of one, torch refuses to make a leaf."""
+        """Whether a torch.func transform is running: inside of one, `requires_grad_` raises."""
         try:
             torch.zeros(()).requires_grad_()
         except RuntimeError:
@@ -77,7 +77,7 @@ else:
 if level_is_known and _functorch_active is not None:
 
     def transforms_active() -> bool:
-        """Whether a tensor may carry more than its values: a torch.func transform or a forward-mode level is on.
+        """Whether a torch.func transform or a forward-mode level is active.
 
         >>> transforms_active()
         False
@@ -87,24 +87,24 @@ if level_is_known and _functorch_active is not None:
 else:
 
     def transforms_active() -> bool:
-        """Whether a tensor may carry more than its values: a torch.func transform or a forward-mode level is on."""
+        """Whether a torch.func transform or a forward-mode level is active."""
         return functorch_active() or forward_level_open()
 
 
-_NO_VMAP = "every torch.func transform is taken for a derivative, so that vmap inside ordered() is refused"
+_NO_VMAP = "every torch.func transform is treated as a derivative, so that vmap inside ordered() raises"
 _interpreters = find("torch._C._functorch.get_interpreter_stack", without=_NO_VMAP)
 _vmap = find("torch._C._functorch.TransformType.Vmap", without=_NO_VMAP)
 
 
 def only_vmap_active() -> bool:
-    """Whether no torch.func transform but vmap is running."""
+    """Whether no torch.func transform other than vmap is running."""
     if _interpreters is None or _vmap is None:
         return not functorch_active()
     return all(layer.key() == _vmap for layer in _interpreters() or [])
 
 
-_KERNELS_RECORD = "forward mode may record what a raw collective of an own backend does inside a level"
-UNNUMBERED = "two calls of a Function whose backward calls verbs by hand may be taken for each other"
+_KERNELS_RECORD = "forward-mode AD may record the kernels of raw collectives of gradmesh's backends"
+UNNUMBERED = "mispaired backward calls of a Function that calls verbs in its backward are not detected"
 _set_grad = find(
     "torch._C._set_grad_enabled", without="grad mode is switched by torch.no_grad, which takes longer"
 )
@@ -114,7 +114,7 @@ _set_forward = find("torch._C._set_fwd_grad_enabled", without=_KERNELS_RECORD)
 if None in (_set_grad, _forward_on, _set_forward):
 
     def without_autograd(work: Callable[[], T]) -> T:
-        """Run `work` without backward mode recording, and, where that can be said, without forward mode."""
+        """Run `work` without backward-mode recording, and without forward mode if that is supported."""
         forward = _forward_on() if _forward_on is not None and _set_forward is not None else None
         if forward:
             _set_forward(False)
@@ -128,7 +128,7 @@ if None in (_set_grad, _forward_on, _set_forward):
 else:
 
     def without_autograd(work: Callable[[], T]) -> T:
-        """Run `work` with neither backward nor forward mode recording: a communication kernel only moves values."""
+        """Run `work` without backward-mode and forward-mode recording."""
         grad, forward = torch.is_grad_enabled(), _forward_on()
         _set_grad(False)
         _set_forward(False)
@@ -142,13 +142,13 @@ else:
 if _forward_on is None:
 
     def in_function() -> bool:
-        """False: nothing tells."""
+        """False, as it cannot be determined."""
         return False
 
 else:
 
     def in_function() -> bool:
-        """Whether the caller runs in the forward of an autograd Function, which torch enters in neither mode.
+        """Whether the caller runs in the forward of an autograd Function, where torch disables both modes.
 
         >>> in_function()
         False
@@ -157,13 +157,13 @@ else:
 
 
 def _perhaps_one() -> int:
-    """How many modes of the caller's see every op, where that cannot be told."""
+    """Fallback: assume one dispatch mode is active."""
     return 1
 
 
-_TAKES_LONGER = "kernels of own backends step out of the caller's modes always, which takes longer"
-_RUNS_ONCE = "a collective is run once while make_fx or torch.jit.trace follow it, and its result is a constant to them"
-_MODES_SEE = "modes of the caller see and may change what kernels of own backends do"
+_TAKES_LONGER = "kernels of gradmesh's backends always disable the caller's modes, which takes longer"
+_RUNS_ONCE = "make_fx and torch.jit.trace record the result of a collective as a constant"
+_MODES_SEE = "the caller's modes intercept the kernels of gradmesh's backends"
 dispatch_modes = find("torch._C._len_torch_dispatch_stack", without=_TAKES_LONGER) or _perhaps_one
 _function_modes = find("torch._C._len_torch_function_stack", without=_TAKES_LONGER) or _perhaps_one
 _no_functions = find("torch._C.DisableTorchFunction", without=_MODES_SEE) or contextlib.nullcontext
@@ -179,7 +179,7 @@ _jit = find("torch._C._get_tracing_state", without=_RUNS_ONCE)
 
 
 def tracing() -> bool:
-    """Whether the ops that are run are being recorded: by make_fx and what is made of it, or by torch.jit.trace.
+    """Whether ops are being traced by make_fx (and tools built on it) or torch.jit.trace.
 
     >>> tracing()
     False
@@ -192,7 +192,7 @@ def tracing() -> bool:
 
 
 def tracing_script() -> bool:
-    """Whether torch.jit.trace records the ops that are run.
+    """Whether torch.jit.trace is tracing.
 
     >>> tracing_script()
     False
@@ -201,7 +201,7 @@ def tracing_script() -> bool:
 
 
 def modes_active() -> bool:
-    """Whether a dispatch mode or a torch-function mode of the caller's would see torch's ops.
+    """Whether a dispatch mode or a torch-function mode of the caller is active.
 
     >>> modes_active()
     False
@@ -210,7 +210,7 @@ def modes_active() -> bool:
 
 
 def in_plain_mode(work: Callable[[], T]) -> T:
-    """Run `work` as C++ would: autograd does not record it, and no mode of the caller's sees or changes its ops."""
+    """Run `work` as C++ would: without autograd recording and outside of the caller's modes."""
     if not modes_active():
         return without_autograd(work)
     with _no_functions(), _no_dispatch():
@@ -218,10 +218,10 @@ def in_plain_mode(work: Callable[[], T]) -> T:
 
 
 def outside_modes(work: Callable[[], T]) -> T:
-    """Run `work` as a program does that is in no mode at all: no transform, trace, inference mode or default device.
+    """Run `work` outside of all modes: no transform, trace, inference mode or default device.
 
-    For what is made once and kept, by whichever call needs it first, and for tensors that a module makes when it is
-    imported. All these modes belong to a thread, so the work is done in a new one.
+    For values that are created once and cached, and for tensors created at import. All these modes are thread-local, so
+    the work runs in a new thread.
 
     >>> with torch.inference_mode():
     ...     kept = outside_modes(lambda: torch.zeros(1))
@@ -245,7 +245,7 @@ def outside_modes(work: Callable[[], T]) -> T:
     return done[0]
 
 
-_NO_BATCH = "torch.autograd.grad(is_grads_batched=True) through a collective is refused"
+_NO_BATCH = "torch.autograd.grad(is_grads_batched=True) through a collective raises"
 _BATCHED = "torch._C._functorch.is_legacy_batchedtensor"
 _BATCHES = (
     "torch._C._vmapmode_increment_nesting",
@@ -258,7 +258,7 @@ _enter_batch, _leave_batch, _take_out, _put_in = [find(path, without=_NO_BATCH) 
 
 
 def _batch_level() -> int:
-    """How many legacy batches the calling thread is in."""
+    """The nesting level of legacy vmap on the calling thread."""
     if _enter_batch is None or _leave_batch is None:
         refuse("batched gradients of a collective", *_BATCHES)
     level: int = _enter_batch() - 1
@@ -269,27 +269,27 @@ def _batch_level() -> int:
 if _batched is not None:
 
     def is_legacy_batched(x: torch.Tensor) -> bool:
-        """Whether `x` is batched by `torch.autograd.grad(is_grads_batched=True)`, which is older than torch.func."""
+        """Whether `x` is batched by `torch.autograd.grad(is_grads_batched=True)` (legacy vmap)."""
         batched: bool = _batched(x)
         return batched
 
 elif None in (_enter_batch, _leave_batch):
 
     def is_legacy_batched(x: torch.Tensor) -> bool:  # noqa: ARG001
-        """False: nothing tells, and torch refuses such a tensor itself."""
+        """False, as it cannot be determined; torch raises for such a tensor."""
         return False
 
 else:
 
     def is_legacy_batched(x: torch.Tensor) -> bool:  # noqa: ARG001
-        """False outside of such a batch; inside, where nothing tells which tensors are in it, an error."""
+        """False outside of legacy vmap; inside it raises, because batched tensors cannot be recognized."""
         if _batch_level() > 0:
             refuse("batched gradients of a collective", _BATCHED)
         return False
 
 
 def on_legacy_batch(x: torch.Tensor, work: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Run `work` on the whole of such a tensor, its batch as the first dimension, and batch the result again."""
+    """Run `work` on the unbatched tensor, with the batch as first dimension, and batch the result again."""
     if _take_out is None or _put_in is None:
         refuse("batched gradients of a collective", *_BATCHES)
     level = _batch_level()

@@ -1,4 +1,4 @@
-"""Look up private names of torch; what a torch lacks is told once, with what happens instead."""
+"""Looks up private names of torch; missing ones are reported in one warning with their fallbacks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["RELIED_ON", "SUPPORTED", "calls", "find", "gone", "refuse", "there",
 SUPPORTED = "torch 2.11 to 2.15"
 
 RELIED_ON: dict[str, str] = {}
-"""Every private name that was looked up, and what happens without it."""
+"""Every private name that was looked up, and the fallback without it."""
 
 gone: list[str] = []
-"""Those of them that this torch does not have."""
+"""The names that this torch lacks."""
 
 
 def find(path: str, *, without: str) -> Any:
-    """The object of a dotted name, or None where this torch does not have it.
+    """The object with a dotted name, or None if this torch lacks it.
 
     Args:
-        path: the name, from `torch` on.
-        without: what happens where the name is gone, for the warning.
+        path: the name, starting with `torch`.
+        without: the fallback if the name is missing, for the warning.
 
     >>> find("torch._C._len_torch_dispatch_stack", without="more work")()
     0
@@ -42,13 +42,13 @@ def find(path: str, *, without: str) -> Any:
 
 
 def there(path: str, *, without: str) -> bool:
-    """Whether this torch has a name whose value changes, so that it has to be read at every use."""
+    """Whether this torch has a name whose value changes, so that it must be read at every use."""
     find(path, without=without)
     return path not in gone
 
 
 def calls(path: str, name: str, *, without: str) -> bool:
-    """Whether a function of torch still asks its module for `name`, so that the name can be replaced there."""
+    """Whether a function of torch still reads `name` from its module, so that the name can be replaced there."""
     relation = f"{path} asking for {name}"
     RELIED_ON[relation] = without
     try:
@@ -61,19 +61,19 @@ def calls(path: str, name: str, *, without: str) -> bool:
 
 
 def warn_of_what_is_gone() -> None:
-    """Tell the user once, in one warning, which names are gone and what happens instead.
+    """Issue one warning with the missing names and their fallbacks.
 
-    Of several ranks on a machine, one process says it: that which launched the others, or torchrun's first.
+    Of several ranks on a host only one process warns: the launcher, or local rank 0.
     """
     one_of_many = multiprocessing.parent_process() is not None or os.environ.get("LOCAL_RANK", "0") != "0"
     if not gone or one_of_many:
         return
     warnings.warn(
         message(
-            f"torch {torch.__version__} lacks private names that gradmesh relies on",
-            expected=f"{SUPPORTED}, which have been tried",
-            got="\n".join(f"no {path}: {RELIED_ON[path]}" for path in gone),
-            remedy="what is not named here works as ever; install one of the versions above for all of it",
+            f"torch {torch.__version__} lacks private names that gradmesh uses",
+            expected=f"{SUPPORTED}, which are tested",
+            got="\n".join(f"missing {path}: {RELIED_ON[path]}" for path in gone),
+            remedy="install one of these versions, e.g. pip install torch==2.13.*; everything else works",
         ),
         TorchWarning,
         stacklevel=2,
@@ -81,11 +81,11 @@ def warn_of_what_is_gone() -> None:
 
 
 def refuse(what: str, *paths: str) -> NoReturn:
-    """Raise the error of a feature that this torch cannot have.
+    """Raise the error for a feature that this torch does not support.
 
     Args:
-        what: the feature, as the beginning of a sentence.
-        paths: the names it needs; those that are there are left out of the text.
+        what: the feature.
+        paths: the names it needs; only missing ones are listed.
 
     Raises:
         TorchVersionError: always.
@@ -93,9 +93,9 @@ def refuse(what: str, *paths: str) -> NoReturn:
     missing = [path for path in paths if path in gone]
     raise TorchVersionError(
         message(
-            f"{what}: torch {torch.__version__} lacks what it needs",
+            f"{what} is not supported by torch {torch.__version__}",
             expected=SUPPORTED,
-            got="no " + ", no ".join(missing),
-            remedy="install one of these versions",
+            got="missing private names: " + ", ".join(missing),
+            remedy="install one of these versions, e.g. pip install torch==2.13.*",
         )
     )

@@ -19,7 +19,7 @@ from gradmesh._torch.names import find, there
 
 if there(
     "torch.autograd.profiler._is_profiler_enabled",
-    without="every collective names its range, also while no profiler is on, which takes longer",
+    without="every collective creates a profiler range, also without a profiler, which takes longer",
 ):
     from torch.autograd import profiler as autograd_profiler
 
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def _calling_code() -> Iterator[CodeType]:
-    """The code of every function that is running on this thread, the innermost first."""
+    """The code of every function on this thread's stack, innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         yield frame.f_code
@@ -47,21 +47,20 @@ def _calling_code() -> Iterator[CodeType]:
 
 _graph_task = find(
     "torch._C._current_graph_task_id",
-    without="a backward pass is told by the functions that are running, which takes longer and overlooks the hooks "
-    "that run on a GPU's thread",
+    without="a backward pass is detected from the call stack, which takes longer and misses hooks on GPU threads",
 )
 
 if _graph_task is not None:
 
     def backward_pass() -> int:
-        """A number of the backward pass that the calling thread runs, another for one inside of it; -1 outside."""
+        """An id of the backward pass on the calling thread, different for nested passes; -1 outside."""
         task: int = _graph_task()
         return task
 
 else:
 
     def backward_pass() -> int:
-        """How many passes run on this thread, one inside the other; 1 in a checkpoint that recomputes; else -1."""
+        """The nesting depth of passes on this thread; 1 in the recomputation of a checkpoint; else -1."""
         running = list(_calling_code())
         starts = {torch.autograd.backward.__code__, torch.autograd.grad.__code__}
         depth = sum(code in starts for code in running)
@@ -70,7 +69,7 @@ else:
 
 
 class LastPass:
-    """A hook for a tensor that remembers the last backward pass in which the tensor got a gradient."""
+    """A tensor hook that stores the last backward pass in which the tensor got a gradient."""
 
     def __init__(self) -> None:
         self._number = -2
@@ -81,12 +80,12 @@ class LastPass:
 
     @property
     def running(self) -> bool:
-        """Whether that pass is the one that runs."""
+        """Whether that is the current pass."""
         return self._number == backward_pass()
 
 
 def in_backward() -> bool:
-    """Whether the calling thread runs a backward pass, as a checkpoint's recomputation does."""
+    """Whether the calling thread runs a backward pass, including recomputation of a checkpoint."""
     return backward_pass() != -1
 
 
@@ -96,13 +95,13 @@ def _of_checkpoint(code: CodeType) -> bool:
 
 _saving_hooks = find(
     "torch._C._autograd._top_saved_tensors_default_hooks",
-    without="a checkpoint is told by the functions that are running, which takes longer",
+    without="a checkpoint is detected from the call stack, which takes longer",
 )
 
 if _saving_hooks is not None:
 
     def saves_for_a_checkpoint() -> bool:
-        """Whether saved tensors are being packed by hooks, as a non-reentrant checkpoint does."""
+        """Whether saved-tensor hooks are active, as in a non-reentrant checkpoint."""
         return _saving_hooks(True) is not None
 
 else:
@@ -123,15 +122,15 @@ _running_node = find("torch._C._current_autograd_node", without=UNNUMBERED)
 if _next_node is None:
 
     def function_forward() -> int | None:
-        """None: nothing tells."""
+        """None, as it cannot be determined."""
         return None
 
 else:
 
     def function_forward() -> int | None:
-        """In the forward of an autograd Function the number of its node, by torch's count on this thread; else None.
+        """In the forward of an autograd Function its sequence number on this thread; else None.
 
-        It is that of the node that was made last: of a Function inside of the one that is meant, where there was one.
+        It is that of the last created node, which may belong to a nested Function.
         """
         return _next_node() - 1 if in_function() else None
 
@@ -139,15 +138,15 @@ else:
 if _graph_task is None or _running_node is None:
 
     def function_backward() -> int | None:
-        """None: nothing tells."""
+        """None, as it cannot be determined."""
         return None
 
 else:
 
     def function_backward() -> int | None:
-        """In a backward pass the number of the node that runs, else None.
+        """In a backward pass the sequence number of the current node, else None.
 
-        None too where a checkpoint computes again: which node makes it do so differs from rank to rank.
+        Also None in the recomputation of a checkpoint, which different nodes may trigger on different ranks.
         """
         if _graph_task() == -1 or (node := _running_node()) is None or checkpoint_region() is not None:
             return None
@@ -156,9 +155,9 @@ else:
 
 
 def checkpoint_region() -> object:
-    """What stands for the region of a non-reentrant checkpoint that the caller is in, and the pass; None outside.
+    """An id of the caller's non-reentrant checkpoint region and pass; None outside.
 
-    Without the private name, all regions are one.
+    Without the private name all regions have the same id.
     """
     if _saving_hooks is None:
         return saves_for_a_checkpoint() or None
@@ -180,27 +179,27 @@ def in_reentrant_checkpoint() -> bool:
 if "autograd_profiler" in globals():
 
     def profiler_on() -> bool:
-        """Whether a profiler of torch runs in this process: a flag in Python, a tenth of the cost of asking C++."""
+        """Whether torch's profiler is running: a Python flag, which is ten times faster than the C++ query."""
         return autograd_profiler._is_profiler_enabled
 
 else:
 
     def profiler_on() -> bool:
-        """Whether a profiler of torch may be running in this process."""
+        """True, since torch's profiler may be running."""
         return True
 
 
 _fast_range = find(
     "torch._C._profiler._RecordFunctionFast",
-    without="ranges are ops, which a selective checkpoint counts: the profiler has to run in both of its passes",
+    without="profiler ranges are ops, which a selective checkpoint counts: profile both of its passes or none",
 )
 
 
 def named_range(name: str) -> contextlib.AbstractContextManager[Any]:
     """A range in a profile.
 
-    `record_function` also marks the kernels on a GPU, but is an op itself, which a mode sees: a selective checkpoint
-    would miss it if the profiler ran in only one of the two passes. The range for such a mode is no op.
+    `record_function` also marks GPU kernels, but is an op that modes intercept: a selective checkpoint fails if the
+    profiler ran in only one of its passes. Under such a mode a range that is not an op is used.
     """
     if _fast_range is not None and dispatch_modes() > 0:
         fast: contextlib.AbstractContextManager[Any] = _fast_range(name)
@@ -209,10 +208,10 @@ def named_range(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def _enter_once() -> None:
-    """Enter a range, for what torch imports when the first one is entered.
+    """Enter a range once, because torch imports modules in the first one.
 
-    A profile with stacks reads the names of code objects when it ends. The code of a module is freed when the module
-    has been imported, so that a name of one that was imported inside of the profile may be anything.
+    A profile with stacks reads the names of code objects at its end, and the code of a module is freed after import, so
+    that names of modules imported during the profile may be garbage.
     """
     with record_function("gradmesh"):
         pass

@@ -1,4 +1,4 @@
-"""A profiler that sees every thread of the process; torch's own sees the one that starts it."""
+"""A profiler for all threads of the process; torch's default profiles only the thread that starts it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["profiler_of_all_threads"]
 
 _config = find(
     "torch.profiler._ExperimentalConfig",
-    without="a merged profile shows of each process the thread that began it, so of ranks on threads one",
+    without="a profile contains only one thread of each process, so only one of several thread ranks",
 )
 
 
 def profiler_of_all_threads() -> profile:
-    """One that was not started yet: with the calls that a thread of the library makes, and with ranks on threads.
+    """A profiler, not started, that includes the library's threads and all thread ranks.
 
-    Two profilers at once in one process, each of its own thread, end in a segmentation fault (torch 2.13).
+    Two concurrent profilers in one process cause a segmentation fault (torch 2.13).
     """
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():

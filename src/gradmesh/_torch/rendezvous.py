@@ -1,7 +1,4 @@
-"""How a process finds the others when it joins a world from its environment (`env://`).
-
-torch makes a TCPStore at MASTER_ADDR for that, which listens on every interface of the host.
-"""
+"""Rendezvous from the environment (`env://`), for which torch would create a TCPStore on all interfaces."""
 
 from __future__ import annotations
 
@@ -16,21 +13,21 @@ __all__ = ["join_through"]
 
 _handlers: dict[str, Callable[..., Iterator[tuple[Any, int, int]]]] | None = find(
     "torch.distributed.rendezvous._rendezvous_handlers",
-    without="a launched rank that leaves its world and joins one again makes a store that listens on all interfaces",
+    without="a launched rank that calls init_process_group again creates a store that listens on all interfaces",
 )
 
 
 def join_through(store: Callable[[], Any]) -> None:
-    """Have this process find the others through a store of the caller's whenever it joins a world from its environment.
+    """Use a given store whenever this process joins a world from its environment.
 
     Args:
-        store: makes the store for one joining.
+        store: creates the store for one world.
     """
 
     def handler(url: str, **_: object) -> Iterator[tuple[Any, int, int]]:
-        said = {name: values[0] for name, values in parse_qs(urlparse(url).query).items()}
-        rank = int(said.get("rank", os.environ["RANK"]))
-        yield store(), rank, int(said.get("world_size", os.environ["WORLD_SIZE"]))
+        query = {name: values[0] for name, values in parse_qs(urlparse(url).query).items()}
+        rank = int(query.get("rank", os.environ["RANK"]))
+        yield store(), rank, int(query.get("world_size", os.environ["WORLD_SIZE"]))
 
     if _handlers is not None:
         _handlers["env"] = handler

@@ -1,9 +1,8 @@
-"""Ranks as threads: what torch keeps once per process, kept per thread.
+"""Thread isolation: makes torch's process-wide state thread-local, for thread ranks.
 
-torch keeps four things once per process that a rank needs for itself: the registry of process groups in Python
-(`distributed_c10d._world`), the one in C++ (which has a thread isolation mode of its own), the level of forward-mode AD
-(`gradmesh._torch.levels`), and the default random generator (`gradmesh._torch.generators`). While `thread_isolation` is
-open each of them is kept per thread.
+Four kinds of state are per process in torch: the registry of process groups in Python (`distributed_c10d._world`), the
+one in C++ (which has a thread isolation mode), the level of forward-mode AD (`gradmesh._torch.levels`), and the default
+random generator (`gradmesh._torch.generators`). Within `thread_isolation` each of them is thread-local.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from gradmesh._torch.names import find, gone, refuse, there
 
 __all__ = ["adopt_thread", "stand_in", "thread_isolation"]
 
-_REFUSED = "the threads backend is refused"
+_REFUSED = "the threads backend raises"
 _C10D = "torch.distributed.distributed_c10d"
 _NEEDED = f"{_C10D}._world", f"{_C10D}._World", "torch._C._distributed_c10d._set_thread_isolation_mode"
 for _path in _NEEDED[:2]:
     there(_path, without=_REFUSED)
 _isolate_threads = find(_NEEDED[2], without=_REFUSED)
 
-# What init_process_group writes besides; it wraps sys.excepthook once more at every call.
+# Other globals that init_process_group writes; it also wraps sys.excepthook at every call.
 _WRITTEN = [
     name
     for name in ("_backend", "_default_pg_init_method")
-    if there(f"{_C10D}.{name}", without="what a launch of threads wrote there stays after it")
+    if there(f"{_C10D}.{name}", without="a launch of thread ranks does not restore it")
 ]
 
 _fake_mode = find(
@@ -48,9 +47,9 @@ _isolation_lock = threading.Lock()
 
 @functools.cache
 def _prepare_fake_mode() -> None:
-    """Have torch do on this thread what it does once in the process for tensors without values, as DTensor uses them.
+    """Run torch's one-time initialization of fake tensors, which DTensor uses, on this thread.
 
-    A torch with CUDA's parts and no GPU puts a stand-in for CUDA then; 2.11 crashes when another thread does it.
+    A CUDA build without a GPU installs a fake CUDA device then; torch 2.11 crashes if another thread does it.
     """
     if _fake_mode is not None and torch.backends.cuda.is_built() and torch.cuda.device_count() == 0:
         with _fake_mode():
@@ -79,7 +78,7 @@ class _RankWorld(getattr(c10d, "_World", object)):  # type: ignore[misc]
 
 
 class _WorldOfThread:
-    """Stands in for `distributed_c10d._world`: a rank thread's own world, or the process's for any other."""
+    """Replaces `distributed_c10d._world`: the world of the rank's thread, or the process's for other threads."""
 
     def __init__(self, outer: c10d._World) -> None:
         self.__dict__["outer"] = outer
@@ -92,23 +91,23 @@ class _WorldOfThread:
 
 
 class _Isolation:
-    """What `thread_isolation` replaced, and how many have it open."""
+    """The state that `thread_isolation` replaced, and its number of users."""
 
     opened = 0
     saved: Any = None
 
 
 def adopt_thread(seed: int) -> None:
-    """Give the calling thread a torch.distributed world of its own, seen while `thread_isolation` is open.
+    """Give the calling thread a separate torch.distributed world and default random generator with that seed.
 
-    It also gets a default random generator of its own, with that seed.
+    Effective within `thread_isolation`.
     """
     of_thread.world = _RankWorld()
     of_thread.generator = torch.Generator().manual_seed(seed)
 
 
 def stand_in() -> Callable[[], None]:
-    """What gives another thread the torch.distributed world of the calling one, when it is called there."""
+    """Returns a function that gives another thread the torch.distributed world of the calling thread."""
     world, generator = of_thread.world, of_thread.generator
 
     def adopt() -> None:
@@ -119,10 +118,10 @@ def stand_in() -> Callable[[], None]:
 
 @contextlib.contextmanager
 def thread_isolation() -> Iterator[None]:
-    """Keep torch's process groups and forward-mode levels per thread, until the last who opened it closes.
+    """Make torch's process groups and forward-mode levels thread-local until the last user exits the block.
 
     Raises:
-        TorchVersionError: this torch has no world that could be replaced, or no thread isolation mode.
+        TorchVersionError: this torch lacks the required private names.
     """
     if not set(gone).isdisjoint(_NEEDED):
         refuse("the threads backend", *_NEEDED)
