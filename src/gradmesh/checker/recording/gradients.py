@@ -202,7 +202,9 @@ class Changes:
             moved = made[at] if each and at < len(made) else made[0]
             if moved is None or not (x.is_floating_point() or x.is_complex()):
                 continue
-            if x.numel() == 1 and any(y.numel() > 1 for y in given) and plain in _TO_NUMBERS:
+            # The squares of a gradient of one entry are summed as those of others are: for a norm.
+            reduces = moved.changed is not None or any(y.numel() > 1 for y in given)
+            if x.numel() == 1 and reduces and plain in _TO_NUMBERS:
                 moved = Moved(number=True)
             self._mark(x, moved, inplace=bool(targets))
         return result
