@@ -58,6 +58,10 @@ def wrong_ones(context: Context) -> list[Got]:
     if groups:
         best = max(groups, key=lambda group: (is_allowed(group[0]), len(group)))
         context.expected = best[0]
+        for got in context.got:  # as one parameter of each rank its gradient is wrong beside the others too
+            odd = got.kind == "ambiguous" and abs(got.ratio / (context.expected or 1.0) - 1) > _NEAR
+            if odd and len(got.parts) > 1 and _counts(context, got.ratio / (context.expected or 1.0)):
+                got.kind = "apart"
     else:
         context.expected = 1.0
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from gradmesh.checker.judging.segments import Segment
 from gradmesh.checker.judging.truth import Truth, in_double, near
 from gradmesh.checker.recording.params import nameless
-from gradmesh.checker.recording.tape import Alias, Changed, Op, Param, ProgramInput, Sent, refs
+from gradmesh.checker.recording.tape import Alias, Changed, Event, Op, Param, ProgramInput, Sent, refs
 from gradmesh.checker.replay.engine import Again
 
 __all__ = ["Got", "Part", "Scales", "gotten", "is_constant", "is_sum", "ratio_of", "tolerance"]
@@ -63,7 +63,7 @@ class Got:
         ratio: what was given, in units of the true one, where it is the same on the ranks and proportional.
         kind: "right" (proportional), "apart" (each rank has another), "bent" (the same, and not proportional),
             "unused" (nothing is to be had), "infinite" (there is a NaN or an infinity, which compares with nothing),
-            "ambiguous" (it is unknown whether it is one parameter), "changed" (the program made something else
+            "ambiguous" (it is unknown whether it is one parameter; the ratio is that of a parameter of each rank), "changed" (the program made something else
             of it, apparently on purpose), "unknown" (it is not seen where it is used).
         alone: how each rank clipped its own part of it, before these were summed.
     """
@@ -112,7 +112,7 @@ def gotten(
     for name, parts in _joined(by_name).items():
         for group in _groups(parts):
             try:
-                judged = _judged(name, group, lambda group: _is_shared(segment, group), noise)
+                judged = _judged(name, group, lambda group: _is_shared(segment, again, group, by_name), noise)
             except (
                 RuntimeError,
                 IndexError,
@@ -121,7 +121,12 @@ def gotten(
             ) as error:  # one that torch cannot compare so
                 notes.append(f"not analysed: the gradient of {name} ({type(error).__name__}: {_line(error)})")
                 continue
-            if judged is not None:
+            if judged is None:
+                continue
+            if judged.kind == "ambiguous" and _are_stages(segment, again, group, by_name):
+                alone = [_judged(name, [part], lambda _: False, noise) for part in group]
+                found += [each for each in alone if each is not None]
+            else:
                 found.append(judged)
     if found and not any(bool(x.any()) for got in found for x in got.got):  # nothing is left of any gradient
         return [replace(got, kind="right", ratio=0.0) if bool(got.true.any()) else got for got in found]
@@ -233,7 +238,7 @@ def covered_by(param: Param, value: Tensor) -> tuple[int, int, int] | None:
         The first entry, the one behind the last, and how many entries before them are others'; None for no copy.
     """
     copy, whole = param.value.flatten(), value.flatten()
-    if copy.dtype.is_complex or whole.dtype.is_complex or not whole.numel():
+    if copy.dtype.is_complex or whole.dtype.is_complex or not whole.numel() or not copy.numel():
         return None
     copy = copy.to(whole.dtype)
     if param.value.shape == value.shape:
@@ -398,10 +403,10 @@ def _compared(
     if max(_largest(x) for x in (true, *given)) <= noise:
         return Got(name, group, true, given, 1.0, "unused")
     if not all(near(x, given[0], tol) for x in given):
-        kind = "apart"
-        if is_constant(group[0].param.value) and _is_parted(given, trues, tol) and not shared(group):
-            kind = "ambiguous"
-        return Got(name, group, true, given, _mean_ratio(given, true), kind)
+        own = _own_ratio(given, trues, tol) if is_constant(group[0].param.value) else None
+        if own is not None and not shared(group):
+            return Got(name, group, true, given, own, "ambiguous")
+        return Got(name, group, true, given, _mean_ratio(given, true), "apart")
     if not any(part.ids for part in group):  # what it has to do with the loss is not known
         return Got(name, group, true, given, 1.0, "unknown")
     ratio = ratio_of(given[0], true, tol)
@@ -414,16 +419,17 @@ def _largest(x: Tensor) -> float:
     return float(x.abs().max()) if x.numel() else 0.0
 
 
-def _is_parted(given: Sequence[Tensor], trues: Sequence[Tensor], tol: float) -> bool:
-    """Whether ranks that were given the same have a parameter of their own, whose whole gradient that is."""
-    left = list(range(len(given)))
+def _own_ratio(given: Sequence[Tensor], trues: Sequence[Tensor], tol: float) -> float | None:
+    """What ranks that were given the same have of the gradient of a parameter of their own; None if it is not that."""
+    left, ratios = list(range(len(given))), list[float]()
     while left:
         alike = [at for at in left if near(given[at], given[left[0]], tol)]
-        whole = torch.stack([trues[at] for at in alike]).sum(0)
-        if ratio_of(given[alike[0]], whole, tol) is None:
-            return False
+        ratio = ratio_of(given[alike[0]], torch.stack([trues[at] for at in alike]).sum(0), tol)
+        if ratio is None:
+            return None
+        ratios.append(ratio)
         left = [at for at in left if at not in alike]
-    return True
+    return ratios[0]
 
 
 def ratio_of(x: Tensor, true: Tensor, tol: float) -> float | None:
@@ -440,14 +446,16 @@ def _mean_ratio(given: Sequence[Tensor], true: Tensor) -> float:
     return float((torch.stack(list(given)).mean(0) * true).sum()) / square if square else 0.0
 
 
-def _is_shared(segment: Segment, group: Sequence[Part]) -> bool:
+def _is_shared(segment: Segment, again: Again, group: Sequence[Part], by_name: dict[str, list[Part]]) -> bool:
     """Whether a parameter that begins as one number is one parameter of the ranks, and not a part on each.
 
     It is where there is only one number of it, where it is a norm's, where all of the model is replicated, and where it
-    is added to a sum over the ranks.
+    is added to a sum over the ranks. It is not where the ranks are stages of a pipeline.
     """
     part = group[0]
     ranks = {each.rank for each in group}
+    if _are_stages(segment, again, group, by_name):
+        return False
     if part.param.value.numel() == 1 or any(ranks.issubset(s.wrapped) for s in segment.steps[part.rank]):
         return True
     summed: set[int] = set()
@@ -466,6 +474,46 @@ def _is_shared(segment: Segment, group: Sequence[Part]) -> bool:
             if name in _SAME_NUMBERS and summed.intersection(taken):
                 summed.update(event.outs)
     return False
+
+
+def _are_stages(
+    segment: Segment, again: Again, group: Sequence[Part], by_name: dict[str, list[Part]]
+) -> bool:
+    """Whether ranks are stages of a pipeline, each with a parameter of its own that begins as one number.
+
+    They are where each rank but one uses the parameter on what it received from another one, which used its own
+    parameter before it sent that, and where other parameters of one name differ between them. Ranks that hold parts of
+    one batch use a parameter on their own part first, and ranks that hold parts of a sequence have all parameters alike.
+    """
+    made = {part.rank: _behind(segment.parts[part.rank], part.ids) for part in group}
+    fed = 0
+    for part in group:
+        received = {
+            number
+            for sender, sent, receiver, message in again.messages
+            if receiver == part.rank != sender and not made.get(sender, set()).isdisjoint(sent.ins)
+            for number in message.outs
+        }
+        events = segment.parts[part.rank]
+        first = next((e for e in events if isinstance(e, Op) and not set(part.ids).isdisjoint(refs(e))), None)
+        fed += first is not None and not _behind(events, received).isdisjoint(refs(first))
+    return fed == len(group) - 1 > 0 and any(
+        x.shape != values[0].shape or not torch.equal(x, values[0])
+        for parts in by_name.values()
+        if (values := [part.param.value for part in parts if part.rank in made])
+        for x in values
+    )
+
+
+def _behind(events: Sequence[Event], numbers: Iterable[int]) -> set[int]:
+    """The tensors that are made of some, on one rank."""
+    made = set(numbers)
+    for event in events:
+        if isinstance(event, Alias) and event.of in made:
+            made.add(event.id)
+        elif isinstance(event, Op) and not made.isdisjoint(refs(event)):
+            made.update(event.outs)
+    return made
 
 
 _SAME_NUMBERS = {
