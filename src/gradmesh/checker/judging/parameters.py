@@ -63,8 +63,9 @@ class Got:
         ratio: what was given, in units of the true one, where it is the same on the ranks and proportional.
         kind: "right" (proportional), "apart" (each rank has another), "bent" (the same, and not proportional),
             "unused" (nothing is to be had), "infinite" (there is a NaN or an infinity, which compares with nothing),
-            "ambiguous" (it is unknown whether it is one parameter; the ratio is that of a parameter of each rank), "changed" (the program made something else
-            of it, apparently on purpose), "unknown" (it is not seen where it is used).
+            "ambiguous" (it is unknown whether it is one parameter; the ratio is that of a parameter of each rank),
+            "changed" (the program made something else of it, apparently on purpose), "unknown" (it is not seen where it
+            is used).
         alone: how each rank clipped its own part of it, before these were summed.
     """
 
@@ -482,8 +483,8 @@ def _are_stages(
     """Whether ranks are stages of a pipeline, each with a parameter of its own that begins as one number.
 
     They are where each rank but one uses the parameter on what it received from another one, which used its own
-    parameter before it sent that, and where other parameters of one name differ between them. Ranks that hold parts of
-    one batch use a parameter on their own part first, and ranks that hold parts of a sequence have all parameters alike.
+    parameter before it sent that, and where other parameters of one name differ between them. Ranks that hold parts
+    of one batch use a parameter on their own part first; ranks that hold parts of a sequence have all parameters alike.
     """
     made = {part.rank: _behind(segment.parts[part.rank], part.ids) for part in group}
     fed = 0
