@@ -111,8 +111,10 @@ def _one(build: Build, timeout: float) -> Audit | str:
         return audit(build, world_size=2, timeout=timeout)
     except gm.GradmeshError as error:
         lines = [line.strip() for line in str(error).splitlines()]
-        told = next((line.removeprefix("got").strip() for line in lines if line.startswith("got")), lines[0])
-        return told.rpartition(", at ")[0] or told
+        reason = next(
+            (line.removeprefix("got").strip() for line in lines if line.startswith("got")), lines[0]
+        )
+        return reason.rpartition(", at ")[0] or reason
 
 
 def _short(found: Audit | str) -> str:

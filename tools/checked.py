@@ -157,14 +157,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", default=[], help="parts of names")
     parser.add_argument("--write", type=Path, help="the page to write the table to")
     parser.add_argument("--cost", action="store_true", help="run each script alone too")
-    told = parser.parse_args(arguments)
-    rows = list(_rows(told.only, told.cost))
+    parsed = parser.parse_args(arguments)
+    rows = list(_rows(parsed.only, parsed.cost))
     text = table(rows)
     print(text.split("\n\n")[0])
-    if told.write and not told.only:
-        page = told.write.read_text()
+    if parsed.write and not parsed.only:
+        page = parsed.write.read_text()
         before, after = page.split(BEGIN)[0], page.split(END)[1]
-        told.write.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+        parsed.write.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
     wrong = [row for row in rows if row.script.expected is not None]
     accused = any(not row.right for row in rows if row.script.expected is None)
     return int(accused or sum(row.right for row in wrong) < 0.95 * len(wrong))

@@ -97,8 +97,8 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=4, help="steps of each way")
     parser.add_argument("--write", type=Path, help="the page to write the tables into")
-    told = parser.parse_args()
-    case = Case(told.length, told.heads)
+    parsed = parser.parse_args()
+    case = Case(parsed.length, parsed.heads)
     what = (
         f"torch {torch.__version__.split('+')[0]}, {platform.machine()}, {os.cpu_count()} cores, ranks with one thread "
         f"each; a sequence of {case.length}, {case.heads} heads of {case.features}, float32; forward and backward."
@@ -109,14 +109,18 @@ def main() -> int:
         "behind another one, on shm; time is the fastest step, on Gloo, all ways in turn."
     )
     parts = [intro]
-    for measure in (memory, lambda case: timed(case, told.rounds), lambda case: hidden(case, told.rounds)):
+    for measure in (
+        memory,
+        lambda case: timed(case, parsed.rounds),
+        lambda case: hidden(case, parsed.rounds),
+    ):
         parts.append(measure(case))
         print(parts[-1], flush=True)
     text = "\n\n".join(parts)
-    if told.write is not None:
-        page = told.write.read_text()
+    if parsed.write is not None:
+        page = parsed.write.read_text()
         before, rest = page.split(BEGIN)
-        told.write.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END, 1)[1]}")
+        parsed.write.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END, 1)[1]}")
     return 0
 
 

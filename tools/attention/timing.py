@@ -30,9 +30,9 @@ def times(case: Case, ways: tuple[str, ...], rounds: int, link: Link | None = No
             for way in ways:
                 run = step(case, way)
                 gm.barrier()
-                begun = time.perf_counter()
+                started = time.perf_counter()
                 run(inputs)
                 gm.barrier()
                 if number:  # the first one is not counted
-                    found[way].append(time.perf_counter() - begun)
+                    found[way].append(time.perf_counter() - started)
     return found

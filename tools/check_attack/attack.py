@@ -102,11 +102,11 @@ def _chosen(program: Program, count: int, kinds: Sequence[str]) -> list[Mutant]:
 
 def _outcome(program: Program, mutant: Mutant | None, truth: str, path: Path, checked: Check) -> Outcome:
     kind, line = (mutant.kind, mutant.line) if mutant else ("", 0)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     try:
         verdict = checked(path, program.ranks)
     except Exception:
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
         crash = traceback.format_exc()
         return Outcome(
             program.seed,
@@ -120,7 +120,7 @@ def _outcome(program: Program, mutant: Mutant | None, truth: str, path: Path, ch
             seconds,
             path.read_text(),
         )
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     errors = tuple(dict.fromkeys(each.rule.id for each in verdict.errors))
     unjudged = any(any(words in note for words in UNJUDGED) for note in verdict.notes)
     said = "; ".join(f"{each.rule.id} {each.message} ({each.at})" for each in verdict.errors) or "; ".join(

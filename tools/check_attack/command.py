@@ -112,28 +112,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="where to put what is disagreed on, also made smaller")
     parser.add_argument("--reduce", type=float, default=60.0, help="seconds for making one smaller")
     parser.add_argument("--verbose", action="store_true", help="a line for each script")
-    told = parser.parse_args(arguments)
-    begun, found = time.perf_counter(), list[Outcome]()
+    parsed = parser.parse_args(arguments)
+    started, found = time.perf_counter(), list[Outcome]()
     with tempfile.TemporaryDirectory(prefix="check-attack-") as name:
         folder = Path(name)
         for each in outcomes(
-            range(told.seed, told.seed + told.programs),
-            told.mutants,
+            range(parsed.seed, parsed.seed + parsed.programs),
+            parsed.mutants,
             folder,
-            jobs=told.jobs,
-            seconds=told.seconds,
+            jobs=parsed.jobs,
+            seconds=parsed.seconds,
         ):
             found.append(each)
-            if each.wrong or told.verbose:
+            if each.wrong or parsed.verbose:
                 print(_line(each), flush=True)
             if each.wrong:
-                _kept(each, told.keep, f"{each.wrong}-{each.seed}-{each.line}.py")
-        print(table(found, time.perf_counter() - begun))
+                _kept(each, parsed.keep, f"{each.wrong}-{each.seed}-{each.line}.py")
+        print(table(found, time.perf_counter() - started))
         bad = [each for each in found if each.wrong and each.wrong != "unjudged"]
-        if told.keep:
+        if parsed.keep:
             for each in bad:
-                _, less = reduced(draw(each.seed), each, folder, seconds=told.reduce)
-                _kept(less, told.keep, f"{each.wrong}-{each.seed}-{each.line}-reduced.py")
+                _, less = reduced(draw(each.seed), each, folder, seconds=parsed.reduce)
+                _kept(less, parsed.keep, f"{each.wrong}-{each.seed}-{each.line}-reduced.py")
     return int(bool(bad))
 
 

@@ -152,13 +152,13 @@ def _runs(program: Program, pools: Pools) -> bool:
 
 def _gradients(program: Program, pools: Pools) -> list[object]:
     """The gradients of each rank, in few digits; none where it does not run."""
-    told: list[object] = []
+    results: list[object] = []
     for outcome in pools.run(program):
         if isinstance(outcome, Failure):
             return []
         kept = [x for name, x in outcome.items() if name.startswith("grad ")]
-        told += [None if x is None else _rounded(x) for x in kept]
-    return told
+        results += [None if x is None else _rounded(x) for x in kept]
+    return results
 
 
 def _rounded(x: Tensor) -> object:
@@ -172,15 +172,15 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="the folder to leave the scripts in")
-    told = parser.parse_args()
+    parsed = parser.parse_args()
     counts: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        folder = told.keep or Path(scratch)
+        folder = parsed.keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        for outcome in outcomes(told.seed, told.programs, folder):
+        for outcome in outcomes(parsed.seed, parsed.programs, folder):
             counts[outcome.kind] = counts.get(outcome.kind, 0) + 1
             if outcome.kind in ("accused", "missed"):
-                print(f"{outcome.kind}: {told.seed} {outcome.index} {outcome.errors}", flush=True)
+                print(f"{outcome.kind}: {parsed.seed} {outcome.index} {outcome.errors}", flush=True)
     print(", ".join(f"{kind} {count}" for kind, count in sorted(counts.items())))
     return int(bool(counts.get("accused") or counts.get("missed")))
 

@@ -73,11 +73,11 @@ def written(page: str, name: str, text: str) -> str:
     return f"{before}{begin}\n\n{text}\n\n{END}{rest.split(END, 1)[1]}"
 
 
-def _steps(told: argparse.Namespace) -> tuple[str, bool]:
-    found = taken(list(WAYS), SAMPLES, told.repeats)
+def _steps(parsed: argparse.Namespace) -> tuple[str, bool]:
+    found = taken(list(WAYS), SAMPLES, parsed.repeats)
     local = found.pop(LOCAL)
     worse = any(step.seconds > 1.1 * local.seconds or step.mib > local.mib / 8 for step in found.values())
-    text = f"{machine()}; medians of {told.repeats} steps of the slowest rank, all ways in turn."
+    text = f"{machine()}; medians of {parsed.repeats} steps of the slowest rank, all ways in turn."
     return f"{text} {table({LOCAL: local, **found}, SAMPLES)}", worse
 
 
@@ -86,8 +86,8 @@ def _large(_: argparse.Namespace) -> tuple[str, bool]:
     return f"{machine()}; one step. {table(found, LARGE)}", any(step.mib > 1024 for step in found.values())
 
 
-def _recall(told: argparse.Namespace) -> tuple[str, bool]:
-    return recall_table(recalls(range(told.seeds), told.steps), told.steps), False
+def _recall(parsed: argparse.Namespace) -> tuple[str, bool]:
+    return recall_table(recalls(range(parsed.seeds), parsed.steps), parsed.steps), False
 
 
 TABLES = {"steps": _steps, "large": _large, "recall": _recall}
@@ -106,15 +106,15 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3, help="of recall")
     parser.add_argument("--steps", type=int, default=200, help="of training, for recall")
     parser.add_argument("--write", type=Path, help="the page to write all tables into")
-    told = parser.parse_args()
+    parsed = parser.parse_args()
     torch.set_num_threads(1)
     failed = False
-    for name in [told.what] if told.write is None else TABLES:
-        text, worse = TABLES[name](told)
+    for name in [parsed.what] if parsed.write is None else TABLES:
+        text, worse = TABLES[name](parsed)
         failed |= worse
         print(text, flush=True)
-        if told.write is not None:
-            told.write.write_text(written(told.write.read_text(), name, text))
+        if parsed.write is not None:
+            parsed.write.write_text(written(parsed.write.read_text(), name, text))
     return int(failed)
 
 

@@ -69,7 +69,7 @@ def steps(ways: Sequence[str], samples: int, features: int, repeats: int) -> dic
 
 def _step(loss: Loss, leaves: tuple[Tensor, Tensor, Tensor], seconds: list[float]) -> None:
     gm.barrier()
-    begun = time.perf_counter()
+    started = time.perf_counter()
     loss(*leaves).backward()
     gm.barrier()
-    seconds.append(time.perf_counter() - begun)
+    seconds.append(time.perf_counter() - started)

@@ -151,14 +151,14 @@ def _timed(
         for name, way in ways.items():
             with gm.check(0 if name == "Gloo, unchecked" else 1):
                 gm.barrier()
-                begun = time.perf_counter()
+                started = time.perf_counter()
                 for _ in range(calls):
                     if half == HALVES[0]:
                         with torch.no_grad():
                             way(x)
                     else:
                         torch.autograd.grad(way(x), x, seeds)
-                took = (time.perf_counter() - begun) / calls
+                took = (time.perf_counter() - started) / calls
             if number:
                 found[name].append(took)
     return found

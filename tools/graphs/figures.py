@@ -275,13 +275,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--write", type=Path, help="the page to write them into; growth's picture goes beside it"
     )
-    told = parser.parse_args(arguments)
-    for part in told.part or PARTS:
-        if part == "growth" and told.write is not None:
-            text = growth(picture=told.write.parent / PICTURE)
+    parsed = parser.parse_args(arguments)
+    for part in parsed.part or PARTS:
+        if part == "growth" and parsed.write is not None:
+            text = growth(picture=parsed.write.parent / PICTURE)
         else:
             text = PARTS[part]()
         print(f"{text}\n", flush=True)
-        if told.write is not None:
-            told.write.write_text(with_figures(told.write.read_text(), part, text))
+        if parsed.write is not None:
+            parsed.write.write_text(with_figures(parsed.write.read_text(), part, text))
     return 0

@@ -78,7 +78,7 @@ def measured(job: Job, backend: str) -> list[Part]:
 
 
 def _on_rank(graph: Crystal, owner: Tensor, given: list[Tensor], right: Figures | None) -> Part:
-    begun = time.perf_counter()
+    started = time.perf_counter()
     plan = GraphPlan(graph.edges, owner)
     built = time.perf_counter()
     plan = plan.rebuilt(graph.edges)
@@ -88,7 +88,7 @@ def _on_rank(graph: Crystal, owner: Tensor, given: list[Tensor], right: Figures 
         len(plan.remote),
         plan.rows_sent,
         plan.rows_of_gather,
-        built - begun,
+        built - started,
         rebuilt - built,
         {} if right is None else _deviations(in_parts(plan, graph, given), right),
     )

@@ -87,8 +87,8 @@ def prepare(graph: Crystal, owner: Tensor | None, width: int) -> dict[str, int]:
 def measure(kind: str, repeats: int) -> float:
     """Seconds of a step on this rank, from barrier to barrier."""
     gm.barrier()
-    begun = time.perf_counter()
+    started = time.perf_counter()
     for _ in range(repeats):
         _steps[kind]()
     gm.barrier()
-    return (time.perf_counter() - begun) / repeats
+    return (time.perf_counter() - started) / repeats

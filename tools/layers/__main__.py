@@ -83,12 +83,12 @@ def main() -> int:
     parser.add_argument("--beside", action="store_true", help="time and memory beside torch's own layers")
     parser.add_argument("--repeats", type=int, default=15, help="steps of each way")
     parser.add_argument("--write", type=Path, help="the page to write the table into")
-    told = parser.parse_args()
+    parsed = parser.parse_args()
     torch.set_num_threads(1)
-    text, right = _beside(told.repeats) if told.beside else _table(told.layer or list(CASES))
-    if told.write is not None:
-        page, what = told.write.read_text(), "beside" if told.beside else "table"
-        told.write.write_text(with_text(page, what, text, RANKS if told.beside else 4))
+    text, right = _beside(parsed.repeats) if parsed.beside else _table(parsed.layer or list(CASES))
+    if parsed.write is not None:
+        page, what = parsed.write.read_text(), "beside" if parsed.beside else "table"
+        parsed.write.write_text(with_text(page, what, text, RANKS if parsed.beside else 4))
     return int(not right)
 
 

@@ -155,8 +155,8 @@ def measured(model: str, repeats: int) -> dict[str, Result]:
     for _ in range(repeats):
         for name, step in ways.items():
             gm.barrier()
-            begun = time.perf_counter()
+            started = time.perf_counter()
             step()
             gm.barrier()
-            seconds[name].append(time.perf_counter() - begun)
+            seconds[name].append(time.perf_counter() - started)
     return {name: Result(seconds[name], weights[name], losses[name]) for name in ways}

@@ -26,19 +26,19 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=3)
-    told = parser.parse_args()
+    parsed = parser.parse_args()
     torch.set_num_threads(1)
-    if told.attack:
-        begun = time.perf_counter()
-        report = attack(told.attack, told.seed, told.ranks)
+    if parsed.attack:
+        started = time.perf_counter()
+        report = attack(parsed.attack, parsed.seed, parsed.ranks)
         print(report)
-        print(f"{time.perf_counter() - begun:.0f} s")
+        print(f"{time.perf_counter() - started:.0f} s")
         return 1 if report.wrong else 0
     text = page(proofs(), twins())
-    if told.write is None:
+    if parsed.write is None:
         print(text, end="")
     else:
-        told.write.write_text(text)
+        parsed.write.write_text(text)
     return 0
 
 

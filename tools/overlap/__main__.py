@@ -58,32 +58,34 @@ def main() -> int:
         "--trace", type=Path, help="write the timeline of a step of the chain, and measure nothing"
     )
     parser.add_argument("--write", type=Path, help="the page to write the tables and the picture into")
-    told = parser.parse_args()
+    parsed = parser.parse_args()
     torch.set_num_threads(1)
-    pick = PICKS[told.of]
-    if told.trace is not None:
+    pick = PICKS[parsed.of]
+    if parsed.trace is not None:
         with gm.Ranks(RANKS, backend="shm") as ranks:
             link = link_for(ranks.run, Chain, SHARE * work_alone(ranks.run, Chain, of=pick)["forward"])
-            seen(ranks.run, Chain, link, "overlapped").save_trace(told.trace)
+            seen(ranks.run, Chain, link, "overlapped").save_trace(parsed.trace)
         return 0
     found: list[Row] = []
-    for backend in told.backend or BACKENDS:
+    for backend in parsed.backend or BACKENDS:
         with gm.Ranks(RANKS, backend=backend) as ranks:
-            for name in told.program or PROGRAMS:
+            for name in parsed.program or PROGRAMS:
                 make = PROGRAMS[name]
                 link = link_for(ranks.run, make, SHARE * work_alone(ranks.run, make, of=pick)["forward"])
                 for wire in (link, None):
-                    found.append((name, backend, measured(ranks.run, make, wire, told.repeats, pick)))
+                    found.append((name, backend, measured(ranks.run, make, wire, parsed.repeats, pick)))
                     print(_lines(*found[-1]), flush=True)
-                if told.write is not None and (backend, name) == ("shm", "chain"):
+                if parsed.write is not None and (backend, name) == ("shm", "chain"):
                     title = (
                         f"A step of the chain of eight layers on a slow wire, overlapped; {machine(RANKS)}"
                     )
                     line = seen(ranks.run, make, link, "overlapped")
-                    line.save_picture(told.write.with_suffix(".png"), title)
-    if told.write is not None:
-        told.write.write_text(
-            with_figures(told.write, figures_text(found, RANKS, f"the {told.of} of {told.repeats} steps"))
+                    line.save_picture(parsed.write.with_suffix(".png"), title)
+    if parsed.write is not None:
+        parsed.write.write_text(
+            with_figures(
+                parsed.write, figures_text(found, RANKS, f"the {parsed.of} of {parsed.repeats} steps")
+            )
         )
     slow = [figures for _, _, figures in found if figures.link is not None]
     return int(max(figures.ratio("overlapped", half) for figures in slow for half in HALVES) > 1.1)

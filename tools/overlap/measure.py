@@ -56,9 +56,9 @@ class Figures:
 
 def _half(part: Callable[[], Any]) -> tuple[float, Any]:
     gm.barrier()
-    begun = time.perf_counter()
+    started = time.perf_counter()
     result = part()
-    return time.perf_counter() - begun, result
+    return time.perf_counter() - started, result
 
 
 def _step(program: Program, way: str) -> tuple[float, float]:

@@ -30,17 +30,17 @@ def main() -> int:
     shown = commands.add_parser("figures", help="what docs/simulator.md shows")
     shown.add_argument("part", choices=[[], *PARTS], nargs="*", help="which; all by default")
     shown.add_argument("--write", type=Path, help="the page to write them into")
-    told = parser.parse_args()
+    parsed = parser.parse_args()
     torch.set_num_threads(1)
-    if told.command == "figures":
-        for part in told.part or PARTS:
+    if parsed.command == "figures":
+        for part in parsed.part or PARTS:
             text = PARTS[part]()
             print(f"{text}\n")
-            if told.write is not None:
-                told.write.write_text(with_figures(told.write.read_text(), part, text))
+            if parsed.write is not None:
+                parsed.write.write_text(with_figures(parsed.write.read_text(), part, text))
         return 0
     begun = time.perf_counter()
-    report = attack(told.programs, told.seed, told.schedules)
+    report = attack(parsed.programs, parsed.seed, parsed.schedules)
     print(report)
     print(f"{time.perf_counter() - begun:.0f} s")
     return 1 if report.findings else 0

@@ -60,9 +60,9 @@ class Predicted:
 def predicted(dp: int, tp: int, *, check: bool) -> Predicted:
     """Play one rank, and if asked all."""
     size, mesh = dp * tp, {"dp": dp, "tp": tp}
-    begun = time.perf_counter()
+    started = time.perf_counter()
     run = simulate(tensor_parallel_step, size, mesh=mesh, only=0, model=MODEL, compute=0)
-    took = time.perf_counter() - begun
+    took = time.perf_counter() - started
     same = None
     if check:
         whole = simulate(tensor_parallel_step, size, mesh=mesh, seed=0, model=MODEL, compute=0)
@@ -103,9 +103,9 @@ def _on_rank(size: int) -> Tensor:
 
 def whole_step(size: int) -> tuple[float, float]:
     """A contrastive training step on all ranks: how long it takes, and how far it is from that of one process."""
-    begun = time.perf_counter()
+    started = time.perf_counter()
     run = simulate(_on_rank, size, args=(size,), seed=0)
-    took = time.perf_counter() - begun
+    took = time.perf_counter() - started
     weight = _weight()
     _contrast(torch.cat([_rows_of(rank) for rank in range(size)]), weight, 0, 2 * size).backward()
     torch.optim.SGD([weight], lr=0.1).step()

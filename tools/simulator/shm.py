@@ -43,9 +43,9 @@ def _measure(op: str, payload: int) -> float:
     times = []
     for _ in range(5 + max(15, min(100, 2**24 // payload))):
         gm.barrier()
-        begun = time.perf_counter()
+        started = time.perf_counter()
         call(x)
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - started)
     return float(gm.all_reduce(torch.tensor(min(times[5:])), op="max", dst=gm.R))
 
 
@@ -81,8 +81,8 @@ def compare(link: Link, size: int, steps: int = 12) -> tuple[float, float, float
     with gm.Ranks(size, backend="shm", timeout=200, prefix=False) as ranks:
         measured = min([max(times) for times in zip(*ranks.run(step_times, steps), strict=True)])
     run = simulate(step_times, size, args=(steps,), seed=0, model=CostModel(link, "direct"))
-    begun = [event.called for event in run.events.select(rank=0, op="barrier")]
-    predicted = min([after - before for before, after in itertools.pairwise(begun)])
+    started = [event.called for event in run.events.select(rank=0, op="barrier")]
+    predicted = min([after - before for before, after in itertools.pairwise(started)])
     seconds = sum(
         (event.end or 0) - (event.start or 0) for event in run.events.select(rank=0) if event.op != "barrier"
     )

@@ -140,8 +140,8 @@ def compare(
             for (number, program, _), result in zip(some, results, strict=True):
                 problem = result if isinstance(result, str) else _problem(program, result, pools, found)
                 if problem:
-                    told = f"program {number}: {problem}"[:4000].splitlines()[:30]
-                    found.findings.append("\n".join(f"# {line}" for line in told) + "\n" + script(program))
+                    parsed = f"program {number}: {problem}"[:4000].splitlines()[:30]
+                    found.findings.append("\n".join(f"# {line}" for line in parsed) + "\n" + script(program))
                     continue
                 found.modes[program.mode] += 1
                 found.verbs.update(one.verb for one in flat(program) if isinstance(one, Verb))
