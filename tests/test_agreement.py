@@ -52,7 +52,7 @@ def text_of(name: str) -> str:
 @pytest.mark.parametrize("name", MISFITS)
 def test_a_misfit_on_gloo_is_told_on_every_rank_with_every_ranks_call(name: str, processes: Ranks) -> None:
     for rank, text in enumerate(processes(2)(text_of, name)):
-        assert "the ranks' calls do not fit together" in text
+        assert "the ranks' calls do not match" in text
         assert f"rank {rank} of 2" in text
         assert "rank 0: " in text
         assert "rank 1: " in text

@@ -252,7 +252,7 @@ def test_ranks_that_use_different_results_are_refused(by: str, threads: Ranks) -
 
     said = refused_on_all(threads(2), differing)
     assert said.count("the backward of the same call on every rank") == 2
-    assert "run forward and backward inside gradmesh.ordered()" in said
+    assert "run forward and backward inside `with gradmesh.ordered():`" in said
 
 
 @BY
@@ -264,7 +264,7 @@ def test_no_grad_on_one_rank_is_refused(by: str, threads: Ranks) -> None:
         with torch.set_grad_enabled(gm.rank() == 1):
             attend_on_ranks(program, *leaves)
 
-    assert "gradients recorded on every rank, or on none" in refused_on_all(threads(2), differing)
+    assert "gradients recorded on every rank, or on no rank" in refused_on_all(threads(2), differing)
 
 
 WRONG: dict[str, tuple[Callable[[list[Tensor]], list[Tensor]], dict[str, Any], str]] = {
@@ -326,7 +326,7 @@ def test_arguments_that_differ_between_ranks_are_named(
 ) -> None:
     program = Program(by=by)
     text = refused_on_all(threads(2), lambda: VERBS[by](*parts(program), **(options if gm.rank() else {})))
-    assert text.count("the ranks' calls do not fit together") == 2
+    assert text.count("the ranks' calls do not match") == 2
     assert next(iter(options)) + "=" in text
 
 

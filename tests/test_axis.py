@@ -41,7 +41,7 @@ def test_none_is_the_only_axis_of_the_mesh_or_the_world(threads: Threads) -> Non
         with gm.use_mesh(init_device_mesh("cpu", (4,))):
             assert (gm.axis().name, gm.axis().size) == ("mesh", 4)
         with gm.use_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))):
-            with pytest.raises(gm.AxisError, match=r"several axes(.|\n)*'a', 'b'(.|\n)*axis=NAME"):
+            with pytest.raises(gm.AxisError, match=r"several axes(.|\n)*'a', 'b'(.|\n)*axis='a'"):
                 gm.axis()
             with pytest.raises(gm.AxisError, match=r"no axis 'c'(.|\n)*'a', 'b'"):
                 gm.all_gather(torch.ones(1), "c")
@@ -103,7 +103,7 @@ def test_on_a_mesh_of_several_axes_rank_and_world_size_are_those_of_the_world(th
         assert (gm.rank(), gm.world_size()) == (dist.get_rank(), 4)
         with gm.use_mesh(mesh["gp"]):
             assert (gm.rank(), gm.world_size()) == (dist.get_rank() % 2, 2)
-        with pytest.raises(gm.AxisError, match=r"gradmesh.rank: the mesh has several axes"):
+        with pytest.raises(gm.AxisError, match=r"gradmesh.rank: (.*) several axes"):
             gm.rank(mesh)
 
     threads(4)(on_each_rank)
@@ -177,7 +177,7 @@ def test_a_barrier_is_compared_with_the_calls_of_other_ranks_and_threads(process
     for one, two, after in processes(2)(other_calls_during_a_barrier):
         assert re.search(r"rank 0: barrier.* in outcome(?s:.)*rank 1: all_reduce", one)
         assert [len(found) for found in two] == [2] * 5
-        assert all("the ranks' calls do not fit together" in text for found in two for text in found)
+        assert all("the ranks' calls do not match" in text for found in two for text in found)
         assert after == 2
 
 

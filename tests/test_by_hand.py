@@ -104,7 +104,7 @@ def test_the_error_names_the_calls_that_the_function_made(threads: Ranks) -> Non
         ]
         assert int(lines[1]) == int(lines[0]) + 1
         assert f"made call {lines[rank]}: shift(offset=1, wrap=True) of float64[12]" in text
-        assert "have every rank use every result of that function" in text
+        assert "use every result of that autograd.Function on every rank" in text
 
 
 def test_with_every_value_compared_they_are_told_apart_too(threads: Ranks) -> None:
@@ -112,7 +112,7 @@ def test_with_every_value_compared_they_are_told_apart_too(threads: Ranks) -> No
         with gm.check("full"):
             return each_uses_another()
 
-    assert all("different calls of a function" in text for text in threads(2)(full))
+    assert all("different calls of an autograd.Function" in text for text in threads(2)(full))
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def saved_elsewhere() -> str:
 
 
 def test_they_are_told_apart_where_every_rank_saves_elsewhere(threads: Ranks) -> None:
-    assert all("different calls of a function" in text for text in threads(2)(saved_elsewhere))
+    assert all("different calls of an autograd.Function" in text for text in threads(2)(saved_elsewhere))
 
 
 class Repeated(torch.autograd.Function):

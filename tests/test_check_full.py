@@ -140,9 +140,9 @@ CASES: dict[str, tuple[Callable[[int], object], str, str]] = {
     "a gradient that is the same behind dst=I": (invariant, "", ""),
     "a gradient that is the same behind dst=R": (summed, "", "dst=gm.I"),
     "a gradient that differs behind dst=R": (terms, "", ""),
-    "a parameter that is not the same": (not_replicated, "values number", ""),
-    "calls that changed places": (swapped, "", "at different lines"),
-    "a value that is not finite": (infinite, "", "by rank 1"),
+    "a parameter that is not the same": (not_replicated, "checksum", ""),
+    "calls that changed places": (swapped, "", "at different source lines"),
+    "a value that is not finite": (infinite, "", "on rank 1"),
     "a summed loss": (summed_loss, "", ""),
     "a missing replicate": (missing_replicate, "", "(missing-sum)"),
     "a parameter that is replicated": (replicated, "", ""),
@@ -203,7 +203,7 @@ def test_a_level_of_nothing_compares_nothing(threads: Ranks) -> None:
 
 @pytest.mark.parametrize("level", [2, "calls", None, True])
 def test_another_level_is_refused(level: Any) -> None:
-    with pytest.raises(gm.ArgumentError, match="no such level"), gm.check(level):
+    with pytest.raises(gm.ArgumentError, match="invalid check level"), gm.check(level):
         pass
 
 

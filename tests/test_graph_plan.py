@@ -539,7 +539,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "owner beside own on one rank": (
         lambda: GraphPlan(own_part()[0], changed(1, None, OWNER), own=own_part()[1]),
-        "calls do not fit together",
+        "calls do not match",
     ),
     "own nodes of floats": (
         lambda: GraphPlan(EDGES, own=OWNER.float()),

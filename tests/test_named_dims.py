@@ -203,7 +203,7 @@ def test_the_other_ranks_hear_of_a_name_that_one_has_not(threads: Ranks) -> None
     # shard sends nothing
     told = {name: got[0] for name, got in right.items() if got[0] != "MismatchError"}
     assert set(told) == {"shard", "shard unnamed"}, told
-    assert "no dimension has this name" in right["all_gather"][1]
+    assert "no dimension is named" in right["all_gather"][1]
 
 
 def named_otherwise(verbs: list[str]) -> dict[str, str]:
@@ -253,7 +253,7 @@ def test_names_are_refused_that_are_none() -> None:
     for names, problem in [
         (("N",), "not one name for each"),
         (("N", "C", "T"), "not one name for each"),
-        (("N", "N"), "at two dimensions"),
+        (("N", "N"), "for two dimensions"),
         (("N", ""), "not an identifier"),
         (("N", "a b"), "not an identifier"),
         (("N", 3), "not an identifier"),
@@ -282,7 +282,7 @@ def transposed_in_place() -> list[str]:
 
 def test_a_tensor_that_was_turned_in_place_is_not_taken_by_its_old_names(threads: Ranks) -> None:
     for told, shape in threads(2)(transposed_in_place):
-        assert "another shape in place" in told
+        assert "changed in place after it was named" in told
         assert shape == "torch.Size([6, 3])"
 
 

@@ -171,11 +171,11 @@ def a_step_too_early() -> tuple[str, list[float], str]:
 
 def test_a_step_on_what_is_owed_is_refused_until_that_is_dropped(threads: Ranks) -> None:
     for text, weights, again in threads(2)(a_step_too_early):
-        assert "gradmesh.no_sync: an optimizer steps while sums over the ranks are owed" in text
+        assert "gradmesh.no_sync: deferred gradient reductions pending over the ranks are owed" in text
         assert "shape [3, 2]: replicate on axis 'world'" in text
         assert "test_no_sync.py" in text
         assert "in a_step_too_early" in text
-        assert "owed.clear()" in text
+        assert "deferred.clear()" in text
         assert again == text
         assert weights == [1.0] * 6
 
@@ -824,7 +824,7 @@ def in_fsdp() -> str:
 @pytest.mark.filterwarnings("ignore")
 def test_a_parameter_that_a_wrapper_frees_is_refused(processes: Ranks) -> None:
     for text in processes(2)(in_fsdp):
-        assert "the sum that is owed to a parameter comes too late" in text
+        assert "was freed before its deferred gradient reduction" in text
         assert "shape [4]" in text
 
 
@@ -936,7 +936,7 @@ def in_a_closure() -> list[str]:
     with gm.no_sync() as deferred:
         pass
     for _ in range(2):
-        with pytest.raises(gm.OrderError, match="an optimizer steps while sums") as caught:
+        with pytest.raises(gm.OrderError, match="deferred gradient reductions pending") as caught:
             optimizer.step(closure)
         found.append(type(caught.value).__name__)
         deferred.clear()

@@ -332,7 +332,10 @@ def test_a_rank_that_made_no_call_may_have_a_loss_of_nothing(threads: Threads) -
 @pytest.mark.parametrize("loss", [0.0, "a", torch.tensor(1)])
 def test_a_loss_that_has_no_gradient_is_refused(loss: Any, threads: Threads) -> None:
     def on_each_rank() -> None:
-        with gm.ordered() as order, pytest.raises(gm.OrderError, match="nothing to differentiate"):
+        with (
+            gm.ordered() as order,
+            pytest.raises(gm.OrderError, match="must be a floating-point or complex tensor"),
+        ):
             order.join(loss)
 
     threads(2)(on_each_rank)
@@ -360,7 +363,7 @@ def test_a_join_without_grad_mode_ties_nothing(threads: Threads) -> None:
                 with torch.no_grad():
                     order.join(y.sum())
 
-        with pytest.raises(gm.OrderError, match="without join"):
+        with pytest.raises(gm.OrderError, match=r"without join\(\)"):
             program()
 
     threads(2)(on_each_rank)
@@ -396,8 +399,8 @@ def test_forgetting_join_is_an_error_that_counts_and_points(threads: Threads) ->
         return str(caught.value)
 
     for text in threads(SIZE)(on_each_rank):
-        assert "without join" in text
-        assert "a chain of 2, from all_gather at" in text
+        assert "without join()" in text
+        assert "2 collectives that were not joined, the first: all_gather at" in text
         assert "test_order.py" in text
 
 
@@ -406,7 +409,7 @@ def test_a_collective_after_join_is_an_error(threads: Threads) -> None:
         x = data(gm.axis().rank)
         with gm.ordered():
             gm.join(gm.all_gather(x).sum())
-            with pytest.raises(gm.OrderError, match=r"after the chain was joined(.|\n)*chain of 1"):
+            with pytest.raises(gm.OrderError, match=r"called after join\(\)(.|\n)*covered 1 collectives"):
                 gm.shift(x)
 
     threads(2)(on_each_rank)
@@ -421,7 +424,7 @@ def test_an_exception_in_the_block_comes_through_as_it_is(threads: Threads) -> N
 
         with pytest.raises(ZeroDivisionError):
             broken()
-        with pytest.raises(gm.OrderError, match="there is no chain"):
+        with pytest.raises(gm.OrderError, match=r"called outside of gm.ordered\(\)"):
             gm.join(torch.ones(()))
 
     threads(2)(on_each_rank)
@@ -437,7 +440,7 @@ def test_torch_func_derivatives_inside_are_refused(transform: str, threads: Thre
             "jvp": lambda: torch.func.jvp(f, (x,), (x,)),
             "vjp": lambda: torch.func.vjp(f, x),
         }
-        with gm.ordered(), pytest.raises(gm.OrderError, match=r"a torch\.func derivative"):
+        with gm.ordered(), pytest.raises(gm.OrderError, match=r"torch\.func derivatives are not supported"):
             run[transform]()
 
     threads(2)(on_each_rank)

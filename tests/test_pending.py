@@ -301,7 +301,7 @@ def test_a_call_that_is_never_waited_for_is_an_error_that_names_its_line(
     fn: Callable[..., Any], line: int
 ) -> None:
     text = failed(fn)
-    assert "waited for" in text
+    assert "waited for" in text or "pending async collectives" in text
     assert f"test_pending.py:{fn.__code__.co_firstlineno + line}" in text
 
 
@@ -356,10 +356,10 @@ def test_another_grad_mode_at_the_wait_is_refused(threads: Ranks) -> None:
         x = random(2).requires_grad_()
         with torch.no_grad():
             pending = gm.all_gather(x, async_op=True)
-        with pytest.raises(gm.OrderError, match="another grad mode"):
+        with pytest.raises(gm.OrderError, match="in another grad mode"):
             pending.wait()
         pending = gm.all_gather(x, async_op=True)
-        with torch.no_grad(), pytest.raises(gm.OrderError, match="another grad mode"):
+        with torch.no_grad(), pytest.raises(gm.OrderError, match="in another grad mode"):
             pending.wait()
         assert pending.wait().requires_grad
 
@@ -373,7 +373,7 @@ def test_an_operand_that_is_written_meanwhile_is_refused(threads: Ranks) -> None
         x = random(2)
         pending = gm.all_gather(x, async_op=True)
         x.add_(1)
-        with pytest.raises(gm.OrderError, match="was written before"):
+        with pytest.raises(gm.OrderError, match="was modified in place before"):
             pending.wait()
 
     with pytest.raises(gm.RankError, match="never waited for"):
@@ -547,7 +547,7 @@ def test_a_wait_alone_in_a_checkpoint_is_refused(threads: Ranks) -> None:
         loss = checkpoint(region, x, use_reentrant=False).sum()
         (loss * pending.wait().sum()).backward()
         assert len(refused) == 1
-        assert "another region of a checkpoint" in refused[0]
+        assert "in different checkpointed regions" in refused[0]
 
     threads(2)(on_rank)
 
@@ -563,7 +563,7 @@ def test_a_beginning_alone_in_a_checkpoint_is_refused() -> None:
         checkpoint(region, x, use_reentrant=False)
         kept[0].wait().sum().backward()
 
-    assert "another region of a checkpoint" in failed(on_rank)
+    assert "in different checkpointed regions" in failed(on_rank)
 
 
 # ---- messages
@@ -634,7 +634,7 @@ def test_of_a_message_that_is_expected_nobody_knows(threads: Ranks) -> None:
             gm.send(torch.ones(2), to=1)
             return 1.0
         pending = gm.recv(torch.empty(2), source=0, async_op=True)
-        with pytest.raises(gm.OrderError, match="before it is taken"):
+        with pytest.raises(gm.OrderError, match="cannot be polled"):
             pending.done()
         return float(pending.wait()[0])
 

@@ -48,7 +48,7 @@ def test_the_pages_of_errors_have_every_text_that_the_source_has() -> None:
     assert {path.stem for path in texts.FOLDER.glob("*.md")} == {*texts.classes(), "README"}
     found = {text.problem: text.kind for text in texts.texts()}
     assert found["<name> is out of range"] == "ArgumentError"
-    assert found["ordered() ended without join"] == "OrderError"
+    assert found["the ordered() block ended without join()"] == "OrderError"
     assert len(found) > 250
     for text in made.values():
         table = text.partition(texts.BEGIN)[2]

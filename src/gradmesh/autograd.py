@@ -1,11 +1,11 @@
-"""The one autograd rule: backward applies the adjoint, forward mode applies the op, vmap moves a dimension.
+"""The autograd rule of all ops: backward applies the adjoint, forward mode applies the op, vmap moves a dimension.
 
-Since an adjoint is an op itself and is applied by the same rule, every order of derivative comes by itself.
+An adjoint is an op itself and is applied by the same rule, so derivatives of every order work.
 
-A node of the graph has a second output of one zero beside the op's result: a thread, which ties later nodes to it.
-Inside `ordered()` each collective takes the thread of the one before. Elsewhere only its own backward takes it, where
-that is recorded itself. So a gradient depends on the call that it is the gradient of, also where it is a constant, and
-a further backward pass runs the backward of both on every rank that ran the first.
+A node has a second output beside the op's result: an ordering token, a tensor with one zero. Inside `ordered()` each
+collective takes the token of the previous one. Elsewhere only its own backward takes it, under create_graph=True: then
+a gradient depends on its forward call in the graph, even where its value is constant, and a further backward pass runs
+the backward of both on every rank.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ __all__ = [
 
 
 DETACHED_TOKEN = outside_modes(lambda: torch.zeros(1, device="cpu"))
-"""The thread of a call that is tied to none before it. Only the edges of threads count."""
+"""The token of a call that depends on no earlier call."""
 
 
 def apply(op: Op, x: Tensor) -> Tensor:
-    """Run an op on this rank's tensor, differentiably; inside `ordered()`, as the next link of the chain."""
+    """Run an op on this rank's tensor, differentiably; inside `ordered()` as the next ordered op."""
     if compiling():
         return _compiled(op, x)
     state = rank_state()
@@ -83,7 +83,7 @@ def apply(op: Op, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and linear and differentiable(x):
             return chain.link(op, x)
         chain.refuse_reentrant(op)
-    except OrderError as error:  # of the chain: nothing was sent
+    except OrderError as error:  # of ordered(): nothing was sent
         op.withdraw(x, error)
         raise
     y = apply_unordered(op, x)
@@ -93,7 +93,7 @@ def apply(op: Op, x: Tensor) -> Tensor:
 
 
 def refuse_dropped(op: Op, x: Tensor) -> None:
-    """Raise the error of calls that were begun and never waited for."""
+    """Raise the error of async calls that were never waited for."""
     try:
         rank_state().started.check()
     except OrderError as error:
@@ -104,17 +104,17 @@ def refuse_dropped(op: Op, x: Tensor) -> None:
 def apply_ordered(
     op: LinearOp, x: Tensor, token: Tensor, role: str = "", origin: CallRecord | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run an op, and pass on a thread that requires grad, so that the op's backward runs whoever uses its result.
+    """Run an op as an ordered op: its backward runs even where its result is not used.
 
-    The backward of what takes the next thread runs first, since this one waits for that thread's gradient. Inside a
-    forward-mode level the op on the tangent is a link too, on every rank, with zeros where there is none.
+    It returns a token that requires grad; the op that takes it runs its backward first. Inside a forward-mode level the
+    op on the tangent is an ordered op too, on every rank, with zeros where there is no tangent.
 
     Args:
         op: the op.
         x: this rank's operand.
         token: that of the previous ordered op.
-        role: what the call is to the one that it comes from.
-        origin: that call.
+        role: the role of the call, see `CallRecord`.
+        origin: the forward call that it belongs to.
     """
     if not forward_level_open() or functorch_active():
         return _apply_node(
@@ -133,15 +133,14 @@ def apply_ordered(
 
 
 def apply_unordered(op: Op, x: Tensor, call: CallRecord | None = None, token: Tensor | None = None) -> Tensor:
-    """Run an op by itself.
+    """Run an op outside of the order of `ordered()`.
 
-    Where no derivative can be asked for, the op is run bare: building a graph node costs more than a small
-    collective on fast backends.
+    Without a derivative no graph node is built, as that takes longer than a small collective on fast backends.
 
     Args:
         op: the op.
         x: this rank's operand.
-        call: what the call comes from, and what is to be remembered of it.
+        call: the metadata of the call.
         token: that of a call that has to precede this one in the graph.
     """
     if compiling() and not isinstance(op, Traced):
@@ -149,10 +148,10 @@ def apply_unordered(op: Op, x: Tensor, call: CallRecord | None = None, token: Te
     if is_legacy_batched(x):
         return on_legacy_batch(x, lambda whole: apply_unordered(op.batched(), whole, call, token))
     if isinstance(op, Traced) and tracing_script():
-        return op.apply(x, call)  # a node would be recorded as a call of Python's, which no file can hold
+        return op.apply(x, call)  # a node would be recorded as a Python call, which cannot be saved
     recording, transforms = torch.is_grad_enabled(), transforms_active()
     if recording and op.rooted and not x.requires_grad and token is None and differentiable(x):
-        # Only the root's operand counts, and a rank whose own does not require grad would miss the backward.
+        # Only the root's operand counts; the other ranks have to run the backward too.
         token = None if functorch_active() else grad_token()
     needs_backward = recording and (x.requires_grad or (token is not None and token.requires_grad))
     if not recording and call is None and not transforms:
@@ -163,7 +162,7 @@ def apply_unordered(op: Op, x: Tensor, call: CallRecord | None = None, token: Te
     if recording and not (transforms and functorch_active()):
         call.flags |= CAN_BACKWARD
     if needs_backward or transforms:
-        if token is None:  # a tracer takes no tensor that is not its own
+        if token is None:  # a tracer accepts only its own tensors
             token = torch.zeros(1, device="cpu") if isinstance(op, Traced) or is_fake(x) else DETACHED_TOKEN
         y = _apply_node(op, x, token, call)[0]
     else:
@@ -172,7 +171,7 @@ def apply_unordered(op: Op, x: Tensor, call: CallRecord | None = None, token: Te
 
 
 def attach_backward(op: Op, x: Tensor, y: Tensor, call: CallRecord) -> Tensor:
-    """The result of a call that has been made, tied to a node of its own, to take part in a backward of others."""
+    """Attach a backward node to a finished result because other ranks will run its backward."""
     if not forward_level_open():
         return _apply_node(_FinishedCall(op, y), x, grad_token(), call)[0]
     (x, _), (y, moved) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(y)
@@ -185,7 +184,7 @@ def _apply_node(op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallReco
     rule: Any = _Rule if functorch_active() else _Node
 
     def run() -> tuple[Tensor, Tensor]:
-        # Called by Python itself: where torch has `apply` in C++, a profile function sees no other call of it.
+        # A Python frame for profile functions, which cannot see `apply` where torch has it in C++.
         result: tuple[Tensor, Tensor] = rule.apply(op, x, token, call)
         return result
 
@@ -194,10 +193,10 @@ def _apply_node(op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallReco
 
 
 def token_of(ctx: Any) -> Tensor | None:
-    """The thread of a node.
+    """The token of a node; None if the graph was freed.
 
-    It is asked for only where the backward is recorded: a graph that saves nothing else can be run through again, also
-    where it was not retained, and then it has no thread any more.
+    Read only under create_graph=True: a graph that saves nothing else can run again without retain_graph, where its
+    token is gone.
     """
     try:
         token: Tensor = ctx.saved_tensors[0]
@@ -207,22 +206,22 @@ def token_of(ctx: Any) -> Tensor | None:
 
 
 def grad_token() -> Tensor:
-    """A thread that requires grad, so that what takes it takes part in backward, whatever its operand."""
+    """A token that requires grad, so that the op that takes it runs its backward even if its operand does not."""
     return torch.zeros(1, device="cpu", requires_grad=True)
 
 
 _GRAD_TOKEN = outside_modes(grad_token)
-"""A leaf for compiled programs: what does not come from outside of one requires no gradient in it."""
+"""A token for compiled programs, where only tensors from outside can require grad."""
 
 
 class _FinishedCall:
-    """An op that ran before it was known that another rank takes part in its backward, and so has this one."""
+    """An op that ran before this rank learned that another rank needs its backward."""
 
     def __init__(self, op: Op, y: Tensor) -> None:
         self.op, self.y = op, y
 
-    def apply(self, x: Tensor, call: CallRecord) -> Tensor:  # noqa: ARG002 - as an op has them
-        """What it returned."""
+    def apply(self, x: Tensor, call: CallRecord) -> Tensor:  # noqa: ARG002 - the signature of an op
+        """Return the stored result."""
         return self.y
 
 
@@ -230,7 +229,9 @@ def _compiled(op: Op, x: Tensor) -> Tensor:
     """Run an op inside a program that is being compiled."""
     if forward_level_open():
         _refuse(
-            op, "a compiled program has no forward mode", "call the function uncompiled inside forward mode"
+            op,
+            "forward mode is not supported inside torch.compile",
+            "call the uncompiled function in forward mode",
         )
     state = rank_state()
     if state.chain is not None and torch.is_grad_enabled() and isinstance(op, LinearOp) and differentiable(x):
@@ -265,7 +266,7 @@ def _in_graph(
     group: str,
     reorderable: bool,
 ) -> Tensor:
-    """Run an op in the graph that Dynamo has made: from here on autograd follows it, and not Dynamo."""
+    """Run an op in Dynamo's graph, where autograd traces it."""
     op = decode(Encoded(words, numbers, tensors, group))
     traced = Traced(op, reorderable=reorderable, followed=not torch.compiler.is_exporting())
     return apply_unordered(traced, x, token=None if functorch_active() else token)
@@ -305,7 +306,7 @@ def differentiable(x: Tensor) -> bool:
 
 
 class _Rule(torch.autograd.Function):
-    """The law of `gradmesh.ops.base`, told to autograd; with a thread of the chain, it is also a link of it."""
+    """autograd.Function for LinearOp. In ordered mode it also takes and returns the ordering token."""
 
     @staticmethod
     def forward(op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallRecord) -> tuple[Tensor, Tensor]:
@@ -320,7 +321,7 @@ class _Rule(torch.autograd.Function):
         ctx.operand, ctx.result = x.shape, output[0].shape
         ctx.dtype, ctx.device = x.dtype, x.device
         ctx.call.site = call_site()
-        # One tensor either way: a checkpoint counts them, and what is recomputed may be outside of ordered().
+        # One tensor in both cases: a checkpoint counts saved tensors, and may recompute outside of ordered().
         ctx.save_for_backward(token if ctx.call.ordered else output[1])
         ctx.set_materialize_grads(False)
 
@@ -341,14 +342,12 @@ class _Rule(torch.autograd.Function):
             call = CallRecord(BACKWARD, ctx.call, ZERO_GRAD if nothing else 0)
             back = apply_unordered(op.back, grad, call, token_of(ctx) if torch.is_grad_enabled() else None)
             alone = op.axis.size == 1 or not op.back.sends
-            # No gradient on any rank gives none, and not zeros, which are NaN behind an infinite derivative.
+            # None if no rank has a gradient: zeros would give NaN behind an infinite derivative.
             return None, None if nothing and (alone or call.all_zero) else back, None, None
-        # Read also where it is not needed: inside a checkpoint this is what makes every rank recompute here, and
-        # not some of them elsewhere or never.
+        # Read on every rank even if unused: inside a checkpoint, reading it triggers the recomputation.
         (token,) = ctx.saved_tensors
         if following is None:
-            # The end of the chain. The backward pass goes on with the thread itself, as a zero would come from
-            # nowhere and lose the order of the passes to come.
+            # The last ordered op. A new zero would lose the order of further passes, so the token itself is used.
             following = token.clone()
         if kept:
             return None, None, following, None
@@ -374,22 +373,22 @@ class _Rule(torch.autograd.Function):
         call: CallRecord,
     ) -> Any:
         dim = in_dims[1]
-        if dim is None:  # only the thread's gradient is batched
+        if dim is None:  # only the token's gradient is batched
             return _apply_node(op, x, token, call), (None, in_dims[2])
         batched, x = op.batched(), x.movedim(dim, 0)
         if (
             call.ordered and isinstance(batched, LinearOp) and forward_level_open()
-        ):  # the tangent is a link of its own
+        ):  # the tangent is a separate ordered op
             return apply_ordered(batched, x, token, call.role, call.origin), (0, in_dims[2])
         return _apply_node(batched, x, token, call), (0, in_dims[2])
 
 
-# Function.apply asks for the signature at every call; computing it anew takes longer than the rest of the rule.
+# Function.apply reads the signature at every call, and computing it takes longer than the rest of the rule.
 _Rule.forward.__signature__ = inspect.signature(_Rule.forward)  # type: ignore[attr-defined]
 
 
 class _Node(torch.autograd.Function):
-    """The same rule where no torch.func transform is on: in torch's older form, which takes 12 us less of a call."""
+    """The same rule without torch.func transforms: torch's older form saves 12 us per call."""
 
     @staticmethod
     def forward(

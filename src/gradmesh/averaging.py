@@ -1,11 +1,11 @@
-"""Which parameters wrappers average after backward, and the factor that each parameter's gradient needs for that.
+"""Gradient averaging by DDP and FSDP: which parameters are averaged, and the scale factor that each gradient needs.
 
 A wrapper divides the sum over its ranks by their number, and `gradmesh.objective` multiplies the loss by that number.
-This is right for a parameter that the wrapper averages. It is not for one that no wrapper averages, as an expert's, nor
-for one whose gradient a verb sums over the same ranks already, as `gradmesh.replicate` does: the average of equal sums
-is that sum. So the graph of the loss is walked to its parameters. Where the factor is another one, gradients are scaled
-in the backward passes of this loss alone: what comes to a verb that sums, and what goes to a parameter that needs
-another factor than the rest.
+This is right for a parameter that the wrapper averages. It is wrong for one that no wrapper averages, such as an
+expert's, and for one whose gradient a verb already sums over the same ranks (`gradmesh.replicate`): the average of
+equal sums is that sum. So `Averaging.correct` walks the graph of the loss to its parameters. Where another factor is
+needed, gradients are scaled in the backward passes of this loss: at the input of a summing verb, or at the edge to a
+parameter.
 """
 
 from __future__ import annotations
@@ -48,42 +48,41 @@ from gradmesh.types import I
 
 __all__ = ["Averaging", "averaging"]
 
-_PASS_A_NUMBER = "pass the number of ranks that gradients are averaged over"
+_PASS_A_NUMBER = "pass the number of ranks that gradients are averaged over, such as ddp=8"
 _METADATA = "gradmesh.objective"
 
 
 class Averaged(NamedTuple):
-    """How a wrapper averages the gradient of one parameter: what it divides by, and the group or mesh."""
+    """How a wrapper averages one parameter's gradient: the divisor, and the group or mesh."""
 
     divisor: float
     over: dist.ProcessGroup | DeviceMesh | None
 
     @property
     def ranks(self) -> frozenset[int]:
-        """The ranks, by their numbers in the world."""
+        """The global ranks."""
         if isinstance(self.over, DeviceMesh):
             return frozenset(self.over.mesh.flatten().tolist())
         return frozenset(() if self.over is None else dist.get_process_group_ranks(self.over))
 
 
 _NOT_AVERAGED = Averaged(1, None)
-"""A parameter that nothing averages."""
+"""A parameter that is not averaged."""
 
 
 End: TypeAlias = tuple[Any, int, nn.Parameter, Averaged]
-"""An edge to a parameter: the node before it, the edge's place there, the parameter, and how it is averaged."""
+"""An edge to a parameter: the node before it, the edge's index there, the parameter, and how it is averaged."""
 Crossed: TypeAlias = frozenset[tuple[frozenset[int], int]]
-"""What lies between the loss and a place in its graph: the ranks on each of which the gradient there is whole, and how
-many of these a wrapper averages over."""
+"""The summing verbs on a path from the loss: their ranks, and how many of these a wrapper averages over."""
 _NOTHING: Crossed = frozenset()
 
 
 @dataclass
 class Averaging:
-    """What divides gradients after backward.
+    """How gradients are averaged after backward.
 
     Attributes:
-        divisor: what most gradients are divided by, and the loss is multiplied by; 1: they are not averaged.
+        divisor: the divisor of most gradients, by which the loss is multiplied; 1: they are not averaged.
         axis: the ranks that the loss is over.
         module: the `ddp` argument, if it is a module.
         wrapped: the parameters that wrappers in the module average, by identity.
@@ -95,17 +94,17 @@ class Averaging:
     wrapped: dict[int, Averaged] = field(default_factory=dict)
 
     def correct(self, loss: Tensor) -> LastPass | None:
-        """See that each parameter that the loss depends on gets the factor that is right for it.
+        """Register hooks that give each parameter behind the loss its factor.
 
         Args:
             loss: this rank's loss.
 
         Returns:
-            A hook for the returned loss, which marks the backward passes in which gradients are scaled; None if no
+            A hook for the returned loss that marks the backward passes in which gradients are scaled; None if no
             gradient needs another factor.
 
         Raises:
-            ArgumentError: no factor is right for a parameter, or it cannot be seen.
+            ArgumentError: no factor is right for a parameter, or the graph does not show it.
         """
         if (compiling() and not only_others_compile()) or transforms_active():
             self._refuse_uneven()
@@ -119,7 +118,7 @@ class Averaging:
         if not self.wrapped:
             return None
         graph = _Graph(loss.grad_fn)
-        # An activation that is a leaf is none of these: its gradient goes on elsewhere.
+        # Leaves that are activations are skipped: their gradients are used elsewhere.
         ends = [
             (node, index, leaf, self._averaging_of(leaf))
             for node, index, leaf in graph.edges
@@ -130,7 +129,7 @@ class Averaging:
         outgoing: dict[Any, dict[int, float]] = {}
         for node, index, leaf, averaged in ends:
             self._check_invisible(node, leaf, averaged)
-            # What a wrapper averages is counted as often as the wrapper has ranks, whatever lies between.
+            # An averaged parameter needs the same factor on every path.
             ways = crossed.get(node, {_NOTHING}) if averaged is _NOT_AVERAGED else {_NOTHING}
             factors = {averaged.divisor / self.divisor * math.prod(n for _, n in way) for way in ways}
             if len(factors) > 1:
@@ -148,15 +147,15 @@ class Averaging:
         return hook
 
     def _cross(self, graph: _Graph, ends: list[End], incoming: dict[Any, float]) -> dict[Any, set[Crossed]]:
-        """Go from the loss down its graph.
+        """Walk the graph from the loss.
 
         Args:
             graph: the graph.
             ends: the parameters, and how they are averaged.
-            incoming: gets the factor for what comes to each verb that needs one.
+            incoming: output, the factor for the incoming gradient of each verb that needs one.
 
         Returns:
-            For each node what lies between the loss and what it hands on, on each of the ways there.
+            For each node, the summing verbs on each path from the loss to its outputs.
         """
         found: dict[Any, set[Crossed]] = {}
         for node, ways in graph.downwards(found):
@@ -167,10 +166,10 @@ class Averaging:
             counts = self._overlaps(graph, node, ranks, ends)
             if len(counts) > 1:
                 self._refuse(
-                    f"{op.verb} on axis {op.axis} {_place(node)}, behind which are parameters that are averaged over "
+                    f"{op.verb} on axis {op.axis} {_place(node)}, whose parameters are averaged over "
                     f"{' and '.join(map(str, sorted(counts)))} of its ranks",
-                    "parameters that are averaged over as many of the ranks whose gradients the verb sums",
-                    "call the verb for each kind of parameters by itself",
+                    "one call per group of parameters that are averaged over the same ranks",
+                    "call the verb separately for each group of parameters",
                 )
             n = counts.pop() if counts else 1
             if n == 1:
@@ -194,7 +193,7 @@ class Averaging:
         ranks: frozenset[int],
         ends: list[End],
     ) -> set[int]:
-        """How many of some ranks the parameters behind a node are averaged over."""
+        """How many of `ranks` the parameters behind a node are averaged over."""
         counts = {
             averaged.over: len(ranks & averaged.ranks) for *_, averaged in ends if averaged.over is not None
         }
@@ -209,9 +208,9 @@ class Averaging:
 
     def _refuse_both_ways(self, what: str) -> NoReturn:
         self._refuse(
-            f"{what}, to which gradients come both through replicate over these ranks and past it",
-            "a gradient that is summed over the ranks on each of its ways, or on none",
-            "use what replicate returned in every place on this rank, or in none",
+            f"{what}, whose gradient is summed by replicate on one path but not on another",
+            "a gradient that is summed over the ranks on every path, or on no path",
+            "on this rank, use the result of replicate(p) everywhere instead of p, or nowhere",
         )
 
     def _averaging_of(self, leaf: Tensor) -> Averaged:
@@ -220,20 +219,20 @@ class Averaging:
             return found
         if self._names.get(id(leaf)) is not None:
             return _NOT_AVERAGED
-        if type(leaf).__name__ == "FlatParameter":  # of a torch in which its module cannot be found
+        if type(leaf).__name__ == "FlatParameter":  # FSDP1, in a torch where its module cannot be found
             return Averaged(self.divisor, None)
         elsewhere = self._averaged_elsewhere(leaf)
         if elsewhere is None and gc.get_freeze_count():
             self._refuse(
-                f"{self._name(leaf)}, which `ddp` does not hold, in a process with gc.freeze(), where no other "
-                "wrapper can be found",
-                "a module that holds all parameters of the loss",
-                "pass ddp=torch.nn.ModuleList([wrapped, the others])",
+                f"{self._name(leaf)}, which is not in the `ddp` module; after gc.freeze() other wrappers cannot be "
+                "found",
+                "a `ddp` module that contains all parameters of the loss",
+                "pass ddp=torch.nn.ModuleList([wrapped_model, other_module])",
             )
         return elsewhere or _NOT_AVERAGED
 
     def _averaged_elsewhere(self, leaf: Tensor) -> Averaged | None:
-        """How a parameter that the module does not hold is averaged by any wrapper of this process; None: by none."""
+        """How any wrapper of this process averages a parameter outside of the module; None: no wrapper does."""
         _count_wrappers()
         known = _known.get(id(leaf))
         if known is None or known[0]() is not leaf or known[2] != _wrappers_made[0]:
@@ -245,18 +244,18 @@ class Averaging:
 
     @functools.cached_property
     def _everywhere(self) -> dict[int, Averaged]:
-        """What all wrappers of this process average."""
+        """All averaged parameters of this process."""
         fsdp: Any = sys.modules.get("torch.distributed.fsdp")
         kinds = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
         found: dict[int, Averaged] = {}
         for each in gc.get_objects():
-            # Asked of the type, as an object may make up its class.
+            # type() instead of isinstance, as objects may override __class__.
             if issubclass(type(each), (DistributedDataParallel, *kinds)):
                 try:
                     found |= _averaged_by(each, self.axis)
-                except AttributeError:  # one that is still being made, or that torch refused to make
+                except AttributeError:  # a partially constructed wrapper
                     continue
-                except ArgumentError:  # its divisor is unknown: assume that of the others
+                except ArgumentError:  # unknown divisor: assume that of the others
                     found |= {id(p): Averaged(self.divisor, None) for p in each.parameters()}
         return found
 
@@ -269,7 +268,7 @@ class Averaging:
         return f"parameter {self._names.get(id(leaf), '')} of shape {list(leaf.shape)}".replace("  ", " ")
 
     def _refuse_uneven(self) -> None:
-        """Refuse parameters that need different factors where the graph of the loss cannot be seen."""
+        """Raise for parameters that need different factors where the graph of the loss is not visible."""
         if self.module is None or not self.wrapped:
             return
         parameters = self.module.named_parameters()
@@ -277,10 +276,10 @@ class Averaging:
         numbers = {each.divisor for each in self.wrapped.values()}
         if outside or len(numbers) > 1:
             self._refuse(
-                f"{', '.join(outside[:3])} outside of the wrapper"
+                f"parameters outside of the wrapper: {', '.join(outside[:3])}"
                 if outside
                 else f"gradients divided by {' and '.join(f'{n:g}' for n in sorted(numbers))}",
-                "one factor for all parameters, as the graph of the loss is not visible here",
+                "one factor for all parameters inside torch.compile or a torch.func transform",
                 "call gradmesh.objective outside of the compiled function or the torch.func transform",
             )
 
@@ -294,19 +293,19 @@ class Averaging:
                         yield part
 
     def _check_invisible(self, node: Any, leaf: Tensor, averaged: Averaged) -> None:
-        """Refuse a compiled region in which a layer sums the gradient of a parameter that is averaged too."""
+        """Raise for a compiled layer that sums the gradient of a parameter that is averaged too."""
         if self.module is None or type(node).__name__ != "CompiledFunctionBackward" or averaged.over is None:
             return
         for layer in self._summed_by_layers(self.module, averaged):
             if any(p is leaf for p in layer.parameters()):
                 self._refuse(
-                    f"{self._name(leaf)} of a compiled {type(layer).__name__}, which sums its gradient by itself",
-                    "layers that sum their gradients where the graph of the loss shows it",
-                    "leave the layer out of torch.compile, or say replicated=False where the layer has it",
+                    f"{self._name(leaf)} of a compiled {type(layer).__name__}, which sums its gradient itself",
+                    "layers that sum their gradients outside of compiled regions",
+                    "exclude the layer from torch.compile, or pass replicated=False if the layer has that argument",
                 )
 
     def _check_hidden(self, node: Any) -> None:
-        """Refuse what a reentrant checkpoint runs, if a parameter in there needs a factor of its own."""
+        """Raise for a reentrant checkpoint with a parameter that needs another factor."""
         for held in _tensors_in(getattr(node, "run_function", None)):
             inside = list(held.parameters()) if isinstance(held, nn.Module) else [held]
             for parameter in inside:
@@ -314,24 +313,24 @@ class Averaging:
                     averaged = self._averaging_of(parameter)
                     if averaged.divisor != self.divisor:
                         self._refuse(
-                            f"{self._name(parameter)} in a reentrant checkpoint, which hides it, and divided by "
+                            f"{self._name(parameter)} inside a reentrant checkpoint, averaged by another divisor, "
                             f"{averaged.divisor:g} instead of {self.divisor:g}",
-                            "parameters with a factor of their own where the graph of the loss shows them",
-                            "pass use_reentrant=False to the checkpoint",
+                            "such parameters outside of reentrant checkpoints, which hide them from autograd",
+                            "call torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=False)",
                         )
                     if isinstance(held, nn.Module) and averaged.over is not None:
                         for layer in self._summed_by_layers(held, averaged):
                             self._refuse(
-                                f"{type(layer).__name__} in a reentrant checkpoint, which hides it, that sums its "
-                                "gradients over ranks that the wrapper averages over",
-                                "layers that sum their gradients where the graph of the loss shows it",
-                                "pass use_reentrant=False to the checkpoint",
+                                f"{type(layer).__name__} inside a reentrant checkpoint, which sums its gradients over "
+                                "ranks that the wrapper averages over",
+                                "such layers outside of reentrant checkpoints, which hide them from autograd",
+                                "call torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=False)",
                             )
 
     def _scale(self, node: Any, incoming: float, outgoing: dict[int, float], hook: LastPass) -> None:
-        """Scale what comes to a node, and what it hands to some of its next ones, in the passes of a loss."""
+        """Scale the incoming gradient of a node, and some of its outgoing ones, in the passes of a loss."""
         if outgoing and hasattr(node, "op"):
-            # What comes to a verb, as `no_sync` may keep it instead of handing it on.
+            # The incoming gradient of a verb, as `no_sync` may defer it.
             incoming, outgoing = incoming * outgoing.pop(0), outgoing
         there = node.metadata.get(_METADATA)
         if there is not None and there[:2] == (incoming, outgoing):  # another loss of the same graph
@@ -339,11 +338,11 @@ class Averaging:
             return
         if there is not None:
             self._refuse(
-                "two objectives of one graph, of which the other one has another factor for a parameter",
+                "two objectives of one graph with different factors for a parameter",
                 "one factor for each parameter",
-                "run their backward passes on graphs of their own",
+                "compute the second loss in a separate forward pass",
             )
-        # A graph that is kept may have many losses, one in each step: each lives as long as its hook.
+        # A retained graph may have many losses, one in each step; each lives as long as its hook.
         passes = WeakSet([hook])
         node.metadata[_METADATA] = incoming, outgoing, passes
 
@@ -367,7 +366,7 @@ class Averaging:
             node.register_hook(behind)
 
     def _warn_of_unwrapped(self, loss: Tensor) -> None:
-        """Warn of parameters that get the factor of an average, and that no wrapper averages, where others are."""
+        """Warn if only some of the parameters are averaged, but all get the factor."""
         leaves = {
             id(leaf): leaf for _, _, leaf in _Graph(loss.grad_fn).edges if isinstance(leaf, nn.Parameter)
         }
@@ -375,12 +374,13 @@ class Averaging:
         if alone and len(alone) < len(leaves):
             shapes = ", ".join(str(list(leaf.shape)) for leaf in alone[:3])
             text = message(
-                "parameters that no wrapper averages get the factor of an average",
+                "gradients of parameters that no wrapper averages are multiplied by the number of ranks",
                 op="objective",
                 axis=str(self.axis),
-                got=f"{len(alone)} of {len(leaves)} parameters, of shape {shapes}, with gradients "
-                f"{self.divisor:g} times as large",
-                remedy="pass the wrapped module for ddp, so that each parameter gets its own factor",
+                expected="DDP or FSDP averages every parameter of the loss, as ddp=True states",
+                got=f"{len(alone)} of {len(leaves)} parameters outside of wrappers, of shape {shapes}, with gradients "
+                f"{self.divisor:g} times too large",
+                remedy="pass the wrapped module, ddp=model, so that each parameter gets its own factor",
             )
             warnings.warn(text, CheckWarning, stacklevel=4)
 
@@ -389,14 +389,14 @@ class Averaging:
 
 
 def averaging(ddp: bool | float | nn.Module, axis: Axis) -> Averaging:
-    """What divides gradients after backward.
+    """How gradients are averaged after backward.
 
     Args:
-        ddp: what `gradmesh.objective` was told.
-        axis: the ranks that True stands for.
+        ddp: the argument of `gradmesh.objective`.
+        axis: the ranks that True means.
 
     Raises:
-        ArgumentError: the number cannot be found.
+        ArgumentError: the number of ranks cannot be determined.
     """
     if isinstance(ddp, bool):
         return Averaging(axis.size if ddp else 1, axis)
@@ -413,8 +413,8 @@ def averaging(ddp: bool | float | nn.Module, axis: Axis) -> Averaging:
 
 
 def _averaged_by(part: nn.Module, axis: Axis) -> dict[int, Averaged]:
-    """The parameters that require grad and that a module itself averages, if it is a wrapper."""
-    # Who has such a module has loaded these; gradmesh does not, as that takes as long as loading torch.distributed.
+    """The averaged parameters of a module, if it is itself a wrapper."""
+    # Not imported here, as that takes as long as importing torch.distributed.
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if isinstance(part, DistributedDataParallel):
         left_out = {id(p) for name, p in part.module.named_parameters() if name in part.parameters_to_ignore}
@@ -424,7 +424,7 @@ def _averaged_by(part: nn.Module, axis: Axis) -> dict[int, Averaged]:
             _refuse(
                 axis,
                 f"FSDP with {part.sharding_strategy.name}, which averages over two groups",
-                "pass the number of ranks of both together",
+                "pass the number of ranks of both groups together, such as ddp=8 for 2 x 4 ranks",
             )
         return _all_of(part, ignored_by_fsdp(part)) | {
             id(flat): Averaged(part.process_group.size(), part.process_group)
@@ -433,10 +433,12 @@ def _averaged_by(part: nn.Module, axis: Axis) -> dict[int, Averaged]:
     if fsdp is not None and isinstance(part, fsdp.FSDPModule):
         own = fully_sharded(part)
         if own is None:
-            _refuse(axis, "a module of fully_shard in a torch that does not tell it", _PASS_A_NUMBER)
+            _refuse(
+                axis, "a fully_shard module; this torch version does not expose its divisor", _PASS_A_NUMBER
+            )
         return {key: Averaged(*averaged) for key, averaged in own.items()}
     if is_replicated(part):
-        _refuse(axis, "a module that replicate was applied to, which does not tell it", _PASS_A_NUMBER)
+        _refuse(axis, "a module with torch's replicate(), which does not expose its divisor", _PASS_A_NUMBER)
     return {}
 
 
@@ -446,9 +448,9 @@ def _all_of(part: Any, left_out: set[int]) -> dict[int, Averaged]:
 
 
 _known: dict[int, tuple[ref[Tensor], Averaged | None, int]] = {}
-"""How parameters outside of `ddp` are averaged, as far as it was looked up, which visits every object of the process.
+"""Cache of how parameters outside of `ddp` are averaged; a lookup visits every object of the process.
 
-The number is how many DDP modules had been made: another one may hold a parameter that none held before.
+The int is the number of DDP modules created so far; an entry is invalid if there are new ones.
 """
 
 _wrappers_made = [0]
@@ -456,7 +458,7 @@ _wrappers_made = [0]
 
 @functools.cache
 def _count_wrappers() -> None:
-    """Count the DDP modules that are made from here on; FSDP makes parameters of its own, which are looked up."""
+    """Count new DDP modules; FSDP creates new parameters, which are looked up."""
 
     def registered(module: nn.Module, name: str, _: nn.Module | None) -> None:
         if isinstance(module, DistributedDataParallel) and name == "module":
@@ -469,18 +471,19 @@ _warned: set[Any] = set()
 
 
 def _warn_of_unpaired(op: LinearOp, node: Any) -> None:
-    """Warn once for each line of a loss that goes back through dst=gm.I to what is averaged over the same ranks."""
+    """Warn once per source line if averaged parameters get gradients through dst=gm.I over the same ranks."""
     site = node.call.site if hasattr(node, "call") else None
     if site in _warned:
         return
     _warned.add(site)
     text = message(
-        "a loss that differs between the ranks goes back through dst=gm.I to parameters that a wrapper averages",
+        "the loss differs between ranks, but its gradient passes a collective with dst=gm.I to averaged parameters, "
+        "so their gradients are too small by the number of ranks",
         op="objective",
         axis=str(op.axis),
+        expected="dst=gm.R where ranks use the result differently",
         got=f"{op.verb} with dst=gm.I {show_site(site)}",
-        remedy="say dst=gm.R there, or put gradmesh.replicate around its result: with dst=gm.I each rank's parameters "
-        "get their own share of the gradient alone, and the average makes it too small by the number of ranks",
+        remedy="pass dst=gm.R there, or wrap its result, gradmesh.replicate(y)",
     )
     place = ("<unknown>", 0) if site is None else (site[0].co_filename, site[1])
     warnings.warn_explicit(text, CheckWarning, *place)
@@ -493,9 +496,9 @@ class _Graph:
     """The graph of a loss.
 
     Attributes:
-        edges: each edge to a leaf: the node before it, its place among the node's edges, and the leaf.
-        hiding: the nodes of reentrant checkpoints, which make their graphs in backward.
-        ops: the nodes of verbs that take or return what is the same on every rank and counts once.
+        edges: each edge to a leaf: the node before it, its index among the node's edges, and the leaf.
+        hiding: the nodes of reentrant checkpoints, which create their graphs in backward.
+        ops: the nodes of verbs with an I operand or result.
     """
 
     def __init__(self, root: Any) -> None:
@@ -523,10 +526,10 @@ class _Graph:
                     stack.append(after)
 
     def downwards(self, found: dict[Any, set[Crossed]]) -> Iterator[tuple[Any, set[Crossed]]]:
-        """Each node after all those before it, and what lies between it and the loss, on each of the ways there.
+        """Each node in topological order, with the summing verbs on each path from the loss.
 
         Args:
-            found: gets the same for what each node hands on, which the caller may change before it goes on.
+            found: output, the same for the outputs of each node; the caller may change it between nodes.
         """
         before = Counter(after for node in self._nodes for after, _ in node.next_functions)
         found.update({node: set() for node in self._nodes})
@@ -543,7 +546,7 @@ class _Graph:
                         ready.append(after)
 
     def below(self, node: Any) -> set[Any]:
-        """A node, and all that come after it."""
+        """A node and its descendants."""
         found, stack = {node}, [node]
         while stack:
             for after, _ in stack.pop().next_functions:
@@ -558,7 +561,7 @@ def _place(node: Any) -> str:
 
 
 def _op_of(node: Any) -> LinearOp | None:
-    """The op that a node of the graph is of."""
+    """The op of a node of the graph."""
     made = getattr(node, "made", None) if type(node).__name__ == "_WaitNodeBackward" else None
     op = getattr(node, "op", None) if made is None else made.op
     op = op.op if isinstance(op, Traced) else op
@@ -569,7 +572,7 @@ _DEEP = 4
 
 
 def _tensors_in(what: object, deep: int = 0) -> Iterator[nn.Module | Tensor]:
-    """The modules and tensors that a function holds."""
+    """The modules and tensors that a function references."""
     if isinstance(what, nn.Module | Tensor):
         yield what
         return
@@ -585,7 +588,7 @@ def _tensors_in(what: object, deep: int = 0) -> Iterator[nn.Module | Tensor]:
         for cell in getattr(what, "__closure__", None) or ():
             try:
                 inside.append(cell.cell_contents)
-            except ValueError:  # nothing yet
+            except ValueError:  # an empty cell
                 continue
     if deep < _DEEP:
         for each in inside:
@@ -596,11 +599,11 @@ def _refuse(
     axis: Axis,
     got: str,
     remedy: str,
-    expected: str = "a module of which DDP or FSDP averages gradients; or True, False or a number",
+    expected: str = "a module whose gradients DDP or FSDP averages, True, False, or a number of ranks",
 ) -> NoReturn:
     raise ArgumentError(
         message(
-            "by what gradients are divided is not to be seen",
+            "cannot determine how many ranks gradients are averaged over",
             op="objective",
             axis=str(axis),
             expected=expected,

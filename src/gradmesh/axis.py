@@ -22,13 +22,13 @@ __all__ = ["Axis", "AxisLike", "axis", "balanced", "rank", "resolve", "world_siz
 class Axis:
     """The ranks that a collective runs over, as this rank sees them.
 
-    A rank of an axis is always counted on the axis, 0 to size - 1; the rank in the world is called global rank.
+    Ranks of an axis are numbered 0 to size - 1; the rank in the world is called the global rank.
 
     Attributes:
         name: its name in the mesh, or "world" or "group".
-        rank: this rank's place on the axis.
+        rank: this rank's number on the axis.
         size: the number of ranks.
-        group: the torch process group that carries the messages.
+        group: the torch process group.
     """
 
     name: str
@@ -38,15 +38,15 @@ class Axis:
 
     @property
     def global_ranks(self) -> list[int]:
-        """The ranks of the axis, in order, as ranks of the world."""
+        """The global ranks of the axis, in order."""
         return dist.get_process_group_ranks(self.group)
 
     def offset(self, rows: int | Sequence[int]) -> int:
-        """Where this rank's rows begin in a tensor that is cut along the axis.
+        """The first row of this rank in a tensor that is sharded over the axis.
 
         Args:
-            rows: each rank's number of rows, as `gradmesh.sizes` finds them; or the number of all rows, which are then
-                cut as `gradmesh.shard` cuts them: the first ranks get one more where the axis does not divide it.
+            rows: each rank's number of rows, as `gradmesh.sizes` returns them; or the total number, which is then split
+                as by `gradmesh.shard`: the first ranks get one more where the axis does not divide it.
 
         Raises:
             ArgumentError: not one number of rows for each rank, or a negative one.
@@ -61,7 +61,7 @@ class Axis:
         return sum(self._rows(rows)[: self.rank])
 
     def slice(self, rows: int | Sequence[int]) -> builtins.slice:
-        """This rank's rows as a slice of a tensor that is cut along the axis, as `offset` counts them."""
+        """This rank's rows as a slice of a tensor that is sharded over the axis; `rows` as for `offset`."""
         each = self._rows(rows)
         begin = sum(each[: self.rank])
         return builtins.slice(begin, begin + each[self.rank])
@@ -73,18 +73,18 @@ class Axis:
         if len(each) != self.size or not all(isinstance(n, int) and n >= 0 for n in each):
             raise ArgumentError(
                 message(
-                    "there is not one number of rows for each rank",
+                    "rows must have one number for each rank",
                     op="Axis.offset",
                     axis=str(self),
-                    expected=f"{self.size} ints of 0 or more, or the number of all rows",
-                    got=repr(rows),
-                    remedy="pass gradmesh.sizes(x), or the size of the tensor that shard cuts",
+                    expected=f"{self.size} ints of 0 or more, or one int for the total",
+                    got=f"rows={rows!r}",
+                    remedy="pass gradmesh.sizes(x), or the total number of rows, such as x_full.shape[0]",
                 )
             )
         return each
 
     def __deepcopy__(self, memo: object) -> Axis:
-        """The axis itself: it is a name for ranks, and cannot be changed."""
+        """The axis itself, as it is immutable."""
         return self
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ def axis(which: AxisLike = None) -> Axis:
 
 
 def rank(axis: AxisLike = None) -> int:
-    """This rank's place on an axis, or in the world.
+    """This rank's number on an axis, or in the world.
 
     Args:
         axis: as in `gradmesh.axis`; None: the current mesh's only axis, else the world. On a mesh of several axes
@@ -149,7 +149,7 @@ def world_size(axis: AxisLike = None) -> int:
 
 
 def _axis_or_world(which: AxisLike, op: str) -> Axis:
-    """Unlike a collective, a question after this rank's number is not ambiguous on a mesh of several axes."""
+    """The axis; the world on a mesh of several axes, where a collective would raise."""
     mesh = current_mesh()
     if which is None and (mesh is None or mesh.ndim != 1):
         return _of_group(world_group(op), "world")
@@ -157,17 +157,17 @@ def _axis_or_world(which: AxisLike, op: str) -> Axis:
 
 
 def balanced(total: int, ranks: int) -> tuple[int, ...]:
-    """Cut `total` among the ranks; the first `total % ranks` of them get one more.
+    """Split `total` over the ranks; the first `total % ranks` of them get one more.
 
     >>> balanced(5, 3)
     (2, 2, 1)
     """
-    share, more = total // ranks, total % ranks  # a tracer's numbers have no divmod
+    share, more = total // ranks, total % ranks  # symbolic ints have no divmod
     return tuple(share + (rank < more) for rank in range(ranks))
 
 
 def resolve(which: AxisLike, op: str) -> Axis:
-    """Find an axis for `op`, which names itself for the error text."""
+    """Find an axis; `op` is the caller's name for error texts."""
     if isinstance(which, Axis):
         return which
     if isinstance(which, str):
@@ -184,18 +184,19 @@ def resolve(which: AxisLike, op: str) -> Axis:
             message(
                 "this rank is not in the group",
                 op=op,
-                expected="a group that holds this rank",
-                got=f"new_group's mark for a non-member, on global rank {world_group(op).rank()}",
-                remedy="call the collective only on the ranks of the group",
+                expected="a group that contains this rank",
+                got=f"GroupMember.NON_GROUP_MEMBER from new_group, on global rank {world_group(op).rank()}",
+                remedy="call the collective only on the ranks of the group, e.g. `if dist.get_rank() in ranks:`",
             )
         )
     raise AxisError(
         message(
-            "the axis argument is of no known kind",
+            "the axis argument has an unsupported type",
             op=op,
             expected="a name, ProcessGroup, 1-D DeviceMesh, Axis or None",
             got=f"{type(which).__name__}: {which!r}",
-            remedy=_meant(op, which) or "pass the axis's name in the current mesh, or its process group",
+            remedy=_meant(op, which)
+            or 'pass an axis name of the current mesh, such as axis="tp", or a ProcessGroup',
         )
     )
 
@@ -215,14 +216,14 @@ _INT_MEANT = {
     "shift": "offset",
     "sizes": "dim",
 }
-"""What an int in the place of the axis most likely stands for, for each verb that takes one elsewhere."""
+"""For each verb, the argument that an int passed as the axis was probably meant for."""
 
 _WORD_MEANT = {"all_reduce": get_args(Reduction), "reduce_scatter": ("sum", "mean")}
-"""The words that a verb takes elsewhere."""
+"""For each verb, strings that are values of `op`."""
 
 
 def _meant(op: str, which: object) -> str | None:
-    """A guess at the argument that landed in the place of the axis."""
+    """A suggestion if another argument was passed as the axis."""
     if isinstance(which, int) and not isinstance(which, bool) and op in _INT_MEANT:
         return f"did you mean {_INT_MEANT[op]}={which}?"
     if isinstance(which, str) and which in _WORD_MEANT.get(op, ()):
@@ -246,22 +247,24 @@ def _of_mesh(mesh: DeviceMesh | None, name: str | None, op: str) -> Axis:
     if mesh is None or (name is not None and name not in names):
         raise AxisError(
             message(
-                f"no axis {name!r}",
+                f"no axis {name!r} in the current mesh",
                 op=op,
                 expected=f"one of {', '.join(map(repr, names))}" if mesh is not None else "a current mesh",
                 got=f"axis={name!r}",
                 remedy=_meant(op, name)
-                or "make a mesh with gradmesh.mesh(...), or enter one with gradmesh.use_mesh(mesh)",
+                or f"create one with it, such as gradmesh.mesh({name}=-1), or enter it with gradmesh.use_mesh(mesh)",
             )
         )
     if name is None and mesh.ndim != 1:
         raise AxisError(
             message(
-                "the mesh has several axes",
+                "the axis argument is required on a mesh with several axes",
                 op=op,
                 expected="the name of one axis",
-                got=f"no name, and the axes {', '.join(map(repr, names)) or mesh.ndim}",
-                remedy="pass axis=NAME",
+                got=f"no axis argument; the mesh has the axes {', '.join(map(repr, names)) or mesh.ndim}",
+                remedy=f"pass axis={names[0]!r}, for example"
+                if names
+                else "pass a 1-D mesh, such as mesh[0]",
             )
         )
     if mesh.get_coordinate() is None:
@@ -269,7 +272,7 @@ def _of_mesh(mesh: DeviceMesh | None, name: str | None, op: str) -> Axis:
             message(
                 "this rank is not in the mesh",
                 op=op,
-                expected="a mesh that holds this rank",
+                expected="a mesh that contains this rank",
                 got=f"{mesh} on global rank {world_group(op).rank()}",
                 remedy="call the collective only on the ranks of the mesh",
             )

@@ -1,4 +1,4 @@
-"""`barrier`: a call without an operand, which the ranks compare as they compare the verbs."""
+"""`barrier`, whose calls the ranks compare like those of the verbs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ __all__ = ["barrier"]
 
 
 def barrier(axis: AxisLike = None) -> None:
-    """Wait until every rank of an axis has come here.
+    """Wait until every rank of an axis has called `barrier`.
 
-    Every rank calls `gradmesh.barrier`: it does not pair with `torch.distributed.barrier` on another rank.
-
-    Where the ranks compare their calls, a rank that is in another call meanwhile is an error on every rank.
+    It does not pair with `torch.distributed.barrier` on another rank. Where the ranks compare their calls, every rank
+    raises if a rank makes another call instead.
 
     Args:
         axis: as in `gradmesh.axis`.
@@ -53,10 +52,11 @@ def barrier(axis: AxisLike = None) -> None:
     except ValueError as error:  # torch no longer knows the group
         raise NotInitializedError(
             message(
-                "the group is over",
+                "the process group was destroyed",
                 op="barrier",
                 axis=str(here),
+                expected="an initialized process group",
                 got=str(error),
-                remedy="make a new group",
+                remedy="call barrier() before destroy_process_group(), or create a new group with dist.new_group(...)",
             )
         ) from error

@@ -1,4 +1,4 @@
-"""A dict for what was worked out once, which cannot grow without end."""
+"""A cache of bounded size."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _MOST = 256
 
 
 class BoundedCache(dict[Hashable, Any]):
-    """A dict that begins anew when it is full: shapes that never come again must not pile up.
+    """A dict that is cleared when it is full, so that shapes that do not recur cannot accumulate.
 
-    >>> memo = Memo()
+    >>> memo = BoundedCache()
     >>> for n in range(1000):
     ...     memo[n] = n
     >>> len(memo) <= 256

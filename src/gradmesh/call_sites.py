@@ -1,4 +1,4 @@
-"""Where a call was made, and what was handed in, in words: for error texts."""
+"""Call sites and operands as text, for error messages."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _INTERNAL = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
     _PACKAGE,
     threading.__file__,
-    contextlib.__file__,  # which ends the blocks that send
-    typing_extensions.__file__,  # around torch's calls that have another name by now
+    contextlib.__file__,  # `coalesce()` sends at the end of its block
+    typing_extensions.__file__,  # wraps deprecated functions of torch
     "<frozen",
 )
 
 Site = tuple[CodeType, int] | None
 
 _is_internal: dict[str, bool] = {}
-"""For each file of code whether a call from it is none of the user's; there are as many as files of code."""
+"""For each source file, whether it belongs to torch, gradmesh or the Python runtime."""
 
-_seen = threading.local()  # .site: what `call_site` answers in this thread instead of looking
+_seen = threading.local()  # .site: overrides `call_site` in this thread
 
 
 @contextlib.contextmanager
 def seen_from(site: Site) -> Iterator[None]:
-    """Let `call_site` answer with the place of another thread's call, while its words are put together here."""
+    """Make `call_site` return the call site of another thread, whose call runs here."""
     before: Site = getattr(_seen, "site", None)
     _seen.site = site
     try:
@@ -45,7 +45,7 @@ def seen_from(site: Site) -> Iterator[None]:
 
 
 def call_site() -> Site:
-    """The first frame outside torch and gradmesh, as cheaply as possible: it is only shown in errors."""
+    """The innermost frame outside torch and gradmesh; cheap, as it is only shown in errors."""
     override: Site = getattr(_seen, "site", None)
     if override is not None:
         return override
@@ -67,7 +67,7 @@ def show_site(site: Site) -> str:
 
 
 def show_tensors(tensors: Sequence[torch.Tensor]) -> str:
-    """Dtypes and shapes as text, a few of them."""
+    """Dtypes and shapes as text, of the first four tensors."""
     shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors[:4]]
     if len(set(shown)) == 1 and len(tensors) > 1:
         return f"{len(tensors)} x {shown[0]}"
@@ -75,12 +75,12 @@ def show_tensors(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def is_of_the_program(file: str) -> bool:
-    """Whether code of a file is neither torch's, gradmesh's nor of Python's own start."""
+    """Whether a file belongs to neither torch, gradmesh nor the Python runtime."""
     return not file.startswith(_INTERNAL)
 
 
 def user_frame(trace: Any) -> Site:
-    """The innermost frame of a traceback that is neither torch's, gradmesh's nor of Python's own start."""
+    """The innermost frame of a traceback outside torch, gradmesh and the Python runtime."""
     found: Site = None
     while trace is not None:
         code = trace.tb_frame.f_code

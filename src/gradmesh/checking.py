@@ -1,4 +1,4 @@
-"""How much of what the ranks do is compared: nothing, the calls, or what travels too."""
+"""The check level: whether the ranks compare nothing, their calls, or their values too."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ __all__ = ["CALLS", "FULL", "Level", "check", "check_level"]
 Level = Literal[0, 1, "full"]
 
 CALLS = CHECK_LEVELS["1"]
-"""The ranks' calls are compared."""
+"""Compare the ranks' calls."""
 FULL = CHECK_LEVELS["full"]
-"""So is what they hand in."""
+"""Compare the values of their operands too."""
 
 
 _lock = threading.Lock()
 _blocks = [0]
-"""How many blocks of `check` are open in this process: mostly none, and then no rank has a level of its own."""
+"""Number of open `check` blocks in the process; fast-path check, normally 0."""
 
 
 def check_level() -> int:
-    """What is compared on this rank now: 0, `CALLS` or `FULL`."""
+    """The current level on this rank: 0, `CALLS` or `FULL`."""
     level = rank_state().check if _blocks[0] else None
     return CHECK.value() if level is None else level
 
 
 @contextlib.contextmanager
 def check(level: Level) -> Iterator[None]:
-    """Compare more or less of what the ranks do, inside a block that all of them enter.
+    """Set the check level inside a block that every rank enters.
 
-    At the level "full" the values are compared too, forward and backward:
+    At level "full" the values are compared too, forward and backward:
 
-    * What is handed in as R or I, an operand or the gradient of a result `dst=gm.I`, has to be the same bits on every
-      rank; else `MismatchError`.
-    * A `CheckWarning` where the same gradient comes from every rank and is summed (right if each rank's loss is a
-      term of the whole, too large by the number of ranks if they repeat the same work), where a NaN or an infinity is
-      handed in, with the ranks, and where the ranks make the same call at different lines.
-    * Behind a loss that was summed with `dst=gm.I`: a `CheckWarning` where a parameter that is equal on every rank gets
-      only each rank's part of its gradient (a missing `gm.replicate`), reported when an optimizer uses the gradient and
-      at the end of the block; and where DDP or FSDP averages the gradients of such a loss (see `gradmesh.objective`).
+    * `MismatchError` if an R or I operand, or the gradient of a result with `dst=gm.I`, is not bitwise equal on every
+      rank.
+    * A `CheckWarning` if a gradient that is equal on every rank is summed (right if the loss is the sum of the ranks'
+      losses, world_size times too large if they repeat the same work), if an operand contains a NaN or an infinity, and
+      if the ranks make the same call at different source lines.
+    * For a loss that was summed with `dst=gm.I`: a `CheckWarning` if a parameter that is equal on every rank gets only
+      each rank's part of its gradient (a missing `gm.replicate`), reported when an optimizer uses the gradient and at
+      the end of the block; and if DDP or FSDP averages the gradients of such a loss (see `gradmesh.objective`).
 
     Args:
-        level: 0: nothing; 1: what each rank calls, forward and backward, which is the default; "full": the values too.
-            The environment variable GRADMESH_CHECK says what holds outside of any block. It has to be the same on
-            every rank.
+        level: 0: compare nothing; 1 (default): each rank's calls, forward and backward; "full": the values too. The
+            environment variable GRADMESH_CHECK sets the level outside of any block. It has to be the same on every
+            rank.
 
     Raises:
         ArgumentError: another level.
@@ -66,11 +66,11 @@ def check(level: Level) -> Iterator[None]:
     if wanted is None or isinstance(level, bool):
         raise ArgumentError(
             message(
-                "there is no such level",
+                "invalid check level",
                 op="check",
                 expected='0, 1 or "full"',
                 got=repr(level),
-                remedy='gradmesh.check(1) compares the calls, gradmesh.check("full") what they hand in too',
+                remedy='use gradmesh.check(1) to compare the calls, gradmesh.check("full") to compare the values too',
             )
         )
     before, state.check = state.check, wanted

@@ -1,44 +1,43 @@
 # mypy: disable-error-code="no-any-return"
-# What a verb is declared to return it returns without async_op; `async_verb` and `pytree_verb` tell the rest.
+# Return annotations describe the synchronous call; the decorators add the async and pytree overloads.
 """The verbs: each resolves its axis, builds the op and applies it.
 
-What the ops do, their types and their adjoints stand in the registry (`gradmesh.ops`). Below, W is the number
-of ranks of the axis, shapes are those of one rank, and a picture shows two ranks: what goes in, what comes
-out, and how the gradients (g) flow back.
+The registry (`gradmesh.ops`) lists the ops with their types and adjoints. Below, W is the number of ranks of the axis,
+shapes are those of one rank, and pictures show two ranks: inputs, outputs, and how the gradients (g) flow back.
 
 Every verb takes:
 
 * `axis`: the name of an axis of the current mesh, a ProcessGroup, a 1-D DeviceMesh, an Axis, or None (the current
   mesh's only axis, else the world).
-* `comm_dtype`, `backward_dtype`: the dtypes that travel forward and backward, the same on every rank; the results keep
-  the operand's. Where nothing travels, the value is rounded alike.
-* `dim`, if it takes one: a dimension of the local tensor, by its number, negative from the end, or by its name, where
-  `gradmesh.named` gave it one. The result has the names of the operand, since dimensions stay where they are.
-* `async_op`: begin the call and go on: the verb returns a `gradmesh.Pending`, whose `wait()` gives what it returns
-  otherwise, and whose place is where backward begins.
+* `comm_dtype`, `backward_dtype`: the dtypes that are sent forward and backward, the same on every rank; results have
+  the operand's dtype. Where nothing is sent, the value is rounded to it too.
+* `dim`, if it takes one: a dimension of the local tensor, by number (negative from the end) or by a name from
+  `gradmesh.named`. The result has the dimension names of the operand.
+* `async_op`: start the call and return a `gradmesh.Pending`, whose `wait()` returns the result. In backward, the
+  gradient collective is started at the point of `wait()`.
 
 Several verbs take `sizes`, each rank's size along `dim`: a sequence of W ints; None: the same on every rank (for an
-operand that is whole on every rank, equal slices); "auto": found by one small exchange; or "balanced": those of
-`shard`, where the first ranks get one more. Of shards "balanced" is found as "auto" is, and every rank raises
-`ShapeError` if they are not that split.
+operand that is whole on every rank, equal slices); "auto": exchanged by one small all-gather; or "balanced": the split
+of `shard`, where the first ranks get one more. For shards, "balanced" exchanges the sizes as "auto" does, and every
+rank raises `ShapeError` if they are not that split.
 
-`all_gather`, `all_reduce`, `broadcast`, `permute`, `replicate` and `shift` take a tuple, list or dict of tensors too,
-also nested, and return one like it. The tensors of a dtype travel as one message, unless `sizes` are given. Every rank
-hands in the same structure; where one tensor of it cannot be taken, the error says which.
+`all_gather`, `all_reduce`, `broadcast`, `permute`, `replicate` and `shift` also take a (nested) tuple, list or dict of
+tensors, and return the same structure. The tensors of a dtype are sent as one message, unless `sizes` are passed. Every
+rank passes the same structure; an error names the tensor that it is about.
 
-Every verb raises `AxisError` for an axis that is not there, `NotInitializedError` before `init`, `ArgumentError`
-for an argument it does not take, `ShapeError` for a shape it cannot split or join and `DTypeError` for a dtype
-it is not defined for; each before anything is sent. A rank that refuses its call tells the others, whose own call then
-raises `MismatchError` with what that rank said and where. To do so it waits for the others to make their call, for no
-longer than the group's timeout; only of a wrong axis can nobody be told. After either error the next call is right.
+Every verb raises `AxisError` for an unknown axis, `NotInitializedError` before `init`, `ArgumentError` for an invalid
+argument, `ShapeError` for a shape it cannot split or concatenate and `DTypeError` for an unsupported dtype; each before
+anything is sent. A rank that raises notifies the other ranks, whose call then raises `MismatchError` with that rank's
+error and call site. For this it waits until the other ranks make their call, at most for the group's timeout; after an
+`AxisError` the other ranks cannot be notified. After such an error further calls work.
 
-Results are always fresh memory, and operands are only read. Of an operand in another dense memory format, such as
-channels_last, the result has that format, forward and backward, if it has the operand's shape or differs from it along
-the outermost dimension in memory alone, as in a gather of batches. Any other result is contiguous, and so are those of
-tuples, lists and dicts. Ranks may use different formats.
+Results are always fresh memory, and operands are only read. The result has the operand's memory format, such as
+channels_last, forward and backward, if it has the operand's shape or differs from it only along the outermost dimension
+in memory, as in a gather of batches. Any other result is contiguous, and so are results in tuples, lists and dicts.
+Ranks may use different formats.
 
-In forward mode every rank has to give its operand a tangent, zero if need be, as every rank takes part in
-moving them.
+In forward mode every rank has to give its operand a tangent (zeros if it has none), because every rank takes part in
+the collective on the tangents.
 """
 
 from __future__ import annotations
@@ -106,15 +105,15 @@ __all__ = [
     "sizes",
 ]
 
-# Here all ops are known; a program that is being compiled makes some of them.
+# All op classes exist here; compiled programs create some of them.
 keyword_fields_last(Op)
 
 _ALL_GATHERS = {R: AllGather, I: AllGatherInvariant}
 _ALL_REDUCES = {R: AllReduce, I: AllReduceInvariant}
 _REDUCTIONS = {name: name for name in ("sum", "mean", *reductions.RULES)}
 _WHICH_DST = (
-    "dst=gradmesh.R if each rank uses the result differently from here on: backward sums the ranks' gradients.\n"
-    "dst=gradmesh.I if every rank repeats the same work on it: backward passes the gradient on, unsummed."
+    "pass dst=gm.R if each rank uses the result differently: backward sums the ranks' gradients;\n"
+    "pass dst=gm.I if every rank repeats the same work on it: backward does not sum"
 )
 
 
@@ -148,17 +147,16 @@ def all_reduce(
                                                     sum  ->                      <-  sum
                                                x1 /          \ x0+x1     g0+g1 /          \ g1
 
-        P -> I    the same forward; backward is the identity, as g0 = g1 = g is whole already
+        P -> I    the same forward; backward is the identity, as g0 = g1 = g is the full gradient
 
     Args:
         x: this rank's term; or a tuple, list or dict of such.
-        op: "sum"; "mean", the sum divided by W (`ReduceOp.AVG` of torch: each reduction has one name here, the one of
-            `torch.mean`, and "avg" raises an error that says it); or "max", "min", "prod", "logsumexp". Ties of max and
-            min share the gradient equally, prod is right with zeros among the factors, logsumexp is shifted so that it
-            does not overflow. max and min carry a NaN of any rank. prod gathers all ranks' factors (W times the
-            memory).
-        dst: `gm.R` if each rank uses the result differently, `gm.I` if every rank repeats the same work on it. There
-            is no default, because the wrong one is off by a factor that need not even be constant.
+        op: "sum"; "mean", the sum divided by W (torch's `ReduceOp.AVG`; "avg" raises an error that names it); or "max",
+            "min", "prod", "logsumexp". Ties of max and min share the gradient equally, prod has correct gradients with
+            zero factors, logsumexp is shifted so that it does not overflow. max and min propagate a NaN of any rank.
+            prod gathers all ranks' factors (W times the memory).
+        dst: `gm.R` if each rank uses the result differently, `gm.I` if every rank repeats the same work on it.
+            Required, because the wrong choice gives wrong gradients.
         axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
@@ -217,12 +215,12 @@ def all_gather(
         V -> R    shape (n, ...) -> (W n, ...)   x0 -> [x0 x1]      g0[0]+g1[0] <- [g0[0] g0[1]]
                                                  x1 -> [x0 x1]      g0[1]+g1[1] <- [g1[0] g1[1]]
 
-        V -> I    the same forward; backward is the own slice, as every rank has the whole gradient
+        V -> I    the same forward; backward is the rank's slice, as every rank has the full gradient
 
     Args:
         x: this rank's part; or a tuple, list or dict of such.
         dim: the tensor dimension to concatenate along; negative counts from the end.
-        dst: `gm.R` (each rank uses the result differently, the only convention that is right without a promise) or
+        dst: `gm.R` (each rank uses the result differently; correct without assumptions about the other ranks) or
             `gm.I` (every rank repeats the same work on it).
         sizes: each rank's size along `dim`.
         axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
@@ -273,7 +271,7 @@ def reduce_scatter(
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
 ) -> Tensor:
-    """Sum the ranks' tensors and keep the own slice along `dim`: the adjoint of `all_gather`.
+    """Sum the ranks' tensors and keep this rank's slice along `dim`: the adjoint of `all_gather`.
 
     ::
 
@@ -282,14 +280,14 @@ def reduce_scatter(
 
     Args:
         x: this rank's term of the sum, whole along `dim`.
-        dim: the tensor dimension to cut.
-        op: "sum" or "mean", the sum divided by W (`ReduceOp.AVG` of torch).
-        sizes: the size of each rank's slice; None: equal slices; "balanced": the split of `gradmesh.shard`, without a
-            message. "auto" is not defined here, as every rank holds the whole.
+        dim: the tensor dimension to split.
+        op: "sum" or "mean", the sum divided by W (torch's `ReduceOp.AVG`).
+        sizes: the size of each rank's slice; None: equal slices; "balanced": the split of `gradmesh.shard`, without
+            communication. "auto" is not supported, as every rank holds the whole tensor.
         axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
-        ShapeError: W does not divide the size along `dim` and no sizes are given.
+        ShapeError: W does not divide the size along `dim` and no sizes are passed.
 
     Example:
         >>> def on_each_rank():
@@ -318,7 +316,7 @@ def all_to_all(
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
 ) -> Tensor:
-    """Split along `split_dim`, send part r to rank r, concatenate what comes along `concat_dim`.
+    """Split along `split_dim`, send part r to rank r, concatenate the received parts along `concat_dim`.
 
     ::
 
@@ -327,20 +325,19 @@ def all_to_all(
                   [a0 a1] -> [a0 b0]      [g0[0] g1[0]] <- [g0[0] g0[1]]
                   [b0 b1] -> [a1 b1]      [g0[1] g1[1]] <- [g1[0] g1[1]]
 
-    With `split_dim` and `concat_dim` different, a tensor that is whole along the first and cut along the second
-    becomes cut along the first and whole along the second, as in sequence parallelism; all other sizes have to
-    be equal on all ranks.
+    If `split_dim` and `concat_dim` differ, a tensor that is sharded along `concat_dim` becomes sharded along
+    `split_dim`, as in sequence parallelism; all other sizes have to be equal on all ranks.
 
     Args:
         x: this rank's parts for all ranks.
-        split_dim: the tensor dimension to cut.
-        concat_dim: the tensor dimension to join along.
+        split_dim: the tensor dimension to split.
+        concat_dim: the tensor dimension to concatenate along.
         split_sizes: the size of the part for each rank; None: equal parts.
         concat_sizes: the size of the part from each rank along `concat_dim`; None: equal parts.
         axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
-        ShapeError: W does not divide the size along `split_dim` and no sizes are given.
+        ShapeError: W does not divide the size along `split_dim` and no sizes are passed.
 
     Example:
         >>> def on_each_rank():
@@ -350,8 +347,8 @@ def all_to_all(
     """
     call = Call("all_to_all", x, axis, comm_dtype, backward_dtype, async_op=async_op)
     cut, join = call.dim(split_dim, "split_dim"), call.dim(concat_dim, "concat_dim")
-    send = call.sizes(call.not_auto(split_sizes, "split_sizes"), cut, "split_sizes")
-    receive = call.sizes(call.not_auto(concat_sizes, "concat_sizes"), join, "concat_sizes")
+    send = call.sizes(call.not_auto(split_sizes, cut, "split_sizes"), cut, "split_sizes")
+    receive = call.sizes(call.not_auto(concat_sizes, join, "concat_sizes"), join, "concat_sizes")
     return call.run(call.op(AllToAll, cut, join, send, receive), x)
 
 
@@ -366,7 +363,7 @@ def broadcast(
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
 ) -> Tensor:
-    """Give every rank the root's tensor.
+    """Copy the root's tensor to every rank.
 
     ::
 
@@ -379,9 +376,9 @@ def broadcast(
     collective needs all of them. Broadcast data under `torch.no_grad()`.
 
     Args:
-        x: the value at the root; on the other ranks a tensor of the same shape and dtype, whose values do
-            not count. Or a tuple, list or dict of such.
-        root: the rank of the axis that gives it.
+        x: the value at the root; on the other ranks a tensor of the same shape and dtype, whose values are
+            ignored. Or a tuple, list or dict of such.
+        root: the rank of the axis to copy from.
         dst: `gm.R` if each rank uses the result differently, `gm.I` if every rank repeats the same work on it.
         axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
@@ -426,9 +423,9 @@ def reduce(
 ) -> Tensor:
     """Sum the ranks' tensors at the root; zeros elsewhere.
 
-    For gradients every rank has to join the backward collective. Outside of `ordered()` it does where its loss uses its
-    result, the zeros too, as in `loss + y.sum()`; a rank whose loss does not is found when the ranks' calls are
-    compared, and every rank raises `MismatchError`. Inside `ordered()` every rank joins, whatever its loss uses.
+    Every rank has to run the backward collective. Outside of `ordered()` every rank's loss has to use its result, the
+    zeros too, as in `loss + y.sum()`; if one does not, every rank raises `MismatchError`. Inside `ordered()` every rank
+    runs it, also if its loss does not use the result.
 
     ::
 
@@ -442,8 +439,8 @@ def reduce(
 
     Raises:
         ArgumentError: root is not a rank of the axis.
-        OrderError: a tensor that requires grad outside of `ordered()`, where a rank that does not join would not be
-            found: on a device, at `gm.check(0)`, or with `async_op`.
+        OrderError: `x` requires grad outside of `ordered()`, where the ranks' calls are not compared: on a GPU, at
+            `gm.check(0)`, or with `async_op`.
 
     Example:
         >>> def on_each_rank():
@@ -470,9 +467,9 @@ def gather(
 ) -> Tensor:
     """Concatenate the ranks' tensors along `dim` at the root; the others get a tensor empty along `dim`.
 
-    For gradients every rank has to join the backward collective. Outside of `ordered()` it does where its loss uses its
-    result, the empty one too, as in `loss + y.sum()`; a rank whose loss does not is found when the ranks' calls are
-    compared, and every rank raises `MismatchError`. Inside `ordered()` every rank joins, whatever its loss uses.
+    Every rank has to run the backward collective. Outside of `ordered()` every rank's loss has to use its result, the
+    empty one too, as in `loss + y.sum()`; if one does not, every rank raises `MismatchError`. Inside `ordered()` every
+    rank runs it, also if its loss does not use the result.
 
     ::
 
@@ -484,13 +481,13 @@ def gather(
     Args:
         x: this rank's part.
         dim: the tensor dimension to concatenate along.
-        root: the rank of the axis that gets the whole.
+        root: the rank of the axis that gets the whole tensor.
         sizes: each rank's size along `dim`.
         axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
-        OrderError: a tensor that requires grad outside of `ordered()`, where a rank that does not join would not be
-            found: on a device, at `gm.check(0)`, or with `async_op`.
+        OrderError: `x` requires grad outside of `ordered()`, where the ranks' calls are not compared: on a GPU, at
+            `gm.check(0)`, or with `async_op`.
 
     Example:
         >>> def on_each_rank():
@@ -518,7 +515,7 @@ def scatter(
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
 ) -> Tensor:
-    """Cut the root's tensor along `dim` and give each rank its part.
+    """Split the root's tensor along `dim` and send each rank its part.
 
     When grad mode is on, the result requires grad on every rank, also where `x` does not: the backward
     collective needs all of them. Scatter data under `torch.no_grad()`.
@@ -531,16 +528,16 @@ def scatter(
                                 []      -> x1      []      <- g1
 
     Args:
-        x: the whole at the root; on the other ranks a tensor that is empty along `dim` and else of the same shape, or
-            one of the root's shape, whose values do not count and whose gradient is zero.
-        dim: the tensor dimension to cut.
-        root: the rank of the axis that has the whole.
+        x: the whole tensor at the root; on the other ranks a tensor that is empty along `dim` and otherwise of the same
+            shape, or one of the root's shape, whose values are ignored and whose gradient is zero.
+        dim: the tensor dimension to split.
+        root: the rank of the axis that has the whole tensor.
         sizes: the size of each rank's part; None or "auto": the balanced split of the root's size, which one small
-            exchange makes known (the first n % W ranks get one more).
+            all-gather exchanges (the first n % W ranks get one more).
         axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
-        ShapeError: the sizes do not add up, or a rank that is not the root hands in neither nothing nor a whole.
+        ShapeError: the sizes do not add up, or a rank other than the root passes neither an empty nor a whole tensor.
 
     Example:
         >>> def on_each_rank():
@@ -556,7 +553,7 @@ def scatter(
     else:
         given = call.sizes(sizes, along)
     if call.axis.rank != root and x.shape[along] == given.total:
-        x = x.narrow(along, 0, 0)  # of which autograd makes zeros of the operand's shape
+        x = x.narrow(along, 0, 0)  # its backward gives zeros of the operand's shape
     return call.run(call.op(Scatter, along, root, given), x)
 
 
@@ -569,9 +566,9 @@ def replicate(
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
 ) -> Tensor:
-    """Say that from here on each rank uses this value differently, so that its gradient has to be summed.
+    """Declare that each rank uses this value differently from here on: backward sums its gradient over the ranks.
 
-    The way a parameter that every rank holds enters the part of a model that is split over the ranks.
+    Apply it where a replicated parameter enters the part of a model that is sharded over the ranks.
 
     ::
 
@@ -615,22 +612,22 @@ def shard(
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
 ) -> Tensor:
-    """Keep the own slice along `dim` of a value that every rank holds.
+    """Keep this rank's slice along `dim` of a value that every rank holds.
 
     ::
 
         I -> V    shape (n, ...) -> (n/W, ...)    [x0 x1] -> x0      [g0 g1] <- g0
                                                   [x0 x1] -> x1      [g0 g1] <- g1
 
-        R -> V    the same forward; backward pads the own gradient with zeros:  [g0 0] <- g0,  [0 g1] <- g1
+        R -> V    the same forward; backward pads the gradient with zeros:  [g0 0] <- g0,  [0 g1] <- g1
 
     Args:
         x: a value that is the same on every rank.
-        dim: the tensor dimension to cut.
+        dim: the tensor dimension to split.
         src: `gm.I` if every rank did the same work so far, `gm.R` if each rank uses `x` differently (its gradient
             is then a pending sum).
-        sizes: the size of each rank's slice; None or "balanced": the balanced split (the first n % W ranks one more).
-            "auto" is not defined here, as every rank holds the whole.
+        sizes: the size of each rank's slice; None or "balanced": the balanced split (the first n % W ranks get one
+            more). "auto" is not supported, as every rank holds the whole tensor.
         axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
@@ -710,7 +707,7 @@ def convert(
     backward_dtype: torch.dtype | None = None,
     async_op: bool = False,
 ) -> Tensor | Pending[Tensor]:
-    """Change what a value is over the ranks, without communication in either direction.
+    """Change a value's type over the ranks, without communication in either direction.
 
     ::
 
@@ -724,12 +721,12 @@ def convert(
 
     Args:
         x: the value.
-        src: what it is.
-        dst: what it becomes.
+        src: its type.
+        dst: the type of the result.
         axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
-        ArgumentError: any other pair of types; those need communication, and the text names the verb.
+        ArgumentError: any other pair of types; where that needs communication, the text names the verb.
 
     Example:
         >>> def on_each_rank():
@@ -740,10 +737,12 @@ def convert(
     call = Call("convert", x, axis, comm_dtype, backward_dtype)
     verbs = {(P, R): "all_reduce", (P, I): "all_reduce", (P, V): "reduce_scatter", (V, R): "all_gather"}
     verbs |= {(V, I): "all_gather", (I, R): "replicate", (I, V): "shard"}
-    ways = {pair: f"{verb} does this" for pair, verb in verbs.items()}
+    ways = {pair: f"this conversion communicates: use gm.{verb}" for pair, verb in verbs.items()}
     known = isinstance(src, Type) and isinstance(dst, Type)
     way = (
-        ways.get((src, dst), "a value of this type needs no conversion") if known else "pass gm.V, R, I or P"
+        ways.get((src, dst), "use the tensor directly; this pair of types needs no conversion")
+        if known
+        else "pass for example src=gm.R, dst=gm.P"
     )
     kind = call.choose("(src, dst)", (src, dst) if known else f"({src!r}, {dst!r})", _CONVERSIONS, way)
     op, finish = call.op(kind), call.naming()
@@ -763,22 +762,22 @@ def shift(
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
 ) -> Tensor:
-    """Pass the tensor on by `offset` ranks; every rank gets that of the rank `offset` before it.
+    """Send the tensor to the rank `offset` after this one; every rank receives that of the rank `offset` before it.
 
     ::
 
-        V -> V    shape (...) -> (...), with sizes that of the rank that it comes from
+        V -> V    shape (...) -> (...); with `sizes`, the shape on the source rank
 
                   x0 x1 x2 -> x2 x0 x1      g1 g2 g0 <- g0 g1 g2      wrap=True
                   x0 x1 x2 -> 0  x0 x1      g1 g2 0  <- g0 g1 g2      wrap=False
 
     Args:
         x: this rank's tensor; or a tuple, list or dict of such.
-        offset: how many ranks further; negative: back.
-        wrap: whether the line is closed to a ring; else zeros enter at the open end.
+        offset: the distance in ranks; negative: to earlier ranks.
+        wrap: whether the ranks form a ring; if not, zeros enter at the open end.
         dim: the tensor dimension along which sizes differ.
-        sizes: each rank's size along `dim`; None: one shape on all ranks; "auto": found by one small exchange. Where
-            sizes are given and nothing arrives, the result is empty along `dim`.
+        sizes: each rank's size along `dim`; None: one shape on all ranks; "auto": exchanged by one small all-gather. If
+            sizes are passed and nothing arrives, the result is empty along `dim`.
         axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Example:
@@ -809,10 +808,10 @@ def shift(
     ranks = integer(offset)
     if ranks is None:
         call.fail(
-            "offset is not a number of ranks",
+            "offset must be an int",
             expected="an int",
             got=f"offset={offset!r}",
-            remedy="pass an int, negative to shift back",
+            remedy="pass for example offset=1, or offset=-1 to send to the previous rank",
         )
     op = call.op(Shift, None, ranks, call.flag(wrap, "wrap"))
     along = call.dim(dim) if sizes is not None or isinstance(dim, str) else 0
@@ -835,7 +834,7 @@ def permute(
 
     ::
 
-        V -> V    shape (...) -> (...), with sizes that of the rank that it comes from
+        V -> V    shape (...) -> (...); with `sizes`, the shape on the source rank
 
                   pairs [(0, 1)]    x0 -> 0       g1 <- g0
                                     x1 -> x0      0  <- g1
@@ -844,8 +843,8 @@ def permute(
         x: this rank's tensor; or a tuple, list or dict of such.
         pairs: (source, target) ranks of the axis, the same list on every rank; no source and no target twice.
         dim: the tensor dimension along which sizes differ.
-        sizes: each rank's size along `dim`; None: one shape on all ranks; "auto": found by one small exchange. Where
-            sizes are given and nothing arrives, the result is empty along `dim`.
+        sizes: each rank's size along `dim`; None: one shape on all ranks; "auto": exchanged by one small all-gather. If
+            sizes are passed and nothing arrives, the result is empty along `dim`.
         axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
@@ -890,13 +889,12 @@ def send(
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
 ) -> Tensor:
-    """Send a tensor to one rank, which calls `recv`; the other ranks have no part in it.
+    """Send a tensor to one rank, which calls `recv`; the other ranks do not participate.
 
-    It does not wait for the other rank: what has not been taken yet is kept in memory, however much it is. A message
-    that this rank refuses to send is an error for the rank that waits for it, and one that a rank refuses to receive is
-    left out, so that the next one finds its like. For gradients both ends have to be inside `ordered()`, where backward
-    runs the messages the other way, in the reverse order: what is free of deadlock forward is so backward. Reverse mode
-    of any order is all there is; `permute` has every mode.
+    It does not wait for the receiver: messages that were not received yet are kept in memory. If `send` raises, the
+    `recv` of the other rank raises too; if `recv` raises, its message is discarded. For gradients both ends have to be
+    inside `ordered()`, where backward sends the messages in the other direction in reverse order: if the forward is
+    free of deadlocks, so is the backward. Only reverse mode is supported, of any order; `permute` supports every mode.
 
     ::
 
@@ -914,8 +912,8 @@ def send(
         An empty tensor, which can be ignored.
 
     Raises:
-        ArgumentError: `to` is this rank, or no rank of the axis.
-        OrderError: a tensor that requires grad outside of `ordered()`, or in forward mode.
+        ArgumentError: `to` is this rank, or not a rank of the axis.
+        OrderError: `x` requires grad outside of `ordered()`; a call in forward mode.
 
     Example:
         >>> def on_each_rank():
@@ -933,7 +931,7 @@ def send(
     """
     call = Call("send", x, axis, comm_dtype, backward_dtype, peer=to, async_op=async_op)
     peer = call.other(to, "to")
-    call.refuse_compiled("messages between two ranks are not compiled", "gradmesh.permute")
+    call.refuse_compiled("send() and recv() are not supported inside torch.compile", "gradmesh.permute")
     call.refuse_forward_mode("permute")
     call.refuse_unordered("permute")
     return call.run(call.op(Send, peer, tuple(x.shape)), x)
@@ -952,13 +950,13 @@ def recv(
     """Receive a tensor from one rank, which calls `send`; see there.
 
     Args:
-        like: a tensor of the shape, dtype and device that comes; its values do not count.
-        source: the rank that sends.
+        like: a tensor with the shape, dtype and device of the message; its values are ignored.
+        source: the sending rank.
         axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Raises:
-        ArgumentError: `source` is this rank, or no rank of the axis.
-        MismatchError: what comes is of another shape or dtype (told for CPU tensors).
+        ArgumentError: `source` is this rank, or not a rank of the axis.
+        MismatchError: the message has another shape or dtype (checked for CPU tensors).
 
     Example:
         >>> def on_each_rank():
@@ -971,7 +969,7 @@ def recv(
     """
     call = Call("recv", like, axis, comm_dtype, backward_dtype, peer=source, async_op=async_op)
     peer = call.other(source, "source")
-    call.refuse_compiled("messages between two ranks are not compiled", "gradmesh.permute")
+    call.refuse_compiled("send() and recv() are not supported inside torch.compile", "gradmesh.permute")
     call.refuse_forward_mode("permute")
     call.refuse_unordered("permute")
     return call.received(call.op(Receive, peer, tuple(like.shape)), like.new_empty(0))
@@ -988,12 +986,12 @@ def exchange(
 ) -> list[Tensor]:
     """Send each rank a tensor of any shape, and receive one from each.
 
-    The ragged form of `all_to_all`: the shapes go ahead in one small exchange, then all elements in one message to
-    each rank. Backward is the way back.
+    The ragged form of `all_to_all`: one small exchange sends the shapes, a second one all elements. Backward sends the
+    gradients back.
 
     ::
 
-        V -> V    shapes as the ranks have them; part r of rank s becomes part s of rank r
+        V -> V    any shapes; part r of rank s becomes part s of rank r
 
                   [a0, a1] -> [a0, b0]      [g0[0], g1[0]] <- [g0[0], g0[1]]
                   [b0, b1] -> [a1, b1]      [g0[1], g1[1]] <- [g1[0], g1[1]]
@@ -1027,12 +1025,15 @@ def exchange(
         async_op=async_op,
         names=(alike.pop() if len(alike) == 1 else None) or (),
     )
-    call.refuse_compiled("a compiler cannot wait for shapes", "gradmesh.all_to_all with its sizes")
+    call.refuse_compiled(
+        "exchange() is not supported inside torch.compile, because its shapes are only known at run time",
+        "gradmesh.all_to_all with split_sizes and concat_sizes",
+    )
     parts = call.one_for_each(given)
     shapes = [torch.Size(shape) for shape in call.exchange_shapes(parts)]
     sent, taken = [part.numel() for part in parts], [shape.numel() for shape in shapes]
-    # As columns: to an empty part of one dimension cat hands a constant for a gradient, with which a rank that has no
-    # other part would drop out of the second derivative.
+    # As columns: for an empty 1-d part, cat returns a constant gradient, so that a rank without other parts would skip
+    # the second derivative.
     flat = torch.cat([part.reshape(-1, 1) for part in parts]).view(-1)
     op = call.op(AllToAll, 0, 0, Sizes(tuple(sent)), Sizes(tuple(taken)))
     ends = list(accumulate(taken, initial=0))
@@ -1058,7 +1059,7 @@ def halo_exchange(
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
 ) -> Tensor:
-    """Attach the neighbours' edge rows to the own shard, as a stencil over a sharded dimension needs them.
+    """Attach the neighbours' edge rows to this rank's shard, as a stencil over a sharded dimension needs them.
 
     ::
 
@@ -1067,14 +1068,14 @@ def halo_exchange(
                   [a b] -> [a b c]        [ga gb+gb'] <- [ga gb gc]
                   [c d] -> [b c d]        [gc+gc' gd] <- [gb' gc' gd]
 
-    A halo wider than a neighbour's shard takes its further rows from the ranks beyond, as many as needed. On a
-    ring of two both neighbours are the same rank, and both messages arrive in their place.
+    A halo wider than a neighbour's shard takes its further rows from the next ranks. A ring of two ranks works too,
+    where both neighbours are the same rank.
 
     Args:
         x: this rank's shard.
         dim: the tensor dimension that is sharded.
         halo: rows from each side, or (left, right).
-        wrap: whether the shards lie on a ring; else the first and the last have an open end.
+        wrap: whether the shards form a ring; if not, the first and the last have an open end.
         sizes: each rank's size along `dim`.
         axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
@@ -1107,7 +1108,7 @@ def neighbor_all_to_all(
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
 ) -> Tensor:
-    """Send rows of `x`, picked by an index, to a few ranks, and receive theirs: what a graph or a mesh in parts needs.
+    """Send rows of `x`, selected by an index, to some ranks, and receive theirs: for partitioned graphs and meshes.
 
     ::
 
@@ -1116,21 +1117,21 @@ def neighbor_all_to_all(
                   send_rows on rank 0: {1: [2, 0]}     [a b c] -> [d]        [ga' gb gc'] <- [gd]
                                rank 1: {0: [0]}        [d e]   -> [c a]      [gd' 0]      <- [gc ga]
 
-    Backward sends the rows' gradients back to where they were picked, and adds them there.
+    Backward sends the rows' gradients back and adds them to the selected rows.
 
     Args:
         x: this rank's rows, along dim 0.
-        send_rows: for each rank that gets rows, which: a 1-d tensor of indices into dim 0, on the device of `x`. A row
-            may be picked for several ranks, and more than once. Ranks that are not named get none.
-        receive_counts: for each rank that sends rows to this one, how many. Ranks that are not named send none.
+        send_rows: for each receiving rank, a 1-d tensor of indices into dim 0, on the device of `x`. A row may be
+            selected for several ranks, and more than once. Ranks that are not keys get no rows.
+        receive_counts: for each sending rank, the number of rows. Ranks that are not keys send no rows.
         axis, comm_dtype, backward_dtype, async_op: as in every verb, see `gradmesh.collectives`.
 
     Returns:
-        The rows that came, those of rank 0 first.
+        The received rows, those of rank 0 first.
 
     Raises:
-        ArgumentError: a rank that is not on the axis, an index that is no 1-d tensor of integers or leaves dim 0, a
-            count that is no int of 0 or more.
+        ArgumentError: a rank that is not on the axis, an index that is not a 1-d tensor of ints or is out of range, a
+            count that is not an int of 0 or more.
 
     Example:
         >>> def on_each_rank():
@@ -1212,7 +1213,7 @@ def exscan(
 
 
 def sizes(x: Tensor, axis: AxisLike = None, dim: DimLike = 0) -> tuple[int, ...]:
-    """Every rank's size along `dim`, by one small exchange; what `sizes="auto"` uses.
+    """Every rank's size along `dim`, exchanged by one small all-gather, as with `sizes="auto"`.
 
     Args:
         x: this rank's tensor.
@@ -1230,7 +1231,7 @@ def sizes(x: Tensor, axis: AxisLike = None, dim: DimLike = 0) -> tuple[int, ...]
 
 
 def _stackable(x: Tensor) -> Tensor:
-    """A scalar as a tensor of one element, so that concatenation stacks it."""
+    """A 0-d tensor as a 1-d one, so that concatenation stacks it."""
     return x.reshape(1) if isinstance(x, Tensor) and x.dim() == 0 else x
 
 

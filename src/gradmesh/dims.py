@@ -1,7 +1,7 @@
-"""Names of a tensor's dimensions, kept beside it, by which the verbs find the one that they are asked for.
+"""Dimension names: attach names to a tensor's dimensions, which the verbs accept for `dim`.
 
-They belong to the one tensor that was named and to what the verbs make of it. torch's operators know nothing of them:
-what they make has no names, so that a name can be missing and never stand at another dimension.
+Only the named tensor and the verbs' results have names. Results of torch's operators have none, so a name can be
+missing but never moves to a different dimension.
 """
 
 from __future__ import annotations
@@ -16,39 +16,38 @@ from gradmesh.errors import ArgumentError, message
 __all__ = ["DimLike", "Names", "known_names", "named", "names", "show_names", "stale", "with_names"]
 
 DimLike = int | str
-"""A dimension by its number or by its name."""
+"""A dimension, by number or name."""
 
 Names = tuple[str | None, ...]
-"""A name for each dimension; None: it has none."""
+"""A name or None for each dimension."""
 
 _RECORD = "_gradmesh_dims"
-"""The attribute of a named tensor: its names, and the shape and strides that it had; plain data, as it is pickled."""
+"""The attribute of a named tensor: its names, and its shape and strides when named; plain data, for pickle."""
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 
 
 def named(x: TensorT, *names: str | None) -> TensorT:
-    """Name the dimensions of a tensor, once; every verb then takes a name for `dim`, and its result has names again.
+    """Name the dimensions of a tensor; every verb then accepts a name for `dim`, and its result has the names too.
 
     ::
 
         x = gm.named(x, "N", "C")
         y = gm.all_gather(x, dim="N")        # the same as dim=0, and y has the names N and C
 
-    Nothing is copied: it is the tensor itself, with a record beside it. What torch's operators make of it (a view, a
-    sum, `x.t()`) is another tensor, which has no names until it is given some. Where the ranks' calls are compared,
-    their names are too.
+    Nothing is copied: the names are an attribute of the tensor. Results of torch's operators (a view, a sum, `x.t()`)
+    have no names. Where the ranks' calls are compared, names are too.
 
     Args:
         x: the tensor.
-        names: a name for each dimension, each once; None for one that needs none.
+        names: a different name, or None, for each dimension.
 
     Returns:
         `x`.
 
     Raises:
-        ArgumentError: not one name for each dimension, a name twice or one that is no identifier, or a tensor that has
-            other names already.
+        ArgumentError: not one name for each dimension, a repeated name, one that is not an identifier, or a tensor that
+            has other names already.
 
     Example:
         >>> def on_each_rank():
@@ -59,19 +58,19 @@ def named(x: TensorT, *names: str | None) -> TensorT:
         (torch.Size([2, 2]), ('N', 'C'))
     """
     if not isinstance(x, Tensor):
-        raise _refused("what is to be named is not a tensor", "a torch.Tensor", type(x).__name__)
+        raise _refused("the first argument must be a tensor", "a torch.Tensor", type(x).__name__)
     listed = tuple(names)
     if len(listed) != x.dim():
         raise _refused(
-            "there is not one name for each dimension",
-            f"{x.dim()} names for a {x.dim()}-d tensor, None for a dimension that needs none",
+            "each dimension needs one name or None",
+            f"{x.dim()} names for a {x.dim()}-d tensor, None for an unnamed dimension",
             f"{_listed(listed)} for shape {tuple(x.shape)}",
         )
     given = [name for name in listed if name is not None]
     if not all(isinstance(name, str) and name.isidentifier() for name in given):
-        raise _refused("a name is not an identifier", "names such as 'N' or 'channels'", _listed(listed))
+        raise _refused("names must be identifiers", "names such as 'N' or 'channels'", _listed(listed))
     if len(set(given)) != len(given):
-        raise _refused("a name stands at two dimensions", "each name once", _listed(listed))
+        raise _refused("a name is used for two dimensions", "each name once", _listed(listed))
     known = known_names(x)
     if known is not None and known != listed and not stale(x):
         raise ArgumentError(
@@ -80,7 +79,7 @@ def named(x: TensorT, *names: str | None) -> TensorT:
                 op="named",
                 expected=_listed(known),
                 got=_listed(listed),
-                remedy="give a tensor its names once; x.view_as(x) is one without any, on the same memory",
+                remedy="name a view instead, gradmesh.named(x.view_as(x), ...), which shares the memory",
             )
         )
     return with_names(x, listed)
@@ -102,21 +101,21 @@ def names(x: Tensor) -> Names:
 
 
 def known_names(x: Any) -> Names | None:
-    """The names that a tensor was given, maybe before it was changed; None: it was given none."""
+    """The names of a tensor, even if it was changed since; None: it was not named."""
     record = getattr(x, _RECORD, None)
     return None if record is None else record[0]
 
 
 def stale(x: Tensor) -> bool:
-    """Whether a named tensor was given another shape in place since, by which its dimensions may have moved."""
-    if compiling():  # where sizes may have no numbers
+    """Whether a named tensor's shape or strides were changed in place since, so that its dimensions may have moved."""
+    if compiling():  # sizes may be symbolic
         return False
     _, shape, strides = getattr(x, _RECORD)
     return shape is not None and (shape, strides) != (tuple(x.shape), x.stride())
 
 
 def with_names(x: TensorT, given: Names | None) -> TensorT:
-    """Note the names of a tensor that has as many dimensions; where there are none to note, it stays as it is."""
+    """Set the names of a tensor with as many dimensions; without names, return it unchanged."""
     if given and x.dim() == len(given):
         plain = compiling()
         setattr(x, _RECORD, (given, None, None) if plain else (given, tuple(x.shape), x.stride()))
@@ -124,7 +123,7 @@ def with_names(x: TensorT, given: Names | None) -> TensorT:
 
 
 def show_names(given: Names) -> str:
-    """Names in words.
+    """Names as text.
 
     >>> said(("N", None))
     'dims N, _'

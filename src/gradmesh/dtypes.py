@@ -1,4 +1,4 @@
-"""Dtypes that torch has names for, and can do little with."""
+"""Dtypes that torch barely supports."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["BITS", "NEVER_COPIED"]
 
 
 def _named(*names: str) -> frozenset[torch.dtype]:
-    """The dtypes of these names that this torch has."""
+    """The dtypes with these names that exist in this torch version."""
     return frozenset(getattr(torch, name) for name in names if hasattr(torch, name))
 
 
 NEVER_COPIED = _named(*(f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)))
-"""Nothing copies them."""
+"""Dtypes without a copy kernel."""
 
 BITS = _named("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn_x2")
-"""They are copied, and no more."""
+"""Dtypes with a copy kernel only."""

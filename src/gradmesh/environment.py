@@ -1,7 +1,6 @@
-"""The environment variables that gradmesh reads: all of them, and what each may be.
+"""All environment variables that gradmesh reads.
 
-A variable is read when it is first needed, and kept. One that is not usable is an error there and then, with the
-variable's name; importing gradmesh reads none.
+A variable is read and cached when it is first needed; an invalid value raises then. Importing gradmesh reads none.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ class Variable(Generic[T]):
 
     Attributes:
         name: its name.
-        default: the text that stands for it when it is not set.
-        expected: what it may be, for the error and the docs.
+        default: the text that is used if it is not set.
+        expected: the valid values, for the error and the docs.
         meaning: what it does, for the docs.
-        parse: makes the value of a text; raises ValueError for one that is not usable.
+        parse: converts the text to a value; raises ValueError for an invalid one.
     """
 
     name: str
@@ -41,17 +40,17 @@ class Variable(Generic[T]):
         """The value, read from the environment at the first call.
 
         Raises:
-            ArgumentError: the text is not usable.
+            ArgumentError: the value is invalid.
         """
         if not self._kept:
             self._kept.append(self.read())
         return self._kept[0]
 
     def read(self) -> T:
-        """The value that the environment has now.
+        """The value, read from the environment now.
 
         Raises:
-            ArgumentError: the text is not usable.
+            ArgumentError: the value is invalid.
         """
         text = os.environ.get(self.name, self.default)
         try:
@@ -59,15 +58,15 @@ class Variable(Generic[T]):
         except ValueError:
             raise ArgumentError(
                 message(
-                    f"{self.name} is not usable",
+                    f"invalid value of the environment variable {self.name}",
                     expected=self.expected,
                     got=f"{self.name}={text!r}",
-                    remedy="unset it, or set it to what is expected",
+                    remedy=f"unset it, or set it to its default: export {self.name}={self.default}",
                 )
             ) from None
 
     def forget(self) -> None:
-        """Read it anew at the next call."""
+        """Clear the cached value."""
         self._kept.clear()
 
 
@@ -78,7 +77,7 @@ def _count(text: str) -> int:
 
 
 CHECK_LEVELS = {"0": 0, "1": 1, "full": 2}
-"""How much is compared, by what GRADMESH_CHECK says."""
+"""The check levels, by value of GRADMESH_CHECK."""
 
 
 def _level(text: str) -> int:
@@ -101,22 +100,22 @@ CHECK = Variable(
     "GRADMESH_CHECK",
     default="1",
     expected="0, 1 or full",
-    meaning="what is compared before anything is sent: 1 the ranks' calls, full what they hand in too, 0 nothing; the "
-    "same on every rank (see gradmesh.check)",
+    meaning="what the ranks compare before anything is sent: 1 their calls, full their values too, 0 nothing; has to "
+    "be the same on every rank (see gradmesh.check)",
     parse=_level,
 )
 RECYCLE = Variable(
     "GRADMESH_RECYCLE",
     default="512",
     expected="a number of MiB, 0 or more",
-    meaning="MiB of memory of large results that may be kept for later ones; 0 turns recycling off",
+    meaning="limit in MiB for idle memory of large results that is kept for reuse; 0 turns recycling off",
     parse=lambda text: _count(text) << 20,
 )
 SHM_CHUNK = Variable(
     "GRADMESH_SHM_CHUNK",
     default=str(1 << 20),
     expected=f"a power of two between {_SMALLEST_CHUNK} and {_LARGEST_CHUNK}",
-    meaning="bytes of a message that a rank of the shm backend hands on at once; rank 0's counts",
+    meaning="chunk size in bytes of messages of the shm backend; the value on rank 0 is used",
     parse=_chunk,
 )
 TRACEBACK = Variable(
@@ -133,6 +132,6 @@ VARIABLES: tuple[Variable[int], ...] = (CHECK, RECYCLE, SHM_CHUNK, TRACEBACK)
 
 def table() -> str:
     """The variables as a Markdown table, for the docs."""
-    lines = ["| variable | by default | may be | what it does |", "|---|---|---|---|"]
+    lines = ["| variable | default | values | meaning |", "|---|---|---|---|"]
     lines += [f"| `{v.name}` | {v.default} | {v.expected} | {v.meaning} |" for v in VARIABLES]
     return "\n".join(lines)

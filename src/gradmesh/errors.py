@@ -1,37 +1,36 @@
-"""The exceptions of gradmesh, and the one place where their texts are built.
+"""The exceptions of gradmesh, and `message`, which builds their texts.
 
-The tree::
+The hierarchy::
 
     GradmeshError
-    |-- NotInitializedError   RuntimeError   no process group yet; says to call gm.init()
-    |-- AxisError             ValueError     no such axis, an ambiguous one, a group this rank is not in
-    |-- ArgumentError         ValueError     dim, root, sizes, pairs, a pair of types: not what the op takes
-    |   `-- ShapeError                       a tensor whose shape the op cannot split or join
+    |-- NotInitializedError   RuntimeError   no process group; call gm.init() first
+    |-- AxisError             ValueError     unknown or ambiguous axis, or a group that this rank is not in
+    |-- ArgumentError         ValueError     invalid argument: dim, root, sizes, pairs, types
+    |   `-- ShapeError                       a tensor whose shape the op cannot split or concatenate
     |-- DTypeError            TypeError      a dtype the op or the autodiff mode is not defined for
     |-- MismatchError         RuntimeError   the ranks called different collectives
-    |-- DeadlockError         RuntimeError   ranks wait for something that cannot come
-    |-- OrderError            RuntimeError   a chain of ordered collectives is not joined, or used after it was
-    |-- TypeMismatchError     TypeError      types over the ranks do not fit: what gradmesh.typed(strict=True) finds
-    |-- GradcheckError        AssertionError gradients of a program are not those of its objective; carries the report
+    |-- DeadlockError         RuntimeError   every rank waits for a message that no rank will send
+    |-- OrderError            RuntimeError   misuse of ordered(), async_op, no_sync() or forward mode
+    |-- TypeMismatchError     TypeError      inconsistent types over the ranks, found by gradmesh.typed(strict=True)
+    |-- GradcheckError        AssertionError wrong gradients of a program; carries the report
     |-- RankError             RuntimeError   a launched rank failed; carries its rank and traceback
-    |   `-- AbortedError                     this rank could not go on because another one failed
+    |   `-- AbortedError                     this rank stopped because another rank failed
     |-- MissingExtraError     ImportError    an optional dependency is not installed
-    `-- TorchVersionError     RuntimeError   this torch lacks a private name that the feature cannot do without
+    `-- TorchVersionError     RuntimeError   this torch lacks a private name that the feature requires
 
-and two warnings: CheckWarning, of what may be right and mostly is not, and TorchWarning, where this torch lacks private
-names; it says what happens instead.
+and two warnings: CheckWarning, for likely errors found by `gradmesh.check("full")`, and TorchWarning, where this torch
+lacks private names; its text states the fallback.
 
-Every class also derives from the builtin that PyTorch users would catch. A message always has the same
-lines, so that it can be read at a glance and searched for::
+Every class also derives from the builtin exception that PyTorch users would catch. Every message has the same lines::
 
     gradmesh.all_gather: dim is out of range
       axis      'gp', rank 2 of 4
       expected  -3 <= dim < 3 for a 3-d tensor
       got       dim=5
-      remedy    count dimensions of the local tensor from 0, or from -1 at the end
+      remedy    pass dim=0 for the first or dim=-1 for the last dimension of the local tensor
 
-Below it a traceback says how to read the page of the class, `gradmesh explain ArgumentError`, which is
-docs/errors/ArgumentError.md: what raises it, in programs that run, what to do, and every text that it has.
+A note in the traceback names the page of the class, docs/errors/ArgumentError.md, which `gradmesh explain
+ArgumentError` prints: example programs that raise the error, what to do, and all its texts.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def message(
     got: str | None = None,
     remedy: str | None = None,
 ) -> str:
-    """Build an error text: the op and the problem, then axis, expected, got and remedy, one a line.
+    """Build an error text: the op and the problem, then axis, expected, got and remedy, one per line.
 
     >>> print(message("root is out of range", op="broadcast", expected="0 <= root < 4", got="root=7"))
     gradmesh.broadcast: root is out of range
@@ -83,16 +82,15 @@ def message(
 
 
 def _note(kind: str) -> str:
-    """Where the page of a class is: the command is there with the package, the file in a clone."""
+    """The traceback note that names the page of a class."""
     return f"  {'see':<9} gradmesh explain {kind}, or docs/errors/{kind}.md"
 
 
 class GradmeshError(Exception):
-    """Base of every error that gradmesh raises on purpose; its traceback ends with the page that explains it."""
+    """Base class of all gradmesh errors; the traceback ends with the page that explains the error."""
 
-    # A note, and no line of the text: what catches an error and shows it need not repeat it. It is the class's, since
-    # compilers do not follow an `__init__` of an error.
-    __notes__ = [_note("GradmeshError")]  # noqa: RUF012  changed on a copy alone
+    # A note, so that str(error) stays short; on the class, because compilers do not trace `__init__` of an error.
+    __notes__ = [_note("GradmeshError")]  # noqa: RUF012  only a copy is changed
 
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
@@ -100,42 +98,42 @@ class GradmeshError(Exception):
             cls.__notes__ = [_note(cls.__name__)]
 
     def add_note(self, note: str, /) -> None:
-        """Note something on this error alone."""
+        """Add a note to this instance."""
         if "__notes__" not in vars(self):
             self.__notes__ = list(type(self).__notes__)
         super().add_note(note)
 
 
 class NotInitializedError(GradmeshError, RuntimeError):
-    """There is no process group yet."""
+    """The process group is not initialized."""
 
 
 class AxisError(GradmeshError, ValueError):
-    """The axis argument names no axis, more than one, or one that this rank is not on."""
+    """The axis argument matches no axis, several axes, or one that this rank is not on."""
 
 
 class ArgumentError(GradmeshError, ValueError):
-    """An argument is not one that the op takes."""
+    """An argument has an invalid value."""
 
 
 class ShapeError(ArgumentError):
-    """A tensor's shape cannot be split or joined as the op has to."""
+    """A tensor has a shape that the op cannot split or concatenate."""
 
 
 class DTypeError(GradmeshError, TypeError):
-    """The op, or the autodiff mode it is used in, is not defined for this dtype."""
+    """The op, or the autodiff mode it is used in, does not support this dtype."""
 
 
 class MismatchError(GradmeshError, RuntimeError):
-    """The ranks of a group called different collectives, or the same one with shapes that do not fit."""
+    """The ranks of a group called different collectives, or the same one with shapes that do not match."""
 
 
 class DeadlockError(GradmeshError, RuntimeError):
-    """Every rank waits, or has returned, so that nothing can come any more."""
+    """Every rank waits or has returned, so that no rank can continue."""
 
 
 class OrderError(GradmeshError, RuntimeError):
-    """Collectives that have to run backward on every rank are not tied to a loss, or cannot be."""
+    """Collectives cannot run, or cannot run backward, in the same order on every rank."""
 
     refused_wait = False
     """True if only the place of a wait is wrong: the call can still be waited for elsewhere."""
@@ -149,14 +147,14 @@ def refused_wait(text: str) -> OrderError:
 
 
 class TypeMismatchError(GradmeshError, TypeError):
-    """What tensors are over the ranks of an axis does not fit what is done with them, or what was declared."""
+    """A tensor's type over the ranks of an axis contradicts its use or its declaration."""
 
 
 class GradcheckError(GradmeshError, AssertionError):
-    """The gradients of a program are not those of its objective, or of the same program on one process.
+    """The gradients of a program differ from those of its objective, or of the same program on one process.
 
     Attributes:
-        report: what was compared, and what was found; see `gradmesh.verify`.
+        report: the comparison and its findings; see `gradmesh.verify`.
     """
 
     def __init__(self, text: str, report: object = None) -> None:
@@ -179,20 +177,20 @@ class RankError(GradmeshError, RuntimeError):
 
 
 class AbortedError(RankError):
-    """This rank could not go on because another one failed. Never the first failure of a launch."""
+    """This rank stopped because another rank failed. Never the first failure of a launch."""
 
 
 class MissingExtraError(GradmeshError, ImportError):
-    """An optional dependency is missing; the text says which extra brings it."""
+    """An optional dependency is missing; the text names the extra that installs it."""
 
 
 class TorchVersionError(GradmeshError, RuntimeError):
-    """The torch that is installed lacks a private name without which this feature cannot be had."""
+    """The installed torch lacks a private name that this feature requires."""
 
 
 class CheckWarning(UserWarning):
-    """What `gradmesh.check("full")` found in values that ranks handed in, and that may be right."""
+    """A likely error that `gradmesh.check("full")` found in the values that ranks passed."""
 
 
 class TorchWarning(UserWarning):
-    """The torch that is installed lacks private names that gradmesh relies on; given once, at import."""
+    """The installed torch lacks private names that gradmesh uses; issued once, at import."""

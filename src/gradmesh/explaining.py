@@ -1,6 +1,6 @@
-"""`gradmesh explain`: the pages of the errors and of the rules of `gradmesh check`, which come with the package.
+"""`gradmesh explain`: the help pages of the errors and of the rules of `gradmesh check`.
 
-The pages are docs/errors and docs/rules; a wheel holds a copy of both.
+The pages are docs/errors and docs/rules; a wheel contains a copy of both.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _CHECKOUT = Path(__file__).parent.parent.parent / "docs"
 
 
 def titles() -> dict[str, str]:
-    """What can be explained, and a line about it: the errors and warnings, then the rules.
+    """The names with a help page, each with a one-line summary: errors and warnings, then rules.
 
     >>> titles()["AxisError"]
-    'The axis argument names no axis, more than one, or one that this rank is not on.'
+    'The axis argument matches no axis, several axes, or one that this rank is not on.'
     """
     of_errors = {
         name: (getattr(errors, name).__doc__ or "").splitlines()[0]
@@ -37,11 +37,11 @@ def page(name: str) -> str:
     """The page of an error or a rule, as Markdown.
 
     Args:
-        name: an error as `GradmeshError` or `gradmesh.GradmeshError`, a rule as `GM101` or `missing-sum`; capitals do
-            not matter.
+        name: an error as `GradmeshError` or `gradmesh.GradmeshError`, a rule as `GM101` or `missing-sum`;
+            case-insensitive.
 
     Raises:
-        ArgumentError: there is no such error or rule, or the pages are not there.
+        ArgumentError: unknown error or rule, or the pages are not installed.
     """
     known = titles()
     spelled = {each.lower(): each for each in known} | {rule.name: rule.id for rule in RULES.values()}
@@ -50,11 +50,13 @@ def page(name: str) -> str:
         near = difflib.get_close_matches(asked, spelled, n=1)
         raise errors.ArgumentError(
             errors.message(
-                "this is nothing that has a page",
+                f"no help page named {name!r}",
                 op="explain",
-                expected="the name of an error, or a rule of gradmesh check",
+                expected="the name of an error, such as AxisError, or a rule of gradmesh check, such as GM101",
                 got=repr(name),
-                remedy=f"did you mean {spelled[near[0]]}?" if near else "gradmesh explain lists what has one",
+                remedy=f"did you mean {spelled[near[0]]}?"
+                if near
+                else "run `gradmesh explain` to list all pages",
             )
         )
     found = spelled[asked]
@@ -64,23 +66,23 @@ def page(name: str) -> str:
             return _plain(file.read_text())
     raise errors.ArgumentError(
         errors.message(
-            "the pages are not there",
+            "the help pages are not installed",
             op="explain",
             expected=f"{folder}/{found}.md in {_INSTALLED} or {_CHECKOUT}",
-            got="neither",
-            remedy="install gradmesh from a wheel, or run it in a clone",
+            got="neither file exists",
+            remedy="install gradmesh from a wheel, or run it from a clone of the repository",
         )
     )
 
 
 def explain_command(names: Sequence[str]) -> None:
-    """Print the pages of some errors and rules; without one, print what has a page.
+    """Print help pages; without names, list all pages.
 
     Args:
-        names: as `page` takes them.
+        names: as for `page`.
 
     Raises:
-        ArgumentError: one of them has none.
+        ArgumentError: a name has no page.
     """
     from rich.console import Console
     from rich.markdown import Markdown
@@ -101,7 +103,7 @@ def explain_command(names: Sequence[str]) -> None:
 
 
 def _plain(text: str) -> str:
-    """A page as it is read alone: without the marks of what writes it, and with names of pages for links to them."""
+    """A page without generator comments, with links replaced by page names."""
     text = re.sub(r"\n?<!--.*?-->\n?", "\n", text)
     text = re.sub(r"\[([^]]*)\]\(\w+\.md\)", r"\1", text)
     return re.sub(r"\[([^]]*)\]\(\.\./([\w/-]+\.md)[^)]*\)", r"\1 (docs/\2)", text)

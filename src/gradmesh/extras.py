@@ -1,4 +1,4 @@
-"""Optional dependencies: which extra brings which module, and the error for one that is not there."""
+"""Optional dependencies and the extras that install them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ EXTRAS = {
     "metis": ("pymetis",),
     "notebook": ("cloudpickle",),
 }
-"""The modules that each extra brings, by the names they are imported with."""
+"""The modules that each extra installs, by import name."""
 
 
 def missing(extra: str) -> list[str]:
-    """The modules of an extra that cannot be imported; they are looked for and not loaded."""
+    """The modules of an extra that are not installed; none is imported."""
     return [module for module in EXTRAS[extra] if find_spec(module) is None]
 
 
 def require(extra: str, who: str) -> None:
-    """See that an extra is there before any work is done for `who`.
+    """Raise if an extra that `who` needs is not installed.
 
     Raises:
-        MissingExtraError: it is not; the text says what to install.
+        MissingExtraError: it is not installed.
     """
     if absent := missing(extra):
         raise MissingExtraError(
@@ -35,7 +35,7 @@ def require(extra: str, who: str) -> None:
                 "an optional dependency is not installed",
                 op=who,
                 expected=", ".join(EXTRAS[extra]),
-                got="no " + ", ".join(absent),
+                got="not installed: " + ", ".join(absent),
                 remedy=f"pip install 'gradmesh[{extra}]'",
             )
         )

@@ -1,4 +1,4 @@
-"""What is installed here, and what gradmesh can run on: `gradmesh info` shows it."""
+"""Installed versions, available backends and settings, for `gradmesh info`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def version() -> str:
 
 
 def versions() -> dict[str, str]:
-    """gradmesh, what it stands on, and what the machine offers."""
+    """Versions of gradmesh, torch and Python, and the machine's cores and GPUs."""
     return {
         "gradmesh": version(),
         "torch": torch.__version__,
@@ -35,17 +35,17 @@ def versions() -> dict[str, str]:
 
 
 def cores() -> int:
-    """The cores that this process may use, where the system tells."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def backends() -> dict[str, str | None]:
-    """Why each backend cannot be had here; None for one that can.
+    """The reason why each backend is unavailable; None for an available one.
 
     >>> backends()["threads"] is None
     True
     """
-    without = "this torch is built without it"
+    without = "torch was built without it"
     nccl = None if torch.cuda.is_available() else "no GPU"
     return {
         "shm": None if shm.available() else "needs Linux on x86-64 or aarch64",
@@ -57,5 +57,5 @@ def backends() -> dict[str, str | None]:
 
 
 def variables() -> dict[str, str]:
-    """The environment variables that gradmesh reads, and what they are here."""
-    return {v.name: os.environ.get(v.name, f"not set, {v.default}") for v in VARIABLES}
+    """The environment variables that gradmesh reads, with their current values."""
+    return {v.name: os.environ.get(v.name, f"{v.default} (default)") for v in VARIABLES}

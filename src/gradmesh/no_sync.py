@@ -1,4 +1,4 @@
-"""Gradient accumulation without a sum over the ranks in every micro-batch."""
+"""`no_sync`: gradient accumulation with one gradient reduction for all micro-batches."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from gradmesh.errors import OrderError, message
 from gradmesh.state import rank_state
 from gradmesh.transport import compiling
 
-__all__ = ["Owed", "no_sync"]
+__all__ = ["DeferredGradients", "no_sync"]
 
 
-class Owed:
-    """What `no_sync` has put off in this thread of a rank.
+class DeferredGradients:
+    """The reductions that `no_sync` has deferred in this thread of a rank.
 
     Example:
         >>> def on_each_rank():
         ...     w = torch.nn.Parameter(torch.ones(2))
-        ...     with gm.no_sync() as owed:
+        ...     with gm.no_sync() as deferred:
         ...         gm.replicate(w).sum().backward()
-        ...     before, grad = len(owed), w.grad
-        ...     owed.sync()
-        ...     return before, grad, len(owed), w.grad.tolist()
+        ...     before, grad = len(deferred), w.grad
+        ...     deferred.sync()
+        ...     return before, grad, len(deferred), w.grad.tolist()
         >>> gm.launch(on_each_rank, 2, backend="threads")
         [(1, None, 0, [2.0, 2.0]), (1, None, 0, [2.0, 2.0])]
     """
@@ -33,49 +33,54 @@ class Owed:
         self._reductions = reductions
 
     def __len__(self) -> int:
-        """For how many pairs of a leaf and an op a sum is put off."""
+        """The number of deferred reductions: pairs of a leaf and an op."""
         return len(self._reductions)
 
     def sync(self) -> None:
-        """Take the sums now, on every rank, and add them to `.grad`: for a last micro-batch that shows too late.
+        """Run the reductions now, on every rank, and add the results to `.grad`.
+
+        For loops that only learn after a micro-batch that it was the last one.
 
         Raises:
-            MismatchError: the ranks have put off different sums.
+            MismatchError: the ranks have deferred different reductions.
         """
         self._reductions.take()
 
     def clear(self) -> None:
-        """Drop what was put off, on every rank, as for a step that is left out. `zero_grad` leaves it as it is."""
+        """Drop the deferred gradients, on every rank, as for a skipped step. `zero_grad` does not drop them."""
         self._reductions.clear()
 
 
 @contextlib.contextmanager
-def no_sync() -> Iterator[Owed]:
+def no_sync() -> Iterator[DeferredGradients]:
     """Defer the gradient reductions of parameters until the last micro-batch, as DDP's `no_sync` does.
 
     ::
 
-        for micro-batches 1 to k - 1, inside:   w.grad stays as it is; this rank's gradients are added up
-        for micro-batch k, outside:             w.grad += the sum over the ranks of what k micro-batches gave
+        for micro-batches 1 to k - 1, inside:   w.grad is unchanged; this rank's gradients are accumulated
+        for micro-batch k, outside:             w.grad += the reduction over the ranks of all k gradients
 
-    What counts is where the forward ran. Inside of the block a verb that is applied to an `nn.Parameter` (`replicate`,
-    `broadcast`, `all_gather` of a parameter's shard, any linear verb whose backward sends) sends nothing in backward.
-    The first backward pass through such a call on the same parameter that was made outside takes the sums at its end:
-    all deferred ones of the axis, of one kind in one message. Gradients are those without the block to rounding, and
-    the bytes for them 1/k. Reduced at once as ever are other tensors that require grad, whose `.grad` may be read
-    inside of the block, as a pipeline stage's input; what is not a leaf, as `w * 2` or a list of parameters in one
-    call; calls with `async_op=True`; what `torch.autograd.grad` asks for; what is differentiated under
-    `create_graph=True`, in torch.func transforms and in compiled programs; parameters with hooks; and all in DDP.
+    What counts is where the forward ran. Inside the block, a linear verb that is applied to an `nn.Parameter`
+    (`replicate`, `broadcast`, `all_gather` of a parameter's shard, ...) sends nothing in backward. The first backward
+    pass through such a call on the same parameter that was made outside runs the deferred reductions of the axis at its
+    end, those of one kind in one message. Gradients equal those without the block up to rounding, with 1/k of the
+    bytes. Not deferred, but reduced immediately:
 
-    Every rank enters the block alike. Until the sums are taken, each parameter has a gradient of the result of its
-    call in memory: for an `all_gather` that is as large as what was gathered. An optimizer step on a parameter with
-    deferred reductions is refused. `zero_grad` clears `.grad` alone.
+    * tensors that are not parameters, such as a pipeline stage's input, whose `.grad` may be read inside the block;
+    * tensors that are not leaves, such as `w * 2` or a list of parameters in one call;
+    * calls with `async_op=True`, gradients of `torch.autograd.grad`, passes with `create_graph=True`, torch.func
+      transforms and compiled programs;
+    * parameters with hooks, and all parameters in DDP.
+
+    Every rank has to enter the block. Until the reductions run, the gradient of each call's result is kept in memory:
+    for an `all_gather` it has the size of the gathered tensor. An optimizer step on a parameter with deferred
+    reductions raises `OrderError`. `zero_grad` clears `.grad` only.
 
     Yields:
-        What is put off, with `sync()` to take the sums at another time and `clear()` to drop them.
+        The deferred reductions, with `sync()` to run them now and `clear()` to drop them.
 
     Raises:
-        OrderError: an optimizer steps, or the block is entered in a program that is being compiled.
+        OrderError: an optimizer steps while reductions are deferred, or the block is entered inside torch.compile.
 
     Example:
         >>> def on_each_rank():
@@ -91,11 +96,12 @@ def no_sync() -> Iterator[Owed]:
     if compiling():
         raise OrderError(
             message(
-                "the block is entered in a program that is being compiled",
+                "no_sync() is not supported inside torch.compile",
                 op="no_sync",
-                expected="a block around the call of the compiled function",
-                got="a block inside of it",
-                remedy="enter it outside; what is compiled takes its sums at once, which is right",
+                expected="the block around the call of the compiled function",
+                got="the block inside it",
+                remedy="write `with gradmesh.no_sync(): loss = compiled(x)`; reductions of the compiled function run "
+                "immediately, with correct gradients",
             )
         )
     state = rank_state()
@@ -104,6 +110,6 @@ def no_sync() -> Iterator[Owed]:
     refuse_steps(reductions)
     reductions.open += 1
     try:
-        yield Owed(reductions)
+        yield DeferredGradients(reductions)
     finally:
         reductions.open -= 1

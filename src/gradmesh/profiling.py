@@ -1,11 +1,10 @@
-"""Names in a profile: while a profiler is on, each collective is one range, forward and backward.
+"""Profiler ranges: while a profiler is on, each collective is one range, forward and backward.
 
-A range reads ``gradmesh::all_gather axis=tp bytes=1024``. Bytes are those of the tensor that this rank hands in, in the
-dtype that travels. What runs inside a backward pass ends in ``backward``: an adjoint, by its own verb, or the
-recomputation of a checkpoint. Inside a compiled program there are no ranges, since the compiler names what it runs.
+A range is named ``gradmesh::all_gather axis=tp bytes=1024``, with the bytes of this rank's operand in the dtype that is
+sent. The name ends in ``backward`` inside a backward pass (an adjoint, by its verb, or the recomputation of a
+checkpoint). Compiled programs have no ranges.
 
-The thread that makes a call may not be the rank's own. So that a profile of several ranks in one process can be told
-apart, each range notes whose thread it was made on.
+Calls may run on helper threads, so each range records the rank of its thread.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from gradmesh.axis import Axis
 __all__ = ["SEEN", "collective", "own_rank"]
 
 SEEN: dict[int, int] = {}
-"""The rank of each thread on which a collective was profiled, by the number that the system gives the thread."""
+"""The rank of each thread on which a collective was profiled, by native thread id."""
 
 
 def own_rank() -> int:
-    """The calling thread's rank in the world; 0 where there is none."""
+    """The calling thread's global rank; 0 before `init`."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -41,8 +40,8 @@ def collective(
         verb: the op's name.
         axis: the ranks it runs over.
         x: the operand.
-        travels: the dtype that it is sent in; None: its own.
-        backward: whether it is the backward of a call, made by whichever thread.
+        travels: the dtype that is sent; None: that of the operand.
+        backward: whether it is the backward of a call.
     """
     SEEN[threading.get_native_id()] = own_rank()
     count = x.numel() * (travels or x.dtype).itemsize

@@ -1,6 +1,6 @@
-"""A verb on a structure of tensors: one message for all tensors of a dtype, where the verb does not cut them.
+"""Verbs on tuples, lists and dicts of tensors: one message for all tensors of a dtype, for elementwise verbs.
 
-The tensors are made one and cut again by torch's own functions, so that every derivative comes from those and the verb.
+The tensors are packed and unpacked with differentiable torch functions.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ __all__ = ["gathered", "packed", "per_leaf"]
 T = TypeVar("T")
 X = TypeVar("X")
 Run = Callable[[Any], Tensor | Pending[Tensor]]
-"""The verb with all its arguments but the operand; where the call is to be begun, it gives what is pending."""
+"""The verb with all its arguments but the operand."""
 
 
 def per_leaf(verb: str, x: X, axis: AxisLike, run: Run) -> Any:
-    """Call the verb for each tensor."""
+    """Call the verb for each tensor separately."""
     done = [_named(name, run, leaf) for name, leaf in _leaves(x, verb, resolve(axis, verb))]
     return _finished(done, lambda results: cast("X", rebuilt(x, iter(results))))
 
 
 def packed(verb: str, x: X, axis: AxisLike, run: Run) -> Any:
-    """Call a verb whose result has the operand's shape, and each element of which comes from its like, for all at once.
+    """Apply an elementwise collective to all leaves as one flat message per dtype.
 
     Args:
         verb: its name.
         x: the structure.
         axis: the ranks.
-        run: calls the verb; it is given `Packed`, once for each dtype.
+        run: calls the verb with a `Packed`, once for each dtype.
     """
     here = resolve(axis, verb)
     found = _leaves(x, verb, here)
@@ -50,13 +50,13 @@ def packed(verb: str, x: X, axis: AxisLike, run: Run) -> Any:
 
 
 def gathered(x: X, axis: AxisLike, dim: DimLike, run: Run) -> Any:
-    """Call `all_gather` along `dim` for all at once, where all ranks have the same sizes.
+    """Apply `all_gather` to all leaves as one flat message per dtype, where all ranks have the same sizes.
 
     Args:
         x: the structure.
         axis: the ranks.
         dim: the dimension of each tensor to concatenate along.
-        run: calls it along dim 0; it is given `Packed`, once for each dtype.
+        run: calls it along dim 0 with a `Packed`, once for each dtype.
     """
     here = resolve(axis, "all_gather")
     given = _leaves(x, "all_gather", here)
@@ -77,7 +77,7 @@ def _in_groups(
     run: Run,
     divide: Callable[[Tensor, list[tuple[str, Tensor]]], list[Tensor]],
 ) -> Any:
-    """Run once for each dtype, and cut the results; in the structure of the tensors again."""
+    """Run once for each dtype, split the results, and rebuild the structure."""
     groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, Tensor]]] = {}
     for name, leaf in found:
         groups.setdefault((leaf.dtype, leaf.device), []).append((name, leaf))
@@ -85,7 +85,7 @@ def _in_groups(
     for group in groups.values():
         flat = torch.cat([leaf.reshape(-1) for _, leaf in group])
         operand_desc = ", ".join(f"{name}{list(leaf.shape)}{_names(leaf)}" for name, leaf in group)
-        if len(groups) > 1:  # so that ranks whose structures differ in another group part here already
+        if len(groups) > 1:  # so that ranks whose structures differ in another dtype raise here
             operand_desc += f" (one of {len(groups)} dtypes: {', '.join(str(dtype) for dtype, _ in groups)})"
         wholes.append(_named(", ".join(name for name, _ in group), run, Packed(flat, operand_desc)))
 
@@ -105,7 +105,7 @@ def _names(leaf: Tensor) -> str:
 
 
 def _finished(done: list[Tensor | Pending[Tensor]], finish: Callable[[list[Tensor]], X]) -> Any:
-    """What is made of the results; where these are pending, that is too."""
+    """`finish` of the results; a `Pending` of it if a result is pending."""
     pending = [one for one in done if isinstance(one, Pending)]
     if pending:
         return combined(pending, finish)
@@ -113,7 +113,7 @@ def _finished(done: list[Tensor | Pending[Tensor]], finish: Callable[[list[Tenso
 
 
 def _leaves(x: object, verb: str, here: Axis) -> list[tuple[str, Tensor]]:
-    """The tensors of a structure by name; the other ranks hear of one that cannot be taken."""
+    """The tensors of a structure by name; on an error the other ranks are notified."""
     try:
         return leaves(x, verb, str(here))
     except ArgumentError as error:
@@ -126,7 +126,7 @@ def _cut(whole: Tensor, group: list[tuple[str, Tensor]]) -> list[Tensor]:
 
 
 def _named(name: str, call: Callable[..., T], *args: Any) -> T:
-    """Call, and have what this rank refuses say which tensor it is."""
+    """Call, and add the tensor's name to an error."""
     try:
         return call(*args)
     except (ArgumentError, DTypeError) as error:

@@ -1,7 +1,6 @@
-"""Reductions that are not linear, built from the verbs with a rule of their own.
+"""Nonlinear reductions of `gradmesh.all_reduce`: max, min, prod, logsumexp.
 
-Each is a composition of linear ops and of torch's own functions, so that every order of derivative and every
-autodiff mode comes from those. `gradmesh.all_reduce` takes them by name.
+Each is composed of linear ops and torch functions, which provide every order of derivative and autodiff mode.
 """
 
 from __future__ import annotations
@@ -39,7 +38,9 @@ def _min(call: Call, dst: Type) -> Any:
 def _extremum(call: Call, dst: Type, *, largest: bool) -> Any:
     x = call.x
     if x.is_complex():
-        _refuse(call, "complex numbers have no order", "a real dtype")
+        _refuse(
+            call, "max and min are not defined for complex numbers", "a real dtype", "pass x.abs() or x.real"
+        )
     refuse_unless_added(x.dtype, call.fail)
     op = call.op(Extremum, largest)
     if not x.is_floating_point():
@@ -50,8 +51,8 @@ def _extremum(call: Call, dst: Type, *, largest: bool) -> Any:
 def _share(call: Call, dst: Type, best: Tensor) -> Tensor:
     """The extremum, with the derivative of the mean over the ranks that hold it."""
     x = call.x
-    # The terms of the mean are taken with value zero,
-    # since a mean of the values could overflow or be off in the last bit, and the exact value is added.
+    # The terms of the mean have value zero, since a mean of the values could overflow or round; the exact value is
+    # added.
     tied = _as_sent(call) == best
     with torch.no_grad():
         ties = _sum(call, tied.to(x.dtype), dst)
@@ -61,15 +62,20 @@ def _share(call: Call, dst: Type, best: Tensor) -> Tensor:
 
 
 def _as_sent(call: Call) -> Tensor:
-    """The operand, rounded as it is when it travels."""
+    """The operand, rounded to the dtype that is sent."""
     x, sent = call.x.detach(), call.precision["comm_dtype"]
     return x if sent is None else x.to(sent).to(x.dtype)
 
 
 def _prod(call: Call, dst: Type) -> Any:
-    """The product; torch's own rule for it is right with zeros, at every order."""
+    """The product; the derivative of torch.prod is correct with zeros, at every order."""
     if call.x.dtype is torch.bool:
-        _refuse(call, "bool tensors have no product", "a numeric dtype")
+        _refuse(
+            call,
+            "bool tensors have no product",
+            "a numeric dtype",
+            'use op="min" for a logical and, or cast: x.to(torch.int64)',
+        )
     refuse_unless_added(call.x.dtype, call.fail)
     gather = AllGather if dst is R else AllGatherInvariant
     dtype = call.x.dtype
@@ -79,21 +85,26 @@ def _prod(call: Call, dst: Type) -> Any:
 
 
 def _logsumexp(call: Call, dst: Type) -> Any:
-    """The logarithm of the sum of exponentials, shifted by the largest so that no term overflows."""
+    """log(sum(exp(x))), shifted by the maximum so that no term overflows."""
     x = call.x
     refuse_unless_added(x.dtype, call.fail)
     if not x.is_floating_point():
-        _refuse(call, "logsumexp is defined for real floating-point numbers", "a floating-point dtype")
+        _refuse(
+            call,
+            "logsumexp requires a real floating-point dtype",
+            "a real floating-point dtype",
+            "cast the tensor first, for example x.to(torch.float32)",
+        )
     largest = Extremum(call.axis, largest=True)
     return call.run_in_steps(largest, x.detach(), lambda best: _shifted(call, dst, best))
 
 
 def _shifted(call: Call, dst: Type, best: Tensor) -> Tensor:
-    """The logarithm of the sum, of terms that are divided by the largest one."""
+    """log(sum(exp(x - best))) + best."""
     x = call.x
     shift = torch.where(best.isfinite(), best, 0)
     total = _sum(call, (x - shift).exp(), dst)
-    # Where every term is exp(-inf), the logarithm's own derivative would be NaN.
+    # Where every term is exp(-inf), the derivative of log would be NaN.
     nothing = total == 0
     return torch.where(nothing, -torch.inf, torch.where(nothing, 1, total).log() + shift)
 
@@ -103,10 +114,8 @@ def _sum(call: Call, x: Tensor, dst: Type) -> Tensor:
     return apply(call.op(total), x)
 
 
-def _refuse(call: Call, problem: str, expected: str) -> None:
-    call.fail(
-        problem, expected=expected, got=str(call.x.dtype), remedy="cast the tensor first", kind=DTypeError
-    )
+def _refuse(call: Call, problem: str, expected: str, remedy: str) -> None:
+    call.fail(problem, expected=expected, got=str(call.x.dtype), remedy=remedy, kind=DTypeError)
 
 
 RULES: dict[str, Callable[[Call, Type], Any]] = {
@@ -115,4 +124,4 @@ RULES: dict[str, Callable[[Call, Type], Any]] = {
     "prod": _prod,
     "logsumexp": _logsumexp,
 }
-"""The reductions by name; each gives the result, or a `Pending` where the call is one to begin."""
+"""The reductions by name; each returns the result, or a `Pending` with async_op=True."""

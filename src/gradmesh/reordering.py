@@ -1,4 +1,4 @@
-"""The promise that lets a compiler move collectives."""
+"""`reorderable`: allow compilers to reorder collectives."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ __all__ = ["reorderable"]
 
 @contextlib.contextmanager
 def reorderable() -> Iterator[None]:
-    """Let a compiler move and bucket the collectives of functions that are compiled in the block.
+    """Allow the compiler to reorder and bucket the collectives of functions that are compiled in the block.
 
-    Without it a compiled function makes its collectives in the order in which they are written, forward and backward.
-    Inside the block those in which all ranks send alike are functional collectives, which Inductor may overlap with
-    other work, bucket and move. It sees the program of one rank. So this is a promise: **every rank compiles one
-    program**, with operands of the same shapes, no branch or other work on some ranks, and every result used on all of
-    them. Where the programs differ, ranks may run their collectives in different orders: wrong values, or a hang; the
-    moved calls are not compared.
+    Without it a compiled function runs its collectives in program order, forward and backward. Inside the block,
+    symmetric collectives become functional collectives, which Inductor may overlap with other work, bucket and reorder.
+    Inductor sees the program of one rank only. So you promise that **every rank compiles the same program**: operands
+    of the same shapes, no rank-dependent branches or work, and every result used on every rank. If the programs differ,
+    ranks may run their collectives in different orders, which gives wrong values or a hang; these calls are not
+    compared.
 
-    It is looked up when a function is compiled; a function that was compiled outside of the block is compiled again
-    inside of it. Collectives in which the ranks differ (uneven sizes, `shift`, `scan`, `reduce`, ...) keep their order
-    among themselves.
+    The setting is read at compile time; a function that was compiled outside of the block is compiled again inside it.
+    Other collectives (uneven sizes, `shift`, `scan`, `reduce`, ...) keep their order relative to each other.
 
     Example:
         >>> def step(x):

@@ -1,4 +1,4 @@
-"""A value whose derivative is scaled, as gradient averaging and multi-task weights ask for."""
+"""`scale_gradient`: the identity with a scaled derivative."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ __all__ = ["scale_gradient"]
 def scale_gradient(x: Tensor, s: float | Tensor) -> Tensor:
     """Return `x`, and multiply its derivative by a constant: gradients in backward and tangents in forward mode.
 
-    Nothing is sent. The type over the ranks stays what it is, if `s` is the same on every rank.
+    It does not communicate. The type over the ranks is unchanged if `s` is the same on every rank.
 
     ::
 
         any type    shape (...) -> (...)    x0 -> x0      s g0 <- g0
                                             x1 -> x1      s g1 <- g1
 
-    The derivative of this function is declared to be `s` times the identity, in every mode. So no function has it
-    (unless s = 1), but all that is derived from it agrees: forward mode has what reverse mode has, and derivatives of
-    gradients multiply by `s` each time they pass through this call.
+    The derivative is defined as `s` times the identity in every mode, although the function is the identity. Forward
+    and reverse mode agree, and higher derivatives are multiplied by `s` each time they pass through this call.
 
     `gm.scale_gradient(gm.all_gather(x), 1 / W)` averages the ranks' gradients where `gm.all_gather(x)` sums them;
     `gm.scale_gradient(x, -1)` reverses a gradient.
 
     Args:
         x: a tensor.
-        s: a real number, or a 0-d tensor with one, which gets no gradient.
+        s: a real number, or a real 0-d tensor, which gets no gradient.
 
     Returns:
-        A copy of `x`, in memory of its own.
+        A copy of `x`.
 
     Raises:
         ArgumentError: `x` is not a tensor; `s` is not one real number, or requires grad.
@@ -52,27 +51,30 @@ def scale_gradient(x: Tensor, s: float | Tensor) -> Tensor:
     """
     if not isinstance(x, Tensor):
         _refuse(
-            "the operand is not a tensor", "a torch.Tensor", type(x).__name__, "scale each tensor by itself"
+            "x must be a tensor",
+            "a torch.Tensor",
+            type(x).__name__,
+            "call scale_gradient on each tensor of a structure",
         )
     if isinstance(s, Tensor):
         if s.dim() or s.is_complex() or s.dtype is torch.bool:
             _not_a_number(f"s of {s.dtype} and shape {tuple(s.shape)}")
         if s.requires_grad:
             _refuse(
-                "s requires grad, and would get none",
+                "s must not require grad, because scale_gradient treats it as a constant",
                 "a constant",
                 "a tensor with requires_grad=True",
-                "pass s.detach(); for a factor that is learned, multiply the loss by it",
+                "pass s.detach(); to learn a factor, multiply the loss by it",
             )
     elif isinstance(s, bool) or not isinstance(s, Real):
         _not_a_number(f"s={s!r}")
     if compiling():
         if forward_level_open():
             _refuse(
-                "a compiled program has no forward mode",
+                "forward mode is not supported inside torch.compile",
                 "an uncompiled call",
                 "a call under torch.compile",
-                "call the function uncompiled inside forward mode",
+                "call the uncompiled function in forward mode",
                 OrderError,
             )
         allow_in_dynamo()
@@ -88,19 +90,19 @@ allow_in_dynamo = enters_graphs(_scaled)
 
 
 class _Scaled(torch.autograd.Function):
-    """The rule."""
+    """The autograd rule."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, s: float | Tensor) -> Tensor:  # noqa: ARG004 - it is of the derivative alone
+    def forward(x: Tensor, s: float | Tensor) -> Tensor:  # noqa: ARG004 - only the derivative uses it
         return x.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, float | Tensor], output: Tensor) -> None:  # noqa: ARG004
         s = inputs[1]
         ctx.s = None if isinstance(s, Tensor) else s
-        if isinstance(s, Tensor):  # saved, so that torch says so if it is written before it is used
+        if isinstance(s, Tensor):  # saved, so that torch detects in-place modification
             ctx.save_for_backward(s)
             ctx.save_for_forward(s)
         ctx.set_materialize_grads(False)
@@ -120,7 +122,12 @@ def _times(ctx: Any, derivative: Tensor) -> Tensor:
 
 
 def _not_a_number(got: str) -> NoReturn:
-    _refuse("s is not one real number", "a real number, or a 0-d tensor with one", got, "pass a number")
+    _refuse(
+        "s must be one real number",
+        "a real number, or a real 0-d tensor",
+        got,
+        "pass a number, such as s=0.5",
+    )
 
 
 def _refuse(

@@ -1,9 +1,8 @@
-"""Where other threads stand, looked at while they run.
+"""Stacks of other threads, read while they run.
 
-A frame of a thread that runs on may not be followed: Python 3.11 takes it apart under the looker, who then reads memory
-that is no frame any more (`f_back` of it kills the process, some times in a thousand). Nothing of another thread runs
-while a function of C does, though: a whole look is a chain of such functions, with no line of Python in between, and
-what comes out of it are code, instruction and line, no frames.
+Following frames of a running thread from Python code is unsafe: Python 3.11 may free a frame meanwhile, and reading
+`f_back` then crashes the process (a few times in a thousand). So a stack is read by a chain of C functions, during
+which no other thread runs, and the result contains code, instruction and line instead of frames.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from types import CodeType
 __all__ = ["PARSING", "Place", "main_stack", "shown", "stack_of", "stacks"]
 
 PARSING = threading.RLock()
-"""Held around what parses source code on a rank's thread: tracebacks as text, signatures, lines of a class.
+"""Lock for code that parses source on a rank's thread: formatting tracebacks, signatures, source lines of a class.
 
-`ast.parse` counts its depth once for a process in CPython 3.11 and 3.12: of two threads that parse at once, one raises
-SystemError("AST constructor recursion depth mismatch").
+`ast.parse` is not thread-safe in CPython 3.11 and 3.12: one of two concurrent calls raises SystemError("AST constructor
+recursion depth mismatch").
 """
 
 Place = tuple[CodeType, int, int]
@@ -35,28 +34,28 @@ _PLACE = attrgetter("f_code", "f_lasti", "f_lineno")
 
 
 def stack_of(thread: int | None) -> list[Place]:
-    """Where a thread is, innermost first; nothing if there is no such thread."""
+    """The stack of a thread, innermost first; empty if there is no such thread."""
     found: deque[Place] = deque()
     frame = map(methodcaller("get", thread), islice(iter(sys._current_frames, None), 1))
-    with _no_collection(), contextlib.suppress(AttributeError):  # of None, behind the outermost frame
+    with _no_collection(), contextlib.suppress(AttributeError):  # of None, after the outermost frame
         found.extend(map(_PLACE, accumulate(chain(frame, repeat("f_back")), getattr)))
     return list(found)
 
 
 def main_stack() -> list[Place]:
-    """Where the main thread is."""
+    """The stack of the main thread."""
     return stack_of(threading.main_thread().ident)
 
 
 def stacks() -> dict[int, list[Place]]:
-    """Where each thread is, by the thread's number."""
+    """The stack of each thread, by thread id."""
     with _no_collection():
         threads = deque(chain.from_iterable(islice(iter(sys._current_frames, None), 1)))
     return {thread: stack_of(thread) for thread in threads}
 
 
 def shown(stack: list[Place], below: str) -> str:
-    """A stack as text, outermost first, from behind the last frame of a file on."""
+    """A stack as text, outermost first, of the frames inside the last frame of file `below`."""
     outside = next(
         (depth for depth, (code, _, _) in enumerate(stack) if code.co_filename == below), len(stack)
     )
@@ -66,10 +65,9 @@ def shown(stack: list[Place], below: str) -> str:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from starting meanwhile.
+    """Disable garbage collection in the block.
 
-    It runs Python, and with some Pythons, 3.11.7 among them, it waits for ever for the lock that a look at the frames
-    holds.
+    It runs Python code, and on some versions, such as 3.11.7, deadlocks on the lock that `sys._current_frames` holds.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -1,7 +1,7 @@
-"""The state of a rank: what gradmesh keeps between two calls, one typed object.
+"""The state that gradmesh keeps between calls, one object per rank.
 
-It is a global of the process. Ranks that are threads of one process have one each, which their launcher makes and the
-`threads` backend keeps. Nothing of it is a ContextVar, because autograd's own threads see none.
+It is a global of the process; ranks that are threads of one process have one each, stored by the `threads` backend. It
+uses no ContextVar, because autograd's own threads do not inherit them.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ T = TypeVar("T")
 
 
 class Chain(Protocol):
-    """The collectives of an `ordered()` block, in order."""
+    """The ordered ops of an `ordered()` block."""
 
     def link(self, op: Any, x: Tensor) -> Tensor:
-        """Run an op as the next link."""
+        """Run an op as the next ordered op."""
 
     def node(self, op: Any, run: Any) -> Any:
-        """Run what makes several collectives in its backward as one link."""
+        """Run a node whose backward makes several collectives as one ordered op."""
 
     def begin(self, op: Any, x: Tensor) -> Any:
-        """Begin an op as the next link."""
+        """Start an async op as the next ordered op."""
 
     def end(self, started: Any) -> Tensor:
-        """Wait for an op that was begun, as the next link."""
+        """Wait for an async op, as the next ordered op."""
 
     def refuse_reentrant(self, op: Any) -> None:
-        """Refuse a collective that a reentrant checkpoint hides from the chain."""
+        """Raise for a collective that a reentrant checkpoint hides."""
 
     def keep_place(self) -> None:
-        """Have a collective that is no link, in a region of a checkpoint, run again on every rank."""
+        """Make every rank recompute a collective that is not an ordered op, in a checkpointed region."""
 
 
 class UnwaitedCalls:
-    """The calls that this rank has begun and not waited for.
+    """The async calls of this rank that were not waited for.
 
     Attributes:
-        open: what was called, and where, for each that can still be waited for.
-        lost: the same, of those that nobody holds any more.
-        forgiven: how many times a call that was begun has failed; who began others before that may leave them.
+        open: the call and its call site, for each that can still be waited for.
+        dropped: the same for those whose `Pending` was garbage collected.
+        abandoned: the number of failures; a call that was pending at a failure need not be waited for.
     """
 
     def __init__(self) -> None:
@@ -73,24 +73,24 @@ class UnwaitedCalls:
         self.abandoned = 0
 
     def drop(self, number: int) -> None:
-        """One of them was never sent: nobody has to wait for it."""
+        """Remove a call that was never sent."""
         self.open.pop(number, None)
         self.dropped.pop(number, None)
 
     def abandon(self) -> None:
-        """A call has failed: the others may be left."""
+        """Forget all pending calls, after a call has failed."""
         self.abandoned += 1
         self.open.clear()
         self.dropped.clear()
 
     def check(self, *, at_the_end: bool = False) -> None:
-        """Refuse to go on past calls that nobody will wait for.
+        """Raise if calls can no longer be waited for.
 
         Args:
-            at_the_end: nothing is waited for any more.
+            at_the_end: the program ends, so open calls count too.
 
         Raises:
-            OrderError: there are some.
+            OrderError: there are such calls.
         """
         never = [*self.dropped.values(), *(self.open.values() if at_the_end else ())]
         if not never:
@@ -98,20 +98,20 @@ class UnwaitedCalls:
         self.abandon()
         raise OrderError(
             message(
-                "a call that was begun was never waited for",
+                "an async collective was never waited for",
                 op="async_op",
                 expected="wait() for each call with async_op=True",
                 got="\n".join(never),
-                remedy="call wait() where the result is needed; its place is also where backward begins",
+                remedy="keep the returned Pending and call y = pending.wait() where the result is needed",
             )
         )
 
 
 class Deferral(Protocol):
-    """What backward owes to leaves, put off by `no_sync`."""
+    """Gradient reductions deferred by `no_sync`."""
 
     def recorded(self, op: Any, x: Tensor, call: Any, run: Callable[[], T]) -> T:
-        """Make a call that becomes a node of the graph."""
+        """Run a call as a node of the graph whose backward reduction may be deferred."""
 
 
 class Suspects(Protocol):
@@ -122,40 +122,39 @@ class Suspects(Protocol):
 
 
 class Tracer(Protocol):
-    """What follows tensors through the library's calls: `gradmesh.typed`, `gradmesh check`.
+    """Observes the library's calls: `gradmesh.typed`, `gradmesh check`.
 
     Attributes:
-        plain: whether a layer that makes several calls with a derivative of its own is to make them one by one, with
-            that of autograd.
+        plain: whether layers with a custom autograd.Function must issue their collectives individually instead.
     """
 
     plain: bool
 
     def begins(self, op: Any, x: Tensor, recorded: Any) -> None:
-        """Hear of a call that another thread is about to make."""
+        """Called before another thread makes a call."""
 
     def follow(self, op: Any, x: Tensor, recorded: Any, run: Callable[[], Tensor]) -> Tensor:
-        """Run an op of the library, and note what its result is."""
+        """Run an op and record its result."""
 
     def declare(self, x: Tensor, axis: Any, kind: Any) -> None:
-        """Take a tensor for what the library itself says it is."""
+        """Set the type of a tensor that the library declares."""
 
 
 ACTIVE_TRACERS = [0]
-"""How many tracers there are in this process: mostly none, and then no rank has one."""
+"""Number of active tracers in the process; fast-path check, normally 0."""
 
 
 def must_decompose() -> bool:
-    """Whether a layer is to make its calls one by one, for who follows them; see `Tracer`."""
+    """True if layers must issue their collectives individually because a tracer is active."""
     tracer = rank_state().tracer if ACTIVE_TRACERS[0] else None
     return tracer is not None and tracer.plain
 
 
 class _OfThread(threading.local):
-    """What each thread of a rank has for itself: a program may train in two threads, in groups of their own."""
+    """State per thread of a rank: a program may train in two threads, with separate groups."""
 
     def __init__(self) -> None:
-        # No attribute of the class: Dynamo of torch 2.11 would read that one, and not the thread's.
+        # Not class attributes: Dynamo of torch 2.11 would read those instead of the thread's.
         self.chain: Chain | None = None
         self.coalescing: Any = None
         self.deferred: Deferral | None = None
@@ -163,19 +162,19 @@ class _OfThread(threading.local):
 
 @dataclass(slots=True)
 class RankState:
-    """What a rank keeps.
+    """The state of one rank.
 
     Attributes:
         mesh: the current mesh.
-        mesh_world: the world that it was made in; in another one it counts for nothing.
-        check: how much is compared (`gradmesh.checking`); None: what the environment says.
-        tracer: what follows tensors through the library's calls.
+        mesh_world: the world group that it was made in; the mesh is ignored in any other.
+        check: the check level (`gradmesh.checking`); None: that of the environment variable.
+        tracer: the active tracer.
         suspects: what the level "full" found, to be reported when a gradient is used.
-        reorderable: whether a compiler may move the collectives of the programs that it makes now.
-        posted: messages that were sent and may not have gone yet, each with the memory that it is sent from.
-        waits_at_exit: whether the process waits for them when it ends.
-        begun: the calls that were begun and not waited for.
-        kept: what parts of the library that the data path does not know of keep for the rank, by its class.
+        reorderable: whether compilers may reorder the collectives of functions that are compiled now.
+        posted: pending point-to-point sends, each with the tensor that it is sent from.
+        waits_at_exit: whether the process waits for them at exit.
+        started: the async calls that were not waited for.
+        objects: objects that other modules store for the rank, by class.
     """
 
     mesh: DeviceMesh | None = None
@@ -192,7 +191,7 @@ class RankState:
 
     @property
     def coalescing(self) -> Any:
-        """The block of `coalesce()` that is open in this thread."""
+        """The open `coalesce()` block of this thread."""
         return self._of_thread.coalescing
 
     @coalescing.setter
@@ -201,7 +200,7 @@ class RankState:
 
     @property
     def chain(self) -> Chain | None:
-        """The collectives of the `ordered()` block that is open in this thread."""
+        """The open `ordered()` block of this thread."""
         return self._of_thread.chain
 
     @chain.setter
@@ -210,7 +209,7 @@ class RankState:
 
     @property
     def deferred(self) -> Deferral | None:
-        """What this thread has put off; None: it never did."""
+        """The deferred reductions of this thread; None: `no_sync` was never used."""
         return self._of_thread.deferred
 
     @deferred.setter
@@ -218,23 +217,23 @@ class RankState:
         self._of_thread.deferred = deferred
 
     def put(self, value: object) -> None:
-        """Keep an object, in the place of one of the same class."""
+        """Store an object, replacing one of the same class."""
         self.objects[type(value)] = value
 
     def get(self, kind: type[T]) -> T | None:
-        """The object of that class that is kept."""
+        """The stored object of a class."""
         found: T | None = self.objects.get(kind)
         return found
 
     def get_or_create(self, kind: type[T]) -> T:
-        """The object of that class that is kept; made without arguments and kept where there is none."""
+        """The stored object of a class; created without arguments if there is none."""
         found: T | None = self.objects.get(kind)
         if found is None:
             found = self.objects[kind] = kind()
         return found
 
     def drop(self, kind: type) -> None:
-        """Keep the object of that class no longer."""
+        """Remove the stored object of a class."""
         self.objects.pop(kind, None)
 
 
@@ -248,10 +247,10 @@ def rank_state() -> RankState:
 
 
 def run_to_end(run: Callable[[], T]) -> T:
-    """Run the function of a rank to its end, and see that it has waited for what it has begun.
+    """Run the function of a rank.
 
     Raises:
-        OrderError: it has not.
+        OrderError: it returned without waiting for an async call.
     """
     started = rank_state().started
     try:

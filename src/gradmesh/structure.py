@@ -1,4 +1,4 @@
-"""Tuples, lists and dicts of tensors, as verbs take them: their tensors by name, and the same structure of results."""
+"""Tuples, lists and dicts of tensors: flatten them to named tensors, and rebuild the structure."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Tree = Tensor | Sequence["Tree"] | Mapping[Any, "Tree"]
 
 @dataclass(frozen=True)
 class Packed:
-    """Several tensors as one, in the place of an operand.
+    """Several tensors packed into one operand.
 
     Attributes:
-        flat: their elements, one after another.
-        made_of: what they are, in words, for the ranks to compare.
+        flat: their elements, concatenated.
+        operand_desc: description of the tensors, which the ranks compare.
     """
 
     flat: Tensor
@@ -30,21 +30,21 @@ class Packed:
 
 
 def is_structure(x: object) -> bool:
-    """Whether it is a tuple, a list or a dict; a tensor is not."""
+    """Whether it is a tuple, list or dict."""
     return isinstance(x, tuple | list | dict)
 
 
 def leaves(x: object, verb: str, axis: str, name: str = "x") -> list[tuple[str, Tensor]]:
-    """The tensors of a structure, each with its name, in the order in which they stand there.
+    """The tensors of a structure with their names, in order.
 
     Args:
         x: the structure.
-        verb: the verb that it was handed to, for the error.
+        verb: the verb, for the error.
         axis: the axis, for the error.
-        name: what the structure is called.
+        name: the name of the structure.
 
     Raises:
-        ArgumentError: something else than a tensor is in it.
+        ArgumentError: a leaf is not a tensor.
 
     Example:
         >>> [name for name, _ in leaves({"k": torch.zeros(1), "v": [torch.zeros(2)]}, "shift", "")]
@@ -55,12 +55,12 @@ def leaves(x: object, verb: str, axis: str, name: str = "x") -> list[tuple[str, 
     if not is_structure(x):
         raise ArgumentError(
             message(
-                "there is something else than a tensor in the operand",
+                f"{name} must be a tensor",
                 op=verb,
                 axis=axis,
-                expected="a tensor, or tuples, lists and dicts of tensors",
+                expected="a tensor, or a (nested) tuple, list or dict of tensors",
                 got=f"{name} of type {type(x).__name__}",
-                remedy="leave it out, or make it a tensor",
+                remedy=f"remove it, or convert it with torch.as_tensor({name})",
             )
         )
     inside = x.items() if isinstance(x, dict) else enumerate(cast("Sequence[object]", x))
@@ -68,9 +68,7 @@ def leaves(x: object, verb: str, axis: str, name: str = "x") -> list[tuple[str, 
 
 
 def rebuilt(x: object, tensors: Iterator[Tensor]) -> Any:
-    """The structure of `x` with other tensors in it. What is derived from a list, tuple or dict comes back as one.
-
-    A named tuple stays one.
+    """The structure of `x` with other tensors; subclasses of list, tuple and dict become plain, named tuples stay.
 
     Example:
         >>> rebuilt(("a", ["b"]), iter([1, 2]))  # any leaves do
@@ -87,13 +85,13 @@ def rebuilt(x: object, tensors: Iterator[Tensor]) -> Any:
 
 
 def cut(whole: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Cut a flat tensor into tensors of these shapes; copies, which can be written and kept without the others."""
+    """Split a flat tensor into copies with the shapes of `like`."""
     parts = whole.split([one.numel() for one in like])
     return [part.view(one.shape).clone() for part, one in zip(parts, like, strict=True)]
 
 
 def cut_by_rank(whole: Tensor, like: Sequence[Tensor], dims: Sequence[int], ranks: int) -> list[Tensor]:
-    """Cut what was gathered of flat tensors: each one's parts from all ranks are concatenated along its dimension."""
+    """Split gathered flat tensors; each tensor's parts from all ranks are concatenated along its dimension."""
     rows = whole.view(ranks, -1).split([one.numel() for one in like], dim=1)
     made = []
     for row, one, dim in zip(rows, like, dims, strict=True):

@@ -9,9 +9,9 @@ P     partial     a pending sum                                       R         
 I     invariant   the same; each rank repeats the same work           I         counted once
 ====  ==========  ==================================================  ========  =================
 
-R and I hold the same bits. They differ in the gradient: an R value is used differently on every rank, so
-its gradient is a sum still to be taken; an I value meets the same work everywhere, so every rank already
-holds the whole gradient. The terms are those of JAX's `shard_map` and of `spmd_types`.
+R and I have the same bits on every rank. They differ in the gradient: an R value is used differently on every rank, so
+its gradient still has to be summed; every rank repeats the same work on an I value, so every rank already has the full
+gradient. The terms are those of JAX's `shard_map` and of `spmd_types`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Convention", "I", "P", "R", "Reduction", "Type", "V"]
 
 
 class Type(enum.Enum):
-    """What a tensor is over the ranks of an axis; `gm.V`, `gm.R`, `gm.I` and `gm.P` are its members.
+    """The type of a tensor over the ranks of an axis; `gm.V`, `gm.R`, `gm.I` and `gm.P` are its members.
 
     >>> Type.R.dual is Type.P
     True
@@ -47,19 +47,19 @@ class Type(enum.Enum):
     __str__ = __repr__
 
 
-# Types are keys on the path of every call, and an Enum hashes its name anew each time.
+# Every call uses types as dict keys, and an Enum recomputes its hash each time.
 hashed_by_identity(Type)
 
 _DUAL = {Type.V: Type.V, Type.R: Type.P, Type.P: Type.R, Type.I: Type.I}
 
-# Final, so that type checkers see which one it is and can refuse what a verb refuses.
+# Final, so that type checkers can reject invalid types in calls.
 V: Final = Type.V
 R: Final = Type.R
 I: Final = Type.I  # noqa: E741 - see above
 P: Final = Type.P
 
 Convention = Literal[Type.R, Type.I]
-"""What a value that is the same on every rank can be, and a verb has to be told."""
+"""The types of a value that is the same on every rank; the `dst` or `src` of many verbs."""
 
 Reduction = Literal["sum", "mean", "max", "min", "prod", "logsumexp"]
 """How `all_reduce` can combine the ranks' tensors."""

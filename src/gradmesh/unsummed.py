@@ -1,9 +1,9 @@
-"""The level "full" of `gradmesh.check`: parameters that are equal on every rank and whose gradients were not summed.
+"""`gradmesh.check("full")`: find replicated parameters whose gradients were not summed.
 
-A backward pass that starts from a scalar summed with `dst=gm.I` gives each rank's parameters the gradient of their
-rank's own term. This is right for a parameter that differs between ranks, and for one whose gradient is summed, by
-`gm.replicate` or by hand. At the end of the pass the ranks compare parameters and gradients. A gradient that differs
-then, and has not changed when an optimizer uses it or when the block ends, was never summed.
+A backward pass from a scalar summed with `dst=gm.I` gives each rank's parameters the gradient of that rank's term. This
+is right for a parameter that differs between ranks, and for one whose gradient is summed, by `gm.replicate` or
+manually. At the end of the pass the ranks compare parameters and gradients. A gradient that differs then, and is
+unchanged when an optimizer uses it or when the block ends, was never summed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank that refuses its call of a verb, and how the other ranks hear of it before they wait for it."""
+"""Notify the other ranks when this rank aborts its call of a verb."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from gradmesh.transport.comm_thread import after_pending
 __all__ = ["on_cpu", "withdraw"]
 
 _SILENT = frozenset({"convert", "recv", "replicate", "send", "shard"})
-"""The verbs of which the other ranks of the axis do not hear."""
+"""The verbs that do not communicate with all ranks of the axis."""
 
 
 def withdraw(verb: str, axis: Axis, x: object, error: Exception, peer: int | None = None) -> None:
-    """Tell the other ranks that this one refuses its call of a verb, so that they raise instead of waiting for it.
+    """Notify the other ranks that this rank aborts its call of a verb, so that they raise instead of waiting.
 
-    Where the ranks compare their calls this is this rank's part of the comparison, and it waits for theirs. A message
-    concerns its other end alone: the receiver is told, and who refuses to receive leaves the message out.
+    Where the ranks compare their calls, this is this rank's part of the comparison, and it waits for theirs. For a
+    point-to-point message only the receiver is notified; a rank that aborts a `recv` discards the message.
 
     Args:
         verb: the verb's name.
         axis: the ranks.
-        x: what was given for the operand.
-        error: why the call is refused.
-        peer: the other end of a message, if it was given as a number.
+        x: the operand.
+        error: why the call is aborted.
+        peer: the other end of a point-to-point message.
     """
     if compiling() or axis.size == 1 or not on_cpu(x, axis):
         return
@@ -39,7 +39,7 @@ def withdraw(verb: str, axis: Axis, x: object, error: Exception, peer: int | Non
             return
         if verb == "send":
             transport(axis).withdraw_message(
-                peer, f"none, since rank {axis.rank} refuses to send: {str(error).splitlines()[0]}"
+                peer, f"none, because send() raised on rank {axis.rank}: {str(error).splitlines()[0]}"
             )
         else:
             transport(axis).pass_over(peer)
@@ -49,7 +49,7 @@ def withdraw(verb: str, axis: Axis, x: object, error: Exception, peer: int | Non
 
 
 def on_cpu(x: object, axis: Axis) -> bool:
-    """Whether the ranks compare a call with this operand; one that is no tensor may be meant to be anywhere."""
+    """Whether the ranks compare a call with this operand."""
     given = x.flat if isinstance(x, Packed) else x
     if isinstance(given, Tensor):
         return given.is_cpu and not is_fake(given)

@@ -21,11 +21,11 @@ from gradmesh.tracebacks import install
 __all__ = ["TIMEOUT", "current_mesh", "init", "mesh", "use_mesh", "world_group"]
 
 TIMEOUT = 300.0
-"""Seconds that a rank waits for the others where nobody said how long. Nobody sits through the 1800 of torch."""
+"""Default timeout in seconds, shorter than torch's 1800."""
 
 
 def init(backend: str | None = None, *, timeout: float = TIMEOUT) -> None:
-    """Join the process group that the environment describes; a lone process becomes a world of one rank.
+    """Initialize the process group from the environment; a single process becomes a world of one rank.
 
     Under `torchrun` (or any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) this is
     `torch.distributed.init_process_group`. Without those variables the process is a world of 1, on which every
@@ -33,15 +33,14 @@ def init(backend: str | None = None, *, timeout: float = TIMEOUT) -> None:
 
     Args:
         backend: a torch.distributed backend; by default `shm` for CPU tensors if all ranks are on this host (as
-            LOCAL_WORLD_SIZE, or a MASTER_ADDR of the host itself, says), else `gloo`. Where there is a GPU, by
-            default `gloo` for CPU tensors and `nccl` for CUDA tensors, with this process's device set from
-            LOCAL_RANK.
-        timeout: seconds that a collective waits for the other ranks. Give more where a rank may work alone for longer
+            LOCAL_WORLD_SIZE or a local MASTER_ADDR indicates), otherwise `gloo`. With a GPU, by default `gloo` for CPU
+            tensors and `nccl` for CUDA tensors, with this process's device set from LOCAL_RANK.
+        timeout: seconds that a collective waits for the other ranks. Pass a longer one if a rank may compute for longer
             while others wait for it.
 
     Raises:
-        ArgumentError: `timeout` is no positive number.
-        NotInitializedError: only part of the launcher's environment is there.
+        ArgumentError: `timeout` is not a positive number.
+        NotInitializedError: only some of the launcher's environment variables are set.
 
     Example:
         >>> import gradmesh as gm
@@ -55,11 +54,11 @@ def init(backend: str | None = None, *, timeout: float = TIMEOUT) -> None:
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
         raise ArgumentError(
             message(
-                "timeout is not usable",
+                "timeout must be a positive number",
                 op="init",
                 expected="a positive number of seconds",
                 got=f"timeout={timeout!r}",
-                remedy="say how long a rank may wait for the others",
+                remedy="pass the seconds that a rank waits for the others, such as timeout=300",
             )
         )
     cuda = torch.cuda.is_available()
@@ -67,17 +66,17 @@ def init(backend: str | None = None, *, timeout: float = TIMEOUT) -> None:
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in needed if name not in os.environ]
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        # Gloo looks for a network interface even when there is nobody to talk to.
+        # Gloo needs a network interface even for one rank.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         return
     if missing:
         raise NotInitializedError(
             message(
-                "the launcher's environment is incomplete",
+                "some environment variables of the launcher are not set",
                 op="init",
                 expected=", ".join(needed),
-                got="no " + ", ".join(missing),
+                got="not set: " + ", ".join(missing),
                 remedy="start the script with torchrun, or unset RANK and WORLD_SIZE for a world of one",
             )
         )
@@ -87,7 +86,7 @@ def init(backend: str | None = None, *, timeout: float = TIMEOUT) -> None:
 
 
 def _on_one_host() -> bool:
-    """Whether the environment says that all ranks run here; alike on every rank."""
+    """Whether all ranks run on this host, according to the environment; the same on every rank."""
     size = os.environ.get("WORLD_SIZE", "1")
     local = os.environ.get("LOCAL_WORLD_SIZE") == size
     loopback = os.environ.get("MASTER_ADDR", "localhost") in ("localhost", "127.0.0.1", "::1")
@@ -95,28 +94,28 @@ def _on_one_host() -> bool:
 
 
 def world_group(op: str) -> dist.ProcessGroup:
-    """The group of all ranks; `op` is who asks, for the error text."""
+    """The group of all ranks; `op` is the caller's name for the error text."""
     group = dist.group.WORLD
     if group is None:
         raise NotInitializedError(
             message(
-                "torch.distributed is not initialised",
+                "torch.distributed is not initialized",
                 op=op,
-                expected="a process group",
+                expected="an initialized process group",
                 got="none",
-                remedy="call gradmesh.init() first, or run the function with gradmesh.launch",
+                remedy="call gradmesh.init() first, or run the function with gradmesh.launch(fn, 2)",
             )
         )
     return group
 
 
 def mesh(**sizes: int) -> DeviceMesh:
-    """Lay the ranks of the world out as a mesh with named axes and make it the current mesh.
+    """Arrange the ranks of the world as a mesh with named axes and make it the current mesh.
 
-    The first axis varies slowest, so ranks that are consecutive in the world lie along the last axis.
+    The first axis varies slowest, so consecutive global ranks are along the last axis.
 
     Args:
-        sizes: the number of ranks along each axis, by name; one of them may be -1 and takes what is left.
+        sizes: the number of ranks along each axis, by name; one of them may be -1 to be inferred.
 
     Returns:
         An ordinary `torch.distributed.DeviceMesh`, usable wherever torch takes one.
@@ -139,11 +138,11 @@ def mesh(**sizes: int) -> DeviceMesh:
     if not valid or len(free) > 1 or (world % known if free else world != known):
         raise ArgumentError(
             message(
-                "the axes do not fill the world",
+                f"the sizes of the axes must multiply to the number of ranks, {world}",
                 op="mesh",
-                expected=f"positive sizes with product {world}, at most one of them -1",
+                expected=f"positive ints with product {world}, at most one of them -1",
                 got=", ".join(f"{name}={n!r}" for name, n in sizes.items()) or "no axes",
-                remedy="choose sizes whose product is the number of ranks",
+                remedy=f"change a size, or pass -1 for one axis to infer it, such as {next(iter(sizes), 'dp')}=-1",
             )
         )
     shape = tuple(world // known if n == -1 else n for n in sizes.values())
@@ -167,11 +166,11 @@ def use_mesh(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentError(
             message(
-                "this is no mesh",
+                "the argument must be a DeviceMesh",
                 op="use_mesh",
                 expected="a torch.distributed DeviceMesh",
                 got=repr(mesh),
-                remedy="make one with gradmesh.mesh(...) or torch.distributed.device_mesh.init_device_mesh",
+                remedy="create one with gradmesh.mesh(dp=2, tp=2) or torch.distributed.init_device_mesh",
             )
         )
     before = current_mesh()
@@ -188,6 +187,6 @@ def _set_mesh(mesh: DeviceMesh | None) -> None:
 
 
 def current_mesh() -> DeviceMesh | None:
-    """The current mesh, unless the process group it was made in is gone."""
+    """The current mesh; None if its process group was destroyed."""
     state = rank_state()
     return state.mesh if state.mesh is not None and state.mesh_world is default_group() else None

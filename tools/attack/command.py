@@ -18,8 +18,8 @@ from tools.attack.shrink import shrunk
 __all__ = ["DOCUMENTED", "Finding", "Summary", "attack", "main"]
 
 DOCUMENTED = {
-    "a collective is run by a reentrant checkpoint": "ordered",
-    "a gradient is asked for that not every rank would join in": "unordered",
+    "a reentrant checkpoint cannot contain collectives": "ordered",
+    "might not run on every rank": "unordered",
 }
 """Refusals that the documentation names, of programs that every rank joins: inside of ordered(), or outside."""
 

@@ -1,4 +1,4 @@
-"""Checks of the verbs' arguments: each returns the argument in its plain form or raises the library's own error."""
+"""Argument checks of the verbs."""
 
 from gradmesh.arguments.call import Call, SizesLike
 from gradmesh.arguments.plain import explained, integer

@@ -1,4 +1,4 @@
-"""Checks of the verbs' arguments: each returns the argument in its plain form or raises the library's own error."""
+"""Argument checks of the verbs: each returns the normalised argument or raises an error of gradmesh."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ from gradmesh.state import rank_state
 from gradmesh.structure import Packed
 from gradmesh.transport import compiling, group_cache
 from gradmesh.transport.comm_thread import async_axis
+from gradmesh.types import Type
 from gradmesh.withdrawal import on_cpu, withdraw
 
 __all__ = ["Call", "SizesLike"]
 
 _HEADER = 16
-"""Numbers that tell a shape: how many dimensions, and their sizes."""
+"""Length of an encoded shape: the number of dimensions, and their sizes."""
 
 _CUTTING = ("reduce_scatter", "shard")
-"""The verbs that cut an operand which is whole on every rank."""
+"""The verbs that split an operand that is whole on every rank."""
 
 _AS_IT_IS = Precision(comm_dtype=None, backward_dtype=None, operand_desc=None)
 
@@ -48,13 +49,13 @@ SizesLike = Sequence[int] | Literal["auto", "balanced"] | None
 
 
 class Call:
-    """One call of a verb: its operand and its axis, and the checks of what else it was given.
+    """One call of a verb: its operand, its axis, and the checks of its other arguments.
 
     Attributes:
         verb: the verb's name.
-        axis: the axis, resolved now, so that a later recomputation cannot meet another mesh.
+        axis: the axis, resolved now, so that a later recomputation uses the same mesh.
         x: the operand.
-        precision: the keyword arguments of the op that say what travels.
+        precision: the keyword arguments of the op for the dtypes that are sent.
         names: the names of the operand's dimensions; None: it has none.
     """
 
@@ -76,7 +77,7 @@ class Call:
         self.axis: Axis = resolve(axis, verb)
         if async_op is not False:
             self._use_async_axis(x, async_op)
-        self.x: Tensor = x  # type: ignore[assignment]  # for what is refused here
+        self.x: Tensor = x  # type: ignore[assignment]  # used by the checks below
         if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested or x.is_quantized:
             if not isinstance(x, Packed):
                 self._refuse_operand(x)
@@ -101,12 +102,12 @@ class Call:
                     self._precision(name, dtype)
 
     def run(self, op: Op, x: Tensor | None = None, then: Callable[[Tensor], Any] | None = None) -> Any:
-        """Run the op, or begin it.
+        """Run the op, or start it with async_op=True.
 
         Args:
             op: the op.
-            x: what on; None: the operand.
-            then: makes what the verb returns of the op's result.
+            x: its operand; None: the operand of the verb.
+            then: computes the verb's return value from the op's result.
         """
         if x is None:
             x = self.x
@@ -118,34 +119,34 @@ class Call:
         return y if then is None else then(y)
 
     def run_in_steps(self, op: Op, x: Tensor, then: Callable[[Tensor], Any]) -> Any:
-        """Run the op, or begin it, where `then` calls others."""
+        """As `run`, where `then` makes further calls."""
         then = self.naming(then)
         return start_op(op, x, then, steps=True) if self._async else then(apply(op, x))
 
     def received(self, op: Receive, x: Tensor) -> Any:
-        """Receive a message, now or when it is waited for: those of one rank in the order of the calls."""
+        """Receive a message, now or at `wait()`; messages of one rank arrive in order."""
         return receive(op, x, self.naming(), later=self._async)
 
     def naming(self, then: Callable[[Tensor], Any] | None = None) -> Callable[[Tensor], Any]:
-        """What makes of a result what the verb returns, with the operand's names."""
+        """A function that computes the verb's return value, with the operand's dimension names."""
         return partial(with_result_names, self.names, then)
 
     def _use_async_axis(self, x: object, async_op: object) -> None:
-        """Take the way of calls that are begun, where there is one."""
-        # A message concerns two ranks alone, who could not make a group of all.
+        """Use the async axis, where possible."""
+        # Point-to-point messages involve two ranks, which cannot create a group of all.
         if self._peer is None and self.axis.size > 1 and not compiling() and on_cpu(x, self.axis):
             self.axis = async_axis(self.axis)
         self.flag(async_op, "async_op")  # type: ignore[arg-type]
 
     def op(self, kind: Callable[..., OpT], *fields: Hashable) -> OpT:
-        """The op of these fields on this axis: one that was made before, where the group keeps it."""
+        """The op with these fields on this axis, cached per group."""
         kept = group_cache(self.axis.group)
         if kept is None:
             return kind(self.axis, *fields, **self.precision)
         key = (kind, self.axis.name, self._async, fields, *self.precision.values())
         try:
             found: OpT | None = kept.get(key)
-        except TypeError:  # sizes that a tracer has no number for
+        except TypeError:  # symbolic sizes are not hashable
             return kind(self.axis, *fields, **self.precision)
         if found is None:
             found = kept[key] = kind(self.axis, *fields, **self.precision)
@@ -153,37 +154,37 @@ class Call:
 
     def _refuse_operand(self, x: object) -> NoReturn:
         self.fail(
-            "the operand is not a dense tensor",
+            "the operand must be a dense tensor",
             expected="a strided torch.Tensor",
             got=kind_of(x),
-            remedy=f"call .wait() on the Pending, made {show_site(x._site)}, and pass the result"
+            remedy=f"call y = pending.wait() on the Pending, created {show_site(x._site)}, and pass y"
             if isinstance(x, Pending)
-            else "pass a tensor; use torch.as_tensor, to_dense() or dequantize() first",
+            else "convert it first, for example with torch.as_tensor(x), x.to_dense() or x.dequantize()",
         )
 
     def _refuse_dtensor(self, x: Tensor) -> NoReturn:
         self.fail(
-            "the operand is a DTensor",
-            expected="this rank's own tensor",
+            "DTensor operands are not supported",
+            expected="this rank's local tensor",
             got=f"{type(x).__name__} with placements {getattr(x, 'placements', 'unknown')}",
-            remedy="pass x.to_local(grad_placements=[...]), where the placement of the gradient is Shard(dim) for "
-            "a\nshard, Partial() for a replicated tensor that each rank uses differently, Replicate() for one "
-            "that every\nrank uses alike or for a pending sum; DTensor.from_local(y, mesh, [...]) leads back",
+            remedy="pass x.to_local(grad_placements=[...]) with Shard(dim) for a shard, Partial() for a replicated\n"
+            "tensor that each rank uses differently, Replicate() for one that every rank uses alike or for a\n"
+            "partial sum; DTensor.from_local(y, mesh, [...]) converts the result back",
         )
 
     def _refuse_dtype(self, x: Tensor) -> NoReturn:
         self.fail(
-            "torch has a name for this dtype, and nothing that copies it",
-            expected="a dtype that torch copies",
+            "unsupported dtype: torch implements no copy kernel for it",
+            expected="a dtype that torch can copy",
             got=str(x.dtype),
-            remedy="send its bytes: x.view(torch.uint8)",
+            remedy="send the bytes: x.view(torch.uint8)",
             kind=DTypeError,
         )
 
     def fail(
         self, problem: str, *, expected: str, got: str, remedy: str, kind: type[GradmeshError] = ArgumentError
     ) -> NoReturn:
-        """Raise an error that names the verb and the axis; the other ranks hear of it."""
+        """Raise an error that names the verb and the axis, and notify the other ranks."""
         axis = str(self.axis)
         error = kind(message(problem, op=self.verb, axis=axis, expected=expected, got=got, remedy=remedy))
         rank_state().started.abandon()
@@ -197,10 +198,10 @@ class Call:
         )
         if not fits:
             self.fail(
-                f"{name} does not fit the operand",
+                f"{name} does not match the operand's dtype",
                 expected="a complex dtype for complex tensors, a floating-point dtype for real ones",
                 got=f"{name}={dtype!r} for a tensor of {x.dtype}",
-                remedy=f"leave {name} out, or cast the tensor",
+                remedy=f"omit {name}, or cast the tensor first",
                 kind=DTypeError,
             )
 
@@ -214,9 +215,9 @@ class Call:
                 f"{name} is out of range",
                 expected=f"an int with {-n} <= {name} < {n} for a {n}-d tensor"
                 if n
-                else "a tensor of 1 dimension or more",
+                else "a tensor with at least 1 dimension",
                 got=f"{name}={dim!r} for shape {tuple(self.x.shape)}",
-                remedy="count dimensions of the local tensor from 0, or from -1 at the end",
+                remedy=f"pass {name}=0 for the first or {name}=-1 for the last dimension of the local tensor",
             )
         return whole % n
 
@@ -228,24 +229,24 @@ class Call:
                 f"{name} is not a rank of the axis",
                 expected=f"an int with 0 <= {name} < {self.axis.size}",
                 got=f"{name}={rank!r}",
-                remedy="count ranks along the axis, not in the world",
+                remedy=f"pass a rank of this axis ({name}=0 is its first rank), not a global rank",
             )
         return whole
 
     def choose(self, name: str, value: object, choices: Mapping[Any, T], why: str = "") -> T:
-        """One of the op's few choices, such as a type or a reduction."""
+        """One of the verb's choices, such as a type or a reduction."""
         try:
             return choices[value]
         except (KeyError, TypeError):
             self.fail(
-                f"{name} is not one that {self.verb} knows",
-                expected=f"{name} one of {', '.join(map(repr, choices))}",
+                f"{name} must be {' or '.join(map(_shown, choices))}",
+                expected=f"{name} one of {', '.join(map(_shown, choices))}",
                 got=f"{name}={value!r}",
-                remedy=why or f"choose {name} among these",
+                remedy=why or f"pass {name}={_shown(next(iter(choices)))}, for example",
             )
 
     def sizes(self, sizes: SizesLike, dim: int, name: str = "sizes") -> Sizes:
-        """Each rank's size along a dim that was checked; "auto" and "balanced" ask the ranks for the operand's own."""
+        """Each rank's size along `dim`; "auto" and "balanced" exchange the operands' sizes."""
         if sizes is None:
             return EQUAL
         if isinstance(sizes, str) and sizes in ("auto", "balanced"):
@@ -253,75 +254,73 @@ class Call:
             if sizes == "balanced":
                 self._check_balanced(found)
             return found
-        # A set has no order that the ranks could go by.
+        # A set has no order.
         listed = isinstance(sizes, Iterable) and not isinstance(sizes, str | Set)
         given = [integer(n) for n in sizes] if listed else []
         whole = tuple(n for n in given if n is not None and n >= 0)
         if not listed or len(given) != self.axis.size or len(whole) != len(given):
             self.fail(
-                f"{name} does not have one size for each rank",
+                f"{name} must have one size for each rank",
                 expected=f"{self.axis.size} ints of 0 or more, or None"
                 + (', or "auto" or "balanced"' if name == "sizes" else ""),
                 got=f"{name}={sizes!r}",
-                remedy=f"give each rank's size along dim, in rank order, such as {name}="
+                remedy=f"pass each rank's size along dim, in rank order, such as {name}="
                 f"{self._example(dim, whole=name == 'split_sizes' or self.verb in _CUTTING)}",
             )
         return Sizes(whole)
 
     def _example(self, dim: int, *, whole: bool) -> tuple[int, ...]:
-        """Sizes that fit the operand, which is whole along dim or the shard of this rank."""
+        """Valid sizes for the operand, which is whole along `dim` or this rank's shard."""
         size, ranks = self.x.shape[dim], self.axis.size
         return balanced(size, ranks) if whole else (size,) * ranks
 
     def _check_balanced(self, found: Sizes) -> None:
-        """Refuse shards of other sizes than those of the balanced split; every rank has the same sizes here."""
+        """Raise for shards that are not the balanced split; every rank has the same sizes here."""
         split = Sizes.balanced(found.total, self.axis.size)
         if found != split:
             self.fail(
-                "the shards are not the balanced split",
+                "the shards are not a balanced split",
                 expected=f"sizes={split}, the balanced split of {found.total} over {self.axis.size} ranks",
-                got=f"sizes={found}, found by asking the ranks",
-                remedy=f'pass sizes="auto" or sizes={found}, or cut with gradmesh.shard, which makes that split',
+                got=f"sizes={found}",
+                remedy=f'pass sizes="auto" or sizes={found}, or split with gradmesh.shard, which is balanced',
                 kind=ShapeError,
             )
 
     def whole_sizes(self, sizes: SizesLike, dim: int) -> Sizes:
-        """Each rank's size of a cut along a dim in which the operand is whole on every rank."""
+        """Each rank's slice of an operand that is whole along `dim` on every rank."""
         if not (isinstance(sizes, str) and sizes == "balanced"):
-            return self.sizes(self.not_auto(sizes), dim)
+            return self.sizes(self.not_auto(sizes, dim), dim)
         total, ranks = self.x.shape[dim], self.axis.size
         return Sizes.balanced(total, ranks) if total % ranks else EQUAL
 
     def explicit_sizes(self, sizes: SizesLike, dim: int) -> Sizes:
-        """The same; the own size for all ranks where nothing is said."""
+        """As `sizes`; None: this rank's size for all ranks."""
         given = self.sizes(sizes, dim)
         return Sizes((self.x.shape[dim],) * self.axis.size) if given.equal else given
 
-    def not_auto(self, sizes: SizesLike, name: str = "sizes") -> SizesLike:
-        """Sizes for a verb whose operand is whole on every rank, where there is nothing to ask the others."""
+    def not_auto(self, sizes: SizesLike, dim: int, name: str = "sizes") -> SizesLike:
+        """Sizes for a verb whose operand is whole on every rank, so that "auto" has no meaning."""
         if isinstance(sizes, str):
             cuts = self.verb in _CUTTING
+            example = f"the size of each rank's slice, such as {name}={self._example(dim, whole=True)}"
             self.fail(
-                f"{name} cannot be found by asking the ranks for what they hold",
+                f"{self.verb} does not support {name}={sizes!r}, because every rank holds the whole operand",
                 expected=f"{self.axis.size} ints" + (', "balanced" or None' if cuts else " or None"),
                 got=f"{name}={sizes!r}",
-                remedy=f'pass {name}="balanced", or the size of each rank\'s slice; gradmesh.sizes(shard) returns '
-                "those of existing shards"
-                if cuts
-                else "give the size of each rank's slice; gradmesh.sizes(shard) returns those of existing shards",
+                remedy=f'pass {name}="balanced", or {example}' if cuts else f"pass {example}",
             )
         return sizes
 
     def exchanged_sizes(self, own: int) -> Sizes:
-        """Every rank's own number, by one small exchange."""
+        """Every rank's number, by one small all-gather."""
         if is_fake(self.x):
             self.fail(
-                "sizes cannot be exchanged without values",
-                expected=f"{self.axis.size} ints for a fake or meta tensor",
-                got='sizes="auto", or sizes that the root alone knows',
-                remedy="pass the sizes",
+                "sizes cannot be exchanged for a fake or meta tensor",
+                expected=f"explicit sizes: {self.axis.size} ints",
+                got='sizes="auto", or a scatter without sizes',
+                remedy=f"pass each rank's size in rank order, such as sizes={(own,) * self.axis.size}",
             )
-        # An op as any other, so that it is compared, and that a torch.func transform does not see the numbers.
+        # A regular op, so that it is checked and torch.func transforms do not see the numbers.
         mine = torch.tensor([own], dtype=torch.int64, device=self.x.device)
         found = apply(AllGather(self.axis, 0, EQUAL, operand_desc=self.precision["operand_desc"]), mine)
         return Sizes(tuple(found.tolist()))
@@ -332,31 +331,32 @@ class Call:
         left, right = (integer(n) for n in pair) if len(pair) == 2 else (None, None)
         if left is None or right is None or left < 0 or right < 0:
             self.fail(
-                "halo is not a number of rows",
-                expected="an int of 0 or more, or two of them for left and right",
+                "halo must be one int or a pair of ints",
+                expected="an int of 0 or more, or (left, right)",
                 got=f"halo={halo!r}",
-                remedy="pass the rows that the stencil reaches to each side",
+                remedy="pass the number of rows that the stencil reads on each side, such as halo=1 or halo=(2, 0)",
             )
         return left, right
 
     def pairs(self, pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        """(source, target) ranks, none of either twice."""
+        """(source, target) ranks; no source and no target twice."""
         listed = tuple(pairs) if isinstance(pairs, Iterable) else (None,)
         if any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in listed):
             self.fail(
-                "pairs holds something else than pairs",
-                expected="(source, target) tuples",
+                "pairs must be a list of (source, target) pairs",
+                expected="(source, target) tuples of ranks",
                 got=f"pairs={pairs!r}",
-                remedy="give each message its source rank and its target rank",
+                remedy="pass a source rank and a target rank for each message, such as pairs=[(0, 1), (1, 0)]",
             )
         plain = tuple((self.rank(source, "source"), self.rank(target, "target")) for source, target in listed)
         for name, ranks in (("source", [s for s, _ in plain]), ("target", [t for _, t in plain])):
             if len(set(ranks)) != len(ranks):
                 self.fail(
-                    f"a {name} stands in two pairs",
+                    f"two pairs have the same {name}",
                     expected=f"every rank at most once as {name}",
                     got=f"pairs={pairs!r}",
-                    remedy="use all_gather or all_reduce to send one tensor to many or many to one",
+                    remedy="to send one tensor to several ranks use gm.broadcast or gm.all_gather; to combine several "
+                    "tensors on one rank use gm.reduce or gm.gather",
                 )
         return plain
 
@@ -365,10 +365,10 @@ class Call:
         peer = self.rank(rank, name)
         if peer == self.axis.rank:
             self.fail(
-                f"{name} is this rank itself",
+                f"{name} is the calling rank",
                 expected="another rank of the axis",
                 got=f"{name}={rank!r}",
-                remedy="use the tensor as it is",
+                remedy="use the tensor directly; send() and recv() connect two different ranks",
             )
         return peer
 
@@ -380,48 +380,48 @@ class Call:
         if len(parts) != self.axis.size or not alike or any(p.dim() >= _HEADER for p in parts):
             shown = [f"{p.dtype}{list(p.shape)}" if isinstance(p, Tensor) else repr(p) for p in parts]
             self.fail(
-                "parts is not one tensor for each rank",
+                "parts must have one tensor for each rank",
                 expected=f"{self.axis.size} tensors of one dtype, with at most {_HEADER - 1} dimensions",
                 got=f"{len(parts)}: {', '.join(shown)}",
-                remedy="give each rank a tensor, an empty one where there is nothing to send",
+                remedy="pass one tensor per rank, and x.new_empty(0) where there is nothing to send",
             )
         return parts
 
     def exchange_shapes(self, parts: Sequence[Tensor]) -> list[list[int]]:
-        """The shapes that the ranks have for this one, for the shapes that it has for them."""
+        """Send each rank the shape of its part; returns the shapes of the parts to receive."""
         header = [[p.dim(), *p.shape, *[0] * (_HEADER - 1 - p.dim())] for p in parts]
         sent = torch.tensor(header, device=self.x.device)
         rows = apply(AllToAll(self.axis, 0, 0, EQUAL, EQUAL), sent).tolist()
         return [row[1 : 1 + row[0]] for row in rows]
 
     def refuse_compiled(self, why: str, instead: str) -> None:
-        """Refuse a call that a compiler cannot take."""
+        """Raise for a call that torch.compile does not support."""
         if compiling():
             self.fail(
                 why,
                 expected="a call outside of torch.compile",
-                got="a call inside of it",
-                remedy=f"use {instead}, or call it uncompiled",
+                got="a call inside it",
+                remedy=f"use {instead}, or call the verb outside of the compiled function",
             )
 
     def refuse_forward_mode(self, instead: str) -> None:
-        """Refuse a tangent that the other end would not know of."""
+        """Raise in forward mode, where the other end would not receive the tangent."""
         if transforms_active() and not (functorch_active() and only_vmap_active()):
             self.fail(
-                "a message between two ranks has no forward mode",
-                expected="reverse mode",
+                f"{self.verb} does not support forward mode or torch.func derivatives",
+                expected="reverse-mode autograd",
                 got="a call inside a forward-mode level or a torch.func derivative",
-                remedy=f"use gradmesh.{instead}, which all ranks call",
+                remedy=f"use gradmesh.{instead}, which every rank of the axis calls",
                 kind=OrderError,
             )
 
     def refuse_unordered(self, instead: str, *, of_all: bool = False) -> None:
-        """Refuse a gradient that not all ranks would join in.
+        """Raise where the backward might not run on every rank.
 
         Args:
-            instead: a verb that has it.
-            of_all: every rank makes the call, so that a rank that does not join is found where calls are compared.
-                Async calls are compared only with each other.
+            instead: a verb to use instead.
+            of_all: every rank makes the call, so that the call checks find a rank that skips its backward. Async calls
+                are compared only with each other.
         """
         asked = torch.is_grad_enabled() and self.x.requires_grad and self.axis.size > 1
         if not asked or compiling() or functorch_active():
@@ -430,10 +430,10 @@ class Call:
             return
         if rank_state().chain is None:
             self.fail(
-                "a gradient is asked for that not every rank would join in",
+                f"the backward of {self.verb} might not run on every rank",
                 expected="the call inside `with gradmesh.ordered():`",
-                got="a tensor that requires grad, outside of it",
-                remedy=f"open gradmesh.ordered() around the step, or use {instead}",
+                got="an operand that requires grad, outside of it",
+                remedy=f"wrap the step in `with gradmesh.ordered():`, or use gradmesh.{instead}",
                 kind=OrderError,
             )
 
@@ -441,9 +441,13 @@ class Call:
         """A bool."""
         if not isinstance(value, bool):
             self.fail(
-                f"{name} is not a bool",
+                f"{name} must be a bool",
                 expected="True or False",
                 got=f"{name}={value!r}",
-                remedy="pass a bool",
+                remedy=f"pass {name}=True or {name}=False",
             )
         return value
+
+
+def _shown(value: object) -> str:
+    return f"gm.{value}" if isinstance(value, Type) else repr(value)

@@ -1,4 +1,4 @@
-"""Names of dimensions in the call of a verb: which number a name means, and the names of the result."""
+"""Dimension names in verb calls: look up a name, and name the result."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ def dim_number(dim: str, name: str, names: Names | None, x: Tensor, fail: Callab
 
     Args:
         dim: its name.
-        name: the argument that it was given for.
-        names: those that the operand has; None: it has none.
+        name: the argument that it was passed for.
+        names: the names of the operand's dimensions; None: it has none.
         x: the operand.
         fail: raises the verb's error.
     """
     given = f"{name}={dim!r} for shape {tuple(x.shape)}"
     if names is None:
         fail(
-            "the operand's dimensions have no names",
-            expected="an int, or a name of a tensor whose dimensions were named",
+            f"{name} is a name, but the operand's dimensions have no names",
+            expected=f"an int, such as {name}=0, or a tensor named with gradmesh.named",
             got=given,
-            remedy='name them: x = gradmesh.named(x, "N", "C"); what torch\'s operators make of a named\ntensor is '
-            "another one, without names",
+            remedy='name them: x = gradmesh.named(x, "N", "C"); results of torch operators have no names, so name\n'
+            "the tensor right before the call",
         )
     if dim not in names:
         fail(
-            "no dimension has this name",
+            f"no dimension is named {dim!r}",
             expected=f"{name} one of {', '.join(repr(known) for known in names if known is not None)}",
             got=f"{given} with {show_names(names)}",
-            remedy="take one of its names, or count dimensions from 0",
+            remedy=f"pass one of its names, or an int such as {name}=0",
         )
     return names.index(dim)
 
 
 def refuse_stale(names: Names, x: Tensor, fail: Callable[..., NoReturn]) -> NoReturn:
-    """Refuse an operand whose dimensions may not be where they were named."""
+    """Raise for an operand whose dimensions may have moved since they were named."""
     fail(
-        "the tensor was given another shape in place since it was named",
-        expected=f"{show_names(names)} where they were",
-        got=f"shape {tuple(x.shape)} and strides {x.stride()}, which were others",
-        remedy="name it again: x = gradmesh.named(x, ...)",
+        "the tensor's shape or strides were changed in place after it was named",
+        expected=f"{show_names(names)} with the shape and strides that it had",
+        got=f"shape {tuple(x.shape)} and strides {x.stride()}",
+        remedy='name it again: x = gradmesh.named(x, "N", "C")',
     )
 
 
 def with_result_names(names: Names | None, then: Callable[[Tensor], Any] | None, y: Tensor) -> Any:
-    """What a verb returns of its op's result, with names: dimensions stay where they are."""
+    """A verb's return value with the operand's dimension names."""
     made = y if then is None else then(y)
     if names is None:
         return made

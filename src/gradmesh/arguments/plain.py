@@ -1,4 +1,4 @@
-"""What arguments are, in their plain forms."""
+"""Normalise arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def integer(value: object) -> int | None:
-    """An int, or what Python takes for one (a NumPy integer, a tensor of one); None for anything else."""
+    """The value as an int, also of a NumPy integer or a tensor of one int; None for anything else."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int):
@@ -26,16 +26,16 @@ def integer(value: object) -> int | None:
 
 
 def kind_of(x: object) -> str:
-    """What something is, in words, that was handed in for an operand."""
+    """Describe an invalid operand for error messages."""
     if not isinstance(x, Tensor):
         return type(x).__name__
     return f"a {'nested' if x.is_nested else 'quantized' if x.is_quantized else x.layout} tensor"
 
 
 def explained(*names: str) -> Callable[[FunctionT], FunctionT]:
-    """Let a call without these keyword arguments reach the function, which explains them better than Python does.
+    """Give required keyword arguments a runtime default of None, so that the function can raise its own error.
 
-    They get the default None, of which type checkers know nothing: to them the arguments are owed.
+    Type checkers still treat them as required.
     """
 
     def with_defaults(function: FunctionT) -> FunctionT:

@@ -1,1 +1,1 @@
-"""Sums over ranks that backward owes to leaves, put off until the last micro-batch: `gradmesh.no_sync`."""
+"""Deferred gradient reductions for gradient accumulation: `gradmesh.no_sync`."""

@@ -1,4 +1,4 @@
-"""Several owed sums of one axis in as few messages as their ops allow."""
+"""The deferred reductions of one axis, in as few messages as their ops allow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["totals"]
 
 
 class Reduction(NamedTuple):
-    """One sum: the op of the forward calls, its leaf, and this rank's gradient of the results, if there is any."""
+    """One deferred reduction: the op of the forward calls, the leaf, and this rank's gradient of the results."""
 
     op: LinearOp
     leaf: Tensor
@@ -29,17 +29,17 @@ class Reduction(NamedTuple):
 
 
 def totals(calls: Sequence[tuple[LinearOp, Tensor, Tensor | None]]) -> list[Tensor | None]:
-    """Take the sums that are owed on one axis.
+    """Run the deferred reductions of one axis.
 
-    The ranks first compare for which calls, and tell which of them have gradients; this is a message of a number for
-    each. Then go all gradients of one kind, dtype and device in one message: sums, means, and reduce-scatters with
-    even or uneven sizes, along any dim. The adjoints of other ops have a message each.
+    The ranks first compare the reductions and exchange which of them have gradients. Then all gradients of one kind,
+    dtype and device are reduced in one message: sums, means, and reduce-scatters with even or uneven sizes, along any
+    dim. The adjoints of other ops are sent individually.
 
     Args:
-        calls: for each sum the op of the forward calls, the leaf, and this rank's gradient of the results.
+        calls: for each reduction the op of the forward calls, the leaf, and this rank's gradient of the results.
 
     Returns:
-        Each leaf's gradient, which shares memory with no other element of any; None where no rank has one.
+        Each leaf's gradient; None where no rank has one.
     """
     deferred = [Reduction(*call) for call in calls]
     some = _on_any_rank(deferred)
@@ -54,28 +54,28 @@ def totals(calls: Sequence[tuple[LinearOp, Tensor, Tensor | None]]) -> list[Tens
 
 
 def _on_any_rank(deferred: list[Reduction]) -> list[bool]:
-    """For each sum whether any rank has a gradient; the ranks compare what the sums are of."""
+    """For each reduction, whether any rank has a gradient; the ranks also compare the list of reductions."""
     axis, mine = deferred[0].op.axis, [each.grad is not None for each in deferred]
     operand_desc = "; ".join(each.op.describe(each.leaf) for each in deferred)
-    count = AllReduceInvariant(axis, operand_desc=f"what no_sync() has put off: {operand_desc}")
-    told = count.apply(torch.tensor(mine, dtype=torch.int32, device=deferred[0].leaf.device))
-    # Who has a gradient for each need not wait for a device to be told so.
-    return mine if all(mine) else [n > 0 for n in told.tolist()]
+    count = AllReduceInvariant(axis, operand_desc=f"reductions deferred by no_sync(): {operand_desc}")
+    counts = count.apply(torch.tensor(mine, dtype=torch.int32, device=deferred[0].leaf.device))
+    # A rank with all gradients avoids a device synchronisation.
+    return mine if all(mine) else [n > 0 for n in counts.tolist()]
 
 
 def _kind(each: Reduction, place: int) -> Hashable:
-    """What sums that go together have alike."""
+    """The key of reductions that can be sent together."""
     back = each.op.back
     if isinstance(back.op if isinstance(back, Mean) else back, SameShape):
         return back, each.leaf.dtype, each.leaf.device
     if isinstance(back, ReduceScatter):
-        even = back.sizes.equal  # by themselves, as backends are faster with equal parts
+        even = back.sizes.equal  # separately, as backends are faster with equal parts
         return replace(back, dim=0, sizes=EQUAL), even, each.leaf.dtype, each.leaf.device
     return place
 
 
 def _combined(deferred: list[Reduction]) -> list[Tensor]:
-    """The sums of one kind."""
+    """The results of reductions of one kind."""
     grads = [_grad(each) for each in deferred]
     if len(deferred) == 1:
         return [deferred[0].op.back.apply(grads[0])]
@@ -92,7 +92,7 @@ def _grad(each: Reduction) -> Tensor:
 
 
 def _scattered(ops: list[ReduceScatter], grads: list[Tensor]) -> list[Tensor]:
-    """Several reduce-scatters as one: each rank's parts of all of them side by side."""
+    """Several reduce-scatters as one, with each rank's parts of all of them side by side."""
     parts: list[Sequence[Tensor]] = []
     shapes: list[Sequence[int]] = []
     for op, grad in zip(ops, grads, strict=True):
@@ -107,6 +107,6 @@ def _scattered(ops: list[ReduceScatter], grads: list[Tensor]) -> list[Tensor]:
 
 
 def _cut(row: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """What lies in a row, as views."""
+    """Views of the tensors in a flat buffer."""
     parts = row.split([math.prod(shape) for shape in shapes])
     return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]

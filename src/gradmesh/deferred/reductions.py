@@ -1,8 +1,8 @@
-"""What backward owes to leaves: local gradients that wait for one sum over the ranks.
+"""Deferred gradient reductions: local gradients that wait for one reduction over the ranks.
 
-What counts is where the forward ran. A call inside of the block whose operand is a leaf, and whose adjoint sends, gets
-an entry; its backward adds to the entry and sends nothing. A call outside of the block whose leaf and op have an entry
-adds to it too, and has the sums taken at the end of that backward pass.
+What counts is where the forward ran. A call inside a `no_sync` block whose operand is a leaf and whose adjoint sends
+gets an entry; its backward adds to the entry and sends nothing. A call outside of the block on the same leaf with the
+same op adds to the entry too, and runs the reductions at the end of that backward pass.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ T = TypeVar("T")
 
 
 class DeferredReduction:
-    """What one call of an op on one leaf is owed, over all micro-batches.
+    """The deferred reduction of one op on one leaf, over all micro-batches.
 
     Attributes:
         leaf: the leaf.
         op: the op.
-        serial: its place among the entries of the ledger, the same on every rank.
-        site: where the first of the calls was made.
-        grad: this rank's gradient of the result so far, in memory of its own; None: there was none.
-        met: whether a backward pass has come through.
+        serial: its number among the entries, the same on every rank.
+        site: the call site of the first call.
+        grad: this rank's accumulated gradient of the result; None: there was none.
+        reached: whether a backward pass has reached it.
     """
 
     __slots__ = ("grad", "leaf", "op", "reached", "reductions", "serial", "site")
@@ -61,11 +61,11 @@ class DeferredReduction:
 
     @property
     def key(self) -> tuple[int, LinearOp]:
-        """What the calls have in common."""
+        """The key of the entry: leaf and op."""
         return id(self.leaf), self.op
 
     def defers(self, node: Any, grad: Tensor | None) -> bool:
-        """Defer the reduction of a call inside of the block, if it can wait; see `DeferredReductions.keeps`."""
+        """Defer this gradient reduction if the leaf is accumulating; see `DeferredReductions.defers`."""
         _, accumulate = leaf_behind(node)
         if torch.is_grad_enabled() or not accumulates(accumulate) or not can_accumulate_later(self.leaf):
             return False
@@ -73,32 +73,32 @@ class DeferredReduction:
         return True
 
     def add(self, grad: Tensor | None) -> None:
-        """Add a gradient of the result; None: a pass came through without any."""
+        """Add a gradient of the result; None: a pass reached it without one."""
         self.reached = True
         if grad is None:
             return
-        if self.grad is None:  # a copy, as others may hold or write what comes
+        if self.grad is None:  # a copy, as other code may hold or modify it
             self.grad = grad.detach().clone(memory_format=torch.contiguous_format)
         else:
             self.grad.add_(grad)
 
 
 class _Due:
-    """The axes whose sums are taken at the end of a backward pass."""
+    """The axes whose reductions run at the end of a backward pass."""
 
     def __init__(self) -> None:
         self.axes: set[Axis] = set()
 
 
 class DeferredReductions:
-    """The entries of one thread of a rank."""
+    """The deferred reductions of one thread of a rank."""
 
     def __init__(self) -> None:
         self.open = 0
-        """How many blocks are open, one inside the other."""
+        """The nesting depth of open blocks."""
         self._entries: dict[tuple[int, LinearOp], DeferredReduction] = {}
         self._serials = itertools.count()
-        # Held by the pass alone, so that one that fails leaves nothing behind.
+        # Only the pass holds a reference, so a failed pass leaves nothing behind.
         self._due: WeakValueDictionary[int, _Due] = WeakValueDictionary()
 
     def __len__(self) -> int:
@@ -107,13 +107,13 @@ class DeferredReductions:
     # -- forward
 
     def recorded(self, op: Any, x: Tensor, call: CallRecord, run: Callable[[], T]) -> T:
-        """Make a call that becomes a node of the graph, and have its backward ask here first where it sends.
+        """Run a call as a node of the graph whose backward may be deferred.
 
         Args:
             op: the op.
             x: its operand.
-            call: what is remembered of the call.
-            run: makes it.
+            call: the metadata of the call.
+            run: makes the call.
         """
         if (
             call.role
@@ -123,11 +123,11 @@ class DeferredReductions:
             or not op.back.sends
         ):
             return run()
-        # What a checkpoint runs again is not what the backward pass goes through.
+        # The backward pass does not run through the nodes of a recomputation.
         if self.open and can_accumulate_later(x) and not (in_backward() and saves_for_a_checkpoint()):
             call.flags |= DEFERRED
         made = run()
-        # A root's operand may be the only leaf, which shows where the ranks compare their calls.
+        # The root's operand may be the only leaf; the other ranks learn that when calls are compared.
         known = call.number > 0 or not op.rooted
         call.deferral = self._enter(x, op, call.site) if known and call.deferred else self
         return made
@@ -142,20 +142,20 @@ class DeferredReductions:
     # -- backward
 
     def put(self, entry: DeferredReduction, grad: Tensor | None) -> None:
-        """Add to an entry, also where its sum was taken since the forward."""
+        """Add to an entry, also if its reduction has run since the forward."""
         self._entries.setdefault(entry.key, entry).add(grad)
 
     def defers(self, node: Any, grad: Tensor | None) -> bool:
-        """Add what the backward of a call outside of the block owes to the entry of its leaf and op, if there is one.
+        """Add the gradient of a call outside of the block to the entry of its leaf and op, if there is one.
 
-        The sums of the axis are then taken at the end of the pass.
+        The reductions of the axis then run at the end of the pass.
 
         Args:
             node: the call's node of the graph.
             grad: the gradient of its result; None: there is none.
 
         Returns:
-            Whether that was done, so that there is nothing to send or to hand on.
+            Whether it was added, so that the node sends and returns nothing.
         """
         if not self._entries:
             return False
@@ -176,13 +176,13 @@ class DeferredReductions:
     def _take_due(self, due: _Due) -> None:
         self.take(due.axes)
 
-    # -- the sums
+    # -- reduction
 
     def take(self, axes: set[Axis] | None = None) -> None:
-        """Take the sums, and hand each to its leaf.
+        """Run the reductions and accumulate the results into the leaves.
 
         Args:
-            axes: of these axes alone.
+            axes: only those of these axes.
         """
         deferred = [entry for entry in list(self._entries.values()) if axes is None or entry.op.axis in axes]
         deferred.sort(key=lambda entry: entry.serial)
@@ -207,7 +207,7 @@ class DeferredReductions:
             else:
                 _add_to_frozen(leaf, total)
         if wanted:
-            # They are held here meanwhile, and may be views: so torch copies, and .grad is memory of its own.
+            # They are referenced here and may be views, so torch copies them into .grad.
             torch.autograd.backward([leaf for leaf, _ in wanted], [total for _, total in wanted])
 
     def clear(self) -> None:
@@ -220,13 +220,13 @@ class DeferredReductions:
             entry.grad, entry.reached = None, False
 
     def pending(self) -> Iterator[DeferredReduction]:
-        """The entries of those axes that a backward pass has put something off for, on this rank or on others."""
+        """The entries of axes on which a backward pass has deferred a reduction, on this rank or on others."""
         axes = {entry.op.axis for entry in list(self._entries.values()) if entry.reached}
         return (entry for entry in list(self._entries.values()) if entry.op.axis in axes)
 
 
 def _add_to_frozen(leaf: Tensor, total: Tensor) -> None:
-    """Add to `.grad` of a leaf that was frozen since, which has what came before, as autograd would pass it by."""
+    """Add to `.grad` of a leaf that was frozen since; autograd would skip it."""
     with torch.no_grad():
         if leaf.grad is None:
             leaf.grad = total.clone(memory_format=torch.contiguous_format)
@@ -235,18 +235,19 @@ def _add_to_frozen(leaf: Tensor, total: Tensor) -> None:
 
 
 def _refuse_freed(deferred: list[DeferredReduction]) -> None:
-    """Refuse leaves whose memory a wrapper has taken back, and whose gradient it would not see any more."""
+    """Raise for parameters whose memory a wrapper has freed."""
     freed = [entry for entry in deferred if entry.leaf.numel() and not entry.leaf.untyped_storage().nbytes()]
     if freed:
         first = freed[0]
         raise OrderError(
             message(
-                "the sum that is owed to a parameter comes too late, as its memory is gone",
+                "the memory of a parameter was freed before its deferred gradient reduction",
                 op="no_sync",
                 axis=str(first.op.axis),
-                expected="parameters that stay where they are until the last micro-batch",
+                expected="parameters whose memory stays allocated until the last micro-batch",
                 got=f"{first.op.verb} of a parameter of shape {list(first.leaf.shape)} that a wrapper such as "
                 "fully_shard has gathered and freed",
-                remedy="use the wrapper's own set_requires_gradient_sync, and gradmesh.no_sync for other parameters",
+                remedy="for parameters of fully_shard use module.set_requires_gradient_sync(False) instead, and "
+                "gradmesh.no_sync for the other parameters",
             )
         )

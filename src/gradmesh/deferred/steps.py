@@ -1,4 +1,4 @@
-"""Optimizer steps while a sum is owed, which are refused."""
+"""Raise on optimizer steps while gradient reductions are deferred."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN = 5
 
 
 class _RankReductions(list[DeferredReductions]):
-    """Those of all threads of a rank."""
+    """The deferred reductions of all threads of a rank."""
 
 
 _lock = threading.Lock()
@@ -27,15 +27,15 @@ _hooked: list[object] = []
 
 
 def refuse_steps(reductions: DeferredReductions) -> None:
-    """Refuse optimizer steps of this rank while something is owed in a ledger."""
+    """Raise on optimizer steps of this rank while reductions are pending."""
     with _lock:
         if not _hooked:
             _hooked.append(register_optimizer_step_pre_hook(_refuse_if_deferred))
-            # A closure's sums are put off within the step.
+            # The closure of an optimizer may defer reductions within the step.
             _hooked.append(register_optimizer_step_post_hook(_refuse_if_deferred))
     state = rank_state()
     of_rank = state.get(_RankReductions) or _RankReductions()
-    # Those of threads that have ended stay as long as there is something in them.
+    # Those of finished threads stay until they are empty.
     state.put(
         _RankReductions(
             [*(one for one in of_rank if (one or one.open) and one is not reductions), reductions]
@@ -61,11 +61,11 @@ def _refuse_if_deferred(optimizer: Optimizer, *_: Any) -> None:
         shown.append(f"and {len(deferred) - _SHOWN} more")
     raise OrderError(
         message(
-            "an optimizer steps while sums over the ranks are owed to its parameters",
+            "optimizer.step() called with deferred gradient reductions pending",
             op="no_sync",
-            expected="the sums taken, by the backward of a micro-batch whose forward ran outside of no_sync()",
+            expected="a last micro-batch whose forward runs outside of no_sync(), before optimizer.step()",
             got="\n".join(shown),
-            remedy="run the last micro-batch outside of the block; or `with gradmesh.no_sync() as owed:` and "
-            "owed.sync() to take the sums now, owed.clear() to drop them",
+            remedy="run the last micro-batch outside of the block; or use `with gradmesh.no_sync() as deferred:` and "
+            "call deferred.sync() to reduce now, or deferred.clear() to drop the gradients",
         )
     )

@@ -37,11 +37,11 @@ class Split(LinearOp):
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]
-        """Where all parts are equal."""
+        """Whether all parts are equal."""
         return self.sizes.equal
 
     def ragged_dims(self) -> tuple[int, ...]:
-        """The sizes along `dim`, where each rank's is told."""
+        """`dim`, if explicit sizes are passed."""
         return () if self.sizes.equal else (self.dim,)
 
     def parts(self, shape: Sequence[int]) -> Sequence[int]:
@@ -54,10 +54,10 @@ class Split(LinearOp):
 
 
 class Join(Split):
-    """Concatenate the ranks' parts along `dim`, on every rank. A subclass owes its types and its adjoint."""
+    """Concatenate the ranks' parts along `dim`, on every rank. Subclasses define the types and the adjoint."""
 
     def layout(self, shape: Sequence[int]) -> tuple[Sequence[int], Sequence[int], Sequence[int] | None]:
-        """Each rank's size along `dim`, the elements of its part, and the result's shape if the parts lie in a row."""
+        """Each rank's size along `dim`, its element count, and the result's shape if the parts are contiguous in it."""
         sizes = self.pieces(shape)
         in_a_row = self.dim == 0 or math.prod(shape[: self.dim]) == 1
         return (
@@ -90,30 +90,30 @@ class AllGather(Join):
 
     @property
     def adjoint(self) -> ReduceScatter:
-        """Sum the ranks' gradients and keep the own slice."""
+        """Sum the ranks' gradients and keep this rank's slice."""
         return ReduceScatter(self.axis, self.dim, self.sizes, **self.swapped)
 
 
 class ReduceScatter(Split):
-    """P -> V: sum over the ranks and keep the own slice along `dim`."""
+    """P -> V: sum over the ranks and keep this rank's slice along `dim`."""
 
     verb = "reduce_scatter"
     src, dst = P, V
     sums = True
 
     def layout(self, shape: Sequence[int]) -> tuple[Sequence[int], Sequence[int], tuple[int, ...]]:
-        """Each rank's size along `dim`, the elements of its part, and the shape of the own one."""
+        """Each rank's size along `dim`, its element count, and the shape of this rank's part."""
         sizes = self.parts(shape)
         return sizes, counts(shape, self.dim, sizes), shifted(shape, self.dim, sizes[self.axis.rank])
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
-        """Send each rank its slice and add what comes."""
+        """Send each rank its slice and add the received ones."""
         sizes, lengths, shape = self.once(x.shape, lambda: self.layout(x.shape))
         flat = pack(x, self.dim, sizes)
         return wire.sum_and_scatter(flat, lengths, shape, even=self.sizes.equal)
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The own size along `dim`."""
+        """This rank's size along `dim`."""
         return shifted(shape, self.dim, self.parts(shape)[self.axis.rank])
 
     @property

@@ -41,11 +41,11 @@ class AllToAll(LinearOp):
 
     @property
     def symmetric(self) -> bool:  # type: ignore[override]
-        """Where all parts are equal."""
+        """Whether all parts are equal."""
         return self.split_sizes.equal and self.concat_sizes.equal
 
     def ragged_dims(self) -> tuple[int, ...]:
-        """What is cut, where the cuts are told, and what is joined, where that differs."""
+        """The split and concatenated dims, where explicit sizes are passed."""
         cut = () if self.split_sizes.equal or self.split_dim != self.concat_dim else (self.split_dim,)
         return cut if self.concat_sizes.equal else (*cut, self.concat_dim)
 
@@ -65,7 +65,7 @@ class AllToAll(LinearOp):
     def layout(
         self, shape: Sequence[int]
     ) -> tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], tuple[int, ...]]:
-        """What is cut and the elements to send and to receive, what is joined, and the shape of a part that comes."""
+        """Split sizes, elements to send and to receive, concatenated sizes, and the shape of a received part."""
         sizes, shapes = self._split(shape), self._received(shape)
         receive, joined = [math.prod(s) for s in shapes], [s[self.concat_dim] for s in shapes]
         return sizes, counts(shape, self.split_dim, sizes), receive, joined, shapes[0]
@@ -82,7 +82,7 @@ class AllToAll(LinearOp):
         )
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The own part's size along `split_dim`, the received parts' sum along `concat_dim`."""
+        """This rank's part along `split_dim`, the sum of the received parts along `concat_dim`."""
         parts = self._received(shape)
         return shifted(parts[0], self.concat_dim, sum(part[self.concat_dim] for part in parts))
 

@@ -1,12 +1,12 @@
-"""What an op is: pure data, a map over the ranks of an axis, and the law it keeps.
+"""Ops: linear maps over the ranks of an axis, as frozen values.
 
 A collective A of the library is linear, and its `adjoint` A* is again an op of the library, with
 
     <A x, y> = <x, A* y>        for all admissible x and y
 
-where the pairing sums over the ranks, or counts once for an invariant operand (`gradmesh.types`). From this
-one fact come reverse mode (apply the adjoint to the cotangent), forward mode (apply the op to the tangent)
-and every higher order (`op.adjoint.adjoint == op`).
+where the pairing sums over the ranks, or counts once for an invariant operand (`gradmesh.types`). This gives reverse
+mode (apply the adjoint to the cotangent), forward mode (apply the op to the tangent) and every higher order
+(`op.adjoint.adjoint == op`).
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ __all__ = [
 
 
 _NEVER_ADDED = frozenset({torch.uint16, torch.uint32, torch.uint64, torch.complex32, *NEVER_COPIED, *BITS})
-"""Dtypes that torch stores and moves, but has no arithmetic for; nor has it for floating-point numbers of one byte."""
+"""Dtypes without arithmetic in torch, besides one-byte floating-point dtypes."""
 
 
 def refuse_unless_added(dtype: torch.dtype, fail: Callable[..., NoReturn]) -> None:
-    """Refuse a dtype that torch stores and moves, but has no arithmetic for."""
+    """Raise for a dtype without arithmetic in torch."""
     if dtype in _NEVER_ADDED or (dtype.is_floating_point and dtype.itemsize < 2):
         fail(
-            "torch has no arithmetic for this dtype",
+            "unsupported dtype: torch implements no addition for it",
             expected="a dtype that torch adds on every device",
             got=str(dtype),
-            remedy="cast to a wider dtype first",
+            remedy="cast to a wider dtype first, for example x.to(torch.float32)",
             kind=DTypeError,
         )
 
 
 class Precision(TypedDict):
-    """What travels, as keyword arguments of an op."""
+    """The dtypes that are sent, and a description, as keyword arguments of an op."""
 
     comm_dtype: torch.dtype | None
     backward_dtype: torch.dtype | None
@@ -88,9 +88,9 @@ class Op(abc.ABC):
 
     Attributes:
         axis: the ranks it runs over; captured when the verb is called.
-        comm_dtype: what travels; the result has the operand's dtype again. None: the operand's own.
-        backward_dtype: what travels in the adjoint.
-        made_of: which tensors the operand is made of, in words, where it is several in one; for the ranks to compare.
+        comm_dtype: the dtype that is sent; the result has the operand's dtype. None: the operand's dtype.
+        backward_dtype: the dtype that the adjoint sends.
+        operand_desc: description of an operand that packs several tensors, which the ranks compare.
     """
 
     axis: Axis
@@ -101,19 +101,19 @@ class Op(abc.ABC):
     verb: ClassVar[str]
     """The public function it belongs to, for error texts."""
     sums: ClassVar[bool] = False
-    """Whether values of different ranks are added, which bool has no rule for."""
+    """Whether it adds values of different ranks, which is undefined for bool."""
     sends: ClassVar[bool] = True
-    """Whether anything goes over the wire, so that the ranks' calls have to fit together."""
+    """Whether it communicates, so that the ranks' calls have to match."""
     rank_local_fields: ClassVar[tuple[str, ...]] = ()
     """The fields that may differ from rank to rank."""
     chosen: ClassVar[tuple[str, ...]] = ()
     """Which of "src" and "dst" the caller of the verb chooses, for error texts."""
     public: ClassVar[bool] = True
-    """Whether a call of the verb makes it; else it is only the backward of one."""
+    """Whether it is the forward of a verb, not only the backward of one."""
     symmetric: ClassVar[bool] = False
-    """Whether it is one collective with the same arguments on every rank, which functional collectives have."""
+    """Whether it is one collective with the same arguments on every rank, as functional collectives require."""
     rooted: ClassVar[bool] = False
-    """Whether only one rank's operand counts, so that the others would miss the backward collective."""
+    """Whether only one rank's operand counts, so that the others could skip the backward collective."""
 
     _outside: ClassVar[bool] = False
     """Whether the class is defined outside of the package."""
@@ -122,7 +122,7 @@ class Op(abc.ABC):
         super().__init_subclass__(**options)
         cls._outside = not cls.__module__.startswith("gradmesh.")
 
-    # -- what a subclass owes
+    # -- abstract methods
 
     @abc.abstractmethod
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
@@ -130,15 +130,15 @@ class Op(abc.ABC):
 
         Args:
             x: this rank's plain tensor, of any strides. It is only read.
-            wire: moves what has to travel, for this one call.
+            wire: the transport of this call.
 
         Returns:
-            Fresh memory, also where the op is the identity. It is brought into the operand's memory format by `apply`.
+            Fresh memory, also where the op is the identity. `apply` converts it to the operand's memory format.
         """
 
     @abc.abstractmethod
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """This rank's result shape for an operand shape; refuses a shape that cannot be, before anything is sent."""
+        """This rank's result shape for an operand shape; raises for an invalid shape, before anything is sent."""
 
     def batched(self) -> Op:
         """The same op on tensors with one more dimension in front, for vmap."""
@@ -149,27 +149,28 @@ class Op(abc.ABC):
         return ()
 
     def accepts(self, dtype: torch.dtype) -> None:
-        """Refuse a dtype that the op is not defined for."""
+        """Raise for a dtype that the op is not defined for."""
         if not self.sums:
             return
         if dtype is torch.bool:
             self.fail(
-                "bool tensors have no sum",
+                "bool tensors cannot be summed",
                 expected="a numeric dtype",
                 got="torch.bool",
-                remedy='cast to int64 to count, or use all_reduce(op="max") for any and op="min" for all',
+                remedy='cast to count, x.to(torch.int64), or use gm.all_reduce(x, op="max", dst=gm.R) for any and '
+                'op="min" for all',
                 kind=DTypeError,
             )
         refuse_unless_added(dtype, self.fail)
 
-    # -- what comes from it
+    # -- derived
 
     def apply(self, x: Tensor, recorded: CallRecord | None = None) -> Tensor:
         """Run the op on this rank's plain tensor. The result is fresh memory; `x` is only read.
 
         Args:
             x: the operand.
-            recorded: what is to be remembered of the call, and what it comes from.
+            recorded: the metadata of the call.
         """
         if self._outside:
             # The frames of `transfer` are the program's, and the call is made further out.
@@ -187,7 +188,7 @@ class Op(abc.ABC):
             self.accepts(x.dtype)
             return self.fake_result(x)
         if type(self.axis) is AsyncAxis and not self.axis.comm_thread.here:
-            self.axis.comm_thread.drain()  # behind what was begun
+            self.axis.comm_thread.drain()  # after the pending async calls
         call_check = self.make_check(x, recorded)
         wire = transport(self.axis, call_check)
         if call_check is None:
@@ -199,7 +200,7 @@ class Op(abc.ABC):
         return y if x.is_contiguous() else laid_out_as(x, y)
 
     def _call(self, x: Tensor, recorded: CallRecord | None, wire: Transport) -> Tensor:
-        """Make the call, or withdraw it."""
+        """Make the call; on an error notify the other ranks."""
         call_check = wire.call_check
         try:
             self.accepts(x.dtype)
@@ -216,28 +217,28 @@ class Op(abc.ABC):
             raise
 
     def fake_result(self, x: Tensor) -> Tensor:
-        """A result of the right shape and strides for an operand without values."""
+        """A result of the right shape and strides for a fake operand."""
         y = x.new_empty(self.out_shape(x.shape))
         return y if x.is_contiguous() else laid_out_as(x, y)
 
     def _run(self, x: Tensor, wire: Transport) -> Tensor:
-        """Run the op in the dtype that travels."""
+        """Run the op in the dtype that is sent."""
         if self.comm_dtype is None or self.comm_dtype is x.dtype:
             return self.transfer(x, wire)
         return self.transfer(x.to(self.comm_dtype), wire).to(x.dtype)
 
     def withdraw(self, x: Tensor, error: Exception) -> None:
-        """Tell the other ranks that this one cannot make the call, so that they do not wait for it."""
+        """Notify the other ranks that this rank aborts the call."""
         if not is_fake(x):
             after_pending(self.axis, lambda: transport(self.axis, self.make_check(x)).withdraw(error))
 
     @cached_property
     def memo(self) -> BoundedCache:
-        """What this op has worked out about operands like the ones before."""
+        """Cached results of `once`, by key."""
         return BoundedCache()
 
     def once(self, key: Hashable, work: Callable[[], T]) -> T:
-        """Work something out once for each key; in a program that is being compiled every time."""
+        """Compute once per key; in a program that is being compiled, every time."""
         if compiling():
             return work()
         found: T | None = self.memo.get(key)
@@ -246,10 +247,10 @@ class Op(abc.ABC):
         return found
 
     def make_check(self, x: Tensor, recorded: CallRecord | None = None) -> OpCallCheck | None:
-        """What this rank says about the call, for the others to compare; None where nothing is compared.
+        """The check of a call; None where nothing is compared.
 
-        A call that sends nothing is noted, if it is to be remembered and its backward sends. Only where values are
-        compared, and its operand has to be the same on every rank, is it compared itself.
+        A call that sends nothing is only noted, if its backward sends; at level "full" it is compared too, if its
+        operand has to be the same on every rank.
         """
         if self.axis.size == 1 or not x.is_cpu:
             return None
@@ -277,28 +278,28 @@ class Op(abc.ABC):
 
     @property
     def sends_back(self) -> bool:
-        """Whether the backward of a call goes over the wire."""
+        """Whether the backward of a call communicates."""
         return False
 
     def describe(self, x: Tensor) -> str:
-        """What every rank's call has to say alike: the call, and the operand's dtype and sizes."""
+        """The part of the call's description that has to be the same on every rank."""
         sizes = ["*" if dim in self.ragged_dims() else str(size) for dim, size in enumerate(x.shape)]
         said = f"{self.called} of {str(x.dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
         return said if self.operand_desc is None else f"{said}, made of {self.operand_desc}"
 
     def rank_local_desc(self) -> str:
-        """What this rank's call says otherwise than the others' may."""
+        """The arguments that may legitimately differ between ranks, as text."""
         named = [f"{name}={getattr(self, name)}" for name in self.rank_local_fields]
         return f" with {', '.join(named)}" if named else ""
 
     @property
     def called(self) -> str:
-        """The call of the verb that makes this op, as a user writes it. Ops that differ are called differently."""
+        """The call of the verb that creates this op, as a user writes it; different for different ops."""
         params = sorted((name, value) for name, value in self.params().items() if value is not None)
         return f"{self.verb}({', '.join(f'{name}={_shown(value)}' for name, value in params)})"
 
     def params(self) -> dict[str, object]:
-        """What the verb is told to make this op, on every rank alike: arguments by name."""
+        """The verb's arguments that are the same on every rank, by name."""
         names = [field_.name for field_ in fields(self)]
         return {
             name: getattr(self, name)
@@ -309,14 +310,14 @@ class Op(abc.ABC):
     def fail(
         self, problem: str, *, expected: str, got: str, remedy: str, kind: type[GradmeshError] = ShapeError
     ) -> NoReturn:
-        """Raise an error of the library that names the op and the axis."""
+        """Raise an error that names the op and the axis."""
         raise kind(
             message(problem, op=self.verb, axis=str(self.axis), expected=expected, got=got, remedy=remedy)
         )
 
 
 class LinearOp(Op):
-    """An op that keeps the law. A subclass owes what an `Op` owes, its two types, and its adjoint."""
+    """A linear collective. Subclasses implement Op's abstract methods, `src`, `dst` and `adjoint`."""
 
     src: ClassVar[Type]
     """The type of the operand."""
@@ -325,23 +326,23 @@ class LinearOp(Op):
 
     @property
     def called(self) -> str:
-        """The call of the verb that makes this op; or that whose backward it is."""
+        """The call of the verb that creates this op, or whose backward it is."""
         if self.public or not self.adjoint.public:
             return super().called
         return f"backward of {self.adjoint.called}"
 
     def params(self) -> dict[str, object]:
-        """What the verb is told to make this op, its types among it where they can be chosen."""
+        """The verb's arguments, including the types that the caller chooses."""
         return {**super().params(), **{name: getattr(self, name) for name in self.chosen}}
 
     @property
     @abc.abstractmethod
     def adjoint(self) -> LinearOp:
-        """The op A* with <A x, y> = <x, A* y>; what travels forward and backward changes places."""
+        """The op A* with <A x, y> = <x, A* y>, with comm_dtype and backward_dtype swapped."""
 
     @cached_property
     def back(self) -> LinearOp:
-        """The adjoint, made once."""
+        """The adjoint, cached."""
         return self.adjoint
 
     @property
@@ -362,10 +363,7 @@ class LinearOp(Op):
 
 
 class SameShape(LinearOp):
-    """An op whose result has the operand's shape, whatever it is, and each element of which comes from its like.
-
-    So several operands may lie in a row as one.
-    """
+    """An elementwise op, so that several operands can be packed into one."""
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The operand's shape."""

@@ -68,7 +68,7 @@ class BroadcastInvariant(_FromRoot):
 
     @property
     def adjoint(self) -> LinearOp:
-        """The gradient is whole on every rank: keep the root's."""
+        """Every rank has the full gradient: keep the root's."""
         return KeepAtRoot(self.axis, self.root, **self.swapped)
 
 

@@ -41,7 +41,7 @@ class _KeepAtFirst(SameShape):
 
 
 class ReplicatedToPartial(_KeepAtFirst):
-    """R -> P: the value at one rank, zero elsewhere."""
+    """R -> P: the value on rank 0, zeros elsewhere."""
 
     src, dst = R, P
 
@@ -58,12 +58,12 @@ class ReplicatedToInvariant(_Relabel):
 
     @property
     def adjoint(self) -> LinearOp:
-        """Every rank has the whole gradient: keep it at one."""
+        """Every rank has the full gradient: keep rank 0's."""
         return InvariantToPartial(self.axis, **self.swapped)
 
 
 class InvariantToPartial(_KeepAtFirst):
-    """I -> P: the value at one rank, zero elsewhere."""
+    """I -> P: the value on rank 0, zeros elsewhere."""
 
     src, dst = I, P
 
@@ -80,7 +80,7 @@ class PartialFromVarying(_Relabel):
 
     @property
     def adjoint(self) -> LinearOp:
-        """The sum's gradient is every term's."""
+        """The gradient of the sum is the gradient of every term."""
         return VaryingFromReplicated(self.axis, **self.swapped)
 
 
@@ -91,7 +91,7 @@ class VaryingFromReplicated(_Relabel):
 
     @property
     def adjoint(self) -> LinearOp:
-        """Each copy's gradient is a term of the pending sum."""
+        """The gradient of each copy is a term of the pending sum."""
         return PartialFromVarying(self.axis, **self.swapped)
 
 

@@ -1,8 +1,8 @@
-"""An op in the plain arguments that an op of torch's dispatcher may have, and back.
+"""Encode an op as arguments of an operator of torch's dispatcher, and decode it.
 
-An op is a value made of dataclasses, tuples, numbers, names and dtypes. Its numbers are told apart from the rest,
-since a compiler may know them only by name: sizes that change from step to step. The axis is told by the name of its
-process group, so that the arguments are the same on every rank where the call is.
+An op is a value of dataclasses, tuples, numbers, strings and dtypes. Numbers are encoded separately, since they may be
+symbolic (dynamic sizes). The axis is encoded as the name of its process group, so that the arguments are the same on
+every rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Encoded(NamedTuple):
     """An op as arguments.
 
     Attributes:
-        words: the names of its classes and dtypes, and marks for what stands elsewhere, in order.
+        words: the names of its classes and dtypes, and placeholders for numbers and tensors, in order.
         numbers: its numbers, in order.
         tensors: its tensors, in order.
         group: the name of the process group.
@@ -44,15 +44,15 @@ class Encoded(NamedTuple):
 
 
 _END = "\x1f"
-"""Stands behind every word; torch.jit.trace has no lists of them."""
+"""Separator of words; torch.jit.trace does not support lists of str."""
 _NUMBER, _TENSOR, _TEXT, _DTYPE, _TUPLE = "#", "@", "'", "torch.", "("
 _NONE = ""
-"""The group of an axis of this rank alone, on which nothing is sent."""
+"""The group name of an axis of one rank, which has no group."""
 _CONSTANTS = {"None": None, "True": True, "False": False}
 
 
 def encode(op: Op) -> Encoded:
-    """The arguments that stand for an op."""
+    """Encode an op."""
     words: list[str] = []
     numbers: list[int] = []
     tensors: list[Tensor] = []
@@ -88,12 +88,12 @@ def _put(value: Any, words: list[str], numbers: list[int], tensors: list[Tensor]
 
 @constant_to_compilers
 def _fields(kind: type[Any]) -> list[str]:
-    """The fields that the class is made from."""
+    """The fields that the constructor takes."""
     return [field.name for field in fields(kind) if field.init]
 
 
 def decode(code: Encoded) -> Op:
-    """The op that the arguments stand for, on the calling rank."""
+    """Decode an op on the calling rank."""
     group = None if code.group == _NONE else resolve_group(code.group)
     if group is None:
         return decoded_on(code, 0, 1, None)
@@ -101,7 +101,7 @@ def decode(code: Encoded) -> Op:
 
 
 def decoded_on(code: Encoded, rank: int, size: int, group: ProcessGroup | None) -> Op:
-    """The op that the arguments stand for, on a rank of an axis; without a group it cannot be called."""
+    """Decode an op on a rank of an axis; without a group it cannot be applied."""
     words, numbers, tensors = iter(code.words.split(_END)), iter(code.numbers), iter(code.tensors)
 
     def axis(name: str) -> Axis:
@@ -140,14 +140,14 @@ _kinds: dict[str, type[Any]] = {kind.__name__: kind for kind in (Sizes, Extents,
 
 
 def _kind(name: str) -> type[Any]:
-    """The class of a name."""
+    """The class with a name."""
     if name not in _kinds:
         _kinds.update((kind.__name__, kind) for kind in _derived(Op))
     if name not in _kinds:
         raise ArgumentError(
             message(
-                "a recorded program calls an op that does not exist",
-                expected="an op of this version of gradmesh, or a subclass of Op that was imported",
+                f"the exported program calls an unknown op, {name}",
+                expected="an op of this version of gradmesh, or an imported subclass of Op",
                 got=repr(name),
                 remedy="import the module that defines the op, or export the program again with this version",
             )
@@ -165,7 +165,7 @@ _decoded = BoundedCache()
 
 
 def recalled(words: str, numbers: Sequence[int], group: str) -> Op:
-    """As `decode`, of plain numbers and no tensors: the same object again for the same arguments in the same group."""
+    """As `decode`, cached, for plain numbers and no tensors."""
     key = (words, tuple(numbers), group)
     op: Op | None = _decoded.get(key)
     if op is None or op.axis.group is not resolve_group(group):

@@ -32,7 +32,7 @@ class Extremum(Op):
         return params
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
-        """Fold with torch's own amax or amin, because backends drop a NaN or not as the order falls."""
+        """Reduce with torch's amax or amin, because backends may drop a NaN depending on the order."""
         return wire.fold(x, lambda parts: parts.amax(0) if self.largest else parts.amin(0))
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:

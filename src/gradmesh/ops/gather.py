@@ -23,8 +23,8 @@ class _AtRoot(LinearOp):
     """An op between parts on all ranks and the whole at the root.
 
     Attributes:
-        dim: the tensor dimension along which the parts lie.
-        root: the rank of the axis that has the whole.
+        dim: the tensor dimension along which the parts are concatenated.
+        root: the rank of the axis that has the whole tensor.
         sizes: each rank's size along `dim`.
     """
 
@@ -39,15 +39,15 @@ class _AtRoot(LinearOp):
         return replace(self, dim=self.dim + 1)
 
     def ragged_dims(self) -> tuple[int, ...]:
-        """The sizes along `dim`, as each rank's is told."""
+        """`dim`, as sizes are explicit."""
         return (self.dim,)
 
     def at_root(self) -> Sequence[int]:
-        """What the root has of each rank along `dim`; on the other ranks nothing."""
+        """Each rank's size along `dim` at the root; zeros on the other ranks."""
         return self.sizes.explicit if self.axis.rank == self.root else (0,) * self.axis.size
 
     def for_root(self) -> Sequence[int]:
-        """What this rank has for each rank along `dim`: its part for the root."""
+        """This rank's size along `dim` for the root; zero for the other ranks."""
         return [self.sizes[self.axis.rank] if rank == self.root else 0 for rank in range(self.axis.size)]
 
 
@@ -57,7 +57,7 @@ class Gather(_AtRoot):
     verb = "gather"
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
-        """Send the own part to the root."""
+        """Send this rank's part to the root."""
         self.sizes.of_part(self, self.dim, x.shape[self.dim])
         send = counts(x.shape, self.dim, self.for_root())
         receive = counts(x.shape, self.dim, self.at_root())
@@ -78,10 +78,7 @@ class Gather(_AtRoot):
 
 
 class Scatter(_AtRoot):
-    """V at root -> V: each rank gets its part along `dim`; the other ranks hand in a tensor empty along `dim`.
-
-    The verb takes a whole there too, and hands in nothing of it.
-    """
+    """V at root -> V: each rank gets its part along `dim`; on the other ranks the operand is empty along `dim`."""
 
     verb = "scatter"
     rooted = True
@@ -95,7 +92,7 @@ class Scatter(_AtRoot):
         return wire.exchange(flat, send, receive, self.out_shape(x.shape))
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The own size along `dim`."""
+        """This rank's size along `dim`."""
         self._check_shape(shape)
         return shifted(shape, self.dim, self.sizes[self.axis.rank])
 
@@ -105,10 +102,10 @@ class Scatter(_AtRoot):
             self.sizes.check(self, self.dim, self.sizes.total, size)
         elif size:
             self.fail(
-                f"dim {self.dim} is neither empty nor whole on a rank that is not the root",
+                f"dim {self.dim} of the operand must be empty, or of the root's size, on a rank that is not the root",
                 expected=f"size 0, or {self.sizes.total} as at rank {self.root}",
                 got=f"size {size}",
-                remedy="hand in a tensor that is empty along dim, or one of the root's shape",
+                remedy=f"pass a tensor of size 0 along dim, x.narrow({self.dim}, 0, 0), or one of the root's shape",
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Halo exchange: the neighbours' edge slabs attached to the own shard, and the adjoint that sends them back."""
+"""Halo exchange: attach the neighbours' edge rows to this rank's shard; the adjoint sends them back and adds."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Segment(NamedTuple):
 def plan(sizes: tuple[int, ...], left: int, right: int, wrap: bool) -> tuple[tuple[Segment, ...], ...]:
     """For each rank, the segments that make up its result, in order.
 
-    The shards lie one after another on a line, or on a circle when `wrap`. A halo that is wider than a shard
-    takes its further rows from the ranks beyond, on a circle as often around as needed.
+    The shards form a line, or a ring with `wrap`. A halo that is wider than a shard takes its further rows from the
+    next ranks, around the ring as often as needed.
 
     >>> plan((2, 1, 3), 2, 1, False)[2]
     (Segment(owner=0, start=1, length=1), Segment(owner=1, start=0, length=1), Segment(owner=2, start=0, length=3))
@@ -59,10 +59,10 @@ def plan(sizes: tuple[int, ...], left: int, right: int, wrap: bool) -> tuple[tup
 
 @dataclass(frozen=True)
 class _Halo(LinearOp):
-    """What the op and its adjoint share.
+    """Base of the op and its adjoint.
 
     Attributes:
-        dim: the tensor dimension along which the shards lie.
+        dim: the sharded tensor dimension.
         left: rows taken from the ranks before.
         right: rows taken from the ranks after.
         wrap: whether the last rank's neighbour is the first.
@@ -79,7 +79,7 @@ class _Halo(LinearOp):
     src, dst = V, V
 
     def params(self) -> dict[str, object]:
-        """The two sides as the verb takes them."""
+        """The verb's arguments, with left and right as `halo`."""
         params = super().params()
         params["halo"] = (params.pop("left"), params.pop("right"))
         return params
@@ -89,23 +89,23 @@ class _Halo(LinearOp):
         return replace(self, dim=self.dim + 1)
 
     def ragged_dims(self) -> tuple[int, ...]:
-        """The sizes along `dim`, as each rank's is told."""
+        """`dim`, as sizes are explicit."""
         return (self.dim,)
 
     @property
     def plan(self) -> tuple[tuple[Segment, ...], ...]:
         """Every rank's segments."""
-        if any(type(size) is not int for size in self.sizes.explicit):  # a tracer's numbers are no keys
+        if any(type(size) is not int for size in self.sizes.explicit):  # symbolic sizes are not hashable
             return plan.__wrapped__(self.sizes.explicit, self.left, self.right, self.wrap)
         return plan(self.sizes.explicit, self.left, self.right, self.wrap)
 
     def rows_for(self, to: int) -> list[Segment]:
-        """This rank's rows in the result of another rank; none for itself, since they need no message."""
+        """This rank's rows in the result of another rank; empty for this rank."""
         me = self.axis.rank
         return [s for s in self.plan[to] if s.owner == me] if to != me else []
 
     def rows_from(self, owner: int) -> list[Segment]:
-        """Another rank's rows in the result of this rank."""
+        """Another rank's rows in the result of this rank; empty for this rank."""
         me = self.axis.rank
         return [s for s in self.plan[me] if s.owner == owner] if owner != me else []
 
@@ -114,8 +114,7 @@ class _Halo(LinearOp):
     ) -> list[list[Tensor]]:
         """Send each rank its pieces and receive the expected ones, each as a view of one fresh buffer.
 
-        All pieces between two ranks go in one message, so that two ranks on a circle, where both neighbours are
-        the same rank, cannot mix them up.
+        All pieces between two ranks are sent as one message; on a ring of two, both neighbours are the same rank.
         """
         row = x.shape[: self.dim].numel() * x.shape[self.dim + 1 :].numel()
         flat = torch.cat([piece.reshape(-1) for to in pieces for piece in to] or [x.new_empty(0)])
@@ -132,10 +131,10 @@ class _Halo(LinearOp):
 
 
 class HaloExchange(_Halo):
-    """V -> V: the edge slabs of the neighbours attached; at open ends nothing is attached."""
+    """V -> V: attach the edge rows of the neighbours; at open ends nothing is attached."""
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
-        """Send edge rows to the ranks that need them and join what comes around the own rows."""
+        """Send edge rows to the ranks that need them, and concatenate the received rows around this rank's rows."""
         ranks, me = range(self.axis.size), self.axis.rank
         self.sizes.of_part(self, self.dim, x.shape[self.dim])
         x = x.resolve_conj().resolve_neg()
@@ -150,24 +149,24 @@ class HaloExchange(_Halo):
         return torch.cat(joined or [x], self.dim)
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The own size and what is attached."""
+        """This rank's size plus the attached rows."""
         self.sizes.of_part(self, self.dim, shape[self.dim])
         return shifted(shape, self.dim, sum(s.length for s in self.plan[self.axis.rank]))
 
     @property
     def adjoint(self) -> LinearOp:
-        """The slabs' gradients sent back and added."""
+        """Send the gradients of the attached rows back and add them."""
         return HaloReturn(self.axis, self.dim, self.left, self.right, self.wrap, self.sizes, **self.swapped)
 
 
 class HaloReturn(_Halo):
-    """V -> V: the attached slabs sent back to their owners and added there. The adjoint of `halo_exchange`."""
+    """V -> V: send the attached rows back to their owners and add them there. The adjoint of `halo_exchange`."""
 
     public = False
     sums = True
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
-        """Send borrowed rows home and add the own ones that come back."""
+        """Send the attached rows back and add the received ones."""
         ranks, me = range(self.axis.size), self.axis.rank
         lengths = [s.length for s in self.plan[me]]
         self.sizes.check(self, self.dim, sum(lengths), x.shape[self.dim])
@@ -184,7 +183,7 @@ class HaloReturn(_Halo):
         return out
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The own size."""
+        """This rank's size."""
         self.sizes.check(self, self.dim, sum(s.length for s in self.plan[self.axis.rank]), shape[self.dim])
         return shifted(shape, self.dim, self.sizes[self.axis.rank])
 

@@ -22,13 +22,13 @@ __all__ = ["ROWS", "Mean"]
 
 @dataclass(frozen=True, init=False)
 class Mean(LinearOp):
-    """Another op, its result divided by the number of ranks; its adjoint is that op's, divided alike.
+    """An op whose result is divided by the number of ranks, and so is that of its adjoint.
 
     Attributes:
-        op: the op that is scaled; axis and what travels are its own.
+        op: the op that is scaled.
     """
 
-    # Dynamo of torch 2.11 would hand __init__ the fields that it does not take, by their defaults.
+    # Dynamo of torch 2.11 would pass the default of each field to __init__, so these have init=False.
     axis: Axis = field(init=False)
     comm_dtype: torch.dtype | None = field(init=False)
     backward_dtype: torch.dtype | None = field(init=False)
@@ -61,23 +61,23 @@ class Mean(LinearOp):
         return self.op.sends
 
     def accepts(self, dtype: torch.dtype) -> None:
-        """Refuse also whole numbers."""
+        """Raise for integers too."""
         self.op.accepts(dtype)
         if not (dtype.is_floating_point or dtype.is_complex):
             self.fail(
-                "the mean of integers is not an integer",
+                "integer tensors have no mean",
                 expected="a floating-point or complex dtype",
                 got=str(dtype),
-                remedy="cast the tensor first",
+                remedy="cast the tensor first, for example x.to(torch.float32)",
                 kind=DTypeError,
             )
 
     def _run(self, x: Tensor, wire: Transport) -> Tensor:
-        """Run the op, and divide what has the operand's dtype again: more exact than in the dtype that travels."""
+        """Run the op, and divide in the operand's dtype, which is more exact than the dtype that is sent."""
         return self.op._run(x, wire).div_(self.axis.size)
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
-        """The same: what is of the dtype that travels is not converted."""
+        """Run the op and divide."""
         return self._run(x, wire)
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ class Mean(LinearOp):
 
     @property
     def public(self) -> bool:  # type: ignore[override]
-        """Whether a verb takes a mean, which is one of sums."""
+        """Whether a verb has op="mean"."""
         return self.op.sums
 
     @property
@@ -95,7 +95,7 @@ class Mean(LinearOp):
         return self.op.rank_local_fields
 
     def params(self) -> dict[str, object]:
-        """What the verb of the op is told, and that it is the mean."""
+        """The verb's arguments, with op="mean"."""
         return {**self.op.params(), "op": "mean"}
 
     @property
@@ -117,7 +117,7 @@ class Mean(LinearOp):
 
     @property
     def adjoint(self) -> LinearOp:
-        """The op's adjoint, divided alike."""
+        """The op's adjoint, divided too."""
         return Mean(self.op.adjoint)
 
 

@@ -1,4 +1,4 @@
-"""Rows of a tensor to the ranks that need them, and the adjoint that sends them back and adds them."""
+"""Send selected rows to the ranks that need them; the adjoint sends their gradients back and adds them."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ Fail = Callable[..., NoReturn]
 """Raises an error of the verb: the problem, and as keyword arguments expected, got and remedy."""
 
 RowsByRank = Mapping[int, Tensor]
-"""For each rank that gets rows, which."""
+"""For each receiving rank, the index of its rows."""
 
 CountsByRank = Mapping[int, int]
-"""For each rank that sends rows, how many."""
+"""For each sending rank, the number of rows."""
 
 
 _NEVER_PICKED = frozenset({torch.uint16, torch.uint32, torch.uint64, *BITS})
-"""Dtypes that torch moves as a whole alone."""
+"""Dtypes without index_select in torch."""
 
 
 @dataclass(frozen=True, eq=False)
 class Picked:
-    """Which rows go where. Two of them are equal if they are made of the same index, which is a tensor.
+    """Which rows are sent where. Equality compares the identity of the index tensor.
 
     Attributes:
-        index: the rows for all ranks, one after another in rank order; a row may stand there more than once.
-        sent: how many of them go to each rank.
-        received: how many rows come from each rank.
-        total: the number of rows that there are to pick from.
+        index: the rows for all ranks, in rank order; rows may repeat.
+        sent: the number of rows for each rank.
+        received: the number of rows from each rank.
+        total: the number of rows of the operand.
     """
 
     index: Tensor
@@ -62,7 +62,7 @@ class Picked:
         return hash(self._key())
 
     def __str__(self) -> str:
-        """How many go to each rank and come from each."""
+        """Row counts to and from each rank."""
         return f"{self.sent} to each rank, {self.received} from each"
 
     def _key(self) -> tuple[int, Sizes, Sizes, int]:
@@ -71,11 +71,11 @@ class Picked:
 
 @dataclass(frozen=True)
 class _Neighbor(LinearOp):
-    """What the op and its adjoint share.
+    """Base of the op and its adjoint.
 
     Attributes:
-        dim: the tensor dimension along which the rows lie.
-        rows: which of them go where.
+        dim: the tensor dimension of the rows.
+        rows: which of them are sent where.
     """
 
     dim: int
@@ -90,29 +90,29 @@ class _Neighbor(LinearOp):
         return replace(self, dim=self.dim + 1)
 
     def ragged_dims(self) -> tuple[int, ...]:
-        """The number of rows, which is each rank's own affair."""
+        """`dim`, as ranks may have different numbers of rows."""
         return (self.dim,)
 
     def accepts(self, dtype: torch.dtype) -> None:
-        """Refuse a dtype that torch does not pick rows of."""
+        """Raise for a dtype without index_select."""
         super().accepts(dtype)
         if dtype in _NEVER_PICKED:
             self.fail(
-                "torch does not pick rows of this dtype",
-                expected="a dtype that torch.index_select takes",
+                "unsupported dtype: torch.index_select does not implement it",
+                expected="a dtype that torch.index_select supports",
                 got=str(dtype),
-                remedy="hand in a view of another dtype of the same size, x.view(torch.int32)",
+                remedy="pass a view of another dtype of the same size, for example x.view(torch.int32) for uint32",
                 kind=DTypeError,
             )
 
     def check(self, expected: int, shape: Sequence[int]) -> None:
-        """Refuse an operand with another number of rows."""
+        """Raise for an operand with another number of rows."""
         if shape[self.dim] != expected:
             self.fail(
-                "the operand has not the number of rows that the index was made for",
+                "the operand has another number of rows than the index was built for",
                 expected=f"{expected} rows along dim {self.dim}",
-                got=f"shape {tuple(shape)}",
-                remedy="make the index for this tensor",
+                got=f"{shape[self.dim]} rows: shape {tuple(shape)}",
+                remedy="build the index for this tensor, or pass the tensor that it was built for",
             )
 
     def exchanged(self, x: Tensor, wire: Transport, sent: Sizes, received: Sizes) -> Tensor:
@@ -126,51 +126,51 @@ class _Neighbor(LinearOp):
 
 
 class NeighborAllToAll(_Neighbor):
-    """V -> V: each rank gets the rows that the others picked for it, in rank order."""
+    """V -> V: each rank gets the rows that the other ranks selected for it, in rank order."""
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
-        """Pick, then exchange."""
+        """Select rows, then exchange."""
         self.check(self.rows.total, x.shape)
         picked = x.resolve_conj().resolve_neg().index_select(self.dim, self.rows.index)
         return self.exchanged(picked, wire, self.rows.sent, self.rows.received)
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """As many rows as come."""
+        """As many rows as are received."""
         self.check(self.rows.total, shape)
         return shifted(shape, self.dim, self.rows.received.total)
 
     @property
     def adjoint(self) -> LinearOp:
-        """The rows' gradients sent back and added."""
+        """Send the rows' gradients back and add them."""
         return NeighborReturn(self.axis, self.dim, self.rows, **self.swapped)
 
 
 class NeighborReturn(_Neighbor):
-    """V -> V: rows back to the ranks that they came from, added to where they were picked."""
+    """V -> V: send rows back to the ranks that they came from, and add them at their index."""
 
     public = False
     sums = True
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
-        """Exchange, then add, in an order that is the same every time."""
+        """Exchange, then add in a deterministic order."""
         rows = self.rows
         self.check(rows.received.total, x.shape)
         back = self.exchanged(x.resolve_conj().resolve_neg(), wire, rows.received, rows.sent)
         out = torch.zeros(self.out_shape(x.shape), dtype=x.dtype, device=x.device)
         if x.is_cpu:
             return out.index_add_(self.dim, rows.index, back)
-        # On a GPU index_add_ adds in no fixed order, and this sorts first.
+        # On a GPU index_add_ is not deterministic; index_put_ sorts first.
         out.movedim(self.dim, 0).index_put_((rows.index,), back.movedim(self.dim, 0), accumulate=True)
         return out
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """As many rows as there were to pick from."""
+        """As many rows as the forward's operand."""
         self.check(self.rows.received.total, shape)
         return shifted(shape, self.dim, self.rows.total)
 
     @property
     def adjoint(self) -> LinearOp:
-        """The rows picked again."""
+        """Select the rows again."""
         return NeighborAllToAll(self.axis, self.dim, self.rows, **self.swapped)
 
 
@@ -183,33 +183,33 @@ def neighbors(
     fail: Fail,
     **precision: Any,
 ) -> NeighborAllToAll:
-    """The op for rows of `x` that are told by rank, as the verb takes them.
+    """The op for the arguments of the verb.
 
     Args:
         x: the rows.
         axis: the ranks.
-        dim: the dimension along which the rows lie.
-        rows: which of them go to each rank.
-        amounts: how many come from each.
-        fail: raises the error for a rank that is not on the axis, an index that is none, a count that is none.
-        precision: what travels.
+        dim: the tensor dimension of the rows.
+        rows: the index of the rows for each rank.
+        amounts: the number of rows from each rank.
+        fail: raises the verb's error for an invalid rank, index or count.
+        precision: the dtypes that are sent.
     """
     if not isinstance(rows, Mapping) or not isinstance(amounts, Mapping):
         fail(
-            "the neighbours are not told by rank",
+            "send_rows and receive_counts must be dicts with ranks as keys",
             expected="send_rows={rank: index} and receive_counts={rank: number}",
             got=f"send_rows={type(rows).__name__}, receive_counts={type(amounts).__name__}",
-            remedy="pass dicts that name the ranks with something to send or to receive",
+            remedy="pass for example send_rows={1: torch.tensor([0, 2])}, receive_counts={1: 3}",
         )
     rows = _by_rank(axis.size, "send_rows", rows, fail)
     amounts = _by_rank(axis.size, "receive_counts", amounts, fail)
     wrong = {rank: n for rank, n in amounts.items() if isinstance(n, bool) or not isinstance(n, int) or n < 0}
     if wrong:
         fail(
-            "receive_counts holds something else than numbers of rows",
+            "the values of receive_counts must be ints of 0 or more",
             expected="ints of 0 or more",
             got=f"receive_counts={wrong!r}",
-            remedy="give the number of rows that each rank sends to this one",
+            remedy="pass the number of rows that each rank sends to this one, for example receive_counts={1: 3}",
         )
     nothing = torch.empty(0, dtype=torch.int64, device=x.device)
     every = [_index(rank, rows[rank], x, dim, fail) if rank in rows else nothing for rank in range(axis.size)]
@@ -219,30 +219,30 @@ def neighbors(
 
 
 def _by_rank(size: int, name: str, params: Mapping[Any, T], fail: Fail) -> dict[int, T]:
-    """The same with plain ints as keys, whatever the ranks are told as: a tensor of one, a NumPy integer."""
+    """The same dict with plain ints as keys."""
     found: dict[int, T] = {}
     for key, value in params.items():
         rank = operator.index(key) if hasattr(key, "__index__") and not isinstance(key, bool) else -1
         if rank not in range(size) or rank in found:
             fail(
-                f"{name} names something else than ranks of the axis, each once",
+                f"the keys of {name} must be ranks of the axis, each once",
                 expected=f"ints with 0 <= rank < {size}",
-                got=", ".join(map(repr, params)),
-                remedy="count ranks along the axis, not in the world",
+                got=f"keys {', '.join(map(repr, params))}",
+                remedy="use ranks of this axis, not global ranks",
             )
         found[rank] = value
     return found
 
 
 def _index(rank: int, index: object, x: Tensor, dim: int, fail: Fail) -> Tensor:
-    """An index into a dim of `x`; its values are looked at where that costs no wait for a device."""
+    """Check an index into a dim of `x`; its values only on the CPU, to avoid a device synchronisation."""
     if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
         got = f"{index.dtype}{list(index.shape)}" if isinstance(index, Tensor) else repr(index)
         fail(
-            "send_rows holds something else than an index",
+            "the values of send_rows must be 1-d index tensors",
             expected="1-d tensors of int64 or int32",
             got=f"send_rows[{rank}]={got}",
-            remedy="use torch.tensor(rows) or mask.nonzero().squeeze(1)",
+            remedy="use torch.tensor([0, 2]), or mask.nonzero().squeeze(1) for a bool mask",
         )
     if index.device != x.device:
         fail(
@@ -255,16 +255,16 @@ def _index(rank: int, index: object, x: Tensor, dim: int, fail: Fail) -> Tensor:
         first, last = int(index.min()), int(index.max())
         if first < 0 or last >= x.shape[dim]:
             fail(
-                "send_rows picks rows that are not there",
+                "an index in send_rows is out of range",
                 expected=f"0 <= row < {x.shape[dim]}",
-                got=f"send_rows[{rank}] from {first} to {last}",
-                remedy="count rows of this rank's own tensor",
+                got=f"send_rows[{rank}] with values from {first} to {last}",
+                remedy="use row numbers of this rank's local tensor, not of the global one",
             )
     return index.long()
 
 
 def _picked(axis: Axis, total: int) -> Picked:
-    """Rows with repetitions, in numbers that are no symmetric table and 0 for some pairs."""
+    """Rows with repetitions, with asymmetric counts, 0 for some pairs."""
     amounts = [[(r + 2 * s) % 3 for s in range(axis.size)] for r in range(axis.size)]
     sent = Sizes(tuple(amounts[axis.rank]))
     index = torch.tensor([(3 * at + axis.rank) % total for at in range(sent.total)], dtype=torch.int64)

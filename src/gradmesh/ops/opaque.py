@@ -1,12 +1,10 @@
-"""An op of gradmesh as one op of torch's dispatcher, for compilers and other tracers.
+"""Collectives as one opaque operator of torch's dispatcher, for compilers and other tracers.
 
-What follows a program records the call and looks no further. It has an ordered effect: a compiler neither drops it nor
-moves it past another one, forward or backward, also where the ranks' local work differs or a rank does not use the
-result. When the program runs, the op is run as it is outside of one: by the same transports, compared in the same way.
+The operator has an ordered effect: a compiler neither drops nor reorders it, forward or backward, even where the ranks'
+local work differs or a rank does not use the result. At run time it calls the op with the usual transports and checks.
 
-`Traced` is the op as autograd's one rule takes it, so that every order and mode of derivative is what it is for the op
-itself, and the calls in it are recorded too. Where a recorded forward runs and autograd follows it then, as it does an
-exported program, the operator has the adjoint for its own derivative.
+`Traced` wraps an op for `gradmesh.autograd`, so that derivatives of every order and mode work and are traced too. Where
+autograd runs over a traced forward, as in an exported program, the operator's registered derivative is the adjoint.
 """
 
 from __future__ import annotations
@@ -50,17 +48,16 @@ def collective(
 
     Args:
         x: the operand.
-        words: what the op is made of; this and what follows are made by `encode`.
+        words: the encoded op; this and the next three arguments come from `encode`.
         numbers: its numbers.
-        tensors: its own tensors.
+        tensors: its tensors.
         group: the name of its process group.
-        role: what the call is to the one that it comes from.
-        origin: the place of that call, as it was returned; None: its place is not known.
-        joins: whether there is a backward of the call, if it sends nothing itself; it is known without that where the
-            operand requires grad, in a program that autograd follows as it runs.
+        role: the role of the call, see `CallRecord`.
+        origin: the sequence number of its forward call, as returned by that; None: unknown.
+        joins: whether the call has a backward, for an op that sends nothing.
 
     Returns:
-        The result, and the call's place among the calls of the group, for those that come from it.
+        The result, and the sequence number of the call.
     """
     code = Encoded(words, list(numbers), list(tensors), group)
     op = decode(code) if tensors else recalled(words, numbers, group)
@@ -95,15 +92,15 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 
 def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
-    """The adjoint, as the same operator: what autograd does where it follows a program, and not the verb's call."""
+    """Apply the adjoint as the same operator, where autograd runs over a traced program."""
     place, *tensors = ctx.saved_tensors
     op = decode(Encoded(ctx.words, list(ctx.numbers), tensors, ctx.group))
     if not isinstance(op, LinearOp):
         op.fail(
-            "a call that is not linear has no derivative in an exported program",
-            expected="an operand that requires no grad",
+            "nonlinear reductions have no derivative in an exported program",
+            expected="an operand that does not require grad",
             got="an operand that requires grad",
-            remedy="call the verb outside of the exported program",
+            remedy="pass x.detach(), or call the verb outside of the exported program",
             kind=OrderError,
         )
     nothing = grad is None
@@ -111,7 +108,7 @@ def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
         grad = torch.zeros(ctx.result, dtype=ctx.dtype, device=ctx.device)
     origin = CallRecord(traced=place)
     back = Traced(op.back).apply(grad, CallRecord(BACKWARD, origin, ZERO_GRAD if nothing else 0))
-    # torch takes an empty list for one of tensors
+    # torch treats an empty list as a list of tensors
     no_numbers: list[None] | None = None if ctx.numbers else []
     return back, None, no_numbers, [None] * len(tensors), None, None, None, None
 
@@ -121,13 +118,13 @@ collective = ordered_effect(collective)
 
 
 class Traced(LinearOp):
-    """An op that is run as an op of torch's dispatcher, and so is its adjoint, and theirs.
+    """An op that runs as an operator of torch's dispatcher, with adjoints of every order.
 
     Attributes:
         op: the op.
-        reorderable: whether a compiler may see into it where every rank sends alike, and move what it finds there.
-        followed: whether autograd follows the call now; otherwise it follows the recorded program, each time that it
-            runs, and then an op that sends nothing needs its own derivative there too.
+        reorderable: whether symmetric ops become functional collectives, which a compiler may reorder.
+        followed: whether autograd traces the call now; otherwise it runs over the traced program at run time, where an
+            op that sends nothing needs its registered derivative too.
     """
 
     op: Op
@@ -153,10 +150,10 @@ class Traced(LinearOp):
         return self.op.rooted
 
     def apply(self, x: Tensor, recorded: CallRecord | None = None) -> Tensor:
-        """Run it in one call that a tracer records; in torch's own ops where there is nothing to keep in order.
+        """Run it as one operator that a tracer records; as torch's own ops where no order has to be kept.
 
-        The call is made, and numbered, each time that the program runs. So its place is a value of the program, which
-        hands it on to the calls that come from this one.
+        The call gets its sequence number at run time, so the number is a tensor of the program, which is passed to the
+        backward calls.
         """
         y: Tensor
         op, travels = self.op, self.op.comm_dtype or x.dtype
@@ -189,5 +186,5 @@ class Traced(LinearOp):
     @property
     def adjoint(self) -> LinearOp:
         """The op's adjoint, traced."""
-        op: LinearOp = self.op  # type: ignore[assignment]  # no other is differentiated
+        op: LinearOp = self.op  # type: ignore[assignment]  # other ops have no adjoint
         return Traced(op.adjoint, reorderable=self.reorderable, followed=self.followed)

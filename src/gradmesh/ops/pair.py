@@ -1,4 +1,4 @@
-"""A message between two ranks, which only these two call: send, and its adjoint receive."""
+"""Point-to-point messages: send, and its adjoint receive."""
 
 from __future__ import annotations
 
@@ -29,44 +29,44 @@ class _Pair(LinearOp):
     shape: tuple[int, ...]
 
     src, dst = V, V
-    # The two ends greet each other; the other ranks of the axis are not there to be asked.
+    # Not compared with the other ranks of the axis; the two ends compare `greeting`.
     sends = False
 
     def batched(self) -> LinearOp:
-        """Refused: the other end would have to be mapped alike."""
+        """Raise: the other end would have to be batched too."""
         self.fail(
-            "a message between two ranks cannot be mapped",
+            "send() and recv() do not support torch.func.vmap",
             expected="a call outside of torch.func.vmap",
-            got="a call inside of it",
-            remedy="use gradmesh.permute, which all ranks call",
+            got="a call inside it",
+            remedy="use gradmesh.permute(x, pairs=[(0, 1)]), which every rank of the axis calls",
             kind=ArgumentError,
         )
 
     def greeting(self, x: Tensor) -> str:
-        """What both ends have to say alike."""
+        """Description of the message; it has to be the same on both ends."""
         said = f"{str(x.dtype).removeprefix('torch.')}{list(self.shape)}"
         return said if self.operand_desc is None else f"{said}, made of {self.operand_desc}"
 
 
 class Send(_Pair):
-    """V -> V: a tensor to one rank; an empty one is left, which carries the gradient's way back."""
+    """V -> V: send a tensor to one rank; the result is an empty tensor, through which the gradient returns."""
 
     verb = "send"
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
-        """Hand the message over, without waiting for the other end to take it."""
+        """Send the message without waiting for the other end."""
         if tuple(x.shape) != self.shape:
             self.fail(
-                "the message is of another shape",
+                "the message has another shape than the receiver expects",
                 expected=f"shape {self.shape}",
                 got=f"shape {tuple(x.shape)}",
-                remedy="send what the other rank receives",
+                remedy=f"send a tensor of shape {self.shape}, or receive into one of shape {tuple(x.shape)}",
             )
         wire.post(x, self.peer, self.greeting(x))
         return x.new_empty(0)
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:  # noqa: ARG002 - one shape alone is possible
-        """Nothing."""
+        """The shape of an empty tensor."""
         return (0,)
 
     @property
@@ -86,7 +86,7 @@ class Receive(_Pair):
         heard = wire.fetch(out, self.peer, self.greeting(x))
         if heard is not None:
             self.fail(
-                "the message is not the one expected",
+                "received a message with another shape or dtype than expected",
                 expected=f"{self.greeting(x)} from rank {self.peer}",
                 got=heard,
                 remedy="call send and recv in the same order on both ranks, with the same shape and dtype",

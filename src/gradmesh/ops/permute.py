@@ -27,7 +27,7 @@ class Extents:
     Attributes:
         dim: the tensor dimension.
         before: each rank's size of the operand along it.
-        after: each rank's size of the result. Where nothing arrives, that many zeros.
+        after: each rank's size of the result; zeros where nothing arrives.
     """
 
     dim: int
@@ -48,7 +48,7 @@ class Route(LinearOp):
     src, dst = V, V
 
     def params(self) -> dict[str, object]:
-        """The sizes as the verb takes them. What a rank gets that nothing comes to is told by none but the backward."""
+        """The verb's arguments. The output size on ranks that receive nothing is only known in backward."""
         params = super().params()
         there = self.extents
         del params["extents"]
@@ -65,7 +65,7 @@ class Route(LinearOp):
 
     @abc.abstractmethod
     def inverse(self) -> Self:
-        """The way back, for operands of one shape and the same precision."""
+        """The inverse route."""
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
         """Send and receive."""
@@ -83,11 +83,11 @@ class Route(LinearOp):
         return shifted(shape, dim, after[self.axis.rank])
 
     def ragged_dims(self) -> tuple[int, ...]:
-        """The dimension along which sizes are told."""
+        """`extents.dim`, if sizes differ between ranks."""
         return () if self.extents is None else (self.extents.dim,)
 
     def along(self, dim: int, sizes: Sizes) -> Self:
-        """The same op for operands of these sizes along `dim`; a rank to which nothing comes gets nothing."""
+        """The same op for operands of these sizes along `dim`; empty results where nothing arrives."""
         sources = [self.source_of(rank) for rank in range(self.axis.size)]
         after = Sizes(tuple(0 if source is None else sizes[source] for source in sources))
         return replace(self, extents=Extents(dim, sizes, after))
@@ -100,7 +100,7 @@ class Route(LinearOp):
 
     @property
     def adjoint(self) -> LinearOp:
-        """The way back; sizes before and after change places."""
+        """The inverse route, with sizes before and after swapped."""
         there = self.extents
         back = None if there is None else Extents(there.dim, there.after, there.before)
         return replace(self.inverse(), extents=back, **self.swapped)
@@ -119,11 +119,11 @@ class Permute(Route):
     verb = "permute"
 
     def source_of(self, rank: int) -> int | None:
-        """The partner in the pairs."""
+        """The source of the rank's pair."""
         return next((source for source, target in self.pairs if target == rank), None)
 
     def inverse(self) -> Self:
-        """Every pair turned round."""
+        """Every pair reversed."""
         return replace(self, pairs=tuple((target, source) for source, target in self.pairs))
 
 
@@ -142,7 +142,7 @@ class Shift(Route):
     verb = "shift"
 
     def source_of(self, rank: int) -> int | None:
-        """The rank `offset` before, if it is there."""
+        """The rank `offset` before, if it exists."""
         source = rank - self.offset
         if self.wrap:
             return source % self.axis.size

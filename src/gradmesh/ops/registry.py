@@ -1,7 +1,7 @@
-"""The registry: the one list of the linear ops that there are.
+"""The registry: the list of all linear ops.
 
-Each file of this package that has ops ends with their rows, `ROWS`, and is found here by that. The law tests run over
-the list, and the table in the README is printed from it.
+Each module of this package with ops defines their rows, `ROWS`. The adjoint tests run over the list, and the table in
+the README is generated from it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ REGISTRY: tuple[Row, ...] = _rows()
 
 
 def table() -> str:
-    """The verbs with their types, forward maps and adjoints, as a Markdown table made from the registry.
-
-    The adjoint's name is looked up through the op that `LinearOp.adjoint` returns, not written down again.
-    """
+    """The verbs with their types, forward maps and adjoints, as a Markdown table."""
     axis = Axis("any", 0, 3, None)  # type: ignore[arg-type]  # nothing is sent
     names = {_kind(row.examples(axis)[0][0]): row.call for row in REGISTRY}
     lines = ["| verb | type | forward | adjoint |", "|---|---|---|---|"]

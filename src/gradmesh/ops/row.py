@@ -1,4 +1,4 @@
-"""One row of the registry, and what the rows of several ops share."""
+"""The rows of the registry, and helpers for their examples."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Examples = Callable[[Axis], list[Example]]
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the registry; the types and the adjoint stand on the op's class.
+    """One row of the registry; the op's class has the types and the adjoint.
 
     Attributes:
         call: how the verb is called, as the table shows it.
         forward: what the op does, for the table.
-        examples: ops on an axis, each with the shape of this rank's operand; the first stands for the row.
-        turned: what changes places in an adjoint that is the same verb again.
-        public: whether the op is the forward of a verb, and not only the adjoint of one.
+        examples: ops on an axis, each with the shape of this rank's operand; the first represents the row.
+        turned: what is swapped in an adjoint that is the same verb.
+        public: whether the op is the forward of a verb, not only the adjoint of one.
     """
 
     call: str
@@ -37,10 +37,10 @@ class Row:
 
 
 def uneven(axis: Axis) -> Sizes:
-    """Sizes of which no two neighbours are equal and one is 0 from three ranks on."""
+    """Uneven sizes; one is 0 from three ranks on."""
     return Sizes(tuple((2, 3, 0, 1)[rank % 4] for rank in range(axis.size)))
 
 
 def on_axis(op: type[LinearOp]) -> Examples:
-    """Examples of an op that takes nothing but an axis."""
+    """Examples of an op whose only argument is the axis."""
     return lambda axis: [(op(axis), (2, 3)), (op(axis), ())]

@@ -29,7 +29,7 @@ class Scan(SameShape):
     sums = True
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
-        """Add in log2(size) rounds, each from twice as far (Hillis and Steele, 1986)."""
+        """Add in log2(size) rounds, doubling the distance (Hillis and Steele, 1986)."""
         out, reach = wire.copy(x), 1
         while reach < self.axis.size:
             got = wire.relay(out, *self.neighbours(reach), x.shape)
@@ -46,7 +46,7 @@ class Scan(SameShape):
 
     @property
     def adjoint(self) -> LinearOp:
-        """The sum from the other end."""
+        """The scan in the other direction."""
         return type(self)(self.axis, not self.reverse, **self.swapped)
 
 
@@ -56,7 +56,7 @@ class Exscan(Scan):
     verb = "exscan"
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
-        """Pass on by one rank, then scan."""
+        """Shift by one rank, then scan."""
         got = wire.relay(x, *self.neighbours(1), x.shape)
         return super().transfer(x.new_zeros(x.shape) if got is None else got, wire)
 

@@ -1,4 +1,4 @@
-"""The own slice of a value that every rank holds, with its adjoints: all_gather(dst=I) and the padded slice."""
+"""This rank's slice of a replicated value, with its adjoints: all_gather(dst=I) and the padded slice."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class _Slice(Split):
     sends = False
 
     def transfer(self, x: Tensor, wire: Transport) -> Tensor:
-        """Copy the own slice."""
+        """Copy this rank's slice."""
         sizes, rank = self.parts(x.shape), self.axis.rank
         return wire.copy(x.narrow(self.dim, sum(sizes[:rank]), sizes[rank]))
 
     def out_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The own size along `dim`."""
+        """This rank's size along `dim`."""
         return shifted(shape, self.dim, self.parts(shape)[self.axis.rank])
 
 
@@ -40,12 +40,12 @@ class AllGatherInvariant(Join):
 
     @property
     def adjoint(self) -> LinearOp:
-        """The own slice: every rank already has the whole gradient."""
+        """This rank's slice: every rank has the full gradient."""
         return Shard(self.axis, self.dim, self.sizes, **self.swapped)
 
 
 class Shard(_Slice):
-    """I -> V: the own slice of a value that every rank used alike so far."""
+    """I -> V: this rank's slice of a value on which every rank did the same work."""
 
     src, dst = I, V
 
@@ -56,26 +56,26 @@ class Shard(_Slice):
 
 
 class ShardReplicated(_Slice):
-    """R -> V: the own slice of a value that each rank uses differently."""
+    """R -> V: this rank's slice of a value that each rank uses differently."""
 
     src, dst = R, V
 
     @property
     def adjoint(self) -> LinearOp:
-        """The slice's gradient in its place, zero elsewhere: this rank's part of a pending sum."""
+        """The slice's gradient at its position, zeros elsewhere: this rank's term of a pending sum."""
         return Pad(self.axis, self.dim, self.sizes, **self.swapped)
 
 
 class Pad(Split):
-    """V -> P: the own part in its place, zeros elsewhere. The adjoint of `shard(src=R)`."""
+    """V -> P: this rank's part at its position, zeros elsewhere. The adjoint of `shard(src=R)`."""
 
     verb = "shard"
     public = False
     src, dst = V, P
     sends = False
 
-    def transfer(self, x: Tensor, wire: Transport) -> Tensor:  # noqa: ARG002 - it is written in parts
-        """Copy into the own place."""
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:  # noqa: ARG002
+        """Copy to this rank's position."""
         sizes = self.pieces(x.shape)
         out = torch.zeros(self.out_shape(x.shape), dtype=x.dtype, device=x.device)
         out.narrow(self.dim, sum(sizes[: self.axis.rank]), x.shape[self.dim]).copy_(x)
@@ -87,7 +87,7 @@ class Pad(Split):
 
     @property
     def adjoint(self) -> LinearOp:
-        """The own slice."""
+        """This rank's slice."""
         return ShardReplicated(self.axis, self.dim, self.sizes, **self.swapped)
 
 

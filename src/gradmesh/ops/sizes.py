@@ -1,4 +1,4 @@
-"""Sizes that the ranks have along one dimension of a tensor: equal ones, or explicit ones."""
+"""The ranks' sizes along one tensor dimension."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ __all__ = ["EQUAL", "Sizes"]
 class Sizes:
     """Each rank's size along one dimension, in rank order.
 
-    They are *equal* (nobody said anything: every rank has what this one has), *explicit* by the caller, or *found* by
-    asking the ranks, after which they are as good as explicit.
+    They are uniform (the caller passed none, so every rank has this rank's size) or explicit (passed by the caller, or
+    exchanged between the ranks).
 
     Attributes:
-        each: one size for each rank; None: equal.
+        each: one size for each rank; None: uniform.
     """
 
     each: tuple[int, ...] | None = None
 
     @classmethod
     def balanced(cls, total: int, ranks: int) -> Sizes:
-        """Cut `total` among the ranks; the first `total % ranks` of them get one more."""
+        """Split `total` over the ranks; the first `total % ranks` of them get one more."""
         return cls(balanced(total, ranks))
 
     def __getitem__(self, rank: int) -> int:
-        """The size of a rank, of explicit sizes."""
+        """The size of a rank; explicit sizes only."""
         return self.explicit[rank]
 
     @property
     def explicit(self) -> tuple[int, ...]:
-        """The sizes of all ranks, of explicit ones."""
+        """The sizes of all ranks; explicit sizes only."""
         if self.each is None:
-            raise ValueError("equal sizes are known with an operand alone")
+            raise ValueError("uniform sizes depend on the operand")
         return self.each
 
     @property
@@ -50,7 +50,7 @@ class Sizes:
 
     @property
     def equal(self) -> bool:
-        """Whether they are equal because nobody explicit any."""
+        """Whether they are uniform because the caller passed none."""
         return self.each is None
 
     def of_whole(self, op: Op, dim: int, total: int) -> Sequence[int]:
@@ -71,10 +71,10 @@ class Sizes:
             return (share,) * op.axis.size
         if sum(self.each) != total:
             op.fail(
-                f"the sizes do not add up to dim {dim}",
+                f"the sizes do not add up to the size of dim {dim}",
                 expected=f"sizes with the sum {total}",
                 got=f"sizes={self.each} with the sum {sum(self.each)}",
-                remedy=f"give each rank's size along dim, such as {_example(op, total)}",
+                remedy=f"pass each rank's size along dim, such as {_example(op, total)}",
             )
         return self.each
 
@@ -90,17 +90,17 @@ class Sizes:
         return self.each
 
     def check(self, op: Op, dim: int, expected: int, got: int) -> None:
-        """Refuse an operand of another size along `dim` than these sizes say."""
+        """Raise if the operand's size along `dim` differs from the expected one."""
         if expected != got:
             self._refuse(op, dim, expected, got)
 
     def _refuse(self, op: Op, dim: int, expected: int, got: int) -> NoReturn:
         op.fail(
-            f"dim {dim} is not what sizes says for this rank",
+            f"dim {dim} of the operand does not match sizes on this rank",
             expected=f"size {expected}, from sizes={self.each}",
             got=f"size {got}",
-            remedy=f"pass the true sizes, such as sizes={self._with(op.axis.rank, got)} if the others are right, or "
-            'sizes="auto" to have them exchanged',
+            remedy=f"pass the actual sizes, such as sizes={self._with(op.axis.rank, got)} if the others are right, or "
+            'sizes="auto" to exchange them',
         )
 
     def _with(self, rank: int, size: int) -> tuple[int, ...]:
@@ -111,10 +111,10 @@ class Sizes:
 
 
 def _example(op: Op, total: int) -> str:
-    """An argument that fits, for an error."""
+    """A valid argument, for error messages."""
     name = {"all_to_all": "split_sizes", "reduce_scatter": 'sizes="balanced" or sizes'}.get(op.verb, "sizes")
     return f"{name}={balanced(total, op.axis.size)}, the balanced split of {total} over {op.axis.size} ranks"
 
 
 EQUAL = Sizes()
-"""Every rank has what this one has."""
+"""Uniform sizes: every rank has this rank's size."""

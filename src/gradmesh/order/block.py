@@ -1,4 +1,4 @@
-"""The block of `ordered()`, and what finds its chain."""
+"""`ordered()`, `join`, `backward` and `grad`."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ __all__ = ["backward", "grad", "join", "ordered"]
 def ordered() -> Iterator[Order]:
     """Run the backward of all collectives in the block on every rank, in the reverse of their order.
 
-    On every rank, the same collectives have to run forward in the same order. Then the backward ones do too,
-    on all axes together: also when a rank's loss does not use an output, when an operand does not require grad on
-    one rank, when a rank has no loss at all. A block inside another one belongs to its chain; one that is opened in a
-    running backward pass, by a hook or a Function that trains something, has a chain of its own. Collectives under
-    `torch.no_grad()`, and those of integers and bools, have no backward and stay outside. After a pass with
-    create_graph, a loss that is made from its gradients needs join again. Inside a forward-mode level the collective
-    of a tangent is a link too, with zeros where a rank has no tangent.
+    Every rank has to run the same collectives forward in the same order. Then every rank also runs their backward, on
+    all axes together, even if its loss does not use an output, an operand does not require grad on it, or it has no
+    loss. A nested block joins the outer one; a block that is opened during a backward pass (in a hook or a Function
+    that trains something) is separate. Collectives under `torch.no_grad()`, and those of integers and bools, have no
+    backward and are not ordered. After a pass with create_graph=True, a loss computed from its gradients has to be
+    joined again. Inside a forward-mode level the collective of a tangent is ordered too, with zeros where a rank has no
+    tangent.
 
     Yields:
-        The chain, with `join(loss)`; `gm.join`, `gm.backward` and `gm.grad` find it too.
+        An `Order`, with `join(loss)`; `gm.join`, `gm.backward` and `gm.grad` use the innermost one.
 
     Raises:
-        OrderError: the block ends with collectives that were not joined to a loss; a collective runs after join, in
-            a torch.func derivative, or in a reentrant checkpoint.
+        OrderError: the block ends without `join`, `backward` or `grad`; a collective runs after `join`, in a torch.func
+            derivative, or in a reentrant checkpoint.
 
     Example:
         >>> def on_each_rank():
         ...     x = torch.tensor([1.0 + gm.axis().rank], requires_grad=True)
         ...     with gm.ordered():
         ...         y = gm.all_gather(x)
-        ...         loss = y.sum() if gm.axis().rank == 0 else None  # rank 1 has no use for y
+        ...         loss = y.sum() if gm.axis().rank == 0 else None  # rank 1 does not use y
         ...         gm.backward(loss)
         ...     return x.grad.tolist()
         >>> gm.launch(on_each_rank, 2, backend="threads")
@@ -60,7 +60,7 @@ def ordered() -> Iterator[Order]:
 
 
 def join(loss: Tensor | None) -> Tensor:
-    """Tie the chain of the `ordered()` block to this rank's loss; see `Order.join`.
+    """Connect the collectives of the `ordered()` block to this rank's loss; see `Order.join`.
 
     Example:
         >>> def on_each_rank():
@@ -77,7 +77,7 @@ def join(loss: Tensor | None) -> Tensor:
 
 
 def backward(loss: Tensor | None, gradient: Tensor | None = None, **options: Any) -> None:
-    """Join this rank's loss and run its backward inside an `ordered()` block; see `Order.backward`.
+    """`join` and `loss.backward()` inside an `ordered()` block; see `Order.backward`.
 
     Example:
         >>> def on_each_rank():
@@ -119,11 +119,11 @@ def _current(op: str) -> Order:
     if not isinstance(chain, Order):
         raise OrderError(
             message(
-                "there is no chain",
+                f"gm.{op}() called outside of gm.ordered()",
                 op=op,
-                expected="a call inside `with gradmesh.ordered():`",
+                expected="a call inside `with gm.ordered():`",
                 got="a call outside of it",
-                remedy="open the block before the first collective",
+                remedy=f"wrap the forward pass and gm.{op}() in `with gm.ordered():`",
             )
         )
     return chain

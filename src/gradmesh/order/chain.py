@@ -1,4 +1,4 @@
-"""The chain of the collectives of one `ordered()` block."""
+"""The ordered ops of one `ordered()` block."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ __all__ = ["Order"]
 T = TypeVar("T")
 
 _SPARE_TOKEN = outside_modes(grad_token)
-"""The first thread of a compiled program, which cannot make a leaf, and that of a recomputed collective: a selective
-checkpoint counts what is made."""
+"""The first token of a compiled program, which cannot create a leaf, and of a recomputed collective, since a selective
+checkpoint counts created tensors."""
 _LOCAL_AXIS = Axis("chain", 0, 1, None)  # type: ignore[arg-type]  # nothing is sent
-"""The axis of the op that ties a chain to a loss, which is this rank's affair alone."""
+"""The axis of the op that connects the token to the loss, which does not communicate."""
 
 _NO_LOSS = outside_modes(lambda: torch.zeros((), device="cpu", requires_grad=True))
-"""The loss of a rank that has none, in a compiled program, which cannot make a leaf."""
+"""The loss of a rank that has none, in a compiled program, which cannot create a leaf."""
 
 
 class Order:
-    """The chain of the collectives of one `ordered()` block, on this rank."""
+    """The ordered ops of one `ordered()` block, on this rank."""
 
     def __init__(self) -> None:
         self._root: Tensor | None = None
@@ -55,11 +55,11 @@ class Order:
 
     @property
     def here(self) -> bool:
-        """Whether the caller is in the pass that the block was opened in, and not in a backward pass inside of it."""
+        """Whether the caller is in the pass that the block was opened in, not in a backward pass inside it."""
         return backward_pass() == self._opened_in
 
     def link(self, op: LinearOp, x: Tensor) -> Tensor:
-        """Run a collective as the next link."""
+        """Run a collective as the next ordered op."""
         if compiling():
             return self._compiled_ordered(op, x)
         if not self.here:
@@ -68,11 +68,11 @@ class Order:
         return y
 
     def node(self, op: LinearOp, run: Callable[[Tensor | None], tuple[T, Tensor]]) -> T:
-        """Run what makes several collectives in its backward as one link.
+        """Run a node whose backward makes several collectives as one ordered op.
 
         Args:
             op: one of them, for errors.
-            run: makes the node: it takes a thread and passes one on. With None it is no link.
+            run: creates the node: it takes an ordering token and returns one; None: outside of the order.
         """
         if self.here:
             y, self._token = run(self._next(op))
@@ -81,7 +81,7 @@ class Order:
         return run(_SPARE_TOKEN if saves_for_a_checkpoint() else None)[0]
 
     def begin(self, op: LinearOp, x: Tensor) -> AsyncCollective:
-        """Begin a collective as the next link."""
+        """Start an async collective as the next ordered op."""
         if not self.here:
             self.refuse_reentrant(op)
             return start_ordered(op, x, _SPARE_TOKEN)[0] if saves_for_a_checkpoint() else started(op, x)
@@ -90,7 +90,7 @@ class Order:
         return made
 
     def end(self, made: AsyncCollective) -> Tensor:
-        """Wait for a collective that was begun, as the next link."""
+        """Wait for an async collective, as the next ordered op."""
         if not made.call.ordered:
             return finished(made)
         if not self.here:
@@ -102,16 +102,16 @@ class Order:
         return y
 
     def _next(self, op: Op) -> Tensor:
-        """The thread for the next link."""
+        """The token for the next ordered op."""
         if functorch_active() and not only_vmap_active():
             raise OrderError(
                 message(
-                    "a torch.func derivative cannot see the chain",
+                    "torch.func derivatives are not supported inside ordered()",
                     op=op.verb,
                     axis=str(op.axis),
-                    expected="autograd inside ordered(), or vmap",
-                    got="a transform such as torch.func.grad or jvp around the collective",
-                    remedy="use gradmesh.grad or gradmesh.backward, or transform outside of ordered()",
+                    expected="autograd or torch.func.vmap inside ordered()",
+                    got="torch.func.grad, jvp or another derivative transform around the collective",
+                    remedy="use gm.grad(outputs, inputs) or gm.backward(loss), or transform outside of ordered()",
                 )
             )
         if self._joined:
@@ -124,41 +124,41 @@ class Order:
         return self._token
 
     def _compiled_ordered(self, op: LinearOp, x: Tensor) -> Tensor:
-        """Run a collective as the next link, in a program that is being compiled."""
+        """Run a collective as the next ordered op, in a program that is being compiled."""
         if self._joined:
             self._refuse_after_join(op)
         if self._token is None:
             self._root = self._token = _SPARE_TOKEN
-        self._count = max(self._count, 1)  # a number of its own at each call would be a program of its own
+        self._count = max(self._count, 1)  # a counter would make Dynamo recompile at each call
         y, self._token = compiled_ordered(op, x, self._token)
         return y
 
     def _recompute(self, op: LinearOp, x: Tensor) -> Tensor:
-        """Run a collective again for a checkpoint: it saves what it saved before, and the chain stays as it is."""
+        """Run a collective again for a checkpoint, without adding an ordered op."""
         self.refuse_reentrant(op)
-        if not saves_for_a_checkpoint():  # a collective of a hook, which is on no chain
+        if not saves_for_a_checkpoint():  # a collective in a hook is not ordered
             return apply_unordered(op, x)
         return apply_ordered(op, x, _SPARE_TOKEN)[0]
 
     def refuse_reentrant(self, op: Op) -> None:
-        """Refuse a collective in a reentrant checkpoint: it has no graph there, and some ranks run it again."""
+        """Raise in a reentrant checkpoint, where a collective has no graph and only some ranks recompute it."""
         if in_reentrant_checkpoint():
             raise OrderError(
                 message(
-                    "a collective is run by a reentrant checkpoint inside ordered()",
+                    "a reentrant checkpoint cannot contain collectives inside ordered()",
                     op=op.verb,
                     axis=str(op.axis),
                     expected="torch.utils.checkpoint with use_reentrant=False",
-                    got="use_reentrant=True, which hides the collectives from the chain",
-                    remedy="pass use_reentrant=False",
+                    got="use_reentrant=True, which hides the collectives from autograd",
+                    remedy="torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=False)",
                 )
             )
 
     def keep_place(self) -> None:
-        """Have a collective that is no link, in a region of a checkpoint, run again on every rank.
+        """Make every rank recompute a collective that is not an ordered op, in a checkpointed region.
 
-        A region is run again where backward needs what it saved, and it may save nothing on some ranks, or not be used.
-        So a link that sends nothing is put behind the collective, whose backward every rank runs.
+        A region is recomputed only if backward needs a tensor that it saved, which may differ between ranks. So an
+        ordered op that sends nothing follows the collective, and every rank runs its backward.
         """
         with torch.enable_grad():
             tie, nothing = PartialFromVarying(_LOCAL_AXIS), torch.zeros((), device="cpu")
@@ -174,17 +174,17 @@ class Order:
     def _refuse_after_join(self, op: Op) -> NoReturn:
         raise OrderError(
             message(
-                "a collective after the chain was joined",
+                "collective called after join()",
                 op=op.verb,
                 axis=str(op.axis),
-                expected="join after the last collective",
-                got=f"this collective after join, which ended a chain of {self._count}",
-                remedy="join later, or use gradmesh.backward(loss), which begins a new chain",
+                expected="join(loss) after the last collective of the ordered() block",
+                got=f"this collective after join(), which covered {self._count} collectives",
+                remedy="call join(loss) later, or use gm.backward(loss), after which further collectives are allowed",
             )
         )
 
     def join(self, loss: Tensor | None) -> Tensor:
-        """Tie the chain to this rank's loss, so that its backward runs every collective's.
+        """Connect the collectives of the block to this rank's loss, so that its backward runs all of theirs.
 
         Args:
             loss: this rank's loss; None on a rank that has none.
@@ -197,11 +197,11 @@ class Order:
         ):
             raise OrderError(
                 message(
-                    "the loss is nothing to differentiate",
+                    "the loss must be a floating-point or complex tensor, or None",
                     op="join",
                     expected="a floating-point or complex tensor, or None",
                     got=f"{loss.dtype} tensor" if isinstance(loss, Tensor) else repr(loss),
-                    remedy="pass None on a rank that has no loss",
+                    remedy="pass the loss tensor; on a rank without a loss pass None, as in gm.backward(None)",
                 )
             )
         if self._begun:
@@ -209,7 +209,7 @@ class Order:
         joined = loss
         if joined is None:
             joined = _NO_LOSS if compiling() else torch.zeros((), device="cpu", requires_grad=True)
-        # Without grad mode nothing is tied, and the block will say that join is missing.
+        # Without grad mode nothing is connected, and the block raises at its end.
         if self._token is not None and torch.is_grad_enabled():
             link = compiled_ordered if compiling() else apply_ordered
             joined, _ = link(PartialFromVarying(_LOCAL_AXIS), joined, self._token)
@@ -222,11 +222,11 @@ class Order:
         rank_state().started.abandon()
         raise OrderError(
             message(
-                "join, and a call that was begun is not waited for",
+                "join() called with pending async collectives",
                 op="join",
-                expected="wait() for each call with async_op=True, before join",
+                expected="wait() for each call with async_op=True, before join(), gm.backward() or gm.grad()",
                 got="\n".join(never),
-                remedy="call wait() where the result is needed, or at the latest before the loss is joined",
+                remedy="call y = pending.wait() where the result is needed, at the latest before join()",
             )
         )
 
@@ -239,24 +239,24 @@ class Order:
         create_graph: bool = False,
         inputs: Tensor | Sequence[Tensor] | None = None,
     ) -> None:
-        """Join the loss and run its backward; the next collective begins a new chain.
+        """Join the loss and run its backward; further collectives can follow.
 
         Args:
             loss: this rank's loss; None on a rank that has none.
-            gradient: the gradient of a loss that is no scalar.
+            gradient: the gradient of a loss that is not a scalar.
             retain_graph: as in `torch.Tensor.backward`.
-            create_graph: as there; the chain then goes on through the backward pass.
+            create_graph: as there; the collectives of the backward pass are then ordered too.
             inputs: as there.
         """
         joined, root = self.join(loss), self._root
         if root is None and not joined.requires_grad and torch.is_grad_enabled():
-            return  # this rank had no part in what the others call, and has nothing of its own to differentiate
-        # A pass that is told its inputs prunes all other paths, and so the chain.
+            return  # this rank called no collective and has no loss
+        # A pass with `inputs` prunes all other paths, including the ordering tokens.
         leaves = None if inputs is None or root is None else [*_listed(inputs), root]
         with self._following_pass(create_graph, bool(retain_graph)):
             joined.backward(gradient, retain_graph, create_graph, leaves)
             if root is not None and create_graph:
-                # Else the root would hold the graph of its own gradient, and both for ever.
+                # Without this the root would hold the graph of its own gradient: a reference cycle.
                 self._token, root.grad = root.grad, None
 
     def grad(
@@ -266,22 +266,23 @@ class Order:
         grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
         **options: Any,
     ) -> tuple[Tensor, ...]:
-        """`torch.autograd.grad` that runs every collective's backward; the next collective begins a new chain.
+        """`torch.autograd.grad` that runs every collective's backward; further collectives can follow.
 
         Args:
-            outputs: what to differentiate; the chain is tied to the first. None on a rank that has nothing.
-            inputs: with respect to what.
+            outputs: the tensors to differentiate; None on a rank that has none.
+            inputs: the tensors with respect to which to differentiate.
             grad_outputs: the gradients of the outputs.
-            options: as in `torch.autograd.grad`; with create_graph the chain goes on through the backward pass.
+            options: as in `torch.autograd.grad`; with create_graph the backward's collectives are ordered too.
         """
         if options.get("is_grads_batched"):
             raise OrderError(
                 message(
-                    "a chain has one gradient, not a batch of them",
+                    "is_grads_batched=True is not supported inside ordered()",
                     op="grad",
-                    expected="one pass for each gradient inside ordered()",
+                    expected="one backward pass for each gradient",
                     got="is_grads_batched=True",
-                    remedy="loop with retain_graph=True, or take batched gradients outside of ordered()",
+                    remedy="loop over the gradients with retain_graph=True, or call torch.autograd.grad(..., "
+                    "is_grads_batched=True) outside of ordered()",
                 )
             )
         first, *others = _listed(outputs) or (None,)
@@ -297,9 +298,9 @@ class Order:
 
     @contextlib.contextmanager
     def _following_pass(self, create_graph: bool, retain_graph: bool) -> Iterator[None]:
-        """Be ready for more collectives after a backward pass, also after one that failed.
+        """Reset for further collectives after a backward pass, also after one that failed.
 
-        Behind a pass that made a graph the chain goes on where that one ended; a graph that is kept keeps its chain.
+        With create_graph=True the order continues through the backward pass; with retain_graph=True it is kept.
         """
         try:
             yield
@@ -308,7 +309,7 @@ class Order:
             self._begun.clear()
             raise
         else:
-            # The pass is over on this rank, so that what it sent can only wait for passes of others.
+            # This rank's pass is over, so waiting for its sends cannot deadlock.
             messages.settle()
             if not create_graph and not retain_graph:
                 self._root = self._token = None
@@ -316,18 +317,18 @@ class Order:
             self._count, self._joined = 0, False
 
     def close(self) -> None:
-        """Refuse to end with collectives that no loss was tied to."""
+        """Raise if no loss was joined to the collectives of the block."""
         if self._begun:
             self._refuse_started()
         if self._count and not self._joined:
             verb, site = self._first
             raise OrderError(
                 message(
-                    "ordered() ended without join",
+                    "the ordered() block ended without join()",
                     op="ordered",
-                    expected="join(loss) or gradmesh.backward(loss) on every rank, also on one without a loss",
-                    got=f"a chain of {self._count}, from {verb} {show_site(site)}",
-                    remedy="loss = order.join(loss) as the last line of the block, or gradmesh.backward(loss)",
+                    expected="join(loss), gm.backward(loss) or gm.grad(...) on every rank; None for a missing loss",
+                    got=f"{self._count} collectives that were not joined, the first: {verb} {show_site(site)}",
+                    remedy="write loss = gm.join(loss) as the last line of the block, or gm.backward(loss) inside it",
                 )
             )
 

@@ -1,1 +1,1 @@
-"""Calls that are begun and waited for later, forward and backward."""
+"""Async collectives, started and waited for separately, forward and backward."""

@@ -6,7 +6,7 @@ passes its ticket to the node of the start, which waits for it. What the program
 its backward between the two in backward. Both halves of the backward are made of the same nodes, so derivatives of
 every order work.
 
-The rest is as in `gradmesh.autograd`: both nodes have a thread for a second output, and both are links in `ordered()`.
+The rest is as in `gradmesh.autograd`: both nodes return an ordering token, and both are ordered ops in `ordered()`.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ __all__ = ["AsyncCollective", "finish_ordered", "finished", "start_ordered", "st
 
 @dataclass(slots=True, eq=False)
 class AsyncCollective:
-    """A call that was begun on this rank.
+    """A started collective of this rank.
 
     Attributes:
         op: the op, on an `AsyncAxis`.
         x: the operand, where this rank has no node for the call.
-        call: what autograd remembers of it.
-        ticket: what the end is tied to the beginning with, until then; None: this rank has no node for the call.
-        job: the call on its way.
-        held: its result, where it was made at once.
-        backs: by the number of each backward pass, its adjoint, which was begun there and is to be ended.
+        call: its metadata.
+        ticket: dummy tensor that links the start node to the wait node; None: this rank has no node for the call.
+        job: the pending call.
+        held: its result, where it ran synchronously.
+        adjoints: the started adjoint, by backward pass.
     """
 
     op: Op
@@ -60,8 +60,8 @@ class AsyncCollective:
     adjoints: dict[int, AsyncCollective] = field(default_factory=dict)
 
     def start(self, x: Tensor) -> None:
-        """Hand the call to the courier."""
-        axis: AsyncAxis = self.op.axis  # type: ignore[assignment]  # on no other is a call begun
+        """Queue the call on the communication thread."""
+        axis: AsyncAxis = self.op.axis  # type: ignore[assignment]  # async calls have no other
         op, call, given = self.op, self.call, x.detach()
         call.site = call_site()
         if ACTIVE_TRACERS[0] and (tracer := rank_state().tracer) is not None:
@@ -73,13 +73,13 @@ class AsyncCollective:
         """Wait for the result."""
         if self.held is not None:
             return self.held
-        return self.job.wait()  # type: ignore[union-attr]  # it is on its way
+        return self.job.wait()  # type: ignore[union-attr]  # it is pending
 
 
 def started(
     op: Op, x: Tensor, call: CallRecord | None = None, token: Tensor | None = None
 ) -> AsyncCollective:
-    """Begin a call; as `gradmesh.autograd.unlinked`."""
+    """Start a call; as `gradmesh.autograd.apply_unordered`."""
     recording = torch.is_grad_enabled()
     if recording and op.rooted and not x.requires_grad and token is None and differentiable(x):
         token = grad_token()
@@ -99,7 +99,7 @@ def finished(made: AsyncCollective, ticket: Tensor | None = None) -> Tensor:
 
     Args:
         made: the call.
-        ticket: what its end is tied to; None: the ticket of its beginning.
+        ticket: the input of its wait node; None: the ticket of its start node.
     """
     if made.ticket is not None:
         y, _ = _wait(made, made.ticket if ticket is None else ticket, DETACHED_TOKEN)
@@ -115,15 +115,15 @@ def finished(made: AsyncCollective, ticket: Tensor | None = None) -> Tensor:
 def start_ordered(
     op: LinearOp, x: Tensor, token: Tensor, role: str = "", origin: CallRecord | None = None
 ) -> tuple[AsyncCollective, Tensor]:
-    """Begin a call as a link of the chain; as `gradmesh.autograd.ordered`."""
+    """Start a call as an ordered op; as `gradmesh.autograd.apply_ordered`."""
     made = AsyncCollective(op, None, CallRecord(role, origin, NEEDS_BACKWARD | CAN_BACKWARD, ordered=True))
     made.ticket, token = _start(made, x, token)
     return made, token
 
 
 def finish_ordered(made: AsyncCollective, ticket: Tensor | None, token: Tensor) -> tuple[Tensor, Tensor]:
-    """Wait for its result, as another link of the chain."""
-    return _wait(made, made.ticket if ticket is None else ticket, token)  # type: ignore[arg-type]  # a link has one
+    """Wait for its result, as another ordered op."""
+    return _wait(made, made.ticket if ticket is None else ticket, token)  # type: ignore[arg-type]  # is set
 
 
 def _start(made: AsyncCollective, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +137,7 @@ def _wait(made: AsyncCollective, ticket: Tensor, token: Tensor) -> tuple[Tensor,
 
 
 class _StartNode(torch.autograd.Function):
-    """The beginning: in backward, the end of the adjoint."""
+    """Starts the op; its backward waits for the adjoint."""
 
     @staticmethod
     def forward(ctx: Any, made: AsyncCollective, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,12 +154,12 @@ class _StartNode(torch.autograd.Function):
         if back is None:
             raise OrderError(
                 message(
-                    "the backward of a call that was begun, without that of its end",
+                    "backward ran through an async collective but not through the result of its wait()",
                     op=made.op.verb,
                     axis=str(made.op.axis),
-                    expected="backward through what wait() returned",
-                    got=f"no such pass, for {made.call.describe()}",
-                    remedy="wait for the call before the loss is made",
+                    expected="a loss computed from the result of wait()",
+                    got=f"no gradient of that result, for {made.call.describe()}",
+                    remedy="call y = pending.wait() before the loss is computed, and use y in it",
                 )
             )
         if not made.call.ordered:
@@ -176,7 +176,7 @@ class _StartNode(torch.autograd.Function):
 
 
 class _WaitNode(torch.autograd.Function):
-    """The end: in backward, the beginning of the adjoint."""
+    """Waits for the op; its backward starts the adjoint."""
 
     @staticmethod
     def forward(ctx: Any, made: AsyncCollective, ticket: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004
@@ -185,14 +185,14 @@ class _WaitNode(torch.autograd.Function):
         ctx.result, ctx.dtype, ctx.device = y.shape, y.dtype, y.device
         ctx.save_for_backward(token if made.call.ordered else following)
         ctx.set_materialize_grads(False)
-        made.job = None  # and with it the result, which is its receiver's
-        made.ticket = None  # which would hold the graph that holds this
+        made.job = None  # frees its reference to the result
+        made.ticket = None  # breaks a reference cycle with the graph
         return y, following
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, following: Tensor | None) -> tuple[Tensor | None, ...]:
         made: AsyncCollective = ctx.made
-        op: LinearOp = made.op  # type: ignore[assignment]  # no other has a backward
+        op: LinearOp = made.op  # type: ignore[assignment]  # other ops have no backward
         nothing = grad is None
         if grad is None:
             grad = torch.zeros(ctx.result, dtype=ctx.dtype, device=ctx.device)
@@ -217,7 +217,7 @@ class _WaitNode(torch.autograd.Function):
             back = AsyncCollective(op.back, None, CallRecord(ordered=True), held=held)
         elif recording:
             back, following = start_ordered(op.back, grad, following, BACKWARD, made.call)
-            ticket = back.ticket  # type: ignore[assignment]  # a link has one
+            ticket = back.ticket  # type: ignore[assignment]  # is set
         else:
             back = AsyncCollective(op.back, None, CallRecord(BACKWARD, made.call))
             back.start(grad)

@@ -1,4 +1,4 @@
-"""Many small calls as one message: `coalesce`."""
+"""`coalesce`: many small collectives as one."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _Gathers = AllGather | AllGatherInvariant
 
 
 class _Message:
-    """What was sent for several calls.
+    """One call that was sent for several coalesced calls.
 
     Args:
         pending: the one call.
-        cut: makes their results of its result.
+        cut: splits its result into theirs.
     """
 
     def __init__(self, pending: Pending[Tensor], cut: Callable[[Tensor], list[Tensor]]) -> None:
@@ -47,23 +47,23 @@ class _Message:
         return self._parts[number]
 
     def future(self, number: int, then: Callable[[Tensor], Any]) -> torch.futures.Future[Any]:
-        """A future of what is made of its value."""
+        """A future of the result of one of them, after `then`."""
         return self.pending.future().then(lambda done: then(self._cut(done.value())[number]))
 
 
 @dataclass(eq=False)
 class _Member:
-    """One of the calls.
+    """One coalesced call.
 
     Attributes:
         op: its op.
-        x: its operand; none in which it is no tensor of its own.
-        version: how often that was written when the call was made.
-        recorded: whether gradients were recorded then.
-        site: where.
-        sent: the message, once it was sent, and the place in it.
-        number: that of the `Pending`, whoever holds it.
-        refused: why it is not, if it is not.
+        x: its operand.
+        version: the operand's version counter at the call.
+        site: its call site.
+        recorded: whether grad mode was on.
+        sent: the message, once sent, and the position in it.
+        number: the number of its `Pending`.
+        refused: reason the message was not sent.
     """
 
     op: Op
@@ -73,7 +73,7 @@ class _Member:
     recorded: bool
     sent: tuple[_Message, int] | None = None
     number: int = -1
-    refused: str = "a wait inside the block, at whose end the message is sent"
+    refused: str = "wait() inside the block, which sends its message at the end"
 
     def wait(self) -> Tensor:
         sent, number = self._message()
@@ -92,12 +92,12 @@ class _Member:
         if self.sent is None:
             raise refused_wait(
                 message(
-                    "a coalesced call was not sent",
+                    "the coalesced call was not sent",
                     op=self.op.verb,
                     axis=str(self.op.axis),
-                    expected="wait() after the block of gradmesh.coalesce",
+                    expected="wait() after the gradmesh.coalesce() block",
                     got=f"{self.refused}; called {show_site(self.site)}",
-                    remedy="move the wait behind the block",
+                    remedy="call wait() after the block",
                 )
             )
         return self.sent
@@ -105,13 +105,13 @@ class _Member:
 
 @dataclass
 class Coalescing:
-    """The calls of one block on this rank."""
+    """The calls of one `coalesce` block on this rank."""
 
     axis: Axis
     members: list[_Member] = field(default_factory=list)
 
     def takes(self, op: Op) -> bool:
-        """Whether a call goes with others of its kind: where each element of a result comes from its like."""
+        """Whether a call can be coalesced: elementwise ops, and gathers of equal sizes."""
         plain = op.op if isinstance(op, Mean) else op
         whole = (
             isinstance(plain, SameShape)
@@ -121,7 +121,7 @@ class Coalescing:
         return whole and (op.sends or op.sends_back) and op.axis.global_ranks == self.axis.global_ranks
 
     def add(self, op: Op, x: Tensor, then: Callable[[Tensor], Any]) -> Pending[Any]:
-        """Take a call into the message."""
+        """Add a call to the message."""
         member = _Member(op, x, version(x), call_site(), torch.is_grad_enabled())
         self.members.append(member)
         pending: Pending[Any] = Pending(
@@ -136,25 +136,26 @@ class Coalescing:
         return pending
 
     def refuse(self) -> None:
-        """Leave the calls that were not sent, after an error: nobody has to wait for them."""
+        """Drop the calls that were not sent, after an error."""
         for member in self.members:
             if member.sent is not None:
                 continue
-            member.refused = "a block that was left by an error"
+            member.refused = "the block raised an error before it sent its message"
             rank_state().started.drop(member.number)
 
     def send(self) -> None:
-        """Begin one call for each kind and dtype."""
+        """Start one call for each kind and dtype."""
         groups: dict[Any, list[_Member]] = {}
         for member in self.members:
             if version(member.x) != member.version:
                 raise OrderError(
                     message(
-                        "the operand of a coalesced call was written before the end of the block",
+                        "the operand of a coalesced call was modified in place before the end of the block",
                         op=member.op.verb,
                         axis=str(member.op.axis),
-                        got=f"called {show_site(member.site)}",
-                        remedy="hand in a copy, or write behind the block",
+                        expected="an operand that is only read until the block ends",
+                        got=f"an in-place write after the call {show_site(member.site)}",
+                        remedy="pass a copy, x.clone(), or write to x after the block",
                     )
                 )
             kind = _of_many(member.op, None)
@@ -177,7 +178,7 @@ class Coalescing:
             pending,
             lambda whole: cut_by_rank(whole, like, dims, kind.axis.size) if dims else cut(whole, like),
         )
-        pending._mark_waited()  # as the calls have to be that it is made of
+        pending._mark_waited()  # the coalesced calls are waited for instead
         for number, member in enumerate(members):
             member.sent = sent, number
 
@@ -192,9 +193,9 @@ def _dim(op: Op) -> str:
 
 
 def _of_many(op: Op, operand_desc: str | None) -> Op:
-    """The op for several operands as one."""
+    """The op for several operands as one flat operand."""
     if isinstance(op, Mean):
-        return Mean(_of_many(op.op, operand_desc))  # type: ignore[arg-type]  # linear, as it is
+        return Mean(_of_many(op.op, operand_desc))  # type: ignore[arg-type]  # linear, as `op.op` is
     if isinstance(op, _Gathers):
         return replace(op, dim=0, sizes=EQUAL, operand_desc=operand_desc)
     return replace(op, operand_desc=operand_desc)
@@ -202,19 +203,18 @@ def _of_many(op: Op, operand_desc: str | None) -> Op:
 
 @contextlib.contextmanager
 def coalesce(axis: AxisLike = None) -> Iterator[None]:
-    """Send the calls that are begun in the block as one message for each kind and dtype, backward too.
+    """Send the async collectives of the block as one message for each kind and dtype, backward too.
 
-    It takes the calls with `async_op=True` on the axis in which each element of a result comes from its like, or from
-    its like on every rank: `all_reduce`, `all_gather` of equal sizes, `broadcast`, `replicate`, `reduce`, `shift`,
-    `permute`, `scan` and `exscan`. Others are begun by themselves. The message is sent at the end of the block; the
-    results are waited for behind it.
+    It coalesces calls on the axis with `async_op=True` of `all_reduce`, `all_gather` of equal sizes, `broadcast`,
+    `replicate`, `reduce`, `shift`, `permute`, `scan` and `exscan`. Other calls are started individually. The message is
+    sent at the end of the block; call `wait()` after it.
 
     Args:
         axis: the ranks, as in every verb.
 
     Raises:
-        OrderError: a wait inside the block; an operand that is written there after its call.
-        MismatchError: at the wait: the ranks' calls in the block do not fit together.
+        OrderError: `wait()` inside the block; an operand that is modified in place there after its call.
+        MismatchError: raised by `wait()` if the ranks' calls in the block do not match.
 
     Example:
         >>> def on_each_rank():

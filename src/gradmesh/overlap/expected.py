@@ -1,7 +1,7 @@
-"""Messages that are received when they are waited for; each finds its own, in whatever order the waits come.
+"""Async `recv`: messages are received by `wait()`, in any order of the waits.
 
-A message is on its way as soon as it was sent, so that nothing has to be done for one that is expected. But messages
-between two ranks are taken in the order in which they were sent: who waits for the second one takes the first one too.
+Messages between two ranks arrive in the order in which they were sent, so waiting for the second one receives the first
+one too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["receive"]
 
 @dataclass(slots=True)
 class _Expected:
-    """A message that is to be received later."""
+    """A message to receive later."""
 
     op: Receive
     x: Tensor
@@ -34,12 +34,12 @@ class _Expected:
 
 @dataclass
 class _Inbox:
-    """The messages that are expected on this rank, by group and sender, the next ones first."""
+    """The expected messages of this rank, by group and sender, in order."""
 
     expected: dict[tuple[dist.ProcessGroup, int], deque[_Expected]] = field(default_factory=dict)
 
     def take(self, key: tuple[dist.ProcessGroup, int], until: _Expected | None = None) -> None:
-        """Receive what is expected of a rank, to the last, or to one of them."""
+        """Receive all expected messages of a rank, or those up to `until`."""
         while queue := self.expected.get(key):
             message = queue.popleft()
             if not queue:
@@ -58,7 +58,7 @@ def receive(op: Receive, x: Tensor, then: Callable[[Tensor], Any], *, later: boo
     Args:
         op: the op.
         x: its operand.
-        then: makes what is returned of the op's result.
+        then: computes the returned value from the op's result.
         later: whether to return a `Pending`.
     """
     inbox, key = rank_state().get_or_create(_Inbox), (op.axis.group, op.peer)

@@ -1,4 +1,4 @@
-"""`Pending`: a collective that is under way, and what it takes to get its result."""
+"""`Pending`: the handle of an async collective."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _numbers = itertools.count()
 
 
 class Pending(Generic[T]):
-    """What a verb returns with `async_op=True`: a call that is under way.
+    """The handle that a verb returns with `async_op=True`; `wait()` returns the result.
 
-    Between the verb and `wait()` this rank can do something else. In backward it is the other way round: the place of
-    `wait()` begins the adjoint, and the place of the verb waits for it, so that what is done between the two in
-    forward is overlapped in backward too, at every order. In `ordered()` both places are links of the chain. Calls
-    begun on an axis travel on a process group of their own, in the order in which they were begun; that order has to be
-    the same on every rank, and so has the order of the waits of what is differentiated.
+    Between the verb and `wait()` this rank can compute. In backward the roles swap: the gradient collective is started
+    at the point of `wait()` and waited for at the point of the verb, so the same computation overlaps in backward too,
+    at every order. In `ordered()` both points are ordered ops. The async calls of an axis use a separate process group
+    and are sent in the order in which they were started; that order has to be the same on every rank, and so has the
+    order of the waits of differentiable calls.
 
-    Until it was waited for, the operand must not be written: it may not have been read yet.
+    Do not modify the operand in place before `wait()` has returned: it may not have been read yet.
 
     Example:
         >>> def on_each_rank():
@@ -70,17 +70,18 @@ class Pending(Generic[T]):
         tied: bool = False,
         recording: bool = False,
     ) -> None:
-        """Made by verbs.
+        """Created by the verbs.
 
         Args:
             verb: the verb.
             axis: the axis, for error texts.
-            finish: waits, and gives the result.
-            future: makes a future; None: there is none.
-            over: whether it would wait no more; None: nobody knows.
-            operand: what must not be written meanwhile.
-            tied: whether the call has a backward on this rank, even where the operand requires no grad.
-            recording: whether it has, in which case a future does not stand for `wait`; else the operand tells.
+            finish: waits and returns the result.
+            future: creates a future; None: futures are not supported.
+            over: whether `wait` would return without blocking; None: this cannot be polled.
+            operand: the tensor that must not be modified in place before `wait`.
+            tied: whether the call has a backward on this rank even where the operand does not require grad.
+            recording: whether the result requires grad, so that `future` does not replace `wait`; the default is
+                derived from the operand.
         """
         self._verb, self._axis = verb, axis
         self._finish: Callable[[], T] | None = finish
@@ -92,7 +93,7 @@ class Pending(Generic[T]):
         self._lock: threading.Lock | None = None
         self._site: Site = None
         self._recording = False
-        if compiling():  # what is looked after below is the compiler's affair
+        if compiling():  # compiled programs have no call sites or version counters
             return
         self._site = call_site()
         self._lock = threading.Lock()
@@ -105,7 +106,7 @@ class Pending(Generic[T]):
         self._number = next(_numbers)
         self._unwaited = rank_state().started
         self._abandoned = self._unwaited.abandoned
-        # What is run again for a checkpoint may end as soon as it has saved what backward needs.
+        # A checkpoint may stop a recomputation early, before wait().
         if self._region is None or not in_backward():
             self._unwaited.open[self._number] = self._description()
 
@@ -113,13 +114,13 @@ class Pending(Generic[T]):
         """The result, as the verb without `async_op` returns it. A second call returns the same.
 
         Raises:
-            OrderError: the call was begun in another region of a checkpoint, with another grad mode, or in an
-                `ordered()` block that was joined since; or its operand was written meanwhile.
-            MismatchError: what the ranks called does not fit together; and whatever else the verb raises.
+            OrderError: the call was started in another checkpointed region, in another grad mode, or in an `ordered()`
+                block that was joined since; or its operand was modified in place meanwhile.
+            MismatchError: the ranks' calls do not match. Other errors are those of the verb.
         """
         if self._lock is None:
             return self._finish_once()
-        # The program may hold the lock, waiting for a function of `then` in which this is called.
+        # The program may hold the lock while it waits for the callback of `then` that calls this.
         if not self._lock.acquire(blocking=not in_then_callback()):
             return self._future_value()
         try:
@@ -128,14 +129,14 @@ class Pending(Generic[T]):
             self._lock.release()
 
     def _future_value(self) -> T:
-        """The value of the future, in a function of `then` while the program waits for the call."""
+        """The value of the future, for a callback of `then` while the program waits for the call."""
         future = None if self._future is None else self._future()
         if future is None or not future.done():
             raise self._order_error(
-                "a function of future().then(...) waits for a call that is made after it has returned",
+                "wait() in a future().then(...) callback would deadlock: the call runs after the callback has returned",
                 "wait() on a thread of the program",
-                "wait() in what then(...) runs",
-                "wait for the calls first, or use torch.futures.collect_all",
+                "wait() inside future().then(callback), for a call that is still pending",
+                "call wait() before then(...), or torch.futures.collect_all([a.future(), b.future()])",
             )
         return future.value()
 
@@ -157,58 +158,58 @@ class Pending(Generic[T]):
             if self._unwaited is not None:
                 self._unwaited.abandon()
             raise
-        except BaseException:  # Ctrl-C, say: the call is still under way
+        except BaseException:  # Ctrl-C, for example: the call is still pending
             self._finish = finish
             raise
         self._mark_waited()
         self._operand = None
-        # A call that is kept keeps its result, and nothing else.
+        # From here on only the result is referenced.
         self._over, result = _true, self._result
         if self._future is not None:
             self._future = lambda: _completed(result)
         return result
 
     def done(self) -> bool:
-        """Whether `wait` would return, or raise, at once.
+        """Whether `wait` would return or raise without blocking.
 
         Raises:
-            OrderError: the call is `recv`, whose message is taken at the wait.
+            OrderError: the call is `recv`, which cannot be polled.
         """
         if self._finish is None:
             return True
         if self._over is None:
             raise self._order_error(
-                "nobody knows of a message before it is taken",
+                "recv() cannot be polled",
                 "wait()",
                 "done()",
-                "call wait(), which takes it",
+                "call wait(), which receives the message",
             )
         return self._over()
 
     def drop(self) -> None:
-        """Say that nobody will wait, where a program goes on after an error of its own.
+        """Discard the result without `wait()`, for example after an error in user code.
 
-        The call is made all the same: the other ranks wait for it.
+        The collective still runs, because the other ranks wait for it.
         """
         self._mark_waited()
 
     def future(self) -> torch.futures.Future[T]:
-        """A future of the value alone, for `then`, `torch.futures.collect_all` and `wait_all`.
+        """A `torch.futures.Future` of the detached value, for `then`, `torch.futures.collect_all` and `wait_all`.
 
-        It is completed on a thread of the library, so its value is detached, and what `then` runs must not call
-        collectives. It is done, and what `then` runs has returned, when `wait` returns and when `done` is True. A call
-        whose operand requires grad has to be waited for all the same.
+        The communication thread completes it, so its value is detached, and callbacks of `then` must not call
+        collectives. When `wait` returns or `done` is True, the future is done and its callbacks have returned. If the
+        operand requires grad, `wait` still has to be called.
 
         Raises:
-            OrderError: the call has several steps (`all_reduce` with "max", "min" or "logsumexp", `recv`), which only
-                `wait` takes.
+            OrderError: the call needs several steps, which only `wait` runs (`all_reduce` with "max", "min" or
+                "logsumexp", `recv`).
         """
         if self._future is None:
             raise self._order_error(
-                "a call of several steps has no future",
+                "this call has no future, because it needs several steps that only wait() runs",
                 "wait()",
                 "future()",
-                "call wait() where the result is needed",
+                "call y = pending.wait() where the result is needed",
             )
         if not self._recording:
             self._mark_waited()
@@ -222,35 +223,35 @@ class Pending(Generic[T]):
             self._unwaited.open.pop(self._number, None)
 
     def _check_wait(self) -> None:
-        """Refuse a wait whose backward could not meet that of the beginning."""
+        """Raise if the backward of this wait could not be paired with that of the start."""
         operand = self._operand
         if compiling() or operand is None:
             return
         if self._tied and torch.is_grad_enabled() != self._mode:
             modes = {True: "gradients recorded", False: "torch.no_grad()"}
             raise self._order_error(
-                "a call was begun with another grad mode than it is waited for with",
-                f"{modes[self._mode]}, as at the beginning",
+                "wait() is called in another grad mode than the collective",
+                f"{modes[self._mode]}, as at the collective",
                 modes[not self._mode],
-                "begin and wait inside the same torch.no_grad() block, or both outside of it",
+                "call both inside the same torch.no_grad() block, or both outside of it",
             )
         if checkpoint_region() is not self._region:
             raise self._order_error(
-                "a call was begun in another region of a checkpoint, or in another run of it",
-                "the beginning and wait() in one region",
-                "one of them alone, which would be recomputed without the other",
+                "the collective and its wait() are in different checkpointed regions",
+                "both inside one function passed to torch.utils.checkpoint, or both outside",
+                "one inside and one outside; recomputation would repeat only one of them",
                 "move both into the checkpointed function, or both out of it",
             )
         if version(operand) != self._version:
             raise self._order_error(
-                "the operand was written before the call was waited for",
-                "an operand that is only read until then",
-                "one that was changed in place, maybe before it was sent",
-                "hand in a copy, or write after wait()",
+                "the operand was modified in place before wait()",
+                "an operand that is only read until wait() returns",
+                "an in-place write, possibly before the operand was sent",
+                "pass a copy, x.clone(), or write to x after wait()",
             )
 
     def _order_error(self, problem: str, expected: str, got: str, remedy: str) -> OrderError:
-        got += f"; begun {show_site(self._site)}"
+        got += f"; started {show_site(self._site)}"
         return refused_wait(
             message(problem, op=self._verb, axis=self._axis, expected=expected, got=got, remedy=remedy)
         )
@@ -309,13 +310,13 @@ _refuse_operators()
 def start_op(
     op: Op, x: Tensor, then: Callable[[Tensor], Any] | None = None, *, steps: bool = False
 ) -> Pending[Any]:
-    """Begin an op on this rank's tensor, differentiably; inside `ordered()`, as the next link of the chain.
+    """Start an op on this rank's tensor, differentiably; inside `ordered()` as the next ordered op.
 
     Args:
-        op: the op; on an `AsyncAxis`, or it is made at once.
+        op: the op; on any axis but an `AsyncAxis` it runs synchronously.
         x: the operand.
-        then: makes what `wait` returns of the op's result; by default that is it.
-        steps: whether that needs further calls, which nobody else can make.
+        then: computes the return value of `wait` from the op's result; defaults to the identity.
+        steps: whether `then` makes further calls, so that only `wait` can run it.
     """
     axis, finish = str(op.axis), then if then is not None else _identity
     apart = type(op.axis) is AsyncAxis and not compiling() and not tracing()
@@ -329,7 +330,7 @@ def start_op(
         added: Pending[Any] = state.coalescing.add(op, x, finish)
         return added
     made, result = _start(op, x)
-    job: WorkItem[Tensor] = made.job  # type: ignore[assignment]  # it is on its way
+    job: WorkItem[Tensor] = made.job  # type: ignore[assignment]  # it is pending
     return Pending(
         op.verb,
         axis,
@@ -342,7 +343,7 @@ def start_op(
 
 
 def _start(op: Op, x: Tensor) -> tuple[AsyncCollective, Callable[[AsyncCollective], Tensor]]:
-    """A call that was begun, and what ends it."""
+    """A started call, and the function that waits for it."""
     chain = rank_state().chain
     if chain is None:
         return started(op, x), finished
@@ -350,7 +351,7 @@ def _start(op: Op, x: Tensor) -> tuple[AsyncCollective, Callable[[AsyncCollectiv
         if torch.is_grad_enabled() and isinstance(op, LinearOp) and differentiable(x):
             return chain.begin(op, x), chain.end
         chain.refuse_reentrant(op)
-    except OrderError as error:  # of the chain: nothing was sent
+    except OrderError as error:  # of ordered(): nothing was sent
         op.withdraw(x, error)
         raise
     made = started(op, x)
@@ -364,11 +365,11 @@ def combined(parts: Sequence[Pending[Any]], finish: Callable[[list[Any]], T]) ->
 
     Args:
         parts: the calls; at least one.
-        finish: makes what `wait` returns of their results.
+        finish: computes the return value of `wait` from their results.
     """
     first = parts[0]
     for part in parts:
-        part._mark_waited()  # as this one has to be, whose parts they are
+        part._mark_waited()  # the combined call is waited for instead
     return Pending(
         first._verb,
         first._axis,
@@ -396,7 +397,7 @@ def _completed(value: T) -> torch.futures.Future[T]:
 
 
 def _future_of(job: WorkItem[Tensor], finish: Callable[[Tensor], T]) -> torch.futures.Future[T]:
-    """A future of what is made of a call's result."""
+    """A future of `finish` of a call's result."""
     future: torch.futures.Future[T] = torch.futures.Future()
 
     def complete(over: WorkItem[Tensor]) -> None:
@@ -415,5 +416,5 @@ def _detached(value: Any) -> Any:
 
 
 def version(x: Tensor | None) -> int:
-    """How often a tensor was written; of one that does not count, always 0."""
+    """A tensor's version counter; 0 for inference tensors, which have none."""
     return 0 if x is None or x.is_inference() else x._version

@@ -1,4 +1,4 @@
-"""What a verb gives, told to type checkers: a structure for a structure, and a `Pending` with `async_op=True`."""
+"""Overloads of the verbs for type checkers: tuples, lists and dicts, and a `Pending` with `async_op=True`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 class Verb(Protocol[P]):
-    """A verb that takes a tensor and gives one, or takes a structure of tensors and gives one like it."""
+    """A verb on a tensor, or on a tuple, list or dict of tensors."""
 
     __name__: str
 
@@ -37,12 +37,12 @@ class Verb(Protocol[P]):
 
 
 def pytree_verb(verb: Callable[Concatenate[Tensor, P], Tensor]) -> Verb[P]:
-    """Tell type checkers that a verb takes structures too; when the program runs, this is the verb itself."""
+    """Add the overloads for tuples, lists and dicts; at run time this is the identity."""
     return cast("Verb[P]", verb)
 
 
 class AsyncVerb(Protocol[P, Result]):
-    """A verb that gives something, or a `Pending` of it."""
+    """A verb that returns a result, or a `Pending` of it."""
 
     __name__: str
 
@@ -55,5 +55,5 @@ class AsyncVerb(Protocol[P, Result]):
 
 
 def async_verb(verb: Callable[P, Result]) -> AsyncVerb[P, Result]:
-    """Tell type checkers what a verb gives with `async_op=True`; when the program runs, this is the verb itself."""
+    """Add the overload for `async_op=True`; at run time this is the identity."""
     return cast("AsyncVerb[P, Result]", verb)

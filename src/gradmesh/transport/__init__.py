@@ -1,14 +1,14 @@
-"""Transports: how the bytes of a collective travel, and which transport an axis uses.
+"""Transports: how the bytes of a collective are sent, and which transport an axis uses.
 
-An op defines what moves (`gradmesh.ops`), autograd in which direction (`gradmesh.autograd`), and a transport moves it:
+An op defines what is sent (`gradmesh.ops`), autograd the direction (`gradmesh.autograd`), and a transport sends it:
 
 * `Transport` (base.py): the abstract primitives that ops are made of.
 * `TorchGroup`: any process group of torch.distributed.
 * `OwnGroupTransport`: groups of gradmesh's own backends, called directly.
-* `LocalTransport`: an axis of one rank, on which nothing travels.
-* `Functional`: functional collectives, which a compiler can see and move.
+* `LocalTransport`: an axis of one rank, where nothing is sent.
+* `Functional`: functional collectives, which a compiler can see and reorder.
 
-`transport` chooses among them, here and nowhere else. A new transport is a subclass of `Transport` in a file of its own
+Only `transport` chooses among them. A new transport is a subclass of `Transport` in a file of its own
 and a line in `TRANSPORTS` with the class of process group that it serves. `install_middleware` (middleware.py) wraps
 every transport of a rank for a while, for delay injection or recording.
 """
@@ -53,7 +53,7 @@ def transport(axis: Axis, call_check: OpCallCheck | None = None) -> Transport:
 
     Args:
         axis: the ranks that take part.
-        call_check: what this rank says about the call.
+        call_check: the description of the call that the ranks compare; None: nothing is compared.
     """
     if axis.size == 1:
         return LocalTransport(axis)
@@ -65,5 +65,5 @@ def transport(axis: Axis, call_check: OpCallCheck | None = None) -> Transport:
 
 
 def traced_transport(axis: Axis) -> Transport:
-    """The transport for one op whose motions a compiler sees."""
+    """The transport for one op inside a compiled program."""
     return TracedLocalTransport(axis) if axis.size == 1 else Functional(axis)

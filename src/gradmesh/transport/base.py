@@ -1,20 +1,20 @@
 """The abstract transport: the few primitives that all ops are made of.
 
 A transport serves one call of an op on one rank: it belongs to an axis and, where calls are compared, to the check of
-the call that is being made. The ranks of the axis make the same motions in the same order.
+that call. The ranks of the axis run the same primitives in the same order.
 
-Rules that hold for every motion:
+Rules that hold for every primitive:
 
-* Operands are plain tensors of any strides unless a motion says `flat`: then they are dense, contiguous and of one
-  dimension. No operand is written, and no result shares memory with an operand, also on an axis of one rank.
+* Operands are plain tensors of any strides unless the argument is named `flat`: then they are dense, contiguous and
+  one-dimensional. No operand is written, and no result shares memory with an operand, also on an axis of one rank.
 * Counts are numbers of elements, one for each rank, in rank order. `even` says that all counts are equal on all ranks
-  because nobody told sizes: a transport may use it to choose a faster call, and must not need it.
+  because no sizes were passed: a transport may use it to choose a faster call, and must not depend on it.
 * Sums are taken in the operand's dtype, in rank order where the transport does the adding.
-* A motion is blocking: when it returns, its result can be read, and its operand can be written.
-* Where the ranks' claims differ, every rank raises the same `MismatchError`, before anything is written.
+* A primitive is blocking: when it returns, its result can be read, and its operand can be written.
+* Where the ranks' calls differ, every rank raises the same `MismatchError`, before anything is written.
 
-`exchange` is what a transport has to have, and `post` and `fetch` if it is to carry messages between two ranks. The
-other motions come down to `exchange`, and a transport that has something faster overrides them.
+A transport has to implement `exchange`, and `post` and `fetch` for point-to-point messages. The other primitives fall
+back to `exchange`; a transport with a faster implementation overrides them.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ __all__ = ["Transport"]
 
 
 class Transport(abc.ABC):
-    """One op's way over the wire.
+    """Sends the data of one call of an op.
 
     Args:
         axis: the ranks that take part.
-        claim: what this rank says about the call, for the others to compare; None: nothing is compared.
+        call_check: the description of the call that the ranks compare; None: nothing is compared.
     """
 
     def __init__(self, axis: Axis, call_check: OpCallCheck | None = None) -> None:
         self.axis = axis
         self.call_check = call_check
 
-    # -- what a transport has to have
+    # -- required
 
     @abc.abstractmethod
     def exchange(
@@ -60,7 +60,7 @@ class Transport(abc.ABC):
         *,
         even: bool = False,
     ) -> Tensor:
-        """Give each rank its part of a flat buffer, and get a part from each.
+        """All-to-all: send each rank its part of a flat buffer, and receive a part from each.
 
         Args:
             flat: this rank's parts for all ranks, one after another in rank order: `sum(send)` elements.
@@ -76,12 +76,12 @@ class Transport(abc.ABC):
     # -- messages between two ranks
 
     def post(self, x: Tensor, peer: int, greeting: str) -> None:  # noqa: ARG002
-        """Send a tensor to one rank and go on, without waiting for that rank.
+        """Send a tensor to one rank without waiting for that rank.
 
         Args:
             x: the message; it may be written as soon as this returns.
-            peer: the rank that it goes to, which calls `fetch`.
-            greeting: what both ends say alike about the message.
+            peer: the receiving rank, which calls `fetch`.
+            greeting: description of the message; both ends have to pass the same.
         """
         self._no_messages("send")
 
@@ -90,43 +90,43 @@ class Transport(abc.ABC):
 
         Args:
             out: a dense tensor of the message's shape, which is written.
-            peer: the rank that it comes from.
-            greeting: what both ends say alike about the message.
+            peer: the sending rank.
+            greeting: description of the message; both ends have to pass the same.
 
         Returns:
-            None; or what the other end said, if it was something else (`out` is then not to be read).
+            None; or the sender's description, if it differs (`out` is then undefined).
         """
         self._no_messages("recv")
 
     def withdraw_message(self, peer: int, said: str) -> None:  # noqa: B027 - most transports have none
-        """Say to a rank that the message which it may wait for does not come.
+        """Notify a rank that the message it expects will not be sent.
 
         Args:
-            peer: the rank, which then has `said` for what the other end said from `fetch`.
-            said: why, in words.
+            peer: the rank, whose `fetch` then returns `said`.
+            said: the reason.
         """
 
     def pass_over(self, peer: int) -> None:  # noqa: B027
-        """Leave out the next message of a rank, when it comes, as this rank cannot receive it."""
+        """Discard the next message of a rank when it arrives, because this rank cannot receive it."""
 
     def _no_messages(self, verb: str) -> NoReturn:
         raise ArgumentError(
             message(
-                "this transport has no messages between two ranks",
+                "this transport does not support point-to-point messages",
                 op=verb,
                 axis=str(self.axis),
-                expected="a transport with post and fetch",
+                expected="a transport that implements post() and fetch()",
                 got=type(self).__name__,
-                remedy="use gradmesh.permute, which all ranks call",
+                remedy="use gradmesh.permute(x, pairs=[(0, 1)]), which every rank of the axis calls",
             )
         )
 
-    # -- motions that come down to it
+    # -- primitives that fall back to it
 
     def gather(
         self, flat: Tensor, counts: Sequence[int], shape: Sequence[int] | None = None, *, even: bool = False
     ) -> Tensor:
-        """Every rank's flat buffer, one after another.
+        """All-gather: every rank's flat buffer, one after another.
 
         Args:
             flat: this rank's buffer, of `counts[rank]` elements.
@@ -143,33 +143,33 @@ class Transport(abc.ABC):
     def sum_and_scatter(
         self, flat: Tensor, counts: Sequence[int], shape: Sequence[int], *, even: bool = False
     ) -> Tensor:
-        """Add the ranks' flat buffers and keep the own part.
+        """Reduce-scatter: add the ranks' flat buffers and keep this rank's part.
 
         Args:
             flat: this rank's term of the sum, of `sum(counts)` elements.
             counts: the length of every rank's part.
-            shape: the shape of the own part, of `counts[rank]` elements.
+            shape: the shape of this rank's part, of `counts[rank]` elements.
             even: all lengths are equal, on all ranks.
         """
         mine, size = counts[self.axis.rank], self.axis.size
-        # The same bytes travel as in a reduce-scatter, and torch adds them in rank order.
+        # As many bytes as a reduce-scatter sends, and torch adds in rank order.
         parts = self.exchange(flat, counts, [mine] * size, (size, *shape), even=even)
         return parts.sum(0, dtype=flat.dtype)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of every rank's tensor, of the operand's shape, the same on every rank."""
+        """All-reduce: the sum of every rank's tensor, the same on every rank."""
         return self.fold(x, lambda parts: parts.sum(0, dtype=parts.dtype))
 
     def sum_at(self, x: Tensor, root: int) -> Tensor:
-        """The sum of every rank's tensor at the root, zeros of the operand's shape elsewhere."""
+        """Reduce: the sum of every rank's tensor at the root, zeros of the operand's shape elsewhere."""
         total = self.sum(x)
         return total if self.axis.rank == root else total.zero_()
 
     def fold(self, x: Tensor, fold: Callable[[Tensor], Tensor]) -> Tensor:
-        """Fold the ranks' tensors with any function of torch.
+        """All-reduce with any reduction that torch implements.
 
-        It moves the bytes of an all-reduce (reduce-scatter, then all-gather). Each element is folded on one rank, so
-        that the result is the same on every rank, to the bit.
+        It sends the bytes of an all-reduce (reduce-scatter, then all-gather). Each element is reduced on one rank, so
+        that the result is bitwise the same on every rank.
 
         Args:
             x: this rank's tensor, of one shape and dtype on all ranks.
@@ -186,11 +186,11 @@ class Transport(abc.ABC):
         return self.gather(fold(parts), counts, x.shape)
 
     def copy_from(self, x: Tensor, root: int) -> Tensor:
-        """The root's tensor on every rank.
+        """Broadcast: the root's tensor on every rank.
 
         Args:
-            x: at the root the value; elsewhere a tensor of the same shape and dtype, whose values do not count.
-            root: the rank that it comes from.
+            x: at the root the value; elsewhere a tensor of the same shape and dtype, whose values are ignored.
+            root: the sending rank.
         """
         size, rank = self.axis.size, self.axis.rank
         send = [x.numel() if rank == root else 0] * size
@@ -199,16 +199,16 @@ class Transport(abc.ABC):
         return self.exchange(one.repeat(size) if rank == root else one[:0], send, receive, x.shape)
 
     def relay(self, x: Tensor, to: int | None, source: int | None, shape: Sequence[int]) -> Tensor | None:
-        """Hand a tensor to one rank or to none, and take one from one rank or from none.
+        """Send a tensor to at most one rank, and receive one from at most one rank.
 
         Args:
-            x: what is handed on.
-            to: the rank that gets it, which names this one as its `source`; no two ranks give to the same one.
-            source: the rank to take from.
-            shape: the shape of what comes.
+            x: the tensor to send.
+            to: the receiving rank, whose `source` is this rank; each rank receives from one rank at most.
+            source: the rank to receive from.
+            shape: the shape of the received tensor.
 
         Returns:
-            What came; None if `source` is.
+            The received tensor; None if `source` is None.
         """
         size = self.axis.size
         send, receive = [0] * size, [0] * size
@@ -231,7 +231,7 @@ class Transport(abc.ABC):
         return memory.empty(shape, like.dtype, like.device)
 
     def copy(self, x: Tensor) -> Tensor:
-        """A dense copy of `x`, in memory of its own."""
+        """A dense copy of `x`."""
         plain = x.resolve_conj().resolve_neg()
         return self.room(plain, plain.shape).copy_(plain)
 
@@ -241,27 +241,27 @@ class Transport(abc.ABC):
         out.view(-1).copy_(flat)
         return out
 
-    # -- what is compared, and what goes wrong
+    # -- call checks
 
     @property
     def calls(self) -> Calls:
-        """The count of the calls of the axis's group, on this rank."""
+        """This rank's counter of the calls on the axis's group."""
         return calls_of(self.axis.group)
 
     def take_check(self) -> OpCallCheck | None:
-        """The claim, for the first motion of the call; None afterwards."""
+        """The call check, for the first primitive of the call; None afterwards."""
         call_check, self.call_check = self.call_check, None
         if call_check is not None:
             call_check.count(self.calls)
         return call_check
 
     def compare(self) -> None:
-        """Compare the claim of a call that sends nothing."""
+        """Compare the ranks' calls where the call itself sends nothing."""
         self.gather(torch.zeros(1, device="cpu"), [1] * self.axis.size, even=True)
 
-    def withdraw(self, error: Exception) -> None:  # noqa: B027 - most transports cannot tell
-        """Tell the others that this rank cannot make its call, so that they raise instead of waiting for it.
+    def withdraw(self, error: Exception) -> None:  # noqa: B027 - most transports cannot
+        """Notify the other ranks that this rank aborts its call, so that they raise instead of waiting.
 
-        It is called when an op fails on this rank, and has an effect only if no motion has begun yet. A transport that
-        cannot tell does nothing.
+        Called when an op fails on this rank; has an effect only before the first primitive. A transport without such a
+        notification does nothing.
         """

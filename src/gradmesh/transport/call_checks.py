@@ -1,13 +1,13 @@
-"""What a rank says about a call, so that ranks whose calls do not fit together hear of it.
+"""Call checks: what the ranks compare about a call, so that mismatched calls raise on every rank.
 
-Each call that sends has a number among the calls of its group, the same on all ranks, since all make the same calls.
-A backward call says of which call it is the backward: two backward calls of one kind and one shape, for outputs that
-two ranks used differently, would else be taken for each other. What is called without anything being sent, and whose
-backward sends, is numbered too, and told with the next call that sends.
+Each call that sends has a sequence number in its group, the same on all ranks. A backward call includes the number of
+its forward call: otherwise two backward calls of the same kind and shape could be mispaired where ranks use outputs
+differently. Calls that send nothing but whose backward sends are numbered too, and checked with the next call that
+sends.
 
-A backward that a user wrote calls verbs by hand: what it tells of itself is in `manual_calls`.
+Calls in a user-written autograd.Function are handled in `manual_calls`.
 
-Beside what is compared, a rank tells whether its call will have a backward: see `NEEDS_BACKWARD`.
+In addition, each rank reports whether its call will have a backward: see `NEEDS_BACKWARD`.
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ __all__ = [
 ]
 
 NEEDS_BACKWARD = 1
-"""A flag: this rank will take part in the call's backward."""
+"""A flag: this rank will run the call's backward."""
 CAN_BACKWARD = 2
-"""A flag: it would, if others do."""
+"""A flag: this rank can run the call's backward if another rank needs it."""
 ZERO_GRAD = 4
-"""A flag: this rank has nothing to hand in, so that zeros stand for it."""
+"""A flag: this rank has no gradient, and passes zeros."""
 DEFERRED = 4
-"""A flag of a call that is no backward: this rank would put its backward's sum off, as `no_sync` says."""
+"""A flag of a forward call: this rank defers its backward reduction (`no_sync`)."""
 
 BACKWARD = "the backward of"
 TANGENT = "the tangent of"
 _ROLE_NUMBER = {"": 0, BACKWARD: 1, TANGENT: 2}
 
 _ORDERED = (
-    "run forward and backward inside gradmesh.ordered(): there every rank takes part in the backward of every call, "
-    "in one order, whatever its loss uses"
+    "run forward and backward inside `with gradmesh.ordered():`, where every rank runs the backward of every call in "
+    "the same order, also where its loss does not use the result"
 )
 _OUTSIDE = (
-    "have every rank use every result of that function, loss + 0 * y.sum(), or call the verb outside of it, where "
-    "gradmesh.ordered() sees to its backward; for a region of checkpoint() say use_reentrant=False"
+    "use every result of that autograd.Function on every rank (loss + 0 * y.sum()), or call the collective outside of "
+    "it, inside `with gradmesh.ordered():`; for torch.utils.checkpoint pass use_reentrant=False"
 )
 _SHOWN_LOCAL = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a call says that is the same each time: the words, and a number that differs where they do."""
+    """Cached call signature: its text and a 64-bit digest of it."""
 
     verb: str
     axis: str
@@ -80,41 +80,41 @@ class Signature:
 
     @classmethod
     def of(cls, verb: str, axis: str, text: str, own: str = "") -> Signature:
-        """Made of the words.
+        """Make one from its text.
 
         Args:
             verb: the verb that is called, for the error.
             axis: the axis, for the error.
-            text: what every rank has to say alike.
-            own: what each may say differently, for the error alone.
+            text: the part that has to be the same on every rank.
+            own: the part that may differ between ranks, only for the error.
         """
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         return cls(verb, axis, text + own, int.from_bytes(digest, "little", signed=True))
 
 
 class DefersReduction(Protocol):
-    """Who may keep what a backward call would send."""
+    """Defers the reduction of a backward call."""
 
     def defers(self, node: Any, grad: Tensor | None) -> bool:
-        """Whether it does, of this gradient of a node's result."""
+        """Defer this gradient of a node's result; False: it has to be reduced now."""
 
 
 @dataclass(slots=True, eq=False)
 class CallRecord:
-    """What autograd remembers of one call on this rank.
+    """Metadata of one call on this rank.
 
     Attributes:
-        role: what it is to the call that it comes from: `BACKWARD` or `TANGENT`; "" for a call of its own.
-        origin: that call.
+        role: `BACKWARD` or `TANGENT` of `origin`; "" for a forward call.
+        origin: the forward call that this call belongs to.
         flags: `NEEDS_BACKWARD`, `CAN_BACKWARD`, and `ZERO_GRAD` or `DEFERRED`.
-        ordered: whether it is a link of the chain of `ordered()`.
-        number: its place among the calls of the group that are compared; 0: nothing is compared.
-        local: its place among the calls since then that send nothing; 0: it sends.
-        text: the call in words.
-        site: where it was made.
-        heard: the flags of every rank, if they differ.
-        traced: in a program that is being traced, its place, a value that comes when the program runs.
-        deferral: keeps the gradient instead of sending it in backward, where the reduction is deferred.
+        ordered: whether it is an ordered op, inside `ordered()`.
+        number: its sequence number among the compared calls of the group; 0: not compared.
+        local: its number among the calls since then that send nothing; 0: it sends.
+        text: description of the call.
+        site: its call site.
+        peer_flags: the flags of every rank, if they differ.
+        traced: in a traced program, its sequence number as a tensor that exists when the program runs.
+        deferral: defers the gradient reduction instead of sending in backward.
     """
 
     role: str = ""
@@ -131,13 +131,13 @@ class CallRecord:
 
     @property
     def deferred(self) -> bool:
-        """Whether every rank would put the sum of its backward off, as far as that was compared."""
+        """Whether every rank defers the reduction of its backward, as far as that was compared."""
         flags = [self.flags] if self.peer_flags is None else self.peer_flags
         return all(f & DEFERRED for f in flags)
 
     @property
     def others_need_backward(self) -> bool:
-        """Whether another rank will take part in the call's backward, and this one would not."""
+        """Whether another rank will run the call's backward, and this one would not."""
         return (
             self.peer_flags is not None
             and not self.flags & NEEDS_BACKWARD
@@ -146,62 +146,62 @@ class CallRecord:
 
     @property
     def all_zero(self) -> bool:
-        """Whether no rank had anything to hand in, as far as that was compared."""
+        """Whether no rank had a gradient, as far as that was compared."""
         flags = [self.flags] if self.peer_flags is None else self.peer_flags
         return self.number > 0 and all(f & ZERO_GRAD for f in flags)
 
     def sibling(self) -> CallRecord:
-        """One for a further call that is the same to the call that it comes from."""
+        """A record for another call with the same role and origin."""
         return CallRecord(self.role, self.origin)
 
     @property
     def place(self) -> str:
-        """Its place among the calls of the group, in words."""
+        """Its sequence number in the group, as text."""
         return f"{self.number}.{self.local}" if self.local else str(self.number)
 
     def describe(self) -> str:
-        """The call in words, and where it was made."""
+        """The call and its call site, as text."""
         return f"{self.text} {show_site(self.site)}{self.of()}"
 
     def of(self) -> str:
-        """What it comes from, in words."""
+        """The forward call that it belongs to, as text."""
         if self.origin is None:
             return ""
         return f", {self.role} call {self.origin.place}: {self.origin.describe()}"
 
 
 class Calls:
-    """The calls of a group, as one of its ranks counts them."""
+    """One rank's counter of the calls on a group."""
 
     __slots__ = ("functions", "local", "local_digest", "lock", "number", "words")
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        """Held during a call that is compared: threads that call on one group must not mix their motions."""
+        """Held during a call that is compared: threads must not interleave their calls on one group."""
         self.number = 0
         """How many calls were compared."""
         self.local = 0
-        """How many since the last of these sent nothing, and have a backward that does."""
+        """How many calls since then sent nothing but have a backward that sends."""
         self.local_digest = 0
-        """A number made of those."""
+        """A digest of those."""
         self.words: list[str] = []
         self.functions = manual_calls.Functions()
-        """Those that call by hand."""
+        """User-written autograd Functions that call verbs."""
 
-    def note(self, said: Signature, recorded: CallRecord) -> None:
+    def note(self, signature: Signature, recorded: CallRecord) -> None:
         """Count a call that sends nothing."""
         self.local += 1
-        self.local_digest = hash((self.local_digest, said.digest))
+        self.local_digest = hash((self.local_digest, signature.digest))
         recorded.number, recorded.local = self.number, self.local
         if self.local <= _SHOWN_LOCAL:
-            self.words.append(f"{said.text} {show_site(call_site())}")
+            self.words.append(f"{signature.text} {show_site(call_site())}")
 
 
 _counted: WeakKeyDictionary[dist.ProcessGroup, Calls] = WeakKeyDictionary()
 
 
 def calls_of(group: dist.ProcessGroup) -> Calls:
-    """The calls of a group, as the calling rank counts them."""
+    """The calling rank's counter of the calls on a group."""
     found = _counted.get(group)
     if found is None:
         found = _counted[group] = Calls()
@@ -209,26 +209,26 @@ def calls_of(group: dist.ProcessGroup) -> Calls:
 
 
 class OpCallCheck(CallCheck):
-    """The claim of one call of an op.
+    """The check of one call of an op.
 
     Args:
-        said: what it says each time.
-        recorded: what is remembered of it; None where nobody will ask.
+        signature: the signature of the call.
+        recorded: its metadata; None where no backward can be recorded.
     """
 
     __slots__ = ("_backward_node", "_forward_node", "_function_calls", "_preceding", "_record", "_signature")
 
     sends_positions: bool = True
-    """Whether there is room to tell the places of calls by hand."""
+    """Whether the flags have room for the sequence numbers of manual calls."""
 
-    def __init__(self, said: Signature, recorded: CallRecord | None) -> None:
-        self.digest = said.digest
+    def __init__(self, signature: Signature, recorded: CallRecord | None) -> None:
+        self.digest = signature.digest
         self.flags = 0 if recorded is None else recorded.flags
         self.peer_flags = None
-        self._signature, self._record = said, recorded
+        self._signature, self._record = signature, recorded
         self._preceding: list[str] = []
         self._function_calls: manual_calls.FunctionCalls | None = None
-        # Asked now: what moves the bytes switches autograd off. A call of gradmesh's own nodes is recorded.
+        # Looked up now, because transports switch autograd off. A call of gradmesh's own nodes has a record.
         self._backward_node = function_backward() if recorded is None or recorded.origin is None else None
         self._forward_node = function_forward() if recorded is None else None
 
@@ -239,11 +239,11 @@ class OpCallCheck(CallCheck):
 
     @property
     def recorded(self) -> CallRecord | None:
-        """What autograd remembers of the call, and what it comes from."""
+        """The metadata of the call."""
         return self._record
 
     def count(self, calls: Calls) -> None:
-        """Take a number, as the call is about to be made, and say of which call it is the backward."""
+        """Assign the sequence number, and add that of the forward call to the digest."""
         calls.number += 1
         if self._backward_node is not None and self.sends_positions:
             self._function_calls = calls.functions.of(self._backward_node)
@@ -258,7 +258,7 @@ class OpCallCheck(CallCheck):
             if (origin := recorded.origin) is not None:
                 of = _ROLE_NUMBER[recorded.role], origin.number, origin.local
         if of or calls.local:
-            # No number here is negative: -1 and -2 have one hash.
+            # No number here is negative: hash(-1) == hash(-2).
             self.digest = hash((self.digest, of, calls.local, calls.local_digest))
         if calls.local:
             self._preceding, calls.words = calls.words, []
@@ -267,11 +267,11 @@ class OpCallCheck(CallCheck):
             calls.local = calls.local_digest = 0
 
     def settle(self) -> None:
-        """Look at what the others said of their part in the backward.
+        """Check the flags of the other ranks.
 
         Raises:
-            MismatchError: some rank will take part in the backward of this call, and another one cannot; or the call is
-                made by hand in the backward of two different calls.
+            MismatchError: some rank will run the backward of this call, and another one cannot; or autograd.Functions
+                make the call in the backward of different forward calls.
         """
         peer_flags = self.peer_flags
         if peer_flags is None:
@@ -280,7 +280,7 @@ class OpCallCheck(CallCheck):
             self._record.peer_flags = peer_flags
         if self.sends_positions and manual_calls.conflicting(peer_flags):
             self._refuse(
-                "the ranks are in the backward of different calls of a function",
+                "the ranks run the backward of different calls of an autograd.Function",
                 expected="the backward of the same call on every rank, in the same order",
                 got=manual_calls.show_flags(peer_flags, self._function_calls),
                 remedy=_OUTSIDE,
@@ -289,19 +289,19 @@ class OpCallCheck(CallCheck):
             flags & (NEEDS_BACKWARD | CAN_BACKWARD) for flags in peer_flags
         ):
             self._refuse(
-                "a rank will take part in the backward of this call, and another one cannot",
-                expected="gradients recorded on every rank, or on none",
+                "some ranks will run the backward of this call, and other ranks cannot",
+                expected="gradients recorded on every rank, or on no rank",
                 got="\n".join(
                     f"rank {rank}: {_BACKWARD_STATUS[flags & (NEEDS_BACKWARD | CAN_BACKWARD)]}"
                     for rank, flags in enumerate(peer_flags)
                 ),
-                remedy="enter torch.no_grad() on every rank or on none, or detach() the operand on all; inside a "
-                "torch.func transform, make it depend on what is differentiated on every rank; compile "
-                "the function on every rank or on none",
+                remedy="use torch.no_grad() on every rank or on none, or x.detach() on every rank; inside a torch.func "
+                "transform, make the operand depend on the differentiated input on every rank; use torch.compile on "
+                "every rank or on none",
             )
 
     def _refuse(self, problem: str, *, expected: str, got: str, remedy: str) -> NoReturn:
-        """Raise the error of what the ranks told, which is the same on all of them but for the call in words."""
+        """Raise the error for the ranks' flags; it is the same on every rank but for this rank's call."""
         raise MismatchError(
             message(
                 problem,
@@ -314,13 +314,13 @@ class OpCallCheck(CallCheck):
         )
 
     def said(self) -> str:
-        """The call, where it is, what it is the backward of, and what went before it without being sent."""
-        said = f"{self._signature.text} {show_site(call_site())}"
+        """The call, its call site, its forward call, and the calls before it that sent nothing."""
+        text = f"{self._signature.text} {show_site(call_site())}"
         if self._record is not None:
-            said += self._record.of()
+            text += self._record.of()
         if self._function_calls is not None:
-            said += f", {self._function_calls}"
-        return f"{said}, after {' and '.join(self._preceding)}" if self._preceding else said
+            text += f", {self._function_calls}"
+        return f"{text}, after {' and '.join(self._preceding)}" if self._preceding else text
 
     def refusal(self, words: list[str]) -> Exception:
         """One table: what each rank called, where, and the remedy."""
@@ -328,15 +328,18 @@ class OpCallCheck(CallCheck):
             expected = "the backward of the same call on every rank, in the same order"
             remedy = _ORDERED
         elif len({_preceding(said) for said in words}) > 1:
-            expected = "the same calls on every rank, those before it that send nothing themselves among them"
+            expected = (
+                "the same calls on every rank, including preceding replicate, shard and convert (which do not "
+                "communicate)"
+            )
             remedy = (
-                "look where the ranks part: replicate and shard of what requires grad belong on every rank"
+                "call replicate, shard and convert on tensors that require grad on every rank, or on no rank"
             )
         else:
             expected, remedy = _SAME_OPERANDS, _remedy(words)
         return MismatchError(
             message(
-                "the ranks' calls do not fit together",
+                "the ranks' calls do not match",
                 op=self._signature.verb,
                 axis=self._signature.axis,
                 expected=expected,
@@ -352,18 +355,21 @@ _PLACES = re.compile(r" at \S+:\d+ in \S+")
 
 
 def _preceding(said: str) -> str:
-    """The calls before one that send nothing, without their places, which may differ."""
+    """The preceding calls that send nothing, without their call sites, which may differ."""
     return _PLACES.sub("", said.partition(", after ")[2])
 
 
 def _remedy(words: Sequence[str]) -> str:
-    """What to do about calls that differ in themselves."""
+    """The remedy for calls that differ."""
     calls = [found.groups() for found in map(_CALL.match, words) if found is not None]
-    if len(calls) < len(words):  # a call without an operand, or an error of the call on some rank
-        return "look at the lines above, and make the same call on every rank"
+    if len(calls) < len(words):  # a call without an operand, or an error on some rank
+        return "fix the error reported above, or make the same call on every rank"
     verbs, arguments, dtypes, _ = (set(column) for column in zip(*calls, strict=True))
     if len(verbs) > 1:
-        return "make the same call on every rank: look for the condition under which the ranks take different lines"
+        return (
+            "make the same call on every rank: compare the call sites above for a branch (often `if rank == 0`) that "
+            "makes them differ"
+        )
     if len(arguments) > 1:
         return "pass the same arguments on every rank"
     if len(dtypes) > 1:
@@ -374,13 +380,13 @@ def _remedy(words: Sequence[str]) -> str:
     if "sizes=equal" in calls[0][1] and along is not None and differ == [int(along[1])]:
         each = tuple(one[differ[0]] for one in sizes)
         if verbs <= {"reduce_scatter", "shard"}:
-            return f"hand in a tensor of the same size along dim {differ[0]} on every rank"
-        return f'if the sizes differ on purpose, pass sizes="auto" or sizes={each}; else make them equal'
-    return "hand in tensors of the same shape on every rank"
+            return f"pass a tensor of the same size along dim {differ[0]} on every rank"
+        return f'if the sizes differ on purpose, pass sizes="auto" or sizes={each}; otherwise make them equal'
+    return "pass tensors of the same shape on every rank"
 
 
 _BACKWARD_STATUS = {
-    0: "under torch.no_grad(), in a transform with an operand that requires no gradient, or in a compiled program",
+    0: "under torch.no_grad(), in a torch.func transform of other inputs, or in a compiled program",
     NEEDS_BACKWARD: "its operand requires grad",
     CAN_BACKWARD: "its operand requires no gradient",
     NEEDS_BACKWARD | CAN_BACKWARD: "its operand requires grad",
@@ -388,16 +394,16 @@ _BACKWARD_STATUS = {
 
 
 def call_check(verb: str, axis: str, text: str) -> OpCallCheck:
-    """Make the claim of a call that is no op's.
+    """The check of a call that has no op.
 
     Args:
         verb: the verb that is called, for the error.
         axis: the axis, for the error.
-        text: what every rank has to say alike.
+        text: description of the call; it has to be the same on every rank.
     """
     return OpCallCheck(Signature.of(verb, axis, text), None)
 
 
 def refusal_text(error: Exception) -> str:
-    """What a rank says that refuses its call: the error, and where."""
+    """What a rank that aborts its call reports to the others: the error and its call site."""
     return f"{type(error).__name__} {show_site(call_site())}: {error}"

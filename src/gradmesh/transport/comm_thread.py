@@ -4,7 +4,7 @@ Async calls on an axis use a process group of their own with the same ranks: the
 the order in which they were started, whatever the rank calls meanwhile (DDP's buckets, say). The thread runs them one
 after another and sleeps on a queue while there are none.
 
-What is called on an `AsyncAxis` and not begun waits until the communication thread is through with what was.
+A synchronous call on an `AsyncAxis` first waits for the pending async calls.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ T = TypeVar("T")
 
 
 class WorkItem(Generic[T]):
-    """One call that a communication thread makes.
+    """One call that the communication thread runs.
 
     Args:
-        work: makes it, and returns its result.
+        work: makes the call and returns its result.
 
     Attributes:
-        begun: when it was begun, by `time.perf_counter`.
-        over: whether it has been made, well or badly, and the functions of `then` have returned.
+        started: when it was started, by `time.perf_counter`.
+        over: whether it has returned or raised, and the callbacks of `then` have returned.
     """
 
     __slots__ = (
@@ -82,10 +82,8 @@ class WorkItem(Generic[T]):
         self._error: BaseException | None = None
         self._task: BackgroundTask | None = None
         self._worker: threading.Thread | None = None
-        self._completed_on: int | None = (
-            None  # the thread that has made it, and calls the functions of `then`
-        )
-        # Not an Event: a launcher that looks for ranks which wait has to see this file, and not that of threading.
+        self._completed_on: int | None = None  # the thread that runs the callbacks of `then`
+        # Not an Event: the launcher's hang detector looks for this file in the stacks of waiting ranks.
         self._gate = threading.Lock()
         self._gate.acquire()
         self.over = False
@@ -93,7 +91,7 @@ class WorkItem(Generic[T]):
         self._after: list[Callable[[WorkItem[T]], None]] = []
 
     def run(self) -> None:
-        """Make the call, on the courier's thread."""
+        """Make the call, on the communication thread."""
         if self._task is None:
             self._execute()
         else:
@@ -115,7 +113,7 @@ class WorkItem(Generic[T]):
 
     @property
     def _made_here(self) -> bool:
-        """Whether the caller is a function of `then`, which has the result before others have it."""
+        """Whether the caller is a callback of `then`, which gets the result first."""
         return not self.over and self._completed_on == threading.get_ident()
 
     def _execute(self) -> None:
@@ -132,17 +130,17 @@ class WorkItem(Generic[T]):
             _current.job = None
 
     def wait(self) -> T:
-        """The result, when it is there; what went wrong with the call is raised here."""
+        """Wait for the result; raises the error of the call."""
         if self._made_here:
             return self._outcome()
         if self._worker is threading.current_thread() and not self.over:
             raise refused_wait(
                 message(
-                    "a call is waited for on the thread that is to make it",
+                    "wait() in a future().then(...) callback would deadlock: callbacks run on the communication thread",
                     op="async_op",
                     expected="wait() on a thread of the program",
-                    got="wait() in what future().then(...) runs",
-                    remedy="wait for the calls first, or use torch.futures.collect_all",
+                    got="wait() inside future().then(callback), for a call that is still pending",
+                    remedy="call wait() before then(...), or torch.futures.collect_all([a.future(), b.future()])",
                 )
             )
         if not MIDDLEWARE.wait_observers:
@@ -169,9 +167,9 @@ class WorkItem(Generic[T]):
         return self._result
 
     def then(self, call: Callable[[WorkItem[T]], None]) -> None:
-        """Have a function called when the call has been made, on the courier's thread; at once if it is over.
+        """Register a callback for completion, on the communication thread; runs it now if the call is over.
 
-        `wait` returns after the function, so that a future which the function completes is done by then.
+        `wait` returns after the callbacks, so a future that a callback completes is done by then.
         """
         with _after_lock:
             if not self.over and not self._made_here:
@@ -181,22 +179,22 @@ class WorkItem(Generic[T]):
 
 
 _after_lock = threading.Lock()
-# .job: that which the thread is making; .completing: whether it runs functions of `then`
+# .job: the item that the thread runs; .completing: whether it runs callbacks of `then`
 _current = threading.local()
 
 
 def current_job() -> WorkItem[Any] | None:
-    """The job that the calling thread is making."""
+    """The item that the calling thread runs."""
     return getattr(_current, "job", None)
 
 
 def in_then_callback() -> bool:
-    """Whether the caller is a function of `then`, on the thread that makes the calls."""
+    """Whether the caller is a callback of `then`, on the communication thread."""
     return getattr(_current, "completing", False)
 
 
 class CommThread:
-    """Makes the calls of an axis, in the order in which they were begun, on a thread of its own.
+    """A thread that runs the async calls of an axis, in the order in which they were started.
 
     Args:
         axis: the axis.
@@ -208,7 +206,7 @@ class CommThread:
         self._own: Axis | None = None
         self._shared: Group | None = None
         if isinstance(axis.group, ThreadsGroup):
-            # Made without waiting for the others, by the rank itself, as whose it is entered.
+            # On this backend the rank makes the group without waiting for the others.
             self._shared = self.axis.group.shared  # type: ignore[attr-defined]
         self._jobs: queue.SimpleQueue[WorkItem[Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -217,15 +215,17 @@ class CommThread:
 
     @property
     def axis(self) -> Axis:
-        """The axis with the group of its own, for whoever's turn it is to call; at first its ranks make that."""
+        """The axis with the group for async calls, which its ranks create at the first call."""
         if self._own is None:
             group = self._of()
             if group is None:
                 raise NotInitializedError(
                     message(
-                        "the group is over, and a call that was begun on it is not made",
+                        "the process group was destroyed while async collectives were pending",
                         op="async_op",
-                        remedy="wait for what was begun, and keep the group until then",
+                        expected="a process group that exists until wait() has returned",
+                        got=f"no group for axis {self._name!r}",
+                        remedy="call wait() on each pending collective before destroy_process_group()",
                     )
                 )
             self._own = Axis(self._name, self._rank, self._size, _torch.duplicate_group(group, "async"))
@@ -233,7 +233,7 @@ class CommThread:
         return self._own
 
     def submit(self, job: WorkItem[Any]) -> None:
-        """Have a call made when those before it have been."""
+        """Queue a call."""
         shared = self._shared
         if shared is not None:
             observer = shared.world.observer
@@ -241,10 +241,10 @@ class CommThread:
                 job._wait_for = observer.async_axis(shared, job.run)
                 return
             job._task = BackgroundTask(shared.world, self._runner)
-        if self._process != os.getpid():  # no thread comes along into a forked process
+        if self._process != os.getpid():  # threads do not survive a fork
             job.run()
             return
-        with _starting:  # a program may begin calls in several threads
+        with _starting:  # a program may start calls in several threads
             if self._thread is None:
                 self._thread = self._start_thread()
         job._worker = self._thread
@@ -252,11 +252,11 @@ class CommThread:
 
     @property
     def here(self) -> bool:
-        """Whether the calling thread is the courier's."""
+        """Whether the caller is the communication thread."""
         return self._thread is None or threading.get_ident() == self._thread.ident
 
     def drain(self) -> None:
-        """Wait until what was begun has been made. Its caller makes the call behind it, in whose modes it belongs."""
+        """Wait until the queue is empty. The caller then makes its call itself, under its own dispatch modes."""
         before: WorkItem[None] = WorkItem(lambda: None)
         self.submit(before)
         before.wait()
@@ -264,9 +264,9 @@ class CommThread:
     def _start_thread(self) -> threading.Thread:
         take_place = threads.stand_in() if self._shared is not None else None
         arguments = self._jobs, torch.get_num_threads(), take_place
-        thread = threading.Thread(target=_serve, args=arguments, name="gradmesh courier", daemon=True)
+        thread = threading.Thread(target=_serve, args=arguments, name="gradmesh communication", daemon=True)
         thread.start()
-        # A thread that calls into torch while the interpreter goes down would take the process with it.
+        # A thread that calls into torch during interpreter shutdown would crash the process.
         ending = weakref.finalize(self, self._jobs.put, None)
         ending.atexit = False
         _alive.add(self)
@@ -306,15 +306,15 @@ def _end() -> None:
 
 @dataclass
 class _DuplicateGroups:
-    """The groups that were made for begun calls on a rank, each with the group that it was made for.
+    """The groups for async calls of a rank, each with the group that it duplicates.
 
-    torch keeps every group that was not destroyed, so those of groups that are over are looked for when one is made.
+    torch keeps every group that is not destroyed, so `add` destroys duplicates of groups that no longer exist.
     """
 
     made: list[tuple[weakref.ref[dist.ProcessGroup], dist.ProcessGroup]] = field(default_factory=list)
 
     def add(self, group: dist.ProcessGroup, duplicate_group: dist.ProcessGroup) -> None:
-        """Enter one, and destroy those whose group is over."""
+        """Add a duplicate, and destroy those whose group no longer exists."""
         over = [pair for pair in self.made if not _torch.is_known(pair[0]())]
         self.made = [pair for pair in self.made if pair not in over]
         self.made.append((weakref.ref(group), duplicate_group))
@@ -325,22 +325,22 @@ class _DuplicateGroups:
 
 @dataclass(frozen=True, slots=True)
 class AsyncAxis(Axis):
-    """An axis for calls that are begun.
+    """An axis for async calls.
 
     Attributes:
-        communication thread: makes them, on a group of its own.
+        comm_thread: the thread that runs them, on a group of their own.
     """
 
     comm_thread: CommThread
 
 
 def transport_axis(axis: Axis) -> Axis:
-    """The axis whose group carries what is called on another."""
+    """The axis with the process group that calls on `axis` use."""
     return axis.comm_thread.axis if type(axis) is AsyncAxis else axis
 
 
 def after_pending(axis: Axis, work: Callable[[], T]) -> T:
-    """Do what calls on an axis: on an `AsyncAxis` behind what was begun there, else at once."""
+    """Run a call on an axis; on an `AsyncAxis` after its pending async calls."""
     if type(axis) is AsyncAxis and not axis.comm_thread.here:
         axis.comm_thread.drain()
     return work()
@@ -350,7 +350,7 @@ _comm_threads: weakref.WeakKeyDictionary[dist.ProcessGroup, CommThread] = weakre
 
 
 def async_axis(axis: Axis) -> AsyncAxis:
-    """The same axis for calls that are begun.
+    """The same axis for async calls.
 
     Args:
         axis: an axis of several ranks.

@@ -1,9 +1,8 @@
-"""Whether what each rank gives to each is what that one takes, told by one number of each rank.
+"""Verify that all-to-all send and receive counts agree, with one checksum per rank.
 
-Each pair of ranks and amount has a random-looking number of 64 bits. A rank adds those of what it gives and subtracts
-those of what it takes. What one gives and another takes alike cancels, so that the sum over the ranks is 0, and hardly
-ever otherwise. So the amounts are compared in the exchange of the calls' heads, to which the numbers are added. The
-bits of a head that carry flags are left alone.
+Each (source, target, count) has a 64-bit hash. A rank adds the hashes of what it sends and subtracts those of what it
+receives. Counts that agree cancel, so that the checksums of all ranks add up to 0, and almost never otherwise. The
+checksum is added to the call digest that the ranks exchange anyway; the flag bits of the digest stay untouched.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ _WHOLE = 1 << 64
 
 @lru_cache(maxsize=4096)
 def _number(source: int, target: int, amount: int) -> int:
-    said = f"{source} gives {target} {amount}".encode()
-    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little") & ~FLAGS
+    text = f"{source} gives {target} {amount}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") & ~FLAGS
 
 
 def balance(rank: int, send: Sequence[int], receive: Sequence[int]) -> int:
-    """A rank's number.
+    """A rank's checksum.
 
     Args:
         rank: the rank.
-        send: what it gives to each.
-        receive: what it takes from each.
+        send: the number of elements that it sends to each rank.
+        receive: the number of elements that it receives from each rank.
 
     >>> sum(balance(r, send, take) for r, send, take in ((0, (1, 2), (1, 4)), (1, (4, 3), (2, 3)))) % 2**64
     0
@@ -49,11 +48,11 @@ def _balance(rank: int, send: tuple[int, ...], receive: tuple[int, ...]) -> int:
 
 
 def agreed(heads: Sequence[int], own: int) -> bool:
-    """Whether all ranks say the same, and their balances cancel.
+    """Whether all ranks' call digests are equal and their count checksums cancel.
 
     Args:
-        heads: what every rank says, with its balance added, and with its flags.
-        own: what this rank says, without.
+        heads: every rank's digest plus checksum, with its flags.
+        own: this rank's digest alone.
 
     >>> one = FLAGS + 1
     >>> agreed([one, one + 1], one), agreed([2 * one, 0], one), agreed([one, 2 * one], one)
@@ -63,7 +62,7 @@ def agreed(heads: Sequence[int], own: int) -> bool:
 
 
 def signed(number: int) -> int:
-    """A number of 64 bits as torch has it.
+    """An unsigned 64-bit number as a signed one.
 
     >>> signed(2**64 - 1), signed(2**64 + 3)
     (-1, 3)

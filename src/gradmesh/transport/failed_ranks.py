@@ -1,7 +1,7 @@
-"""Which rank is lost, where a backend of torch only says that a connection was closed or that the time is over.
+"""Name the failed rank where a torch backend only reports a closed connection or a timeout.
 
-A rank whose call failed leaves word in the store of the group, and sees who else has. A rank that has ended, has
-returned, or is busy elsewhere leaves none.
+A rank whose call failed sets a key in the group's store and checks which other ranks set theirs. A rank that has
+exited, has returned or is busy elsewhere sets none.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from gradmesh.errors import AbortedError, GradmeshError, message
 __all__ = ["failed_ranks_named"]
 
 _GRACE = 0.4
-"""Seconds that the others get to leave word; they notice a lost connection at nearly the same time."""
+"""Seconds that the other ranks get to set their keys; they notice a lost connection at nearly the same time."""
 _POLL = 0.02
 
 
 @contextlib.contextmanager
 def failed_ranks_named(axis: Axis) -> Iterator[None]:
-    """Turn an error of a backend in here into one that names the ranks which were not heard of.
+    """Turn a backend error in this block into one that names the ranks which did not respond.
 
     Raises:
-        AbortedError: the backend failed, and some ranks of the axis left no word.
+        AbortedError: the backend failed, and some ranks of the axis did not respond.
     """
     try:
         yield
@@ -41,7 +41,7 @@ def failed_ranks_named(axis: Axis) -> Iterator[None]:
 
 
 def _unresponsive(axis: Axis) -> list[int]:
-    """The ranks of the axis that leave no word; none of them if there is no store to leave it in."""
+    """The ranks of the axis that do not set their key; empty if the group has no store."""
     with contextlib.suppress(Exception):
         store: Any = axis.group.get_group_store()
         store.set(f"lost/{axis.rank}", "1")
@@ -59,11 +59,11 @@ def _error(axis: Axis, missing: list[int], error: RuntimeError) -> AbortedError:
     names = ", ".join(str(ranks[rank]) for rank in missing)
     return AbortedError(
         message(
-            f"rank{'s' * (len(missing) > 1)} {names} did not answer, and the backend gave up",
+            f"rank{'s' * (len(missing) > 1)} {names} did not respond, and the backend failed",
             axis=str(axis),
-            expected="every rank of the axis in this call",
+            expected="every rank of the axis makes this call",
             got=str(error).splitlines()[0],
-            remedy=f"see the error or the exit of that rank, or what it is busy with; else {RETURNED_REMEDY}",
+            remedy=f"check whether that rank raised, exited or is busy elsewhere; otherwise {RETURNED_REMEDY}",
         ),
         rank=ranks[missing[0]],
     )

@@ -1,7 +1,7 @@
-"""The transport whose motions a compiler sees: functional collectives, which it may move and bucket.
+"""The transport for `gradmesh.reorderable()`: functional collectives, which a compiler may reorder and bucket.
 
-It serves ops in which all ranks send alike, where the caller has promised that all ranks run one program. A compiler
-sees one rank's program alone: where the programs differ, it may give the collectives another order on each.
+It serves ops that are one collective with the same arguments on every rank. A compiler sees one rank's program only:
+if the programs of the ranks differ, it may order their collectives differently.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["Functional"]
 
 
 class Functional(Transport):
-    """An axis, seen by a compiler."""
+    """An axis inside a compiled program."""
 
     def exchange(
         self,
@@ -28,7 +28,7 @@ class Functional(Transport):
         receive: Sequence[int],
         shape: Sequence[int] | None = None,
         *,
-        even: bool = False,  # noqa: ARG002 - the call is the same
+        even: bool = False,  # noqa: ARG002
     ) -> Tensor:
         """A functional all-to-all."""
         got = functional("all_to_all_single", self.axis.group, dense(flat), list(receive), list(send))

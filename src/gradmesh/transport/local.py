@@ -1,4 +1,4 @@
-"""The transport of an axis of one rank: nothing travels, and every motion is a copy."""
+"""The transport of an axis of one rank: nothing is sent, and every primitive is a copy."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class LocalTransport(Transport):
 
 
 class TracedLocalTransport(LocalTransport):
-    """The same in a program that is being compiled, where memory is the compiler's affair."""
+    """The same inside a compiled program, where the compiler manages memory."""
 
     def room(self, like: Tensor, shape: Sequence[int]) -> Tensor:
-        """Plain memory."""
+        """Uninitialised memory, not recycled."""
         return like.new_empty(shape)
 
     def copy(self, x: Tensor) -> Tensor:

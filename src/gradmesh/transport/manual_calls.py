@@ -1,10 +1,9 @@
-"""Verbs that a Function of the user's own calls by hand, in forward and in backward.
+"""Verbs that a user-written autograd.Function calls in its forward and backward.
 
-Two backward calls of one kind and one shape, of two calls of the Function, would be taken for each other where ranks
-use their results differently. So in the Function's forward the places of its calls among those of the group are kept
-under the number of its node, and the call in its backward tells them. They are told and not compared, since a rank may
-not know them: work of its own that goes through autograd hides the node from what follows it. What is known on two
-ranks has to have a call in common; what is not known fits everything.
+Two calls of such a Function could have their backward calls mispaired where ranks use the results differently. So the
+sequence numbers of the calls in the Function's forward are stored under its node's number, and sent as flags with the
+call in its backward. They are hints: two ranks that both know theirs must have a call in common; an unknown one matches
+anything, since a rank may not be able to find its node.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from gradmesh.call_sites import Site, call_site, show_site
 __all__ = ["FunctionCalls", "Functions", "conflicting", "encode_flags", "show_flags"]
 
 _SHIFT = 14
-"""Where in a claim's flags the places are told; two fields of 10 bits, the lower one 0 where they are not known."""
+"""The position in the flags: two fields of 10 bits, the lower one 0 where the numbers are unknown."""
 _FIELD = (1 << 10) - 1
 _KEPT = 1 << 14
 
 
 @dataclass(slots=True)
 class FunctionCalls:
-    """What a Function's forward called in a group.
+    """The calls in one forward of a Function.
 
     Attributes:
-        first: the place of its first call.
-        last: that of the last one before another node was made.
-        text: the first call in words.
-        site: where it was made.
+        first: the sequence number of its first call.
+        last: that of the last call before another node was made.
+        text: description of the first call.
+        site: its call site.
     """
 
     first: int
@@ -42,13 +41,12 @@ class FunctionCalls:
     site: Site
 
     def __str__(self) -> str:
-        return (
-            f"in the backward of the function that made call {self.first}: {self.text} {show_site(self.site)}"
-        )
+        made = f"call {self.first}: {self.text} {show_site(self.site)}"
+        return f"in the backward of the autograd.Function that made {made}"
 
 
 class _Thread(threading.local):
-    """Stands for the thread that asks, also when its number is another thread's later."""
+    """A token per thread; thread ids are reused."""
 
     def __init__(self) -> None:
         self.token = object()
@@ -58,9 +56,9 @@ _here = _Thread()
 
 
 class Functions:
-    """The Functions that called a group's verbs by hand, on this rank.
+    """The calls of user-written Functions on a group, on this rank.
 
-    Nodes are numbered by thread, so only what one thread does is kept: the first that asks.
+    Autograd numbers nodes per thread, so only the first thread that calls is tracked.
     """
 
     __slots__ = ("_made", "_thread")
@@ -73,7 +71,7 @@ class Functions:
         return len(self._made)
 
     def note(self, node: int, place: int, text: str) -> None:
-        """Keep a call of a Function's forward; the oldest Functions go."""
+        """Store a call of a Function's forward; the oldest Functions are evicted."""
         if self._thread is None:
             self._thread = _here.token
         if self._thread is not _here.token:
@@ -86,26 +84,26 @@ class Functions:
             self._made.popitem(last=False)
 
     def of(self, node: int) -> FunctionCalls | None:
-        """What the forward of a node's Function called, if that is known."""
+        """The calls in the forward of a node's Function, if known."""
         return self._made.get(node) if self._thread is _here.token else None
 
 
 def encode_flags(made: FunctionCalls) -> int:
-    """The places as flags of a claim."""
+    """The sequence numbers as flags."""
     return (1 + made.first % _FIELD | min(made.last - made.first, _FIELD) << 10) << _SHIFT
 
 
 def _read(flags: int) -> tuple[int, int] | None:
-    """First place, and how many further there are; None where they are not known."""
+    """First sequence number and how many follow; None where unknown."""
     first, more = flags >> _SHIFT & _FIELD, flags >> _SHIFT + 10
     return (first - 1, more) if first else None
 
 
 def conflicting(peer_flags: Sequence[int]) -> bool:
-    """Whether two ranks are in the backward of Functions that have no call in common.
+    """Whether two ranks run the backward of Functions that have no call in common.
 
-    >>> one, both = told(Made(7, 7, "", None)), told(Made(7, 8, "", None))
-    >>> apart([one, both, 0]), apart([one, told(Made(8, 8, "", None))])
+    >>> one, both = encode_flags(FunctionCalls(7, 7, "", None)), encode_flags(FunctionCalls(7, 8, "", None))
+    >>> conflicting([one, both, 0]), conflicting([one, encode_flags(FunctionCalls(8, 8, "", None))])
     (False, True)
     """
     known = {read for flags in peer_flags if (read := _read(flags)) is not None}
@@ -116,20 +114,20 @@ def conflicting(peer_flags: Sequence[int]) -> bool:
 
 
 def show_flags(peer_flags: Sequence[int], own: FunctionCalls | None) -> str:
-    """What each rank told, a line each.
+    """One line per rank: the call whose backward it runs.
 
     Args:
         peer_flags: every rank's flags.
-        own: what this rank knows, for the numbers that are told in part.
+        own: this rank's calls, to complete the numbers, of which the flags have 10 bits.
     """
     lines = []
     for rank, flags in enumerate(peer_flags):
         read = _read(flags)
         if read is None:
-            lines.append(f"rank {rank}: not known")
+            lines.append(f"rank {rank}: unknown")
             continue
         place = (
             read[0] if own is None else own.first + (read[0] - own.first + _FIELD // 2) % _FIELD - _FIELD // 2
         )
-        lines.append(f"rank {rank}: in the backward of the function that made call {place}")
+        lines.append(f"rank {rank}: in the backward of the autograd.Function that made call {place}")
     return "\n".join(lines)

@@ -1,12 +1,11 @@
-"""Memory for large results on the CPU, which comes back when its tensor dies.
+"""Recycled CPU memory for large results.
 
-A fresh result of 32 MiB and more is memory that the system has to hand out page by page while it is being written, and
-that takes longer than the transfer: `python tools/fresh_memory.py` shows how much. So blocks that were used before are
-used again, in huge pages where the system has them. While a block is idle the system may take its pages, if memory
-runs short.
+For a fresh result of 32 MiB or more, page faults take longer than the transfer (`python tools/fresh_memory.py` measures
+it). So blocks of freed results are used again, in huge pages where available. The system may reclaim the pages of an
+idle block if memory runs short.
 
-GRADMESH_RECYCLE in the environment is how many MiB may be kept idle, 512 if it is not set; 0 turns recycling off. The
-storage of a recycled tensor cannot be resized.
+The environment variable GRADMESH_RECYCLE limits the idle memory in MiB; it defaults to 512, and 0 turns recycling off.
+The storage of a recycled tensor cannot be resized.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ __all__ = ["SMALLEST", "empty", "idle_bytes", "release"]
 SMALLEST = 1 << 22
 """Bytes from which a result is recycled; below, the C library does it faster."""
 _RECLAIMABLE = 1 << 24
-"""Bytes of a block from which the system may take its pages while it is idle; below, that would cost a tenth."""
+"""Smallest block, in bytes, whose idle pages the system may reclaim; for smaller ones that costs a tenth."""
 _HUGE_PAGE = 1 << 21
 _ANONYMOUS = hasattr(mmap, "MAP_ANONYMOUS")
 _MOST = 1.25
-"""How much larger than asked for a block may be."""
+"""Largest ratio of a block's size to the requested size."""
 
 
 class _Pool:
-    """Blocks that are idle, the latest last.
+    """The idle blocks, the latest last.
 
-    A block comes back in whichever thread frees the tensor, perhaps in the middle of `take` when garbage is
-    collected. So there is no lock; each change of the list is one step, and it is looked through in a copy.
+    A block comes back in the thread that frees the tensor, possibly during `take` when garbage is collected. So it
+    uses no lock: each change of the list is atomic, and loops run over a copy.
     """
 
     def __init__(self) -> None:
@@ -51,7 +50,7 @@ class _Pool:
         whole = -(-size // _HUGE_PAGE) * _HUGE_PAGE
         block = self._idle_one(whole) or _fresh(whole)
         view = memoryview(block)
-        # The tensor holds the view and nothing else does, so that its end is the tensor's.
+        # Only the tensor holds the view, so the view dies with the tensor.
         ref = weakref.ref(view, partial(self._back, block))
         self.lent[id(ref)] = ref
         return view
@@ -90,22 +89,22 @@ _pool = _Pool()
 
 
 def idle_bytes() -> int:
-    """How many bytes are kept for later."""
+    """How many bytes are idle."""
     return _pool.size()
 
 
 def release() -> None:
-    """Give the idle blocks back to the system."""
+    """Release the idle blocks."""
     _pool.idle.clear()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A dense tensor with nothing in it; of recycled memory if it is large and on the CPU.
+    """An uninitialised dense tensor; in recycled memory if it is large and on the CPU.
 
     Args:
         shape: the shape.
         dtype: the dtype.
-        device: where it lies.
+        device: the device.
 
     Example:
         >>> empty((2, 3), torch.float32, torch.device("cpu")).shape

@@ -1,8 +1,8 @@
-"""Messages from one rank to another over torch.distributed, which only these two know of.
+"""Point-to-point messages over torch.distributed.
 
-A message between CPUs is preceded by a header of fixed length, which says what it is and how long, so that a receiver
-that expects something else can say so, and take it out of the way of the next one. What is sent is copied first and
-kept until it has gone, so that the sender can go on, however much is under way.
+A message between CPUs is preceded by a header of fixed length with its description and size, so that a receiver that
+expects something else can raise and discard it. The tensor is copied and kept until it is sent, so that the sender
+never blocks.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from gradmesh.transport.packing import flat_memory, flattened
 __all__ = ["pass_over", "post", "receive", "settle", "withdraw"]
 
 _TAG = 7103
-"""Keeps these messages apart from those that users send on the same group."""
+"""Separates these messages from those that users send on the same group."""
 
 _LENGTH = 8
 """Bytes of the number at the beginning of a header: the bytes that follow it."""
 
 _GREETING = 120
-"""Bytes of the rest: what both ends say alike."""
+"""Bytes of the rest: the description, which has to be the same on both ends."""
 
 _NOTHING = -1
-"""Stands for the length where no message follows, as the sender could not make it."""
+"""The length where no message follows, because the sender aborted."""
 
 _OUTSTANDING = 256
-"""Parts of messages under way from which on a thread waits for them, where a work cannot be asked whether it has."""
+"""Pending sends from which a thread waits for them, on backends whose work objects cannot be polled."""
 
 
 @dataclass
 class _Outbox:
-    """What a rank keeps of messages besides those that it has posted.
+    """A rank's message state besides the posted messages.
 
     Attributes:
-        passed_over: how many messages of a rank are not to be received any more, by group and rank.
-        withdrawn: headers that say that no message comes; nobody waits for their end, as nobody may ask for them.
-        watched: whether a thread waits for posted messages.
+        skipped: how many messages of a rank to discard, by group and rank.
+        withdrawn: sent headers without a message; they are not waited for, as the peer may never receive them.
+        draining: whether a thread waits for posted messages.
     """
 
     skipped: Counter[tuple[dist.ProcessGroup, int]] = field(default_factory=Counter)
@@ -57,7 +57,7 @@ class _Outbox:
 
 
 def post(message: Tensor, axis: Axis, peer: int, greeting: str) -> None:
-    """Send a dense tensor to one rank and go on; it is kept until it has gone, and must not be written any more."""
+    """Send a dense tensor to one rank without waiting; the tensor must not be written afterwards."""
     state = rank_state()
     posted = state.posted
     if not state.waits_at_exit:
@@ -76,7 +76,7 @@ def post(message: Tensor, axis: Axis, peer: int, greeting: str) -> None:
 
 
 def receive(out: Tensor, axis: Axis, peer: int, greeting: str) -> str | None:
-    """Receive a tensor from one rank, in place; returns what came instead if it greets otherwise."""
+    """Receive a tensor from one rank, in place; returns the sender's description if it differs from `greeting`."""
     if out.device.type != "cpu":
         _recv(flat_memory(out), axis, peer)
         return None
@@ -94,7 +94,7 @@ def receive(out: Tensor, axis: Axis, peer: int, greeting: str) -> str | None:
 
 
 def withdraw(axis: Axis, peer: int, said: str) -> None:
-    """Say to a rank that the message which it may wait for does not come."""
+    """Notify a rank that the message it expects will not be sent."""
     header = _header(_NOTHING, said)
     work = _send(header, axis, peer)
     if work is not None:
@@ -102,12 +102,12 @@ def withdraw(axis: Axis, peer: int, said: str) -> None:
 
 
 def pass_over(axis: Axis, peer: int) -> None:
-    """Leave out the next message of a rank, when it comes, as this rank cannot receive it."""
+    """Discard the next message of a rank when it arrives."""
     rank_state().get_or_create(_Outbox).skipped[axis.group, peer] += 1
 
 
 def settle(outstanding: int = 0) -> None:
-    """Wait until no more than so many posted messages are under way from this rank."""
+    """Wait until at most `outstanding` posted messages of this rank are pending."""
     _wait_for(rank_state().posted, outstanding)
 
 
@@ -115,13 +115,13 @@ def _wait_for(posted: deque[tuple[Tensor, dist.Work]], outstanding: int) -> None
     while len(posted) > outstanding:
         try:
             _, oldest = posted.popleft()
-        except IndexError:  # a thread was faster
+        except IndexError:  # another thread took it
             return
         oldest.wait()
 
 
 def _forget_gone(state: RankState) -> None:
-    """Free what has gone. The receiver may be sending as much itself, so this rank must not wait for it here."""
+    """Free what has been sent, without waiting: the receiver may be sending too, which would deadlock."""
     posted = state.posted
     while posted and isinstance(posted[0][1], OwnWork) and posted[0][1].is_completed():
         posted.popleft()
@@ -135,7 +135,7 @@ def _forget_gone(state: RankState) -> None:
 
 def _drain(outbox: _Outbox, posted: deque[tuple[Tensor, dist.Work]]) -> None:
     try:
-        # What went wrong is for the rank's own next call on the group to tell.
+        # The rank's next call on the group raises the error.
         with contextlib.suppress(RuntimeError):
             _wait_for(posted, _OUTSTANDING // 2)
     finally:
@@ -143,7 +143,7 @@ def _drain(outbox: _Outbox, posted: deque[tuple[Tensor, dist.Work]]) -> None:
 
 
 def _send(part: Tensor, axis: Axis, peer: int) -> dist.Work | None:
-    """Torch's type allows for a rank that is not in the group."""
+    """`isend` returns None on a rank that is not in the group."""
     return dist.isend(part, group_dst=peer, group=axis.group, tag=_TAG)
 
 
@@ -173,7 +173,7 @@ def _padded(greeting: str) -> bytes:
 
 
 def _flush_at_exit(posted: deque[tuple[Tensor, dist.Work]]) -> None:
-    """Let messages go before the process does, if there is still a group to carry them."""
+    """Wait at exit for pending sends, if the group still exists."""
     with contextlib.suppress(RuntimeError, ValueError):
         for _, work in list(posted):
             work.wait(timedelta(seconds=30))

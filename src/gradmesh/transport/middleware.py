@@ -16,16 +16,16 @@ from gradmesh.transport.base import Transport
 __all__ = ["MIDDLEWARE", "WaitObserver", "Wrap", "install_middleware", "observe_waits"]
 
 Wrap = Callable[[Transport], Transport]
-"""Makes of a transport the one that is used instead, which moves what it has to move by the first one."""
+"""Wraps a transport."""
 
 WaitObserver = Callable[[Any, float, float], None]
-"""Is told of a `gradmesh.transport.comm_thread.WorkItem` that was waited for, and when the wait began and ended."""
+"""Called after a wait with the `gradmesh.transport.comm_thread.WorkItem` and the start and end time of the wait."""
 
 
 class _Middleware:
-    """What stands around the transports of all ranks of the process, from the inside to the outside, and who is told.
+    """The installed wrappers, innermost first, and the wait observers of all ranks of the process.
 
-    The tuples are replaced and never changed, as other threads go through them.
+    The tuples are replaced, never mutated, because other threads iterate over them.
     """
 
     __slots__ = ("lock", "wait_observers", "wraps")
@@ -41,11 +41,11 @@ MIDDLEWARE = _Middleware()
 
 @contextlib.contextmanager
 def install_middleware(wrap: Wrap, *, innermost: bool = False) -> Iterator[None]:
-    """Put something around every transport that the calling rank uses in the block, in whichever thread.
+    """Wrap every transport that the calling rank uses in the block, in any thread.
 
     Args:
-        wrap: is handed each transport when a call is about to be made, with the call's claim still in it.
-        innermost: whether it stands inside of what is there already; else outside.
+        wrap: called with each transport before its call, with the call check still attached.
+        innermost: wrap inside the installed middleware instead of outside.
     """
     mine = rank_state()
 
@@ -65,7 +65,7 @@ def install_middleware(wrap: Wrap, *, innermost: bool = False) -> Iterator[None]
 
 @contextlib.contextmanager
 def observe_waits(waited: WaitObserver) -> Iterator[None]:
-    """Have somebody told of each wait for a call that was begun, of whatever rank of the process, on its own thread."""
+    """Call `waited` after each wait for an async call, of any rank of the process, on the waiting thread."""
     with MIDDLEWARE.lock:
         MIDDLEWARE.wait_observers = (*MIDDLEWARE.wait_observers, waited)
     try:

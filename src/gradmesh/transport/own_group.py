@@ -1,8 +1,7 @@
 """The transport for groups of gradmesh's own backends, which share memory.
 
-Their groups are called directly, without torch.distributed's functions, which take a tenth of a small call: with flat
-buffers, results in their place, and the claim of the call, which travels with it and costs nothing. A rank that fails
-before it has sent tells the others.
+Their groups are called directly, because torch.distributed's functions take a tenth of a small call. The call check is
+sent with the data at no cost. A rank that fails before it has sent notifies the others.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class OwnGroupTransport(Transport):
         *,
         even: bool = False,
     ) -> Tensor:
-        """Parts straight from rank to rank."""
+        """`exchange_flat`."""
         out = self.room(flat, [sum(receive)] if shape is None else shape)
         if even:
             self.group.exchange_flat(flattened(out), flat, None, None, self.take_check())
@@ -49,7 +48,7 @@ class OwnGroupTransport(Transport):
     def gather(
         self, flat: Tensor, counts: Sequence[int], shape: Sequence[int] | None = None, *, even: bool = False
     ) -> Tensor:
-        """Each rank's part is read by all."""
+        """`all_gather_flat` for equal parts."""
         if not even and len(set(counts)) > 1:
             return super().gather(flat, counts, shape)
         out = self.room(flat, [sum(counts)] if shape is None else shape)
@@ -59,7 +58,7 @@ class OwnGroupTransport(Transport):
     def sum_and_scatter(
         self, flat: Tensor, counts: Sequence[int], shape: Sequence[int], *, even: bool = False
     ) -> Tensor:
-        """Each rank reads its part of all ranks and adds."""
+        """`reduce_scatter_flat` for equal parts."""
         if not even and len(set(counts)) > 1:
             return super().sum_and_scatter(flat, counts, shape)
         out = self.room(flat, shape)
@@ -67,33 +66,33 @@ class OwnGroupTransport(Transport):
         return out
 
     def sum(self, x: Tensor) -> Tensor:
-        """Not in place, unlike torch's."""
+        """`all_reduce_flat`."""
         out = self.room(x, x.shape)
         self.group.all_reduce_flat(flattened(out), flattened(dense(x)), self.take_check())
         return out
 
     def sum_at(self, x: Tensor, root: int) -> Tensor:
-        """Not in place; the other ranks' zeros are written once."""
+        """`reduce_flat`."""
         at_root = self.axis.rank == root
         out = self.room(x, x.shape) if at_root else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         self.group.reduce_flat(flattened(out), flattened(dense(x)), root, self.take_check())
         return out
 
     def copy_from(self, x: Tensor, root: int) -> Tensor:
-        """The root's part is read by all."""
+        """`broadcast_flat`."""
         out = self.room(x, x.shape)
         self.group.broadcast_flat(flattened(out), flattened(dense(x)), root, self.take_check())
         return out
 
     def relay(self, x: Tensor, to: int | None, source: int | None, shape: Sequence[int]) -> Tensor | None:
-        """One call for all ranks, whether they give, take, both or neither."""
+        """`relay_flat`, which every rank calls."""
         one = flattened(dense(x))
         out = self.room(x, [0] if source is None else shape)
         self.group.relay_flat(flattened(out), one if to is not None else one[:0], source, self.take_check())
         return None if source is None else out
 
     def withdraw(self, error: Exception) -> None:
-        """Make the others' call an error."""
+        """Make the other ranks' call raise."""
         call_check = self.take_check()
         if call_check is not None:
             self.group.withdraw(call_check, refusal_text(error))

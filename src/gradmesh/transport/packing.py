@@ -1,4 +1,4 @@
-"""Tensors as flat buffers and back: what every transport needs before it sends and after it has received."""
+"""Tensors as flat buffers and back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CARRIED = frozenset(
         torch.complex128,
     }
 )
-"""The dtypes that every backend of torch.distributed moves. Any other (int16, float8, ...) travels as bytes."""
+"""The dtypes that every backend of torch.distributed sends. Any other (int16, float8, ...) is sent as bytes."""
 
 
 def dense(x: Tensor) -> Tensor:
@@ -49,21 +49,21 @@ def flattened(x: Tensor) -> Tensor:
 
 
 def flat_memory(x: Tensor) -> Tensor:
-    """The memory of a dense tensor as a flat buffer of a dtype that travels."""
+    """The memory of a dense tensor as a flat buffer of a dtype in `CARRIED`."""
     one = flattened(x)
     return one if one.dtype in CARRIED else one.view(torch.uint8)
 
 
 def with_memory(flat: Tensor) -> Tensor:
-    """The same; zeros with memory for zeros that have none, as autograd makes them in forward over reverse."""
+    """The same tensor; a copy if it has no storage, as autograd's ZeroTensor in forward over reverse."""
     return flat if flat.data_ptr() or not flat.numel() else flat.clone()
 
 
 def laid_out_as(x: Tensor, y: Tensor) -> Tensor:
-    """A result in the memory format of an operand that is dense and not contiguous, such as channels_last.
+    """The result in the operand's memory format, such as channels_last.
 
-    Sizes may differ along the outermost dimension in memory, as in a gather along it; else, and where the operand has
-    gaps or overlaps, the result stays as it is.
+    Sizes may differ along the outermost dimension in memory, as in a gather along it. Otherwise, and where the operand
+    has gaps or overlaps, the result is returned unchanged.
     """
     strides = _kept_strides(x.shape, x.stride(), y.shape)
     return (
@@ -76,7 +76,7 @@ def laid_out_as(x: Tensor, y: Tensor) -> Tensor:
 def _kept_strides(
     shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
 ) -> Sequence[int] | None:
-    """The strides of a tensor of the wanted shape in the memory format of another; None where it cannot be kept."""
+    """The strides for the wanted shape in the memory format of another tensor; None where that is not possible."""
     if len(shape) != len(wanted):
         return None
     changed = [dim for dim, size in enumerate(shape) if size != wanted[dim]]
@@ -112,7 +112,7 @@ def assemble(
     """Collect the ranks' parts, joined along `dim`.
 
     Args:
-        collect: runs a motion into a buffer of a shape, or of one dimension.
+        collect: runs a primitive into a buffer of the given shape; None: flat.
         shape: that of any part, its size along `dim` ignored.
         dim: the dimension to join along.
         sizes: each part's size along it.

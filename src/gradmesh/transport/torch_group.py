@@ -1,9 +1,9 @@
 """The transport for any process group of torch.distributed: Gloo, NCCL, MPI, and whatever else is registered.
 
-These backends do not compare what the ranks call. Operands whose sizes differ without having been told abort the
-process or leave garbage, and different collectives hang. So for CPU tensors a call that has a claim begins with an
-exchange of eight bytes, and where these differ, the ranks tell each other in words what they called. Tensors elsewhere
-are not compared: the exchange would have to wait for the device.
+These backends do not compare the ranks' calls: operands of unexpected sizes abort the process or give garbage, and
+different collectives hang. So for CPU tensors a checked call first exchanges eight bytes; where these differ, the ranks
+exchange descriptions of their calls. Tensors on other devices are not compared: the exchange would have to wait for the
+device.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def exchange_memory(
 
 
 class TorchGroup(Transport):
-    """An axis whose group torch.distributed serves."""
+    """An axis with a group of torch.distributed."""
 
     def exchange(
         self,
@@ -122,39 +122,39 @@ class TorchGroup(Transport):
         return messages.receive(out, self.axis, peer, greeting)
 
     def withdraw_message(self, peer: int, said: str) -> None:
-        """A header alone."""
+        """Send a header without a message."""
         messages.withdraw(self.axis, peer, said)
 
     def pass_over(self, peer: int) -> None:
-        """The next `recv` of that rank begins with it."""
+        """Have the next `recv` from that rank discard it."""
         messages.pass_over(self.axis, peer)
 
     # -- comparing
 
     def compare(self) -> None:
-        """The exchange of the claims alone."""
+        """Compare the calls only."""
         self._agree()
 
     def _agree(self, send: Sequence[int] = (), receive: Sequence[int] = ()) -> None:
-        """Compare the ranks' claims, and what they give with what they take, before the first motion of the call."""
+        """Compare the ranks' calls and counts, before the first primitive of the call."""
         call_check = self.take_check()
         if call_check is None:
             return
         bits = call_check.digest & ~FLAGS
-        told = signed(bits + balance(self.axis.rank, send, receive)) | call_check.flags
-        heads = self._heads(told)
+        head = signed(bits + balance(self.axis.rank, send, receive)) | call_check.flags
+        heads = self._heads(head)
         if not agreed(heads, bits):
             raise call_check.refusal(self._words(call_check.said()))
         if len({head & FLAGS for head in heads}) > 1:
             call_check.peer_flags = [head & FLAGS for head in heads]
 
     def withdraw(self, error: Exception) -> None:
-        """Take part in the comparison with a claim that fits no other."""
+        """Take part in the comparison with a digest that matches no other."""
         call_check = self.take_check()
         if call_check is None:
             return
         own = ~call_check.digest & ~FLAGS
-        with contextlib.suppress(RuntimeError):  # the caller has an error of its own
+        with contextlib.suppress(RuntimeError):  # the caller raises its own error
             if not agreed(self._heads(own), own):
                 self._words(refusal_text(error))
 

@@ -1,8 +1,8 @@
-"""What a rank says about the values that it hands in, at the level "full" of `gradmesh.check`.
+"""Value checks: what the ranks compare about their operands at `gradmesh.check("full")`.
 
-A number made of the bits of the operand, whether a NaN or an infinity is in it, and a number made of the line of the
-call travel with the claim of the call. Bits are compared, not nearness: ranks that repeat the same work on one machine
-get the same bits.
+A checksum of the operand, whether it contains a NaN or an infinity, and a hash of the call's source line are sent with
+the call check. Bits are compared without a tolerance: ranks that repeat the same work on one machine get the same
+bits.
 """
 
 from __future__ import annotations
@@ -35,21 +35,18 @@ _LANES = 64
 
 
 class ReplicatedLossPass(LastPass):
-    """The backward pass of a loss that was declared the same on every rank, and scaled to be a term of the whole."""
+    """The backward pass of a loss declared with `loss_type=gm.R`, which `gradmesh.objective` scaled."""
 
 
 def checksum(x: Tensor) -> int:
-    """20 bits that differ where the bits of two tensors do, also where the same values stand in other places.
-
-    Zeros have 0.
-    """
+    """A 20-bit checksum that depends on the order of the elements; 0 for zeros."""
     return int.from_bytes(bits_of(x, 4), "little") & _BITS
 
 
 def bits_of(x: Tensor, size: int) -> bytes:
-    """A digest of a tensor's bits, of as many bytes; zeros and tensors without elements have zero bytes.
+    """A digest of `size` bytes of a tensor's bits; all zero for zeros and empty tensors.
 
-    Numbers of eight bytes are summed in lanes, which takes as long as reading the memory.
+    64-bit words are summed in lanes, which runs at memory bandwidth.
     """
     if not x.numel():
         return bytes(size)
@@ -69,33 +66,35 @@ def _finite(x: Tensor) -> bool:
         return True
     if x.itemsize == 1 or x.dtype is torch.complex32:  # torch has no arithmetic for these
         x = x.to(torch.complex64 if x.is_complex() else torch.float32)
-    # A sum is a tenth of the work of asking every element; only where it is not finite are they asked.
+    # A sum takes a tenth of the time of isfinite on every element.
     return cmath.isfinite(x.sum().item()) or bool(torch.isfinite(x).all())
 
 
 def _line() -> int:
-    """10 bits of the line of code that makes the call."""
+    """A 10-bit hash of the source line of the call."""
     site = call_site()
     if site is None:
         return 0
-    said = f"{os.path.basename(site[0].co_filename)}:{site[1]}"
-    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=2).digest(), "little") & _LINE_BITS
+    text = f"{os.path.basename(site[0].co_filename)}:{site[1]}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=2).digest(), "little") & _LINE_BITS
 
 
 class ValueCheck(OpCallCheck):
-    """The claim of one call, and of what is handed in.
+    """The check of one call and of its operand's values.
 
     Args:
-        said: what the call says each time.
-        recorded: what is remembered of it.
+        signature: the signature of the call.
+        recorded: its metadata.
         x: this rank's operand.
         src: the operand's type over the ranks; None: it has none.
     """
 
     __slots__ = ("_src", "sends_positions")
 
-    def __init__(self, said: Signature, recorded: CallRecord | None, x: Tensor, src: Type | None) -> None:
-        super().__init__(said, recorded)
+    def __init__(
+        self, signature: Signature, recorded: CallRecord | None, x: Tensor, src: Type | None
+    ) -> None:
+        super().__init__(signature, recorded)
         self._src = src
         counts = src in (R, I) or self._summed
         self.sends_positions = not counts
@@ -112,10 +111,10 @@ class ValueCheck(OpCallCheck):
         return self._backward and self._src is P
 
     def settle(self) -> None:
-        """Look at what the others said, of their part in the backward and of their values.
+        """Check the flags and values of the other ranks.
 
         Raises:
-            MismatchError: values that are declared the same on every rank are not.
+            MismatchError: values that are declared the same on every rank differ.
         """
         super().settle()
         flags = self.flags
@@ -128,42 +127,44 @@ class ValueCheck(OpCallCheck):
             and numbers == {flags >> _SHIFT} != {0}
             and not rank_state().get_or_create(ReplicatedLossPass).running
         ):
-            self._warn("the same gradient on every rank is summed", _SUMMED)
+            self._warn("a gradient that is the same on every rank is summed over the ranks", _SUMMED)
         if peer_flags is not None and len({other >> _LINE_SHIFT & _LINE_BITS for other in peer_flags}) > 1:
-            self._warn("the ranks make this call at different lines", _ELSEWHERE)
+            self._warn("the ranks make this call at different source lines", _ELSEWHERE)
         if flags & _NOT_FINITE or (
             peer_flags is not None and any(other & _NOT_FINITE for other in peer_flags)
         ):
             ranks = (
                 [rank for rank, other in enumerate(peer_flags) if other & _NOT_FINITE]
                 if peer_flags
-                else ["every one"]
+                else ["all"]
             )
-            self._warn(f"a NaN or an infinity is handed in, by rank {', '.join(map(str, ranks))}", _SPOILT)
+            self._warn(
+                f"the operand contains a NaN or an infinity, on rank {', '.join(map(str, ranks))}", _SPOILT
+            )
 
     def _unequal(self, peer_flags: Sequence[int]) -> MismatchError:
-        declared = (
-            "the gradient of a result that is declared"
+        problem = (
+            f"dst=gm.{self._src} promises the same gradient on every rank, but the gradients differ"
             if self._backward
-            else "the operand, which is declared"
+            else f"a gm.{self._src} operand has to be the same on every rank, but the values differ"
         )
         remedy = (
-            "if the ranks use the result differently, say dst=gm.R, whose backward sums what each of them finds; if "
-            "they repeat the same work, look for what makes it differ (data, dropout, the order of a sum)"
+            "if the ranks use the result differently, pass dst=gm.R, whose backward sums the ranks' gradients; if they "
+            "repeat the same work, find what makes it differ (data, dropout, the order of a sum)"
         )
         return MismatchError(
             message(
-                f"{declared} the same on every rank, is not",
+                problem,
                 op=self._signature.verb,
                 axis=self._signature.axis,
-                expected=f"the same bits on every rank, which gm.{self._src} says",
+                expected="bitwise equal values on every rank",
                 got="\n".join(
-                    f"rank {rank}: values number {other >> _SHIFT}" for rank, other in enumerate(peer_flags)
+                    f"rank {rank}: checksum {other >> _SHIFT}" for rank, other in enumerate(peer_flags)
                 )
                 + f"\nin {self.said()}",
                 remedy=remedy
                 if self._backward
-                else f"hand in the same values, or do not call them gm.{self._src}",
+                else "pass the same values on every rank (seed them alike, or gm.broadcast them from rank 0)",
             )
         )
 
@@ -177,10 +178,11 @@ class ValueCheck(OpCallCheck):
 
 
 _SUMMED = (
-    "if every rank repeats the same work on the result, this gradient is too large by the number of ranks: say "
-    "dst=gm.I; if each rank's loss is a term of the whole, it is right"
+    "if every rank repeats the same work on the result, this gradient is world_size times too large: pass dst=gm.I; if "
+    "the loss is the sum of the ranks' losses, it is right"
 )
 _ELSEWHERE = (
-    "if calls of one kind changed places on a rank, mend that; a branch that makes the same call is right"
+    "if the ranks make two calls of the same kind in a different order, make the order the same; a branch that makes "
+    "the same call on every rank is right"
 )
-_SPOILT = "look for where it comes from on that rank, before this line"
+_SPOILT = "find the operation that produced it on that rank, for example with torch.autograd.detect_anomaly()"
