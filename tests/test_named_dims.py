@@ -124,7 +124,7 @@ def test_a_name_does_what_its_number_does_on_processes(processes: Ranks) -> None
 def test_the_attack_sees_a_name_that_means_another_dimension(
     threads: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(call, "number_of", lambda *given: given[3].dim() - 1)
+    monkeypatch.setattr(call, "dim_number", lambda *given: given[3].dim() - 1)
     assert all(threads(3)(attacked, range(40)))
 
 
