@@ -196,11 +196,7 @@ def test_the_search_index_has_the_fields_terms_in_titles(site: Path, query: str,
     )
     number = index["docnames"].index(page)
     for word in query.split():
-        found = [
-            docs
-            for stem, docs in index["titleterms"].items()
-            if word.startswith(stem) or stem.startswith(word)
-        ]
+        found = [docs for stem, docs in index["titleterms"].items() if stem[:4] == word[:4]]
         assert any(number in ([docs] if isinstance(docs, int) else docs) for docs in found), word
 
 
