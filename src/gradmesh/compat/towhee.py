@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradmesh.axis import Axis, AxisLike, resolve
+from gradmesh.axis import AxisLike, resolve
 from gradmesh.compat import _ops
 from gradmesh.compat._function import OpFunction, run
 from gradmesh.errors import ArgumentError, message
@@ -58,7 +58,7 @@ class AllGather(OpFunction):
         """
         world_size = getattr(args, "world_size", None)
         alone = world_size == 1
-        found = Axis("one rank", 0, 1, None) if alone else resolve(axis, "compat.towhee.AllGather")
+        found = _ops.single_rank_axis("one rank") if alone else resolve(axis, "compat.towhee.AllGather")
         if world_size != found.size:
             raise ArgumentError(
                 message(
