@@ -91,7 +91,8 @@ class Verdict:
         findings: what is wrong.
         notes: what could not be followed, as sentences.
         ranks: on how many ranks the script ran.
-        steps: how many optimizer steps were seen.
+        steps: how many optimizer steps were seen, and
+        followed: how many of them were followed, so that their gradients were checked; None where it was not counted.
         seconds: how long things took, by name: "script" without the checker, "checked" under it, where they are known.
         status: whether all of it ran.
     """
@@ -102,6 +103,7 @@ class Verdict:
     steps: int
     seconds: dict[str, float] = field(default_factory=dict)
     status: Status = "complete"
+    followed: int | None = None
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -125,6 +127,7 @@ class Verdict:
             "ok": self.ok,
             "ranks": self.ranks,
             "steps": self.steps,
+            "followed": self.followed,
             "seconds": {name: round(taken, 3) for name, taken in self.seconds.items()},
             "findings": [finding.as_json() for finding in self.findings],
             "notes": list(self.notes),

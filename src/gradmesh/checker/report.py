@@ -70,8 +70,12 @@ def summary(verdict: Verdict) -> str:
         if found
     ]
     ran = f"{counted(verdict.ranks, 'rank')}, {counted(verdict.steps, 'step')}"
+    nothing = "no finding"
+    if verdict.followed is not None and not verdict.errors and verdict.status != "not-run":
+        ran = f"{counted(verdict.ranks, 'rank')}, {verdict.followed} of {counted(verdict.steps, 'step')} checked"
+        nothing = nothing if verdict.followed else "nothing was checked, which is not a pass"
     status = {"complete": "", "stopped": "stopped before the end", "not-run": "it did not run"}
-    told = (", ".join(counts) or "no finding", ran, _times(verdict), status[verdict.status])
+    told = (", ".join(counts) or nothing, ran, _times(verdict), status[verdict.status])
     return "; ".join(filter(None, told))
 
 

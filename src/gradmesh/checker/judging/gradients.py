@@ -8,6 +8,7 @@ import torch
 
 from gradmesh.checker.findings import Finding, Place
 from gradmesh.checker.judging.context import Context, finding
+from gradmesh.checker.judging.cuts import cut_before_collectives
 from gradmesh.checker.judging.parameters import Got, Scales, is_sum, ratio_of, tolerance
 from gradmesh.checker.judging.segments import Segment
 from gradmesh.checker.judging.truth import in_double
@@ -125,6 +126,10 @@ def faults_of_gradients(context: Context, wrong: Sequence[Got]) -> list[Finding]
             )
             return [*found, finding("GM109", said, line, root, ranks)]
     apart = [got for got in wrong if got.kind == "apart"]
+    bent = [got for got in wrong if got.kind == "bent"]
+    if bent and (changed := _changed_in_place(context, bent)) is not None:
+        found.append(changed)
+        wrong = [got for got in wrong if got.kind != "bent"]
     for got in wrong:
         if got.kind == "apart":
             continue
@@ -137,12 +142,23 @@ def faults_of_gradients(context: Context, wrong: Sequence[Got]) -> list[Finding]
 def _one(context: Context, got: Got) -> Finding:
     at, began = _lines(context, got)
     if got.kind == "bent":
-        said = (
-            f"the gradient of {got.name} is not the true one, nor a multiple of it: "
-            "some ways from the loss to it are cut off"
-        )
-        return finding("GM103", said, at, began, got.ranks, got.name)
+        said = f"the gradient of {got.name} is not the true one, nor a multiple of it"
+        if _is_cut(context, got):
+            said += ": some ways from the loss to it are cut off"
+            return finding("GM103", said, at, began, got.ranks, got.name)
+        return finding("GM103", said, at, began, got.ranks, got.name, _OF_PARTS)
     times = got.ratio / context.expected
+    if (scaled := _scaled_by(context, got, times)) is not None:
+        began = context.place(got.parts[0].rank, context.used_at(got.parts[0].rank, got.parts[0].ids))
+        at = context.place(got.parts[0].rank, scaled.site)
+        rule, shown = ("GM102", f"{times:.4g} times") if times > 1 else ("GM103", f"{_fraction(times)} of")
+        said = f"the gradient of {got.name} is {shown} the true one, beside the other parameters: p.grad is multiplied "
+        said += f"by {scaled.factor:.4g}"
+        remedy = (
+            f"Take the multiplication by {scaled.factor:.4g} away for these parameters: the gradients of the others "
+            "are not multiplied so."
+        )
+        return finding(rule, said, at, began, got.ranks, got.name, remedy)
     if times > 1:
         said = f"the gradient of {got.name} is {times:.4g} times the true one, beside the other parameters"
         return finding("GM102", said, at, began, got.ranks, got.name)
@@ -153,6 +169,64 @@ def _one(context: Context, got: Got) -> Finding:
             f"the gradient of {got.name} is {_fraction(times)} of the true one, beside the other parameters"
         )
     return finding("GM103", said, at, began, got.ranks, got.name)
+
+
+_OF_PARTS = (
+    "Look at what stands between the two lines and the loss: a backward that is not the derivative of its forward, a "
+    "collective that takes a mean, and what changes p.grad between backward and the step."
+)
+
+
+def _is_cut(context: Context, got: Got) -> bool:
+    """Whether something on the way from a parameter to the loss is detached, or sent without autograd's knowledge."""
+    return bool(cut_before_collectives(context)) or any(
+        (isinstance(event, Op) and "detach" in event.name) or (isinstance(event, Sent) and event.hidden)
+        for part in got.parts
+        for event in context.reached(part.rank, part.ids)
+    )
+
+
+def _scaled_by(context: Context, got: Got, times: float) -> Scaled | None:
+    """What multiplied the gradient of a parameter by the factor that it is wrong by, and those of no right ones."""
+    right = {
+        each.name
+        for each in context.got
+        if each.kind == "right" and abs(each.ratio - context.expected) <= _NEAR * abs(context.expected)
+    }
+    scaled = [event for event in context.events(got.parts[0].rank) if isinstance(event, Scaled)]
+    shared = {event.site for event in scaled if event.name in right}
+    return next(
+        (
+            event
+            for event in scaled
+            if event.name == got.name
+            and event.site not in shared
+            and abs(event.factor - times) < _NEAR * times
+        ),
+        None,
+    )
+
+
+def _changed_in_place(context: Context, bent: Sequence[Got]) -> Finding | None:
+    """A Function whose backward changes the gradient that it receives, which autograd hands to others too."""
+    for rank, tape in enumerate(context.tapes):
+        begin, end = context.segment.begins[rank], context.segment.begins[rank] + len(context.events(rank))
+        for call in tape.calls.values():
+            if call.overwrote < 0 or not begin <= call.begin < end:
+                continue
+            names = list(dict.fromkeys(got.name for got in bent))
+            others = f" (so it is with {', '.join(names[1:4])}{' and others' if len(names) > 4 else ''})"
+            said = (
+                f"the backward of {call.name} changes in place the gradient that it receives, which autograd hands to "
+                f"other operations as well: the gradient of {names[0]} is not the true one, nor a multiple of it"
+                + (others if len(names) > 1 else "")
+            )
+            remedy = (
+                "Change a copy, g = g.clone() first, or make a new tensor: g / n in the place of g.div_(n)."
+            )
+            at, began = context.place(rank, call.overwrote), context.place(rank, call.site)
+            return finding("GM104", said, at, began, range(len(context.tapes)), call.name, remedy)
+    return None
 
 
 def _apart(context: Context, got: Got) -> Finding:
@@ -191,7 +265,7 @@ def _grouped(found: Sequence[Finding]) -> list[Finding]:
         said = first.message
         if len(names) > 1:
             said += f" (so it is with {', '.join(names[1:4])}{' and others' if len(names) > 4 else ''})"
-        made.append(finding(rule, said, first.at, first.began, first.ranks, first.subject))
+        made.append(finding(rule, said, first.at, first.began, first.ranks, first.subject, first.remedy))
     return made
 
 
@@ -254,7 +328,7 @@ def scaled_alone(context: Context) -> list[Finding]:
         rank, event = each[0]
         ranks = [r for r, _ in each]
         said = f"gradients are multiplied by a number that every rank finds for itself: {shown}"
-        remedy = ""
+        remedy = "" if any(scaled.own for _, scaled in each) else _OF_SCALES
         if event.by:
             said = f"{event.by} takes the norm of what each rank holds, and multiplies by another number: {shown}"
             remedy = _OF_CLIPPING
@@ -266,6 +340,12 @@ _OF_CLIPPING = (
     "gm.nn.clip_grad_norm_(model.parameters(), max_norm), which takes the norm of the whole model on every rank; or in "
     "plain torch: average the gradients before they are clipped; where parameters are sharded, sum the squared norms "
     "of the shards over their group with dist.all_reduce, count what is replicated once, and scale by the root of that."
+)
+
+
+_OF_SCALES = (
+    "Multiply by the same number on every rank. For a loss scale: reduce it, and whether a gradient overflowed, over "
+    "the ranks before it is used, dist.all_reduce(scale, op=dist.ReduceOp.MIN); or use torch.amp.GradScaler."
 )
 
 

@@ -10,7 +10,7 @@ from gradmesh.checker.findings import Finding, Status, Verdict
 from gradmesh.checker.judging.added import added_before_sums
 from gradmesh.checker.judging.averages import notes_on_averages
 from gradmesh.checker.judging.calls import faults_of_calls, overwritten
-from gradmesh.checker.judging.context import Context
+from gradmesh.checker.judging.context import Context, with_text
 from gradmesh.checker.judging.cuts import cut_before_collectives
 from gradmesh.checker.judging.endings import endings
 from gradmesh.checker.judging.gradients import faults_of_gradients, scaled_alone, scales, wrong_ones
@@ -24,13 +24,15 @@ from gradmesh.checker.judging.values import (
     drifted_later,
     masks,
     never_same,
+    overwritten_steps,
     parted,
+    parted_by_closure,
     same_data,
     statistics,
     steps_apart,
     tied,
 )
-from gradmesh.checker.recording.tape import Tape
+from gradmesh.checker.recording.tape import Root, Tape
 from gradmesh.checker.replay.engine import UnfaithfulError, run_again
 
 __all__ = ["judged"]
@@ -59,6 +61,7 @@ def judged(
     """
     found = endings(tapes, calls, output, stuck, killed)
     notes: list[str] = []
+    followed = list[int]()
     there = [tape for tape in tapes if tape is not None]
     if len(there) == ranks and not found:
         found += steps_apart(there)
@@ -66,13 +69,19 @@ def judged(
         every = segments(there)
         for number, segment in enumerate(every, 1):
             if not segment.whole:
+                for later in every[number : number + 1]:
+                    found += parted_by_closure(
+                        there, *([own[0] for own in each.steps] for each in (segment, later))
+                    )
                 continue
-            more = _step(there, segment, number, notes, see, every[number : number + 1])
+            more = _step(there, segment, number, notes, see, every[number : number + 1], followed)
             if segment.manual_calls and not more:
                 more = parted(there, segment, every[number : number + 1])
             found += more
             if any(each.severity == "error" for each in more):
                 break  # what follows is a consequence
+        if not found:
+            found += parted_by_closure(there)
         found += settings_apart(there)
         notes += unused_plateaus(there)
         idle = [str(tape.rank) for tape in there if not tape.steps]
@@ -85,7 +94,9 @@ def judged(
     steps = min((tape.steps for tape in there), default=0)
     failed = stuck or len(there) < ranks or any(tape.ended == "raised" for tape in there)
     status: Status = "stopped" if failed else "complete"
-    return Verdict(_once(found), tuple(dict.fromkeys(notes)), ranks, steps, {}, status)
+    return Verdict(
+        _once(found), tuple(dict.fromkeys(notes)), ranks, steps, {}, status, min(steps, len(followed))
+    )
 
 
 def _step(
@@ -95,11 +106,12 @@ def _step(
     notes: list[str],
     see: Callable[[Context], None],
     following: Sequence[Segment],
+    followed: list[int],
 ) -> list[Finding]:
     try:
         again = run_again(segment.parts)
     except (UnfaithfulError, *_UNFORESEEN) as error:
-        notes.append(f"step {number} could not be followed: {_line(error)}")
+        notes.append(f"step {number}{_backward(tapes, segment)} could not be followed: {_line(error)}")
         return []
     try:
         truth = truth_of(again)
@@ -107,23 +119,25 @@ def _step(
         context = Context(tapes, segment, again, Truth(torch.zeros(()), 0, [], []), [])
         if found := overwritten(context):
             return found
-        notes.append(f"step {number} could not be differentiated: {_line(error)}")
+        notes.append(f"step {number}{_backward(tapes, segment)} could not be differentiated: {_line(error)}")
         return []
     if truth is None:
-        notes.append(f"step {number}: no backward began at a loss that was followed")
+        notes.append(
+            f"step {number}{_backward(tapes, segment)}: no backward began at a loss that was followed"
+        )
         return []
     context = Context(tapes, segment, again, truth, [])
     try:
         context.got = gotten(segment, again, truth, scales(tapes, segment), notes)
         see(context)
-        return _judged_step(context, number, notes, following)
+        return _judged_step(context, number, notes, following, followed)
     except _UNFORESEEN as error:
         notes.append(f"not analysed: step {number} ({type(error).__name__}: {_line(error)})")
         return []
 
 
 def _judged_step(
-    context: Context, number: int, notes: list[str], following: Sequence[Segment]
+    context: Context, number: int, notes: list[str], following: Sequence[Segment], followed: list[int]
 ) -> list[Finding]:
     segment, again, truth = context.segment, context.again, context.truth
     lost = {
@@ -151,10 +165,12 @@ def _judged_step(
         )
         wrong = [got for got in wrong if got.kind != "bent"]
     if wrong and segment.manual_calls:
+        place = context.place(0, segment.steps[0][0].site)
         notes.append(
-            f"step {number} is written by hand, and not with what is in .grad: nothing is said of it"
+            f"step {number} is written by hand at {place}, and not with what is in .grad: its gradients are not checked"
         )
         return found
+    followed.append(number)
     alone = scaled_alone(context)
     if alone:
         return [*found, *alone]  # what else differs may come of it
@@ -165,7 +181,11 @@ def _judged_step(
         found += by_calls or faults_of_gradients(context, wrong)
     elif not apart:
         found += added_before_sums(context, []) or faults_of_gradients(context, [])
-        found += drifted(context.got, context) or drifted_later(context, following)
+        found += (
+            drifted(context.got, context)
+            or drifted_later(context, following)
+            or overwritten_steps(context, following)
+        )
         notes.extend(notes_on_averages(context))
     for got in context.got:
         if got.kind == "infinite":
@@ -206,6 +226,18 @@ _UNFORESEEN = (
 
 def _line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _backward(tapes: Sequence[Tape], segment: Segment) -> str:
+    """Where the first backward of a step is, in words."""
+    places = (
+        with_text(tape.places, event.site)
+        for tape, part in zip(tapes, segment.parts, strict=True)
+        for event in part
+        if isinstance(event, Root)
+    )
+    place = next((place for place in places if place is not None), None)
+    return f" (backward at {place})" if place is not None else ""
 
 
 def _once(found: Sequence[Finding]) -> tuple[Finding, ...]:

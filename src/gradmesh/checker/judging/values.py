@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from gradmesh.checker.findings import Finding, Place
 from gradmesh.checker.judging.context import Context, finding, with_text
-from gradmesh.checker.judging.parameters import Got, is_constant
+from gradmesh.checker.judging.parameters import Got, is_constant, is_sum
 from gradmesh.checker.judging.segments import Segment
 from gradmesh.checker.judging.truth import near
-from gradmesh.checker.recording.tape import Op, Param, ProgramInput, Root, Sent, Step, Tape, refs
+from gradmesh.checker.recording.tape import Lost, Op, Param, ProgramInput, Root, Sent, Step, Tape, refs
 
 __all__ = [
     "averages_values",
@@ -21,7 +22,9 @@ __all__ = [
     "drifted_later",
     "masks",
     "never_same",
+    "overwritten_steps",
     "parted",
+    "parted_by_closure",
     "same_data",
     "sends_nothing",
     "statistics",
@@ -55,19 +58,47 @@ def never_same(context: Context) -> list[Finding]:
         return []
     name, parts = wrong[0]
     others = f" and {len(wrong) - 1} other parameters" if len(wrong) > 1 else ""
-    said = f"{name}{others} get the same gradient on every rank, and have had other values on the ranks from the start"
-    rank = parts[0][0]
-    used = context.used_at(rank, [p.id for _, p, _ in parts[:1] if p.id is not None])
-    return [
-        finding(
-            "GM202",
-            said,
-            context.place(rank, used),
-            context.place(rank, parts[0][2].site),
-            [r for r, *_ in parts],
-            name,
+    held = [(rank, param.value) for rank, param, _ in parts]
+    said = (
+        f"{name}{others} get the same gradient on every rank, and have had other values on the ranks from the start: "
+        + _held(name, held)
+    )
+    rank, first, step = parts[0]
+    used = context.place(rank, context.used_at(rank, [first.id] if first.id is not None else []))
+    stepped, remedy = context.place(rank, step.site), ""
+    if (summed := _summed_at(context, rank, tuple(first.value.shape))) is not None:
+        copies = [ranks for ranks in _alike([value for _, value in held]) if len(ranks) > 1]
+        groups = " and ".join(f"ranks {_numbers([held[at][0] for at in ranks])}" for ranks in copies)
+        own = (
+            f"take the group of the ranks that hold copies there, {groups}: dist.all_reduce(p.grad, group=group)"
+            if copies
+            else "leave its gradient out there"
         )
-    ]
+        remedy = (
+            "If each rank has a parameter of its own, such as that of a pipeline stage or an expert, its gradient must "
+            f"not be joined with the others' at {Path(summed.file).name}:{summed.line}: {own}. If these are meant as "
+            "copies of one parameter, broadcast it from one rank after the model is built."
+        )
+    return [finding("GM202", said, summed or used, stepped, [r for r, *_ in parts], name, remedy)]
+
+
+def _summed_at(context: Context, rank: int, shape: tuple[int, ...]) -> Place | None:
+    """The one line where gradients of a shape are summed over the ranks after backward; None if there is none."""
+    events = context.events(rank)
+    sites = {e.site for e in events if isinstance(e, Sent) and is_sum(e) and e.shapes[:1] == [shape]}
+    return context.place(rank, sites.pop()) if len(sites) == 1 else None
+
+
+def _held(name: str, held: Sequence[tuple[int, Tensor]]) -> str:
+    """Which ranks hold which values, told by the entry that differs most."""
+    first = held[0][1].detach().flatten()
+    far = max(held, key=lambda each: float((each[1].detach().flatten() - first).abs().max()))[1]
+    at = int((far.detach().flatten() - first).abs().argmax())
+    by_value: dict[str, list[int]] = {}
+    for rank, value in held:
+        by_value.setdefault(f"{value.flatten()[at].item():.6g}", []).append(rank)
+    shown = [f"{value} on rank{'s' * (len(r) > 1)} {_numbers(r)}" for value, r in list(by_value.items())[:4]]
+    return f"{name}.flatten()[{at}] is {', '.join(shown)}"
 
 
 def _is_its_own(context: Context, rank: int, param: Param) -> bool:
@@ -86,16 +117,26 @@ def statistics(context: Context) -> list[Finding]:
             own = [values[rank] for rank in ranks]
             if len({x.shape for x in own}) == 1 and not all(near(x, own[0], 1e-5) for x in own):
                 said = f"the buffer {name} is made of each rank's own data, and differs between ranks of one model"
-                at = next(
-                    (
-                        e.site
-                        for e in context.events(ranks[0])
-                        if isinstance(e, Op) and "batch_norm" in e.name
-                    ),
-                    -1,
-                )
-                return [finding("GM203", said, context.place(ranks[0], at), None, ranks, name)]
+                said += f": {_held(name, list(zip(ranks, own, strict=True)))}"
+                at, by_hand = _written_at(context, ranks[0], name)
+                remedy = _BY_HAND if by_hand else ""
+                return [finding("GM203", said, context.place(ranks[0], at), None, ranks, name, remedy)]
     return []
+
+
+_BY_HAND = (
+    "Make it of the data of all ranks where it is updated: dist.all_reduce its sums and counts before they are "
+    "written. If only evaluation reads it, averaging or broadcasting it before evaluation and before saving is enough."
+)
+
+
+def _written_at(context: Context, rank: int, name: str) -> tuple[int, bool]:
+    """The line that writes a buffer, and whether the program has it; else that of a batch norm."""
+    at = context.segment.steps[rank][0].written.get(name, -1)
+    if at >= 0:
+        return at, True
+    norms = (e.site for e in context.events(rank) if isinstance(e, Op) and "batch_norm" in e.name)
+    return next(norms, -1), False
 
 
 def tied(context: Context) -> list[Finding]:
@@ -269,7 +310,7 @@ def drifted(before: Sequence[Got], context: Context) -> list[Finding]:
             site = context.segment.steps[rank][0].site
             said = (
                 f"{got.name} is the same on ranks {_numbers(got.ranks)} before the step and gets the same gradient, "
-                "and is not the same after it"
+                f"and is not the same after it: {_held(got.name, list(zip(got.ranks, values, strict=True)))}"
             )
             found.append(finding("GM201", said, context.place(rank, site), None, got.ranks, got.name))
     return found[:1]
@@ -296,7 +337,8 @@ def drifted_later(context: Context, following: Sequence[Segment]) -> list[Findin
                 rank = next((part.rank for part in got.parts if part.steps), got.parts[0].rank)
                 said = (
                     f"{got.name} is the same on ranks {_numbers(got.ranks)} before the step, each rank's optimizer "
-                    "steps a part of the model, and it is not the same when it is used next"
+                    "steps a part of the model, and it is not the same when it is used next: "
+                    + _held(got.name, list(zip(got.ranks, there, strict=True)))
                 )
                 site = context.segment.steps[rank][0].site
                 remedy = "After the step send every parameter from the rank that stepped it to all ranks that use it."
@@ -311,9 +353,16 @@ def parted(tapes: Sequence[Tape], segment: Segment, following: Sequence[Segment]
         for name, first in before[0].items():
             then = [own.get(name) for own in before]
             now = [own.get(name) for own in after]
-            one = all(x is not None and near(x, first, 1e-6) for x in then) and not is_constant(first)
-            if one and now[0] is not None and not all(x is not None and near(x, now[0], 1e-5) for x in now):
-                said = f"{name} is the same on all ranks before the step, and is not the same after it"
+            # A number that was drawn, where all of the model is one on the ranks, is no other than what surrounds it.
+            drawn = first.numel() == 1 and float(first) not in _BEGINNINGS and _is_one(before)
+            one = all(x is not None and near(x, first, 1e-6) for x in then)
+            one = one and (drawn or not is_constant(first))
+            there = [x for x in now if x is not None and x.shape == first.shape]
+            if one and len(there) == len(now) and not all(near(x, there[0], 1e-5) for x in there):
+                said = (
+                    f"{name} is the same on all ranks before the step, and is not the same after it: "
+                    + _held(name, list(enumerate(there)))
+                )
                 place = with_text(tapes[0].places, segment.steps[0][0].site)
                 return [finding("GM201", said, place, None, range(len(tapes)), name)]
     return []
@@ -321,6 +370,113 @@ def parted(tapes: Sequence[Tape], segment: Segment, following: Sequence[Segment]
 
 def _values(steps: Sequence[Step]) -> dict[str, Tensor]:
     return {param.name: param.value for step in steps for param in step.params if not param.whole}
+
+
+_BEGINNINGS = (0.0, 1.0, -1.0)
+"""Numbers that parameters of a rank begin with as those of all ranks do."""
+
+
+def _is_one(held: Sequence[dict[str, Tensor]]) -> bool:
+    """Whether ranks have the same parameters, with the same values."""
+    return all(
+        own.keys() == held[0].keys() and all(_same(own[name], held[0][name]) for name in own) for own in held
+    )
+
+
+def parted_by_closure(tapes: Sequence[Tape]) -> list[Finding]:
+    """Parameters that a step which calls a closure, as LBFGS does, makes different ones, along the same gradients."""
+    for pairs in zip(*map(_of_closures, tapes), strict=False):
+        for at, first in enumerate(pairs[0][0].params):
+            parts = [step.params[at] for step, _ in pairs if at < len(step.params)]
+            before, after = [part.value for part in parts], [part.after for part in parts]
+            there = [x for x in after if x is not None and not first.whole]
+            if len(there) != len(tapes) or len({x.shape for x in (*before, *there)}) > 1:
+                continue
+            one = all(torch.equal(x, before[0]) for x in before) and _is_joined(pairs, at)
+            if not one or all(near(x, there[0], 1e-5) for x in there):
+                continue
+            name = first.name
+            said = (
+                f"{name} is the same on all ranks before the step, the closure leaves the same gradient of it on every "
+                f"rank, and it is not the same after the step: {_held(name, list(enumerate(there)))}"
+            )
+            remedy = (
+                "Return the same loss from the closure on every rank: the optimizer chooses the length of its step by "
+                "it. For a mean: total = loss.detach().clone(); dist.all_reduce(total); return total / world_size."
+            )
+            place = with_text(tapes[0].places, pairs[0][0].site)
+            return [finding("GM201", said, place, None, range(len(tapes)), name, remedy)]
+    return []
+
+
+def _is_joined(pairs: Sequence[tuple[Step, Step | None]], at: int) -> bool:
+    """Whether closures leave the same gradient of a parameter on all ranks: before the step, or behind it."""
+    for steps in zip(*pairs, strict=True):
+        params = [step.params[at] for step in steps if step is not None and at < len(step.params)]
+        grads = [param.grad for param in params if param.grad is not None]
+        if len(grads) == len(pairs) and all(_same_numbers(x, grads[0]) for x in grads):
+            return bool(grads[0].any())
+    return False
+
+
+def _same_numbers(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a, b)
+
+
+def _of_closures(tape: Tape) -> list[tuple[Step, Step | None]]:
+    """Steps in which closures run their backward, each with the next one of its optimizer."""
+    pairs: list[tuple[Step, Step | None]] = []
+    last, runs = None, False
+    for event in tape.events:
+        if isinstance(event, Lost):
+            runs = runs or "backward begins" in event.what
+        elif isinstance(event, Root):
+            last = None
+        elif isinstance(event, Step):
+            if last is not None and runs:
+                pairs.append((last, event if event.optimizer == last.optimizer else None))
+            last, runs = (event if event.optimizer >= 0 else None), False
+    if last is not None and runs:
+        pairs.append((last, None))
+    return pairs
+
+
+def overwritten_steps(context: Context, following: Sequence[Segment]) -> list[Finding]:
+    """Parameters that one rank steps, and that a broadcast from a rank that does not step them sets back on all."""
+    for later in following:
+        used = [
+            {e.name: e.value for e in part if isinstance(e, ProgramInput) and e.leaf and e.name}
+            for part in later.parts
+        ]
+        for got in context.got:
+            stepped = [
+                part
+                for part in got.parts
+                if part.steps
+                and part.param.after is not None
+                and not torch.equal(part.param.after, part.param.value)
+            ]
+            if got.kind == "unused" or got.parts[0].param.whole or not 0 < len(stepped) < len(got.parts):
+                continue
+            then = [used[part.rank].get(got.name) for part in got.parts]
+            if not all(x is not None and torch.equal(x, got.parts[0].param.value) for x in then):
+                continue
+            owners = [part.rank for part in stepped]
+            rank, shape = owners[0], tuple(got.parts[0].param.value.shape)
+            for event in later.parts[rank]:
+                if not isinstance(event, Sent) or event.kind != "broadcast" or event.shapes[:1] != [shape]:
+                    continue
+                if event.group[event.root] in owners:
+                    continue
+                said = (
+                    f"{got.name} is stepped on rank {_numbers(owners)} alone, and has its old value on all ranks when "
+                    f"it is used next: it is broadcast from rank {event.group[event.root]}, which has not stepped it"
+                )
+                remedy = f"Broadcast each parameter from the rank whose optimizer steps it: here src={rank}."
+                began = context.place(rank, context.segment.steps[rank][0].site)
+                at = context.place(rank, event.site)
+                return [finding("GM201", said, at, began, got.ranks, got.name, remedy)]
+    return []
 
 
 def steps_apart(tapes: Sequence[Tape]) -> list[Finding]:

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from gradmesh._torch import functorch_active
 from gradmesh.checker.recording.backs import Writing
+from gradmesh.checker.recording.gradients import address_of
 from gradmesh.checker.recording.params import parameters_of, values_after
 from gradmesh.checker.recording.recorder import Recorder
 from gradmesh.checker.recording.settings import Optimizers
@@ -155,11 +156,14 @@ class _Watcher:
             with to.unseen():
                 call.received = [_copied(g) for g in received]
                 plain = all(g is None or type(g) is Tensor for g in received)
+                if plain and not call.ours:
+                    to.received = call, {address_of(g) for g in received if g is not None}
                 if plain and not (call.ours or call.sends):
                     writing[0] = to.writes_back(received)
 
         def ends(returned: Any, _: Any) -> None:
             call.sends_back = call.sends_back or to.sends > before[0]
+            to.received = None
             with to.unseen():
                 if call.sends or call.sends_back:
                     call.returned = [_copied(g) for g in returned]
@@ -376,7 +380,13 @@ class _Watcher:
                 held, to.modules.names(), to.id_of, self._returned, to.change_of
             )
             buffers = {name: x.detach().clone() for name, x in to.modules.buffers().items()}
-        self._step = Step(params, buffers, to.site(), manual, to.modules.averaging())
+            written = {
+                name: to.written_at[address_of(x)]
+                for name, x in to.modules.buffers().items()
+                if address_of(x) in to.written_at
+            }
+            to.written_at.clear()
+        self._step = Step(params, buffers, to.site(), manual, to.modules.averaging(), written=written)
         self._tape.events.append(self._step)
         self._returned = {}
 

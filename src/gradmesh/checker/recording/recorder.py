@@ -27,7 +27,7 @@ from gradmesh.checker.recording.collectives import Call, call_of
 from gradmesh.checker.recording.gradients import address_of, gradient_of, is_multiple
 from gradmesh.checker.recording.names import Modules
 from gradmesh.checker.recording.numbering import Numbering, mapped
-from gradmesh.checker.recording.tape import Back, Op, ProgramInput, Ref, Saved, Scaled, Sent, Tape
+from gradmesh.checker.recording.tape import Back, Called, Op, ProgramInput, Ref, Saved, Scaled, Sent, Tape
 from gradmesh.type_inference.operators import tensors_in
 from gradmesh.type_inference.tape import memory_of
 
@@ -73,6 +73,10 @@ class Recorder(Numbering, DispatchMode):
         self.stepping = False
         self.writing: Writing | None = None
         """The backward of a hand-written Function, or the hook, that is running."""
+        self.received: tuple[Called, set[int]] | None = None
+        """The call whose backward is running, and where the gradients are that it received."""
+        self.written_at: dict[int, int] = {}
+        """The lines that wrote to memory that no gradient passes through, since the last step."""
         self.written_by_hand: Callable[[bool], None] = lambda _: None
         """Is called when the program is about to write to a parameter itself: with its gradient, or else."""
         self._cut: Any = WeakTensors()
@@ -100,6 +104,12 @@ class Recorder(Numbering, DispatchMode):
             return NotImplemented  # what it does to its plain parts comes by itself
         if func.namespace in ("c10d", "_c10d_functional"):
             return self._collective(func, args, kwargs)
+        if self.received is not None and written(func):
+            told = arguments(func, args, kwargs)
+            if any(
+                address_of(x) in self.received[1] for key in written(func) for x in tensors_in(told.get(key))
+            ):
+                self.received[0].overwrote = self.site()
         if self.writing is not None:
             return self.writing.operate(func, args, kwargs)
         if self._awaited and self._arrives(func, args):
@@ -221,6 +231,8 @@ class Recorder(Numbering, DispatchMode):
                     return
                 if known is not None and known.active and not known.leaf:
                     known.spoilt = True
+                if known is None and x.is_floating_point():
+                    self.written_at[address_of(x)] = self.site()
 
     def _is_of_gradient(self, x: Tensor, operands: Sequence[Tensor]) -> bool:
         """Whether what a parameter moves by, or becomes, comes from its gradient alone."""

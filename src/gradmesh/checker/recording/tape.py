@@ -192,6 +192,7 @@ class Called:
         returned: those of its operands that it gave; None until it ran.
         ours: whether it is of torch itself or of gradmesh.
         back: what its backward did, where it sent nothing.
+        overwrote: the line at which its backward changed a gradient that it received in place; -1 for none.
     """
 
     number: int
@@ -206,6 +207,7 @@ class Called:
     returned: list[Tensor | None] | None = None
     ours: bool = False
     back: Back | None = None
+    overwrote: int = -1
 
 
 @dataclass(slots=True)
@@ -361,6 +363,8 @@ class Step:
     """Whether parameters move along what is in their `.grad`, as far as the first of them tells."""
     optimizer: int = -1
     """The number of the optimizer; -1 for a step of the program's own."""
+    written: dict[str, int] = field(default_factory=dict)
+    """The lines at which the program last wrote to buffers."""
 
 
 @dataclass(slots=True)
