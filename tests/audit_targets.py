@@ -29,12 +29,28 @@ class Doubled(torch.autograd.Function):
         return 2 * grad
 
 
+class NoJvp(torch.autograd.Function):
+    """A correct Function without forward mode."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
 def right() -> Any:
     return gm.all_gather, torch.randn(4, 3)
 
 
 def wrong() -> Any:
     return Doubled.apply, torch.randn(4, 3)
+
+
+def without_jvp() -> Any:
+    return NoJvp.apply, torch.randn(2)
 
 
 def broken() -> Any:

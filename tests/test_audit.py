@@ -252,10 +252,26 @@ def test_the_function_name_suggests_the_reading() -> None:
     assert audit(lambda: (CopyToRegion.apply, torch.randn(2)), arrow="V -> V", kinds=LAW).ok
 
 
+def test_a_function_without_a_jvp_is_ok_unless_forward_mode_is_required() -> None:
+    found = audit(audit_targets.without_jvp)
+    assert found.kinds == ("forward-mode-missing",)
+    assert found.ok
+    assert "no finding, 1 note" in str(found)
+    assert not audit(audit_targets.without_jvp, kinds="forward-mode-missing").ok
+
+
+def test_a_note_does_not_fail_an_isolated_audit() -> None:
+    found = audit(audit_targets.without_jvp, isolate=True)
+    assert found.kinds == ("forward-mode-missing",)
+    assert found.ok
+
+
 def test_a_backward_that_does_not_sum_states_its_assumption_about_the_losses() -> None:
     slices = audit(lambda: ((lambda x: gm.all_gather(x, dst=gm.I)), torch.randn(2)), kinds=LAW)
     assert slices.ok
-    assert "computes the same loss" in slices.assumes[0]
+    assert "right only if all ranks compute the same loss" in slices.assumes[0]
+    assert "wrong for rank-local losses" in slices.assumes[0]
+    assert "as gm.all_gather(x) does" in slices.assumes[0]
     assert "V -> R" in slices.assumes[0]
     assert slices.assumes[0][:20] in str(slices)
     assert json.loads(slices.json())["assumes"] == list(slices.assumes)

@@ -62,8 +62,8 @@ gradient-overwritten (0, 1, 2)
 ```
 
 `build` may accept `group=`, `parts=` and `local_rank=`. `arrow="P -> R"` checks one intended pair of types. On the
-command line, `gradmesh audit module:build` prints the full report; its exit status is 0 without findings, 1 with
-findings, and 2 if the function could not be audited.
+command line, `gradmesh audit module:build` prints the full report; its exit status is 0 without errors and warnings, 1
+with one, and 2 if the function could not be audited.
 
 An arrow such as `V -> R` gives the [types](../types.md) of operand and result: here the operand varies over the ranks,
 and the result is the same on each rank, which uses it differently. Arrows that follow from stronger ones are left out.

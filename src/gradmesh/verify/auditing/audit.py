@@ -83,7 +83,9 @@ def audit(
         world_size: the number of ranks. With 2, a ring's next and previous rank are the same, which hides errors.
         backend: as for `gradmesh.launch`: "threads", or processes on "shm" or "gloo". Use processes for a function
             that may crash its process.
-        kinds: the kinds to report, by name, or one name. Defaults to all. Checks that these depend on still run.
+        kinds: the kinds to report, by name, or one name. Defaults to all. Checks that these depend on still run. A
+            note makes `Audit.ok` False only if its kind is named here, e.g. "forward-mode-missing" for a Function that
+            must support forward-mode AD.
         timeout: seconds that one call of the function may take.
         gloo: if the function calls torch.distributed, also try non-contiguous operands and gradients on processes with
             Gloo, which treats their memory differently from threads. Costs the start of these processes.
@@ -128,7 +130,7 @@ def audit(
         )
     wanted = _wanted([kinds] if isinstance(kinds, str) else kinds)
     if isolate and backend == "threads":
-        return _isolated(build, arrow, world_size, wanted, timeout, gloo)
+        return _isolated(build, arrow, world_size, None if kinds is None else wanted, timeout, gloo)
     options = {"local_rank": None} if accepted(build, "local_rank") else {}
     with Pool(build, world_size, backend, timeout, options) as pool:
         described = pool.begin()
@@ -157,6 +159,7 @@ def audit(
         readings=frozenset(map(str, case.readings)),
         arrow=arrow,
         assumes=case.assumes,
+        required=frozenset() if kinds is None else wanted,
     )
 
 
@@ -164,7 +167,7 @@ def _isolated(
     build: Callable[..., Any],
     arrow: str | None,
     world_size: int,
-    wanted: frozenset[str],
+    kinds: frozenset[str] | None,
     timeout: float,
     gloo: bool,
 ) -> Audit:
@@ -173,7 +176,7 @@ def _isolated(
     options = {
         "arrow": arrow,
         "world_size": world_size,
-        "kinds": sorted(wanted),
+        "kinds": None if kinds is None else sorted(kinds),
         "timeout": timeout,
         "gloo": gloo,
     }

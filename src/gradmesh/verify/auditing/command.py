@@ -20,7 +20,7 @@ from gradmesh.verify.auditing.audit import audit
 __all__ = ["FOUND", "NOT_RUN", "audit_command", "named"]
 
 FOUND, NOT_RUN = 1, 2
-"""Exit status: there are findings; a target could not be audited."""
+"""Exit status: an audit is not `Audit.ok`; a target could not be audited."""
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ def audit_command(
         as_json: whether to print one line of JSON per target instead of text.
 
     Returns:
-        0 if there is no finding, else `FOUND` or `NOT_RUN`.
+        0 if every audit is `Audit.ok`, else `FOUND` or `NOT_RUN`.
     """
     status = 0
     for target in targets:

@@ -80,8 +80,9 @@ class Audit:
         seconds: the duration of the audit.
         readings: every typed reading that holds.
         arrow: the requested reading; None if none was requested.
-        assumes: conditions under which the gradient is correct, as sentences; e.g. that every rank computes the same
+        assumes: conditions under which the gradient is correct, as sentences; e.g. that all ranks compute the same
             loss, if backward does not sum the ranks' gradients.
+        required: the kinds that the caller named; empty if none.
     """
 
     name: str
@@ -95,11 +96,16 @@ class Audit:
     readings: frozenset[str] = frozenset()
     arrow: str | None = None
     assumes: tuple[str, ...] = ()
+    required: frozenset[str] = frozenset()
 
     @property
     def ok(self) -> bool:
-        """True if there are no findings."""
-        return not self.findings
+        """True if there are no errors or warnings. Notes count only if the caller named their kind."""
+        return not self._failures
+
+    @property
+    def _failures(self) -> list[Finding]:
+        return [one for one in self.findings if one.severity != "note" or one.kind in self.required]
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -135,8 +141,10 @@ class Audit:
         return json.dumps(self.as_json())
 
     def __str__(self) -> str:
-        count = len(self.findings)
+        count = len(self._failures)
+        notes = len(self.findings) - count
         head = f"{self.name}: {'no finding' if self.ok else f'{count} finding' + 's' * (count > 1)}"
+        head += f", {notes} note" + "s" * (notes > 1) if notes else ""
         lines = [f"{head} ({self.world_size} ranks, {self.backend}, {self.seconds:.1f} s)"]
         if self.arrows:
             lines.append(f"  backward is the adjoint as {'; '.join(self.arrows)}")

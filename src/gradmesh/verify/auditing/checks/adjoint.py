@@ -146,9 +146,12 @@ def _assumed(readings: Sequence[Reading]) -> tuple[str, ...]:
     if not readings or any(Type.I not in reading.dst for reading in readings):
         return ()
     summed = Reading(readings[0].src, tuple(Type.R if kind is Type.I else kind for kind in readings[0].dst))
+    verbs = {"V -> I": "gm.all_gather(x)", "P -> I": "gm.all_reduce(x, dst=gm.R)"}
+    verb = next((verbs[name] for name in map(str, readings) if name in verbs), None)
     return (
-        f"as {_names(readings)} the gradient is correct if every rank computes the same loss from the result; "
-        f"if the ranks' losses differ, backward must sum their gradients: {summed}",
+        f"as {_names(readings)} the gradient is right only if all ranks compute the same loss from the result, and "
+        "wrong for rank-local losses, because it omits the losses of the other ranks; if the ranks' losses differ, "
+        f"backward must sum their gradients: {summed}" + (f", as {verb} does" if verb else ""),
     )
 
 
