@@ -144,6 +144,14 @@ def test_importing_gradmesh_loads_nothing_of_the_extras() -> None:
     assert done.stdout == "[]\n", done.stderr
 
 
+def test_a_command_starts_without_torchs_benchmark_utilities_which_may_warn_about_cuda() -> None:
+    done = _fresh(
+        "import gradmesh.cli, sys", "gradmesh.cli.commands()", "print('torch.utils.benchmark' in sys.modules)"
+    )
+    assert done.stdout == "False\n", done.stderr
+    assert not done.stderr
+
+
 def test_python_m_gradmesh_is_the_command_line() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "gradmesh", "--version"], capture_output=True, text=True, check=False

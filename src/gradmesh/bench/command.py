@@ -6,11 +6,14 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.benchmark import Measurement
 
 from gradmesh.bench.timing import FULL, QUICK, measured
+
+if TYPE_CHECKING:
+    from torch.utils.benchmark import Measurement
 
 __all__ = ["bench"]
 

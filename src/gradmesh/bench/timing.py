@@ -6,19 +6,19 @@ import gc
 import timeit
 from collections.abc import Callable, Iterator
 from statistics import median
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.benchmark import Measurement, Timer
-from torch.utils.benchmark.utils.common import TaskSpec
-from torch.utils.benchmark.utils.timer import timer as device_clock
 
 from gradmesh import collectives
 from gradmesh.bench import raw
 from gradmesh.launch import Ranks
 from gradmesh.types import R
+
+if TYPE_CHECKING:
+    from torch.utils.benchmark import Measurement, Timer
 
 __all__ = ["FULL", "QUICK", "VERBS", "WAYS", "Cell", "Plan", "measured", "samples"]
 
@@ -70,6 +70,10 @@ class Cell(NamedTuple):
 
 def measured(ranks: int, backend: str, plan: Plan, progress: Callable[[str], object]) -> Iterator[Cell]:
     """Time every verb at every size, each round on the slowest rank; calls `progress` with a line of text."""
+    # Imported late: torch.utils.benchmark initializes CUDA, which may warn.
+    from torch.utils.benchmark import Measurement
+    from torch.utils.benchmark.utils.common import TaskSpec
+
     collecting = gc.isenabled()
     progress(f"starting {ranks} ranks on {backend}")
     try:
@@ -87,6 +91,9 @@ def measured(ranks: int, backend: str, plan: Plan, progress: Callable[[str], obj
 
 def samples(verb: str, size: int, rounds: int, seconds: float) -> list[list[float]]:
     """On a rank: the seconds of a call in each round, for each of `WAYS`, of the verb and of the raw call."""
+    from torch.utils.benchmark import Timer
+    from torch.utils.benchmark.utils.timer import timer as device_clock
+
     device = torch.device("cuda" if "nccl" in dist.get_backend() else "cpu")
     x = torch.ones(-(-size // 4 // dist.get_world_size()) * dist.get_world_size(), device=device)
     clock = timeit.default_timer if device.type == "cpu" else device_clock
