@@ -66,8 +66,8 @@ def commands() -> click.Group:
             short_help="Audit a custom collective for gradient bugs.",
             help="Audit a custom collective: find gradient bugs and report which convention its backward implements. "
             "Each target is a function that returns (fn, inputs), as for gradmesh.verify.audit: MODULE:FUNCTION or "
-            "FILE.py:FUNCTION. The exit status is 0 if there is no error or warning, 1 if there is, and 2 if a function "
-            "could not be audited.",
+            "FILE.py:FUNCTION. The exit status is 0 if there is no error or warning, 1 if there is, and 2 if a "
+            "function could not be audited.",
             params=[
                 click.Argument(["targets"], nargs=-1, required=True, metavar="MODULE:FUNCTION..."),
                 option(["--arrow"], help='The intended types, such as "V -> R".'),
