@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import math
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -417,6 +418,41 @@ def test_dynamo_puts_a_function_into_its_graph_that_it_was_told_of_while_it_comp
 
     torch.compile(program, fullgraph=True, backend=look)(torch.ones(1))
     assert graphs == [entered]
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo warns about the graph break
+@pytest.mark.parametrize("marked", [False, True])
+def test_dynamo_compiles_neither_the_methods_of_a_marked_class_nor_the_code_that_they_call(
+    marked: bool,
+) -> None:
+    compiled: list[Any] = []
+
+    def look(graph: torch.fx.GraphModule, _: Any) -> Any:
+        compiled.extend(node.target for node in graph.graph.nodes if node.op == "call_method")
+        return graph.forward
+
+    def called(grad: torch.Tensor) -> torch.Tensor:
+        return grad.exp()
+
+    class Hook:
+        def method(self, grad: torch.Tensor) -> torch.Tensor:
+            return called(grad.sin())
+
+    torch._dynamo.reset()  # would remove the mark from code that was compiled before
+    if marked:
+        _torch.never_compiled(Hook)
+    x = torch.zeros(2, requires_grad=True)
+    x.register_hook(Hook().method)  # autograd calls it from C++, inside of the compiled function
+
+    def program() -> None:
+        y = x.cos().sum() + x.sum()
+        y.backward()
+
+    torch.compile(program, backend=look)()
+    assert "cos" in compiled
+    assert ("sin" in compiled, "exp" in compiled) == (not marked, not marked)
+    assert x.grad is not None
+    assert x.grad.tolist() == pytest.approx([math.exp(math.sin(1))] * 2)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's tracers warn of themselves
