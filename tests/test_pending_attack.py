@@ -28,7 +28,7 @@ def pools() -> Iterator[Pools]:
 
 @pytest.mark.timeout(120)
 def test_programs_with_calls_that_are_begun_are_right_or_refused(pools: Pools) -> None:
-    summary = attack(70, pools, seed=SEED, begun=SHARE)
+    summary = attack(70, pools, seed=SEED, pending=SHARE)
     assert not summary.findings, str(summary)
     right = sum(n for (_, kind), n in summary.counts.items() if kind == "right")
     assert right > 50, str(summary)
@@ -45,7 +45,7 @@ def _verbs(program: Program) -> Iterator[tuple[Verb, bool]]:
 def test_they_begin_calls_of_every_kind_in_every_place() -> None:
     kinds: collections.Counter[object] = collections.Counter()
     for index in range(200):
-        program = drawn(SEED, index, begun=SHARE)
+        program = drawn(SEED, index, pending=SHARE)
         try:
             expected(program)
         except Invalid:
@@ -63,7 +63,7 @@ def test_they_begin_calls_of_every_kind_in_every_place() -> None:
 
 def test_the_program_is_else_the_same() -> None:
     for index in range(30):
-        plain, apart = drawn(SEED, index), drawn(SEED, index, begun=SHARE)
+        plain, apart = drawn(SEED, index), drawn(SEED, index, pending=SHARE)
         assert plain.losses == apart.losses
         assert [verb.verb for verb, _ in _verbs(plain)] == [verb.verb for verb, _ in _verbs(apart)]
         assert "async_op" not in source(plain)
@@ -94,7 +94,7 @@ def test_a_defect_of_what_is_begun_is_found(
         )
     else:
         monkeypatch.setattr(_Message, "part", _the_first)
-    summary = attack(400, pools, seed=SEED, begun=SHARE, most_findings=1, tell=lambda _: None, shrink=False)
+    summary = attack(400, pools, seed=SEED, pending=SHARE, most_findings=1, tell=lambda _: None, shrink=False)
     (finding,) = summary.findings
     assert any(verb.later is not None for verb, _ in _verbs(finding.program))
 
@@ -104,5 +104,5 @@ def test_a_defect_of_what_is_begun_is_found(
 @pytest.mark.parametrize(("backend", "programs"), [("threads", 5_000), ("shm", 500), ("gloo", 500)])
 def test_many_programs_with_calls_that_are_begun(backend: str, programs: int) -> None:
     with Pools(backend) as pools:
-        summary = attack(programs, pools, seed=SEED + 1, begun=SHARE)
+        summary = attack(programs, pools, seed=SEED + 1, pending=SHARE)
     assert not summary.findings, str(summary)

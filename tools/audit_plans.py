@@ -116,7 +116,7 @@ def plans() -> dict[str, Build]:
     def of_types(plan: HeteroPlan, x: Tensor) -> Tensor:
         return plan.exchange({"a": x})["a"]
 
-    def begun(plan: HeteroPlan, x: Tensor) -> Tensor:
+    def pending(plan: HeteroPlan, x: Tensor) -> Tensor:
         return plan.exchange({"a": x}, async_op=True).wait()["a"]
 
     return {
@@ -142,6 +142,6 @@ def plans() -> dict[str, Build]:
         "a layer, overlapped": _of_plan(_plan, _layer),
         "HeteroPlan.exchange": _of_types(of_types, 1),
         "HeteroPlan.exchange, hops=2": _of_types(of_types, 2),
-        "HeteroPlan.exchange, async_op=True": _of_types(begun, 1),
+        "HeteroPlan.exchange, async_op=True": _of_types(pending, 1),
         "compat.fairchem.all_to_all_collect": _collect,
     }

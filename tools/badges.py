@@ -27,13 +27,13 @@ def badges() -> dict[str, str]:
     kinds = [line.split(" :: ") for line in project["classifiers"]]
     pythons = [kind[-1] for kind in kinds if kind[:2] == ["Programming Language", "Python"]]
     (torch,) = (line for line in project["dependencies"] if line.startswith("torch"))
-    told = {
+    badge_texts = {
         "python": " | ".join(pythons),
         "torch": torch.removeprefix("torch>=") + " or later",
         "license": project["license"],
         "types": "checked" if ["Typing", "Typed"] in kinds else "none",
     }
-    return {f"{name}.svg": _badge(name, text) for name, text in told.items()}
+    return {f"{name}.svg": _badge(name, text) for name, text in badge_texts.items()}
 
 
 def _badge(name: str, text: str) -> str:

@@ -77,12 +77,12 @@ def row_of(script: Script, cost: bool = False) -> Row:
     """Check a script, and compare with what it says of itself."""
     plain = None
     if cost:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         recorded(Target(str(script.path)), ranks=script.ranks, steps=STEPS, timeout=60.0, record=False)
-        plain = time.perf_counter() - begun
-    begun = time.perf_counter()
+        plain = time.perf_counter() - start
+    start = time.perf_counter()
     verdict = checked(script)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     lines = {
         place.line
         for finding in verdict.findings

@@ -21,7 +21,7 @@ def cases() -> dict[str, tuple[str, str]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's, of nested and quantized tensors
         said = gm.launch(_said, RANKS, backend="threads")[0]
-    return {written[name]: told for name, told in sorted(said.items()) if name in written}
+    return {written[name]: text for name, text in sorted(said.items()) if name in written}
 
 
 def _said() -> dict[str, tuple[str, str]]:

@@ -84,13 +84,13 @@ def _of_file(file: Path) -> Iterator[Text]:
             problem, kind = _shown(node.args[0]), _around(node, parents)
             remedy = _shown(given.get("remedy"))
         elif name in _REFUSING:
-            told = [_shown(arg) for arg in node.args]
-            problem = next((text for text in told if " " in text), "")
+            shown = [_shown(arg) for arg in node.args]
+            problem = next((text for text in shown if " " in text), "")
             of_an_op = file.parent.name == "ops" and isinstance(node.func, ast.Attribute)
             default = (not of_an_op and helpers.get(name)) or ("ShapeError" if of_an_op else "ArgumentError")
             kind = _name(given["kind"]) if "kind" in given else default
             remedy = _shown(given.get("remedy")) or (
-                told[-1] if len(told) > 2 and " " in told[-1] and told[-1][0] != "(" else ""
+                shown[-1] if len(shown) > 2 and " " in shown[-1] and shown[-1][0] != "(" else ""
             )
         else:
             continue

@@ -2,7 +2,8 @@
 
 Every survivor has to end within `LIMIT` seconds, with an error that names the rank that had the fault, and nothing may
 be left behind: no process, no thread, no descriptor of the launcher, no file in /dev/shm. Against a rank that is stuck
-in its own code only a timeout helps, so there the group has one of `SECONDS`; a slow rank is no fault, and all go on.
+in its own code only a timeout helps, so there the group has one of `SECONDS`; with a slow rank, all
+ranks continue.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ def _under_torchrun(folder: str, backend: str, fault: str, way: str) -> str:
             _wait(
                 lambda: all(_note(folder, r).get("ended") == "error" for r in range(SIZE) if r != VICTIM), 60
             )
-            os.kill(int(str(_note(folder, VICTIM)["pid"])), signal.SIGKILL)  # nobody else ends it now
+            os.kill(int(str(_note(folder, VICTIM)["pid"])), signal.SIGKILL)  # no other process ends it now
         with contextlib.suppress(subprocess.TimeoutExpired):
             agent.wait(60)
         agent.terminate()

@@ -1,4 +1,4 @@
-"""Calls that do not fit together, forward, backward and twice backward, and what every rank hears of them.
+"""Mismatched calls, forward, backward and in second order, and what every rank raises.
 
     python -m tools.mismatches
     python -m tools.mismatches --write docs/reports/mismatches.md
@@ -54,8 +54,8 @@ def _one(call: Callable[[], Tensor]) -> Callable[[], list[Tensor]]:
     return lambda: [call()]
 
 
-def _sum(*shape: int, **told: Any) -> Callable[[], Tensor]:
-    return lambda: gm.all_reduce(_operand(*shape), dst=gm.R, **told)
+def _sum(*shape: int, **params: Any) -> Callable[[], Tensor]:
+    return lambda: gm.all_reduce(_operand(*shape), dst=gm.R, **params)
 
 
 def _swapped(first: int) -> Callable[[], list[Tensor]]:
@@ -153,15 +153,15 @@ def heard(name: str, form: str) -> tuple[str, float]:
 
 def cell(name: str, form: str, ranks: gm.Ranks) -> str:
     """A mismatch in one form, as the table has it."""
-    told = ranks.run(heard, name, form)
-    if not any(text for text, _ in told):
+    outcomes = ranks.run(heard, name, form)
+    if not any(text for text, _ in outcomes):
         return "**silent**"
-    if not all(text for text, _ in told):
+    if not all(text for text, _ in outcomes):
         return "**on one rank alone**"
-    both = all("rank 0" in text and "rank 1" in text for text, _ in told)
-    lines = all("mismatches.py:" in text for text, _ in told)
+    both = all("rank 0" in text and "rank 1" in text for text, _ in outcomes)
+    lines = all("mismatches.py:" in text for text, _ in outcomes)
     said = "both calls" if both else "one rank"
-    return f"{said}{', lines' if lines else ''}, {1000 * max(after for _, after in told):.0f} ms"
+    return f"{said}{', lines' if lines else ''}, {1000 * max(after for _, after in outcomes):.0f} ms"
 
 
 def cells(name: str, backend: str) -> list[str]:

@@ -31,7 +31,7 @@ def raw(x: Tensor) -> Tensor:
 
 
 def spliced(x: Tensor) -> Tensor:
-    """The own rows put back in, as CLIP's training code has it."""
+    """Every rank's rows, with this rank's put back in, as CLIP's training code does it."""
     parts = list(raw(x).split(len(x)))
     parts[dist.get_rank()] = x
     return torch.cat(parts)
@@ -47,7 +47,7 @@ class OwnSlice(torch.autograd.Function):
 
     @staticmethod
     def backward(_: Any, *grads: Tensor) -> Tensor:
-        """The own slice."""
+        """This rank's slice."""
         return grads[0].chunk(dist.get_world_size())[dist.get_rank()]
 
 
@@ -61,7 +61,7 @@ class Averaged(torch.autograd.Function):
 
     @staticmethod
     def backward(_: Any, *grads: Tensor) -> Tensor:
-        """The own slice of the mean."""
+        """This rank's slice of the mean."""
         grad = grads[0].clone()
         dist.all_reduce(grad)
         return grad.chunk(dist.get_world_size())[dist.get_rank()] / dist.get_world_size()

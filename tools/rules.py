@@ -59,8 +59,8 @@ def with_rule(text: str, rule: Rule) -> str:
     _, after = rest.split(END)
     head = re.sub(r"\A# .*", f"# {rule.id} {rule.name}", head)
     parts = (f"*{rule.severity}* · {rule.short}", rule.why, f"**To fix it.** {rule.remedy}")
-    told = "\n\n".join(textwrap.fill(part, 119, break_on_hyphens=False) for part in parts)
-    return f"{head}{BEGIN}\n{told}\n{END}{after}"
+    described = "\n\n".join(textwrap.fill(part, 119, break_on_hyphens=False) for part in parts)
+    return f"{head}{BEGIN}\n{described}\n{END}{after}"
 
 
 def pages(folder: Path) -> dict[Path, str]:

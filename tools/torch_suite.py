@@ -81,7 +81,7 @@ class Outcome:
 
 
 def run(
-    backend: str, name: str, pattern: str = "", told: Callable[[str], object] = str
+    backend: str, name: str, pattern: str = "", report: Callable[[str], object] = str
 ) -> dict[str, Outcome]:
     """Run the tests on a backend that torch takes for another.
 
@@ -89,7 +89,7 @@ def run(
         backend: which one.
         name: which one torch takes it for, "gloo" or "mpi"; "gloo" for Gloo is the baseline.
         pattern: a regular expression; only tests in whose names it is found run.
-        told: called with the name of each test that begins.
+        report: called with the name of each test that starts.
     """
     outcomes = {}
     # Another process: torch's tests are made for one backend, when they are imported.
@@ -97,7 +97,7 @@ def run(
     with ProcessPoolExecutor(1, context, _begin, (backend, name)) as process:
         for test in process.submit(_tests).result():
             if re.search(pattern, test):
-                told(test)
+                report(test)
                 outcomes[test] = process.submit(_run_one, test).result()
     return outcomes
 
@@ -126,7 +126,7 @@ def show(backend: str, ours: Mapping[str, Outcome], gloo: Mapping[str, Outcome] 
     counted = asked(ours, gloo)
     rows += [[test, *([gloo[test].word] if gloo else []), ours[test].word] for test in counted]
     lines = [f"| {' | '.join(row)} |" for row in rows]
-    # As mpi nobody knows what else would have run.
+    # In the place of mpi, it is not known which other tests would have run.
     excused = [
         test for test in ours if ours[test].word == "excused" and (not gloo or gloo[test].word == "pass")
     ]
@@ -149,7 +149,7 @@ class _Side:
     case: type[Any]
     folder: tempfile.TemporaryDirectory[str]
     said: IO[str]
-    """What the ranks print: a rank that ends without a word to its parent has printed why."""
+    """What the ranks print, such as the reason why one ended without reporting to its parent."""
 
 
 def _begin(backend: str, name: str) -> None:
@@ -173,7 +173,7 @@ def _begin(backend: str, name: str) -> None:
         # A process has one profiler, and every rank would start one.
         torch.autograd.profiler.profile = lambda **_: contextlib.nullcontext()  # type: ignore[assignment, misc]
     if backend != name:
-        # Gloo shows its calls in a profile under names of its own; nobody else does.
+        # Gloo shows its calls in a profile under names of its own; no other backend does.
         for known in ("PROFILING_SUPPORTED_BACKENDS", "SEND_RECV_PROFILING_SUPPORTED_BACKENDS"):
             getattr(distributed_test, known).clear()
 

@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     programs = [program for program in PROGRAMS.values() if args.only in program.name]
     if not programs:
         parser.error(f"no program has {args.only!r} in its name")
-    found, begun = [], time.perf_counter()
+    found, start = [], time.perf_counter()
     for outcome in outcomes(programs, args.jobs):
         found.append(outcome)
         name, expected, reported, right, seconds = _row(outcome)
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.only:
             print(outcome.text, flush=True)
     print(_summary(found))
-    print(f"{time.perf_counter() - begun:.1f} s with {args.jobs} at once")
+    print(f"{time.perf_counter() - start:.1f} s with {args.jobs} at once")
     if args.write:
         args.write.write_text(page(found))
     good = sum(o.right(PROGRAMS[o.name]) for o in found)

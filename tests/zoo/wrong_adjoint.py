@@ -104,7 +104,10 @@ def gather_sums_after_slicing() -> Any:
 
 
 @wrong(
-    "audit", "not-adjoint", "a reduce-scatter whose backward keeps the gradient of the own rows", also=LOCAL
+    "audit",
+    "not-adjoint",
+    "a reduce-scatter whose backward keeps the gradient of this rank's rows",
+    also=LOCAL,
 )
 def reduce_scatter_without_gather() -> Any:
     class ReduceScatter(Function):

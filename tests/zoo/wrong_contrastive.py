@@ -38,7 +38,7 @@ def whole(images: Tensor, texts: Tensor) -> Tensor:
 @wrong(
     "gradcheck",
     "sum over ranks missing",
-    "CLIP with a raw all_gather, the own features put back into their place",
+    "CLIP with a raw all_gather, this rank's features put back into their place",
 )
 def clip_with_a_raw_gather() -> Any:
     def with_own(x: Tensor) -> Tensor:
@@ -53,7 +53,9 @@ def clip_with_a_raw_gather() -> Any:
     return loss, features
 
 
-@wrong("gradcheck", "sum over ranks missing", "AllGather with the own slice in backward, under local losses")
+@wrong(
+    "gradcheck", "sum over ranks missing", "AllGather with this rank's slice in backward, under local losses"
+)
 def clip_with_own_slice_and_local_losses() -> Any:
     class AllGather(Function):
         @staticmethod
@@ -189,7 +191,7 @@ def siglip_ring_without_a_gradient() -> Any:
 @wrong(
     "gradcheck",
     "dropped on ranks that did not use the output",
-    "the contrastive loss on rank 0 alone, behind a gather that hands back the own slice",
+    "the contrastive loss on rank 0 alone, behind a gather whose backward returns this rank's slice",
     also=("sum over ranks missing",),
 )
 def loss_on_rank_zero_alone() -> Any:

@@ -196,7 +196,7 @@ def product_whose_gradient_is_a_product() -> Any:
 @wrong(
     "gradcheck",
     "sum over ranks missing",
-    "tokens sent to experts by a raw all_to_all, the own ones put back into their place",
+    "tokens sent to experts by a raw all_to_all, this rank's own tokens put back into their place",
 )
 def tokens_dispatched_by_a_raw_exchange() -> Any:
     def exchange(x: Tensor) -> Tensor:

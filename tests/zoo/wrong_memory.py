@@ -119,7 +119,7 @@ def copy_region_returns_its_operand() -> Any:
 @wrong(
     "audit",
     "result-aliases-operand",
-    "the scatter region: the own part is a view of the whole",
+    "the scatter region: this rank's part is a view of the whole",
     also=COLLECTIVE,
 )
 def scatter_region_returns_a_view() -> Any:
@@ -216,7 +216,7 @@ def gather_refuses_a_strided_gradient() -> Any:
 @wrong(
     "audit",
     "gradient-uninitialised",
-    "torch.empty for the gradient of a scatter, filled at the own rows only",
+    "torch.empty for the gradient of a scatter, filled only at this rank's rows",
     also=LOCAL,
 )
 def shard_leaves_rows_of_its_gradient_unwritten() -> Any:

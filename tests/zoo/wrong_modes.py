@@ -219,7 +219,7 @@ def sum_with_a_verb_in_backward() -> Any:
 @wrong(
     "audit",
     "forward-mode-wrong",
-    "a jvp that hands on the own tangent without the collective",
+    "a jvp that passes this rank's tangent on without the collective",
     also=("second-order-wrong",),
 )
 def sum_with_a_local_jvp() -> Any:
@@ -242,7 +242,7 @@ def sum_with_a_local_jvp() -> Any:
 @wrong(
     "audit",
     "forward-mode-wrong",
-    "a functional all_reduce on its own: its tangent is lost without a word",
+    "a functional all_reduce on its own: its tangent is lost silently",
     also=("not-adjoint", "second-order-lost", "unused-output", "vmap-wrong", "second-order-wrong"),
 )
 def functional_all_reduce_loses_the_tangent() -> Any:

@@ -103,7 +103,7 @@ def gather_that_takes_its_part_for_the_ceil_split(parts: list[int] | None = None
 @wrong(
     "audit",
     "uneven-parts",
-    "receive buffers of the own size, although the ranks' sizes differ",
+    "receive buffers of this rank's size, although the ranks' sizes differ",
     also=(*COLLECTIVE, "empty-part"),
 )
 def gather_with_buffers_of_its_own_size(parts: list[int] | None = None) -> Any:

@@ -74,7 +74,7 @@ def ring_attention_without_a_gradient_for_the_others() -> Any:
     return loss, parts
 
 
-@wrong("gradcheck", "sum over ranks missing", "gathered keys and values, with the own slice in backward")
+@wrong("gradcheck", "sum over ranks missing", "gathered keys and values, with this rank's slice in backward")
 def gathered_attention_with_own_slices() -> Any:
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return weighted(attention(q, gm.all_gather(k, dst=gm.I), gm.all_gather(v, dst=gm.I)), rank())

@@ -179,7 +179,7 @@ def positions_counted_on_each_rank() -> Any:
 @wrong(
     "same_as_single",
     "parameter differs",
-    "gradients clipped by the norm of the own part of a cut model",
+    "gradients clipped by the norm of this rank's shard of the model",
     objective="replicated",
 )
 def clipping_by_the_local_norm() -> Any:

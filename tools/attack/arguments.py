@@ -35,7 +35,7 @@ class Arguments:
         cuts = sorted(self.rng.randint(0, whole) for _ in range(count - 1))
         return tuple(b - a for a, b in zip([0, *cuts], [*cuts, whole], strict=True))
 
-    def told(self, shapes: Shapes, dim: int, axis: str) -> PerRank:
+    def sizes_on_ranks(self, shapes: Shapes, dim: int, axis: str) -> PerRank:
         """The sizes along dim on the ranks of each rank's group."""
         found = {}
         for group in self.program.groups(axis):
@@ -44,12 +44,12 @@ class Arguments:
         return PerRank(tuple(found[rank] for rank in range(self.program.ranks)))
 
     def sizes(self, shapes: Shapes, dim: int, axis: str) -> dict[str, Any]:
-        """What to tell of sizes along a dim: nothing where they are equal, or all, or to find them out."""
-        told = self.told(shapes, dim, axis)
-        even = all(len(set(one)) == 1 for one in told.values)
+        """A `sizes` argument for a dim: every size or "auto"; often none if the sizes are equal."""
+        explicit = self.sizes_on_ranks(shapes, dim, axis)
+        even = all(len(set(one)) == 1 for one in explicit.values)
         if even and self.chance(0.6):
             return {}
-        return {"sizes": self.rng.choice([told, "auto"])}
+        return {"sizes": self.rng.choice([explicit, "auto"])}
 
     def by_group(self, axis: str, made: Callable[[tuple[int, ...]], dict[int, Any]]) -> PerRank:
         """A value for each rank, made group by group."""
@@ -114,7 +114,7 @@ class Arguments:
         return {}
 
     def moved(self, shapes: Shapes, axis: str, dim: int) -> dict[str, Any]:
-        """What `shift` and `permute` are told of sizes."""
+        """The arguments of `shift` and `permute` that depend on sizes."""
         sizes = self.sizes(shapes, dim, axis)
         return {"dim": dim, **sizes} if sizes else {}
 
@@ -137,7 +137,7 @@ class Arguments:
             given["split_sizes"] = self.by_group(
                 axis, lambda g: dict.fromkeys(g, self.parts(shapes[g[0]][dim], len(g)))
             )
-            given["concat_sizes"] = self.told(shapes, 1 - dim, axis)
+            given["concat_sizes"] = self.sizes_on_ranks(shapes, 1 - dim, axis)
         return given
 
     def messages(self, shapes: Shapes, axis: str) -> dict[str, Any]:

@@ -17,7 +17,6 @@ __all__ = [
     "VMAPS",
     "PerRank",
     "Verb",
-    "begun",
     "call",
     "literal",
     "pick",
@@ -108,8 +107,8 @@ class Verb:
         recorded: whether gradients are.
         way: "", `BY_HAND`, or one of `STRUCTURES`, `VMAPS`, `DERIVATIVES`.
         adjoint: of a call by hand, the verb that its backward calls.
-        later: after how many further statements a call that is begun is waited for, at the latest; None: none is begun.
-        coalesced: whether, if it is, in a block of `gradmesh.coalesce` with those beside it.
+        later: the most statements between an async call and its wait; None: the call is synchronous.
+        coalesced: whether an async call is in a block of `gradmesh.coalesce` with those beside it.
     """
 
     name: str
@@ -160,13 +159,13 @@ def call(verb: Verb, operand: str) -> str:
     return _plain(verb, operand)
 
 
-def begun(verb: Verb, operand: str, pending: str) -> tuple[str, str]:
-    """The expression that begins the call, and the one that has its result.
+def launched(verb: Verb, operand: str, pending: str) -> tuple[str, str]:
+    """The expression that launches the call, and the expression of its result.
 
     Args:
-        verb: one that can be begun, in a way that leaves something to do until the wait.
+        verb: a call that takes `async_op`, in a way that leaves statements to run before the wait.
         operand: the operand.
-        pending: the variable that the first one goes to.
+        pending: the variable that holds the first expression's value.
     """
     structure = verb.way or verb.verb == "exchange"
     done = f"{pending}.wait()"

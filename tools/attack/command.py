@@ -116,7 +116,7 @@ def attack(
     tell: Callable[[str], None] = print,
     shrink: bool = True,
     seconds: float = float("inf"),
-    begun: float = 0.0,
+    pending: float = 0.0,
     by_hand: float = 0.0,
 ) -> Summary:
     """Run random programs until there are enough, or enough findings.
@@ -130,8 +130,8 @@ def attack(
         most_findings: when to stop.
         tell: is given each finding, as a file.
         shrink: whether findings are made small.
-        seconds: when to stop, however many there have been.
-        begun: the share of the calls that are begun and waited for later.
+        seconds: when to stop, whatever the number of programs.
+        pending: the share of the calls that are async and waited for later.
         by_hand: the share of the calls in a Function whose backward calls the adjoint by hand.
     """
     summary, begin, index = Summary(), time.monotonic(), start
@@ -139,7 +139,7 @@ def attack(
     while summary.programs < programs and len(summary.findings) < most_findings:
         if time.monotonic() - begin > seconds:
             break
-        program, number, index = drawn(seed, index, ranks, begun=begun, by_hand=by_hand), index, index + 1
+        program, number, index = drawn(seed, index, ranks, pending=pending, by_hand=by_hand), index, index + 1
         try:
             verdict = judged(program, pools, expected(program))
         except Invalid:
@@ -194,7 +194,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="stop after so long, to go on later"
     )
-    parser.add_argument("--begun", type=float, default=0.0, help="the share of the calls with async_op=True")
+    parser.add_argument(
+        "--pending", type=float, default=0.0, help="the share of the calls with async_op=True"
+    )
     parser.add_argument(
         "--by-hand",
         type=float,
@@ -224,7 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
             tell=tell,
             shrink=not given.no_shrink,
             seconds=given.seconds,
-            begun=given.begun,
+            pending=given.pending,
             by_hand=given.by_hand,
         )
     print(summary)

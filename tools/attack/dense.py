@@ -255,7 +255,7 @@ def expected(program: Program) -> Expected:
     """What every rank has to return.
 
     Raises:
-        Invalid: this is no program that the verbs are meant for, or it has no derivative.
+        Invalid: the verbs do not support the program, or it is not differentiable.
     """
     flat: list[Statement] = []
     for statement in program.statements:
@@ -304,7 +304,7 @@ def _derive(program: Program, dense: Dense, say: Callable[[str, Sequence[Tensor 
     grads: dict[str, list[Tensor | None]] = {}
     total = dense.total(program.losses[0], grads, program.mode == "reverse over forward")
     taken = {"second": 1, "third": 2, "forward over reverse": 1}.get(program.mode, 0)
-    # Outside of ordered(), what torch.autograd.grad is not told to reach is left out without a word: also a collective
+    # Outside of ordered(), torch.autograd.grad silently skips what does not lead to its inputs, such as a collective
     # whose operand is a constant on this rank.
     need(program.ordered or not taken or dense.all_require)
     for order in range(taken):

@@ -11,7 +11,7 @@ from tools.attack.arguments import Arguments, Shapes
 from tools.attack.by_hand import with_by_hand
 from tools.attack.calls import DERIVATIVES, STRUCTURES, TAKES_STRUCTURES, VMAPS, Verb
 from tools.attack.dense import CONSTANT, LINEAR, Dense, Invalid
-from tools.attack.later import with_begun
+from tools.attack.later import with_pending
 from tools.attack.meanings import MEANINGS, need
 from tools.attack.programs import MODES, Leaf, Local, Program, Region, Statement, Term
 
@@ -216,7 +216,7 @@ class _Draw(Arguments):
 
 
 def drawn(
-    seed: int, index: int, ranks: tuple[int, int] = (2, 4), *, begun: float = 0.0, by_hand: float = 0.0
+    seed: int, index: int, ranks: tuple[int, int] = (2, 4), *, pending: float = 0.0, by_hand: float = 0.0
 ) -> Program:
     """A random program.
 
@@ -224,7 +224,7 @@ def drawn(
         seed: of the run.
         index: the program's number in the run; each is drawn by itself.
         ranks: the least and the largest number of ranks.
-        begun: the share of the calls that are begun and waited for later; the program is else the same.
+        pending: the share of the calls that are async and waited for later; nothing else in the program changes.
         by_hand: the share of the calls that a Function makes whose backward calls the adjoint by hand. None is in a
             program of `ordered()`, which does not see them, or of forward mode, which they do not have.
     """
@@ -259,8 +259,8 @@ def drawn(
     losses = draw.losses(made)
     if by_hand and not program.ordered and "forward" not in mode:
         statements = list(with_by_hand(statements, rng, by_hand))
-    if begun:
-        statements = list(with_begun(statements, rng, begun))
+    if pending:
+        statements = list(with_pending(statements, rng, pending))
     return replace(program, statements=tuple(statements), losses=losses, after=after)
 
 

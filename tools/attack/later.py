@@ -1,4 +1,4 @@
-"""Calls that are begun, among the statements of a program: where each is waited for, and which go as one message."""
+"""Async calls of a program: where each is waited for, and which are coalesced into one message."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tools.attack.calls import DERIVATIVES, VMAPS, Verb, begun
+from tools.attack.calls import DERIVATIVES, VMAPS, Verb, launched
 from tools.attack.statements import Region, Statement, arguments_of
 
-__all__ = ["blocks", "with_begun"]
+__all__ = ["blocks", "with_pending"]
 
 _MOST = 4
 
 
 @dataclass
 class _Open:
-    """A call that was begun.
+    """A pending call.
 
     Attributes:
         verb: the call.
@@ -32,17 +32,17 @@ class _Open:
 def blocks(
     statements: Sequence[Statement], at_once: Callable[[Statement], list[str]], named: Callable[[str], str]
 ) -> list[str]:
-    """The lines of statements; what is begun among them is waited for before it is used, and at the end.
+    """The lines of statements. A pending call is waited for before its result is used, or at the end.
 
     Args:
         statements: the statements.
-        at_once: the lines of one that is not begun.
+        at_once: the lines of a statement that is not async.
         named: the variable that stands for another one.
     """
     lines: list[str] = []
     opened: list[_Open] = []
     axis: str | None = None  # of the block of coalesced calls
-    inside: set[str] = set()  # what was begun in it
+    inside: set[str] = set()  # the calls launched in it
 
     def wait(names: set[str]) -> None:
         for one in [one for one in opened if one.verb.name in names]:
@@ -72,8 +72,8 @@ def blocks(
             )
         else:
             assert isinstance(statement, Verb)
-            pending = f"{statement.name}_begun"
-            begin, done = begun(statement, named(statement.arg), pending)
+            pending = f"{statement.name}_pending"
+            begin, done = launched(statement, named(statement.arg), pending)
             add(statement, [f"{pending} = {begin}"])
             opened.append(_Open(statement, done, statement.later or 0))
             if axis is not None:
@@ -91,8 +91,8 @@ def _leaves_time(verb: Verb) -> bool:
     return verb.later is not None and verb.way not in (*VMAPS, *DERIVATIVES)
 
 
-def with_begun(statements: Sequence[Statement], rng: random.Random, share: float) -> tuple[Statement, ...]:
-    """The statements with some of their calls begun.
+def with_pending(statements: Sequence[Statement], rng: random.Random, share: float) -> tuple[Statement, ...]:
+    """The statements with some of their calls made async.
 
     Args:
         statements: the statements.
@@ -102,7 +102,7 @@ def with_begun(statements: Sequence[Statement], rng: random.Random, share: float
     made: list[Statement] = []
     for statement in statements:
         if isinstance(statement, Region):
-            body = with_begun(statement.body, rng, share)
+            body = with_pending(statement.body, rng, share)
             made.append(replace(statement, body=body))  # type: ignore[arg-type]  # of the same kinds as before
         elif isinstance(statement, Verb) and statement.verb != "messages" and rng.random() < share:
             made.append(replace(statement, later=rng.randint(0, _MOST), coalesced=rng.random() < 0.4))

@@ -37,8 +37,8 @@ def _same_shapes(xs: Sequence[Tensor], but: int | None = None) -> None:
 def _joined(xs: list[Tensor], dim: int, p: Params) -> Tensor:
     _same_shapes(xs, dim)
     sizes = [x.shape[dim] for x in xs]
-    told = p.get("sizes")
-    need(told == "auto" or list(told or [sizes[0]] * len(xs)) == sizes)
+    explicit = p.get("sizes")
+    need(explicit == "auto" or list(explicit or [sizes[0]] * len(xs)) == sizes)
     return torch.cat(xs, dim)
 
 
@@ -119,8 +119,8 @@ def _all_to_all(xs: list[Tensor], ps: list[Params]) -> list[Tensor]:
     for rank in range(ranks):
         taken = [parts[other][rank] for other in range(ranks)]
         _same_shapes(taken, join)
-        sizes, told = [part.shape[join] for part in taken], ps[rank].get("concat_sizes")
-        need(sizes == (list(told) if told is not None else [sizes[0]] * ranks))
+        sizes, explicit = [part.shape[join] for part in taken], ps[rank].get("concat_sizes")
+        need(sizes == (list(explicit) if explicit is not None else [sizes[0]] * ranks))
         out.append(torch.cat(taken, join))
     return out
 

@@ -31,7 +31,7 @@ class TorchRing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients by the own rows, keys and values."""
+        """The gradients of this rank's queries, keys and values."""
         from torch.distributed.tensor.experimental import _attention as ring
         from torch.distributed.tensor.experimental._context_parallel import _attention as inside
 

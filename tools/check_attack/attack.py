@@ -20,7 +20,7 @@ __all__ = ["Outcome", "attacked", "check", "disagreement", "reduced"]
 
 Check = Callable[[Path, int], Verdict]
 
-UNJUDGED = ("nothing is said", "could not be", "cannot be told")
+UNJUDGED = ("nothing is said", "could not be", "cannot be")
 """What notes say where the checker has not judged something."""
 
 

@@ -40,7 +40,7 @@ def outcomes(
     seconds: float = math.inf,
     checked: Check = check,
 ) -> Iterator[Outcome]:
-    """What comes of the programs of some seeds, and of their mutants; none is begun after some seconds."""
+    """The outcomes of the programs of some seeds, and of their mutants; no program starts after the time limit."""
     warm()
     end = time.monotonic() + seconds
 
@@ -108,7 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the first program")
     parser.add_argument("--mutants", type=int, default=3, help="of each program")
     parser.add_argument("--jobs", type=int, default=2, help="programs at once")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no program is begun")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="time limit: no program starts after it"
+    )
     parser.add_argument("--keep", type=Path, help="where to put what is disagreed on, also made smaller")
     parser.add_argument("--reduce", type=float, default=60.0, help="seconds for making one smaller")
     parser.add_argument("--verbose", action="store_true", help="a line for each script")

@@ -33,7 +33,7 @@ class Times:
 
     Attributes:
         width: the numbers in a row.
-        whole: whether the result has the own rows too.
+        whole: whether the result contains this rank's rows too.
         half: of `HALVES`.
         seconds: those of each round, by way.
     """

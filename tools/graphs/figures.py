@@ -160,9 +160,11 @@ def exchange(
     said = "; ".join(f"on {way} {ratio:.1f} ({where})" for way, (ratio, where) in best.items())
     return (
         f"The exchange of the slab of {nodes:,} nodes beside `all_to_all_single_autograd` of torch's functional "
-        f"collectives on Gloo, with the rows picked before it and, where said, put behind the own ones. {_machine()}. "
-        f"All ways in turn, {rounds} rounds of 20 calls: medians in us of the slowest rank, and the ratio in the same "
-        "round, median and quartiles:\n\n" + _table(heads, rows) + f"\n\nThe largest ratios are: {said}."
+        f"collectives on Gloo, with the rows picked before it and, where said, appended to this rank's rows. "
+        f"{_machine()}. All ways in turn, {rounds} rounds of 20 calls: medians in us of the slowest rank, and "
+        "the ratio in the same round, median and quartiles:\n\n"
+        + _table(heads, rows)
+        + f"\n\nThe largest ratios are: {said}."
     )
 
 
@@ -221,8 +223,8 @@ def prediction(
         f"{NETWORK.latency_us:g} us and {NETWORK.gbytes_per_s:g} GB/s between any two ranks. Work, in ms of CPU time "
         f"by nodes: {measured_work}.\n\n"
         + _table((*heads, *efficient), rows)
-        + f"\n\nHeld against this machine: {_machine()}. Medians and fastest steps of {rounds} on shm, in ms, and what "
-        f"is predicted with a link that was fitted to all_reduce on 2 ranks ({link.call_us:.0f} us a call, "
+        + f"\n\nCompared with this machine: {_machine()}. Medians and fastest steps of {rounds} on shm, in ms, and "
+        f"what is predicted with a link that was fitted to all_reduce on 2 ranks ({link.call_us:.0f} us a call, "
         f"{link.gbytes_per_s:.2f} GB/s):\n\n"
         + _table(
             ("step", "ranks", "median", "fastest", "predicted", "predicted / median", "predicted / fastest"),

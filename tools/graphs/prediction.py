@@ -72,9 +72,9 @@ def _work(kind: str, neighbours: int, width: int, sizes: tuple[int, ...], repeat
         step()
         times = []
         for _ in range(repeats):
-            begun = time.process_time()
+            start = time.process_time()
             step()
-            times.append(time.process_time() - begun)
+            times.append(time.process_time() - start)
         found[nodes] = min(times)
     return found
 

@@ -81,8 +81,8 @@ def _watched(edges: Tensor, owner: Tensor, width: int) -> tuple[Events, int, int
 
 
 def _sent(events: Events, rows: int, remote: int, row_bytes: int) -> Sent:
-    begun = [place for place, event in enumerate(events) if event.verb == _VERBS["plan"]]
+    starts = [place for place, event in enumerate(events) if event.verb == _VERBS["plan"]]
     forward, backward, *second = [event.sent for event in events if event.verb == _VERBS["plan"]]
     # What comes before is the plan being made.
-    gather = [event.sent for event in list(events)[begun[0] :] if event.verb in _VERBS["gather"]]
+    gather = [event.sent for event in list(events)[starts[0] :] if event.verb in _VERBS["gather"]]
     return Sent(rows, remote, row_bytes, (forward, backward, sum(second)), tuple(gather))

@@ -1,8 +1,8 @@
-"""Random programs, on ranks that do different things: what `gm.typed` claims, held against all ranks' values.
+"""Random programs, on ranks that do different things: what `gm.typed` claims, compared with all ranks' values.
 
 What is claimed R or I has to be the same bits on every rank. The sum over ranks of what is claimed P has to be what the
-same operator makes of the operands' sums. Of programs with one operator, a pending sum among its operands and nothing
-that varies, those have a finding whose sum is another, and no others: nothing is missed and nobody is accused.
+same operator makes of the operands' sums. Programs with one operator, with a pending sum among its operands and nothing
+that varies, have a finding if and only if the sum is wrong: no error is missed, and no correct program is accused.
 """
 
 from __future__ import annotations
@@ -276,28 +276,32 @@ def attack(programs: int, seed: int = 0, ranks: int = 3) -> Report:
     for number in range(seed, seed + programs):
         _one(report, number, drawn(number), ranks, learn=number % 2 == 0)
         program = single(number)
-        told = _one(report, number, program, ranks, learn=False)
-        if told is not None:
-            _hold_single(report, number, program, *told)
+        outcome = _one(report, number, program, ranks, learn=False)
+        if outcome is not None:
+            _hold_single(report, number, program, *outcome)
     return report
 
 
-Told = tuple[list[list[Tensor]], list[list[gm.Type | None]], list[list[str]]]
+Claims = tuple[list[list[Tensor]], list[list[gm.Type | None]], list[list[str]]]
 """Each rank's values, what they are claimed to be, and the findings."""
 
 
-def _one(report: Report, number: int, program: Program, ranks: int, *, learn: bool) -> Told | None:
-    """Run a program, and hold what is claimed against its values."""
+def _one(report: Report, number: int, program: Program, ranks: int, *, learn: bool) -> Claims | None:
+    """Run a program, and compare what is claimed with its values."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", gm.CheckWarning)
-            told = gm.launch(lambda: _run(program, learn=learn), ranks, backend="threads")
+            claims = gm.launch(lambda: _run(program, learn=learn), ranks, backend="threads")
     except gm.GradmeshError as error:
         report.refused[" ".join(str(error).split())[:300]] += 1
         return None
-    for findings in (one[2] for one in told):
+    for findings in (one[2] for one in claims):
         report.findings.update(findings)
-    values, call_checks, found = [one[0] for one in told], [one[1] for one in told], [one[2] for one in told]
+    values, call_checks, found = (
+        [one[0] for one in claims],
+        [one[1] for one in claims],
+        [one[2] for one in claims],
+    )
     _hold(report, number, program, values, call_checks)
     return values, call_checks, found
 

@@ -1,4 +1,4 @@
-"""A rule, held against values and gradients: three ranks, simulated by three lists of tensors in one process."""
+"""A rule, compared with values and gradients: three ranks, simulated by three lists of tensors in one process."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Values = dict[Operand, Tensor]
 
 
 class RefutedError(AssertionError):
-    """A rule says what is not so."""
+    """A rule disagrees with a value or a gradient."""
 
 
 @dataclass
 class Proof:
-    """What was held against values.
+    """What was compared with values.
 
     Attributes:
         name: the operator.
@@ -66,10 +66,10 @@ class Case:
     def __init__(self, name: str, text: str, seed: int = 0) -> None:
         self.func = overload_of(name)
         base, _, overload = name.partition(".")
-        told = rule_of(base, overload)
-        if told is None:
+        written = rule_of(base, overload)
+        if written is None:
             raise RefutedError(f"{name} has no rule")
-        self.rule: Rule = rules.rule(told)
+        self.rule: Rule = rules.rule(written)
         self.args, self.kwargs = arguments(text)
         self._fresh()
         self.names = [argument for argument, _ in arguments_of(self.func)]
@@ -246,7 +246,7 @@ def _prove_made(case: Case, proof: Proof, fixed: Values) -> None:
         proof.said.add("observed when the program runs")
         return
     if made == V:
-        proof.said.add("nobody has written it")
+        proof.said.add("uninitialized memory")
         return
     if any(not _alike(results[0], one) for one in results[1:]):
         raise RefutedError(f"{proof.name} depends on values")
@@ -390,13 +390,15 @@ def _hold_gradients(
         if one.definite:  # stay where the function is defined
             ways = [way.tril() if one.lower else way + way.T for way in ways]
         slope = _slope(objective, ranks, one, ways)
-        told = (
+        predicted = (
             float((own[0] * ways[0]).sum())
             if what == I
             else sum(float((g * way).sum()) for g, way in zip(own, ways, strict=True))
         )
-        if abs(slope - told) > 1e-5 * max(1.0, abs(slope)):
-            raise RefutedError(f"{where}: the gradient of a {what} operand makes {told}, differences {slope}")
+        if abs(slope - predicted) > 1e-5 * max(1.0, abs(slope)):
+            raise RefutedError(
+                f"{where}: the gradient of a {what} operand makes {predicted}, differences {slope}"
+            )
         dual_same = (what == P and kind == P) or what == I
         if dual_same and any(not torch.allclose(own[0], g, rtol=1e-12, atol=1e-12) for g in own[1:]):
             raise RefutedError(f"{where}: the gradient of a {what} operand is not the same on every rank")

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import gradmesh as gm
 
-__all__ = ["Begun", "Done", "begin_gather", "chain", "layer"]
+__all__ = ["Done", "Waitable", "begin_gather", "chain", "layer"]
 
 
-class Begun(Protocol):
+class Waitable(Protocol):
     """A tensor that is on its way."""
 
     def wait(self) -> Tensor:
@@ -35,13 +35,13 @@ class Done:
         return self._tensor
 
 
-def begin_gather(share: Tensor) -> Begun:
+def begin_gather(share: Tensor) -> Waitable:
     """Begin to gather a weight from its shares, rows of it."""
     return gm.all_gather(share, async_op=True)
 
 
 def chain(
-    x: Tensor, first: Tensor, shares: Sequence[Tensor], begin: Callable[[Tensor], Begun] = begin_gather
+    x: Tensor, first: Tensor, shares: Sequence[Tensor], begin: Callable[[Tensor], Waitable] = begin_gather
 ) -> Tensor:
     """Run the layers.
 

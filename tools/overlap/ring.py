@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 import gradmesh as gm
-from tools.overlap.chain import Begun, Done
+from tools.overlap.chain import Done, Waitable
 
 __all__ = ["attend", "begin_shift", "ring_attention"]
 
 
-def begin_shift(block: Tensor) -> Begun:
+def begin_shift(block: Tensor) -> Waitable:
     """Begin to hand a block to the next rank, and to take one from the rank before."""
     return gm.shift(block, async_op=True)
 
@@ -42,7 +42,7 @@ def ring_attention(
     v: Tensor,
     blocks: int = 8,
     ranks: int | None = None,
-    begin: Callable[[Tensor], Begun] = begin_shift,
+    begin: Callable[[Tensor], Waitable] = begin_shift,
 ) -> Tensor:
     """Attend to the keys and values of all ranks.
 
@@ -56,10 +56,10 @@ def ring_attention(
     """
     around = gm.world_size() if ranks is None else ranks
     own = zip(k.chunk(blocks, -2), v.chunk(blocks, -2), strict=True)
-    coming: list[Begun] = [Done(torch.stack(block)) for block in own]
+    coming: list[Waitable] = [Done(torch.stack(block)) for block in own]
     seen: _Seen | None = None
     for hop in range(around):
-        following: list[Begun] = []
+        following: list[Waitable] = []
         for arriving in coming:
             block = arriving.wait()
             if hop < around - 1:

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 import gradmesh as gm
-from tools.overlap.chain import Begun, Done, begin_gather, chain
+from tools.overlap.chain import Done, Waitable, begin_gather, chain
 from tools.overlap.ring import begin_shift, ring_attention
 
 __all__ = ["PROGRAMS", "WAYS", "Chain", "Program", "Ring"]
 
 WAYS = ("work", "calls", "in turn", "overlapped")
 
-Begin = Callable[[Tensor], Begun]
+Begin = Callable[[Tensor], Waitable]
 
 
 class Program(abc.ABC):
@@ -40,14 +40,14 @@ class Program(abc.ABC):
 
     @abc.abstractmethod
     def begins(self) -> tuple[Begin, Begin, Begin]:
-        """How a call is begun: it is made at once; it is begun; nothing is sent, for the work alone."""
+        """Three ways to make a call: synchronous; async; without sending, to time the work alone."""
 
     def forward(self, way: str) -> Sequence[Tensor]:
         """The forward half of a step; what it returns is for `backward`."""
-        at_once, begun, nowhere = self.begins()
+        at_once, async_, nowhere = self.begins()
         if way == "calls":
             return [at_once(x).wait() for x in self.operands()]
-        return [self.run({"work": nowhere, "in turn": at_once, "overlapped": begun}[way])]
+        return [self.run({"work": nowhere, "in turn": at_once, "overlapped": async_}[way])]
 
     def backward(self, results: Sequence[Tensor]) -> None:
         """The backward half."""
@@ -94,7 +94,7 @@ class Chain(Program):
         return self.shares
 
     def begins(self) -> tuple[Begin, Begin, Begin]:
-        """Gathers, of all ranks' shares or of the own one again and again."""
+        """Gathers: of all ranks' shares, or of this rank's share repeated."""
         return (
             lambda share: Done(gm.all_gather(share)),
             begin_gather,

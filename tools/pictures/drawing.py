@@ -139,11 +139,11 @@ def _label(cell: Cell, letter: str, several: bool) -> str:
     # A sum over all ranks of one element is too wide to be written out where elements have numbers.
     over_all = several and len(names) == len({term.rank for term in cell.terms}) == WORLD
     one_element = len({term.element for term in cell.terms}) == 1
-    told = f"sum of {letter}[{cell.terms[0].element}]" if over_all and one_element else "+".join(names)
+    text = f"sum of {letter}[{cell.terms[0].element}]" if over_all and one_element else "+".join(names)
     if share == 1.0:
-        return told
+        return text
     by = f"/{round(1 / share)}" if share < 1 else f"*{share:g}"
-    return (f"({told})" if len(names) > 1 else told) + by
+    return (f"({text})" if len(names) > 1 else text) + by
 
 
 def _text(x: float, y: float, text: str, kind: str, middle: bool = False) -> str:

@@ -74,43 +74,43 @@ def motions() -> dict[str, tuple[Motion, Motion]]:
     found = gm.launch(_on_each_rank, WORLD, backend="threads")
     return {
         row.call: (
-            _motion([told[row.call][0] for told in found]),
-            _motion([told[row.call][1] for told in found]),
+            _motion([ops[row.call][0] for ops in found]),
+            _motion([ops[row.call][1] for ops in found]),
         )
         for row in drawn()
     }
 
 
-Told = tuple[str, str, int, int, Tensor]
-"""What a rank says of an op: its types, how many elements go in and come out here, and the matrix of all ranks."""
+OnRank = tuple[str, str, int, int, Tensor]
+"""An op on one rank: its types, this rank's numbers of input and output elements, and the matrix over all ranks."""
 
 
-def _on_each_rank() -> dict[str, tuple[Told, Told]]:
+def _on_each_rank() -> dict[str, tuple[OnRank, OnRank]]:
     axis = gm.axis()
     found = {}
     for row in drawn():
         op, shape = row.examples(axis)[0]
         verb = row.call.split("(")[0]
         own = (WORLD if verb in _CUT else shape[0] if verb in _MADE_FOR_ROWS else 1, 1)
-        found[row.call] = _told(op, own), _told(op.adjoint, op.out_shape(own))
+        found[row.call] = _on_rank(op, own), _on_rank(op.adjoint, op.out_shape(own))
     return found
 
 
-def _told(op: LinearOp, shape: Sequence[int]) -> Told:
+def _on_rank(op: LinearOp, shape: Sequence[int]) -> OnRank:
     into, out = torch.Size(shape).numel(), torch.Size(op.out_shape(shape)).numel()
     return op.src.value, op.dst.value, into, out, matrix(op, shape)
 
 
-def _motion(told: Sequence[Told]) -> Motion:
-    src, dst, _, _, whole = told[0]
-    sources = [(rank, element) for rank, one in enumerate(told) for element in range(one[2])]
+def _motion(ranks: Sequence[OnRank]) -> Motion:
+    src, dst, _, _, whole = ranks[0]
+    sources = [(rank, element) for rank, one in enumerate(ranks) for element in range(one[2])]
     after, row = [], 0
-    for one in told:
+    for one in ranks:
         after.append(tuple(_cell(whole[row + at], sources, src) for at in range(one[3])))
         row += one[3]
     before = tuple(
         tuple(Cell((Term(_named(src, rank), element, 1.0),)) for element in range(one[2]))
-        for rank, one in enumerate(told)
+        for rank, one in enumerate(ranks)
     )
     return Motion(src, dst, before, tuple(after))
 

@@ -39,10 +39,10 @@ def main() -> int:
             if parsed.write is not None:
                 parsed.write.write_text(with_figures(parsed.write.read_text(), part, text))
         return 0
-    begun = time.perf_counter()
+    start = time.perf_counter()
     report = attack(parsed.programs, parsed.seed, parsed.schedules)
     print(report)
-    print(f"{time.perf_counter() - begun:.0f} s")
+    print(f"{time.perf_counter() - start:.0f} s")
     return 1 if report.findings else 0
 
 

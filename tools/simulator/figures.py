@@ -92,13 +92,13 @@ def _shm() -> str:
 
 def _overlapping(later: bool) -> float:
     y = torch.zeros(1000)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(5):
         work = torch.distributed.all_reduce(y, async_op=later)
         time.sleep(0.02)
         if work is not None:
             work.wait()
-    return time.perf_counter() - begun
+    return time.perf_counter() - start
 
 
 def _lived() -> str:
@@ -118,10 +118,10 @@ def _calls(count: int) -> float:
     x = torch.ones(8)
     for _ in range(50):
         gm.all_reduce(x, dst=gm.R)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(count):
         gm.all_reduce(x, dst=gm.R)
-    return (time.perf_counter() - begun) / count
+    return (time.perf_counter() - start) / count
 
 
 def _watching() -> str:

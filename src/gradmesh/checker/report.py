@@ -53,7 +53,7 @@ def show(verdict: Verdict, console: Console, base: Path | None = None) -> None:
             place("at ", finding.at)
         if finding.began and finding.began != finding.at:
             place("began at ", finding.began)
-        line(("mend it: ", "dim"), (finding.remedy, ""), by=2)
+        line(("fix: ", "dim"), (finding.remedy, ""), by=2)
         console.print()
     if rules := sorted({finding.rule.id for finding in verdict.findings}):
         line(("a wrong and a right program: ", "dim"), (f"gradmesh explain {' '.join(rules)}", "cyan"))

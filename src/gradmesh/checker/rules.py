@@ -81,8 +81,9 @@ _ALL = (
         "A parameter gets a part of its gradient: contributions were cut off on the way, or averaged away.",
         "What the optimizer is handed is not proportional to the gradient of the objective, or is a fraction of it "
         "beside the others. Either a path from the parameter to the loss carries no gradient back: detach, no_grad, "
-        ".data or .item() around a collective, a backward that keeps the own slice, a collective that autograd does "
-        "not know. Or the ranks hold parts of one gradient, and their mean was taken where the sum was meant.",
+        ".data or .item() around a collective, a backward that keeps only this rank's slice, a collective that "
+        "autograd does not record. Or the ranks hold parts of one gradient, and their mean was taken where the sum was "
+        "meant.",
         "Let the cut value pass through a differentiable collective, and sum parts of one gradient; where a cut is "
         "meant, cut on every rank and on every path alike.",
     ),
@@ -95,16 +96,16 @@ _ALL = (
         "the ranks' losses are added up or are one loss that each rank repeats. This one is neither: a factor too "
         "many or too few, a slice of another rank, a sum taken after the slice instead of before, or a mean where "
         "forward takes a sum. All that stands before it trains on a wrong gradient.",
-        "Make backward the transpose of forward: a gather's is the sum of the ranks' gradients, then the own slice; "
-        "a sum's is the sum where the ranks go on differently, and the identity where they repeat one loss.",
+        "Make backward the transpose of forward: a gather's is the sum of the ranks' gradients, then this rank's "
+        "slice; a sum's is the sum where the ranks diverge, and the identity where they repeat one loss.",
     ),
     Rule(
         "GM105",
         "wrong-convention",
         "error",
         "The backward of a hand-written Function is right under one convention and is used under the other.",
-        "Where every rank goes on alike and repeats one loss, the gradient that arrives is the same on all ranks "
-        "and backward takes the own slice of it (or passes it on). Where the ranks go on differently, each brings a "
+        "Where every rank does identical work and repeats one loss, the incoming gradient is the same on all ranks, "
+        "and backward takes this rank's slice of it (or passes it on). Where the ranks diverge, each contributes a "
         "part, and backward has to sum the parts first. The Function does one of the two while the program does the "
         "other, so gradients miss the other ranks' parts or are W times too large.",
         "Use the other backward here: sum first, then slice, where the ranks' losses or inputs differ behind it; "
@@ -150,7 +151,7 @@ _ALL = (
         "the mean that was meant: its gradients belong summed. DDP, FSDP and a hand-written mean divide by the number "
         "of ranks once more, so that the step is W times too short, and more so the more ranks there are.",
         "Divide once: multiply the loss by the number of ranks where the wrapper takes the mean, or let the wrapper "
-        "take the sum, or divide by the own count where every rank has as many.",
+        "take the sum, or divide by this rank's count if all ranks have the same count.",
     ),
     Rule(
         "GM201",
@@ -179,7 +180,7 @@ _ALL = (
         "statistics-differ",
         "warning",
         "A buffer of the model differs between ranks that hold the same parameters.",
-        "Running statistics of batch norm follow the batches of the own rank. Training does not read them; "
+        "Running statistics of batch norm follow each rank's own batches. Training does not read them; "
         "evaluation does, so that the ranks evaluate different models and a checkpoint holds the statistics of one "
         "of them.",
         "Use torch.nn.SyncBatchNorm, or average or broadcast the buffers before evaluation and before saving.",
@@ -199,7 +200,7 @@ _ALL = (
         "clipped-alone",
         "error",
         "Gradients are scaled by a number that differs from rank to rank.",
-        "The norm was taken over what the own rank holds, so each rank scales by another factor. The parts of a "
+        "The norm was taken over this rank's gradients only, so each rank scales by another factor. The parts of a "
         "sharded gradient then point in a direction that is not the gradient's, and copies of a replicated "
         "parameter diverge. Where ranks clip their own gradients, by norm or by value, before these are averaged, "
         "the average is not the gradient of the objective.",
@@ -268,7 +269,8 @@ _ALL = (
         "Each rank that has not returned stands in a call that needs another rank, and none moved for as long as "
         "--timeout says. Sends that wait for each other in a circle do it, a receive whose send is missing, a rank "
         "that left a loop early, and a backward that one rank does not run.",
-        "Follow the places at which the ranks stand: the rank that stands elsewhere, or has returned, owes the call.",
+        "Follow the places at which the ranks stand: the rank that stands elsewhere, or has returned, has to "
+        "make the missing call.",
     ),
     Rule(
         "GM501",

@@ -73,7 +73,7 @@ class Agreement:
             MismatchError: the ranks are about to do different things.
         """
         new = self._new[at] if at is not None else []
-        # As many on each rank, so that ranks that part are told here.
+        # The same length on each rank, so that ranks that diverge are detected here.
         row = [*row, *[Mark("?", 0)] * (len(self.axes) - len(row))]
         flat = [number for mark in row for number in (ord(mark.kind), mark.number)]
         heads = gathered(

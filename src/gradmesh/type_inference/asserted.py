@@ -24,12 +24,12 @@ __all__ = ["assert_type"]
 
 
 def assert_type(x: Tensor, types: Type | Mapping[str, Type]) -> Tensor:
-    """Say what a tensor is over the ranks: for the reader, and as a check.
+    """Declare a tensor's type over the ranks, and check it.
 
-    What is said to be R or I is compared, bit for bit, so every rank of the axis has to call it. Inside of
-    `gradmesh.typed` the tensor is of that type from here on, and its gradient is held against the dual type; what is
-    known to be of another type is a finding. Varying values may be called a pending sum, and values that are the same
-    on every rank V.
+    A value that is declared R or I is compared bit for bit, so every rank of the axis has to make this call. Inside of
+    `gradmesh.typed` the tensor has that type from here on, and its gradient is compared with the dual type. A tensor of
+    another known type is a finding. Varying values may be declared P, a pending sum, and values that are the same on
+    every rank may be declared V.
 
     Args:
         x: the tensor.
@@ -124,12 +124,12 @@ def _declare(tracker: Tracker, at: int, x: Tensor, kind: Type) -> None:
 def _refuse(axis: Axis, x: object, kind: object) -> NoReturn:
     error = ArgumentError(
         message(
-            "this is no type, or not of a tensor",
+            "x must be a tensor, and types its type over each axis",
             op="assert_type",
             axis=str(axis),
             expected='a tensor, and gm.V, gm.R, gm.I or gm.P for each axis: {"tp": gm.P}',
             got=f"{type(x).__name__} and {kind!r}",
-            remedy="name the axis and the type",
+            remedy='name each axis and its type, as in assert_type(x, {"tp": gm.P})',
         )
     )
     if isinstance(x, Tensor):

@@ -57,8 +57,8 @@ class Types:
     def of(self, x: Tensor) -> dict[str, Type | None]:
         """The type of a tensor over each axis, None where it is not known. Every rank calls it.
 
-        A value that is the same on every rank, and of which nothing says whether it is R or I, is R. Of a DTensor the
-        rank's own part is looked at.
+        A value that is the same on every rank is R unless it is known to be I. For a DTensor, this is the type of the
+        rank's local tensor.
         """
         tracker = self._tracker
         node, found = tracker.node_of(within(x)), {}
@@ -198,7 +198,7 @@ def typed(axis: AxisLike = None, strict: bool = False) -> Iterator[Types]:
     Args:
         axis: the axis to follow; None: every axis of the current mesh, or the world.
         strict: raise the first finding, on every rank, where the ranks next meet. Else findings are collected, and
-            told as a `CheckWarning` each when the block ends.
+            each is reported as a `CheckWarning` when the block ends.
 
     Yields:
         `types`, with `types.findings`, `types.notes` and `types.of(x)`.

@@ -30,7 +30,7 @@ def token(*words: object) -> int:
 
 
 def said(value: Any) -> object:
-    """An argument that is no tensor, in words that are the same on every rank that says the same."""
+    """An argument other than a tensor, as a value that is equal on ranks that pass equal arguments."""
     if isinstance(value, list | tuple):
         return [said(one) for one in value]
     if isinstance(value, torch.device):
@@ -66,7 +66,7 @@ def observable(x: Tensor) -> bool:
 
 
 def number_of_bits(x: Tensor) -> int:
-    """64 bits of a tensor's memory, dtype, shape and strides: equal, as far as can be told, for equal tensors alone.
+    """A 64-bit digest of a tensor's memory, dtype, shape and strides.
 
     >>> x = torch.tensor([0.0, 1.0])
     >>> number_of_bits(x) == number_of_bits(x.clone()) != number_of_bits(x.flip(0))

@@ -1,4 +1,4 @@
-"""What types that do not fit are told as: a finding, with the line, the types and the remedy."""
+"""Findings: types that do not fit, with the line, the types and the remedy."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ KINDS = {
     "missing-sum": MISSING_SUM,
     "sum-too-many": (
         "backward begins at a loss that every rank has, and that is made of R values: it counts once for each rank",
-        "say dst=gm.I where the ranks go on alike, or gradmesh.objective(loss, loss_type=gm.R); right as it is where "
-        "gradients are averaged afterwards",
+        "pass dst=gm.I if the ranks do identical work on the result, or call gradmesh.objective(loss, loss_type=gm.R); "
+        "correct as it is if gradients are averaged afterwards",
     ),
     "declared-gradient": (
         "the gradient that arrives is not of the dual type",

@@ -1,4 +1,4 @@
-"""Gradients held against the duals of their tensors' types: what is I gets the same gradient on every rank."""
+"""Compare gradients with the duals of their tensors' types: what is I gets the same gradient on every rank."""
 
 from __future__ import annotations
 

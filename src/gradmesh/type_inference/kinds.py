@@ -1,7 +1,7 @@
 """What is known of a tensor over the ranks of one axis: one of the four types, or less than that.
 
-Beside V, R, I and P there are three that users do not see: a value that is the same on every rank and of which nobody
-has said whether it is R or I (data), zeros (the same, and a pending sum of zeros too), and one that is not known.
+Beside V, R, I and P there are three that users do not see: a value that is the same on every rank but is not declared R
+or I (data), zeros (the same, and a pending sum of zeros too), and an unknown value.
 """
 
 from __future__ import annotations

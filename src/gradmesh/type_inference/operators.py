@@ -52,8 +52,8 @@ class _Plan:
 @functools.cache
 def _plan(func: Any) -> _Plan:
     space, name = dispatched_name(func)
-    told = arguments_of(func)
-    written = tuple(place for place, (_, writes) in enumerate(told) if writes)
+    parameters = arguments_of(func)
+    written = tuple(place for place, (_, writes) in enumerate(parameters) if writes)
     overload = str(func).rpartition(".")[2]
     text = rule_of(name, overload) if space == "aten" else None
     if text is not None and overload.endswith("out"):
@@ -62,7 +62,7 @@ def _plan(func: Any) -> _Plan:
     return _Plan(
         name if space == "aten" else f"{space}::{name}",
         None if text is None else rules.rule(text),
-        tuple(name for name, _ in told),
+        tuple(name for name, _ in parameters),
         written,
         each,
     )
@@ -152,11 +152,11 @@ class _Call:
                 continue
             found = [*tensors_in(value)]
             if found:
-                told = [tracker.looked_up(one) for one in found]
-                self.nodes[place] = [node for node, _ in told]
+                values = [tracker.looked_up(one) for one in found]
+                self.nodes[place] = [node for node, _ in values]
                 self._patched += [
                     (place, n, one, patches)
-                    for n, (one, (_, patches)) in enumerate(zip(found, told, strict=True))
+                    for n, (one, (_, patches)) in enumerate(zip(found, values, strict=True))
                     if patches
                 ]
                 self._bases.update((memory_of(one), one) for one in found)

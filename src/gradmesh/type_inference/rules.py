@@ -8,7 +8,7 @@ A rule is written over the positions of an operator's arguments::
     0@1        linear in 0; 1, a mask or indices, chooses elements of it
     !0         not linear in 0: what is made of a pending sum is not the pending sum of what is made
     -0         not read: an operand that is overwritten
-    =S =Z =V   made of shapes alone: the same on every rank, zeros, or memory that nobody has written
+    =S =Z =V   made of shapes alone: the same on every rank, zeros, or uninitialized memory
     =1         made of shapes and the number 1: zeros if that is 0, else the same on every rank
     ~          random: the result is observed
 

@@ -62,7 +62,7 @@ class Tracker:
         return self.busy or threading.get_ident() != self._thread
 
     def note(self, text: str) -> None:
-        """Remember something that is no finding, once."""
+        """Record a note once, for what is not a finding."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -93,10 +93,10 @@ class Tracker:
 
     def looked_up(self, x: Tensor) -> tuple[Node, tuple[Patch, ...]]:
         """The value of a tensor without what was written over it through others, and that."""
-        told = self.tape.find(x)
-        if told is None:
+        entry = self.tape.find(x)
+        if entry is None:
             return self.observed(x), ()
-        found, patches = told
+        found, patches = entry
         if not found.leaf and x.requires_grad and x.is_leaf:  # data that has become a parameter
             marks = tuple(Mark(I, one.number) if one.kind in (S, ZERO) else one for one in found.marks)
             found = dataclasses.replace(found, inputs=(), marks=marks, leaf=True)
@@ -182,7 +182,7 @@ class Tracker:
         return Mark(kind, number if kind == P else 0)
 
     def observed(self, x: Tensor, like: Sequence[Kind] = (), *, times: int = 0) -> Node:
-        """Look at the bits of a tensor that nobody has followed.
+        """Inspect the bits of a tensor that was made outside of the trace.
 
         Args:
             x: the tensor.

@@ -53,8 +53,10 @@ def follow(
         _mark(op, mark, relates, [row[at] for row in rows], number)
         for at, (mark, relates) in enumerate(zip(node.marks, where, strict=True))
     )
-    told = learns or (back and torch.is_grad_enabled())
-    tracker.keep(y, Node(op.verb, site, (node,), marks, collective=True, learns=told, shape=tuple(y.shape)))
+    learned = learns or (back and torch.is_grad_enabled())
+    tracker.keep(
+        y, Node(op.verb, site, (node,), marks, collective=True, learns=learned, shape=tuple(y.shape))
+    )
     return y
 
 

@@ -1,4 +1,4 @@
-# about: plain BatchNorm1d while gradients are averaged by hand: running statistics go their own way
+# about: plain BatchNorm1d while gradients are averaged by hand: running statistics diverge
 # ranks: 2
 # expect: GM203
 # twin: hand_averaged

@@ -1,4 +1,4 @@
-# about: gradients of FSDP2 clipped by hand with the norm of the own shards
+# about: gradients of FSDP2 clipped by hand with the norm of each rank's shards
 # ranks: 2
 # expect: GM205
 # twin: fsdp2

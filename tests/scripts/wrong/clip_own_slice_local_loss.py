@@ -1,4 +1,4 @@
-# about: a gather whose backward takes the own slice, under a loss of the own rows only
+# about: a gather whose backward takes this rank's slice, under a loss of this rank's rows only
 # ranks: 2
 # expect: GM105
 # twin: clip_gathered

@@ -1,4 +1,4 @@
-# about: features gathered by dist.all_gather, which has no gradient, and the own rows put back
+# about: features gathered by dist.all_gather, which has no gradient, and this rank's rows put back
 # ranks: 2
 # expect: GM106
 # twin: clip_gathered

@@ -1,4 +1,4 @@
-# about: gathered keys and values whose backward takes the own slice, though each rank has its own queries
+# about: gathered keys and values whose backward takes this rank's slice, though each rank has its own queries
 # ranks: 2
 # expect: GM105
 # twin: context_parallel

@@ -1,4 +1,4 @@
-# about: full_tensor() of the tokens for each rank's own experts, whose backward takes the own slice
+# about: full_tensor() of the tokens for each rank's own experts, whose backward takes this rank's slice
 # ranks: 2
 # expect: GM103
 # twin: dtensor_own_experts

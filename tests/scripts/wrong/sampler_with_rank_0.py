@@ -1,4 +1,4 @@
-# about: a DistributedSampler that is told rank 0 on every rank
+# about: a DistributedSampler with rank=0 on every rank
 # ranks: 2
 # expect: GM301
 # twin: ddp_plain

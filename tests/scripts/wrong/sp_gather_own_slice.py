@@ -1,4 +1,4 @@
-# about: tokens gathered in front of a column-parallel layer, with the own slice of the gradient in backward
+# about: tokens gathered in front of a column-parallel layer, with this rank's slice of the gradient in backward
 # ranks: 2
 # expect: GM105
 # twin: sequence_parallel

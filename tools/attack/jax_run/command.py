@@ -42,7 +42,7 @@ class Comparison:
     Attributes:
         modes: programs that agree, by the derivatives they take.
         verbs: verbs in them.
-        values: tensors that were held against each other.
+        values: tensors that were compared.
         farthest: the largest difference, relative to the largest entry or to 1.
         findings: programs that do not agree.
         seconds: how long it took.

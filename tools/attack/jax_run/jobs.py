@@ -35,9 +35,9 @@ def flat(program: Program) -> Iterator[Any]:
 
 
 def _even(verb: Verb, ranks: int) -> bool:
-    """Whether no sizes are told, or those of equal parts."""
-    told = [pick(value, rank) for key, value in verb.params if "sizes" in key for rank in range(ranks)]
-    return all(sizes == "auto" or len(set(sizes)) == 1 for sizes in told)
+    """Whether no sizes are passed, or equal ones."""
+    passed = [pick(value, rank) for key, value in verb.params if "sizes" in key for rank in range(ranks)]
+    return all(sizes == "auto" or len(set(sizes)) == 1 for sizes in passed)
 
 
 def verbs_of(python: str) -> frozenset[str]:
