@@ -103,10 +103,10 @@ def test_a_baseline_has_a_line_for_each_finding_in_an_order_of_its_own(tmp_path:
     "text",
     ["", "[]", "{}", '{"version": 2, "findings": []}', '{"version": 1, "findings": [{}]}', "\udcff"],
 )
-def test_a_file_that_is_no_baseline_is_told(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_not_a_baseline_is_an_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "known.json"
     path.write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(ArgumentError, match="is no baseline"):
+    with pytest.raises(ArgumentError, match="is not a readable baseline"):
         read(path)
     with pytest.raises(ArgumentError, match="--write-baseline"):
         read(tmp_path / "none.json")

@@ -185,7 +185,7 @@ def test_a_broken_baseline_and_a_place_that_cannot_be_written_are_told(
     (tmp_path / "known.json").write_text("no")
     told = check("train.py", "--baseline", "known.json")
     assert (told.exit_code, checked.target) == (2, None)
-    assert "is no baseline" in told.stderr
+    assert "is not a readable baseline" in told.stderr
     told = check("train.py", "--sarif", "nowhere/found.sarif")
     assert told.exit_code == 2
     assert "nowhere" in told.stderr

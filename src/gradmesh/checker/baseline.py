@@ -74,7 +74,7 @@ def read(path: Path) -> tuple[Known, ...]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArgumentError(
             message(
-                f"{path} is no baseline",
+                f"{path} is not a readable baseline",
                 op="check",
                 expected=f"a file of --write-baseline, version {_VERSION}",
                 got=f"{type(error).__name__}: {error}",

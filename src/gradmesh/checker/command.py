@@ -125,10 +125,10 @@ def _target(arguments: Sequence[str], module: str | None) -> Target:
     if not Path(script).is_file():
         raise ArgumentError(
             message(
-                f"{script!r} is no file",
+                f"{script!r} is not a file",
                 op="check",
                 expected="a Python script",
-                remedy="-m for a module; what belongs to the script comes after --",
+                remedy="pass a script's path, or -m MODULE; put the script's own arguments after --",
             )
         )
     return Target(script, False, tuple(arguments[1:]))
