@@ -50,7 +50,7 @@ def text_of(name: str) -> str:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", MISFITS)
-def test_a_misfit_on_gloo_is_told_on_every_rank_with_every_ranks_call(name: str, processes: Ranks) -> None:
+def test_mismatch_on_gloo_raises_on_every_rank_with_every_ranks_call(name: str, processes: Ranks) -> None:
     for rank, text in enumerate(processes(2)(text_of, name)):
         assert "the ranks' calls do not match" in text
         assert f"rank {rank} of 2" in text
@@ -61,14 +61,14 @@ def test_a_misfit_on_gloo_is_told_on_every_rank_with_every_ranks_call(name: str,
 
 
 @pytest.mark.parametrize("name", MISFITS)
-def test_a_misfit_on_threads_is_told_on_every_rank(name: str, threads: Ranks) -> None:
+def test_mismatch_on_threads_raises_on_every_rank(name: str, threads: Ranks) -> None:
     for rank, text in enumerate(threads(2)(text_of, name)):
         assert f"rank {rank} of 2" in text
         assert "test_agreement.py" in text
 
 
 @pytest.mark.processes
-def test_fitting_calls_with_fields_of_their_own_pass(processes: Ranks) -> None:
+def test_matching_calls_with_rank_local_fields_pass(processes: Ranks) -> None:
     def on_each_rank() -> list[int]:
         rank = gm.axis().rank
         x = torch.arange(3 + rank)

@@ -157,7 +157,7 @@ def test_a_program_that_is_not_joined_is_refused_and_inside_the_block_right(pool
     assert judged(two_gathers(("{0}.sum()", "{0}.sum()"), ordered=False), pools).kind == "right"
 
 
-def test_a_refusal_counts_only_where_it_is_said(pools: Pools) -> None:
+def test_error_counts_only_where_it_is_declared(pools: Pools) -> None:
     """A program whose ranks do alike, or that is ordered, has to be right."""
     program = two_gathers((None, "{0}.sum()"), ordered=False)
     verdict = judged(program, pools)
@@ -190,13 +190,13 @@ INVARIANT = Leaf("a", 1, ((2, 1), (2, 1)), "I", (True, True))
         Verb("b", "shard", "a", "", (("dim", 0), ("src", "R"))),
     ],
 )
-def test_what_breaks_the_promise_of_an_invariant_value_is_no_program(statement: Local | Verb) -> None:
+def test_program_that_breaks_an_invariant_is_not_drawn(statement: Local | Verb) -> None:
     program = two_gathers(("{0}.sum()", "{0}.sum()"), ordered=False)
     with pytest.raises(Invalid):
         expected(replace(program, statements=(INVARIANT, statement, *program.statements[2:])))
 
 
-def test_a_run_is_the_same_again_and_goes_on_where_it_is_told_to(pools: Pools) -> None:
+def test_run_is_reproducible_and_resumes_from_a_given_start(pools: Pools) -> None:
     assert [drawn(3, index) for index in range(20)] == [drawn(3, index) for index in range(20)]
     first, second = attack(10, pools, seed=3), attack(10, pools, seed=3)
     assert first.counts == second.counts

@@ -45,7 +45,7 @@ def test_jax_is_given_what_it_can_run() -> None:
     assert not can_run(EVEN, replace(GATHER, verb="halo_exchange", params=open_end))
 
 
-def test_an_interpreter_without_jax_is_told_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_jax_error_names_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--jax-python", "no-such-interpreter"]) == 2
     assert 'pip install "jax[cpu]"' in capsys.readouterr().out
 

@@ -42,7 +42,7 @@ def test_a_scale_that_is_not_positive_may_be_causal(attend: Attend, scale: float
     gm.launch(on_each_rank, 2, backend="threads")
 
 
-def test_an_attention_that_is_given_is_told_a_scale_of_zero() -> None:
+def test_custom_attention_receives_a_scale_of_zero() -> None:
     def on_each_rank() -> None:
         x = _part()
         found = gm.nn.ulysses_attention(x, x, x, scale=0.0, attention=scaled_dot_product_attention)

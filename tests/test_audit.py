@@ -74,7 +74,7 @@ def test_only_the_requested_kinds_are_reported() -> None:
         audit(audit_targets.right, kinds=["nothing"])
 
 
-def test_each_operand_has_its_own_type() -> None:
+def test_each_operand_has_a_separate_type() -> None:
     def build() -> Any:
         def fn(x: Tensor, bias: Tensor) -> Tensor:
             return gm.all_reduce(x, dst=gm.I) + bias
@@ -224,7 +224,7 @@ LAW = ["not-adjoint", "unusual-reading"]
 @pytest.mark.parametrize(
     ("fn", "reading", "meant"), [(KeepsGradient, "P -> P", "V -> V"), (WrongRows, "R -> P", "R -> V")]
 )
-def test_a_reading_that_nobody_means_is_a_warning_and_the_one_that_is_meant_can_be_asked_for(
+def test_unlikely_interpretation_warns_and_the_intended_one_can_be_requested(
     fn: Any, reading: str, meant: str, size: int
 ) -> None:
     def asked(arrow: str | None = None) -> Any:

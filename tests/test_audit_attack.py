@@ -337,7 +337,7 @@ def held_against_what_is_meant(verb: str, size: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_backward_that_no_meant_reading_fits_is_found(verb: str) -> None:
+def test_backward_that_fits_no_interpretation_is_found(verb: str) -> None:
     """Also where another reading fits, as P -> P does for a ring shift that hands back gradients as they came."""
     accepted, unmeant, wrong = held_against_what_is_meant(verb, 3)
     assert accepted == len(VERBS[verb][0])
@@ -348,7 +348,7 @@ def test_a_backward_that_no_meant_reading_fits_is_found(verb: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_backward_that_no_meant_reading_fits_is_found_on_other_sizes(verb: str, size: int) -> None:
+def test_backward_that_fits_no_interpretation_is_found_on_other_sizes(verb: str, size: int) -> None:
     held_against_what_is_meant(verb, size)
 
 

@@ -125,12 +125,12 @@ def test_arguments_of_the_wrong_type_raise() -> None:
     assert audit(lambda: (gm.all_gather, torch.randn(3)), kinds="not-adjoint").ok
 
 
-def test_parameters_of_a_module_are_told_to_be_no_operands() -> None:
+def test_module_parameters_passed_as_operands_raise() -> None:
     found = audit(lambda: (torch.nn.Linear(2, 2).double(), torch.randn(3, 2)), kinds=FEW)
     assert "pass them as inputs" in found.left_out["parameters"]
 
 
-def test_a_function_that_writes_into_its_operand_is_told_so() -> None:
+def test_function_that_writes_into_its_operand_raises() -> None:
     def forward(ctx: Any, x: Tensor) -> Tensor:
         dist.all_reduce(x)
         ctx.mark_dirty(x)
@@ -194,7 +194,7 @@ def test_checkpoints_that_are_reentrant_are_audited() -> None:
     assert found.arrows == ("V -> R",)
 
 
-def test_equal_infinities_are_no_distance() -> None:
+def test_equal_infinities_have_zero_distance() -> None:
     inf, nan = float("inf"), float("nan")
     assert distance(torch.tensor([-inf, nan, 1.0]), torch.tensor([-inf, nan, 1.0])) == 0
     assert distance(torch.tensor([-inf, 1.0]), torch.tensor([inf, 1.0])) == inf

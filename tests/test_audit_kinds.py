@@ -108,7 +108,7 @@ def test_a_missing_gradient_is_reported() -> None:
     assert "no gradient on any rank" in found.findings[0].text
 
 
-def test_a_sum_whose_gradient_is_scaled_is_no_adjoint_of_a_multiple() -> None:
+def test_sum_with_scaled_gradient_is_not_an_adjoint_of_a_multiple() -> None:
     """Of equal operands a sum is W times one, whose adjoint that would be."""
     assert "not-adjoint" in kinds(function(lambda ctx, x: summed(x), lambda ctx, g: W * g).apply)
     assert "not-adjoint" not in kinds(function(lambda ctx, x: summed(x), lambda ctx, g: g.clone()).apply)
@@ -336,7 +336,7 @@ def test_own_rank_assumed() -> None:
     assert "own-rank-assumed" in audit(lambda group=None: build(group, lambda _: dist.get_rank())).kinds
 
 
-def test_a_group_that_is_not_used_is_an_own_rank_assumed() -> None:
+def test_unused_group_is_reported_as_own_rank_assumed() -> None:
     found = audit(lambda group=None: (Gather.apply, torch.randn(2)))
     assert "own-rank-assumed" in found.kinds
 

@@ -129,7 +129,7 @@ def test_jacobian_transforms_give_the_sum_over_ranks_of_the_blocks(threads: Thre
         torch.testing.assert_close(hessian, hessians[rank].sum(1), rtol=1e-12, atol=1e-12)
 
 
-def test_torchs_own_checkers_pass_on_a_world_of_one(threads: Threads) -> None:
+def test_torch_gradcheck_passes_on_a_world_of_one(threads: Threads) -> None:
     """On more ranks they perturb all of them at once, forward and backward in ways that do not match."""
 
     def on_each_rank() -> None:

@@ -50,7 +50,7 @@ def test_none_is_the_only_axis_of_the_mesh_or_the_world(threads: Threads) -> Non
     threads(4)(on_each_rank)
 
 
-def test_a_subgroup_counts_its_own_ranks(threads: Threads) -> None:
+def test_subgroup_counts_its_members(threads: Threads) -> None:
     def on_each_rank() -> list[object] | str:
         group = dist.new_group([1, 3])
         if dist.get_rank() not in (1, 3):
@@ -181,7 +181,7 @@ def test_a_barrier_is_compared_with_the_calls_of_other_ranks_and_threads(process
         assert after == 2
 
 
-def test_an_offset_is_where_the_own_rows_begin(threads: Threads) -> None:
+def test_offset_is_the_first_local_row(threads: Threads) -> None:
     def on_each_rank() -> None:
         x = torch.arange(2 + 3 * dist.get_rank())
         whole, axis = gm.all_gather(x, sizes="auto"), gm.axis()

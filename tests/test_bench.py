@@ -123,7 +123,7 @@ def test_the_command_shows_every_cell_and_writes_every_time(
     )
 
 
-def test_a_place_that_cannot_hold_the_times_is_told_before_the_work(tmp_path: Path) -> None:
+def test_unwritable_times_path_raises_before_the_work(tmp_path: Path) -> None:
     told = CliRunner().invoke(cli.commands(), ["bench", "--json", str(tmp_path / "none" / "bench.json")])
     assert told.exit_code == 1
     assert "starting" not in told.stderr
@@ -131,7 +131,7 @@ def test_a_place_that_cannot_hold_the_times_is_told_before_the_work(tmp_path: Pa
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_backend_that_is_not_there_is_told_before_the_work() -> None:
+def test_unknown_backend_raises_before_the_work() -> None:
     told = CliRunner().invoke(cli.commands(), ["bench", "--backend", "nccl"])
     assert told.exit_code == 2
     assert "nccl is not available" in told.stderr

@@ -42,7 +42,7 @@ def timed(link: gm.verify.Link) -> list[Measurement]:
     return found
 
 
-def test_a_timer_sees_the_time_of_the_wire(threads: Ranks) -> None:
+def test_timer_includes_the_modelled_link_time(threads: Ranks) -> None:
     first, second = threads(2)(timed, gm.verify.Link(latency_us=20_000, gbytes_per_s=1.0))
     for found in (first, second):
         times = {(one.task_spec.sub_label, one.task_spec.description): one.median for one in found}

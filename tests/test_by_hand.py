@@ -51,7 +51,7 @@ def verdicts(count: int, ranks: int, start: int = 0, backend: str = "threads") -
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_random_functions_by_hand_are_right_or_refused_and_none_that_is_alike_is_accused(ranks: int) -> None:
+def test_random_manual_functions_are_right_or_raise_and_identical_ones_pass(ranks: int) -> None:
     found = verdicts(60, ranks)
     assert set(found) == {"right", "refused"}, found
     assert found["right"] > 20
@@ -76,7 +76,7 @@ def test_random_programs_of_verbs_are_right_too_where_functions_call_some_of_the
     assert not any("by_hand(" in source(program) for program in programs if program.ordered)
 
 
-def test_without_the_numbers_random_programs_are_wrong_without_a_word(
+def test_without_the_numbers_random_programs_are_silently_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else the tests above would show nothing."""
@@ -107,7 +107,7 @@ def test_the_error_names_the_calls_that_the_function_made(threads: Ranks) -> Non
         assert "use every result of that autograd.Function on every rank" in text
 
 
-def test_with_every_value_compared_they_are_told_apart_too(threads: Ranks) -> None:
+def test_they_are_distinguished_with_every_value_compared_too(threads: Ranks) -> None:
     def full() -> str:
         with gm.check("full"):
             return each_uses_another()
@@ -128,7 +128,7 @@ def test_with_every_value_compared_they_are_told_apart_too(threads: Ranks) -> No
         (((1, 5000), (4000, 4000)), False),
     ],
 )
-def test_what_is_known_on_two_ranks_has_to_have_a_call_in_common(
+def test_ids_known_on_two_ranks_must_share_a_call(
     ranks: tuple[tuple[int, int] | None, ...], different: bool
 ) -> None:
     made = [one and FunctionCalls(*one, "", None) for one in ranks]
@@ -164,7 +164,7 @@ def nested() -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-def test_a_function_in_a_backward_by_hand_is_followed_in_every_order(threads: Ranks) -> None:
+def test_function_in_a_manual_backward_is_traced_in_every_order(threads: Ranks) -> None:
     for first, second in threads(2)(nested):
         assert torch.equal(first, second)
         assert first.abs().sum() > 0
@@ -203,7 +203,7 @@ def many() -> list[float]:
     return x.grad.tolist()
 
 
-def test_the_oldest_are_forgotten_on_every_rank_alike(
+def test_oldest_entries_are_evicted_identically_on_every_rank(
     threads: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(places, "_KEPT", 3)
@@ -299,7 +299,7 @@ def apart_ranks(name: str) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("name", APART)
-def test_ranks_that_do_something_of_their_own_are_not_accused(threads: Ranks, name: str) -> None:
+def test_rank_local_work_is_not_reported(threads: Ranks, name: str) -> None:
     for found, right in threads(2)(apart_ranks, name):
         assert found == right
 
@@ -352,7 +352,7 @@ def saved_elsewhere() -> str:
         return each_uses_another()
 
 
-def test_they_are_told_apart_where_every_rank_saves_elsewhere(threads: Ranks) -> None:
+def test_they_are_distinguished_when_every_rank_saves_to_another_path(threads: Ranks) -> None:
     assert all("different calls of an autograd.Function" in text for text in threads(2)(saved_elsewhere))
 
 
@@ -378,5 +378,5 @@ def compared_in_full() -> list[float]:
     return found
 
 
-def test_what_is_told_of_a_function_is_not_taken_for_a_value(threads: Ranks) -> None:
+def test_text_about_a_function_is_not_taken_for_a_value(threads: Ranks) -> None:
     assert threads(2)(compared_in_full) == [[48.0 * scale for scale in range(1, 9)]] * 2

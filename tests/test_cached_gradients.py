@@ -338,7 +338,7 @@ def test_in_ordered_a_rank_may_leave_its_embeddings_unused(threads: Threads) -> 
         ),
     ],
 )
-def test_what_is_wrong_is_said(call: Callable[[], Tensor], problem: str, threads: Threads) -> None:
+def test_wrong_input_raises_with_its_text(call: Callable[[], Tensor], problem: str, threads: Threads) -> None:
     def run() -> str:
         with pytest.raises(gm.ArgumentError) as found:
             call()

@@ -89,7 +89,7 @@ def test_new_hidden_and_gone_are_those_of_any_two_runs(tmp_path: Path, seed: int
         )
 
 
-def test_a_baseline_has_a_line_for_each_finding_in_an_order_of_its_own(tmp_path: Path) -> None:
+def test_baseline_has_one_sorted_line_per_finding(tmp_path: Path) -> None:
     found = one_of_each(tmp_path).findings
     write(tmp_path / "a.json", found, tmp_path)
     write(tmp_path / "b.json", found[::-1], tmp_path)

@@ -85,7 +85,7 @@ def test_steps_and_timeout_are_handed_on(checked: Checked) -> None:
         (replace(WRONG, status="not-run"), 2),
     ],
 )
-def test_the_exit_status_tells_whether_errors_were_found(
+def test_exit_status_reports_whether_errors_were_found(
     checked: Checked, verdict: Verdict, status: int
 ) -> None:
     checked.answer = verdict
@@ -97,7 +97,9 @@ def test_the_exit_status_tells_whether_errors_were_found(
     "arguments",
     [(), ("none.py",), ("train.py", "-n", "1"), ("train.py", "--steps", "0"), ("train.py", "--lr", "3")],
 )
-def test_what_cannot_be_run_is_told_without_a_traceback(checked: Checked, arguments: tuple[str, ...]) -> None:
+def test_unrunnable_target_is_reported_without_a_traceback(
+    checked: Checked, arguments: tuple[str, ...]
+) -> None:
     told = check(*arguments)
     assert told.exit_code == 2
     assert isinstance(told.exception, SystemExit)
@@ -105,7 +107,7 @@ def test_what_cannot_be_run_is_told_without_a_traceback(checked: Checked, argume
     assert checked.target is None
 
 
-def test_an_error_of_the_checker_is_told_and_is_not_a_finding(checked: Checked) -> None:
+def test_checker_error_is_reported_and_is_not_a_finding(checked: Checked) -> None:
     checked.answer = GradmeshError("no ports are free")
     told = check("train.py")
     assert (told.exit_code, told.stderr, told.stdout) == (2, "no ports are free\n", "")
@@ -136,7 +138,7 @@ def test_sarif_is_written_beside_the_text(checked: Checked, tmp_path: Path) -> N
     assert [each["ruleId"] for each in run["results"]] == ["GM101", "GM203"]
 
 
-def test_a_baseline_hides_what_is_known_and_says_what_is_gone(checked: Checked, tmp_path: Path) -> None:
+def test_baseline_hides_known_findings_and_lists_gone_ones(checked: Checked, tmp_path: Path) -> None:
     checked.answer = WRONG
     written = check("train.py", "--write-baseline", "known.json")
     assert written.exit_code == 0
@@ -166,7 +168,7 @@ def test_a_baseline_is_renewed_by_one_run(checked: Checked) -> None:
     assert "no longer" not in told
 
 
-def test_of_a_run_that_ended_early_nothing_is_said_to_be_gone(checked: Checked) -> None:
+def test_run_that_ended_early_reports_no_gone_findings(checked: Checked) -> None:
     checked.answer = WRONG
     check("train.py", "--write-baseline", "known.json")
     checked.answer = replace(CLEAN, findings=(finding("GM501"),), status="stopped")
@@ -179,9 +181,7 @@ def test_a_run_that_failed_writes_no_baseline(checked: Checked, tmp_path: Path) 
     assert not (tmp_path / "known.json").exists()
 
 
-def test_a_broken_baseline_and_a_place_that_cannot_be_written_are_told(
-    checked: Checked, tmp_path: Path
-) -> None:
+def test_broken_baseline_and_unwritable_path_are_reported(checked: Checked, tmp_path: Path) -> None:
     (tmp_path / "known.json").write_text("no")
     told = check("train.py", "--baseline", "known.json")
     assert (told.exit_code, checked.target) == (2, None)

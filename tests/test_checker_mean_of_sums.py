@@ -91,7 +91,7 @@ def test_a_fraction_that_no_group_has_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", [CUT, CUT_BESIDE_DDP])
-def test_parts_that_begin_as_zeros_may_have_copies(tmp_path: Path, loss: str) -> None:
+def test_parts_initialized_to_zero_may_have_copies(tmp_path: Path, loss: str) -> None:
     verdict = checked(tmp_path, loss, "pass")
     assert not [each for each in verdict.errors if each.subject == "parameter 4 of shape (2,)"]
     assert any("begins as one number" in note for note in verdict.notes)

@@ -59,9 +59,7 @@ def test_a_change_of_a_part_of_a_gradient_is_a_note_that_names_it_and_its_line(
 @pytest.mark.parametrize(
     "change", ["p.grad.view(-1).mul_(0.5); other.grad.mul_(0.5)", "p.grad[0].clone().zero_()"]
 )
-def test_a_whole_gradient_by_another_view_and_a_copy_of_a_part_are_no_parts(
-    tmp_path: Path, change: str
-) -> None:
+def test_full_gradient_through_a_view_and_copied_shard_are_not_shards(tmp_path: Path, change: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(dtype="float32", change=change))
     verdict = check_script(Target(str(script)), ranks=2, steps=2)

@@ -26,7 +26,7 @@ def joined(text: str) -> str:
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 200])
-def test_all_of_a_finding_is_said_at_every_width(tmp_path: Path, width: int) -> None:
+def test_finding_is_printed_in_full_at_every_width(tmp_path: Path, width: int) -> None:
     verdict = one_of_each(tmp_path)
     text = joined(shown(verdict, tmp_path, width))
     for each in verdict.findings:
@@ -55,7 +55,7 @@ def test_there_is_colour_on_a_terminal_and_none_elsewhere(tmp_path: Path) -> Non
     assert "\x1b[" in shown(one_of_each(tmp_path), tmp_path, force_terminal=True)
 
 
-def test_where_it_began_is_said_only_if_it_is_another_line(tmp_path: Path) -> None:
+def test_origin_is_printed_only_if_on_another_line(tmp_path: Path) -> None:
     own = finding()
     assert "began" not in shown(Verdict((replace(own, began=own.at),), (), 2, 1), tmp_path)
 

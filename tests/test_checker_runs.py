@@ -114,7 +114,7 @@ def test_a_rank_that_waits_behind_one_that_has_failed_is_ended_soon(tmp_path: Pa
     assert "ZeroDivisionError" in found.output[1]
 
 
-def test_a_rank_that_a_signal_kills_is_told_with_its_line(tmp_path: Path) -> None:
+def test_rank_killed_by_a_signal_is_reported_with_its_line(tmp_path: Path) -> None:
     script = tmp_path / "dies.py"
     script.write_text(
         "import ctypes, os\nimport torch\nimport torch.distributed as dist\n"
@@ -129,7 +129,7 @@ def test_a_rank_that_a_signal_kills_is_told_with_its_line(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("number", "name"), [(int(signal.SIGKILL), "SIGKILL"), (40, "signal 40")])
-def test_a_signal_is_told_by_its_name_where_it_has_one(number: int, name: str, tmp_path: Path) -> None:
+def test_signal_is_reported_by_name(number: int, name: str, tmp_path: Path) -> None:
     script = tmp_path / "dies.py"
     script.write_text(f"import os\nif os.environ['RANK'] == '0':\n    os.kill(os.getpid(), {number})\n")
     (found,) = run.check_script(run.Target(str(script)), ranks=2).findings

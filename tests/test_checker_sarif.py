@@ -35,7 +35,7 @@ def test_a_log_is_valid_under_the_published_schema(tmp_path: Path, status: Any, 
     assert told["runs"][0]["invocations"][0]["executionSuccessful"] == (status == "complete")
 
 
-def test_the_schema_refuses_what_is_no_log(tmp_path: Path) -> None:
+def test_schema_rejects_invalid_logs(tmp_path: Path) -> None:
     right = log(one_of_each(tmp_path), tmp_path)
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     for way, value in (
@@ -82,7 +82,7 @@ def test_files_of_the_repository_are_named_from_its_root_and_others_as_they_are(
     assert outside["physicalLocation"]["artifactLocation"]["uri"] == (tmp_path / "train.py").as_uri()
 
 
-def test_where_it_began_is_a_related_location_that_the_message_links_to(tmp_path: Path) -> None:
+def test_origin_is_a_related_location_linked_from_the_message(tmp_path: Path) -> None:
     results = log(one_of_each(tmp_path), tmp_path)["runs"][0]["results"]
     assert results[1]["relatedLocations"][0]["id"] == 1
     assert "[here](1), at train.py:3" in results[1]["message"]["text"]
@@ -99,7 +99,7 @@ def test_a_finding_without_a_place_is_shown_at_the_script(tmp_path: Path) -> Non
     assert log(nowhere, tmp_path)["runs"][0]["results"][0]["locations"] == []
 
 
-def test_fingerprints_tell_findings_apart_also_two_of_one_line(tmp_path: Path) -> None:
+def test_fingerprints_distinguish_findings_even_on_one_line(tmp_path: Path) -> None:
     verdict = one_of_each(tmp_path)
     twice = replace(verdict, findings=(*verdict.findings, verdict.findings[0]))
     keys = [
@@ -109,7 +109,7 @@ def test_fingerprints_tell_findings_apart_also_two_of_one_line(tmp_path: Path) -
     assert keys[-1] == keys[0].replace(":1", ":2")
 
 
-def test_what_could_not_be_followed_is_a_notification(tmp_path: Path) -> None:
+def test_untraceable_parts_are_notifications(tmp_path: Path) -> None:
     [invocation] = log(one_of_each(tmp_path), tmp_path)["runs"][0]["invocations"]
     assert invocation["toolExecutionNotifications"] == [
         {"level": "note", "message": {"text": "a cell was not followed"}}

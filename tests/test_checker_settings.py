@@ -119,7 +119,7 @@ def test_a_scheduler_that_every_rank_gives_one_value_is_right(tmp_path: Path, af
     [("pass", "rank"), ("pass", "0")],
     ids=["a model of its own on each rank", "one model, which nothing is summed for"],
 )
-def test_ranks_without_copies_may_have_settings_of_their_own(tmp_path: Path, sync: str, seed: str) -> None:
+def test_ranks_without_copies_may_have_different_settings(tmp_path: Path, sync: str, seed: str) -> None:
     verdict = checked(
         tmp_path,
         options="weight_decay=0.1 * (1 + rank)",
@@ -131,7 +131,7 @@ def test_ranks_without_copies_may_have_settings_of_their_own(tmp_path: Path, syn
     assert "GM206" not in {each.rule.id for each in verdict.findings}
 
 
-def test_shards_of_a_flat_copy_may_have_settings_of_their_own(tmp_path: Path) -> None:
+def test_shards_of_a_flat_copy_may_have_different_settings(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     text = (Path(__file__).parent / "scripts" / "right" / "flat_master_shards.py").read_text()
     assert text.count("lr=0.01") == 1

@@ -121,7 +121,7 @@ def test_a_step_through_data_is_a_step(tmp_path: Path) -> None:
     assert "GM101" in rules(checked(tmp_path, sync="pass", step=BY_DATA))
 
 
-def test_a_loss_that_is_summed_in_place_after_its_backward_is_followed(tmp_path: Path) -> None:
+def test_loss_summed_in_place_after_its_backward_is_traced(tmp_path: Path) -> None:
     verdict = checked(tmp_path, loss=SHOWN)
     assert not verdict.findings, verdict.findings[0].message
     assert is_judged(verdict)
@@ -134,7 +134,7 @@ def test_a_step_by_hand_along_something_else_is_a_note(tmp_path: Path) -> None:
     assert any("written by hand" in note for note in verdict.notes)
 
 
-def test_attention_that_drops_nothing_is_followed(tmp_path: Path) -> None:
+def test_attention_without_dropout_is_traced(tmp_path: Path) -> None:
     right = checked(tmp_path, loss=ATTENTION)
     assert not right.findings, right.findings[0].message
     assert is_judged(right)
@@ -154,7 +154,7 @@ def test_gradients_that_are_averaged_twice_are_named(tmp_path: Path) -> None:
     assert "GM109" in rules(checked(tmp_path, loss=TWICE, sync=SUM + 3 * halved))
 
 
-def test_a_reduce_scatter_that_copies_when_it_is_waited_for_is_followed(tmp_path: Path) -> None:
+def test_reduce_scatter_that_copies_on_wait_is_traced(tmp_path: Path) -> None:
     verdict = checked(tmp_path, loss=SCATTERED)
     assert not verdict.findings, verdict.findings[0].message
     assert is_judged(verdict)
@@ -216,7 +216,7 @@ def test_a_fault_beside_what_is_done_to_gradients_on_purpose_is_found(
         "torch_pipelining",
     ],
 )
-def test_what_is_done_to_gradients_on_purpose_is_no_finding(name: str) -> None:
+def test_intended_gradient_changes_are_not_findings(name: str) -> None:
     verdict = check_script(Target(str(RIGHT[name].path)), ranks=RIGHT[name].ranks)
     assert verdict.ok
     assert not verdict.findings

@@ -73,11 +73,11 @@ def rules(folder: Path, other: str, after: str = "") -> set[str]:
     return {each.rule.id for each in verdict.findings}
 
 
-def test_what_is_alike_after_a_step_is_not_tied(tmp_path: Path) -> None:
+def test_values_equal_after_a_step_are_not_tied(tmp_path: Path) -> None:
     assert rules(tmp_path, f"{DRAWN} + 1", "model.other.data.copy_(model.one)") == set()
 
 
-def test_what_only_begins_alike_is_not_tied(tmp_path: Path) -> None:
+def test_values_equal_only_at_first_are_not_tied(tmp_path: Path) -> None:
     assert rules(tmp_path, DRAWN) == set()
 
 

@@ -58,12 +58,12 @@ def checked(tmp_path: Path, text: str, ranks: int = 2) -> Verdict:
 
 
 @pytest.mark.parametrize("way", RIGHT)
-def test_nothing_is_found_in_a_right_program_and_all_of_it_is_followed(way: str, tmp_path: Path) -> None:
+def test_right_program_is_fully_traced_without_findings(way: str, tmp_path: Path) -> None:
     verdict = checked(tmp_path, CONTRASTIVE.format(gather=RIGHT[way]))
     assert (verdict.status, verdict.steps, verdict.findings, verdict.notes) == ("complete", 2, (), ())
 
 
-def test_a_result_of_the_wrong_type_is_told_at_its_call_with_what_to_say_instead(tmp_path: Path) -> None:
+def test_result_of_the_wrong_type_is_reported_at_its_call_with_the_fix(tmp_path: Path) -> None:
     found = checked(tmp_path, CONTRASTIVE.format(gather=WRONG), ranks=3).findings[0]
     assert (found.rule.id, found.subject) == ("GM103", "gm.all_gather")
     assert found.at is not None
@@ -71,7 +71,7 @@ def test_a_result_of_the_wrong_type_is_told_at_its_call_with_what_to_say_instead
     assert "dst=gm.R" in found.remedy
 
 
-def test_a_begun_result_of_the_wrong_type_is_told_by_the_parameters(tmp_path: Path) -> None:
+def test_wrong_type_of_async_result_is_reported_at_the_parameters(tmp_path: Path) -> None:
     started = WRONG.replace("gm.I)", "gm.I, async_op=True).wait()")
     found = checked(tmp_path, CONTRASTIVE.format(gather=started), ranks=3).findings[0]
     assert (found.rule.id, found.subject) == ("GM103", "0.weight")
@@ -124,7 +124,7 @@ for step in range(2):
 """
 
 
-def test_second_derivatives_through_verbs_are_followed(tmp_path: Path) -> None:
+def test_second_derivatives_through_verbs_are_traced(tmp_path: Path) -> None:
     right = FORCES.format(
         loss="(slope - rank).square().sum()", gradient="gm.all_reduce(parameter.grad, dst=gm.R)"
     )

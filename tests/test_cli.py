@@ -65,7 +65,7 @@ def test_every_command_explains_itself_and_its_options(command: str) -> None:
         assert each.opts[0] in told.output
 
 
-def test_info_tells_versions_and_backends() -> None:
+def test_info_prints_versions_and_backends() -> None:
     told = _run("info")
     assert told.exit_code == 0
     rows = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in told.output.splitlines())
@@ -97,7 +97,7 @@ def test_info_prints_the_table_of_the_registry() -> None:
     assert _run("info", "--table").output == table() + "\n"
 
 
-def test_an_unknown_backend_is_told_as_text_that_lists_the_known_ones(tmp_path: Path) -> None:
+def test_unknown_backend_error_lists_the_known_ones(tmp_path: Path) -> None:
     told = _run("demo", "--backend", "carrier-pigeon", "--picture", str(tmp_path / "curves.png"))
     assert told.exit_code == 1
     assert isinstance(told.exception, SystemExit)
@@ -108,7 +108,7 @@ def test_an_unknown_backend_is_told_as_text_that_lists_the_known_ones(tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_place_that_cannot_hold_the_picture_is_told_before_the_work(tmp_path: Path) -> None:
+def test_unwritable_picture_path_raises_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     told = _run("demo", "--picture", str(tmp_path / "file" / "curves.png"))
     assert told.exit_code == 1

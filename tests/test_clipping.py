@@ -222,7 +222,7 @@ def test_ranks_that_ask_for_different_norms_are_refused(threads: Threads) -> Non
         assert "max_norm=2.0" in text
 
 
-def test_a_rank_that_refuses_its_parameters_tells_the_others(threads: Threads) -> None:
+def test_rank_whose_parameters_are_rejected_notifies_the_others(threads: Threads) -> None:
     def on_each_rank() -> str:
         own: Any = nn.Parameter(torch.zeros(1))
         own.grad = torch.ones(1)
@@ -287,7 +287,7 @@ def test_narrow_and_complex_gradients_are_added_up_in_float32(
         assert kind is torch.float32
 
 
-def test_the_norm_of_gradients_knows_what_their_parameters_are(threads: Threads) -> None:
+def test_gradient_norm_uses_the_types_of_the_parameters(threads: Threads) -> None:
     def on_each_rank() -> list[float]:
         net = gm.nn.tensor_parallel(_net(), STYLES)
         (net(_x()) - 1).square().sum().backward()
@@ -316,7 +316,7 @@ def test_a_parametrized_weight_of_a_parallel_layer_is_still_sharded(threads: Thr
     assert threads(2)(on_each_rank) == [pytest.approx((math.sqrt(15),) * 2)] * 2
 
 
-def test_on_one_process_it_is_torchs_own() -> None:
+def test_one_process_uses_the_torch_function() -> None:
     for norm_type in (0.0, 0.5, 1.0, 2.0, 3.0, math.inf, -math.inf):
         nets = [_net(), _net()]
         for net in nets:

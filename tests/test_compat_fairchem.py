@@ -332,7 +332,7 @@ def test_assignments_that_differ_are_refused_on_every_rank(threads: Any) -> None
     threads(2)(refused)
 
 
-def test_rows_have_to_be_those_of_the_own_atoms(threads: Any) -> None:
+def test_rows_must_belong_to_local_atoms(threads: Any) -> None:
     def refused() -> None:
         with graph_parallel(2) as rank:
             context = fc.build_gp_context(GOOD[rank], torch.tensor([0, 1]), rank, 2)

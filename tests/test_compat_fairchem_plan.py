@@ -164,7 +164,7 @@ def with_a_lost_target() -> str:
         return str(error.value)
 
 
-def test_an_edge_that_ends_at_an_atom_that_is_not_there_is_told_to_every_rank(threads: Ranks) -> None:
+def test_edge_to_a_missing_atom_raises_on_every_rank(threads: Ranks) -> None:
     assert all("neither owns nor receives" in said for said in threads(2)(with_a_lost_target))
 
 
@@ -200,7 +200,7 @@ def too_many_rows_on_a_rank() -> str:
         return str(error.value)
 
 
-def test_too_many_rows_on_one_rank_are_told_to_every_rank(threads: Ranks) -> None:
+def test_too_many_rows_on_one_rank_raise_on_every_rank(threads: Ranks) -> None:
     assert all(
         "the number of rows of x_local is not the number of local atoms" in said
         for said in threads(2)(too_many_rows_on_a_rank)

@@ -180,7 +180,7 @@ def _checked(name: str) -> None:
 
 
 @every_case
-def test_torchs_own_checkers_pass_on_one_rank(threads: Any, name: str) -> None:
+def test_torch_gradcheck_passes_on_one_rank(threads: Any, name: str) -> None:
     threads(1)(_checked, name)
 
 
@@ -345,7 +345,7 @@ def _scaled(function: Any) -> None:
 
 
 @pytest.mark.parametrize("function", [Scaled, Further])
-def test_a_subclass_with_a_backward_of_its_own_is_an_ordinary_function(threads: Any, function: Any) -> None:
+def test_subclass_with_custom_backward_is_an_ordinary_function(threads: Any, function: Any) -> None:
     assert type(function).__name__ == "FunctionMeta"
     assert function._backward_cls._forward_cls is function
     threads(SIZE)(_scaled, function)
@@ -366,7 +366,7 @@ def _weighted() -> None:
             y.sum().backward()
 
 
-def test_a_subclass_with_a_forward_of_its_own_saves_tensors(threads: Any) -> None:
+def test_subclass_with_custom_forward_saves_tensors(threads: Any) -> None:
     threads(SIZE)(_weighted)
 
 

@@ -78,7 +78,7 @@ def test_every_name_of_the_original_is_there() -> None:
     assert [name for name in NAMES if not hasattr(gp, name)] == []
 
 
-def test_an_unknown_name_is_no_attribute() -> None:
+def test_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="_MODEL_PARALLEL_GROUP"):
         gp._MODEL_PARALLEL_GROUP  # noqa: B018
 
@@ -104,7 +104,7 @@ def _layout() -> Any:
     return found
 
 
-def test_consecutive_ranks_share_a_graph_and_thread_ranks_have_groups_of_their_own(threads: Any) -> None:
+def test_consecutive_ranks_share_a_graph_and_thread_ranks_have_separate_groups(threads: Any) -> None:
     assert threads(4)(_layout) == [
         ([0, 1], [0, 2], (0, 0), (2, 2)),
         ([0, 1], [1, 3], (0, 1), (2, 2)),
@@ -480,6 +480,6 @@ def test_calls_of_newer_fairchem_are_refused_by_name(threads: Any, gather: Any) 
     threads(2)(refused)
 
 
-def test_names_of_newer_fairchem_are_said_to_be_elsewhere() -> None:
+def test_error_for_names_of_newer_fairchem_says_where_they_are() -> None:
     with pytest.raises(AttributeError, match=r"gradmesh\.compat\.fairchem"):
         gp.size_list_fn  # noqa: B018

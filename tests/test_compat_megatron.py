@@ -124,7 +124,7 @@ def _with_a_default() -> list[float]:
     return found
 
 
-def test_the_group_of_none_can_be_said(threads: Any) -> None:
+def test_group_none_is_accepted(threads: Any) -> None:
     assert gm.launch(_with_a_default, 4, backend="threads") == [
         [0.0, 12.0, 1.0, 0.0],
         [0.0, 12.0, 1.0, 0.0],

@@ -237,7 +237,7 @@ def unlike_themselves() -> list[str]:
     return wrong
 
 
-def test_every_op_is_itself_again_after_it_was_told_in_words_and_numbers(threads: Processes) -> None:
+def test_every_op_survives_a_round_trip_through_its_description(threads: Processes) -> None:
     assert threads(3)(unlike_themselves) == [[]] * 3
 
 
@@ -343,7 +343,7 @@ def called_by_torch() -> list[float]:
 
 
 @pytest.mark.processes
-def test_a_graph_break_may_call_the_own_backend(compiling: Processes) -> None:
+def test_graph_break_can_call_the_custom_backend(compiling: Processes) -> None:
     assert compiling(2)(called_by_torch) == [[12, 18, 4, 6, 8, 12], [8, 12, 4, 6, 4, 6]]
 
 

@@ -98,7 +98,7 @@ def test_a_script_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
     assert lines == [f"rank {r} [1.0, 2.0] [3.0]" for r in range(4)]
 
 
-def test_a_lone_script_is_a_world_of_one(tmp_path: Path) -> None:
+def test_single_script_is_a_world_of_one(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("dp=2", "dp=1"))
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}

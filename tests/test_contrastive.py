@@ -186,9 +186,7 @@ def test_what_travels_in_another_dtype_is_rounded_and_the_rest_is_not(
 
 
 @pytest.mark.parametrize("gather", ["all", "ring"])
-def test_a_dtype_for_the_wire_that_holds_the_embeddings_changes_nothing(
-    gather: Gather, threads: Threads
-) -> None:
+def test_lossless_transport_dtype_changes_nothing(gather: Gather, threads: Threads) -> None:
     x, y = normal(6, 4, seed=1).requires_grad_(), normal(6, 4, seed=2).bfloat16().double().requires_grad_()
 
     def run() -> tuple[Tensor, ...]:
@@ -306,7 +304,7 @@ def test_a_label_that_is_alone_adds_nothing(threads: Threads) -> None:
         torch.testing.assert_close(value, pair)
 
 
-def test_a_lone_sample_has_no_loss_where_there_is_nothing_to_compare_with(threads: Threads) -> None:
+def test_single_sample_without_negatives_has_zero_loss(threads: Threads) -> None:
     def run() -> tuple[float, float]:
         x = normal(gm.rank(), 3).requires_grad_()  # one sample on rank 1
         loss = gm.nn.sup_con_loss(x, torch.zeros(gm.rank(), dtype=torch.long))
@@ -339,7 +337,7 @@ def test_large_scales_neither_overflow_nor_lose_the_gradient(threads: Threads) -
         torch.testing.assert_close(torch.cat([g for _, g in found]).double(), a.grad, rtol=1e-3, atol=1e-3)
 
 
-def test_an_axis_of_a_mesh_has_its_own_batch(threads: Threads) -> None:
+def test_each_mesh_axis_has_a_separate_batch(threads: Threads) -> None:
     x, y = normal(4, 3, seed=1), normal(4, 3, seed=2)
 
     def run() -> tuple[int, Tensor]:
@@ -401,7 +399,7 @@ def _on_first(loss: Callable[..., Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_said_on_the_rank_and_heard_by_the_others(name: str, threads: Threads) -> None:
+def test_wrong_input_raises_on_the_rank_and_notifies_the_others(name: str, threads: Threads) -> None:
     call, problem = WRONG[name]
 
     def everywhere() -> str:

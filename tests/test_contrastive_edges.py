@@ -58,7 +58,7 @@ def test_an_embedding_that_is_nan_is_seen_in_the_loss_though_its_label_is_alone(
 
 
 @pytest.mark.parametrize("gather", ["all", "ring"])
-def test_labels_on_one_rank_alone_are_noticed_where_sizes_are_told(gather: str) -> None:
+def test_labels_on_one_rank_raise_with_explicit_sizes(gather: str) -> None:
     def on_each_rank() -> None:
         labels = torch.arange(5) if gm.rank() else None
         with pytest.raises(gm.MismatchError):

@@ -76,7 +76,7 @@ def timed(name: str, wire: Link | None) -> tuple[float, Tensor]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_takes_at_least_what_the_wire_says_and_gives_the_same(name: str, threads: Ranks) -> None:
+def test_call_takes_at_least_the_modelled_time_with_equal_result(name: str, threads: Ranks) -> None:
     def on_each_rank() -> tuple[float, bool]:
         plain, (took, result) = timed(name, None), timed(name, WIRE)
         return took, torch.equal(plain[1], result)
@@ -126,7 +126,7 @@ def test_the_time_of_the_transfer_counts_into_the_delay(threads: Ranks) -> None:
     assert second >= 0.08
 
 
-def test_of_two_blocks_the_slower_one_counts(threads: Ranks) -> None:
+def test_slower_of_two_blocks_counts(threads: Ranks) -> None:
     def on_each_rank() -> list[float]:
         found = []
         for outer, inner in ((40_000, 10_000), (10_000, 40_000)):
@@ -175,7 +175,7 @@ def test_the_other_threads_of_a_rank_work_meanwhile(threads: Ranks) -> None:
     assert min(threads(2)(on_each_rank)) > 1000
 
 
-def test_it_ends_with_its_block_and_is_the_ranks_own(threads: Ranks) -> None:
+def test_it_ends_with_its_block_and_is_rank_local(threads: Ranks) -> None:
     def on_each_rank() -> float:
         with pytest.raises(RuntimeError, match="left"), delayed(Link(1e6, 1)):
             raise RuntimeError("left")
@@ -216,14 +216,14 @@ def hold_to_the_plain_run(index: int, threads: Ranks) -> tuple[int, int]:
     return len(line.events), sum(event.origin is not None for event in line.events)
 
 
-def test_random_programs_are_the_same_on_a_slow_wire_and_watched(threads: Ranks) -> None:
+def test_random_programs_are_unchanged_on_a_slow_link_and_recorded(threads: Ranks) -> None:
     seen = [hold_to_the_plain_run(index, threads) for index in range(12)]
     assert sum(calls for calls, _ in seen) > 100
     assert sum(links for _, links in seen) > 20
 
 
 @pytest.mark.slow
-def test_many_random_programs_are_the_same_on_a_slow_wire_and_watched(threads: Ranks) -> None:
+def test_many_random_programs_are_unchanged_on_a_slow_link_and_recorded(threads: Ranks) -> None:
     for index in range(12, 300):
         hold_to_the_plain_run(index, threads)
 

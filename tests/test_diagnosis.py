@@ -116,14 +116,14 @@ def test_the_whole_gradient_of_a_replica_is_not_a_share() -> None:
     assert diagnosed(loss, lambda r: Input(normal(9, 3), gm.R)).hypothesis == h.TWICE
 
 
-def test_what_is_computed_in_fewer_digits_is_said_to_be() -> None:
+def test_lower_precision_is_reported() -> None:
     def loss(x: Tensor) -> Tensor:
         return (1 + gm.rank()) * gm.all_gather(x.float()).square().sum().double()
 
     assert diagnosed(loss, lambda r: normal(r, 3)).hypothesis == h.PRECISION
 
 
-def test_a_cut_path_is_no_gradient() -> None:
+def test_missing_path_gives_no_gradient() -> None:
     def loss(x: Tensor, w: Tensor) -> Tensor:
         return (gm.all_gather(x.detach()) * w).square().sum()
 

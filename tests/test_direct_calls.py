@@ -193,7 +193,7 @@ def test_calls_of_torch_and_direct_ones_are_the_same_calls(ranks: Run) -> None:
     assert ranks(work) == [[[7.0] * W, [3.0] * W, [0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]] * W
 
 
-def test_a_call_joins_the_queue_behind_calls_that_were_begun(ranks: Run) -> None:
+def test_sync_call_queues_behind_async_calls(ranks: Run) -> None:
     def work() -> list[float]:
         rank, before, out = dist.get_rank(), torch.ones(500_000), torch.empty(3)
         time.sleep(0.02 * rank)
@@ -245,7 +245,7 @@ def tried(call: Callable[[], object]) -> str:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_claims_that_differ_are_refused_on_every_rank_and_the_group_goes_on(name: str, ranks: Run) -> None:
+def test_different_signatures_raise_on_every_rank_and_the_group_continues(name: str, ranks: Run) -> None:
     def work(odd: int) -> list[str]:
         call = CALLS[name]
         return [
@@ -334,7 +334,7 @@ def test_sizes_that_do_not_fit_are_an_error_on_every_rank(name: str, ranks: Run)
 
 
 @pytest.mark.parametrize("group", [ShmGroup, ThreadsGroup])
-def test_a_group_has_all_that_it_owes(group: type[OwnGroup]) -> None:
+def test_group_implements_the_whole_contract(group: type[OwnGroup]) -> None:
     deferred: Sequence[str] = [
         name for name, value in inspect.getmembers(OwnGroup) if getattr(value, "__isabstractmethod__", False)
     ]

@@ -69,7 +69,7 @@ def test_the_readmes_picture_shows_what_is_computed() -> None:
     )
 
 
-def test_the_page_of_environment_variables_has_every_one_and_there_are_no_others() -> None:
+def test_environment_page_lists_exactly_the_variables() -> None:
     text = (ROOT / "docs" / "launch.md").read_text()
     assert text == generate.with_variables(text)
     named = {variable.name for variable in environment.VARIABLES}

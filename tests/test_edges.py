@@ -22,7 +22,7 @@ def cut(whole: Tensor, sizes: tuple[int, ...], dim: int = 0) -> Tensor:
 @pytest.mark.parametrize("wrap", [True, False])
 @pytest.mark.parametrize("halo", [0, 1, (2, 0), (0, 3), (4, 5), (9, 9)])
 @pytest.mark.parametrize("sizes", [(3, 3, 3), (1, 1, 1), (2, 0, 4), (0, 0, 2), (4,), (2, 2)])
-def test_a_halo_holds_the_rows_around_the_own_ones_however_far(
+def test_halo_holds_the_rows_around_the_local_ones_at_any_distance(
     sizes: tuple[int, ...], halo: int | tuple[int, int], wrap: bool, threads: Threads
 ) -> None:
     total = sum(sizes)
@@ -139,7 +139,7 @@ def test_scatter_refuses_what_is_neither_empty_nor_whole(threads: Threads) -> No
     assert all("size 0, or 4 as at rank 0" in text for text in threads(3)(on_each_rank))
 
 
-def test_scatter_takes_nothing_from_the_other_ranks_and_splits_evenly_or_as_told(threads: Threads) -> None:
+def test_scatter_uses_only_the_root_and_splits_evenly_or_by_sizes(threads: Threads) -> None:
     def on_each_rank() -> tuple[list[int], list[int], list[float]]:
         at_root = gm.axis().rank == 1
         x = torch.arange(7.0) if at_root else torch.empty(0)
@@ -157,7 +157,7 @@ def test_scatter_takes_nothing_from_the_other_ranks_and_splits_evenly_or_as_told
     ]
 
 
-def test_sizes_may_be_told_or_found(threads: Threads) -> None:
+def test_sizes_may_be_explicit_or_exchanged(threads: Threads) -> None:
     def on_each_rank() -> list[bool]:
         rank = gm.axis().rank
         sizes = (2, 0, 3)

@@ -114,7 +114,7 @@ BAD: dict[str, tuple[type[gm.GradmeshError], str, Callable[[], object]]] = {
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_refused_on_every_rank_with_what_mends_it(case: str, threads: Threads) -> None:
+def test_bad_input_raises_on_every_rank_with_a_remedy(case: str, threads: Threads) -> None:
     kind, verb, call = BAD[case]
 
     def on_each_rank() -> str:
@@ -227,7 +227,7 @@ def test_half_a_launchers_environment_is_refused(monkeypatch: pytest.MonkeyPatch
         gm.init()
 
 
-def test_different_collectives_on_the_ranks_are_told_apart(threads: Threads) -> None:
+def test_different_collectives_on_the_ranks_are_distinguished(threads: Threads) -> None:
     def on_each_rank() -> str:
         x = ones(2)
         with pytest.raises(gm.MismatchError) as caught:

@@ -57,7 +57,7 @@ def test_links_to_other_pages_are_their_names() -> None:
     assert "own call raises `MismatchError` with" in explaining.page("ArgumentError")
 
 
-def test_a_name_without_a_page_is_told_what_is_near() -> None:
+def test_name_without_a_page_suggests_close_names() -> None:
     with pytest.raises(gm.ArgumentError, match=r"did you mean AxisError\?"):
         explaining.page("AxisErorr")
     with pytest.raises(gm.ArgumentError, match="gradmesh explain` to list"):
@@ -89,9 +89,7 @@ def test_a_wheel_has_the_same_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 @pytest.mark.parametrize("command", [["explain"], ["check", __file__]])
-def test_a_reader_that_has_enough_ends_a_command_without_a_word(
-    command: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closed_pipe_ends_a_command_silently(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def closed(*_: object, **__: object) -> None:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 

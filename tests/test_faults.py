@@ -95,7 +95,7 @@ RIGHT = Trial(
         ({"fault": "stuck", "seconds": 5 + SECONDS}, "no stack"),
     ],
 )
-def test_a_trial_that_falls_short_is_told(changes: dict[str, object], word: str) -> None:
+def test_failed_trial_is_reported(changes: dict[str, object], word: str) -> None:
     assert RIGHT.short() == []
     assert any(word in problem for problem in dataclasses.replace(RIGHT, **changes).short())  # type: ignore[arg-type]
 

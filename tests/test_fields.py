@@ -254,7 +254,7 @@ def test_two_axes_cut_two_dims_of_a_field(threads: Threads) -> None:
     assert max(threads(4)(found)) < CLOSE
 
 
-def test_without_replication_a_rank_has_its_own_term_of_the_gradient(threads: Threads) -> None:
+def test_without_replication_a_rank_has_one_term_of_the_gradient(threads: Threads) -> None:
     def found(layer: Callable[..., nn.Module]) -> tuple[Tensor, Tensor]:
         slopes = []
         for replicated in (True, False):
@@ -368,7 +368,7 @@ def test_what_cannot_be_right_is_refused_on_every_rank(threads: Threads, what: s
     assert any(words in text for text in threads(2)(refused))
 
 
-def test_a_refusal_on_one_rank_is_heard_on_the_other(threads: Threads) -> None:
+def test_error_on_one_rank_notifies_the_other(threads: Threads) -> None:
     def refused() -> str:
         with pytest.raises(gm.GradmeshError) as error:
             gm.nn.HaloConv1d(2, 1, 3, padding=1)(X if gm.rank() else torch.ones(1, 3, 3))

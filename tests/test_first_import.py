@@ -76,7 +76,7 @@ def test_an_import_inside_a_mode_leaves_nothing_of_it_behind(mode: str) -> None:
     assert "every derivative is right" in done.stdout
 
 
-def test_what_a_layer_keeps_of_its_first_call_is_no_fake_tensor() -> None:
+def test_layer_caches_no_fake_tensor() -> None:
     program = """
 import torch
 from torch._subclasses import FakeTensorMode

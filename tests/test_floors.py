@@ -102,7 +102,7 @@ def guards(file: Path) -> list[ast.If]:
     ]
 
 
-def test_every_room_has_a_floor() -> None:
+def test_every_package_has_a_layer() -> None:
     rooms = {module_of(file)[0] for file in files()} - ROOFS
     assert rooms <= set(FLOOR), rooms - set(FLOOR)
 
@@ -122,7 +122,7 @@ def test_no_import_runs_upward_or_sideways(file: Path) -> None:
         assert below, f"{file.name}:{line}: {room} imports {there}"
 
 
-def test_there_is_no_circle() -> None:
+def test_imports_have_no_cycle() -> None:
     """Not between files of one room either."""
     names = {".".join(module_of(file)): file for file in files()}
     graph = {

@@ -151,7 +151,7 @@ def test_elements_alone_fit_the_energies_before_training() -> None:
     assert after.item() < before.item()
 
 
-def test_a_copy_has_the_same_weights_and_its_own(model: single.Potential) -> None:
+def test_copy_has_equal_but_separate_weights(model: single.Potential) -> None:
     made = copied(model)
     for one, other in zip(model.parameters(), made.parameters(), strict=True):
         assert torch.equal(one, other)

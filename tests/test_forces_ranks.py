@@ -213,7 +213,7 @@ def test_positions_that_differ_between_ranks_are_an_error_on_every_rank(threads:
     assert said == ["gradmesh.demo.forces.RankCalculator: the ranks' arguments differ"] * 3
 
 
-def test_a_learner_goes_on_where_it_was_after_a_copy_and_a_pickle() -> None:
+def test_learner_resumes_after_a_copy_and_a_pickle() -> None:
     made = structures.made(4, seed=5)
     samples = samples_of(made, 2, 4, seed=0)
     whole = Learner(fitted(single.Potential(1), made), 4)

@@ -154,7 +154,7 @@ def test_a_message_has_a_future(ranks: Run) -> None:
     assert ranks(work) == [3, 1, 2]
 
 
-def test_calls_that_do_not_fit_together_are_the_futures_error_and_the_group_goes_on(ranks: Run) -> None:
+def test_mismatched_calls_fail_the_future_and_the_group_continues(ranks: Run) -> None:
     def work() -> tuple[str, str, float]:
         rank = dist.get_rank()
         with group() as made:
@@ -219,7 +219,7 @@ def test_a_future_of_a_group_that_is_left_fails(ranks: Run) -> None:
     assert "has left the group" in text
 
 
-def test_ddp_goes_on_with_backward_while_a_bucket_is_being_summed(ranks: Run) -> None:
+def test_ddp_continues_backward_while_a_bucket_is_summed(ranks: Run) -> None:
     def work() -> tuple[float, float]:
         rank = dist.get_rank()
         first = torch.nn.Linear(64, 64)
@@ -284,7 +284,7 @@ def test_a_python_hook_of_ddp_is_called_with_the_sum(ranks: Run) -> None:
     assert ranks(work) == [[12.0] * 3] * W
 
 
-def test_the_background_thread_does_not_wake_up_while_nothing_is_begun(ranks: Run) -> None:
+def test_background_thread_sleeps_without_async_calls(ranks: Run) -> None:
     def switches() -> int:
         path = f"/proc/self/task/{progress._helper.thread.native_id}/status"
         with open(path) as file:
@@ -381,7 +381,7 @@ def waits_in_callbacks() -> list[float]:
 
 
 @pytest.mark.parametrize("backend", ["shm", "threads"])
-def test_a_callback_may_wait_for_its_own_call(backend: str, worlds: Worlds) -> None:
+def test_callback_can_wait_for_the_call_it_belongs_to(backend: str, worlds: Worlds) -> None:
     assert worlds(2, backend, 60).run(waits_in_callbacks) == [[4.0] * 20] * 2
 
 

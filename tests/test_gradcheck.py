@@ -72,7 +72,7 @@ def every_type(x: Tensor, r: Tensor, i: Tensor, p: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
 @pytest.mark.parametrize("full", [False, True])
-def test_every_type_has_its_own_gradient(dtype: torch.dtype, full: bool) -> None:
+def test_every_type_has_a_separate_gradient(dtype: torch.dtype, full: bool) -> None:
     def inputs(rank: int) -> tuple[object, ...]:
         return (
             normal(1 + rank, 2, seed=rank, dtype=dtype),  # uneven
@@ -364,7 +364,7 @@ def test_a_function_may_write_to_its_input_in_place() -> None:
     assert not gradcheck(wrong, lambda r: normal(3, seed=r), world_size=2, raise_exception=False).ok
 
 
-def test_every_rank_that_is_there_hears_of_an_unusable_input(
+def test_unusable_input_raises_on_every_present_rank(
     threads: Callable[[int], Callable[..., list[Any]]],
 ) -> None:
     def on_each_rank() -> str:

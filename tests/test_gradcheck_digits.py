@@ -54,7 +54,7 @@ def test_the_diagnosis_looks_where_the_difference_was_seen() -> None:
     assert report.diagnosis.hypothesis == "sum over ranks missing"
 
 
-def test_what_no_step_can_tell_does_not_count_as_right() -> None:
+def test_undecidable_steps_do_not_count_as_right() -> None:
     for gather in (OwnSlice.apply, gm.all_gather):
         report = gradcheck(loss_of(gather, 1e12, 1e-3), inputs, world_size=2, raise_exception=False)
         assert not report.ok

@@ -48,7 +48,7 @@ def forgetful() -> tuple[Callable[[Tensor], Tensor], Tensor]:
     return (lambda x: torch.cat((x, plan.exchange(x)[len(x) :].detach()))), torch.rand(len(plan.own), 2)
 
 
-def test_the_audit_finds_a_narrow_wire_and_rows_that_are_not_sent_back() -> None:
+def test_the_audit_finds_a_lossy_transport_and_rows_not_sent_back() -> None:
     assert gm.verify.audit(lossy, world_size=2).kinds == ("precision-lost",)
     assert "not-adjoint" in gm.verify.audit(forgetful, world_size=2).kinds
 

@@ -94,9 +94,7 @@ def given_odd(name: str, what: str, on_both: bool) -> str:
         "edges rebuilt",
     ],
 )
-def test_what_are_no_edges_or_nodes_is_refused_on_every_rank(
-    what: str, on_both: bool, threads: Ranks
-) -> None:
+def test_invalid_edges_or_nodes_raise_on_every_rank(what: str, on_both: bool, threads: Ranks) -> None:
     for name, (_, text) in ODD.items():
         said = threads(2)(given_odd, name, what, on_both)
         assert "nothing was refused" not in said, (name, said)

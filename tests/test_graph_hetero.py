@@ -201,7 +201,7 @@ def compiled() -> list[bool]:
 
 
 @pytest.mark.processes
-def test_an_exchange_of_several_types_that_is_begun_is_compiled_whole(worlds: Worlds) -> None:
+def test_async_hetero_exchange_compiles_without_graph_break(worlds: Worlds) -> None:
     assert worlds(2, "gloo", 240).run(compiled) == [[True, True]] * 2
 
 

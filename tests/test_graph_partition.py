@@ -145,7 +145,7 @@ def test_metis_cuts_a_ring_in_two_places() -> None:
     assert by_metis(edges, 40, 1).tolist() == [0] * 40
 
 
-def test_without_pymetis_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pymetis_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradmesh.extras.find_spec", lambda module: None)
     with pytest.raises(gm.MissingExtraError, match=r"pip install 'gradmesh\[metis\]'"):
         by_metis(ring(4), 4, 2)
@@ -172,6 +172,6 @@ def test_without_pymetis_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPa
         (lambda: by_metis(torch.zeros(2, 3), 4, 2), r"torch.float32\[2, 3\]"),
     ],
 )
-def test_what_is_no_partition_is_refused(wrong: Any, text: str) -> None:
+def test_invalid_partition_raises(wrong: Any, text: str) -> None:
     with pytest.raises(gm.ArgumentError, match=text):
         wrong()

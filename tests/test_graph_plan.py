@@ -389,11 +389,11 @@ def draw_is_alone(plan: GraphPlan) -> Tensor:
 
 
 @pytest.mark.parametrize("async_op", [False, True])
-def test_bfloat16_on_the_wire_leaves_own_rows_alone(async_op: bool, threads: Ranks) -> None:
+def test_bfloat16_transport_leaves_local_rows_unchanged(async_op: bool, threads: Ranks) -> None:
     assert threads(3)(rounded_on_the_way, async_op) == [[True] * 5] * 3
 
 
-def test_gradcheck_has_nothing_to_say_of_an_exchange() -> None:
+def test_gradcheck_passes_for_an_exchange() -> None:
     def loss(x: Tensor) -> Tensor:
         plan, _ = plan_for_modes()
         return smooth(plan, x)

@@ -115,7 +115,7 @@ def digests() -> list[str]:
     return [plan.digest for plan in plans]
 
 
-def test_the_digest_of_a_plan_of_several_types_tells_it_from_others(threads: Ranks) -> None:
+def test_digest_of_a_hetero_plan_distinguishes_plans(threads: Ranks) -> None:
     first, second = threads(2)(digests)
     assert first[0] == first[-1]
     assert len({*first, *second}) == 10

@@ -92,7 +92,7 @@ def test_a_program_that_does_not_replicate_is_seen_to_be_off(
     assert parts[0].deviations["value"] < 1e-12
 
 
-def test_every_rank_knows_of_stress_and_of_every_block_of_second_derivatives() -> None:
+def test_every_rank_gets_stress_and_every_block_of_second_derivatives() -> None:
     names = set(measured(JOB, "threads")[0].deviations)
     blocks = {f"{a}-{b}" for a in ("position", "strain") for b in ("position", "strain", "weight")}
     assert names == {"value", "forces", "stress"} | {f"second derivatives {block}" for block in blocks}
@@ -107,7 +107,7 @@ def test_the_bytes_that_are_counted_are_the_rows() -> None:
     assert sum(each.plan[0] for each in found) < sum(each.gather[0] for each in found)
 
 
-def test_a_region_is_what_a_plan_knows() -> None:
+def test_region_matches_its_plan() -> None:
     graph, owner = small()
 
     def on_each_rank() -> None:

@@ -235,7 +235,7 @@ def test_a_process_that_dies_is_named_with_how_it_died(
 
 
 @pytest.mark.processes
-def test_what_cannot_come_back_by_pickle_is_said(pool: Ranks) -> None:
+def test_unpicklable_result_is_reported(pool: Ranks) -> None:
     with pytest.raises(
         RankError, match=r"rank 1 of 2 failed with TypeError(.|\n)*a generator, cannot be pickled"
     ):

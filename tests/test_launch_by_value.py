@@ -123,7 +123,7 @@ def test_a_function_that_names_torch_and_ops_goes_by_value() -> None:
     assert sent(local)[0]() == (True, "gradmesh.ops")
 
 
-def test_a_call_that_cannot_be_pickled_is_said() -> None:
+def test_unpicklable_call_is_reported() -> None:
     with pytest.raises(ArgumentError, match="cannot be pickled for another process"):
         pickling.dumps((uses_modules_of_a_special_kind, (threading.Lock(),)))
 
@@ -174,7 +174,7 @@ def test_a_function_of_a_guarded_script_needs_no_extra(tmp_path: Path) -> None:
     assert 'if __name__ == "__main__":' in done.stdout  # of the lambda
 
 
-def test_a_script_without_the_guard_is_told_of_it(tmp_path: Path) -> None:
+def test_script_without_main_guard_raises(tmp_path: Path) -> None:
     done = run_script(tmp_path, "if True:")
     assert "MissingExtraError" in done.stderr
     assert 'if __name__ == "__main__":' in done.stderr

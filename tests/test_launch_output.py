@@ -188,11 +188,11 @@ def test_what_a_killed_process_printed_is_shown() -> None:
     assert shown("echo one; printf two; kill -9 $$", "true") == "[rank 0] one\n[rank 0] two\n"
 
 
-def test_a_child_that_keeps_the_pipe_open_keeps_nobody_waiting() -> None:
+def test_child_that_keeps_the_pipe_open_does_not_block_the_launch() -> None:
     assert shown("sleep 60 & echo one", "true") == "[rank 0] one\n"
 
 
-def test_a_program_that_never_stops_printing_keeps_nobody_waiting() -> None:
+def test_program_that_never_stops_printing_does_not_block() -> None:
     text = shown("yes", "true", until="y")
     assert set(by_rank(text)["0"]) <= {"y", ""}
 
@@ -231,7 +231,7 @@ def test_lines_that_all_ranks_print_at_once_are_whole(run: Run, capsys: pytest.C
     assert by_rank(err) == {str(rank): [f"error {i}" for i in range(0, 400, 10)] for rank in range(2)}
 
 
-def test_lines_go_where_the_caller_sends_its_own(run: Run) -> None:
+def test_lines_follow_the_callers_redirected_stream(run: Run) -> None:
     """The output of a notebook is such a stream: it has no file descriptor."""
     before = sys.stdout, sys.stderr
     for text in ("first", "second"):
@@ -298,7 +298,7 @@ def test_threads_that_fail_show_what_they_printed(capsys: pytest.CaptureFixture[
     assert by_rank(capsys.readouterr().out) == {"0": ["last words"], "1": ["last words"]}
 
 
-def test_launches_at_the_same_time_keep_their_lines_apart(capsys: pytest.CaptureFixture[str]) -> None:
+def test_concurrent_launches_keep_their_lines_separate(capsys: pytest.CaptureFixture[str]) -> None:
     def work(name: str) -> None:
         for i in range(200):
             print(name, i)
@@ -362,7 +362,7 @@ def test_one_rank_writes_as_it_likes_and_a_mark_can_be_asked_for(capsys: pytest.
         launch(print, 2, prefix="gpu")  # type: ignore[arg-type]
 
 
-def test_a_stream_that_somebody_put_in_place_meanwhile_stays() -> None:
+def test_stream_replaced_by_user_code_stays() -> None:
     def work() -> None:
         if dist.get_rank() == 0:
             sys.stdout = other

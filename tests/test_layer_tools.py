@@ -27,7 +27,7 @@ def _without_a_sum(*_: object) -> object:
     return layer
 
 
-def test_a_layer_that_lacks_a_sum_is_told() -> None:
+def test_layer_that_lacks_a_sum_is_reported() -> None:
     right = CASES["ColumnParallelLinear"]
     wrong: Case = replace(right, parts=_without_a_sum)  # type: ignore[arg-type]
     far = gm.launch(deviations, 2, backend="threads", args=(wrong, (2, 2)))

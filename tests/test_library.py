@@ -209,5 +209,5 @@ def each_uses_another(run: Run) -> str:
 
 
 @pytest.mark.parametrize("run", [plain, gathered_norms], ids=["verb", "operator"])
-def test_two_calls_of_an_operator_are_told_apart_as_those_of_a_verb_are(threads: Ranks, run: Run) -> None:
+def test_two_calls_of_an_operator_are_distinguished_like_those_of_a_verb(threads: Ranks, run: Run) -> None:
     assert threads(2)(each_uses_another, run) == ["MismatchError"] * 2

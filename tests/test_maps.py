@@ -87,7 +87,7 @@ def test_what_has_no_gradient_or_no_element_is_refused() -> None:
         (lambda x: None, "got       NoneType"),
     ],
 )
-def test_what_is_no_linear_map_of_a_tensor_has_no_matrix(
+def test_nonlinear_map_has_no_matrix(
     threads: Callable[[int], Callable[..., list[Any]]], fn: Callable[[Tensor], Any], text: str
 ) -> None:
     def on_each_rank() -> str:

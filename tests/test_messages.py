@@ -107,7 +107,7 @@ def test_messages_and_collectives_mix_in_second_order(threads: Ranks) -> None:
     torch.testing.assert_close(torch.tensor(got, dtype=torch.float64), torch.stack([g.detach(), second], 1))
 
 
-def test_what_comes_and_is_not_expected_is_told() -> None:
+def test_unexpected_messages_are_reported() -> None:
     def on_each_rank() -> str:
         if gm.axis().rank == 0:
             gm.send(torch.ones(2), to=1)

@@ -105,7 +105,7 @@ def test_every_public_op_has_a_case() -> None:
     assert set(CASES) == set(GRADMESH.verbs)
 
 
-def test_a_wrong_gradient_is_told_with_its_size(on_threads: Pools) -> None:
+def test_wrong_gradient_is_reported_with_its_size(on_threads: Pools) -> None:
     verdict = on_threads.cell(WRONG, NAME, MODES["reverse"])
     assert verdict.word == "wrong"
     assert "gradient: off by " in verdict.note
@@ -130,7 +130,7 @@ def test_a_wrong_gradient_is_found_in_the_modes_that_have_one(on_threads: Pools)
     ],
     ids=lambda value: value.name if isinstance(value, System) else "",
 )
-def test_errors_and_hangs_are_told_apart(bad: System, verdict: Verdict, on_threads: Pools) -> None:
+def test_errors_and_hangs_are_distinguished(bad: System, verdict: Verdict, on_threads: Pools) -> None:
     assert on_threads.cell(bad, NAME, MODES["reverse"]) == verdict
 
 
@@ -156,7 +156,7 @@ def test_compiled_cells_are_run_on_processes(on_threads: Pools) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("peer", [NN, FUNCTIONAL, DTENSOR], ids=lambda peer: peer.name)
-def test_a_peer_is_right_where_it_is_said_to_be(peer: System, on_processes: Pools) -> None:
+def test_peer_is_right_where_it_is_listed_as_right(peer: System, on_processes: Pools) -> None:
     for case in (NAME, "reduce_scatter", "all_reduce(dst=R)"):
         assert on_processes.cell(peer, case, MODES["reverse"]) == Verdict("ok")
 

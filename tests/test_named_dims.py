@@ -197,7 +197,7 @@ def test_a_name_that_is_not_there_is_refused_on_every_rank(threads: Ranks) -> No
         assert "concat_dim one of 'N', 'C'" in table["concat_dim"][1]
 
 
-def test_the_other_ranks_hear_of_a_name_that_one_has_not(threads: Ranks) -> None:
+def test_name_missing_on_one_rank_raises_on_the_others(threads: Ranks) -> None:
     wrong, right = threads(2)(refused, True)
     assert {name: got[0] for name, got in wrong.items() if got[0] != "ArgumentError"} == {}
     # shard sends nothing
@@ -286,7 +286,7 @@ def test_a_tensor_that_was_turned_in_place_is_not_taken_by_its_old_names(threads
         assert shape == "torch.Size([6, 3])"
 
 
-def test_operators_give_no_names_and_a_pickled_tensor_keeps_its_own() -> None:
+def test_operators_drop_names_and_a_pickled_tensor_keeps_them() -> None:
     x = gm.named(torch.randn(3, 4), "N", "C")
     for y in (x + 1, x.t(), x.view(4, 3), x.clone(), x.detach(), x[0], x.sum(0), x.to(torch.float64)):
         assert gm.names(y) == (None,) * y.dim()

@@ -169,7 +169,7 @@ def a_step_too_early() -> tuple[str, list[float], str]:
     return str(caught.value), w.flatten().tolist(), str(again.value)
 
 
-def test_a_step_on_what_is_owed_is_refused_until_that_is_dropped(threads: Ranks) -> None:
+def test_optimizer_step_with_deferred_sums_raises_until_they_are_dropped(threads: Ranks) -> None:
     for text, weights, again in threads(2)(a_step_too_early):
         assert "gradmesh.no_sync: deferred gradient reductions pending over the ranks are owed" in text
         assert "shape [3, 2]: replicate on axis 'world'" in text
@@ -214,7 +214,7 @@ def a_forward_alone() -> float:
     return w.item()
 
 
-def test_a_forward_without_backward_owes_nothing(threads: Ranks) -> None:
+def test_forward_without_backward_defers_nothing(threads: Ranks) -> None:
     assert threads(2)(a_forward_alone) == [-2.0, -2.0]
 
 
@@ -237,7 +237,7 @@ def all_forwards_first() -> tuple[bool, float]:
     return len(deferred) == 0, w.grad.item()
 
 
-def test_what_goes_backward_after_the_sum_is_owed_again(threads: Ranks) -> None:
+def test_backward_after_the_sum_is_deferred_again(threads: Ranks) -> None:
     assert threads(2)(all_forwards_first) == [(True, 15.0), (True, 15.0)]
 
 
@@ -253,7 +253,7 @@ def all_forwards_first_in_any_order() -> list[Any]:
     return [x.grad.tolist() for x in (w, v) if x.grad is not None]
 
 
-def test_the_order_of_what_is_owed_again_is_that_of_the_forward(threads: Ranks) -> None:
+def test_order_of_deferred_sums_is_that_of_the_forward(threads: Ranks) -> None:
     assert threads(2)(all_forwards_first_in_any_order) == [[[4.0] * 2, [6.0] * 3]] * 2
 
 
@@ -313,7 +313,7 @@ def ranks_that_part() -> str:
     return "nothing"
 
 
-def test_ranks_that_owe_different_sums_are_refused(threads: Ranks) -> None:
+def test_ranks_with_different_deferred_sums_raise(threads: Ranks) -> None:
     for text in threads(2)(ranks_that_part):
         assert "what no_sync() has put off: all_gather(dim=0, dst=gm.R, sizes=equal) of float32[2]" in text
         assert "replicate() of float32[3]" in text
@@ -396,7 +396,7 @@ def asked_for_outside() -> list[Any]:
     return [*before, w.grad.item(), len(deferred)]
 
 
-def test_a_gradient_that_is_asked_for_leaves_what_is_owed(threads: Ranks) -> None:
+def test_autograd_grad_leaves_deferred_sums_pending(threads: Ranks) -> None:
     assert threads(2)(asked_for_outside) == [[6.0, None, 4.0, 0]] * 2
 
 
@@ -413,7 +413,7 @@ def a_gradient_that_is_a_leaf() -> list[Any]:
     return [*before, v.grad.tolist()]
 
 
-def test_the_backward_of_a_call_is_put_off_by_its_forward_alone(threads: Ranks) -> None:
+def test_backward_is_deferred_only_if_its_forward_is_in_the_block(threads: Ranks) -> None:
     assert threads(2)(a_gradient_that_is_a_leaf) == [[[2.0, 2.0], 1, [1.0, 1.0, 2.0, 2.0]]] * 2
 
 
@@ -460,7 +460,7 @@ def other_inputs() -> list[Any]:
     return [force.tolist(), w.grad]
 
 
-def test_a_pass_that_leaves_a_leaf_out_owes_it_nothing(threads: Ranks) -> None:
+def test_pass_that_skips_a_leaf_defers_nothing_for_it(threads: Ranks) -> None:
     assert threads(2)(other_inputs) == [[[1.0, 1.0], None]] * 2
 
 
@@ -496,7 +496,7 @@ def checkpointed(reentrant: bool, inside: bool, ordered: bool) -> list[Any]:
         (True, False, False),
     ],
 )
-def test_a_checkpoint_owes_what_its_first_pass_did(
+def test_checkpoint_defers_the_sums_of_its_first_pass(
     reentrant: bool, inside: bool, ordered: bool, threads: Ranks
 ) -> None:
     w = nn.Parameter(torch.full((2,), 0.5, dtype=T))
@@ -587,7 +587,7 @@ def run_again_inside() -> list[Any]:
     return [w.grad.item() == pytest.approx(2 * torch.ones(1).cos().item()), len(deferred)]
 
 
-def test_what_a_checkpoint_runs_again_owes_nothing() -> None:
+def test_checkpoint_recomputation_defers_nothing() -> None:
     assert (
         gm.launch(run_again_inside, 2, backend="threads") == [[True, 0]] * 2
     )  # on ranks that have no ledger yet
@@ -640,7 +640,7 @@ def hooked_later() -> list[Any]:
     return [seen, after]
 
 
-def test_hooks_that_come_later_see_the_sum_and_what_was_owed(threads: Ranks) -> None:
+def test_later_hooks_see_the_sum_with_deferred_gradients(threads: Ranks) -> None:
     assert threads(2)(hooked_later) == [[[6.0, 2.0], [6.0, 8.0]]] * 2
 
 
@@ -671,7 +671,7 @@ def memory_of_their_own() -> list[bool]:
     return [len(places) == 3, all(g.untyped_storage().nbytes() == 8 for g in grads)]
 
 
-def test_every_gradient_is_memory_of_its_own(threads: Ranks) -> None:
+def test_every_gradient_has_separate_memory(threads: Ranks) -> None:
     assert threads(2)(memory_of_their_own) == [[True, True]] * 2
 
 
@@ -714,7 +714,7 @@ def of_dtype(dtype: torch.dtype, wire: torch.dtype | None) -> list[Any]:
         (torch.complex128, torch.complex64),
     ],
 )
-def test_any_dtype_is_put_off(dtype: torch.dtype, wire: torch.dtype | None, threads: Ranks) -> None:
+def test_any_dtype_is_deferred(dtype: torch.dtype, wire: torch.dtype | None, threads: Ranks) -> None:
     value = -9j if dtype.is_complex else 9.0
     assert threads(2)(of_dtype, dtype, wire) == [[[dtype, [value] * 3]] * 2] * 2
 
@@ -766,7 +766,7 @@ def two_threads() -> list[Any]:
 
 
 @pytest.mark.processes
-def test_a_block_is_its_threads_own(processes: Ranks) -> None:
+def test_block_is_thread_local(processes: Ranks) -> None:
     assert processes(2)(two_threads) == [[[], [6.0, 6.0], [12.0, 12.0]]] * 2
 
 
@@ -887,7 +887,7 @@ def begun_and_coalesced() -> list[Any]:
     return seen
 
 
-def test_calls_that_are_begun_are_summed_in_each_pass(threads: Ranks) -> None:
+def test_async_calls_are_summed_in_each_pass(threads: Ranks) -> None:
     assert threads(2)(begun_and_coalesced) == [[[4.0, 2.0], [8.0, 4.0], [72.0, 6.0]]] * 2
 
 
@@ -943,7 +943,7 @@ def in_a_closure() -> list[str]:
     return found
 
 
-def test_a_closure_that_leaves_sums_owed_is_refused(threads: Ranks) -> None:
+def test_closure_that_leaves_sums_deferred_raises(threads: Ranks) -> None:
     assert threads(2)(in_a_closure) == [["OrderError"] * 2] * 2
 
 
@@ -995,5 +995,5 @@ def alone() -> list[Any]:
     return [w.grad.tolist(), len(deferred)]
 
 
-def test_on_one_rank_nothing_is_put_off(threads: Ranks) -> None:
+def test_nothing_is_deferred_on_one_rank(threads: Ranks) -> None:
     assert threads(1)(alone) == [[[1.0, 1.0], 0]]

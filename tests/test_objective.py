@@ -439,7 +439,7 @@ def graphs_at_once() -> list[float]:
 
 
 @pytest.mark.processes
-def test_each_graph_and_each_pass_has_its_own_factors(processes: Ranks) -> None:
+def test_each_graph_and_each_pass_has_separate_factors(processes: Ranks) -> None:
     assert max(map(max, processes(2)(graphs_at_once))) < 1e-12
 
 
@@ -692,7 +692,7 @@ def a_refusal_on_one_rank() -> str:
     return type(caught.value).__name__
 
 
-def test_a_refusal_on_one_rank_is_heard_by_the_others(threads: Ranks) -> None:
+def test_error_on_one_rank_notifies_the_others(threads: Ranks) -> None:
     assert threads(2)(a_refusal_on_one_rank) == ["MismatchError", "ArgumentError"]
 
 
@@ -715,7 +715,7 @@ def totals_of_their_own(which: str) -> str:
     return str(caught.value)
 
 
-def test_totals_that_are_each_ranks_own_are_refused(threads: Ranks) -> None:
+def test_rank_local_totals_raise(threads: Ranks) -> None:
     for text in threads(2)(totals_of_their_own, "differ"):
         assert "total= differs between ranks" in text
         assert "rank 0: total=4" in text

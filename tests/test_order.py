@@ -244,7 +244,7 @@ def test_a_kept_graph_keeps_its_chain(threads: Threads) -> None:
 
 
 @pytest.mark.parametrize("opened", ["around both", "around the forward", "around the backward"])
-def test_a_checkpoint_saves_alike_inside_the_block_and_outside(opened: str, threads: Threads) -> None:
+def test_checkpoint_saves_the_same_inside_and_outside_the_block(opened: str, threads: Threads) -> None:
     def on_each_rank() -> Tensor | None:
         x = data(gm.axis().rank)
         run = lambda: checkpoint(lambda t: gm.all_gather(t.sin()) ** 2, x, use_reentrant=False)
@@ -283,7 +283,7 @@ def test_a_hooks_collective_is_on_no_chain(threads: Threads) -> None:
     assert threads(2)(on_each_rank) == [8.0, 8.0]
 
 
-def test_a_pass_that_fails_leaves_a_chain_that_can_begin_again(threads: Threads) -> None:
+def test_failed_pass_leaves_a_chain_that_can_restart(threads: Threads) -> None:
     def fail(g: Tensor) -> None:
         raise ZeroDivisionError
 
@@ -569,7 +569,7 @@ def two_trainings(steps: int) -> list[str]:
 
 
 @pytest.mark.processes
-def test_two_threads_of_a_process_have_chains_of_their_own(
+def test_two_threads_of_a_process_have_separate_chains(
     processes: Callable[[int], Callable[..., list[Any]]],
 ) -> None:
     assert processes(2)(two_trainings, 20) == [["right", "right"]] * 2

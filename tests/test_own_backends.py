@@ -273,7 +273,7 @@ def test_an_expanded_operand_is_summed_by_its_elements(ranks: Run) -> None:
         assert torch.equal(listed, total)
 
 
-def test_equal_parts_may_be_told_by_one_rank_and_left_out_by_another(ranks: Run) -> None:
+def test_equal_sizes_may_be_passed_on_one_rank_and_omitted_on_another(ranks: Run) -> None:
     def work() -> Tensor:
         rank, out = dist.get_rank(), torch.empty(2 * W, 3, dtype=torch.float64)
         told = [2] * W if rank == 1 else None
@@ -318,7 +318,7 @@ def test_messages_match_by_sender_and_tag(ranks: Run) -> None:
     assert ranks(work)[0] == (21.0, 20.0, 11.0, 1)
 
 
-def test_receives_first_and_sends_second_is_no_deadlock(ranks: Run) -> None:
+def test_receive_before_send_does_not_deadlock(ranks: Run) -> None:
     def work() -> float:
         rank, x = dist.get_rank(), torch.empty(1)
         ops = [
@@ -431,7 +431,7 @@ def test_ddp_averages_gradients(ranks: Run) -> None:
         torch.testing.assert_close(gradient[0], expected)
 
 
-def test_a_long_call_goes_on_while_its_rank_waits_for_a_message(ranks: Run) -> None:
+def test_long_call_progresses_while_its_rank_waits_for_a_message(ranks: Run) -> None:
     def work() -> float:
         rank, x, y = dist.get_rank(), torch.ones(200_000, dtype=torch.float64), torch.zeros(1)
         if rank == 0:

@@ -83,7 +83,7 @@ def test_lists_that_are_not_one_for_each_rank_and_input_are_refused(ranks: Run) 
         assert total == W
 
 
-def test_sparse_tensors_are_summed_each_into_memory_of_its_own(ranks: Run) -> None:
+def test_sparse_tensors_are_summed_into_separate_memory(ranks: Run) -> None:
     def dense(rank: int) -> Tensor:
         x = torch.zeros(5, dtype=torch.float64)
         x[[0, rank + 1]] = data(rank, 2)
@@ -182,7 +182,7 @@ def test_torchs_function_takes_a_group_from_2_14_on(ranks: Run) -> None:
 # -- the backend and the devices of a group
 
 
-def test_a_group_is_its_own_backend_for_the_cpu_and_for_nothing_else(ranks: Run) -> None:
+def test_group_is_the_backend_of_the_cpu_only(ranks: Run) -> None:
     def work() -> tuple[bool, list[torch.device], str]:
         group: Any = dist.group.WORLD
         return (

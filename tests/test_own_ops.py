@@ -67,7 +67,7 @@ def test_a_mismatch_names_the_op_and_the_line_of_the_caller(threads: Ranks) -> N
         assert "in mismatched" in text
 
 
-def test_what_is_no_op_or_no_tensor_is_an_error_of_the_library(threads: Ranks) -> None:
+def test_non_op_or_non_tensor_raises_a_library_error(threads: Ranks) -> None:
     def wrong() -> None:
         with pytest.raises(gm.ArgumentError, match="apply: the op is not a LinearOp"):
             gm.apply(torch.ones(2), Mirror(gm.axis()))  # type: ignore[arg-type]

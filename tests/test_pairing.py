@@ -425,7 +425,7 @@ def implicit(around: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("around", [False, True])
-def test_a_block_opened_in_a_running_backward_has_a_chain_of_its_own(around: bool, threads: Ranks) -> None:
+def test_block_opened_in_backward_has_a_separate_chain(around: bool, threads: Ranks) -> None:
     got = threads(2)(implicit, around)
     torch.testing.assert_close(torch.tensor(got), torch.tensor(dense("each rank uses another one", 1)))
 
@@ -597,7 +597,7 @@ def local_calls_without_a_gradient() -> list[float]:
     return gm.all_gather(torch.tensor([1.0 + gm.rank()])).tolist()
 
 
-def test_local_calls_on_data_without_gradients_are_a_ranks_own_affair(threads: Ranks) -> None:
+def test_local_calls_without_gradients_may_differ_between_ranks(threads: Ranks) -> None:
     assert threads(2)(local_calls_without_a_gradient) == [[1.0, 2.0]] * 2
 
 

@@ -74,12 +74,12 @@ def is_the_same_begun(op: LinearOp, shape: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("row", range(len(REGISTRY)), ids=contract.row_ids())
-def test_every_op_begun_is_the_op_to_second_order_in_order_and_out_of_it(row: int, threads: Ranks) -> None:
+def test_every_async_op_equals_the_sync_op_to_second_order_in_any_order(row: int, threads: Ranks) -> None:
     assert max(threads(3)(contract.on_examples, is_the_same_begun, [row])) > 0
 
 
 @pytest.mark.processes
-def test_every_op_begun_is_the_op_on_processes(processes: Ranks) -> None:
+def test_every_async_op_equals_the_sync_op_on_processes(processes: Ranks) -> None:
     assert max(processes(2)(contract.on_examples, is_the_same_begun, range(len(REGISTRY)))) > 0
 
 
@@ -174,7 +174,7 @@ def test_on_one_rank_a_call_is_over_at_once(threads: Ranks) -> None:
 # ---- what overlap in backward is
 
 
-def test_the_place_of_the_wait_begins_the_backward_and_that_of_the_verb_ends_it() -> None:
+def test_backward_is_launched_at_the_wait_and_waited_for_at_the_call() -> None:
     def step() -> None:
         x = random(3).requires_grad_()
         pending = gm.all_gather(x, async_op=True)
@@ -200,7 +200,7 @@ def two_axes(apart: bool) -> float:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_modelled_time_of_begun_calls_is_that_of_the_longest(seed: int) -> None:
+def test_modelled_time_of_async_calls_is_that_of_the_longest(seed: int) -> None:
     model = CostModel(Link(latency_us=1000, gbytes_per_s=100))
     seconds = []
     for apart in (False, True):
@@ -231,13 +231,13 @@ def raw_calls_between() -> list[float]:
 
 
 @pytest.mark.processes
-def test_begun_calls_and_torchs_own_do_not_meet(processes: Ranks) -> None:
+def test_async_calls_and_torch_collectives_do_not_interfere(processes: Ranks) -> None:
     first, second = processes(2)(raw_calls_between)
     assert first == second
     assert first[1] == 2.0
 
 
-def test_begun_calls_and_torchs_own_do_not_meet_on_threads(threads: Ranks) -> None:
+def test_async_calls_and_torch_collectives_do_not_interfere_on_threads(threads: Ranks) -> None:
     first, second = threads(2)(raw_calls_between)
     assert first == second
 
@@ -387,7 +387,7 @@ def test_an_operand_that_is_written_meanwhile_is_refused(threads: Ranks) -> None
         gm.launch(on_rank, 2, backend="threads")
 
 
-def test_a_deadlock_of_begun_calls_is_told_with_their_lines() -> None:
+def test_deadlock_of_async_calls_is_reported_with_their_lines() -> None:
     def on_rank() -> None:
         x = random(2)
         gm.all_gather(x, async_op=True).wait()
@@ -431,7 +431,7 @@ def _do_not_fit() -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_refuses_its_begun_call_tells_the_others(threads: Ranks) -> None:
+def test_rank_whose_async_call_raises_notifies_the_others(threads: Ranks) -> None:
     def on_rank() -> str:
         x = random(2)
         if gm.rank() == 0:
@@ -537,7 +537,7 @@ def test_both_halves_in_a_checkpoint_are_right(ordered: bool, threads: Ranks) ->
     assert threads(2)(checkpointed, True, ordered) == threads(2)(checkpointed, False, ordered)
 
 
-def test_a_wait_alone_in_a_checkpoint_is_refused(threads: Ranks) -> None:
+def test_checkpoint_with_wait_but_no_launch_raises(threads: Ranks) -> None:
     def on_rank() -> None:
         x = random(3).requires_grad_()
         pending = gm.all_gather(x.exp(), async_op=True)
@@ -559,7 +559,7 @@ def test_a_wait_alone_in_a_checkpoint_is_refused(threads: Ranks) -> None:
     threads(2)(on_rank)
 
 
-def test_a_beginning_alone_in_a_checkpoint_is_refused() -> None:
+def test_checkpoint_with_launch_but_no_wait_raises() -> None:
     def on_rank() -> None:
         x, kept = random(3).requires_grad_(), []
 
@@ -592,7 +592,7 @@ def messages_in_any_order() -> list[float]:
     return [] if x.grad is None else x.grad.tolist()
 
 
-def test_messages_are_told_apart_in_whatever_order_they_are_waited_for(threads: Ranks) -> None:
+def test_messages_are_matched_in_any_order_of_waits(threads: Ranks) -> None:
     assert threads(2)(messages_in_any_order) == [[123.0, 123.0], []]
 
 
@@ -611,7 +611,7 @@ def test_a_compiled_function_takes_async_op(threads: Ranks) -> None:
         torch.testing.assert_close(eager, compiled)
 
 
-def test_after_an_error_of_the_library_what_was_begun_may_be_left(threads: Ranks) -> None:
+def test_pending_calls_may_be_left_after_a_library_error(threads: Ranks) -> None:
     def on_rank() -> float:
         kept = gm.all_gather(random(2), async_op=True)
         with pytest.raises(gm.MismatchError):
@@ -635,7 +635,7 @@ def test_a_call_that_is_dropped_is_made_and_not_missed(threads: Ranks) -> None:
     assert threads(2)(on_rank) == [[1.0, 2.0]] * 2
 
 
-def test_of_a_message_that_is_expected_nobody_knows(threads: Ranks) -> None:
+def test_pending_receive_cannot_be_polled(threads: Ranks) -> None:
     def on_rank() -> float:
         if gm.rank() == 0:
             gm.send(torch.ones(2), to=1)
@@ -657,12 +657,12 @@ def groups_that_are_destroyed() -> int:
 
 
 @pytest.mark.processes
-def test_groups_of_begun_calls_go_with_the_groups_that_they_were_made_for(processes: Ranks) -> None:
+def test_async_groups_are_freed_with_their_parent_groups(processes: Ranks) -> None:
     before = max(processes(2)(groups_that_are_destroyed))
     assert max(processes(2)(groups_that_are_destroyed)) == before
 
 
-def test_a_lone_program_is_told_at_its_end_what_it_never_waited_for() -> None:
+def test_single_rank_program_reports_unwaited_calls_at_its_end() -> None:
     code = "import torch, gradmesh as gm; gm.init(); p = gm.all_gather(torch.ones(2), async_op=True)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0

@@ -42,7 +42,7 @@ def _verbs(program: Program) -> Iterator[tuple[Verb, bool]]:
                 yield inner, isinstance(one, Region)
 
 
-def test_they_begin_calls_of_every_kind_in_every_place() -> None:
+def test_they_launch_async_calls_of_every_kind_everywhere() -> None:
     kinds: collections.Counter[object] = collections.Counter()
     for index in range(200):
         program = drawn(SEED, index, pending=SHARE)
@@ -85,9 +85,7 @@ def _the_first(self: _Message, number: int) -> Any:
 
 @pytest.mark.parametrize("defect", ["a backward of another sign", "a message that is cut elsewhere"])
 @pytest.mark.timeout(120)
-def test_a_defect_of_what_is_begun_is_found(
-    defect: str, pools: Pools, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_defect_of_async_calls_is_found(defect: str, pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     if defect == "a backward of another sign":
         monkeypatch.setattr(
             async_nodes._StartNode, "backward", staticmethod(_of_another(async_nodes._StartNode.backward))
@@ -102,7 +100,7 @@ def test_a_defect_of_what_is_begun_is_found(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("backend", "programs"), [("threads", 5_000), ("shm", 500), ("gloo", 500)])
-def test_many_programs_with_calls_that_are_begun(backend: str, programs: int) -> None:
+def test_many_programs_with_async_calls(backend: str, programs: int) -> None:
     with Pools(backend) as pools:
         summary = attack(programs, pools, seed=SEED + 1, pending=SHARE)
     assert not summary.findings, str(summary)

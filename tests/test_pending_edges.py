@@ -61,7 +61,7 @@ def what_lives(apart: bool, ordered: bool) -> list[bool]:
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_a_graph_of_a_begun_call_keeps_no_more_than_that_of_the_verb(ordered: bool, threads: Ranks) -> None:
+def test_graph_of_an_async_call_saves_no_more_than_the_sync_one(ordered: bool, threads: Ranks) -> None:
     assert threads(2)(what_lives, True, ordered) == threads(2)(what_lives, False, ordered)
 
 
@@ -210,7 +210,7 @@ def test_a_pass_inside_of_a_pass_over_the_same_graph(threads: Ranks) -> None:
     assert threads(2)(on_rank, True) == threads(2)(on_rank, False)
 
 
-def test_forward_mode_behind_a_call_that_was_begun(threads: Ranks) -> None:
+def test_forward_mode_after_an_async_call(threads: Ranks) -> None:
     def on_rank(apart: bool) -> list[float]:
         gm.all_gather(torch.ones(1), async_op=True).wait()
         with forward_ad.dual_level():
@@ -223,7 +223,7 @@ def test_forward_mode_behind_a_call_that_was_begun(threads: Ranks) -> None:
     assert threads(2)(on_rank, True) == threads(2)(on_rank, False)
 
 
-def test_a_checkpoint_may_end_before_what_it_began_is_waited_for(threads: Ranks) -> None:
+def test_checkpoint_may_end_before_its_async_call_is_waited_for(threads: Ranks) -> None:
     """The second run of a region stops as soon as it has saved what backward needs."""
 
     def on_rank() -> list[float]:

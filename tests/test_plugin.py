@@ -99,7 +99,7 @@ def test_what_was_seen():
     result.assert_outcomes(passed=4)
 
 
-def test_a_mark_may_ask_for_several_worlds_and_a_parameter_for_its_own(inner: Inner) -> None:
+def test_mark_and_parameter_may_request_several_worlds(inner: Inner) -> None:
     result = inner(
         """
 sizes = []
@@ -137,7 +137,7 @@ def test_fixture_alone(world):
     assert [name for name in ("test_each[1-threads]", "test_each[3-threads]") if name in result.stdout.str()]
 
 
-def test_what_is_configured_holds_where_nothing_is_said(inner: Inner, pytester: pytest.Pytester) -> None:
+def test_configured_value_is_the_default(inner: Inner, pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\nworld_size = 3\nworld_backend = threads\nworld_timeout = 60\n")
     tests = """
 def test_size(world):
@@ -173,7 +173,7 @@ def test_a_mark_that_cannot_be_used_is_an_error_of_the_library(inner: Inner, mar
     assert "gradmesh_pytest" not in result.stdout.str()
 
 
-def test_each_test_begins_without_what_another_has_left(inner: Inner) -> None:
+def test_each_test_starts_without_leftovers_of_another(inner: Inner) -> None:
     result = inner(
         """
 @pytest.mark.world(2)
@@ -250,11 +250,11 @@ def test_one_rank():
     result.stdout.fnmatch_lines(["FAILED *::test_one_rank - rank 3 of 4: *"])
 
 
-def test_what_failed_alike_is_told_and_what_failed_otherwise_is_shown(inner: Inner) -> None:
+def test_equal_failures_are_summarized_and_different_ones_shown(inner: Inner) -> None:
     result = inner(
         """
 @pytest.mark.world(4)
-def test_alike():
+def test_identical():
     assert [1] == [2]
 
 @pytest.mark.world(3)
@@ -271,7 +271,7 @@ def test_kinds_differ():
 """
     )
     result.assert_outcomes(failed=3)
-    alike = section(result, "test_alike")
+    alike = section(result, "test_identical")
     assert alike[-2].strip("_ ") == "rank 0 of 4"
     assert alike[-1] == "the same on ranks 1, 2 and 3"
     values = section(result, "test_values_differ")
@@ -546,7 +546,7 @@ def test_stops():
 
 
 @pytest.mark.parametrize("style", ["short", "line", "native", "no"])
-def test_every_style_of_traceback_tells_the_rank(inner: Inner, style: str) -> None:
+def test_every_traceback_style_names_the_rank(inner: Inner, style: str) -> None:
     result = inner("@pytest.mark.world(2)\ndef test_it():\n    assert gm.rank() == 0\n", f"--tb={style}")
     result.stdout.fnmatch_lines(["FAILED *::test_it - rank 1 of 2: *"])
 
@@ -605,7 +605,7 @@ def test_loading_the_plugin_imports_neither_torch_nor_gradmesh() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_library_knows_nothing_of_the_plugin_and_its_files_are_short() -> None:
+def test_library_does_not_import_the_plugin_and_its_files_are_short() -> None:
     source = Path(gradmesh_pytest.__file__).parent
     library = source.parent / "gradmesh"
     assert not [file for file in library.rglob("*.py") if "gradmesh_pytest" in file.read_text()]

@@ -154,20 +154,20 @@ def _lean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 
-def test_every_rank_is_told_of_once(pytester: pytest.Pytester) -> None:
+def test_every_rank_is_reported_once(pytester: pytest.Pytester) -> None:
     attack(pytester, programs(24, seed=6))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-def test_every_rank_is_told_of_once_at_length(pytester: pytest.Pytester, seed: int) -> None:
+def test_every_rank_is_reported_once_in_full(pytester: pytest.Pytester, seed: int) -> None:
     attack(pytester, programs(50, seed=100 + seed, size=seed % 4 + 2))
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_every_rank_of_processes_is_told_of_once(pytester: pytest.Pytester, backend: str) -> None:
+def test_every_process_rank_is_reported_once(pytester: pytest.Pytester, backend: str) -> None:
     drawn = random.Random(5)
     listed = [
         ["dies" if way == "exits" and drawn.random() < 0.5 else way for way in ways]

@@ -79,7 +79,7 @@ def warns():
         warnings.warn("look out")
 
 @pytest.mark.filterwarnings("error")
-def test_treats_warnings_as_told(world):
+def test_warning_filter_option_is_honoured(world):
     world.run(warns)
 
 def test_closures(world):
@@ -107,7 +107,7 @@ def test_of_pytest(capsys, tmp_path, monkeypatch):
     pass
 
 @pytest.mark.world(2, backend="shm")
-def test_of_its_own(numbers, tmp_path):
+def test_in_separate_memory(numbers, tmp_path):
     pass
 
 @pytest.mark.world(2)
@@ -120,7 +120,7 @@ def test_threads_have_them_all(capsys, numbers, monkeypatch, request):
     one = "\n".join(section(result, "test_of_pytest"))
     assert "gradmesh.pytest: the fixtures capsys, monkeypatch cannot be sent to process ranks" in one
     assert "a MonkeyPatch of _pytest, which acts on the process of pytest" in one
-    other = "\n".join(section(result, "test_of_its_own"))
+    other = "\n".join(section(result, "test_in_separate_memory"))
     assert "the fixture numbers cannot be sent" in other
     assert "numbers: cannot pickle 'generator' object" in other
     assert "gradmesh_pytest" not in one + other

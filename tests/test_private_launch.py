@@ -233,7 +233,7 @@ def test_a_file_of_another_user_is_refused(store: Any, monkeypatch: pytest.Monke
     os.close(fd)
 
 
-def test_the_groups_own_memory_is_mapped(store: Any) -> None:
+def test_memory_of_the_group_is_mapped(store: Any) -> None:
     """The same words, when they are so: what the tests above refuse is refused for its lie."""
     fd = shared_file.create(SIZE, TOKEN_OF_IT)
     segment = meet(store, claim_of_rank_0(fd=fd))
@@ -267,7 +267,7 @@ def test_words_in_the_store_that_no_rank_writes_are_refused(said: object, store:
 
 
 @pytest.mark.processes
-def test_without_memory_for_the_group_every_rank_hears_why_and_the_world_lives_on() -> None:
+def test_missing_group_memory_raises_on_every_rank_and_the_world_continues() -> None:
     def no_room(where: int) -> tuple[str, str, float]:
         import resource
 

@@ -168,7 +168,7 @@ def test_without_a_profiler_no_range_is_made(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.processes
-def test_every_process_profiles_its_own_part(processes: Threads) -> None:
+def test_every_process_profiles_itself(processes: Threads) -> None:
     for rank, (forward, backward) in enumerate(processes(2)(forward_and_backward)):
         mine, whole = 256 * (1 + rank), 256 * 3
         assert forward[0] == f"gradmesh::all_gather axis=tp bytes={mine}"

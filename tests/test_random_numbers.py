@@ -50,7 +50,7 @@ def equal(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_ranks_that_seed_alike_draw_alike_whatever_the_others_do_meanwhile() -> None:
+def test_ranks_with_equal_seeds_draw_equal_numbers() -> None:
     expected = many(0)
     for ranks in (gm.launch(many, 4, backend="threads", args=(0,)) for _ in range(3)):
         assert all(equal(of_rank, expected) for of_rank in ranks)
@@ -81,7 +81,7 @@ def test_a_rank_leaves_the_generator_of_the_launching_thread_alone() -> None:
     assert torch.equal(torch.rand(4), after)
 
 
-def test_a_checkpoint_recomputes_with_the_numbers_of_its_own_rank() -> None:
+def test_checkpoint_recomputes_with_the_random_numbers_of_its_rank() -> None:
     def on_each_rank() -> bool:
         torch.manual_seed(7 + gm.rank())
         x = torch.ones(50, requires_grad=True)

@@ -124,7 +124,7 @@ def alone_for_long() -> int:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rank_that_works_alone_after_the_others_have_returned_is_no_error(
+def test_rank_that_works_alone_after_the_others_returned_does_not_raise(
     backend: str, pools: Callable[[str], gm.Ranks]
 ) -> None:
     assert pools(backend).run(alone_for_long) == [0, 1]
@@ -168,7 +168,7 @@ def test_what_a_rank_left_under_way_when_it_returned_still_comes(
     assert pools(backend).run(leaves_calls_under_way)[1] == (6.0, float(1 << 20))
 
 
-def test_a_process_that_no_launcher_counts_takes_nobody_for_returned() -> None:
+def test_process_without_a_launcher_treats_no_rank_as_returned() -> None:
     run = Run()
     assert run.waits == 0
     run.begin(3)
@@ -256,7 +256,7 @@ def test_a_process_with_a_thread_of_the_program_or_a_child_may_be_at_work() -> N
     assert said == ["False", "True", "False", "True", "False"]
 
 
-def test_where_others_may_be_at_work_the_main_thread_is_not_said_to_wait(
+def test_main_thread_is_not_reported_as_waiting_while_others_may_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     main, never = MainThread(), torch.futures.Future()  # type: ignore[var-annotated]
@@ -278,7 +278,7 @@ def test_where_others_may_be_at_work_the_main_thread_is_not_said_to_wait(
     assert seen[True] == 0.0
 
 
-def test_a_machine_that_was_held_up_is_no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suspended_machine_does_not_count_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A minute without processor time between two looks, on a rank that stands inside of autograd."""
     monkeypatch.setattr(hang_detector, "has_other_work", lambda: False)
     main, never = MainThread(), torch.futures.Future()  # type: ignore[var-annotated]
@@ -354,7 +354,7 @@ def test_a_rank_that_is_alone_is_never_taken_to_wait(monkeypatch: pytest.MonkeyP
         assert probe.waiting([0], returned=0) == {}
 
 
-def test_the_error_says_who_returned_and_who_waits_where() -> None:
+def test_error_names_the_returned_rank_and_the_waiting_line() -> None:
     outcome = Outcome(3, results={0: None})
     stack = f'  File "{torch.__file__}", line 1, in x\n  File "/home/a/train.py", line 7, in step\n    y()\n'
     outcome.record_deadlock({1: stack, 2: stack})
@@ -374,9 +374,7 @@ def timeouts_here() -> list[float]:
 
 
 @pytest.mark.parametrize(("given", "world"), [(None, 300.0), (5.0, 300.0), (900.0, 900.0)])
-def test_a_group_waits_as_long_as_a_person_would_or_as_long_as_was_said(
-    given: float | None, world: float
-) -> None:
+def test_group_uses_the_default_or_the_given_timeout(given: float | None, world: float) -> None:
     assert gm.launch(timeouts_here, 2, backend="threads", timeout=given) == [[world, world, 7.0]] * 2
 
 
@@ -386,7 +384,7 @@ def test_groups_of_processes_do_too(pools: Callable[[str], gm.Ranks]) -> None:
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, float("inf"), float("nan"), True, "5", None])
-def test_a_timeout_that_is_no_time_is_refused(timeout: Any) -> None:
+def test_invalid_timeout_raises(timeout: Any) -> None:
     with pytest.raises(gm.ArgumentError, match="timeout="):
         gm.init(timeout=timeout)
 
@@ -445,7 +443,7 @@ def crossed_groups() -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_ranks_that_wait_for_each_other_across_groups_are_told(backend: str) -> None:
+def test_deadlock_across_groups_is_reported(backend: str) -> None:
     with gm.Ranks(4, backend=backend, timeout=60) as ranks:
         start = time.monotonic()
         with pytest.raises(gm.RankError, match="for each other") as caught:

@@ -138,7 +138,7 @@ def test_forward_mode_on_many_threads_at_once_is_right(threads: Threads) -> None
     assert threads(4)(on_each_rank) == [True] * 4
 
 
-def test_threads_and_subgroups_in_any_order_keep_their_own_state(threads: Threads) -> None:
+def test_threads_and_subgroups_in_any_order_keep_separate_state(threads: Threads) -> None:
     def on_each_rank() -> tuple[list[int], list[int]]:
         rank = dist.get_rank()
         groups = [dist.new_group([0, 2]), dist.new_group([3, 1])]

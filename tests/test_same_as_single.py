@@ -156,7 +156,7 @@ def test_a_sum_that_a_replica_misses_is_called_that() -> None:
     assert report.diagnosis.names == ["a.bias", "a.weight", "b.bias", "b.weight"]
 
 
-def test_a_step_that_goes_apart_later_is_the_first_one_named() -> None:
+def test_first_diverging_step_is_named() -> None:
     class Forgets(torch.optim.SGD):
         """Takes its second step on rank 0 alone."""
 

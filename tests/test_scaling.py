@@ -79,7 +79,7 @@ def test_a_compiled_program_refuses_forward_mode() -> None:
         compiled(forward_ad.make_dual(data(), data()))
 
 
-def test_the_value_is_kept_to_the_bit_in_memory_of_its_own() -> None:
+def test_value_is_kept_bitwise_in_separate_memory() -> None:
     x = torch.tensor([-0.0, 1.0, float("inf"), float("nan")])
     y = gm.scale_gradient(x, 0.1)
     assert x.view(torch.int32).tolist() == y.view(torch.int32).tolist()
@@ -110,12 +110,12 @@ def test_a_factor_that_is_written_before_backward_is_an_error() -> None:
 @pytest.mark.parametrize(
     "s", [True, 1j, "2", None, [1.0], torch.ones(1), torch.tensor(1j), torch.tensor(True)]
 )
-def test_what_is_no_real_number_is_refused(s: Any) -> None:
+def test_non_real_number_raises(s: Any) -> None:
     with pytest.raises(gm.ArgumentError, match="s must be one real number"):
         gm.scale_gradient(data(), s)
 
 
-def test_a_factor_that_wants_a_gradient_and_an_operand_that_is_no_tensor_are_refused() -> None:
+def test_factor_requiring_grad_and_non_tensor_operand_raise() -> None:
     with pytest.raises(gm.ArgumentError, match="s must not require grad"):
         gm.scale_gradient(data(), torch.tensor(1.0, requires_grad=True))
     with pytest.raises(gm.ArgumentError, match="x must be a tensor"):

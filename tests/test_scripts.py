@@ -38,7 +38,7 @@ def marked(name: str) -> object:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", [marked(name) for name in SCRIPTS])
-def test_a_script_is_seen_to_be_what_it_says(name: str) -> None:
+def test_script_matches_its_description(name: str) -> None:
     assert shown(SCRIPTS[name]) is not None
 
 
@@ -56,7 +56,7 @@ def test_every_rule_has_two_wrong_scripts() -> None:
 
 
 @pytest.mark.parametrize("script", WRONG.values(), ids=WRONG)
-def test_a_wrong_script_names_its_rule_lines_and_a_right_twin(script: Script) -> None:
+def test_wrong_script_names_its_rule_lines_and_a_fixed_version(script: Script) -> None:
     assert script.expected in RULES
     assert script.also <= RULES - {script.expected}
     assert script.lines

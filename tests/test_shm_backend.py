@@ -124,7 +124,7 @@ def check(trials: list[Trial]) -> None:
 
 
 @pytest.mark.parametrize("ending", ["killed", "exits", "leaves"])
-def test_who_waits_for_a_rank_that_ends_gets_an_error_that_names_it(ending: str) -> None:
+def test_waiting_for_an_exited_rank_raises_with_its_name(ending: str) -> None:
     waits = [name for name in WAITS if name != "polled all_reduce"]
     trials = kill_ranks(len(waits), waits=waits, ending=ending, seed=1)
     assert [trial.waits for trial in trials] == waits
@@ -148,7 +148,7 @@ def test_every_survivor_of_fifty_kills_raises_within_five_seconds() -> None:
     check(trials)
 
 
-def test_a_group_without_the_rank_that_left_goes_on(ranks: Run) -> None:
+def test_group_without_the_rank_that_left_continues(ranks: Run) -> None:
     def work() -> Any:
         with group(3) as small:
             large = dist.new_group(backend="shm")
@@ -181,7 +181,7 @@ def test_the_first_timeout_of_a_group_names_the_late_rank_and_ends_the_others_wa
     assert last.seconds < 1
 
 
-def test_a_wait_takes_a_timeout_of_its_own(ranks: Run) -> None:
+def test_wait_takes_a_timeout(ranks: Run) -> None:
     def work() -> Tried | None:
         with group(2) as pair:
             if dist.get_rank() == 0:
@@ -197,7 +197,7 @@ def test_a_wait_takes_a_timeout_of_its_own(ranks: Run) -> None:
     assert 0.2 < first.seconds < 0.9
 
 
-def test_a_receive_from_anybody_says_for_whom_it_waited(ranks: Run) -> None:
+def test_receive_from_any_source_reports_the_awaited_ranks(ranks: Run) -> None:
     def work() -> Tried | None:
         with group(3, seconds=0.5) as trio:
             if dist.get_rank() == 0:
@@ -266,7 +266,7 @@ def test_a_forked_child_cannot_call_and_does_not_disturb_its_parent(ranks: Run) 
 # ---- beginning and ending
 
 
-def test_a_second_world_is_torchs_error_and_the_first_goes_on(ranks: Run) -> None:
+def test_second_world_raises_and_the_first_continues(ranks: Run) -> None:
     def work() -> tuple[Tried, float]:
         return attempt(lambda: dist.init_process_group("shm")), total()
 
@@ -316,7 +316,7 @@ def test_a_group_that_is_left_gives_its_memory_back_at_once(ranks: Run) -> None:
     assert ranks(work) == [[1, 1, 1]] * W
 
 
-def test_calls_begun_before_a_rank_leaves_are_finished(ranks: Run) -> None:
+def test_async_calls_complete_before_a_rank_leaves(ranks: Run) -> None:
     def work() -> list[float]:
         made = dist.new_group(backend="shm")
         xs = [torch.ones(1 << 18) * i for i in range(3)]
@@ -563,7 +563,7 @@ REFUSED: dict[str, Callable[[Any], None]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_tensor_that_cannot_be_is_refused_and_the_group_goes_on(name: str, ranks: Run) -> None:
+def test_impossible_tensor_raises_and_the_group_continues(name: str, ranks: Run) -> None:
     def work() -> tuple[Tried, Tried]:
         with group(seconds=3) as made:
             return attempt(lambda: REFUSED[name](made)), attempt(lambda: total(made))
@@ -573,7 +573,7 @@ def test_a_tensor_that_cannot_be_is_refused_and_the_group_goes_on(name: str, ran
         assert after.result == 10, after.text
 
 
-def test_the_error_shows_where_a_call_was_begun_not_where_it_was_waited_for(ranks: Run) -> None:
+def test_error_shows_the_launch_line_not_the_wait_line(ranks: Run) -> None:
     def begin(made: Any) -> Any:
         return started(dist.all_reduce(torch.ones(2 + (dist.get_rank() == 1)), group=made, async_op=True))
 
@@ -658,7 +658,7 @@ def test_large_messages_may_be_asked_for_in_another_order_than_sent(ranks: Run) 
     assert ranks(work)[1] == [True] * 4
 
 
-def test_messages_of_anybody_come_with_their_sender_and_none_twice(ranks: Run) -> None:
+def test_messages_from_any_source_name_their_sender_and_arrive_once(ranks: Run) -> None:
     def work() -> Any:
         rank = dist.get_rank()
         if rank:
@@ -760,7 +760,7 @@ def test_large_messages_go_on_while_the_ranks_wait_in_a_collective(same: bool, r
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["the same group", "another group"])
-def test_a_large_collective_goes_on_while_a_rank_waits_for_a_message(same: bool, ranks: Run) -> None:
+def test_large_collective_progresses_while_a_rank_waits_for_a_message(same: bool, ranks: Run) -> None:
     def work() -> Any:
         rank = dist.get_rank()
         with group(3, seconds=3) as made, group(3, seconds=3) as other:
@@ -824,7 +824,7 @@ def test_coalesced_works_complete_without_being_waited_for(ranks: Run) -> None:
     assert ranks(work) == [(True, 16.0)] * W
 
 
-def test_polling_a_work_goes_on_with_the_other_groups(ranks: Run) -> None:
+def test_polling_a_work_progresses_the_other_groups(ranks: Run) -> None:
     def work() -> tuple[bool, float]:
         with group(seconds=5) as first, group(seconds=5) as second:
             x, y = torch.ones(1 << 20), torch.ones(3)
@@ -864,7 +864,7 @@ def test_works_of_two_groups_may_be_waited_for_in_any_order(ranks: Run) -> None:
     assert ranks(work) == [[60.0] * 10] * W
 
 
-def test_a_work_that_nobody_waits_for_is_over_before_the_next_call(ranks: Run) -> None:
+def test_unwaited_work_completes_before_the_next_call(ranks: Run) -> None:
     def work() -> tuple[float, float, bool]:
         with group() as made:
             x, y = torch.ones(1 << 20), torch.ones(3)
@@ -1139,7 +1139,7 @@ def test_a_segment_of_one_rank_needs_no_store() -> None:
     assert not isinstance(segment.missing([0], str), GradmeshError)
 
 
-def test_a_begun_call_goes_on_while_its_rank_waits_for_something_else(ranks: Run) -> None:
+def test_async_call_progresses_while_its_rank_waits_for_another(ranks: Run) -> None:
     def work() -> tuple[float, float]:
         other = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=20))
         dist.barrier(group=other)

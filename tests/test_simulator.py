@@ -100,7 +100,7 @@ def test_a_loop_that_asks_whether_a_call_is_over_ends(seed: int | None) -> None:
     assert polls(CostModel(Link(1000, 1)), seed) >= 2e-3
 
 
-def test_a_thread_that_is_no_rank_has_no_turn() -> None:
+def test_non_rank_thread_is_not_scheduled() -> None:
     def on_rank() -> list[str]:
         errors: list[str] = []
         group = dist.group.WORLD
@@ -152,7 +152,7 @@ def test_ranks_that_wait_by_a_lock_of_pythons_are_ended_by_the_timeout() -> None
 # -- deadlocks
 
 
-def test_a_deadlock_is_known_at_once_with_every_ranks_pending_call_and_line() -> None:
+def test_deadlock_is_detected_at_once_with_every_ranks_pending_call_and_line() -> None:
     def on_rank() -> None:
         if dist.get_rank() == 0:
             gm.all_gather(torch.ones(2), gm.axis())
@@ -173,7 +173,7 @@ def test_a_deadlock_is_known_at_once_with_every_ranks_pending_call_and_line() ->
     assert all(event.end is None for event in run.events)
 
 
-def test_in_a_large_world_ranks_that_wait_alike_share_a_line() -> None:
+def test_ranks_with_the_same_pending_call_share_a_line_in_a_large_world() -> None:
     def on_rank() -> None:
         if dist.get_rank() != 39:
             gm.barrier()
@@ -275,7 +275,7 @@ def train(wrap: Callable[[nn.Module], Any]) -> None:
     model(drawn(3, 4)).square().sum().backward()
 
 
-def test_collectives_of_torchs_own_wrappers_are_seen() -> None:
+def test_collectives_of_torch_wrappers_are_seen() -> None:
     events = simulate(partial(train, DistributedDataParallel), 2, seed=0).events
     sums = events.select(rank=0, op="all_reduce", phase="backward")
     assert sum(event.payload for event in sums) == 8 * (24 + 6 + 12 + 2)

@@ -201,7 +201,7 @@ def test_a_result_comes_after_its_time_and_the_rank_works_meanwhile() -> None:
     assert min(seconds for seconds, _, _ in run.results) >= 0.3
 
 
-def test_a_ranks_own_clock_shows_the_same_overlap() -> None:
+def test_clock_of_a_rank_shows_the_same_overlap() -> None:
     hidden = simulate(overlapped, 2, args=(1, 0.1), model=SLOW, seed=0)
     assert 0.15 <= hidden.seconds < 0.24
     longer = simulate(overlapped, 2, args=(1, 0.2), model=SLOW, seed=0)

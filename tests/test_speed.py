@@ -191,7 +191,7 @@ def test_a_sample_is_that_of_the_slowest_rank() -> None:
     assert CallRecord({"a": 1.0, "b": 3.0}).sample("forward", {"a": 5, "b": 1}) == {"a": 10.0, "b": 6.0}
 
 
-def test_calibration_fills_a_sample_and_tells_all_ranks_the_same() -> None:
+def test_calibration_fills_a_sample_and_broadcasts_it() -> None:
     pool = CallRecord({"fast": run.SAMPLE / 800, "slow": 1.0, "free": 1e-12})
     numbers = run.calibrated(lambda n: pool.sample("forward", n), pool.names)
     assert numbers == {"fast": 400, "slow": 1, "free": 1000}
@@ -226,7 +226,7 @@ def lone_worker(**makers: Callable[[Place], Calls]) -> Worker:
     return Worker(0, contenders, {}, lambda: None)
 
 
-def test_a_worker_tells_results_and_errors_and_times_what_it_is_told() -> None:
+def test_worker_reports_results_errors_and_times() -> None:
     worker, task = lone_worker(wrong=_off_by_one, broken=_raises), Task("shift", 1, 8)
     found = worker.check(task, ["wrong", "broken"])
     assert found["broken", "forward"] == found["broken", "backward"] == "ValueError: not today"
@@ -258,7 +258,7 @@ def test_memory_that_an_earlier_call_left_idle_counts_all_the_same() -> None:
     assert worker.memory("recycles") + 2**20 >= 64 * 2**20
 
 
-def test_who_is_wrong_is_left_out_and_told() -> None:
+def test_wrong_rank_is_excluded_and_reported() -> None:
     class Checked(CallRecord):
         def call(self, method: str, *args: Any) -> list[Any]:
             task, names = args

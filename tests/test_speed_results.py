@@ -85,7 +85,7 @@ def test_one_slow_cell_breaks_the_promise_for_every_cell_alone() -> None:
     assert [target.verdict for target in found].count("missed") == 1 + 1  # and the overhead of that verb
 
 
-def test_what_was_not_measured_is_no_promise_kept() -> None:
+def test_unmeasured_bound_does_not_pass() -> None:
     found = targets(made_up({FLOOR_NAME: 1.0, OURS: 1.9}))
     assert [target.verdict for target in found].count("not measured") == 2 * 8
 
@@ -122,7 +122,7 @@ def test_json_holds_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 0}'])
-def test_another_file_is_told_to_be_one(tmp_path: Path, text: str) -> None:
+def test_wrong_file_kind_is_reported(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
     with pytest.raises(ArgumentError, match="this file holds no results"):
@@ -160,7 +160,7 @@ def test_compare_can_look_at_one_system(tmp_path: Path) -> None:
     assert run(compare, old, new, "--system", "gradmesh").exit_code == 0
 
 
-def test_compare_tells_another_machine(tmp_path: Path) -> None:
+def test_compare_reports_another_machine(tmp_path: Path) -> None:
     other = dataclasses.replace(made_up(KEPT), machine={"CPU": "another", "torch": "2"})
     told = run(compare, written(tmp_path / "a", made_up(KEPT)), written(tmp_path / "b", other))
     assert told.exit_code == 0
@@ -178,7 +178,7 @@ def test_compare_refuses_runs_without_a_common_cell(tmp_path: Path) -> None:
     assert "Traceback" not in told.stderr
 
 
-def test_the_tables_show_every_cell_and_the_floor_where_it_can_be_told() -> None:
+def test_tables_show_every_cell_and_the_floor_where_it_is_known() -> None:
     results = made_up(KEPT | {FLOOR_NAME: 0.5})
     texts = tables.compared(results.cells)
     assert len(texts) == 2 * len(VERBS) * len(WAYS)
@@ -208,7 +208,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "3", "-4", "4GiB", "KiB", "1.5MiB", "6B"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_invalid_size_raises(text: str) -> None:
     with pytest.raises(ArgumentError, match="no size"):
         size_of(text)
 
@@ -260,7 +260,7 @@ def test_progress_that_is_piped_is_lines_with_a_count(capfd: pytest.CaptureFixtu
     assert capfd.readouterr().err.splitlines() == ["[0/3] starting", "[1/3] first", "[3/3] second"]
 
 
-def test_progress_that_is_piped_is_no_flood(capfd: pytest.CaptureFixture[str]) -> None:
+def test_piped_progress_prints_few_lines(capfd: pytest.CaptureFixture[str]) -> None:
     with progress(1000, period=60) as tell:
         for step in range(1000):
             tell(f"step {step}", 1)

@@ -237,7 +237,7 @@ MISFITS: dict[str, Callable[[int, Tensor, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("case", MISFITS)
-def test_structures_that_do_not_fit_are_told_on_every_rank(case: str, threads: Threads) -> None:
+def test_mismatched_structures_raise_on_every_rank(case: str, threads: Threads) -> None:
     def on_each_rank() -> str:
         with pytest.raises(gm.MismatchError) as caught:
             gm.all_reduce(MISFITS[case](gm.rank(), torch.ones(2), torch.ones(3)), dst=gm.R)

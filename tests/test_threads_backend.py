@@ -78,7 +78,7 @@ def test_no_memory_is_shared_between_ranks() -> None:
 # ---- who a rank is
 
 
-def test_what_a_rank_keeps_is_its_own_and_none_elsewhere() -> None:
+def test_rank_state_is_rank_local() -> None:
     def work() -> tuple[int, bool]:
         mine = threads.rank_locals()
         assert isinstance(mine, RankState)
@@ -176,7 +176,7 @@ def test_a_rank_may_launch_ranks() -> None:
     assert ranks(work) == [[1, 1], [21, 21], [41, 41]]
 
 
-def test_the_backend_refuses_a_thread_that_is_no_rank() -> None:
+def test_backend_raises_on_a_non_rank_thread() -> None:
     threads.register()
     with pytest.raises(ArgumentError, match=r"gradmesh\.launch"):
         dist.init_process_group("threads", store=HashStore(), rank=0, world_size=1)
@@ -253,7 +253,7 @@ def test_calls_that_do_not_match_show_what_each_rank_called(name: str) -> None:
     assert str(error).count(f"{__file__}:") >= 2
 
 
-def test_every_rank_hears_of_a_mismatch() -> None:
+def test_mismatch_raises_on_every_rank() -> None:
     heard: list[int] = []
 
     def work() -> None:
@@ -266,7 +266,7 @@ def test_every_rank_hears_of_a_mismatch() -> None:
     assert sorted(heard) == [0, 1, 2]
 
 
-def test_every_rank_hears_of_a_kernel_that_refuses() -> None:
+def test_kernel_error_raises_on_every_rank() -> None:
     def work() -> str:
         with pytest.raises(RuntimeError) as caught:
             dist.all_reduce(torch.ones(1), dist.ReduceOp.BAND)
@@ -280,14 +280,14 @@ def test_a_large_tensor_that_is_not_one_piece_per_rank_is_refused() -> None:
     assert isinstance(error.__cause__, (ShapeError, ValueError, RuntimeError))
 
 
-def test_an_unknown_reduction_is_refused_with_the_ones_there_are() -> None:
+def test_unknown_reduction_error_lists_the_known_ones() -> None:
     error = failure(lambda: dist.all_reduce(torch.ones(1), dist._make_nccl_premul_sum(2.0)))  # type: ignore[attr-defined]
     assert isinstance(error.__cause__, ArgumentError)
     assert "PREMUL_SUM" in str(error)
     assert "BXOR" in str(error)
 
 
-def test_a_deadlock_names_who_waits_where() -> None:
+def test_deadlock_names_the_waiting_ranks_and_lines() -> None:
     def work() -> None:
         if dist.get_rank() == 0:
             dist.all_reduce(torch.ones(2))
@@ -346,7 +346,7 @@ def test_waiting_for_a_rank_that_returned_ends_while_others_still_run() -> None:
     assert time.monotonic() - start < 5
 
 
-def test_a_slow_rank_is_no_deadlock() -> None:
+def test_slow_rank_is_not_reported_as_deadlock() -> None:
     def work() -> float:
         x = torch.ones(1)
         if dist.get_rank() == 1:

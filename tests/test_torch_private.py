@@ -40,7 +40,7 @@ def test_the_groups_of_a_process_are_reached_through_c10d_world() -> None:
     assert hasattr(c10d, "_default_pg_init_method")
 
 
-def test_a_ranks_world_has_its_own_of_every_field() -> None:
+def test_world_of_a_rank_shares_no_field() -> None:
     fields = {name for name, value in vars(c10d._World).items() if isinstance(value, property)}
     fields -= {"pg_config_info"}  # computed from the others
     one, other = _torch._RankWorld(), _torch._RankWorld()
@@ -84,7 +84,7 @@ def test_dual_level_calls_the_functions_of_its_module() -> None:
     assert "exit_dual_level()" in inspect.getsource(forward_ad.dual_level.__exit__)
 
 
-def test_a_level_that_is_shared_reads_as_each_threads_own() -> None:
+def test_shared_level_reads_per_thread() -> None:
     with _torch.thread_isolation(), forward_ad.dual_level():
         level = forward_ad._current_level
         assert (level == 0, level != 0, level < 0, level <= 0, level > -1, level >= 0) == (
@@ -205,7 +205,7 @@ def test_batched_gradients_come_as_a_legacy_batch_that_can_be_taken_out() -> Non
     assert not _torch.is_legacy_batched(x)
 
 
-def test_a_backward_pass_a_checkpoint_and_its_kind_can_be_told() -> None:
+def test_backward_pass_checkpoint_and_its_kind_are_detected() -> None:
     seen: list[tuple[bool, bool, bool]] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
@@ -238,7 +238,7 @@ class _Numbered(torch.autograd.Function):
         return grad * 2
 
 
-def test_a_function_is_told_by_the_number_of_its_node_in_both_passes_of_every_order() -> None:
+def test_function_is_identified_by_its_node_number_in_both_passes_of_every_order() -> None:
     x = torch.ones(1, requires_grad=True)
     for create_graph in (False, True):
         _Numbered.seen.clear()
@@ -264,7 +264,7 @@ def test_what_a_checkpoint_computes_again_is_a_forward() -> None:
     assert number != again
 
 
-def test_transforms_tell_vmap_from_derivatives() -> None:
+def test_transforms_distinguish_vmap_from_derivatives() -> None:
     seen: list[bool] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:
@@ -366,7 +366,7 @@ def test_the_opaque_op_has_an_ordered_effect() -> None:
     assert _get_effect(torch.ops.gradmesh.collective.default) is not None
 
 
-def test_inductor_has_what_the_order_of_the_opaque_op_is_told_with() -> None:
+def test_inductor_has_the_hook_for_the_order_of_the_opaque_op() -> None:
     from torch._inductor import ir, lowering
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
@@ -400,7 +400,7 @@ def test_dynamo_calls_a_marked_function_while_it_compiles() -> None:
     assert calls == [1]
 
 
-def test_dynamo_puts_a_function_into_its_graph_that_it_was_told_of_while_it_compiled() -> None:
+def test_dynamo_graphs_a_function_registered_while_compiling() -> None:
     graphs: list[Any] = []
 
     def entered(x: torch.Tensor) -> torch.Tensor:
@@ -571,7 +571,7 @@ def _fsdp_tells() -> dict[str, Any]:
 
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore")
-def test_the_wrappers_that_average_tell_of_which_parameters_and_by_what(
+def test_averaging_wrappers_report_parameters_and_divisors(
     processes: Callable[[int], Callable[..., list[Any]]],
 ) -> None:
     assert processes(1)(_fsdp_tells) == [
@@ -621,7 +621,7 @@ def test_the_members_of_a_group_alone_make_another_one_of_its_backend_and_timeou
     assert found[0][1] in ("cpu:gloo", "cpu:shm")
 
 
-def test_a_region_of_a_checkpoint_is_told_by_its_hooks() -> None:
+def test_checkpoint_region_is_identified_by_its_hooks() -> None:
     seen: list[object] = []
 
     def region(x: torch.Tensor) -> torch.Tensor:
@@ -657,7 +657,7 @@ class Asks(torch.autograd.Function):
         return None, grad
 
 
-def test_a_node_is_told_its_leaf_and_what_becomes_of_its_gradient() -> None:
+def test_node_receives_its_leaf_and_gradient_use() -> None:
     x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     Asks.found.clear()
     Asks.apply(x, y).sum().backward()
@@ -709,7 +709,7 @@ def test_hooks_of_a_leaf_are_seen() -> None:
     assert _torch.can_accumulate_later(x)
 
 
-def test_a_dispatch_mode_sees_operators_whose_arguments_are_told_with_what_is_written() -> None:
+def test_dispatch_mode_sees_operators_with_arguments_and_writes() -> None:
     seen: list[tuple[tuple[str, str], tuple[tuple[str, bool], ...]]] = []
 
     class Mode(_torch.DispatchMode):

@@ -90,7 +90,7 @@ def test_a_carrier_with_one_motion_carries_every_op_and_every_law(
 
 
 @pytest.mark.usefixtures("letters")
-def test_a_carrier_of_ones_own_carries_messages_both_ways(threads: Ranks) -> None:
+def test_custom_transport_sends_messages_both_ways(threads: Ranks) -> None:
     def on_each_rank() -> float | None:
         x = torch.tensor(3.0, requires_grad=True)
         with gm.ordered():
@@ -104,7 +104,7 @@ def test_a_carrier_of_ones_own_carries_messages_both_ways(threads: Ranks) -> Non
     assert threads(2)(on_each_rank) == [60.0, None]
 
 
-def test_a_carrier_without_messages_says_so(threads: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transport_without_messages_raises(threads: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     bare = type("Bare", (Letters,), {"post": Transport.post, "fetch": Transport.fetch})
     monkeypatch.setitem(TRANSPORTS, ThreadsGroup, bare)
 

@@ -412,7 +412,7 @@ def test_assert_type_compares_bits_and_types(threads: Ranks) -> None:
     assert set(threads(2)(wrong)) <= {"ArgumentError", "MismatchError"}
 
 
-def test_each_axis_of_a_mesh_has_a_type_of_its_own(threads: Ranks) -> None:
+def test_each_mesh_axis_has_a_separate_type(threads: Ranks) -> None:
     def body() -> list[object]:
         with gm.use_mesh(gm.mesh(dp=2, tp=2)):
             dp, tp = gm.rank("dp"), gm.rank("tp")
@@ -438,7 +438,7 @@ def test_each_axis_of_a_mesh_has_a_type_of_its_own(threads: Ranks) -> None:
     ]
 
 
-def test_stages_with_programs_of_their_own_are_v_over_their_axis(threads: Ranks) -> None:
+def test_stages_with_different_programs_are_v_over_their_axis(threads: Ranks) -> None:
     def body() -> tuple[object, object, list[str]]:
         with gm.use_mesh(gm.mesh(pp=2, dp=2)):
             stage = gm.rank("pp")
@@ -555,7 +555,7 @@ def test_raw_collectives_and_wrappers_on_processes(processes: Ranks) -> None:
     assert found >= 3
 
 
-def test_nothing_is_followed_behind_the_block(threads: Ranks) -> None:
+def test_nothing_is_traced_after_the_block(threads: Ranks) -> None:
     def body() -> tuple[bool, list[str]]:
         with gm.typed() as types:
             y = gm.all_reduce(own(2).requires_grad_(), dst=gm.R)

@@ -118,5 +118,5 @@ def test_every_rule_is_so_with_other_numbers(seed: int) -> None:
         proof.prove(name, text, seed)
 
 
-def test_twins_have_the_rules_of_their_operators() -> None:
+def test_variants_have_the_rules_of_their_operators() -> None:
     assert rule_of("add_") == rule_of("_foreach_add_") == rule_of("_foreach_add") == rule_of("add")

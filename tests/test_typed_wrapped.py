@@ -60,7 +60,7 @@ def dtensors() -> object:
     return told, types.findings
 
 
-def test_a_dtensor_has_the_type_of_its_own_part(worlds: Worlds) -> None:
+def test_dtensor_has_the_type_of_its_local_shard(worlds: Worlds) -> None:
     for found in worlds(2, "gloo", 240).run(dtensors):
         assert found == (["V", "R", "R", REFUSED], [])
 
@@ -123,7 +123,7 @@ def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore::gradmesh.CheckWarning")
-def test_a_compiled_function_is_followed_operator_by_operator(threads: Callable[[int], Run]) -> None:
+def test_compiled_function_is_traced_operator_by_operator(threads: Callable[[int], Run]) -> None:
     def on_each_rank() -> list[str]:
         x, weight, bias = own(4, 3), own(3, 5), torch.arange(5.0, requires_grad=True)
         compiled = torch.compile(layer)

@@ -444,7 +444,7 @@ def test_a_write_and_a_number_have_the_findings_that_are_due(name: str, threads:
     assert bool(wanted) == name.startswith("wrong")
 
 
-def test_a_write_through_a_view_is_told_with_its_line(threads: Ranks) -> None:
+def test_write_through_a_view_is_reported_with_its_line(threads: Ranks) -> None:
     def body() -> list[tuple[str, str, str, str]]:
         with gm.typed() as types:
             y = partial(4, 3) * 2

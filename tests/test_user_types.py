@@ -29,7 +29,7 @@ def program(tmp_path: Path) -> Path:
     return path
 
 
-def test_mypy_knows_what_the_verbs_return(program: Path) -> None:
+def test_mypy_infers_the_return_types_of_the_verbs(program: Path) -> None:
     command = [sys.executable, "-m", "mypy", "--strict", program.name]
     done = subprocess.run(command, cwd=program.parent, capture_output=True, text=True, check=False)
     told = [line.split('"')[1] for line in done.stdout.splitlines() if "Revealed type" in line]
@@ -38,7 +38,7 @@ def test_mypy_knows_what_the_verbs_return(program: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("pyright") is None, reason="pyright is not installed")
-def test_pyright_knows_what_the_verbs_return(program: Path) -> None:
+def test_pyright_infers_the_return_types_of_the_verbs(program: Path) -> None:
     command = ["pyright", "--pythonpath", sys.executable, program.name]
     done = subprocess.run(command, cwd=program.parent, capture_output=True, text=True, check=False)
     told = [line.rsplit(' is "', 1)[1].rstrip('"') for line in done.stdout.splitlines() if "Type of" in line]

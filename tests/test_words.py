@@ -68,7 +68,7 @@ def test_what_travels_is_among_the_words() -> None:
 
 
 @pytest.mark.parametrize("op", ops(), ids=lambda op: op.called)
-def test_the_words_are_the_users_and_name_no_class(op: Op) -> None:
+def test_texts_use_user_terms_and_name_no_class(op: Op) -> None:
     first = op.called.removeprefix("backward of ").split("(")[0]
     assert first in gm.__all__
     classes = {kind.__name__ for kind in type(op).__mro__} - {"object"}
@@ -97,7 +97,7 @@ def test_the_words_of_a_few_calls() -> None:
     assert Shift(axis).along(0, uneven).called == "shift(dim=0, offset=1, sizes=(1, 2, 0), wrap=True)"
 
 
-def test_a_mismatch_says_what_each_rank_called(threads: Threads) -> None:
+def test_mismatch_lists_each_ranks_call(threads: Threads) -> None:
     def on_each_rank() -> str:
         with pytest.raises(gm.MismatchError) as caught:
             gm.all_gather(torch.ones(2, 3), dst=gm.I if gm.rank() else gm.R)

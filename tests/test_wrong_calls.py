@@ -69,7 +69,7 @@ def test_on_threads_all_ranks_refuse(threads: Ranks) -> None:
     check_all(threads(2)(outcomes, False))
 
 
-def test_on_threads_one_rank_refuses_and_the_other_hears_of_it(threads: Ranks) -> None:
+def test_error_on_one_rank_notifies_the_other_on_threads(threads: Ranks) -> None:
     check_alone(threads(2)(outcomes, True))
 
 
@@ -79,7 +79,7 @@ def test_all_ranks_refuse(processes: Ranks) -> None:
 
 
 @pytest.mark.processes
-def test_one_rank_refuses_and_the_other_hears_of_it(processes: Ranks) -> None:
+def test_error_on_one_rank_notifies_the_other(processes: Ranks) -> None:
     check_alone(processes(2)(outcomes, True))
 
 
@@ -95,7 +95,7 @@ def right() -> list[float]:
     "backend",
     ["threads", *(pytest.param(name, marks=pytest.mark.processes) for name in ("shm", "gloo"))],
 )
-def test_after_an_error_that_nobody_caught_the_next_call_works(backend: str) -> None:
+def test_next_call_works_after_an_uncaught_error(backend: str) -> None:
     with gm.Ranks(2, backend=backend, timeout=60) as ranks:
         for _ in range(2):
             with pytest.raises(gm.RankError, match=r"(?s)ArgumentError.*test_wrong_calls\.py.*in uncaught"):
