@@ -38,8 +38,8 @@ class Program:
         layers: how often it attends; with two, the queries of the second are what the first saw.
         orders: of derivatives that are compared.
         ordered: whether it runs in `gm.ordered()`.
-        idle: a rank whose loss uses nothing; -1: there is none.
-        frozen: a rank of which nothing requires grad; -1: there is none.
+        idle: a rank whose loss uses no result; -1: none.
+        frozen: a rank on which no tensor requires grad; -1: none.
     """
 
     seed: int = 0
@@ -120,7 +120,7 @@ def random_program(seed: int, ranks: int) -> Program:
         queries=queries,
         dtype=dtype,
         layers=layers,
-        # What is told its inputs leaves out a rank of which nothing requires grad, but in ordered().
+        # Outside of ordered(), second order would leave out a rank on which no input requires grad.
         orders=1 if narrow or (frozen >= 0 and not ordered) else draw.choice([1, 2]),
         ordered=ordered,
         idle=draw.choice([-1, lone]) if ordered and ranks > 1 else -1,
@@ -147,8 +147,8 @@ def attend_on_ranks(program: Program, q: Tensor, k: Tensor, v: Tensor) -> Tensor
     if program.by == "heads":
         verb = gm.nn.ulysses_attention
         if program.queries is not None:
-            told: Any = program.queries if program.seed % 3 else "auto"
-            verb = partial(verb, query_sizes=told)
+            query_sizes: Any = program.queries if program.seed % 3 else "auto"
+            verb = partial(verb, query_sizes=query_sizes)
     for _ in range(program.layers):
         q = verb(
             q,
@@ -171,8 +171,10 @@ def attend_densely(program: Program, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         for one in range(program.batch):
             listed: Any = program.lengths[one] if nested else program.lengths
             document = torch.full((length,), -1)
-            told = torch.repeat_interleave(torch.arange(len(listed)), torch.tensor(listed, dtype=torch.int64))
-            document[: len(told)] = told
+            numbers = torch.repeat_interleave(
+                torch.arange(len(listed)), torch.tensor(listed, dtype=torch.int64)
+            )
+            document[: len(numbers)] = numbers
             seen[one] = (document[:, None] == document) & (document[:, None] >= 0)
     if program.causal:
         seen = seen.tril()

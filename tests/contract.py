@@ -1,4 +1,4 @@
-"""What every op owes, as functions that run on one rank of an axis.
+"""The contract of every op, as functions that run on one rank of an axis.
 
 The law tests run them on simulated ranks for each op; the process tests run the same functions on real ones.
 """

@@ -1,4 +1,4 @@
-"""Random programs of contrastive losses on ranks, held against the dense ones on one process."""
+"""Random programs of contrastive losses on ranks, compared with the dense ones on one process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Program:
         seed: of the numbers.
         gather: as the loss takes it.
         tile: as the loss takes it.
-        told: whether the ranks are told their sizes.
+        explicit_sizes: whether the sizes are passed.
         dtype: of the embeddings.
         frozen: ranks whose embeddings require no grad.
         fixed: whether scale and bias are numbers.
@@ -65,7 +65,7 @@ class Program:
     seed: int = 0
     gather: str = "all"
     tile: int | None = None
-    told: bool = False
+    explicit_sizes: bool = False
     dtype: torch.dtype = torch.float64
     frozen: tuple[int, ...] = ()
     fixed: bool = False
@@ -128,7 +128,7 @@ def on_rank(program: Program) -> list[Tensor] | str:
         leaves[0].requires_grad_(False)
     given: list[Any] = [*leaves[:2], *([s.item(), b.item()] if program.fixed else leaves[2:]), labels[mine]]
     options: dict[str, Any] = {"gather": program.gather, "tile": program.tile}
-    options |= {"sizes": program.sizes} if program.told else {}
+    options |= {"sizes": program.sizes} if program.explicit_sizes else {}
     options |= {"dst": gm.I if program.uses is None else gm.R}
     loss = LOSSES[program.loss]
     if program.wrong is not None and program.wrong[0] == rank:
@@ -215,7 +215,7 @@ def drawn(seed: int, ranks: int) -> Program:
         seed=seed,
         gather=choose.choice(["all", "ring"]),
         tile=choose.choice([None, 1, 2, 3, 4, 7]),
-        told=choose.random() < 0.5,
+        explicit_sizes=choose.random() < 0.5,
         fixed=choose.random() < 0.3,
     )
     what = choose.choice(["plain", "plain", "frozen", "uses", "wrong", "single"])
@@ -237,5 +237,5 @@ def drawn(seed: int, ranks: int) -> Program:
         ways = [way for way in ways if ranks > 1 or (way == "shape" and loss != "sup_con")]
         if not ways:
             return program
-        return replace(program, told=False, wrong=(choose.randrange(ranks), choose.choice(ways)))
+        return replace(program, explicit_sizes=False, wrong=(choose.randrange(ranks), choose.choice(ways)))
     return program

@@ -24,7 +24,7 @@ class Grid:
         dims: the dim of the field that is cut over each axis.
         parts: each rank's rows along it.
         auto: whether they are found by asking.
-        strided: whether the own part is no contiguous memory.
+        strided: whether the local part is not contiguous.
     """
 
     program: Program

@@ -117,7 +117,7 @@ def stepped(
     averaged: Any = None,
 ) -> list[float]:
     """Train, and return the losses, and the norms of the gradients that were clipped."""
-    told = []
+    figures = []
     for step in steps:
         optimizer.zero_grad()
         for part in range(micro):
@@ -126,11 +126,11 @@ def stepped(
                 by = net if averaged is None else averaged
                 loss = gm.objective(loss, loss_type=gm.R, ddp=by, steps=micro)
                 loss.backward()
-            told.append(loss.item())
+            figures.append(loss.item())
         if limit is not None:
-            told.append(clipped(net, limit))
+            figures.append(clipped(net, limit))
         optimizer.step()
-    return told
+    return figures
 
 
 def clipped(net: nn.Module, limit: float) -> float:

@@ -42,7 +42,7 @@ def values(device: str) -> dict[str, tuple[list[float], list[float]]]:
 
 @contextmanager
 def _behind(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Work on a stream that waits for what was begun, and which the rest waits for."""
+    """Work on a stream that waits for pending calls, and which the rest waits for."""
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield
@@ -58,7 +58,7 @@ def on_side_stream() -> bool:
 
 
 def on_external_stream() -> bool:
-    """The same on a stream that somebody else made; here it is torch's own, by its address."""
+    """The same on an external stream; here it is torch's own, by its address."""
     expected = values("cuda")
     owner = torch.cuda.Stream()  # has to live as long as the other name for it
     with _behind(torch.cuda.ExternalStream(owner.cuda_stream, device=owner.device)):

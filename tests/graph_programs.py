@@ -36,8 +36,8 @@ class Program:
         ordered: whether it runs in `gm.ordered()`.
         readout: how the rows of all ranks come together in the end.
         idle: a rank that makes an exchange of whose result it uses nothing, while the others do; -1: there is none.
-        made: what became of the plan before it is used: read from its state, copied, made in inference mode.
-        masks: whether edges are told as masks, not as an index.
+        made: how the plan was prepared: read from its state, copied, made in inference mode.
+        masks: whether edges are passed as masks instead of an index.
     """
 
     seed: int
@@ -72,7 +72,7 @@ def random_program(seed: int, ranks: int) -> Program:
             ["count", "graph", "bisection", "curve", "random", "one rank empty", "one rank has all"]
         ),
         given=draw.choice(["whole", "root", "parts", "parts and owner"]),
-        # Ranks that leave out a result outside of ordered() wait for each other on two groups, if one has begun calls.
+        # Outside of ordered(), ranks that leave out a result deadlock across two groups if one has async calls.
         overlapped=draw.random() < 0.4 and (ordered or idle < 0),
         ordered=ordered,
         readout=draw.choice(["pool", "pool", "gather to I", "gather to R"]),

@@ -150,7 +150,7 @@ def _no_sync(gm: Any) -> bool:
     return bool(gm.launch(body, 2, backend="threads") == [[5.0, 5.0]] * 2)
 
 
-def _begun(gm: Any) -> bool:
+def _async(gm: Any) -> bool:
     """A gather that is waited for later, in a checkpointed region and outside of one."""
 
     def body() -> list[float]:
@@ -259,7 +259,7 @@ FEATURES: dict[str, Callable[[Any], bool]] = {
     "batched gradients": _batched,
     "ordered": _ordered,
     "vmap in ordered": _ordered_vmap,
-    "begun calls": _begun,
+    "async calls": _async,
     "by hand": _by_hand,
     "attention": _attention,
     "no_sync": _no_sync,

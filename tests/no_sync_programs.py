@@ -47,7 +47,7 @@ class Use:
         active: in which micro-batches it is made.
         used: which ranks' losses use the result, for each micro-batch.
         direct: whether the losses use the leaf itself too.
-        derived: whether the operand is no leaf, but made of it.
+        derived: whether the operand is computed from the leaf instead of being it.
         region: how backward runs the call again; "" if it does not.
     """
 
@@ -69,7 +69,7 @@ class Program:
         seed: that it was drawn from.
         mesh: the axes.
         leaves: for each leaf its dtype and whether ranks have different numbers of rows.
-        received: for each leaf whether it is no parameter, but an input of each micro-batch.
+        received: for each leaf whether it is an input of each micro-batch instead of a parameter.
         uses: the calls of a micro-batch, in order.
         put_off: for each micro-batch whether its forward runs inside of the block; the last does not.
         inside: whether backward runs inside of the block too.
@@ -152,7 +152,7 @@ ALIKE: dict[str, Verb] = {
     ),
 }
 UNEVEN: dict[str, Verb] = {
-    "all_gather, told": (
+    "all_gather, explicit": (
         lambda x, axis: gm.all_gather(x, axis, sizes=_sizes(gm.axis(axis).size)),
         _gathered,
     ),
@@ -240,7 +240,7 @@ def draw(seed: int, *, wild: bool = False) -> Program:
     regions = ("",) if wild else ("", "checkpoint") if ordered else tuple(REGIONS)
     if again.random() < 0.5:
         uses = [replace(use, region=again.choice(regions)) for use in uses]
-        # What is closed over is no part of the checkpoint's own graph: its first backward would free it.
+        # A closed-over tensor is outside of the checkpoint's graph: its first backward would free it.
         uses = [replace(use, derived=use.derived and use.region != "reentrant, closed over") for use in uses]
     return Program(
         seed,
@@ -273,7 +273,7 @@ def _leaves(program: Program, rank: int) -> list[Tensor]:
 
 
 def _term(program: Program, x: Tensor, *key: int) -> Tensor:
-    """A number that is no linear function of a result, another one for each key."""
+    """A nonlinear scalar function of a result, different for each key."""
     weights = torch.randn(x.shape, dtype=x.dtype, generator=_generator(program.seed, *key))
     found = (x * weights).sum()
     return (found.real if found.is_complex() else found).sin()
@@ -292,7 +292,7 @@ def gradients(program: Program, *, off: bool = True) -> list[Tensor | None] | st
 
     Args:
         program: the program.
-        off: whether sums are put off at all.
+        off: whether sums are deferred.
     """
     try:
         return _gradients(program, off)
@@ -353,8 +353,8 @@ def _gradients(program: Program, off: bool) -> list[Tensor | None]:
             _back(program, loss)
             read(leaves)
     optimizer = torch.optim.SGD(parameters, lr=0.0)
-    optimizer.step()  # refuses if something is owed
-    dist.barrier()  # a rank whose loss used nothing hears of what the others could not do
+    optimizer.step()  # raises if a sum is still deferred
+    dist.barrier()  # a rank whose loss used no result is notified of errors of the others
     pairs = zip(parameters, whole, program.received, strict=True)
     return [grad if received else leaf.grad for leaf, grad, received in pairs]
 

@@ -58,7 +58,7 @@ class Program:
         counts: the samples of each rank, for each micro-batch.
         local: "mean" or "sum".
         reduction: "mean" or "sum".
-        told: whether `ddp` is the wrapper alone, or a module that holds all parameters.
+        ddp_kind: what `ddp` is: the wrapper alone, or a module that holds all parameters.
         deferred: whether micro-batches but the last are in `gm.no_sync`.
         checkpointed: whether the forward of the wrapped module is in a checkpoint.
         penalty: the factor of what is added behind `gm.objective`, of parameters that every rank has whole or alone.
@@ -73,7 +73,7 @@ class Program:
     counts: tuple[tuple[int, ...], ...]
     local: str
     reduction: str
-    told: str
+    ddp_kind: str
     deferred: bool
     checkpointed: bool
     penalty: float
@@ -277,7 +277,7 @@ def gradients(program: Program) -> tuple[list[Tensor], list[Tensor]]:
     world = gm.axis(torch.distributed.group.WORLD)
     inside, outside = Inside(program), Outside(program, world.rank)
     around = _wrapped(program, inside)
-    told = around if program.told == "wrapper" else nn.ModuleList([around, outside])
+    ddp_kind = around if program.ddp_kind == "wrapper" else nn.ModuleList([around, outside])
     steps, total = len(program.counts), sum(map(sum, program.counts))
     blocks = gm.use_mesh(_meshes(program.ranks)[1]) if program.ranks == 4 else contextlib.nullcontext()
     with blocks:
@@ -301,7 +301,7 @@ def gradients(program: Program) -> tuple[list[Tensor], list[Tensor]]:
                         weights=len(x),
                         local=program.local,  # type: ignore[arg-type]
                         total=total if program.reduction == "mean" else None,
-                        ddp=told,
+                        ddp=ddp_kind,
                     )
                 if last and program.penalty:
                     whole = [*inside.weights, *outside.weights]

@@ -102,6 +102,6 @@ def widths(
         found, said = dom_of(f"{address}/_frames.html", profile)
     finally:
         (root / "_frames.html").unlink()
-    told = re.search(r'<pre id="found">(.*?)</pre>', found, re.DOTALL)
-    assert told, "the frames did not load"
-    return [tuple(row) for row in json.loads(html.unescape(told[1]))], said
+    report = re.search(r'<pre id="found">(.*?)</pre>', found, re.DOTALL)
+    assert report, "the frames did not load"
+    return [tuple(row) for row in json.loads(html.unescape(report[1]))], said

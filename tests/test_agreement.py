@@ -36,7 +36,7 @@ MISFITS: dict[str, Callable[[int], object]] = {
     "fewer rows sent than taken": lambda r: gm.neighbor_all_to_all(
         torch.ones(3), send_rows={1 - r: torch.arange(2)}, receive_counts={1 - r: 2 + r}
     ),
-    "other told sizes": lambda r: gm.all_gather(torch.ones(2), sizes=(2, 2 + r) if r == 0 else (3, 2)),
+    "other explicit sizes": lambda r: gm.all_gather(torch.ones(2), sizes=(2, 2 + r) if r == 0 else (3, 2)),
 }
 
 

@@ -1,4 +1,4 @@
-"""Random programs against their dense runs, and that the attack finds what is wrong."""
+"""Random programs against their dense runs, and the attack finds planted faults."""
 
 from __future__ import annotations
 
@@ -112,12 +112,12 @@ def test_a_wrong_adjoint_is_found_and_shown_small(
 ) -> None:
     kind, adjoint = DEFECTS[defect]
     monkeypatch.setattr(kind, "adjoint", property(adjoint))
-    told: list[str] = []
-    summary = attack(400, pools, seed=SEED, start=25, most_findings=1, tell=told.append)
+    messages: list[str] = []
+    summary = attack(400, pools, seed=SEED, start=25, most_findings=1, tell=messages.append)
     (finding,) = summary.findings
     assert finding.verdict.kind in ("wrong", "refused", "foreign error")
-    assert "on_each_rank" in told[0]
-    assert len(flat(finding.program)) <= 5, told[0]
+    assert "on_each_rank" in messages[0]
+    assert len(flat(finding.program)) <= 5, messages[0]
 
 
 def test_what_is_shown_runs_by_itself(pools: Pools, capsys: pytest.CaptureFixture[str]) -> None:

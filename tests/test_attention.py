@@ -1,4 +1,4 @@
-"""Attention over a cut sequence is that of one process, in every mode of derivative, and says what it cannot take."""
+"""Attention over a sharded sequence equals that of one process, in every derivative, and rejects bad input."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class KeepsGradient(torch.autograd.Function):
 
 
 class WrongRows(torch.autograd.Function):
-    """The own rows, whose gradient goes to the next rank's."""
+    """The local rows; their gradient goes to the rows of the next rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -332,26 +332,30 @@ def test_a_rank_that_dies_is_a_finding_and_the_audit_continues() -> None:
 
 
 def test_the_command_says_by_its_status_what_it_found() -> None:
-    told = _run("tests.audit_targets:right")
-    assert told.exit_code == 0, told.output
-    assert "no finding" in told.output
-    told = _run("tests.audit_targets:right", f"{ROOT}/tests/audit_targets.py:wrong", "--kind", "not-adjoint")
-    assert told.exit_code == 1
-    assert "not-adjoint" in told.output
+    result = _run("tests.audit_targets:right")
+    assert result.exit_code == 0, result.output
+    assert "no finding" in result.output
+    result = _run(
+        "tests.audit_targets:right", f"{ROOT}/tests/audit_targets.py:wrong", "--kind", "not-adjoint"
+    )
+    assert result.exit_code == 1
+    assert "not-adjoint" in result.output
     assert _run("tests.audit_targets:right", "--arrow", "V -> R", "--kind", "not-adjoint").exit_code == 0
-    told = _run("tests.audit_targets:right", "--arrow", "V -> I", "--kind", "not-adjoint")
-    assert told.exit_code == 1
-    assert "V -> I" in told.output
+    result = _run("tests.audit_targets:right", "--arrow", "V -> I", "--kind", "not-adjoint")
+    assert result.exit_code == 1
+    assert "V -> I" in result.output
     for target in ("tests.audit_targets:broken", "tests.audit_targets:none", "no_module:f", "words"):
-        told = _run(target)
-        assert told.exit_code == 2
-        assert "gradmesh.verify.audit" in told.stderr
+        result = _run(target)
+        assert result.exit_code == 2
+        assert "gradmesh.verify.audit" in result.stderr
 
 
 def test_the_command_prints_a_line_of_json_for_each() -> None:
-    told = _run("tests.audit_targets:right", "tests.audit_targets:broken", "--json", "--kind", "not-adjoint")
-    assert told.exit_code == 2
-    first, second = map(json.loads, told.stdout.splitlines())
+    result = _run(
+        "tests.audit_targets:right", "tests.audit_targets:broken", "--json", "--kind", "not-adjoint"
+    )
+    assert result.exit_code == 2
+    first, second = map(json.loads, result.stdout.splitlines())
     assert first["ok"]
     assert first["target"] == "tests.audit_targets:right"
     assert "must return" in second["error"]

@@ -303,10 +303,10 @@ def right_under(verb: str, arrow: Arrow, back: Step, size: int) -> bool:
         grad = drawn_as(dst.dual in (gm.R, gm.I), tuple(y.shape), 6)
         return torch.autograd.grad(y, x, grad)[0], back(grad)
 
-    told = gm.launch(body, size, backend="threads")
+    pairs = gm.launch(body, size, backend="threads")
     if src is gm.R:
-        return torch.allclose(sum(one for one, _ in told), sum(other for _, other in told))  # type: ignore[arg-type]
-    return all(torch.allclose(one, other) for one, other in told)
+        return torch.allclose(sum(one for one, _ in pairs), sum(other for _, other in pairs))  # type: ignore[arg-type]
+    return all(torch.allclose(one, other) for one, other in pairs)
 
 
 UNMEANT = ["not-adjoint", "unusual-reading"]

@@ -1,4 +1,4 @@
-"""`gradmesh bench`: what it times is what it says, and it shows and writes all of it. No test depends on the times."""
+"""`gradmesh bench`: it times the documented calls, and prints and writes all results. No test depends on times."""
 
 from __future__ import annotations
 
@@ -105,12 +105,12 @@ def test_the_command_shows_every_cell_and_writes_every_time(
 ) -> None:
     monkeypatch.setattr("gradmesh.bench.command.QUICK", TINY)
     path = tmp_path / "bench.json"
-    told = CliRunner().invoke(
+    result = CliRunner().invoke(
         cli.commands(), ["bench", "--backend", "threads", "--quick", "--json", str(path)]
     )
-    assert told.exit_code == 0, told.output
-    assert [sum(verb in line for line in told.stdout.splitlines()) for verb in VERBS] == [2] * len(VERBS)
-    assert f"[{len(VERBS)}/{len(VERBS)}] scan, 12 B" in told.stderr.splitlines()
+    assert result.exit_code == 0, result.output
+    assert [sum(verb in line for line in result.stdout.splitlines()) for verb in VERBS] == [2] * len(VERBS)
+    assert f"[{len(VERBS)}/{len(VERBS)}] scan, 12 B" in result.stderr.splitlines()
     data = json.loads(path.read_text())
     assert (data["backend"], data["ranks"], data["unit"]) == ("threads", 2, "s")
     assert len(data["cells"]) == 2 * len(VERBS)
@@ -124,14 +124,14 @@ def test_the_command_shows_every_cell_and_writes_every_time(
 
 
 def test_unwritable_times_path_raises_before_the_work(tmp_path: Path) -> None:
-    told = CliRunner().invoke(cli.commands(), ["bench", "--json", str(tmp_path / "none" / "bench.json")])
-    assert told.exit_code == 1
-    assert "starting" not in told.stderr
-    assert "Traceback" not in told.stderr
+    result = CliRunner().invoke(cli.commands(), ["bench", "--json", str(tmp_path / "none" / "bench.json")])
+    assert result.exit_code == 1
+    assert "starting" not in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_unknown_backend_raises_before_the_work() -> None:
-    told = CliRunner().invoke(cli.commands(), ["bench", "--backend", "nccl"])
-    assert told.exit_code == 2
-    assert "nccl is not available" in told.stderr
+    result = CliRunner().invoke(cli.commands(), ["bench", "--backend", "nccl"])
+    assert result.exit_code == 2
+    assert "nccl is not available" in result.stderr

@@ -34,8 +34,8 @@ def timed(link: gm.verify.Link) -> list[Measurement]:
 
     found = []
     for name, run in {"in turn": in_turn, "hidden": hidden}.items():
-        for told, wire in {"as it is": gm.verify.Link(0.0, 1e3), "slow": link}.items():
-            timer = Timer("run()", globals={"run": run}, label="step", sub_label=name, description=told)
+        for label, wire in {"as it is": gm.verify.Link(0.0, 1e3), "slow": link}.items():
+            timer = Timer("run()", globals={"run": run}, label="step", sub_label=name, description=label)
             with gm.verify.delayed(wire):
                 gm.barrier()
                 found.append(timer.timeit(NUMBER))

@@ -1,4 +1,4 @@
-"""Functions whose backward calls a verb by hand: two calls of one are told apart, and nobody is accused."""
+"""Functions whose backward calls a verb by hand: two calls of one are distinguished, and right programs pass."""
 
 from __future__ import annotations
 

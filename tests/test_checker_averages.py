@@ -1,4 +1,4 @@
-"""Averages of which a script does not say what they are meant to be: notes with the numbers, and no finding."""
+"""Averages of undeclared intent: notes with the numbers, and no finding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Baselines: what is known stays hidden under edits elsewhere, what is new is not, and what is gone is told."""
+"""Baselines: known findings stay hidden under edits elsewhere, new ones are shown, and gone ones are listed."""
 
 from __future__ import annotations
 

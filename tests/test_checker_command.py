@@ -62,8 +62,8 @@ def check(*arguments: str) -> Result:
 def test_script_module_and_their_arguments(
     checked: Checked, arguments: list[str], target: Target, ranks: int
 ) -> None:
-    told = check(*arguments)
-    assert told.exit_code == 0, told.output
+    result = check(*arguments)
+    assert result.exit_code == 0, result.output
     assert checked.target == target
     assert checked.options == {"ranks": ranks, "steps": 2, "timeout": 60.0}
 
@@ -100,33 +100,33 @@ def test_exit_status_reports_whether_errors_were_found(
 def test_unrunnable_target_is_reported_without_a_traceback(
     checked: Checked, arguments: tuple[str, ...]
 ) -> None:
-    told = check(*arguments)
-    assert told.exit_code == 2
-    assert isinstance(told.exception, SystemExit)
-    assert told.stderr
+    result = check(*arguments)
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit)
+    assert result.stderr
     assert checked.target is None
 
 
 def test_checker_error_is_reported_and_is_not_a_finding(checked: Checked) -> None:
     checked.answer = GradmeshError("no ports are free")
-    told = check("train.py")
-    assert (told.exit_code, told.stderr, told.stdout) == (2, "no ports are free\n", "")
+    result = check("train.py")
+    assert (result.exit_code, result.stderr, result.stdout) == (2, "no ports are free\n", "")
 
 
 def test_the_text_has_findings_and_counts(checked: Checked) -> None:
     checked.answer = WRONG
-    told = check("train.py")
-    assert "GM101 missing-sum" in told.stdout
-    assert "at train.py:7 in step" in told.stdout
-    assert told.stdout.splitlines()[-1].startswith("1 error, 1 warning; 2 ranks, 2 steps")
-    assert "\x1b" not in told.stdout
+    result = check("train.py")
+    assert "GM101 missing-sum" in result.stdout
+    assert "at train.py:7 in step" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("1 error, 1 warning; 2 ranks, 2 steps")
+    assert "\x1b" not in result.stdout
 
 
 def test_json_is_one_line_and_nothing_else(checked: Checked, tmp_path: Path) -> None:
     checked.answer = WRONG
-    told = check("train.py", "--json", "--write-baseline", "known.json")
-    assert len(told.stdout.splitlines()) == 1
-    found = json.loads(told.stdout)
+    result = check("train.py", "--json", "--write-baseline", "known.json")
+    assert len(result.stdout.splitlines()) == 1
+    found = json.loads(result.stdout)
     assert [each["rule"] for each in found["findings"]] == ["GM101", "GM203"]
     assert (found["ok"], found["hidden"], found["gone"]) == (False, 0, [])
 
@@ -154,8 +154,8 @@ def test_baseline_hides_known_findings_and_lists_gone_ones(checked: Checked, tmp
     assert "GM103" in other.stdout
     assert "1 finding of the baseline hidden" in other.stdout
     assert "no longer found: GM101 train.py:step" in other.stdout
-    told = json.loads(check("train.py", "--baseline", "known.json", "--json").stdout)
-    assert (told["hidden"], told["gone"]) == (1, ["GM101 train.py:step"])
+    result = json.loads(check("train.py", "--baseline", "known.json", "--json").stdout)
+    assert (result["hidden"], result["gone"]) == (1, ["GM101 train.py:step"])
 
 
 def test_a_baseline_is_renewed_by_one_run(checked: Checked) -> None:
@@ -163,9 +163,9 @@ def test_a_baseline_is_renewed_by_one_run(checked: Checked) -> None:
     check("train.py", "--write-baseline", "known.json")
     checked.answer = WARNED
     check("train.py", "--baseline", "known.json", "--write-baseline", "known.json")
-    told = check("train.py", "--baseline", "known.json").stdout
-    assert "1 finding of the baseline hidden" in told
-    assert "no longer" not in told
+    result = check("train.py", "--baseline", "known.json").stdout
+    assert "1 finding of the baseline hidden" in result
+    assert "no longer" not in result
 
 
 def test_run_that_ended_early_reports_no_gone_findings(checked: Checked) -> None:

@@ -62,8 +62,8 @@ def test_a_verdict_is_ok_without_errors_and_when_all_of_it_ran() -> None:
 
 def test_a_verdict_as_json_has_every_field_in_json_values() -> None:
     verdict = Verdict((finding(began=PLACE, subject="norm.weight"),), ("a note",), 4, 2, {"script": 1.23456})
-    told = json.loads(json.dumps(verdict.as_json()))
-    assert told["findings"] == [
+    data = json.loads(json.dumps(verdict.as_json()))
+    assert data["findings"] == [
         {
             "rule": "GM101",
             "name": "missing-sum",
@@ -76,9 +76,9 @@ def test_a_verdict_as_json_has_every_field_in_json_values() -> None:
             "remedy": RULES["GM101"].remedy,
         }
     ]
-    assert (told["ranks"], told["steps"], told["notes"]) == (4, 2, ["a note"])
-    assert told["seconds"] == {"script": 1.235}
-    assert (told["status"], told["ok"]) == ("complete", False)
+    assert (data["ranks"], data["steps"], data["notes"]) == (4, 2, ["a note"])
+    assert data["seconds"] == {"script": 1.235}
+    assert (data["status"], data["ok"]) == ("complete", False)
 
 
 @pytest.mark.parametrize("module", [rules, findings])

@@ -1,4 +1,4 @@
-"""Shards with replicas: where nothing sums over the replicas, that is what is named, at no Function."""
+"""Shards with replicas: a missing sum over the replicas is named, and not a Function."""
 
 from __future__ import annotations
 

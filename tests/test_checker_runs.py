@@ -56,14 +56,14 @@ def check(folder: Path, *arguments: str) -> tuple[int, dict[str, Any], list[str]
         check=False,
     )
     assert done.stdout, done.stderr
-    told = json.loads(done.stdout)
-    return done.returncode, told, [finding["rule"] for finding in told["findings"]]
+    report = json.loads(done.stdout)
+    return done.returncode, report, [finding["rule"] for finding in report["findings"]]
 
 
 def test_a_script_is_given_its_arguments_and_its_line_is_named(tmp_path: Path) -> None:
-    status, told, rules = check(tmp_path, "train.py", "-n", "3", "--", "1")
-    assert (status, rules, told["ranks"], told["steps"]) == (1, ["GM101"], 3, 1)
-    finding: Any = told["findings"][0]
+    status, report, rules = check(tmp_path, "train.py", "-n", "3", "--", "1")
+    assert (status, rules, report["ranks"], report["steps"]) == (1, ["GM101"], 3, 1)
+    finding: Any = report["findings"][0]
     assert (Path(finding["at"]["file"]).name, finding["at"]["text"]) == ("training.py", "optimizer.step()")
     assert finding["ranks"] == [0, 1, 2]
 
@@ -82,8 +82,8 @@ def test_a_script_is_given_its_arguments_and_its_line_is_named(tmp_path: Path) -
 def test_modules_and_tests_are_run_as_python_m_runs_them(
     tmp_path: Path, arguments: list[str], status: int
 ) -> None:
-    found, told, rules = check(tmp_path, *arguments)
-    assert (found, rules) == (status, ["GM101"] * status), told
+    found, report, rules = check(tmp_path, *arguments)
+    assert (found, rules) == (status, ["GM101"] * status), report
 
 
 @pytest.mark.slow
@@ -91,8 +91,8 @@ def test_modules_and_tests_are_run_as_python_m_runs_them(
     "arguments", [["train.py", "--", "no number"], ["-m", "no.such.module"], ["train.py"]]
 )
 def test_what_the_script_raises_is_a_finding(tmp_path: Path, arguments: list[str]) -> None:
-    status, told, rules = check(tmp_path, *arguments)
-    assert (status, set(rules), told["status"]) == (1, {"GM501"}, "stopped"), told
+    status, report, rules = check(tmp_path, *arguments)
+    assert (status, set(rules), report["status"]) == (1, {"GM501"}, "stopped"), report
 
 
 def test_a_rank_that_takes_its_time_behind_another_that_has_ended_is_waited_for(
@@ -162,11 +162,11 @@ def test_processes_that_a_script_starts_end_with_the_check_also_where_it_is_kill
     assert _comes_true(lambda: not any(map(_is_alive, pids)), 30), pids
 
 
-def _comes_true(told: Callable[[], bool], seconds: float) -> bool:
+def _comes_true(condition: Callable[[], bool], seconds: float) -> bool:
     end = time.monotonic() + seconds
-    while not told() and time.monotonic() < end:
+    while not condition() and time.monotonic() < end:
         time.sleep(0.05)
-    return told()
+    return condition()
 
 
 def _is_alive(pid: int) -> bool:

@@ -21,18 +21,18 @@ VALIDATOR = jsonschema.Draft202012Validator(SCHEMA, format_checker=jsonschema.Fo
 
 
 def log(verdict: Verdict, folder: Path, **options: Any) -> dict[str, Any]:
-    told = sarif(verdict, version="0.1.0", base=folder, **options)
-    return json.loads(json.dumps(told))
+    document = sarif(verdict, version="0.1.0", base=folder, **options)
+    return json.loads(json.dumps(document))
 
 
 @pytest.mark.parametrize("status", ["complete", "stopped", "not-run"])
 @pytest.mark.parametrize("empty", [False, True], ids=["findings", "no finding"])
 def test_a_log_is_valid_under_the_published_schema(tmp_path: Path, status: Any, empty: bool) -> None:
     verdict = replace(one_of_each(tmp_path), status=status)
-    told = log(replace(verdict, findings=()) if empty else verdict, tmp_path, script="train.py")
-    VALIDATOR.validate(told)
-    assert len(told["runs"][0]["results"]) == (0 if empty else len(RULES))
-    assert told["runs"][0]["invocations"][0]["executionSuccessful"] == (status == "complete")
+    document = log(replace(verdict, findings=()) if empty else verdict, tmp_path, script="train.py")
+    VALIDATOR.validate(document)
+    assert len(document["runs"][0]["results"]) == (0 if empty else len(RULES))
+    assert document["runs"][0]["invocations"][0]["executionSuccessful"] == (status == "complete")
 
 
 def test_schema_rejects_invalid_logs(tmp_path: Path) -> None:

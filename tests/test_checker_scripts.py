@@ -1,4 +1,4 @@
-"""Scripts that know nothing of gradmesh are checked: what is wrong is found, what is right is not accused."""
+"""Scripts that do not use gradmesh are checked: wrong ones have findings, right ones have none."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ for step in range(2):
 
 RIGHT = {
     "at once": "everyone = gm.all_gather(own)",
-    "begun": "everyone = gm.all_gather(own, async_op=True).wait()",
+    "async": "everyone = gm.all_gather(own, async_op=True).wait()",
     "together": "with gm.coalesce():\n        one = gm.all_gather(own, async_op=True)\n"
     "    everyone = one.wait()",
     "of structures": "everyone = gm.all_gather({'x': own})['x']",
@@ -151,7 +151,7 @@ def test_complex_parameters_count_with_both_parts(tmp_path: Path) -> None:
 def test_a_script_may_follow_types_itself(tmp_path: Path) -> None:
     begins = "    block = gm.typed()\n    types = block.__enter__()\n    own = model"
     ends = "    assert str(types.of(everyone)) == \"{'world': R}\"\n    block.__exit__(None, None, None)\n"
-    text = CONTRASTIVE.replace("    own = model", begins).format(gather=RIGHT["begun"]) + ends
+    text = CONTRASTIVE.replace("    own = model", begins).format(gather=RIGHT["async"]) + ends
     verdict = checked(tmp_path, text)
     assert (verdict.status, verdict.steps, verdict.findings, verdict.notes) == ("complete", 2, (), ())
 

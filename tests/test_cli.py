@@ -1,4 +1,4 @@
-"""The command line: what it tells about the installation, and how it tells errors."""
+"""The command line: information about the installation, and errors."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def _run(*arguments: str) -> Result:
 
 
 def test_help_names_every_command() -> None:
-    told = _run("--help")
-    assert told.exit_code == 0
-    assert re.findall(r"^  (\w+)  ", told.output, re.MULTILINE) == [
+    result = _run("--help")
+    assert result.exit_code == 0
+    assert re.findall(r"^  (\w+)  ", result.output, re.MULTILINE) == [
         "audit",
         "bench",
         "check",
@@ -38,23 +38,23 @@ def test_help_names_every_command() -> None:
 
 
 def test_without_arguments_it_says_what_it_does() -> None:
-    told = _run()
-    assert "Differentiable collective communication for PyTorch." in told.output
-    assert "bench" in told.output
+    result = _run()
+    assert "Differentiable collective communication for PyTorch." in result.output
+    assert "bench" in result.output
 
 
 @pytest.mark.parametrize("arguments", [("modes", "--quick"), ("compare", "a", "b"), ("modes", "--help")])
 def test_a_command_that_has_moved_says_where_to(arguments: tuple[str, ...]) -> None:
-    told = _run(*arguments)
-    assert told.exit_code == 1
-    assert len(told.stderr.splitlines()) == 1
-    assert f"python -m benchmarks.{arguments[0]}" in told.stderr
+    result = _run(*arguments)
+    assert result.exit_code == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert f"python -m benchmarks.{arguments[0]}" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["audit", "bench", "check", "demo clip", "demo forces", "info"])
 def test_every_command_explains_itself_and_its_options(command: str) -> None:
-    told = _run(*command.split(), "--help")
-    assert told.exit_code == 0
+    result = _run(*command.split(), "--help")
+    assert result.exit_code == 0
     found: Any = cli.commands()
     for name in command.split():
         found = found.commands[name]
@@ -62,13 +62,13 @@ def test_every_command_explains_itself_and_its_options(command: str) -> None:
     assert parameters
     for each in parameters:
         assert each.help
-        assert each.opts[0] in told.output
+        assert each.opts[0] in result.output
 
 
 def test_info_prints_versions_and_backends() -> None:
-    told = _run("info")
-    assert told.exit_code == 0
-    rows = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in told.output.splitlines())
+    result = _run("info")
+    assert result.exit_code == 0
+    rows = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in result.output.splitlines())
     assert rows["torch"] == torch.__version__
     assert rows["python"] == ".".join(map(str, sys.version_info[:3]))
     assert int(rows["cores"]) >= 1
@@ -98,29 +98,29 @@ def test_info_prints_the_table_of_the_registry() -> None:
 
 
 def test_unknown_backend_error_lists_the_known_ones(tmp_path: Path) -> None:
-    told = _run("demo", "--backend", "carrier-pigeon", "--picture", str(tmp_path / "curves.png"))
-    assert told.exit_code == 1
-    assert isinstance(told.exception, SystemExit)
-    assert "carrier-pigeon" in told.stderr
-    assert "gloo" in told.stderr
-    assert "threads" in told.stderr
-    assert "Traceback" not in told.stderr
+    result = _run("demo", "--backend", "carrier-pigeon", "--picture", str(tmp_path / "curves.png"))
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert "carrier-pigeon" in result.stderr
+    assert "gloo" in result.stderr
+    assert "threads" in result.stderr
+    assert "Traceback" not in result.stderr
     assert not list(tmp_path.iterdir())
 
 
 def test_unwritable_picture_path_raises_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    told = _run("demo", "--picture", str(tmp_path / "file" / "curves.png"))
-    assert told.exit_code == 1
-    assert "file" in told.stderr
-    assert "Traceback" not in told.stderr
+    result = _run("demo", "--picture", str(tmp_path / "file" / "curves.png"))
+    assert result.exit_code == 1
+    assert "file" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("option", ["--ranks", "--epochs"])
 def test_numbers_below_one_are_refused(option: str) -> None:
-    told = _run("demo", option, "0")
-    assert told.exit_code == 2
-    assert option in told.stderr
+    result = _run("demo", option, "0")
+    assert result.exit_code == 2
+    assert option in result.stderr
 
 
 def _fresh(*code: str) -> subprocess.CompletedProcess[str]:

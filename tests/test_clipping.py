@@ -42,16 +42,16 @@ def _trained(
     net: nn.Module, clip: Callable[..., Tensor], norm_type: float, split: bool = False
 ) -> list[float]:
     """Norms and losses of a few steps; with `split`, each data parallel rank has some of the rows."""
-    optimizer, told = torch.optim.SGD(net.parameters(), 0.5, momentum=0.9), []
+    optimizer, norms = torch.optim.SGD(net.parameters(), 0.5, momentum=0.9), []
     for step in range(4):
         optimizer.zero_grad()
         x = _x(step, 6)
         x = x[gm.axis("dp").slice(6)] if split else x
         loss = (net(x) - 1).square().sum() * (gm.world_size("dp") if split else 1)
         loss.backward()
-        told.append(clip(net if split else net.parameters(), 0.5, norm_type).item())
+        norms.append(clip(net if split else net.parameters(), 0.5, norm_type).item())
         optimizer.step()
-    return told
+    return norms
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf, 0.0])
@@ -63,14 +63,14 @@ def test_a_tensor_parallel_model_trains_as_the_dense_one_and_its_whole_parameter
 
     def on_each_rank() -> tuple[list[float], dict[str, Tensor], Tensor]:
         net = gm.nn.tensor_parallel(_net(), STYLES)
-        told = _trained(copy.deepcopy(net), gm.nn.clip_grad_norm_, norm_type)  # a copy is sharded too
-        assert told == _trained(net, gm.nn.clip_grad_norm_, norm_type)
-        return told, gm.nn.dense_state_dict(net), net[3].weight.detach()  # type: ignore[index]
+        norms = _trained(copy.deepcopy(net), gm.nn.clip_grad_norm_, norm_type)  # a copy is sharded too
+        assert norms == _trained(net, gm.nn.clip_grad_norm_, norm_type)
+        return norms, gm.nn.dense_state_dict(net), net[3].weight.detach()  # type: ignore[index]
 
     found = threads(3)(on_each_rank)
-    for told, state, scale in found:
-        assert told == pytest.approx(expected, rel=1e-12)
-        assert told == found[0][0]
+    for norms, state, scale in found:
+        assert norms == pytest.approx(expected, rel=1e-12)
+        assert norms == found[0][0]
         assert torch.equal(scale, found[0][2])
         for name, value in dense.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12)
@@ -116,8 +116,8 @@ def _in_a_wrapper(kind: str, norm_type: float) -> list[float]:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_many_random_models_are_clipped_as_the_dense_one(processes: Callable[[int], Run], ranks: int) -> None:
     seeds = range(12)
-    told = processes(ranks)(_many, seeds)
-    for seed, *found in zip(seeds, *told, strict=True):
+    norms = processes(ranks)(_many, seeds)
+    for seed, *found in zip(seeds, *norms, strict=True):
         program = random_program(seed, ranks)
         near = 1e-12 if program.exact else 2e-6
         for norm, right, apart, factor, _ in found:
@@ -351,11 +351,11 @@ def _pending_sums() -> list[float]:
         return weight
 
     weight = made()
-    told = [gm.nn.clip_grad_norm_([weight], 1.0).item()]
-    told += weight.grad.full_tensor().tolist()  # type: ignore[union-attr]
+    norms = [gm.nn.clip_grad_norm_([weight], 1.0).item()]
+    norms += weight.grad.full_tensor().tolist()  # type: ignore[union-attr]
     weight = made()
     gm.nn.clip_grad_value_([weight], 1.0)
-    return told + weight.grad.full_tensor().tolist()  # type: ignore[union-attr]
+    return norms + weight.grad.full_tensor().tolist()  # type: ignore[union-attr]
 
 
 @pytest.mark.processes

@@ -173,7 +173,7 @@ def left_by_an_error(how: str) -> list[Any]:
         with pytest.raises(gm.OrderError, match="raised an error before it sent"):
             caught.value.args[0][0].wait()
     del caught
-    return [gm.all_gather(xs[0]).tolist()]  # would tell of calls that nobody waits for
+    return [gm.all_gather(xs[0]).tolist()]  # would raise for calls that were never waited for
 
 
 @pytest.mark.parametrize("how", ["kept", "lost", "written"])

@@ -313,7 +313,7 @@ def _wrong_on_rank_0(name: str) -> str:
 def test_wrong_arguments_on_one_rank_are_an_error_on_every_rank(threads: Any, name: str) -> None:
     own, others = threads(2)(_wrong_on_rank_0, name)
     assert WRONG[name][0] in own
-    assert WRONG[name][0] in others  # they hear of it
+    assert WRONG[name][0] in others  # they are notified
 
 
 @pytest.mark.processes

@@ -45,7 +45,7 @@ def test_value_and_two_derivatives_are_those_of_the_dense_loss(
     loss: str, gather: str, sizes: tuple[int, ...], threads: Threads
 ) -> None:
     for tile in (1, 2, None) if loss in TABLES else (None,):
-        program = Program(loss, sizes, gather=gather, tile=tile, told=tile == 2)
+        program = Program(loss, sizes, gather=gather, tile=tile, explicit_sizes=tile == 2)
         assert differs(program, threads(len(sizes))(on_rank, program)) is None
 
 

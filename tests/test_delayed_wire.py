@@ -1,4 +1,4 @@
-"""A wire with a delay: it takes at least what it says, hides what the transfer takes, and changes no number."""
+"""Delayed transport: takes at least the modelled time, overlaps it, and changes no value."""
 
 from __future__ import annotations
 

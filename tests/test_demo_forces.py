@@ -23,18 +23,18 @@ def test_json_is_the_only_line_of_stdout_and_the_tables_judge_each_figure(tmp_pa
     done = CliRunner().invoke(commands(), ["demo", "forces", *SMALL, "--json", "--picture", str(picture)])
     assert done.exit_code == 0, done.output
     (line,) = done.stdout.splitlines()
-    told = json.loads(line)
-    assert max(told["param_error"], told["loss_error"], *told["deviations"].values()) <= 1e-10
-    assert told["rank_error"] == 0
-    assert told["gradient_without_second_derivative"] > 1e-3
-    assert told["force_error"] < told["force_error_of_the_mean"]
-    assert set(told["force_error_by_family"]) == set(told["families"])
-    assert sum(trained for trained, _ in told["families"].values()) == 8
-    sent = [rows["sent"] / rows["gathered"] for rows in told["rows"]]
+    report = json.loads(line)
+    assert max(report["param_error"], report["loss_error"], *report["deviations"].values()) <= 1e-10
+    assert report["rank_error"] == 0
+    assert report["gradient_without_second_derivative"] > 1e-3
+    assert report["force_error"] < report["force_error_of_the_mean"]
+    assert set(report["force_error_by_family"]) == set(report["families"])
+    assert sum(trained for trained, _ in report["families"].values()) == 8
+    sent = [rows["sent"] / rows["gathered"] for rows in report["rows"]]
     assert sent[-1] < 0.4 < sent[0] <= 1
-    assert 0 < told["drift_by_atom"] < 1e-3
-    assert len(told["losses"]) == 12
-    assert (told["ranks"], told["backend"], told["partition"]) == (2, "threads", "space")
+    assert 0 < report["drift_by_atom"] < 1e-3
+    assert len(report["losses"]) == 12
+    assert (report["ranks"], report["backend"], report["partition"]) == (2, "threads", "space")
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     verdicts = [
         row.split()[-1] for row in done.stderr.splitlines() if row.rstrip().endswith(("rounding", "wrong"))
@@ -68,10 +68,10 @@ def test_help_says_what_there_is(arguments: list[str], shown: str) -> None:
 def test_options_without_a_name_are_those_of_the_first_job(tmp_path: Path) -> None:
     asked = ["--ranks", "1", "--backend", "threads", "--epochs", "1", "--json"]
     asked += ["--picture", str(tmp_path / "made.png")]
-    told = [
+    report = [
         json.loads(CliRunner().invoke(commands(), ["demo", *name, *asked]).stdout) for name in ([], ["clip"])
     ]
-    assert told[0]["curves"] == told[1]["curves"]
+    assert report[0]["curves"] == report[1]["curves"]
     assert CliRunner().invoke(commands(), ["demo", "nothing"]).exit_code == 2
 
 

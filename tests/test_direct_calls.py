@@ -1,4 +1,4 @@
-"""The calls that gradmesh's own data path makes of its own groups: values, claims, and both ways of making them."""
+"""Direct calls of gradmesh's groups, without c10d: values, signatures, and both ways of making them."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def call_check(digest: int) -> CallCheck:
     return CallCheck(
         digest,
         lambda: f"rank {rank} said {digest}",
-        lambda words: _RefusedHereError(f"told rank {rank}: " + "; ".join(words)),
+        lambda words: _RefusedHereError(f"at rank {rank}: " + "; ".join(words)),
     )
 
 
@@ -258,7 +258,7 @@ def test_different_signatures_raise_on_every_rank_and_the_group_continues(name: 
     for odd in range(W):
         words = "; ".join(f"rank {rank} said {5 + (rank == odd)}" for rank in range(W))
         for rank, got in enumerate(ranks(work, odd)):
-            assert got == ["", f"_RefusedHereError told rank {rank}: {words}", "", ""]
+            assert got == ["", f"_RefusedHereError at rank {rank}: {words}", "", ""]
 
 
 @pytest.mark.parametrize("claimed", [True, False])

@@ -62,8 +62,8 @@ def test_the_readmes_picture_shows_what_is_computed() -> None:
     assert all(found[way] < 1e-14 for way in right)
     wrong = [far for way, far in found.items() if way not in right]
     assert min(wrong) > 0.1
-    told = re.findall(r">([^<>]+)</text>", picture)
-    assert told[: 2 * len(found)] == [*reversed(found), *map(point.said, reversed(found.values()))]
+    labels = re.findall(r">([^<>]+)</text>", picture)
+    assert labels[: 2 * len(found)] == [*reversed(found), *map(point.said, reversed(found.values()))]
     assert (
         f": {100 * min(wrong):.0f} to {100 * max(wrong):.0f} percent off" in (ROOT / "README.md").read_text()
     )

@@ -407,7 +407,7 @@ def test_a_dtensor_itself_is_refused_with_the_way_out(processes: Processes) -> N
 
 
 def pending() -> tuple[list[float], list[float]]:
-    """A result of torch's functional collectives that nobody has waited for."""
+    """A result of torch's functional collectives that was not waited for."""
     mesh = gm.mesh(tp=-1)
     x = distribute_tensor(whole(), mesh, [Shard(0)])
     x.requires_grad_()

@@ -143,12 +143,12 @@ def test_scatter_uses_only_the_root_and_splits_evenly_or_by_sizes(threads: Threa
     def on_each_rank() -> tuple[list[int], list[int], list[float]]:
         at_root = gm.axis().rank == 1
         x = torch.arange(7.0) if at_root else torch.empty(0)
-        told = gm.scatter(x, root=1, sizes=(0, 5, 2))
+        explicit = gm.scatter(x, root=1, sizes=(0, 5, 2))
         y = x.clone().requires_grad_()
         even = gm.scatter(y, root=1)
         (even * (1 + gm.axis().rank)).sum().backward()
         assert y.grad is not None
-        return told.tolist(), even.tolist(), y.grad.tolist()
+        return explicit.tolist(), even.tolist(), y.grad.tolist()
 
     assert threads(3)(on_each_rank) == [
         ([], [0, 1, 2], []),

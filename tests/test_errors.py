@@ -1,4 +1,4 @@
-"""Bad input ends in the library's own error, on every rank, with what a reader needs to mend it."""
+"""Bad input ends in the library's own error, on every rank, with a remedy."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BAD: dict[str, tuple[type[gm.GradmeshError], str, Callable[[], object]]] = {
     "target twice": (gm.ArgumentError, "permute", lambda: gm.permute(ones(2), pairs=[(0, 1), (1, 1)])),
     "pair of three": (gm.ArgumentError, "permute", lambda: gm.permute(ones(2), pairs=[(0, 1, 2)])),
     "to itself": (gm.ArgumentError, "send", lambda: gm.send(ones(2), to=gm.axis().rank)),
-    "from nobody": (gm.ArgumentError, "recv", lambda: gm.recv(ones(2), source=2)),
+    "from a rank outside of the axis": (gm.ArgumentError, "recv", lambda: gm.recv(ones(2), source=2)),
     "too few parts": (gm.ArgumentError, "exchange", lambda: gm.exchange([ones(1)])),
     "parts of two dtypes": (gm.ArgumentError, "exchange", lambda: gm.exchange([ones(1), torch.arange(1)])),
     "reduce outside of ordered": (

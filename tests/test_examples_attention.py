@@ -1,4 +1,4 @@
-"""The example with attention and the command that measures it do what they say, at small size."""
+"""The example with attention and the command that measures it work as documented, at small size."""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ def test_four_processes_follow_one_process_step_by_step() -> None:
 
 def test_the_demo_shows_both_runs_and_draws_them(tmp_path: Path) -> None:
     picture = tmp_path / "lm.png"
-    told = CliRunner().invoke(
+    result = CliRunner().invoke(
         cli.commands(), ["demo", "lm", "--steps", "2", "--dp", "1", "--json", "--picture", str(picture)]
     )
-    assert told.exit_code == 0, told.output
-    found = json.loads(told.stdout)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
     assert max(found["far"], found["apart"]) < 1e-12
     assert len(found["losses"]) == 2
     assert picture.read_bytes().startswith(b"\x89PNG")

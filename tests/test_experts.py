@@ -171,17 +171,17 @@ def deviation(program: Program) -> float:
         y = layer.routed(tokens, scores)
         assert y.shape == tokens.shape
         loss = y.sum() * 0 if axis.rank == program.idle else (1 + axis.rank) * (y**3).sum()
-        told = gm.all_reduce(loss.detach(), dst=gm.I)
+        reduced = gm.all_reduce(loss.detach(), dst=gm.I)
         if program.balance:
             # The same on every rank, and counts once by itself.
             balance = program.balance * gm.nn.balance_loss(scores, scores.topk(program.k).indices) ** 2
-            loss, told = loss + balance, told + balance.detach()
+            loss, reduced = loss + balance, reduced + balance.detach()
         leaves = [x, *layer.parameters()]
         options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
         grad = gm.grad if program.ordered else torch.autograd.grad
         first = grad(loss, leaves, create_graph=True, **options)
         second = grad(torch.stack([(slope**2).sum() for slope in first]).sum(), leaves, **options)
-    far = [float((told.detach() - value).abs())]
+    far = [float((reduced.detach() - value).abs())]
     for got, (by_x, weight, bias, *experts) in zip((first, second), right, strict=True):
         expected = [by_x[rows], weight, bias, *experts[2 * own.start : 2 * own.stop]]
         far += [float((a.detach() - b).abs().max()) for a, b in zip(got, expected, strict=True) if b.numel()]
@@ -246,7 +246,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "an expert index in chosen is out of range",
     ),
     "choices without a dim": (lambda: gm.nn.ExpertDispatch(torch.tensor([0]), 4), "k experts for each token"),
-    "choices that are no numbers": (
+    "non-numeric choices": (
         lambda: gm.nn.ExpertDispatch(torch.ones(2, 1), 4),
         "k experts for each token",
     ),
@@ -270,7 +270,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: gm.nn.ExpertDispatch(torch.tensor([[0]]), 2).combine(torch.ones(5, 1), torch.ones(1, 1)),
         "not the number of rows that send",
     ),
-    "experts that are no number": (
+    "non-numeric experts": (
         lambda: gm.nn.ExpertDispatch(torch.tensor([[0]]), "ab"),  # type: ignore[arg-type]
         "experts cannot be distributed over the ranks",
     ),
@@ -290,7 +290,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: gm.nn.balance_loss(torch.ones(1, 3), torch.tensor([[-1]])),
         "an expert index in chosen is out of range",
     ),
-    "a balance of choices that are no numbers": (
+    "a balance of non-numeric choices": (
         lambda: gm.nn.balance_loss(torch.ones(1, 3), torch.ones(1, 1)),
         "as int64",
     ),
@@ -302,7 +302,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: gm.nn.ExpertDispatch(torch.tensor([[0]]), 2, capacity_factor=-1.0),
         "capacity_factor is not a positive number",
     ),
-    "a layer's capacity that is no number": (
+    "a non-numeric capacity of a layer": (
         lambda: gm.nn.ExpertParallel(
             nn.Linear(1, 2), lambda _: nn.Identity(), 2, 1, capacity_factor=float("nan")
         ),

@@ -65,9 +65,9 @@ def test_name_without_a_page_suggests_close_names() -> None:
 
 
 def test_the_command_prints_pages_and_lists_them() -> None:
-    told = _run("AxisError", "missing-sum")
-    assert told.exit_code == 0
-    assert told.output == explaining.page("AxisError") + "\n" + explaining.page("GM101") + "\n"
+    result = _run("AxisError", "missing-sum")
+    assert result.exit_code == 0
+    assert result.output == explaining.page("AxisError") + "\n" + explaining.page("GM101") + "\n"
     assert [line.split()[0] for line in _run().output.splitlines() if line[0] != " "] == list(
         explaining.titles()
     )
@@ -95,9 +95,9 @@ def test_closed_pipe_ends_a_command_silently(command: list[str], monkeypatch: py
 
     monkeypatch.setattr(cli, "explain_command", closed)
     monkeypatch.setattr(cli, "check_command", closed)
-    told = CliRunner().invoke(cli.commands(), command)
-    assert told.exit_code == 1
-    assert "pipe" not in told.output + told.stderr
+    result = CliRunner().invoke(cli.commands(), command)
+    assert result.exit_code == 1
+    assert "pipe" not in result.output + result.stderr
 
 
 def test_a_package_without_its_pages_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ VERBS: dict[str, Callable[[Tensor], Tensor]] = {
     "all_gather, I": lambda x: gm.all_gather(x, dst=gm.I),
     "all_gather of sizes": lambda x: gm.all_gather(x[: 1 + gm.rank()], sizes=(1, 2)),
     "all_gather in bfloat16": lambda x: gm.all_gather(x, comm_dtype=torch.bfloat16),
-    "all_gather, begun": lambda x: gm.all_gather(x, async_op=True).wait(),
+    "all_gather, async": lambda x: gm.all_gather(x, async_op=True).wait(),
     "all_reduce, R": lambda x: gm.all_reduce(x, dst=gm.R),
     "all_reduce, I": lambda x: gm.all_reduce(x, dst=gm.I),
     "mean": lambda x: gm.all_reduce(x, op="mean", dst=gm.R),

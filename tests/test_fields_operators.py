@@ -21,7 +21,7 @@ Threads = Callable[[int], Run]
 fields = gm.nn.fields
 CLOSE = 1e-9
 
-# torch 2.11 says so of any sparse tensor, whatever is told.
+# torch 2.11 warns for any sparse tensor, whatever is passed.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
     pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support is in beta"),
@@ -193,7 +193,7 @@ def test_many_random_parts_have_the_value_and_the_derivatives_of_the_whole(
 def normed(
     cut: str, dim: int, parts: tuple[int, ...], start: dict[str, Tensor], weight: Tensor
 ) -> list[Tensor]:
-    """Weights and slopes over steps of training of the own part; `start` has the estimates of the whole."""
+    """Weights and slopes over training steps on the local part; `start` has the estimates of the whole."""
     along = dim if cut == "rows" else min(d for d in range(weight.dim()) if d != dim)
     index = (slice(None),) * along + (gm.axis().slice(parts),)
     module = nn.Module()
@@ -430,7 +430,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: fields.spdiags(torch.ones(1, 1), [0], (2,)),  # type: ignore[arg-type]
         "shape must be two ints",
     ),
-    "an offset that is no number": (
+    "a non-numeric offset": (
         lambda: fields.spdiags(torch.ones(1, 1), None, (2, 2)),  # type: ignore[arg-type]
         "one distinct int for each diagonal",
     ),

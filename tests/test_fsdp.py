@@ -48,8 +48,8 @@ KINDS = ("FullyShardedDataParallel", "FullyShardedDataParallel, original", "full
 def trained(kind: str, synced: bool, dtype: torch.dtype, options: dict[str, Any]) -> Trained:
     net = wrapped(kind, towers(synced, dtype))
     optimizer = (SGD if synced else ADAM)(net.parameters())
-    told = stepped(net, optimizer, range(3), **options)
-    return told, left(net, optimizer)
+    figures = stepped(net, optimizer, range(3), **options)
+    return figures, left(net, optimizer)
 
 
 def alone(*args: Any) -> Any:
@@ -63,8 +63,8 @@ def test_a_sharded_model_with_collectives_in_it_is_the_dense_one(kind: str, proc
     how: tuple[Any, ...] = (True, torch.float64, {"micro": 2})
     losses, kept = alone(*how)
     assert {"image.1.running_mean", "loss.log_scale", "image.0.weight momentum_buffer"} <= kept.keys()
-    for told, found in processes(2)(trained, kind, *how):
-        assert told == pytest.approx(losses, abs=1e-12)
+    for figures, found in processes(2)(trained, kind, *how):
+        assert figures == pytest.approx(losses, abs=1e-12)
         assert apart(found, kept) < 1e-12
 
 
@@ -72,10 +72,10 @@ def test_a_sharded_model_with_collectives_in_it_is_the_dense_one(kind: str, proc
 def test_clipped_to_a_norm_of_all_parts(kind: str, worlds: Any) -> None:
     """In float32, as FullyShardedDataParallel takes norms in it."""
     how: tuple[Any, ...] = (False, torch.float32, {"limit": 0.1})
-    told, kept = alone(*how)
-    assert min(told[1::2]) > 0.2  # so that something is clipped
+    figures, kept = alone(*how)
+    assert min(figures[1::2]) > 0.2  # so that something is clipped
     for got, found in worlds(2, "gloo", 240).run(trained, kind, *how):
-        assert got == pytest.approx(told, rel=2e-5)
+        assert got == pytest.approx(figures, rel=2e-5)
         assert apart(found, kept) < 2e-5
 
 
@@ -112,17 +112,17 @@ def in_lower_precision() -> tuple[torch.dtype, list[float]]:
     net = wrapped("FullyShardedDataParallel, mixed", towers(False))
     seen: list[torch.dtype] = []
     net.get_submodule("image").register_forward_hook(lambda _, __, y: seen.append(y.dtype))
-    told = stepped(net, SGD(net.parameters()), range(3))
+    figures = stepped(net, SGD(net.parameters()), range(3))
     assert next(net.parameters()).dtype is torch.float64
-    return seen[0], told
+    return seen[0], figures
 
 
 def test_mixed_precision_reaches_the_verbs(worlds: Any) -> None:
     """Parameters of double precision are used in single: the rounding of single, and no more."""
-    told = gm.launch(dense_losses, 1, backend="threads")[0]
+    figures = gm.launch(dense_losses, 1, backend="threads")[0]
     for dtype, found in worlds(2, "gloo", 240).run(in_lower_precision):
         assert dtype is torch.float32
-        far = max(abs(a - b) for a, b in zip(found, told, strict=True))
+        far = max(abs(a - b) for a, b in zip(found, figures, strict=True))
         assert 1e-10 < far < 1e-5
 
 
@@ -252,75 +252,75 @@ def drawn(seed: int) -> dict[str, Any]:
 
 
 class Layer(nn.Module):
-    def __init__(self, told: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         self.up = nn.Linear(4, 4)
-        self.norm = gm.nn.SyncBatchNorm(4) if told["norm"] == "SyncBatchNorm" else nn.LayerNorm(4)
-        self.told = told
+        self.norm = gm.nn.SyncBatchNorm(4) if config["norm"] == "SyncBatchNorm" else nn.LayerNorm(4)
+        self.config = config
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = torch.tanh(self.norm(self.up(x)))
-        if self.told["gather"] == "R":
+        if self.config["gather"] == "R":
             return made + gm.all_gather(made, sizes="auto").square().mean(0)
-        if self.told["gather"] == "scan":
+        if self.config["gather"] == "scan":
             behind = gm.exscan(made.sum(0), reverse=True)  # the sum of each row and all behind it
             return made + (made.flip(0).cumsum(0).flip(0) + behind) / ROWS
         return made
 
 
 class Random(nn.Module):
-    def __init__(self, told: dict[str, Any]) -> None:
+    def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
-        self.told = told
-        self.layers = nn.ModuleList(Layer(told) for _ in range(told["depth"]))
+        self.config = config
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config["depth"]))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             # A checkpoint runs a norm a second time, which would move its statistics again.
-            again = self.told["checkpoint"] and self.told["norm"] == "LayerNorm"
+            again = self.config["checkpoint"] and self.config["norm"] == "LayerNorm"
             x = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
         return x
 
 
-def value(told: dict[str, Any], y: Tensor, x: Tensor) -> Tensor:
+def value(config: dict[str, Any], y: Tensor, x: Tensor) -> Tensor:
     """The loss of all ranks' rows, the same on every rank."""
-    if told["loss"] == "clip":
+    if config["loss"] == "clip":
         return gm.nn.clip_loss(y, x, 3.0, dst=gm.R)
-    if told["loss"] == "siglip":
+    if config["loss"] == "siglip":
         return gm.nn.siglip_loss(y, x, 3.0, -1.0, dst=gm.R)
-    if told["loss"] == "vic_reg":
+    if config["loss"] == "vic_reg":
         return gm.nn.vic_reg_loss(y, x, dst=gm.R)
     return gm.all_reduce((y * x.roll(1, 1)).sin().sum(), dst=gm.R) / ROWS
 
 
 def random_steps(seed: int, dense: bool) -> Trained:
-    told = drawn(seed)
+    config = drawn(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = Random(told).double()
+        made = Random(config).double()
     net: nn.Module = made
-    units = [layer for layer, is_one in zip(made.layers, told["units"], strict=False) if is_one]
-    if not dense and told["wrapped"] == "FSDP2":
+    units = [layer for layer, is_one in zip(made.layers, config["units"], strict=False) if is_one]
+    if not dense and config["wrapped"] == "FSDP2":
         for unit in (*units, net):
-            fully_shard(unit, mesh=gm.mesh(dp=-1), reshard_after_forward=told["reshard"])
+            fully_shard(unit, mesh=gm.mesh(dp=-1), reshard_after_forward=config["reshard"])
     elif not dense:
         net = FullyShardedDataParallel(
             net,
             auto_wrap_policy=CustomPolicy(lambda module: any(module is unit for unit in units)),
-            sharding_strategy=ShardingStrategy[told["strategy"]],
-            use_orig_params=told["original"],
+            sharding_strategy=ShardingStrategy[config["strategy"]],
+            use_orig_params=config["original"],
             device_id=torch.device("cpu"),
         )
     optimizer = SGD(net.parameters())
     values = []
     for step in range(2):
         optimizer.zero_grad()
-        for part, sizes in enumerate(told["micro"]):
+        for part, sizes in enumerate(config["micro"]):
             rows = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(10 * step + part)).double()
             own = rows[gm.axis().slice(sizes if gm.world_size() == 2 else ROWS)]
-            with passing(net, part == len(told["micro"]) - 1):
+            with passing(net, part == len(config["micro"]) - 1):
                 loss = gm.objective(
-                    value(told, net(own), own), loss_type=gm.R, ddp=net, steps=len(told["micro"])
+                    value(config, net(own), own), loss_type=gm.R, ddp=net, steps=len(config["micro"])
                 )
                 loss.backward()
             values.append(loss.item())
@@ -330,15 +330,15 @@ def random_steps(seed: int, dense: bool) -> Trained:
 
 def random_programs(seeds: range) -> list[Trained]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # NO_SHARD is told to be DDP's job
+        warnings.simplefilter("ignore")  # torch recommends DDP in place of NO_SHARD
         return [random_steps(seed, gm.world_size() == 1) for seed in seeds]
 
 
 def holds(seeds: range, worlds: Any) -> None:
     alone = gm.launch(random_programs, 1, backend="threads", args=(seeds,))[0]
     for found in worlds(2, "gloo", 240).run(random_programs, seeds):
-        for seed, (told, kept), (values, right) in zip(seeds, found, alone, strict=True):
-            assert told == pytest.approx(values, rel=1e-10), drawn(seed)
+        for seed, (figures, kept), (values, right) in zip(seeds, found, alone, strict=True):
+            assert figures == pytest.approx(values, rel=1e-10), drawn(seed)
             assert apart(kept, right) < 1e-10, drawn(seed)
 
 

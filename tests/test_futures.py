@@ -1,4 +1,4 @@
-"""Futures of calls on the shm backend: they complete by themselves, with their errors, while nobody waits in Python."""
+"""Futures of calls on the shm backend: they complete by themselves, with their errors, without a wait in Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is given for edges, nodes and places is taken, or refused on every rank by the library's own error."""
+"""Edges, nodes and positions are accepted, or rejected on every rank with the library's error."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_invalid_edges_or_nodes_raise_on_every_rank(what: str, on_both: bool, th
     for name, (_, text) in ODD.items():
         said = threads(2)(given_odd, name, what, on_both)
         assert "nothing was refused" not in said, (name, said)
-        # Whose numbers are those of nodes, but not of its own, hears of that.
+        # A rank whose ids are of other ranks' nodes gets the error text itself.
         known = text if what not in ("own", "own alone") or name in list(ODD)[:13] else ""
         assert re.search(known, said[1]), (name, said)
 
@@ -272,7 +272,7 @@ def test_partitions_raise_for_invalid_indices(odd: str) -> None:
 def test_ranks_without_the_graph_take_the_device_that_the_root_has_or_the_group_carries(
     carried: str, expected: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a GPU: what would be told is stood in for."""
+    """Without a GPU: the queries of the device are patched."""
     on_gpu = [False]
     has_gpu = "cuda" in carried
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)

@@ -381,7 +381,7 @@ def rounded_on_the_way(async_op: bool) -> list[bool]:
 
 
 def draw_is_alone(plan: GraphPlan) -> Tensor:
-    """The own rows that no other rank needs."""
+    """The local rows that no other rank needs."""
     alone = torch.ones(len(plan.own), dtype=torch.bool)
     for rows in plan.send_rows.values():
         alone[rows] = False
@@ -511,7 +511,7 @@ def changed(on_rank: int, right: Any, wrong: Any) -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "an owner that is no rank": (
+    "an owner out of range": (
         lambda: GraphPlan(EDGES, OWNER + 1),
         r"0 <= rank < 2(.|\n)*ranks from 1 to 2",
     ),

@@ -1,4 +1,4 @@
-"""The commands that measure large graphs: the graphs are what they are said to be, and what is wrong is seen."""
+"""The commands that measure large graphs: the graphs are as documented, and errors are seen."""
 
 from __future__ import annotations
 

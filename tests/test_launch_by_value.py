@@ -266,7 +266,7 @@ def test_a_module_that_could_be_imported_lost_nothing(cell: Any) -> None:
     del fn.__globals__["scale"]
     assert (
         origin.missing_global(error_of(fn)) is None
-    )  # its globals are a module's own, and somebody deleted one
+    )  # its globals are those of a module, and one was deleted
 
 
 def test_type_hints_in_text_are_found_where_the_code_names_them(cell: Any) -> None:

@@ -1,4 +1,4 @@
-"""What ranks print: whole lines with the rank, in order, nothing lost, nobody kept waiting."""
+"""Output of ranks: whole lines with the rank, in order, without loss or blocking."""
 
 from __future__ import annotations
 

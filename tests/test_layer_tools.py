@@ -1,4 +1,4 @@
-"""The table of layers: each is right at small sizes, and a wrong one is told."""
+"""The table of layers: each is right at small sizes, and a wrong one is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""adjoint_error and as_matrix, of anyone's maps."""
+"""adjoint_error and as_matrix of user-defined maps."""
 
 from __future__ import annotations
 
@@ -95,4 +95,4 @@ def test_nonlinear_map_has_no_matrix(
             as_matrix(fn, (2,))
         return str(caught.value)
 
-    assert all(text in told for told in threads(2)(on_each_rank))
+    assert all(text in printed for printed in threads(2)(on_each_rank))

@@ -34,7 +34,7 @@ VERBS: dict[str, Callable[[Tensor], Tensor]] = {
     "convert, kept at one": lambda x: gm.convert(x, src=gm.R, dst=gm.P),
     "convert, relabelled": lambda x: gm.convert(x, src=gm.V, dst=gm.P),
     "narrower on the way": lambda x: gm.shift(x, comm_dtype=torch.float32),
-    "begun": lambda x: gm.all_reduce(x, dst=gm.R, async_op=True).wait(),
+    "async": lambda x: gm.all_reduce(x, dst=gm.R, async_op=True).wait(),
 }
 """Whose result has the operand's shape."""
 
@@ -151,7 +151,7 @@ def imagined() -> list[str]:
         x = laid_out(own(), order)
         calls = {**VERBS, **along(order[0])}
         for name, call in calls.items():
-            if name in ("all_gather, asked", "begun", "max"):  # ask for values
+            if name in ("all_gather, asked", "async", "max"):  # ask for values
                 continue
             there, nowhere = call(x), call(laid_out(x.to("meta"), order))
             if (there.shape, there.stride()) != (nowhere.shape, nowhere.stride()):

@@ -141,8 +141,8 @@ def test_a_verb_that_a_system_lacks_is_not_run(on_threads: Pools) -> None:
 
 @pytest.mark.processes
 def test_processes_hang_and_die_and_the_next_cell_is_run_all_the_same(on_processes: Pools) -> None:
-    told = {bad.name: on_processes.cell(bad, NAME, MODES["reverse"]) for bad in (HANGS, DIES, GRADMESH)}
-    assert told == {
+    result = {bad.name: on_processes.cell(bad, NAME, MODES["reverse"]) for bad in (HANGS, DIES, GRADMESH)}
+    assert result == {
         "HANGS": Verdict("hang", "one rank waits, the other has returned"),
         "DIES": Verdict("abort", "a process ended with SIGABRT"),
         "gradmesh": Verdict("ok"),
@@ -194,9 +194,9 @@ def test_faults_are_the_cells_that_are_neither_right_nor_refused() -> None:
 def test_the_command_prints_and_writes_the_table(tmp_path: Path) -> None:
     page, data = tmp_path / "modes.md", tmp_path / "modes.json"
     arguments = ["--quick", "--backend", "threads", "--mode", "reverse"]
-    told = CliRunner().invoke(modes, [*arguments, "--write", str(page), "--json", str(data)])
-    assert told.exit_code == 0, told.output
-    assert "halo_exchange" in told.output
+    result = CliRunner().invoke(modes, [*arguments, "--write", str(page), "--json", str(data)])
+    assert result.exit_code == 0, result.output
+    assert "halo_exchange" in result.output
     assert "| `halo_exchange` | ok |" in page.read_text()
     loaded: dict[str, Any] = json.loads(data.read_text())
     assert loaded["systems"]["gradmesh"]["scan"]["reverse"] == {"verdict": "ok", "note": ""}

@@ -105,9 +105,9 @@ def attacked(seeds: range) -> list[str]:
                 found.append((error, None, None))
                 continue
             found.append((y.detach(), x.grad, gm.names(y)))
-        (a, da, _), (b, db, told) = found
+        (a, da, _), (b, db, reported) = found
         same = torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
-        if not same or told != names or (da is not None and not torch.equal(da, cast("Tensor", db))):
+        if not same or reported != names or (da is not None and not torch.equal(da, cast("Tensor", db))):
             wrong.append(f"{seed}: {verb} {numbers} {named}")
     return wrong
 
@@ -201,8 +201,8 @@ def test_name_missing_on_one_rank_raises_on_the_others(threads: Ranks) -> None:
     wrong, right = threads(2)(refused, True)
     assert {name: got[0] for name, got in wrong.items() if got[0] != "ArgumentError"} == {}
     # shard sends nothing
-    told = {name: got[0] for name, got in right.items() if got[0] != "MismatchError"}
-    assert set(told) == {"shard", "shard unnamed"}, told
+    reported = {name: got[0] for name, got in right.items() if got[0] != "MismatchError"}
+    assert set(reported) == {"shard", "shard unnamed"}, reported
     assert "no dimension is named" in right["all_gather"][1]
 
 
@@ -274,15 +274,15 @@ def test_names_are_refused_that_are_none() -> None:
 
 def transposed_in_place() -> list[str]:
     x = gm.named(torch.arange(9.0).view(3, 3), "N", "C").t_()
-    told = outcome(lambda: gm.all_gather(x, dim="N"))[1]
+    reported = outcome(lambda: gm.all_gather(x, dim="N"))[1]
     assert gm.names(x) == (None, None)
     gm.named(x, "C", "N")
-    return [told, str(gm.all_gather(x, dim="C").shape)]
+    return [reported, str(gm.all_gather(x, dim="C").shape)]
 
 
 def test_a_tensor_that_was_turned_in_place_is_not_taken_by_its_old_names(threads: Ranks) -> None:
-    for told, shape in threads(2)(transposed_in_place):
-        assert "changed in place after it was named" in told
+    for reported, shape in threads(2)(transposed_in_place):
+        assert "changed in place after it was named" in reported
         assert shape == "torch.Size([6, 3])"
 
 

@@ -1,4 +1,4 @@
-"""Sums that backward owes to leaves are put off inside `no_sync`: gradients as without it, bytes of one micro-batch."""
+"""`no_sync` defers the gradient sums of leaves: gradients as without it, bytes of one micro-batch."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_backward_after_the_sum_is_deferred_again(threads: Ranks) -> None:
 
 
 def all_forwards_first_in_any_order() -> list[Any]:
-    """What is owed again comes in another order on each rank."""
+    """Sums deferred again come in a different order on each rank."""
     w, v = (nn.Parameter(torch.ones(n)) for n in (2, 3))
     with gm.no_sync() as deferred:
         losses = [(gm.replicate(x) * (i + 1)).sum() for i, x in enumerate((w, v))]
@@ -286,7 +286,7 @@ def some_ranks_alone(ordered: bool) -> list[Any]:
     for step in range(2):
         with block(step < 1), gm.ordered() if ordered else contextlib.nullcontext():
             xs = [gm.replicate(x) for x in (a, b, c)]
-            # The first is used by rank 0 alone, the second by rank 1, the third by nobody.
+            # The first is used by rank 0 alone, the second by rank 1, the third by no rank.
             loss = xs[gm.rank()].sum() * (step + 1)
             gm.backward(loss) if ordered else loss.backward()
     return [x.grad if x.grad is None else x.grad.tolist() for x in (a, b, c)]
@@ -336,7 +336,7 @@ def test_a_rank_outside_of_the_block_is_refused() -> None:
 
 
 def leaves_on_some_ranks(verb: str) -> list[Any]:
-    """The operand is a parameter on rank 0 alone: nobody puts the sum off."""
+    """The operand is a parameter on rank 0 alone: no rank defers the sum."""
     w = nn.Parameter(torch.ones(2))
     for step in range(2):
         with block(step < 1):
@@ -401,7 +401,7 @@ def test_autograd_grad_leaves_deferred_sums_pending(threads: Ranks) -> None:
 
 
 def a_gradient_that_is_a_leaf() -> list[Any]:
-    """The backward of a call is no call of the block's, though its operand is a leaf."""
+    """The backward of a call made outside is not deferred, though its operand is a leaf."""
     x, v = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(4))
     with gm.no_sync() as deferred:
         y = gm.all_gather(x)
@@ -450,7 +450,7 @@ def test_a_backward_with_a_graph_sums_at_once(threads: Ranks) -> None:
 
 
 def other_inputs() -> list[Any]:
-    """A pass that leaves the leaf out adds nothing to what is owed."""
+    """A pass that skips the leaf adds nothing to the deferred sums."""
     w, x = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     with gm.no_sync() as deferred, gm.ordered():
         y = gm.replicate(w) * x
@@ -577,7 +577,7 @@ def test_a_received_input_has_its_gradient_inside_the_block(verb: str, threads: 
 
 
 def run_again_inside() -> list[Any]:
-    """The forward ran outside, and what a checkpoint runs again in the block is not put off."""
+    """The forward ran outside, and what a checkpoint runs again in the block is not deferred."""
     w = nn.Parameter(torch.ones(1))
     x = torch.ones(1, requires_grad=True)
     loss = checkpoint(lambda x: (gm.replicate(w) * x).sin(), x, use_reentrant=False).sum()
@@ -590,7 +590,7 @@ def run_again_inside() -> list[Any]:
 def test_checkpoint_recomputation_defers_nothing() -> None:
     assert (
         gm.launch(run_again_inside, 2, backend="threads") == [[True, 0]] * 2
-    )  # on ranks that have no ledger yet
+    )  # on ranks that have deferred nothing yet
 
 
 def failing_on_the_way() -> list[Any]:
@@ -869,8 +869,8 @@ def test_a_transform_sums_at_once(threads: Ranks) -> None:
     assert threads(2)(transformed) == [[[12.0, 12.0], 0]] * 2
 
 
-def begun_and_coalesced() -> list[Any]:
-    """What is begun is summed in each pass, and what is called on the same leaf is put off beside it."""
+def async_and_coalesced() -> list[Any]:
+    """Async calls are summed in each pass; sync calls on the same leaf are deferred."""
     w, v = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     seen = []
     for step in range(3):
@@ -888,7 +888,7 @@ def begun_and_coalesced() -> list[Any]:
 
 
 def test_async_calls_are_summed_in_each_pass(threads: Ranks) -> None:
-    assert threads(2)(begun_and_coalesced) == [[[4.0, 2.0], [8.0, 4.0], [72.0, 6.0]]] * 2
+    assert threads(2)(async_and_coalesced) == [[[4.0, 2.0], [8.0, 4.0], [72.0, 6.0]]] * 2
 
 
 def frozen_meanwhile() -> list[Any]:

@@ -257,11 +257,11 @@ def test_layers_that_sum_their_gradients_have_those_of_one_process_in_a_wrapper(
         assert set(ratios.values()) == {1.0}
 
 
-def two_towers(told: str) -> float:
-    """Two modules, each in a wrapper of its own; the objective is told of one, or of both."""
+def two_towers(ddp: str) -> float:
+    """Two modules, each in a separate wrapper; `ddp` is one of them, or both."""
     one, two = (nn.parallel.DistributedDataParallel(_linear(seed)) for seed in (0, 1))
     loss = (one(_own()) * two(_own(1))).sum()
-    gm.objective(loss, reduction="sum", ddp={"one": one, "both": nn.ModuleList([one, two])}[told]).backward()
+    gm.objective(loss, reduction="sum", ddp={"one": one, "both": nn.ModuleList([one, two])}[ddp]).backward()
 
     def of_rank(left: nn.Module, right: nn.Module, rank: int) -> Tensor:
         xs = [torch.randn(3, 2, dtype=T, generator=torch.Generator().manual_seed(n + rank)) for n in (0, 10)]
@@ -276,9 +276,9 @@ def two_towers(told: str) -> float:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("told", ["one", "both"])
-def test_what_another_wrapper_averages_is_averaged_too(told: str, processes: Ranks) -> None:
-    assert max(processes(2)(two_towers, told)) < 1e-12
+@pytest.mark.parametrize("ddp", ["one", "both"])
+def test_what_another_wrapper_averages_is_averaged_too(ddp: str, processes: Ranks) -> None:
+    assert max(processes(2)(two_towers, ddp)) < 1e-12
 
 
 def pipeline() -> float:
@@ -512,7 +512,7 @@ def test_without_a_graph_there_is_a_value_or_a_refusal(how: str, processes: Rank
     assert processes(2)(without_a_graph, how) == [[1.5]] * 2
 
 
-# ---- what is refused, and told
+# ---- errors and warnings
 
 
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {

@@ -155,7 +155,7 @@ def test_rooted_verbs_need_no_care_inside(threads: Threads) -> None:
         x = data(rank, 1)
         with gm.ordered():
             y = gm.gather(x**2, root=1)
-            gm.reduce(x, root=0)  # used by nobody
+            gm.reduce(x, root=0)  # used by no rank
             z = gm.scatter(y.sin(), root=1)
             gm.backward(z.sum() if rank != 2 else None)
         assert x.grad is not None

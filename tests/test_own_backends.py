@@ -212,7 +212,7 @@ def test_tensors_may_be_strided(ranks: Run) -> None:
         rank = dist.get_rank()
         x = data(rank, 4, 3).t()
         base = torch.zeros(3, 2 * W * 3, dtype=torch.float64)
-        out = base.t()[::2]  # (9, 3), in nobody's order
+        out = base.t()[::2]  # (9, 3), in neither memory order
         group: Any = dist.group.WORLD
         group.all_gather_single(out, data(rank, 3, 3).t()).wait()
         dist.all_reduce(x)
@@ -276,8 +276,8 @@ def test_an_expanded_operand_is_summed_by_its_elements(ranks: Run) -> None:
 def test_equal_sizes_may_be_passed_on_one_rank_and_omitted_on_another(ranks: Run) -> None:
     def work() -> Tensor:
         rank, out = dist.get_rank(), torch.empty(2 * W, 3, dtype=torch.float64)
-        told = [2] * W if rank == 1 else None
-        dist.all_to_all_single(out, data(rank, 2 * W, 3), told, told)
+        sizes = [2] * W if rank == 1 else None
+        dist.all_to_all_single(out, data(rank, 2 * W, 3), sizes, sizes)
         return out
 
     for rank, out in enumerate(ranks(work)):

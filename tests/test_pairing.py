@@ -296,7 +296,7 @@ REPLICATED: dict[str, Callable[[int], object]] = {
 
 
 def replicated(name: str) -> str:
-    """Sums that backward owes to what was only relabelled forward."""
+    """Backward sums of values that were only relabelled in forward."""
     with pytest.raises(gm.MismatchError) as caught:
         REPLICATED[name](gm.rank())
     assert gm.all_gather(torch.tensor([gm.rank()])).tolist() == [0, 1]

@@ -1,4 +1,4 @@
-"""Calls that are begun and waited for later: the same results and derivatives, and no gradient lost without a word."""
+"""Async calls: the same results and derivatives as sync ones, and no gradient is silently lost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = T) -> Tensor:
 
 
 def beside(op: LinearOp) -> LinearOp:
-    """The op for a call that is begun."""
+    """The op of an async call."""
     return Mean(beside(op.op)) if isinstance(op, Mean) else replace(op, axis=async_axis(op.axis))
 
 
@@ -63,7 +63,7 @@ def derivatives(run: Callable[[Tensor], Tensor], shape: Sequence[int], *, ordere
     return [y.detach(), g.detach(), x.grad, weight.grad]
 
 
-def is_the_same_begun(op: LinearOp, shape: Sequence[int]) -> None:
+def is_the_same_async(op: LinearOp, shape: Sequence[int]) -> None:
     if op.axis.size == 1:
         return
     for ordered in (False, True):
@@ -75,12 +75,12 @@ def is_the_same_begun(op: LinearOp, shape: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("row", range(len(REGISTRY)), ids=contract.row_ids())
 def test_every_async_op_equals_the_sync_op_to_second_order_in_any_order(row: int, threads: Ranks) -> None:
-    assert max(threads(3)(contract.on_examples, is_the_same_begun, [row])) > 0
+    assert max(threads(3)(contract.on_examples, is_the_same_async, [row])) > 0
 
 
 @pytest.mark.processes
 def test_every_async_op_equals_the_sync_op_on_processes(processes: Ranks) -> None:
-    assert max(processes(2)(contract.on_examples, is_the_same_begun, range(len(REGISTRY)))) > 0
+    assert max(processes(2)(contract.on_examples, is_the_same_async, range(len(REGISTRY)))) > 0
 
 
 VERBS: dict[str, Callable[..., Any]] = {
@@ -370,7 +370,7 @@ def test_another_grad_mode_at_the_wait_is_refused(threads: Ranks) -> None:
             pending.wait()
         assert pending.wait().requires_grad
 
-    # The first one is waited for by nobody: the launch says so.
+    # The first one is never waited for: the launch raises.
     with pytest.raises(gm.RankError, match="never waited for"):
         gm.launch(on_rank, 2, backend="threads")
 

@@ -1,4 +1,4 @@
-"""Random programs some of whose calls are begun and coalesced, against their dense runs."""
+"""Random programs some of whose calls are async and coalesced, against their dense runs."""
 
 from __future__ import annotations
 

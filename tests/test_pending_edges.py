@@ -1,4 +1,4 @@
-"""Calls that are begun, where something else comes between: modes, threads, passes inside of passes, kept objects."""
+"""Async calls with something else before their wait: modes, threads, passes inside of passes, kept objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random tests whose ranks end in random ways: every rank is told of once, with what happened there."""
+"""Random tests whose ranks end in random ways: every rank is reported once, with what happened there."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def ranks_of(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", text)]
 
 
-def told(shown: list[str], size: int) -> dict[int, str]:
+def printed(shown: list[str], size: int) -> dict[int, str]:
     """What a report says of each rank; an error where it says two things of one."""
     found: dict[int, str] = {}
 
@@ -127,7 +127,7 @@ WORDS = {
 
 
 def check(ways: list[str], shown: list[str]) -> None:
-    found = told(shown, len(ways))
+    found = printed(shown, len(ways))
     assert sorted(found) == list(range(len(ways))), (ways, found, shown)
     for rank, way in enumerate(ways):
         assert re.fullmatch(WORDS[way], found[rank]), (ways, rank, found, shown)

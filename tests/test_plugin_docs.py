@@ -24,8 +24,8 @@ def test_the_tests_of_the_page_end_as_it_says(
     monkeypatch.setenv("COLUMNS", "80")
     pytester.makepyfile(code)
     result = pytester.runpytest_inprocess(*OPTIONS)
-    told = result.parseoutcomes()
-    assert set(told) == ({"failed"} if report else {"passed"})
+    outcomes = result.parseoutcomes()
+    assert set(outcomes) == ({"failed"} if report else {"passed"})
     # In this order; between them stand the lines that the page leaves out.
     lines = iter(result.outlines)
     for line in report.splitlines():

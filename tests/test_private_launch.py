@@ -1,4 +1,4 @@
-"""Who can reach what: nothing of a local launch listens beyond loopback, and shm maps only a group's own memory."""
+"""Security: nothing of a local launch listens beyond loopback, and shm maps only a group's own memory."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ LIES: dict[str, tuple[Callable[[Path], int], str]] = {
     "a deleted file": (without_a_name, "precious"),
     "a pipe": (lambda _: os.pipe()[1], "pipe"),
     "a device": (lambda _: os.open("/dev/zero", os.O_RDWR), "/dev/zero"),
-    "somebody's file in memory": (lambda _: memory_file("other"), "other"),
+    "another program's file in memory": (lambda _: memory_file("other"), "other"),
     "one that others may open": (lambda _: memory_file("gradmesh", mode=0o644), "644"),
     "one of another size": (lambda _: memory_file("gradmesh", size=4096), "4096 bytes"),
     "one whose size may change": (lambda _: memory_file("gradmesh"), "not sealed"),
@@ -290,7 +290,7 @@ def test_missing_group_memory_raises_on_every_rank_and_the_world_continues() -> 
                 if rank == where:
                     assert kind == NotInitializedError.__name__, text
                     assert "not enough shared memory for the group" in text
-                elif kind != "none":  # a rank that has mapped the memory hears of it at its first call
+                elif kind != "none":  # a rank that has mapped the memory is notified at its first call
                     assert kind == "AbortedError", text
                     assert f"rank {where}" in text
                 else:

@@ -198,7 +198,7 @@ TABLE = {
     ("reduce_scatter", "backward"): (lambda ranks: 256 * ranks, True),
     ("scan", "forward"): (lambda _: 256, False),
 }
-"""Bytes that one of so many ranks hands in, and whether the call was begun, so that another thread makes it."""
+"""Bytes that one of so many ranks hands in, and whether the call is async, so that another thread makes it."""
 
 
 def check_profiles(parts: list[Profile], ranks: int) -> None:
@@ -222,7 +222,7 @@ def check_profiles(parts: list[Profile], ranks: int) -> None:
     names = {e["pid"]: e["args"]["name"] for e in whole.entries if e["name"] == "process_name"}
     assert names == {rank: f"rank {rank}" for rank in range(ranks)}
     for verb in ("all_reduce", "scan"):
-        # Nobody has the result before everybody has come, so that on one clock the calls overlap.
+        # No rank has the result before every rank has come, so that on one clock the calls overlap.
         calls = [
             e for e in spans if e["name"].startswith(f"gradmesh::{verb} ") and "backward" not in e["name"]
         ]

@@ -1,4 +1,4 @@
-"""What is exported, and that importing it does nothing else."""
+"""The exported names, and that an import has no side effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank whose function has returned while others wait for it: they are told soon, and nobody is told so wrongly."""
+"""A rank returns while others wait for it: they get an error soon, and no rank gets it wrongly."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def message_that_is_not_sent() -> None:
 
 
 def never_comes(fn: Callable[..., object], backend: str) -> tuple[str, float]:
-    """The error of a launch of two ranks, of which rank 0 returns early, and how long it took once they had begun."""
+    """The error of a launch of two ranks, of which rank 0 returns early, and its seconds after both had started."""
     with gm.Ranks(2, backend=backend, timeout=60) as ranks:
         ranks.run(dist.get_rank)
         start = time.monotonic()
@@ -96,7 +96,7 @@ def test_a_call_that_a_rank_does_not_make_is_an_error_with_the_rank(
     assert seconds < SOON[backend]
 
 
-# ---- what is no error
+# ---- cases without an error
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_rank_that_works_alone_after_the_others_returned_does_not_raise(
 
 def sums_in_turn(late: int) -> float:
     if dist.get_rank() == late:
-        time.sleep(0.3)  # it has returned from the run before, and not begun this one
+        time.sleep(0.3)  # it has returned from the run before, and not started this one
     x = torch.ones(2)
     dist.all_reduce(x)
     return float(x.sum())
@@ -410,9 +410,9 @@ def test_under_ddp_which_waits_in_cpp_the_first_line_names_the_rank_too() -> Non
 
 
 def test_an_error_that_only_says_that_another_rank_was_lost_is_never_the_first() -> None:
-    told = RuntimeError("Got an error in the callback: AbortedError: gradmesh: rank 1 does not answer")
+    raised = RuntimeError("Got an error in the callback: AbortedError: gradmesh: rank 1 does not answer")
     own = ValueError("the fault")
-    failures = [Failure.of(0, told), Failure.of(1, own)]
+    failures = [Failure.of(0, raised), Failure.of(1, own)]
     with pytest.raises(gm.RankError, match="rank 1 of 2 failed with ValueError; rank 0 failed too"):
         Outcome(2, failures=failures).values()
 

@@ -70,7 +70,7 @@ def started(program: Callable[..., Any], path: str) -> Any:
         try:
             return program(group)
         finally:
-            dist.barrier()  # nobody leaves while another one still asks
+            dist.barrier()  # no rank leaves while another one still asks
             STAGES.clear()
 
 
@@ -270,8 +270,8 @@ def test_a_stage_that_holds_a_collective_trains_as_one_process(worlds: Worlds, t
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    values, found_head, told = found
-    assert told == pytest.approx(losses, rel=1e-12)
+    values, found_head, reported = found
+    assert reported == pytest.approx(losses, rel=1e-12)
     assert losses[0] != pytest.approx(losses[-1], rel=1e-3)
     close(found_head, head.detach())
     for got, want in zip(values, [p for each in copies for p in each.parameters()], strict=True):
@@ -310,20 +310,20 @@ def awaits_a_failure(_: object) -> list[str]:
     rank = gm.axis().rank
     pending = gm.all_gather(torch.ones(1), async_op=True)
     asked = rpc.rpc_async(f"rank{1 - rank}", torch.reshape, (torch.ones(3), (2,)))
-    told = []
+    reported = []
     for wait in (lambda: torch.futures.wait_all([asked, pending.future()]), lambda: asked.then(abs).wait()):
         try:
             wait()
         except RuntimeError as error:
-            told.append(str(error))
-    return [*told, str(pending.wait().tolist())]
+            reported.append(str(error))
+    return [*reported, str(pending.wait().tolist())]
 
 
 def test_the_error_of_a_remote_call_leaves_the_collective_alone(processes: Processes, tmp_path: Path) -> None:
-    for told in on_ranks(processes(WORKERS), awaits_a_failure, tmp_path):
-        assert len(told) == 3
-        assert "shape '[2]' is invalid" in told[0]
-        assert told[-1] == "[1.0, 1.0]"
+    for reported in on_ranks(processes(WORKERS), awaits_a_failure, tmp_path):
+        assert len(reported) == 3
+        assert "shape '[2]' is invalid" in reported[0]
+        assert reported[-1] == "[1.0, 1.0]"
 
 
 # ---- The page --------------------------------------------------------------------------------------------------------
@@ -334,7 +334,7 @@ def test_the_error_of_a_remote_call_leaves_the_collective_alone(processes: Proce
 def test_the_pages_programs_print_what_it_says(tmp_path: Path, name: str, ranks: int) -> None:
     page = (Path(__file__).parent.parent / "docs" / "rpc.md").read_text()
     found = re.findall(r"```py\n((?:(?!```)[\s\S])*)```\n\n```console\n\$ ([^\n]*)\n([^\n]*\n)```", page)
-    ((program, told),) = ((code, told) for code, command, told in found if name in command)
+    ((program, reported),) = ((code, reported) for code, command, reported in found if name in command)
     (tmp_path / name).write_text(program)
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), name]
     done = subprocess.run(
@@ -351,4 +351,4 @@ def test_the_pages_programs_print_what_it_says(tmp_path: Path, name: str, ranks:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == told
+    assert done.stdout == reported

@@ -1,4 +1,4 @@
-"""same_as_single: parallel programs are what one process computes, and what is not is named by step, name and rank."""
+"""same_as_single: parallel programs equal one process, and a difference is named by step, name and rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plain scripts are what their first lines say: each wrong one is wrong, each right one right, by differences."""
+"""The plain scripts match their first lines: wrong ones are wrong, right ones right, by finite differences."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def a_group_that_is_over_says_so_or_works() -> object:
         lambda: gm.all_reduce(torch.ones(1), axis, dst=gm.R),
         lambda: gm.sizes(torch.ones(1), axis),
         lambda: gm.barrier(group),
-        lambda: gm.all_gather([1.0], group),  # type: ignore[type-var]  # wrong, and nobody is there to be told
+        lambda: gm.all_gather([1.0], group),  # type: ignore[type-var]  # wrong, on a group of one rank
     ]
     kinds = set()
     for call in calls:
@@ -139,8 +139,8 @@ def equal_parts_may_be_told_by_one_rank_alone() -> object:
     out = torch.empty(4)
     dist.all_to_all_single(out, torch.arange(4.0) + 10 * gm.rank(), parts, parts)
     x = torch.arange(4.0).view(2, 2)
-    told = (1, 1) if gm.rank() == 0 else None
-    y = gm.all_to_all(x + 10 * gm.rank(), split_dim=0, concat_dim=1, split_sizes=told)
+    sizes = (1, 1) if gm.rank() == 0 else None
+    y = gm.all_to_all(x + 10 * gm.rank(), split_dim=0, concat_dim=1, split_sizes=sizes)
     return out.tolist(), y.tolist()
 
 

@@ -793,7 +793,7 @@ def test_a_message_that_is_completed_is_in_the_receivers_tensor(ranks: Run) -> N
     assert ranks(work)[1] == [[0, 1], [2, 3], [4, 5]]
 
 
-# ---- calls that are begun, and waited for later
+# ---- async calls
 
 
 @pytest.mark.parametrize("count", [3, 1 << 20])

@@ -1,4 +1,4 @@
-"""The simulator: orders come back, every collective is seen, deadlocks are told, and one rank stands for many."""
+"""The simulator: reproducible orders, every collective recorded, deadlocks reported, one rank standing for many."""
 
 from __future__ import annotations
 
@@ -188,14 +188,14 @@ def test_ranks_with_the_same_pending_call_share_a_line_in_a_large_world() -> Non
 # -- what is seen
 
 
-def told(run: Simulation[Any], rank: int) -> list[tuple[object, ...]]:
+def recorded(run: Simulation[Any], rank: int) -> list[tuple[object, ...]]:
     return [(e.verb or e.op, e.axis, e.phase, e.payload, e.sent) for e in run.events.select(rank=rank)]
 
 
 def test_every_call_is_an_event_with_its_axis_bytes_pass_and_line() -> None:
     run = simulate(step, 4, mesh=MESH, seed=0)
     size = 4 * 3 * 8
-    assert told(run, 3) == [
+    assert recorded(run, 3) == [
         ("all_reduce", "inner", "forward", size, size),
         ("all_gather", "outer", "forward", size, size),
         ("all_to_all", "inner", "forward", 2 * size, size),

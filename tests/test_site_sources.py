@@ -105,8 +105,8 @@ def test_every_page_is_on_the_way_from_the_index() -> None:
 
 def test_every_public_name_has_a_place_in_the_reference() -> None:
     """The built pages are looked at in test_site."""
-    told = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.rst"))
-    placed = set(re.findall(r"\.\. auto(?:function|class|exception):: ([\w.]+)", told)) | set(texts.classes())
+    text = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.rst"))
+    placed = set(re.findall(r"\.\. auto(?:function|class|exception):: ([\w.]+)", text)) | set(texts.classes())
     for module in (gm, gm.verify, gm.nn, gm.nn.graph, gm.nn.fields):
         own = [name for name in module.__all__ if name not in placed and name not in gm.Type.__members__]
         assert [name for name in own if not inspect.ismodule(getattr(module, name))] == [], module.__name__

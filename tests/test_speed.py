@@ -1,4 +1,4 @@
-"""`benchmarks.speed`: what it times is right, and timed as it says. No test depends on how fast it runs."""
+"""`benchmarks.speed`: the timed programs are right, and timed as documented. No test depends on how fast it runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gradmesh.transport.memory import idle_bytes
 from tests.conftest import Run
 
 WRONG = {("functional collectives", "broadcast", "backward")}
-"""Its gradient is that of the own result, not the sum of all."""
+"""Its gradient is that of the local result, not the sum over the ranks."""
 
 
 def verdicts(

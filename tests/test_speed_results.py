@@ -136,19 +136,19 @@ def run(command: click.Command, *arguments: object) -> Result:
 def test_compare_passes_equal_runs_and_small_changes(tmp_path: Path) -> None:
     old, new = written(tmp_path / "a", made_up(KEPT)), written(tmp_path / "b", made_up(KEPT, shift=1.2))
     for other in (old, new):
-        told = run(compare, old, other)
-        assert told.exit_code == 0, told.output
-    assert "1.20" in told.output
+        result = run(compare, old, other)
+        assert result.exit_code == 0, result.output
+    assert "1.20" in result.output
 
 
 def test_compare_finds_a_regression(tmp_path: Path) -> None:
     old, new = written(tmp_path / "a", made_up(KEPT)), written(tmp_path / "b", made_up(KEPT, shift=1.3))
-    told = run(compare, old, new)
-    assert told.exit_code == 1
-    assert "1.30 slower" in told.stdout
+    result = run(compare, old, new)
+    assert result.exit_code == 1
+    assert "1.30 slower" in result.stdout
     cells = 2 * 2 * len(SIZES) * len(KEPT)
-    assert f"{cells} of {cells * len(VERBS)} cells have become slower" in told.stderr
-    assert "shift forward, 2 ranks, 4 B: 1.30 times" in told.stderr
+    assert f"{cells} of {cells * len(VERBS)} cells have become slower" in result.stderr
+    assert "shift forward, 2 ranks, 4 B: 1.30 times" in result.stderr
     assert run(compare, old, new, "--threshold", 1.4).exit_code == 0
     assert run(compare, new, old).exit_code == 0
 
@@ -162,20 +162,20 @@ def test_compare_can_look_at_one_system(tmp_path: Path) -> None:
 
 def test_compare_reports_another_machine(tmp_path: Path) -> None:
     other = dataclasses.replace(made_up(KEPT), machine={"CPU": "another", "torch": "2"})
-    told = run(compare, written(tmp_path / "a", made_up(KEPT)), written(tmp_path / "b", other))
-    assert told.exit_code == 0
-    assert "CPU: made up before, another now" in told.output
-    assert "torch" not in told.output.splitlines()[0]
+    result = run(compare, written(tmp_path / "a", made_up(KEPT)), written(tmp_path / "b", other))
+    assert result.exit_code == 0
+    assert "CPU: made up before, another now" in result.output
+    assert "torch" not in result.output.splitlines()[0]
 
 
 def test_compare_refuses_runs_without_a_common_cell(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="no cell in common"):
         changes(made_up({"MPI": 1.0}), made_up({OURS: 1.0}))
     paths = [written(tmp_path / name, made_up({name: 1.0})) for name in ("MPI", OURS)]
-    told = run(compare, *paths)
-    assert told.exit_code == 1
-    assert "no cell in common" in told.stderr
-    assert "Traceback" not in told.stderr
+    result = run(compare, *paths)
+    assert result.exit_code == 1
+    assert "no cell in common" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_tables_show_every_cell_and_the_floor_where_it_is_known() -> None:
@@ -215,9 +215,9 @@ def test_invalid_size_raises(text: str) -> None:
 
 @pytest.mark.parametrize("command", [speed, compare, modes], ids=lambda command: command.name)
 def test_the_commands_explain_themselves(command: click.Command) -> None:
-    told = run(command, "--help")
-    assert told.exit_code == 0
-    assert "--system" in told.output
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "--system" in result.output
 
 
 @pytest.mark.processes
@@ -236,17 +236,17 @@ def test_the_command_measures_shows_and_writes(tmp_path: Path) -> None:
         "--system",
         "gradmesh",
     ]
-    told = run(speed, *arguments, "--json", "-", "--write", tmp_path / "docs" / "bench.md")
-    assert told.exit_code == 0, told.output
-    data = json.loads(told.stdout)
+    result = run(speed, *arguments, "--json", "-", "--write", tmp_path / "docs" / "bench.md")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
     names = {each["contender"] for each in data["cells"]}
     assert {FLOOR_NAME, "gradmesh (gloo)", "gradmesh (threads)"} <= names
     assert {len(each["samples"]) for each in data["cells"]} == {2}
     assert {each["size"] for each in data["cells"]} == {4, 4096}
     assert data["machine"]["torch"] == torch.__version__
     assert [target["met"] for target in data["targets"]].count(None) == len(data["targets"])
-    assert "shift forward, 2 ranks" in told.stderr
-    assert re.search(r"^\[\d+/4\] ", told.stderr, re.MULTILINE)
+    assert "shift forward, 2 ranks" in result.stderr
+    assert re.search(r"^\[\d+/4\] ", result.stderr, re.MULTILINE)
     assert "--verb shift" in data["command"]
     assert (tmp_path / "docs" / "bench.png").exists()
     assert "](bench.png)" in (tmp_path / "docs" / "bench.md").read_text()

@@ -118,7 +118,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {"0": "column", "sizes": {"1": (2, 2)}},
         "sizes has patterns that are not in styles",
     ),
-    "sizes that are no cut": (
+    "sizes with a wrong sum": (
         lambda: nn.Sequential(nn.Linear(2, 4)),
         {"0": "column", "sizes": {"0": (2, 1)}},
         "sizes does not match the layer",

@@ -377,7 +377,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: gm.nn.RowParallelLinear(4, 3)(torch.ones(2, 4)),
         "split_input=True",
     ),
-    "sizes that are no cut": (
+    "sizes with a wrong sum": (
         lambda: gm.nn.ColumnParallelLinear(3, 4, sizes=(1, 1)),
         "sizes does not match the layer",
     ),

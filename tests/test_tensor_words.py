@@ -1,4 +1,4 @@
-"""Words of a vocabulary in parts: what they may be, and what is refused, on every rank alike."""
+"""A sharded vocabulary: accepted ids, and what raises, identically on every rank."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_words_may_be_int32_and_none_at_all(threads: Threads) -> None:
 def test_words_that_differ_between_ranks_are_found_by_a_full_check(threads: Threads) -> None:
     """Each rank has the loss of its own words otherwise: nothing that travels has another shape."""
 
-    def told() -> list[str]:
+    def messages() -> list[str]:
         target = TARGET if gm.rank() else TARGET.flip(0)
         layer = gm.nn.VocabParallelEmbedding(6, 3)
         with gm.check("full"):
@@ -74,12 +74,12 @@ def test_words_that_differ_between_ranks_are_found_by_a_full_check(threads: Thre
                 _refused(lambda: layer(target)),
             ]
 
-    for texts in threads(2)(told):
+    for texts in threads(2)(messages):
         assert all("declared the same on every rank, is not" in text for text in texts)
 
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
-    "ids that are no numbers": (
+    "non-numeric ids": (
         lambda: gm.nn.VocabParallelEmbedding(4, 2)(torch.tensor([0.0])),
         "got       torch.float32",
     ),
@@ -103,7 +103,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: gm.nn.ColumnParallelLinear(4, 2, sizes=3),  # type: ignore[arg-type]
         "sizes does not match the layer",
     ),
-    "sizes that are no numbers": (
+    "non-numeric sizes": (
         lambda: gm.nn.ColumnParallelLinear(4, 2, sizes="ab"),  # type: ignore[arg-type]
         "sizes does not match the layer",
     ),
@@ -111,11 +111,11 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: gm.nn.vocab_parallel_cross_entropy(X, TARGET, sizes=5),  # type: ignore[arg-type]
         "sizes does not match the ranks' vocabulary entries",
     ),
-    "logits that are no tensor": (
+    "non-tensor logits": (
         lambda: gm.nn.vocab_parallel_cross_entropy([1.0], TARGET),  # type: ignore[arg-type]
         "not a dense tensor",
     ),
-    "a target that is no tensor": (
+    "a non-tensor target": (
         lambda: gm.nn.vocab_parallel_cross_entropy(X, [0, 1, 5, 2]),  # type: ignore[arg-type]
         "one id for each token",
     ),
@@ -123,7 +123,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: gm.nn.vocab_parallel_cross_entropy(X.long(), TARGET),
         "floating-point",
     ),
-    "a smoothing that is no number": (
+    "a non-numeric smoothing": (
         lambda: gm.nn.vocab_parallel_cross_entropy(X, TARGET, label_smoothing="a"),  # type: ignore[arg-type]
         "label_smoothing is out of range",
     ),
@@ -135,7 +135,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: gm.nn.linear_cross_entropy(X, X[:3], TARGET, z_loss=-1.0),
         "z_loss is out of range",
     ),
-    "a state that is no tensor": (
+    "a non-tensor state": (
         lambda: gm.nn.load_dense_state_dict(gm.nn.ColumnParallelLinear(3, 4), {"weight": 3}),
         "does not have the dense layer's size",
     ),

@@ -19,7 +19,7 @@ from tests.lacking import FEATURES
 THREADS = {
     "threads",
     "attention",
-    "begun calls",
+    "async calls",
     "by hand",
     "forward mode on threads",
     "no_sync",
@@ -60,8 +60,8 @@ REFUSED: dict[str, set[str]] = {
     "torch.distributed.distributed_c10d._world": THREADS,
     "torch.distributed.distributed_c10d._World": THREADS,
     "torch._C._distributed_c10d._set_thread_isolation_mode": THREADS,
-    "torch.distributed.distributed_c10d._new_process_group_helper": {"attention", "begun calls"},
-    "torch.distributed.distributed_c10d._get_default_store": {"attention", "begun calls"},
+    "torch.distributed.distributed_c10d._new_process_group_helper": {"attention", "async calls"},
+    "torch.distributed.distributed_c10d._get_default_store": {"attention", "async calls"},
 }
 
 

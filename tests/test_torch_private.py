@@ -530,7 +530,7 @@ def _fsdp_tells() -> dict[str, Any]:
     found["its own"] = parameters is not None and list(parameters) == [id(sharded.weight)]
     wrapper.set_gradient_divide_factor(3.0)
     parameters = fsdp.fully_sharded(sharded)
-    found["told"] = parameters is not None and [divisor for divisor, _ in parameters.values()]
+    found["set"] = parameters is not None and [divisor for divisor, _ in parameters.values()]
     gathered: list[Any] = []
     sharded.register_forward_hook(lambda *_: gathered.append(sharded.weight))
     sharded(torch.ones(1, 2))
@@ -580,7 +580,7 @@ def test_averaging_wrappers_report_parameters_and_divisors(
             "not in the registry": False,
             "sharded": [1.0],
             "its own": True,
-            "told": [3.0],
+            "set": [3.0],
             "gathered": True,
             "over": True,
             "flat": True,
@@ -605,8 +605,8 @@ def _twin_of_two() -> tuple[int, str, float] | None:
     dist.all_reduce(x, group=made)
     assert dist.get_process_group_ranks(made) == [1, 3]
     assert dist.get_group_rank(made, 3) == 1
-    told = getattr(made, "timeout", None) or made._get_backend(torch.device("cpu")).options._timeout
-    seconds = told.total_seconds() if isinstance(told, timedelta) else told
+    limit = getattr(made, "timeout", None) or made._get_backend(torch.device("cpu")).options._timeout
+    seconds = limit.total_seconds() if isinstance(limit, timedelta) else limit
     return int(x.item()), dist.get_backend(made), seconds
 
 
@@ -668,7 +668,7 @@ def test_node_receives_its_leaf_and_gradient_use() -> None:
     Asks.apply(x.detach(), y).sum().backward()
     Asks.apply(x * 1, y).sum().backward()
     assert [leaf is x for leaf, _ in Asks.found] == [True] * 5 + [False] * 2
-    assert [told for _, told in Asks.found] == [True, True, False, False, False, None, None]
+    assert [flag for _, flag in Asks.found] == [True, True, False, False, False, None, None]
 
 
 def test_work_after_a_pass_may_go_backward_itself_and_is_left_out_if_the_pass_fails() -> None:

@@ -146,10 +146,10 @@ def test_ranks_take_the_steps_of_one_process(name: str, how: str, threads: Threa
         path, kept, moments = alone(name, seed, parts)
         assert kept
         assert name == "Rprop" or len(set(moments)) > 1
-        for found, held, told in threads(len(parts))(on_ranks, name, seed, parts, how):
+        for found, held, reported in threads(len(parts))(on_ranks, name, seed, parts, how):
             assert apart(found, path) < 1e-11, (seed, parts)
             assert apart(held, kept) < 1e-11, (seed, parts)
-            assert told == moments
+            assert reported == moments
 
 
 @pytest.mark.processes
@@ -208,7 +208,7 @@ def powers(z: Tensor) -> Tensor:
 
 
 def test_products_and_exchanges_of_complex_numbers(threads: Threads) -> None:
-    """What is no linear op of the registry."""
+    """Collectives that are not linear ops of the registry."""
 
     def data(rank: int) -> Tensor:
         draw = torch.Generator().manual_seed(rank)

@@ -1,4 +1,4 @@
-"""The seam: a transport of one's own carries every op, and which transport serves is decided in one place."""
+"""Transports: a custom one carries every op, and the transport is chosen in one place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Ranks = Callable[[int], Callable[..., list[Any]]]
 PACKAGE = Path(gm.__file__).parent
 
 
-# ---- a transport of one's own: letters in boxes ----------------------------------------------------------------------
+# ---- a custom transport: letters in boxes ---------------------------------------------------------------------------
 
 Box = queue.SimpleQueue[Any]
 BOXES: dict[object, Box] = defaultdict(queue.SimpleQueue)

@@ -36,10 +36,10 @@ def kinds(types: gm.Types) -> list[str]:
     return [finding.kind for finding in types.findings]
 
 
-def everywhere(told: list[Any]) -> Any:
+def everywhere(reported: list[Any]) -> Any:
     """What every rank says alike."""
-    assert all(one == told[0] for one in told), told
-    return told[0]
+    assert all(one == reported[0] for one in reported), reported
+    return reported[0]
 
 
 def test_leaves_are_observed_and_verbs_have_the_registrys_types(threads: Ranks) -> None:
@@ -56,8 +56,8 @@ def test_leaves_are_observed_and_verbs_have_the_registrys_types(threads: Ranks) 
             ]
             return [types.of(one)["world"] for one in made]
 
-    told = everywhere(threads(3)(body))
-    assert told == [gm.I, gm.V, gm.R, gm.V, gm.R, gm.I, gm.V, gm.I, gm.R, gm.V, gm.P, gm.R]
+    reported = everywhere(threads(3)(body))
+    assert reported == [gm.I, gm.V, gm.R, gm.V, gm.R, gm.I, gm.V, gm.I, gm.R, gm.V, gm.P, gm.R]
 
 
 def test_a_pending_sum_goes_through_what_is_linear_and_nothing_else(threads: Ranks) -> None:
@@ -66,15 +66,15 @@ def test_a_pending_sum_goes_through_what_is_linear_and_nothing_else(threads: Ran
             p = gm.convert(own(4), src=gm.V, dst=gm.P)
             r = gm.all_gather(own(1, seed=1))
             fine = [p * 2, p + p, p @ drawn(4, 4), p[1:3], torch.cat([p, p]), torch.zeros(4) + p, p * r.sum()]
-            told = [types.of(one)["world"] for one in fine]
+            reported = [types.of(one)["world"] for one in fine]
             p.exp()
             p * p
             p + 1
             p * own(4)
-        return told, kinds(types)
+        return reported, kinds(types)
 
-    told, found = everywhere(threads(3)(body))
-    assert set(told) == {gm.P}
+    reported, found = everywhere(threads(3)(body))
+    assert set(reported) == {gm.P}
     assert sorted(found) == [
         "counts-many-times",
         "nonlinear-on-partial",
@@ -94,8 +94,8 @@ def test_what_only_some_ranks_do_is_v_and_no_fault(threads: Ranks) -> None:
             y = w + 1 if gm.rank() == 0 else w + 2
             return [types.of(one)["world"] for one in (w, chosen, y, experts[0], w * 5)], kinds(types)
 
-    told, found = everywhere(threads(3)(body))
-    assert told == [gm.I, gm.V, gm.V, gm.R, gm.I]
+    reported, found = everywhere(threads(3)(body))
+    assert reported == [gm.I, gm.V, gm.V, gm.R, gm.I]
     assert not found
 
 
@@ -397,8 +397,8 @@ def test_assert_type_compares_bits_and_types(threads: Ranks) -> None:
             gm.assert_type(drawn(3).requires_grad_() * 2, gm.P)
             p = gm.assert_type(own(3), gm.P)
             r = gm.assert_type(drawn(3) * 2, gm.R)
-            told = [types.of(one)["world"] for one in (p, p * 2, r, r * p)]
-        return kinds(types), told
+            reported = [types.of(one)["world"] for one in (p, p * 2, r, r * p)]
+        return kinds(types), reported
 
     assert everywhere(threads(2)(inside)) == (["declared-otherwise"], [gm.P, gm.P, gm.R, gm.P])
 
@@ -447,8 +447,8 @@ def test_stages_with_different_programs_are_v_over_their_axis(threads: Ranks) ->
                 y = gm.replicate(w, "dp") @ drawn(4, seed=gm.rank("dp"))
                 y = y.tanh() if stage else y.exp()
                 y.sum().backward()
-                told = types.of(w), types.of(y)
-        return *told, kinds(types)
+                reported = types.of(w), types.of(y)
+        return *reported, kinds(types)
 
     assert everywhere(threads(4)(body)) == ({"pp": gm.V, "dp": gm.I}, {"pp": gm.V, "dp": gm.V}, [])
 
@@ -537,8 +537,8 @@ def ddp(wrapped: bool) -> tuple[object, int]:
             step.zero_grad()
             whole(own(4, 3)).square().mean().backward()
             step.step()
-        told = types.of(first.weight)["world"]
-    return told, len(types.findings)
+        reported = types.of(first.weight)["world"]
+    return reported, len(types.findings)
 
 
 def test_raw_collectives_and_user_functions_leave_what_is_the_same_on_threads(threads: Ranks) -> None:

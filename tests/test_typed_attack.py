@@ -27,7 +27,7 @@ def test_no_claim_about_many_random_programs_is_wrong() -> None:
 
 
 def test_a_claim_that_is_wrong_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operator that writes the rank into its result where nobody sees it."""
+    """An operator that writes the rank into its result unseen by the tracer."""
 
     def hidden(x: torch.Tensor) -> torch.Tensor:
         y = x * 1

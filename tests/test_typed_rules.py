@@ -105,8 +105,8 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_rule_is_refuted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text, told = WRONG[name]
-    monkeypatch.setattr(proof, "rule_of", lambda base, overload="": told)
+    text, known_rule = WRONG[name]
+    monkeypatch.setattr(proof, "rule_of", lambda base, overload="": known_rule)
     with pytest.raises(proof.RefutedError):
         proof.prove(name, text)
 

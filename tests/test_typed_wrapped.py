@@ -32,8 +32,8 @@ def functional_collectives() -> object:
         whole = functional.all_gather_tensor(x, 0, group)
         rows = functional.reduce_scatter_tensor(whole * 1.0, "sum", 0, group)
         same = gm.assert_type(functional.all_reduce(x, "sum", group), gm.R)
-        told = [str(types.of(one)["world"]) for one in (total, whole, rows, same)]
-    return told, type(total).__name__, [finding.short for finding in types.findings], types.notes
+        reported = [str(types.of(one)["world"]) for one in (total, whole, rows, same)]
+    return reported, type(total).__name__, [finding.short for finding in types.findings], types.notes
 
 
 def test_what_functional_collectives_return_has_a_type(worlds: Worlds) -> None:
@@ -52,12 +52,14 @@ def dtensors() -> object:
         pending = rows.t() @ rows
         assert isinstance(pending, DTensor)
         gm.assert_type(whole, {"tp": gm.R})
-        told = [str(types.of(one)["tp"]) for one in (rows, whole, pending.redistribute(mesh, [Replicate()]))]
+        reported = [
+            str(types.of(one)["tp"]) for one in (rows, whole, pending.redistribute(mesh, [Replicate()]))
+        ]
         try:
             gm.assert_type(rows, {"tp": gm.R})
         except gm.TypeMismatchError as error:
-            told.append(str(error).splitlines()[0])
-    return told, types.findings
+            reported.append(str(error).splitlines()[0])
+    return reported, types.findings
 
 
 def test_dtensor_has_the_type_of_its_local_shard(worlds: Worlds) -> None:
@@ -69,14 +71,14 @@ def trained(wrap: Callable[[nn.Module], nn.Module], sharded: bool) -> object:
     torch.manual_seed(0)
     model = wrap(nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with gm.typed() as types:
             for _ in range(2):
                 optimizer.zero_grad()
                 model(own(4, 6)).square().mean().backward()
                 optimizer.step()
-    assert not [one for one in told if "data pointer" in str(one.message)]
+    assert not [one for one in caught if "data pointer" in str(one.message)]
     parts = {type(parameter) is nn.Parameter for parameter in model.parameters()}
     return parts == {not sharded}, [finding.short for finding in types.findings]
 

@@ -455,5 +455,5 @@ def test_write_through_a_view_is_reported_with_its_line(threads: Ranks) -> None:
             for one in types.findings
         ]
 
-    told = threads(2)(body)
-    assert told == [[("aten.copy_", "y[1] = same(3)", "P[4, 3], R[3]", "")]] * 2
+    writes = threads(2)(body)
+    assert writes == [[("aten.copy_", "y[1] = same(3)", "P[4, 3], R[3]", "")]] * 2

@@ -1,4 +1,4 @@
-"""What a type checker says: right calls pass, and what a verb refuses when it runs is refused before."""
+"""Type checkers: right calls pass, and calls that raise at run time are rejected."""
 
 from __future__ import annotations
 

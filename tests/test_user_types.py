@@ -32,8 +32,8 @@ def program(tmp_path: Path) -> Path:
 def test_mypy_infers_the_return_types_of_the_verbs(program: Path) -> None:
     command = [sys.executable, "-m", "mypy", "--strict", program.name]
     done = subprocess.run(command, cwd=program.parent, capture_output=True, text=True, check=False)
-    told = [line.split('"')[1] for line in done.stdout.splitlines() if "Revealed type" in line]
-    plain = [text.replace("torch._tensor.", "").replace("builtins.", "") for text in told]
+    revealed = [line.split('"')[1] for line in done.stdout.splitlines() if "Revealed type" in line]
+    plain = [text.replace("torch._tensor.", "").replace("builtins.", "") for text in revealed]
     assert (done.returncode, plain) == (0, list(REVEALED.values())), done.stdout
 
 
@@ -41,5 +41,7 @@ def test_mypy_infers_the_return_types_of_the_verbs(program: Path) -> None:
 def test_pyright_infers_the_return_types_of_the_verbs(program: Path) -> None:
     command = ["pyright", "--pythonpath", sys.executable, program.name]
     done = subprocess.run(command, cwd=program.parent, capture_output=True, text=True, check=False)
-    told = [line.rsplit(' is "', 1)[1].rstrip('"') for line in done.stdout.splitlines() if "Type of" in line]
-    assert (done.returncode, told) == (0, list(REVEALED.values())), done.stdout
+    revealed = [
+        line.rsplit(' is "', 1)[1].rstrip('"') for line in done.stdout.splitlines() if "Type of" in line
+    ]
+    assert (done.returncode, revealed) == (0, list(REVEALED.values())), done.stdout

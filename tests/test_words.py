@@ -54,11 +54,11 @@ def test_ops_that_differ_have_different_words_and_equal_ones_equal_words() -> No
 
 
 def test_every_rank_says_the_same_of_the_same_call() -> None:
-    def told(rank: int) -> list[str]:
+    def texts(rank: int) -> list[str]:
         return [op.called for op in ops(rank) if op.sends and not op.rank_local_fields]
 
-    # What these ops are told holds for all ranks.
-    assert told(0) == told(1) == told(2)
+    # The parameters of these ops are the same on all ranks.
+    assert texts(0) == texts(1) == texts(2)
 
 
 def test_what_travels_is_among_the_words() -> None:

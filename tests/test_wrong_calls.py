@@ -1,4 +1,4 @@
-"""Wrong calls, of all ranks and of one alone: a clear error on every rank, nobody waits, and the next call is right."""
+"""Wrong calls, on all ranks and on one: a clear error on every rank, no hang, and the next call works."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refused(table: Table, rank: int) -> list[str]:
 
 
 def heard(table: Table) -> list[str]:
-    """The cases in which rank 1, which was right, did not hear what rank 0 did wrong, or heard of what it need not."""
+    """The cases in which rank 1, which was right, was not notified of the error of rank 0, or needlessly."""
     wanted: dict[str, Callable[[Case], str]] = {
         "now": lambda case: f" in <lambda>: gradmesh.{case.verb}: ",
         "next": lambda case: f", after {case.verb}(",

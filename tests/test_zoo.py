@@ -1,4 +1,4 @@
-"""The checks of `gradmesh.verify` name what is wrong with wrong programs, and nothing about right ones."""
+"""The checks of `gradmesh.verify` name the fault of wrong programs, and report nothing about right ones."""
 
 from __future__ import annotations
 

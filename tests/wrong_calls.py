@@ -29,7 +29,7 @@ class Case:
         verb: the verb that the error names.
         wrong: makes it.
         right: the call that the others make in its place.
-        heard: when the others hear of it: "now", as they wait for the call; with the "next" call that they wait for; or
+        heard: when the others are notified: "now", at their wait for the call; with their "next" waited call; or
             "never", as the call sends nothing in either direction.
     """
 

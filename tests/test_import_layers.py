@@ -12,7 +12,7 @@ import gradmesh
 
 PACKAGE = Path(gradmesh.__file__).parent
 
-FLOORS = (
+LAYERS = (
     (
         "_torch",
         "bounded_cache",
@@ -49,12 +49,12 @@ FLOORS = (
     ("explaining",),
     ("cli",),
 )
-"""The rooms from the ground up: a file imports from its own room and from the floors below it alone."""
+"""The layers from the bottom up: a file imports only from its package and from packages of lower layers."""
 
-ROOFS = {"__init__", "__main__"}
-"""What only puts the rooms' names together."""
+ROOT = {"__init__", "__main__"}
+"""Modules that only re-export the packages' names."""
 
-FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 
 
 def files() -> list[Path]:
@@ -67,7 +67,7 @@ def module_of(file: Path) -> tuple[str, ...]:
 
 
 def imports(file: Path) -> list[tuple[int, tuple[str, ...]]]:
-    """What a file imports of the package, each with its line; imports inside of functions too."""
+    """The gradmesh imports of a file with their lines, including those inside of functions."""
     found = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "gradmesh":
@@ -87,14 +87,14 @@ def imports(file: Path) -> list[tuple[int, tuple[str, ...]]]:
     return found
 
 
-def is_for_types_alone(file: Path, line: int) -> bool:
-    """Whether an import stands under `if TYPE_CHECKING`, so that it is none when the program runs."""
+def is_for_typing_only(file: Path, line: int) -> bool:
+    """Whether an import is under `if TYPE_CHECKING`, so that it does not run."""
     return any(guard.lineno <= line <= (guard.end_lineno or guard.lineno) for guard in guards(file))
 
 
 @functools.cache
 def guards(file: Path) -> list[ast.If]:
-    """What stands under `if TYPE_CHECKING`."""
+    """The `if TYPE_CHECKING` statements of a file."""
     return [
         node
         for node in ast.walk(ast.parse(file.read_text()))
@@ -103,33 +103,35 @@ def guards(file: Path) -> list[ast.If]:
 
 
 def test_every_package_has_a_layer() -> None:
-    rooms = {module_of(file)[0] for file in files()} - ROOFS
-    assert rooms <= set(FLOOR), rooms - set(FLOOR)
+    packages = {module_of(file)[0] for file in files()} - ROOT
+    assert packages <= set(LAYER), packages - set(LAYER)
 
 
 @pytest.mark.parametrize("file", files(), ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_no_import_runs_upward_or_sideways(file: Path) -> None:
-    room = module_of(file)[0]
-    if room in ROOFS:
+def test_imports_point_downward(file: Path) -> None:
+    package = module_of(file)[0]
+    if package in ROOT:
         return
     for line, path in imports(file):
-        if not path:  # the names of the roof, which are all there
-            assert FLOOR[room] > FLOOR["collectives"], f"{file.name}:{line}: {room} imports the roof"
+        if not path:  # names re-exported by the root package
+            assert LAYER[package] > LAYER["collectives"], (
+                f"{file.name}:{line}: {package} imports the root package"
+            )
             continue
         there = path[0]
-        assert there in FLOOR, f"{file.name}:{line} imports gradmesh.{there}, which is no room"
-        below = FLOOR[there] < FLOOR[room] or there == room or FLOOR[there] == FLOOR[room] == 0
-        assert below, f"{file.name}:{line}: {room} imports {there}"
+        assert there in LAYER, f"{file.name}:{line} imports gradmesh.{there}, which is not listed"
+        below = LAYER[there] < LAYER[package] or there == package or LAYER[there] == LAYER[package] == 0
+        assert below, f"{file.name}:{line}: {package} imports {there}"
 
 
 def test_imports_have_no_cycle() -> None:
-    """Not between files of one room either."""
+    """Not between files of one package either."""
     names = {".".join(module_of(file)): file for file in files()}
     graph = {
         name: {
             found
             for line, path in imports(file)
-            if (found := ".".join(path)) in names and found != name and not is_for_types_alone(file, line)
+            if (found := ".".join(path)) in names and found != name and not is_for_typing_only(file, line)
         }
         for name, file in names.items()
     }
