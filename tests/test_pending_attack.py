@@ -27,7 +27,7 @@ def pools() -> Iterator[Pools]:
 
 
 @pytest.mark.timeout(120)
-def test_programs_with_calls_that_are_begun_are_right_or_refused(pools: Pools) -> None:
+def test_programs_with_async_calls_are_right_or_raise(pools: Pools) -> None:
     summary = attack(70, pools, seed=SEED, pending=SHARE)
     assert not summary.findings, str(summary)
     right = sum(n for (_, kind), n in summary.counts.items() if kind == "right")
