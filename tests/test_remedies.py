@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,27 @@ def odd_sequence_scattered() -> None:
     net.add_module("down", nn.Linear(8, 4))
     gm.nn.tensor_parallel(net, {"down": "row"}, sequence_dim=0)
     net(torch.ones(7, 4))
+
+
+def attention(layer: Callable[..., Tensor], **options: Any) -> Tensor:
+    q = torch.ones(1, 2, 5 - gm.rank(), 4)
+    return layer(q, q, q, **options)
+
+
+def micro_batches_that_differ() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    for micro_batch in range(last := 3 - gm.rank()):
+        with contextlib.nullcontext() if micro_batch == last - 1 else gm.no_sync():
+            loss = gm.objective(gm.replicate(weight).sum(), weights=1, total=5)
+        loss.backward()
+
+
+def result_left_unused() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = gm.all_gather(x)
+    if gm.rank() == 0:
+        y.sum().backward()
+    gm.all_reduce(torch.ones(3), dst=gm.I)
 
 
 CASES: dict[str, tuple[Callable[[], object], tuple[str, ...], tuple[str, ...]]] = {
@@ -105,6 +127,36 @@ CASES: dict[str, tuple[Callable[[], object], tuple[str, ...], tuple[str, ...]]] 
     "shards that are not balanced": (
         lambda: gm.all_gather(torch.ones(3 + gm.rank()), sizes="balanced"),
         ('sizes="auto"', "sizes=(3, 4)"),
+        (),
+    ),
+    "ring attention of different shards": (
+        lambda: attention(gm.nn.ring_attention),
+        ('sizes="auto"', "sizes=(5, 4)"),
+        ("same shape",),
+    ),
+    "ulysses attention of different shards": (
+        lambda: attention(gm.nn.ulysses_attention),
+        ('sizes="auto"', "sizes=(5, 4)"),
+        ("same call",),
+    ),
+    "ring attention with sizes that are not true": (
+        lambda: attention(gm.nn.ring_attention, sizes=(4, 5)),
+        ("number of keys", 'sizes="auto"'),
+        ("sizes=(",),
+    ),
+    "different numbers of steps": (
+        lambda: gm.objective(torch.ones((), requires_grad=True), steps=3 - gm.rank()),
+        ("the same arguments to objective",),
+        ("shape",),
+    ),
+    "different numbers of micro-batches": (
+        micro_batches_that_differ,
+        ("the same number of micro-batches", "weights=0"),
+        ("replicate", "shape"),
+    ),
+    "a result that one rank does not use": (
+        result_left_unused,
+        ("gradmesh.ordered()", "gradmesh.backward(loss)"),
         (),
     ),
     "avg": (lambda: gm.all_reduce(torch.ones(2), op="avg", dst=gm.R), ('op="mean"',), ()),  # type: ignore[call-overload]

@@ -59,8 +59,8 @@ TANGENT = "the tangent of"
 _ROLE_NUMBER = {"": 0, BACKWARD: 1, TANGENT: 2}
 
 _ORDERED = (
-    "run forward and backward inside `with gradmesh.ordered():`, where every rank runs the backward of every call in "
-    "the same order, also where its loss does not use the result"
+    "run forward and backward inside `with gradmesh.ordered():`, and end the block with gradmesh.backward(loss) on every "
+    "rank: it runs the backward of every call in the same order, also where the loss does not use the result"
 )
 _OUTSIDE = (
     "use every result of that autograd.Function on every rank (loss + 0 * y.sum()), or call the collective outside of "
@@ -327,6 +327,12 @@ class OpCallCheck(CallCheck):
         if any(f", {BACKWARD} call " in said for said in words):
             expected = "the backward of the same call on every rank, in the same order"
             remedy = _ORDERED
+        elif 0 < sum(_DEFERRED_CALL in said for said in words) < len(words):
+            expected = "the same number of micro-batches on every rank"
+            remedy = (
+                "run the same number of micro-batches on every rank, with a zero loss (in gm.objective, weights=0) where "
+                "a rank has no data; leave the no_sync() block for the same micro-batch on every rank"
+            )
         elif len({_preceding(said) for said in words}) > 1:
             expected = (
                 "the same calls on every rank, including preceding replicate, shard and convert (which do not "
@@ -350,7 +356,9 @@ class OpCallCheck(CallCheck):
 
 
 _SAME_OPERANDS = "the same call, with operands of the same dtype and sizes, on every rank"
+_DEFERRED_CALL = "made of reductions deferred by no_sync()"
 _CALL = re.compile(r"(\w+)\((.*?)\) of (\w+)\[([\d, ]*)\]")
+_QUERIES = re.compile(r"made of nn\.ulysses_attention\(.*, sizes=equal.*\), query_sizes=\((\d+)(?:, \1)*\) with ")
 _PLACES = re.compile(r" at \S+:\d+ in \S+")
 
 
@@ -361,6 +369,9 @@ def _preceding(said: str) -> str:
 
 def _remedy(words: Sequence[str]) -> str:
     """The remedy for calls that differ."""
+    if len(queries := [found[1] for found in map(_QUERIES.search, words) if found]) == len(words):
+        each = tuple(map(int, queries))
+        return f'if the sizes differ on purpose, pass sizes="auto" or sizes={each}; otherwise make them equal'
     calls = [found.groups() for found in map(_CALL.match, words) if found is not None]
     if len(calls) < len(words):  # a call without an operand, or an error on some rank
         return "fix the error reported above, or make the same call on every rank"
@@ -374,10 +385,13 @@ def _remedy(words: Sequence[str]) -> str:
         return "pass the same arguments on every rank"
     if len(dtypes) > 1:
         return "convert the operand to one dtype on every rank"
+    if len({call[3] for call in calls}) == 1 and (origin := re.search(r", made of ([\w.]+)\(", words[0])):
+        return f"pass the same arguments to {origin[1]} on every rank"
     sizes = [[int(size) for size in call[3].split(",") if size.strip()] for call in calls]
     differ = [dim for dim, each in enumerate(zip(*sizes, strict=False)) if len(set(each)) > 1]
-    along = re.search(r"\bdim=(\d+)", calls[0][1])
-    if "sizes=equal" in calls[0][1] and along is not None and differ == [int(along[1])]:
+    text = words[0].partition(" at ")[0]  # of a layer, `sizes` is in the part after "made of"
+    along = re.search(r"\bdim=(\d+)", text)
+    if "sizes=equal" in text and along is not None and differ == [int(along[1])]:
         each = tuple(one[differ[0]] for one in sizes)
         if verbs <= {"reduce_scatter", "shard"}:
             return f"pass a tensor of the same size along dim {differ[0]} on every rank"

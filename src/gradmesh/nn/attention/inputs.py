@@ -108,6 +108,8 @@ class AttentionInputs:
                 remedy="pass a Python number; to learn the scale, multiply q by a parameter and pass scale=1.0",
             )
         text = f"{causal=}, order={chosen!r}, scale={float(factor):.9g}, lengths={_shown(documents)}"
+        if all(size == keys[0] for size in keys):
+            text += ", dim=2, sizes=equal"
         signature = f"{verb}({text}; q of {q.shape[1]} heads, k of {k.shape[3]} features)"
         return cls(call.axis, rows, keys, chosen, causal, documents, float(factor), signature)
 
@@ -125,12 +127,12 @@ def _pieces(order: Order, sizes: tuple[int, ...]) -> tuple[tuple[Piece, ...], ..
 def _check_size(call: Call, name: str, unit: str, sizes: tuple[int, ...], size: int) -> None:
     rank = call.axis.rank
     if sizes[rank] != size:
-        true = (*sizes[:rank], size, *sizes[rank + 1 :])
         call.fail(
             f"{name} does not match this rank's number of {unit}",
             expected=f"{sizes[rank]} {unit}, from {name}={sizes}",
             got=f"{size} {unit}",
-            remedy=f'pass the true sizes, e.g. {name}={true}, or {name}="auto" to exchange them',
+            remedy=f"pass each rank's number of {unit} as {name}, here {size} for rank {rank}, or {name}=\"auto\" to "
+            "exchange them",
             kind=ShapeError,
         )
 

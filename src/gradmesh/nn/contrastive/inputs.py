@@ -129,8 +129,8 @@ class LossInputs:
                     "sizes does not match this rank's number of samples",
                     expected=f"sizes[{rank}] == {self.rows}, the number of rows",
                     got=f"sizes={each}",
-                    remedy=f"pass the true sizes, e.g. sizes={(*each[:rank], self.rows, *each[rank + 1 :])}, "
-                    'or sizes="auto" to exchange them',
+                    remedy=f"pass each rank's number of samples as sizes, here {self.rows} for rank {rank}, or "
+                    'sizes="auto" to exchange them',
                 )
             return each
         self._call.refuse_compiled(
