@@ -85,9 +85,9 @@ CASES: dict[str, tuple[Callable[[], object], tuple[str, ...], tuple[str, ...]]] 
     "shards of different sizes after replicate": (
         gathered_after_replicate,
         ('sizes="auto"', "sizes=(4, 3)"),
-        ("replicate and shard",),
+        ("replicate, shard and convert",),
     ),
-    "replicate on one rank alone": (replicated_on_one_rank, ("replicate and shard",), ("sizes=",)),
+    "replicate on one rank alone": (replicated_on_one_rank, ("replicate, shard and convert",), ("sizes=",)),
     "different verbs": (different_verbs, ("the same call on every rank",), ("sizes=(", '"auto"')),
     "different arguments": (
         lambda: gm.all_gather(torch.ones(2, 2), dim=gm.rank()),
@@ -172,7 +172,7 @@ CASES: dict[str, tuple[Callable[[], object], tuple[str, ...], tuple[str, ...]]] 
     ),
     "another op": (
         lambda: gm.all_reduce(torch.ones(2), op="median", dst=gm.R),  # type: ignore[call-overload]
-        ("choose op",),
+        ("pass op='sum'",),
         ('op="mean"',),
     ),
 }

@@ -59,8 +59,8 @@ TANGENT = "the tangent of"
 _ROLE_NUMBER = {"": 0, BACKWARD: 1, TANGENT: 2}
 
 _ORDERED = (
-    "run forward and backward inside `with gradmesh.ordered():`, and end the block with gradmesh.backward(loss) on every "
-    "rank: it runs the backward of every call in the same order, also where the loss does not use the result"
+    "run forward and backward inside `with gradmesh.ordered():`, and end the block with gradmesh.backward(loss) on "
+    "every rank: it runs the backward of every call in the same order, also where the loss does not use the result"
 )
 _OUTSIDE = (
     "use every result of that autograd.Function on every rank (loss + 0 * y.sum()), or call the collective outside of "
@@ -330,8 +330,8 @@ class OpCallCheck(CallCheck):
         elif 0 < sum(_DEFERRED_CALL in said for said in words) < len(words):
             expected = "the same number of micro-batches on every rank"
             remedy = (
-                "run the same number of micro-batches on every rank, with a zero loss (in gm.objective, weights=0) where "
-                "a rank has no data; leave the no_sync() block for the same micro-batch on every rank"
+                "run the same number of micro-batches on every rank, with a zero loss (in gm.objective, weights=0) "
+                "where a rank has no data; leave the no_sync() block for the same micro-batch on every rank"
             )
         elif len({_preceding(said) for said in words}) > 1:
             expected = (
@@ -358,7 +358,9 @@ class OpCallCheck(CallCheck):
 _SAME_OPERANDS = "the same call, with operands of the same dtype and sizes, on every rank"
 _DEFERRED_CALL = "made of reductions deferred by no_sync()"
 _CALL = re.compile(r"(\w+)\((.*?)\) of (\w+)\[([\d, ]*)\]")
-_QUERIES = re.compile(r"made of nn\.ulysses_attention\(.*, sizes=equal.*\), query_sizes=\((\d+)(?:, \1)*\) with ")
+_QUERIES = re.compile(
+    r"made of nn\.ulysses_attention\(.*, sizes=equal.*\), query_sizes=\((\d+)(?:, \1)*\) with "
+)
 _PLACES = re.compile(r" at \S+:\d+ in \S+")
 
 

@@ -131,7 +131,7 @@ def _check_size(call: Call, name: str, unit: str, sizes: tuple[int, ...], size: 
             f"{name} does not match this rank's number of {unit}",
             expected=f"{sizes[rank]} {unit}, from {name}={sizes}",
             got=f"{size} {unit}",
-            remedy=f"pass each rank's number of {unit} as {name}, here {size} for rank {rank}, or {name}=\"auto\" to "
+            remedy=f'pass each rank\'s number of {unit} as {name}, here {size} for rank {rank}, or {name}="auto" to '
             "exchange them",
             kind=ShapeError,
         )
