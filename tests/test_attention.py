@@ -283,7 +283,7 @@ WRONG: dict[str, tuple[Callable[[list[Tensor]], list[Tensor]], dict[str, Any], s
         "causal= and lengths= need as many queries as keys",
     ),
     "order": (lambda x: x, {"order": "spiral"}, "'plain', 'zigzag'"),
-    "causal": (lambda x: x, {"causal": 1}, "causal is not a bool"),
+    "causal": (lambda x: x, {"causal": 1}, "causal must be a bool"),
     "scale": (lambda x: x, {"scale": "1"}, "scale must be a float or None"),
     "sizes": (lambda x: x, {"sizes": (1, 5)}, "sizes does not match this rank's number of keys"),
     "lengths": (lambda x: x, {"lengths": (2, 2)}, "add up to 6"),

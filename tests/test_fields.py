@@ -352,7 +352,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: gm.nn.SpectralConv(2, 1, 1, axis=(None, None), dim=(2, 3))(X),  # type: ignore[arg-type]
         "axis argument",
     ),
-    "no modes": (lambda: gm.nn.SpectralConv(2, 1, 0), "no modes to keep"),
+    "no modes": (lambda: gm.nn.SpectralConv(2, 1, 0), "modes must be positive"),
 }
 
 

@@ -149,7 +149,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "a dim twice": (lambda: fields.fftn(X, dims=(0, 0)), "has repeated dims, or a wrong length"),
     "two dims for one axis": (lambda: fields.fftn(X, out_dim=(0, 1)), "has repeated dims, or a wrong length"),
     "no other dim": (lambda: fields.fftn(X[0]), "all dims are sharded"),
-    "another norm": (lambda: fields.fftn(X[: gm.rank()], sizes=(0, 1), norm="no"), "norm is not one"),  # type: ignore[arg-type]
+    "another norm": (lambda: fields.fftn(X[: gm.rank()], sizes=(0, 1), norm="no"), "norm must be"),  # type: ignore[arg-type]
     "halves": (lambda: fields.fftn(X[: gm.rank()].half(), sizes=(0, 1)), "unsupported dtype"),
     "no points": (
         lambda: fields.irfftn(X[: gm.rank()], sizes=(0, 1), n=0),

@@ -412,7 +412,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "another reduction": (
         lambda: fields.bce_with_logits(torch.ones(2), torch.ones(2), reduction="batchmean"),  # type: ignore[arg-type]
-        "reduction is not one",
+        "reduction must be 'mean' or 'sum'",
     ),
     "offsets twice": (
         lambda: fields.spdiags(torch.ones(2, 1), torch.tensor([0, 0]), (2, 2)),
@@ -436,7 +436,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a block layout": (
         lambda: fields.spdiags(torch.ones(1, 1), [0], (2, 2), layout=torch.sparse_bsr),
-        "layout is not one",
+        "layout must be torch.sparse_coo or",
     ),
     "a sparse range beyond the end": (
         lambda: fields.narrow_copy(torch.ones(2).to_sparse(), 0, 3, 2),

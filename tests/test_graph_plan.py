@@ -602,7 +602,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"shape \(3,\)",
     ),
     "a number for rows": (lambda: plan().exchange(torch.tensor(1.0)), r"shape \(\)"),
-    "no tensor": (lambda: plan().exchange([1.0, 2.0]), "not a dense tensor"),  # type: ignore[call-overload]
+    "no tensor": (lambda: plan().exchange([1.0, 2.0]), "must be a dense tensor"),  # type: ignore[call-overload]
     "rows too few to gather on one rank": (lambda: plan().gather(torch.ones(2 + gm.rank())), r"shape \(3,\)"),
     "rows too few to pool on one rank": (lambda: plan().pool(torch.ones(2 + gm.rank())), r"shape \(3,\)"),
     "structures that are none": (

@@ -71,7 +71,7 @@ def test_non_op_or_non_tensor_raises_a_library_error(threads: Ranks) -> None:
     def wrong() -> None:
         with pytest.raises(gm.ArgumentError, match="apply: the op is not a LinearOp"):
             gm.apply(torch.ones(2), Mirror(gm.axis()))  # type: ignore[arg-type]
-        with pytest.raises(gm.ArgumentError, match="mirror: the operand is not a dense tensor"):
+        with pytest.raises(gm.ArgumentError, match="mirror: the operand must be a dense tensor"):
             gm.apply(Mirror(gm.axis()), [1.0])  # type: ignore[arg-type]
 
     threads(2)(wrong)

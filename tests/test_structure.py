@@ -208,7 +208,7 @@ WRONG: dict[str, tuple[type[gm.GradmeshError], str, Callable[[], object]]] = {
     ),
     "sparse": (
         gm.ArgumentError,
-        r"not a dense tensor(.|\n)*operand   x\[1\]",
+        r"must be a dense tensor(.|\n)*operand   x\[1\]",
         lambda: gm.replicate([torch.ones(2), torch.ones(2).to_sparse()]),
     ),
     "sizes": (
