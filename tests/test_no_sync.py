@@ -315,7 +315,9 @@ def ranks_that_part() -> str:
 
 def test_ranks_with_different_deferred_sums_raise(threads: Ranks) -> None:
     for text in threads(2)(ranks_that_part):
-        assert "reductions deferred by no_sync(): all_gather(dim=0, dst=gm.R, sizes=equal) of float32[2]" in text
+        assert (
+            "reductions deferred by no_sync(): all_gather(dim=0, dst=gm.R, sizes=equal) of float32[2]" in text
+        )
         assert "replicate() of float32[3]" in text
 
 

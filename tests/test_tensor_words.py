@@ -75,7 +75,7 @@ def test_words_that_differ_between_ranks_are_found_by_a_full_check(threads: Thre
             ]
 
     for texts in threads(2)(messages):
-        assert all("dst=gm.I promises the same gradient on every rank" in text for text in texts)
+        assert all("a gm.I operand has to be the same on every rank" in text for text in texts)
 
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {

@@ -125,7 +125,7 @@ def with_names(x: TensorT, given: Names | None) -> TensorT:
 def show_names(given: Names) -> str:
     """Names as text.
 
-    >>> said(("N", None))
+    >>> show_names(("N", None))
     'dims N, _'
     """
     return f"dims {', '.join('_' if name is None else name for name in given)}"

@@ -61,4 +61,6 @@ class _Hook:
         shown = shortened(error)
         if isinstance(error, RankError):  # its text has the rank's traceback
             shown.__cause__, shown.__suppress_context__ = None, True
-        print("".join(shown.format()) + _HINT, end="", file=sys.stderr)
+        with PARSING:
+            text = "".join(shown.format())
+        print(text + _HINT, end="", file=sys.stderr)

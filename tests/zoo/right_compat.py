@@ -27,7 +27,12 @@ def same() -> Tensor:
 
 
 def add(
-    module: str, name: str, fn: Function, draw: Operand, prepare: Callable[[], object] | None = None
+    module: str,
+    name: str,
+    fn: Function,
+    draw: Operand,
+    prepare: Callable[[], object] | None = None,
+    **options: Any,
 ) -> None:
     """Add a drop-in: it is called with one operand, after what it needs has been prepared."""
 
@@ -37,7 +42,7 @@ def add(
         return fn, (draw(),)
 
     build.__name__ = f"{module}_{name}"
-    right("audit", f"gradmesh.compat.{module}: {name}")(build)
+    right("audit", f"gradmesh.compat.{module}: {name}", **options)(build)
 
 
 def groups() -> None:
@@ -83,10 +88,11 @@ GP_UTILS: dict[str, tuple[Function, Operand]] = {
         gp_utils.gather_from_model_parallel_region_sum_grad,
         varying,
     ),
-    "scale_backward_grad": (gp_utils.scale_backward_grad, same),
 }
 for name, (function, draw) in GP_UTILS.items():
     add("gp_utils", name, function, draw, groups)
+# Its gradient has to be the same on every rank, which no audit expects unless asked.
+add("gp_utils", "scale_backward_grad", gp_utils.scale_backward_grad, same, groups, arrow="I -> P")
 
 
 def needed_rows(x: Tensor) -> Tensor:

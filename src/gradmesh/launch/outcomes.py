@@ -14,6 +14,7 @@ import torch
 
 from gradmesh.backends.messages import RETURNED_REMEDY
 from gradmesh.errors import AbortedError, DeadlockError, GradmeshError, RankError, message
+from gradmesh.stacks import PARSING
 from gradmesh.tracebacks import shortened
 from gradmesh.world import TIMEOUT
 
@@ -88,7 +89,8 @@ class Failure:
         """Describe an exception of a rank, without the launcher's frames."""
         error.__traceback__ = _outside(error.__traceback__)
         shown = shortened(error)
-        text = "".join(shown.format())
+        with PARSING:  # formatting parses the lines of the frames
+            text, frames = "".join(shown.format()), "".join(shown.stack.format())
         # The message of a gradmesh error without a cause is already shown above the traceback.
         message_shown = (
             isinstance(error, GradmeshError)
@@ -100,7 +102,7 @@ class Failure:
             kind=type(error).__name__,
             text=str(error),
             traceback=text,
-            frames="".join(shown.stack.format()) if message_shown else "",
+            frames=frames if message_shown else "",
             cause=error,
             secondary=isinstance(error, AbortedError)
             or (isinstance(error, RuntimeError | OSError) and _LOST_PEER.search(str(error)) is not None),
