@@ -29,6 +29,7 @@ UNDIFFERENTIATED = {
     "flat_master_shards": "an optimizer of copies",
     "float32_masters": "an optimizer of copies, and bfloat16",
     "fsdp1": "parameters that are views of a flat one",
+    "fsdp1_small_shards": "parameters that are views of a flat one, and its clip_grad_norm_ takes no float64",
     "sparse_embedding": "sparse gradients",
     "torch_pipelining": "micro-batches whose losses another rank computes",
     "loader_with_workers": "a loop over batches of workers",

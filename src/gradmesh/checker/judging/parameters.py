@@ -194,6 +194,18 @@ def _parts_of(
         for leaf in left
     ]
     pieced |= {id(param) for pieces in covers for param, _ in pieces}
+    unclear = set[int]()
+    for param, numbers in copies:  # what is too small, or too much alike, to be found by its numbers alone
+        if id(param) in pieced or any(truth.gradients[rank].get(number) is not None for number in numbers):
+            continue
+        places = [
+            (at, cover) for at, leaf in enumerate(left) for cover in _places(param, leaf.value, covers[at])
+        ]
+        if len(places) == 1:
+            covers[places[0][0]].append((param, places[0][1]))
+            pieced.add(id(param))
+        elif places:
+            unclear.add(id(param))
     for leaf, pieces in zip(left, covers, strict=True):
         if not pieces:  # all its entries are one number: the next copy that is as it is
             alike = (p for p, _ in copies if id(p) not in pieced and p.value.shape == leaf.value.shape)
@@ -207,18 +219,34 @@ def _parts_of(
             found.append(made(param, (leaf.id,), steps=False))
             continue
         mask, grad = torch.zeros(leaf.value.numel(), dtype=torch.bool), torch.zeros(leaf.value.numel())
-        there = False
+        there, scaled = False, not scales.keys().isdisjoint((name, nameless(leaf.id)))
         for piece, (start, stop, offset) in pieces:
             mask[start:stop] = True
             if piece.grad is not None and piece.grad.shape == piece.value.shape:
                 there = True
                 slice_of = piece.grad.flatten()[start + offset : stop + offset]
-                grad[start:stop] = (slice_of / piece.factor if piece.factor else slice_of).to(grad.dtype)
+                factor = piece.factor * (1.0 if scaled else scales.get(piece.name, Scales()).after)
+                grad[start:stop] = (slice_of / factor if factor else slice_of).to(grad.dtype)
         param.grad = grad.view(leaf.value.shape) if there else None
         param.changed = next((piece.changed for piece, _ in pieces if piece.changed is not None), None)
         covered = None if bool(mask.all()) else mask.view(leaf.value.shape)
         found.append(made(param, (leaf.id,), covered=covered))
-    return found + [made(param, ids) for param, ids in copies if id(param) not in pieced]
+    return found + [
+        made(param, () if id(param) in unclear else ids) for param, ids in copies if id(param) not in pieced
+    ]
+
+
+def _places(
+    param: Param, value: Tensor, known: Sequence[tuple[Param, tuple[int, int, int]]]
+) -> list[tuple[int, int, int]]:
+    """Where a whole copy may be in a flat parameter: where its numbers are, beside the other copies."""
+    copy, size = param.value.flatten(), param.value.numel()
+    if not known or value.dim() != 1 or not 0 < size < value.numel() or copy.dtype.is_complex:
+        return []
+    same = (value.unfold(0, size, 1) == copy.to(value.dtype)).all(1)
+    for _, (start, stop, _) in known:
+        same[max(0, start - size + 1) : stop] = False
+    return [(int(start), int(start) + size, -int(start)) for start in same.nonzero().flatten()]
 
 
 def _as_used(leaf: ProgramInput, tensors: dict[int, Tensor]) -> ProgramInput:

@@ -26,7 +26,8 @@ class Gradients:
 
     def __init__(self, parameters: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
         self._parameters = parameters
-        self._at: dict[int, tuple[str, weakref.ref[Tensor]]] = {}
+        self._at: dict[tuple[int, int], tuple[str, weakref.ref[Tensor]]] = {}
+        """By address and size: FSDP's flat gradient begins where that of its first parameter does."""
         self._named: list[tuple[str, weakref.ref[Tensor]]] = []
         self._sought = False
 
@@ -42,7 +43,7 @@ class Gradients:
             p = held()
             gradient = None if p is None else gradient_of(p)
             if gradient is not None:
-                self._at[address_of(gradient)] = name, held
+                self._at[_span(gradient)] = name, held
 
     def forget(self) -> None:
         """A step is over."""
@@ -56,14 +57,14 @@ class Gradients:
         """
         if not self._sought or x.requires_grad:
             return None
-        at = address_of(x)
+        at = _span(x)
         if not self._is_there(at):
             self._look()
-        return self._at[at][0] if at in self._at and at else None
+        return self._at[at][0] if at in self._at and at[0] else None
 
     def part_of(self, x: Tensor) -> str | None:
         """The parameter of whose gradient a tensor is a part: some rows, say, or the imaginary parts; else None."""
-        if not self._sought or x.requires_grad or not x.numel():
+        if not self._sought or x.requires_grad or not x.numel() or self.name_at(x) is not None:
             return None
         at, last = address_of(x), _end_of(x)
         for name, held in self._named:
@@ -75,17 +76,21 @@ class Gradients:
                 return name
         return None
 
-    def _is_there(self, at: int) -> bool:
+    def _is_there(self, at: tuple[int, int]) -> bool:
         entry = self._at.get(at)
         p = None if entry is None else entry[1]()
         gradient = None if p is None else gradient_of(p)
-        return gradient is not None and address_of(gradient) == at
+        return gradient is not None and _span(gradient) == at
 
 
 def gradient_of(p: Tensor) -> Tensor | None:
     """This rank's part of a parameter's gradient."""
     gradient: Any = p.grad
     return None if gradient is None else getattr(gradient, "_local_tensor", gradient)
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    return address_of(x), x.numel()
 
 
 def _end_of(x: Tensor) -> int:

@@ -39,6 +39,7 @@ _PLAIN = {Tensor, torch.nn.Parameter, torch.nn.Buffer}
 _OF_PARTS = {"DTensor", "AsyncCollectiveTensor"}
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 _CLIP = torch.nn.utils.clip_grad.__file__
+_FSDP = str(Path(torch.distributed.__file__).with_name("fsdp"))
 _SCALING = {"mul_", "div_", "_foreach_mul_", "_foreach_div_"}
 
 
@@ -257,7 +258,7 @@ class Recorder(Numbering, DispatchMode):
             of = self.gradients.name_at(gradient)
             if of is not None and isinstance(number, (int, float)) and (number or not inverse):
                 made = isinstance(factor, Tensor) and self.changes.of(factor) is not None
-                own, by = made or self.changes.read, "clip_grad_norm_" if _is_clipping() else ""
+                own, by = made or self.changes.read, "clip_grad_norm_" if _is_within(_CLIP) else ""
                 value = 1 / number if inverse else float(number)
                 self.tape.events.append(Scaled(of, value, self.site(), own or bool(by), by=by))
 
@@ -437,15 +438,17 @@ class Recorder(Numbering, DispatchMode):
     def _see_overwriting(self, call: Call, site: int) -> None:
         for x in call.outs or ():
             kept = self.saved.get(memory_of(x))
-            if kept is not None and kept() is not None:
+            saved = None if kept is None else kept()
+            # FSDP lets go of parameters that autograd has saved, and gathers these, or others, at the same address.
+            if saved is not None and memory_of(saved) == memory_of(x) and not _is_within(_FSDP):
                 self.tape.events.append(Saved(call.kind, site, site))
 
 
-def _is_clipping() -> bool:
-    """Whether torch's clip_grad_norm_ is what runs."""
+def _is_within(path: str) -> bool:
+    """Whether code of a file, or of the files of a folder, is what runs."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if frame.f_code.co_filename == _CLIP:
+        if frame.f_code.co_filename.startswith(path):
             return True
         frame = frame.f_back
     return False
