@@ -26,6 +26,7 @@ sweep: .venv/ready
 lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python -m tools.wording
 	$(BIN)/mypy
 
 # Writes what is generated into README.md and docs/versions.md.

@@ -67,10 +67,10 @@ def read(path: Path) -> tuple[Known, ...]:
         ArgumentError: the file is none.
     """
     try:
-        told: Any = json.loads(path.read_text())
-        if told["version"] != _VERSION:
-            raise ValueError(f"version {told['version']}")
-        return tuple(Known(**each) for each in told["findings"])
+        data: Any = json.loads(path.read_text())
+        if data["version"] != _VERSION:
+            raise ValueError(f"version {data['version']}")
+        return tuple(Known(**each) for each in data["findings"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArgumentError(
             message(

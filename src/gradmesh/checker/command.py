@@ -79,8 +79,8 @@ def check_command(
         title = f"{target.path_or_module}: what each line makes, over {ranks} ranks"
         draw(seen[0], shown.findings, picture, title)
     if as_json:
-        told = {**shown.as_json(), "hidden": len(found.hidden), "gone": [str(each) for each in gone]}
-        print(json.dumps(told), flush=True)
+        data = {**shown.as_json(), "hidden": len(found.hidden), "gone": [str(each) for each in gone]}
+        print(json.dumps(data), flush=True)
     else:
         _show(shown, found.hidden, gone)
     if verdict.status == "not-run" or (verdict.status == "stopped" and not verdict.errors):

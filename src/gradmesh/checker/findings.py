@@ -46,7 +46,7 @@ class Finding:
         message: what was seen here, as a sentence.
         at: where it goes wrong; None where no line of the program is.
         began: where it began, if that is another line.
-        ranks: the global ranks that it was seen on; empty where that cannot be told.
+        ranks: the global ranks that it was seen on; empty where that is unknown.
         subject: what it was seen on: a parameter's name, a Function's, a group's; empty if there is none.
         remedy: how to fix it; the rule's where none is given.
     """

@@ -22,7 +22,7 @@ def show(verdict: Verdict, console: Console, base: Path | None = None) -> None:
 
     Args:
         verdict: what was found.
-        console: where to; rich leaves colours away where it is no terminal.
+        console: where to; rich omits colours where it is not a terminal.
         base: the folder that files are named from; the repository around the current folder if there is none.
     """
     from rich.text import Text
@@ -46,8 +46,8 @@ def show(verdict: Verdict, console: Console, base: Path | None = None) -> None:
             (f"{finding.severity:<7} ", _COLOURS[finding.severity]),
             (f"{finding.rule.id} {finding.rule.name}", "bold"),
         ]
-        told = ", ".join(filter(None, (finding.subject, ranks_of(finding.ranks, verdict.ranks))))
-        line(*head, (f": {told}" if told else "", ""))
+        parts = ", ".join(filter(None, (finding.subject, ranks_of(finding.ranks, verdict.ranks))))
+        line(*head, (f": {parts}" if parts else "", ""))
         line((finding.message, ""), by=2)
         if finding.at:
             place("at ", finding.at)
@@ -75,8 +75,8 @@ def summary(verdict: Verdict) -> str:
         ran = f"{counted(verdict.ranks, 'rank')}, {verdict.followed} of {counted(verdict.steps, 'step')} checked"
         nothing = nothing if verdict.followed else "nothing was checked, which is not a pass"
     status = {"complete": "", "stopped": "stopped before the end", "not-run": "it did not run"}
-    told = (", ".join(counts) or nothing, ran, _times(verdict), status[verdict.status])
-    return "; ".join(filter(None, told))
+    parts = (", ".join(counts) or nothing, ran, _times(verdict), status[verdict.status])
+    return "; ".join(filter(None, parts))
 
 
 def counted(number: int, noun: str) -> str:

@@ -245,7 +245,7 @@ def _one_failed(started: Sequence[Any], folder: Path) -> bool:
 
 
 def processor_time(pid: int | None) -> float:
-    """Seconds of a processor that a process has used, and waited for; 0.0 where that cannot be told."""
+    """Seconds of a processor that a process has used, and waited for; 0.0 where that is unknown."""
     try:
         fields = Path(f"/proc/{pid}/schedstat").read_text().split()
         return (int(fields[0]) + int(fields[1])) / 1e9

@@ -1,4 +1,4 @@
-"""Gradients that a program stops in front of a collective: on purpose or not, which cannot be told."""
+"""Gradients that a program stops in front of a collective: on purpose or not, which is unknown."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cut_before_collectives(context: Context) -> list[str]:
             if cut.intersection(ins) and not _follows(context, rank, outs) and _reaches(events[at:], outs):
                 found[site] = (
                     f"what {name} is handed at {context.place(rank, site)} was detached, and the loss depends on its "
-                    "result: whether that is meant cannot be told"
+                    "result: it is unknown whether that is intended"
                 )
     return list(dict.fromkeys(found.values()))
 

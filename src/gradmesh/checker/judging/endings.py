@@ -71,7 +71,7 @@ def endings(
         at = _place(last[0][1]) if last else None
         return [finding("GM402", f"ranks wait, and nothing happens any more: {shown}", at, None, waiting)]
     gone = [rank for rank, tape in enumerate(tapes) if tape is None]
-    said = f"rank {gone[0]} ended without a word: {output[gone[0]][-300:].strip()}"
+    said = f"rank {gone[0]} ended without an error message: {output[gone[0]][-300:].strip()}"
     return [finding("GM501", said, None, None, gone)]
 
 

@@ -205,7 +205,7 @@ def _judged_step(
             )
         if got.kind == "ambiguous":
             notes.append(
-                f"{got.name} begins as one number everywhere: whether the ranks share it cannot be told"
+                f"{got.name} begins as one number everywhere: it is unknown whether the ranks share it"
             )
     return found
 

@@ -32,7 +32,7 @@ def forgive_rounding(context: Context, wrong: Sequence[Got]) -> bool:
     forgiven = False
     for got in (
         got for got in wrong if got.kind in ("apart", "bent")
-    ):  # a multiple of the true one is no rounding
+    ):  # a multiple of the true one is not a rounding error
         reach = 0.0
         for part in got.parts:
             others = [shaken.gradients[part.rank].get(number) for number in part.ids]

@@ -90,7 +90,7 @@ def _summed_at(context: Context, rank: int, shape: tuple[int, ...]) -> Place | N
 
 
 def _held(name: str, held: Sequence[tuple[int, Tensor]]) -> str:
-    """Which ranks hold which values, told by the entry that differs most."""
+    """Which ranks hold which values, shown at the entry that differs most."""
     first = held[0][1].detach().flatten()
     far = max(held, key=lambda each: float((each[1].detach().flatten() - first).abs().max()))[1]
     at = int((far.detach().flatten() - first).abs().argmax())
@@ -353,7 +353,7 @@ def parted(tapes: Sequence[Tape], segment: Segment, following: Sequence[Segment]
         for name, first in before[0].items():
             then = [own.get(name) for own in before]
             now = [own.get(name) for own in after]
-            # A number that was drawn, where all of the model is one on the ranks, is no other than what surrounds it.
+            # A number that was drawn, where all of the model is one on the ranks, is like what surrounds it.
             drawn = first.numel() == 1 and float(first) not in _BEGINNINGS and _is_one(before)
             one = all(x is not None and near(x, first, 1e-6) for x in then)
             one = one and (drawn or not is_constant(first))

@@ -48,25 +48,25 @@ def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | 
     if known is None:
         return None
     kind, takes, writes = known
-    told = arguments(func, args, kwargs)
+    bound = arguments(func, args, kwargs)
     if raw:
-        group = group_behind(told["process_group"])
+        group = group_behind(bound["process_group"])
         if group is None:
             return None
         ranks, label = tuple(dist.get_process_group_ranks(group)), group.group_name
-        boxed = told.get("reduce_op")
+        boxed = bound.get("reduce_op")
         reduce = "" if boxed is None else reduction_of(boxed)
     else:
-        group = told["group_name"]
+        group = bound["group_name"]
         group = group if isinstance(group, dist.ProcessGroup) else resolve_group(group)
         ranks, label = tuple(dist.get_process_group_ranks(group)), group.group_name
-        reduce = told.get("reduce_op", "")
-    call = Call(kind, ranks, label, _flat(told.get(takes)), _flat(told.get(writes)) if writes else None)
+        reduce = bound.get("reduce_op", "")
+    call = Call(kind, ranks, label, _flat(bound.get(takes)), _flat(bound.get(writes)) if writes else None)
     call.reduce = reduce
-    call.root = next((told[key] for key in ("root_rank", "dst", "src") if key in told), -1)
-    call.tag = told.get("tag", 0)
-    if "output_split_sizes" in told:
-        call.splits = list(told["output_split_sizes"]), list(told["input_split_sizes"])
+    call.root = next((bound[key] for key in ("root_rank", "dst", "src") if key in bound), -1)
+    call.tag = bound.get("tag", 0)
+    if "output_split_sizes" in bound:
+        call.splits = list(bound["output_split_sizes"]), list(bound["input_split_sizes"])
     if raw and call.outs is None:
         call.outs = []
     return call

@@ -172,8 +172,8 @@ class Changes:
         """Run an operator, and say what its results are."""
         given = list(tensors_in((args, kwargs)))
         name = func.overloadpacket.__name__
-        told = arguments(func, args, kwargs) if written(func) else {}
-        targets = [x for key in written(func) for x in tensors_in(told.get(key))]
+        bound = arguments(func, args, kwargs) if written(func) else {}
+        targets = [x for key in written(func) for x in tensors_in(bound.get(key))]
         changed = [name != "copy_" and self._changes_part(name, x) for x in targets]
         if changed and all(changed):
             return run()
@@ -181,7 +181,7 @@ class Changes:
             return run()
         if name.endswith("_like") or name.startswith("new_"):
             return run()  # takes no more than what it looks like
-        told = told or arguments(func, args, kwargs)
+        bound = bound or arguments(func, args, kwargs)
         if name == "_local_scalar_dense":
             self.read = True
         elif name in ("zero_", "fill_") and all(self._gradients.name_at(x) is None for x in targets):
@@ -191,14 +191,14 @@ class Changes:
         each = name.startswith("_foreach_") or "non_finite" in name
         plain = name.removeprefix("_foreach_").rstrip("_")
         lists = [
-            value for value in told.values() if isinstance(value, (list, tuple)) and list(tensors_in(value))
+            value for value in bound.values() if isinstance(value, (list, tuple)) and list(tensors_in(value))
         ]
         if each and lists:
-            others = [x for value in told.values() if isinstance(value, Tensor) for x in [value]]
+            others = [x for value in bound.values() if isinstance(value, Tensor) for x in [value]]
             rows = [[*row, *others] for row in zip(*(list(tensors_in(part)) for part in lists), strict=False)]
-            made = [self._made(plain, row, told) for row in rows]
+            made = [self._made(plain, row, bound) for row in rows]
         else:
-            made = [self._made(plain, given, told)]
+            made = [self._made(plain, given, bound)]
         result = run()
         outs = targets or list(tensors_in(result))
         if "non_finite" in name:
@@ -234,7 +234,7 @@ class Changes:
         else:
             self._by_store[_memory(x)] = x, moved
 
-    def _made(self, name: str, operands: Sequence[Tensor], told: dict[str, Any]) -> Moved | None:
+    def _made(self, name: str, operands: Sequence[Tensor], bound: dict[str, Any]) -> Moved | None:
         """What an operator makes of some tensors."""
         moved = [(x, known) for x in operands if (known := self.of(x)) is not None]
         if not moved:
@@ -257,7 +257,7 @@ class Changes:
         if name in ("mul", "div") and len(full) == 1:
             numbers = [x for x in operands if x is not full[0][0]]
             number: Any = (
-                numbers[0] if numbers else told.get("other", told.get("scalar", told.get("scalars")))
+                numbers[0] if numbers else bound.get("other", bound.get("scalar", bound.get("scalars")))
             )
             if isinstance(number, Tensor) and (number.numel() == 1 or _is_one_number(number)):
                 own = any(known.number for _, known in moved) or self.read
@@ -273,7 +273,7 @@ class Changes:
             return replace(first, factor=first.factor * value, own=first.own or own)
         if name in ("add", "sub"):
             others = [x for x in operands if self.of(x) is None]
-            weighed = abs(float(told.get("alpha", 1) or 0)) != 1 and self.read
+            weighed = abs(float(bound.get("alpha", 1) or 0)) != 1 and self.read
             sizes = {x.numel() for x, _ in full}
             if any(bool(x.any()) for x in others) or not alike or len(sizes) > 1:
                 return self._changed(name, full)

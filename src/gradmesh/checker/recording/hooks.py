@@ -58,7 +58,7 @@ def watched(recorder: Recorder, steps: int, enough: Callable[[], None]) -> Itera
 
     @contextlib.contextmanager
     def without(words: str) -> Iterator[None]:
-        """Transforms of torch.func refuse hooks of the program; ours are no hindrance."""
+        """Transforms of torch.func refuse hooks of the program; ours do not hinder them."""
         hooked.__exit__()
         try:
             with disable(words):
@@ -97,7 +97,7 @@ class _Watcher:
     # -- Functions -----------------------------------------------------------------------------------------------
 
     def applied(self, method: Any) -> Any:
-        """`Function.apply`, told to the recorder; a method in Python or, from torch 2.15 on, in C."""
+        """`Function.apply`, reported to the recorder; a method in Python or, from torch 2.15 on, in C."""
         to = self._to
 
         def original(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -247,7 +247,7 @@ class _Watcher:
     # -- backward ------------------------------------------------------------------------------------------------
 
     def start(self, original: Any) -> Any:
-        """`torch.autograd.backward`, told to the recorder."""
+        """`torch.autograd.backward`, reported to the recorder."""
         to = self._to
 
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -271,7 +271,7 @@ class _Watcher:
         return backward
 
     def asked(self, original: Any) -> Any:
-        """`torch.autograd.grad`, told to the recorder."""
+        """`torch.autograd.grad`, reported to the recorder."""
         to = self._to
 
         def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any) -> Any:

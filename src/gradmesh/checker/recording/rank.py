@@ -41,8 +41,8 @@ def run_rank(
         steps: of an optimizer, after which it ends.
         record: whether to record; else it only runs, as long.
     """
-    told = Path(folder) / f"{rank}.out"
-    stream = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    path = Path(folder) / f"{rank}.out"
+    stream = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for standard in (1, 2):
         os.dup2(stream, standard)
     faulthandler.enable(all_threads=False)  # says where, if a signal kills the rank

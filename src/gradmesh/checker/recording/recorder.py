@@ -106,9 +106,9 @@ class Recorder(Numbering, DispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             return self._collective(func, args, kwargs)
         if self.received is not None and written(func):
-            told = arguments(func, args, kwargs)
+            bound = arguments(func, args, kwargs)
             if any(
-                address_of(x) in self.received[1] for key in written(func) for x in tensors_in(told.get(key))
+                address_of(x) in self.received[1] for key in written(func) for x in tensors_in(bound.get(key))
             ):
                 self.received[0].overwrote = self.site()
         if self.writing is not None:
@@ -170,8 +170,8 @@ class Recorder(Numbering, DispatchMode):
 
     def _is_step(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether an operator writes to a parameter, through `.data`: autograd refuses any other way."""
-        told = arguments(func, args, kwargs) if written(func) else {}
-        targets = (x for key in written(func) for x in tensors_in(told.get(key)))
+        bound = arguments(func, args, kwargs) if written(func) else {}
+        targets = (x for key in written(func) for x in tensors_in(bound.get(key)))
         return any((known := self._at(x, memory_of(x))) is not None and known.leaf for x in targets)
 
     def _follows(self) -> bool:
@@ -210,24 +210,24 @@ class Recorder(Numbering, DispatchMode):
         return result
 
     def _see_writing(self, func: Any, args: Any, kwargs: Any, targets: frozenset[str]) -> None:
-        if func.namespace == "fsdp":  # it fills parameters that it has let go of, which is no step
+        if func.namespace == "fsdp":  # it fills parameters that it has let go of, which is not a step
             return
-        told = arguments(func, args, kwargs)
+        bound = arguments(func, args, kwargs)
         for name in targets:
-            for x in tensors_in(told.get(name)):
+            for x in tensors_in(bound.get(name)):
                 store = memory_of(x)
                 if self.gradients.part_of(x) is not None:
                     return  # it becomes a note
                 if self.gradients.name_at(x):
                     operator = func.overloadpacket.__name__
                     if operator in _SCALING:
-                        self._scaled(told, name, inverse="div" in operator)
+                        self._scaled(bound, name, inverse="div" in operator)
                     elif operator == _UNSCALE and name == "self":
-                        self._unscaled(list(tensors_in(told[name])), float(told["inv_scale"]))
+                        self._unscaled(list(tensors_in(bound[name])), float(bound["inv_scale"]))
                     return
                 known = self._at(x, store)
                 if known is not None and known.leaf and self.roots:
-                    operands = [y for key, value in told.items() if key != name for y in tensors_in(value)]
+                    operands = [y for key, value in bound.items() if key != name for y in tensors_in(value)]
                     self.written_by_hand(self._is_of_gradient(x, operands))
                     return
                 if known is not None and known.active and not known.leaf:
@@ -249,9 +249,9 @@ class Recorder(Numbering, DispatchMode):
                 for way in (y, y.reshape(x.shape) - x)
             )
 
-    def _scaled(self, told: dict[str, Any], name: str, *, inverse: bool) -> None:
-        gradients = list(tensors_in(told[name]))
-        others = [value for key, value in told.items() if key != name][:1]
+    def _scaled(self, bound: dict[str, Any], name: str, *, inverse: bool) -> None:
+        gradients = list(tensors_in(bound[name]))
+        others = [value for key, value in bound.items() if key != name][:1]
         factors = others[0] if others and isinstance(others[0], (list, tuple)) else others * len(gradients)
         for gradient, factor in zip(gradients, factors, strict=False):
             number = factor.item() if isinstance(factor, Tensor) and factor.numel() == 1 else factor
@@ -273,8 +273,8 @@ class Recorder(Numbering, DispatchMode):
     def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = str(func)
         targets = written(func)
-        told = arguments(func, args, kwargs) if targets else {}
-        written_to = [x for key in targets for x in tensors_in(told.get(key))]
+        bound = arguments(func, args, kwargs) if targets else {}
+        written_to = [x for key in targets for x in tensors_in(bound.get(key))]
         for x in written_to:
             self.target(x)
             self.overwritten(x)
@@ -458,9 +458,9 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operator's result is random: attention is not, where it drops nothing."""
     if not is_random(func):
         return False
-    told = arguments(func, args, kwargs)
+    bound = arguments(func, args, kwargs)
     may_drop = any(name == "dropout_p" for name, _ in arguments_of(func))
-    return not may_drop or told.get("dropout_p", 0.0) != 0.0
+    return not may_drop or bound.get("dropout_p", 0.0) != 0.0
 
 
 def _is_factory(func: Any) -> bool:

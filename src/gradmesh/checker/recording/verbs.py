@@ -53,7 +53,7 @@ class Verbs:
             return y
         if self._to.quiet or is_fake(x):
             return run()
-        if functorch_active():  # what comes is no tensor that another process could read
+        if functorch_active():  # another process could not read such a tensor
             self._to.tape.events.append(
                 Lost(f"{op.verb} inside of a transform of torch.func", self._to.site())
             )

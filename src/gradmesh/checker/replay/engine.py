@@ -46,7 +46,7 @@ class Rank:
         attached: of what the program detached, what it was before.
         roots: where backwards began.
         lost: what the recorder could not follow.
-        declared: tensors that are terms of a sum over some ranks, though all of these have its value, as told,
+        declared: tensors that the program declares terms of a sum over some ranks, though all of these have its value,
             and what is made of them.
         terms: those ranks, of a loss that is such a term.
         shaken: whether the last bits of its parameters are changed.
@@ -160,8 +160,8 @@ class Rank:
             self.attached[event.outs[0]] = self.attached.get(event.args[0].id, x)
             return
         if self.declared:
-            told = [self.declared[number] for number in refs(event) if number in self.declared]
-            self.declared.update({number: told[0] for number in event.outs if told})
+            known = [self.declared[number] for number in refs(event) if number in self.declared]
+            self.declared.update({number: known[0] for number in event.outs if known})
         result = named_operator(event.name)(*self._valued(event.args), **self._valued(event.kwargs))
         made = [result] if isinstance(result, Tensor) else _flat(result)
         for number, x in zip(event.outs, made, strict=True):
