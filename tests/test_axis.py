@@ -177,7 +177,7 @@ def test_a_barrier_is_compared_with_the_calls_of_other_ranks_and_threads(process
     for one, two, after in processes(2)(other_calls_during_a_barrier):
         assert re.search(r"rank 0: barrier.* in outcome(?s:.)*rank 1: all_reduce", one)
         assert [len(found) for found in two] == [2] * 5
-        assert all("the ranks' calls do not match" in text for found in two for text in found)
+        assert all(re.search("do not match|made different calls", text) for found in two for text in found)
         assert after == 2
 
 

@@ -135,9 +135,10 @@ def test_ids_known_on_two_ranks_must_share_a_call(
     heard = [0 if one is None else encode_flags(one) | 5 for one in made]
     assert conflicting(heard) == different
     text = show_flags(heard, made[0])
-    assert ("not known" in text) == (None in ranks)
+    assert ("unknown" in text) == (None in ranks)
     assert (
-        made[0] is None or f"rank 0: in the backward of the function that made call {made[0].first}" in text
+        made[0] is None
+        or f"rank 0: in the backward of the autograd.Function that made call {made[0].first}" in text
     )
 
 

@@ -81,4 +81,4 @@ def test_missing_extra_names_what_to_install(monkeypatch: pytest.MonkeyPatch) ->
         job.run(Settings(ranks=1, backend="threads", steps=1))
     done = CliRunner().invoke(commands(), ["demo", "forces", *SMALL])
     assert done.exit_code == 1
-    assert "no no_such_module" in done.output
+    assert "not installed: no_such_module" in done.output

@@ -58,4 +58,4 @@ def test_importing_reads_none_and_the_first_use_of_an_unusable_one_names_it() ->
         [sys.executable, "-c", code], env={**os.environ, **UNUSABLE}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "GRADMESH_RECYCLE is not usable" in done.stdout
+    assert "invalid value of the environment variable GRADMESH_RECYCLE" in done.stdout

@@ -171,5 +171,5 @@ def test_the_names_in_saved_programs_stay_what_they_are(worlds: Worlds) -> None:
 
 
 def test_a_program_with_an_op_that_does_not_exist_is_refused_by_name() -> None:
-    with pytest.raises(gm.ArgumentError, match=r"(?s)an op that does not exist.*got\s+'Teleport'"):
+    with pytest.raises(gm.ArgumentError, match=r"(?s)an unknown op, Teleport.*got\s+'Teleport'"):
         decode(Encoded("Teleport\x1f'world", [], [], ""))

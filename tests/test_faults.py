@@ -63,7 +63,7 @@ def test_a_verb_on_gloo_names_the_rank_that_did_not_come_where_gloo_does_not() -
         for rank, (kind, lost, text) in enumerate(ranks.run(too_late, 1)):
             if rank != 1:
                 assert (kind, lost) == ("AbortedError", 1)
-                assert "rank 1 did not answer" in text.splitlines()[0]
+                assert "rank 1 did not respond" in text.splitlines()[0]
                 assert "ordered()" in text
 
 

@@ -251,12 +251,12 @@ def test_the_two_ends_of_a_message_compare_names(threads: Ranks) -> None:
 def test_names_are_refused_that_are_none() -> None:
     x = torch.zeros(2, 3)
     for names, problem in [
-        (("N",), "not one name for each"),
-        (("N", "C", "T"), "not one name for each"),
-        (("N", "N"), "for two dimensions"),
-        (("N", ""), "not an identifier"),
-        (("N", "a b"), "not an identifier"),
-        (("N", 3), "not an identifier"),
+        (("N",), "needs one name or None"),
+        (("N", "C", "T"), "needs one name or None"),
+        (("N", "N"), "used for two dimensions"),
+        (("N", ""), "must be identifiers"),
+        (("N", "a b"), "must be identifiers"),
+        (("N", 3), "must be identifiers"),
     ]:
         with pytest.raises(gm.ArgumentError, match=problem):
             gm.named(x, *names)  # type: ignore[arg-type]

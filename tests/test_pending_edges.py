@@ -265,7 +265,7 @@ def test_a_wait_inside_of_a_coalesced_block_is_refused_and_the_call_can_be_waite
     def on_rank() -> list[float]:
         with gm.coalesce():
             one = gm.shift(own(False), async_op=True)
-            with pytest.raises(gm.OrderError, match="wait inside the block"):
+            with pytest.raises(gm.OrderError, match=r"wait\(\) inside the block"):
                 one.wait()
         found: list[float] = one.wait().tolist()
         return found

@@ -459,7 +459,7 @@ class TestCase(unittest.TestCase):
     assert text.count("AssertionError: 2 not less than 2") == (2 if hasattr(pytest, "Subtests") else 1)
     assert "rank 2 of 3" in text
     assert "passed (ranks 0 and 1)" in text
-    assert "ArgumentError: gradmesh.pytest: several worlds for an unparametrized test" in text
+    assert "ArgumentError: gradmesh.pytest: several worlds for a test that cannot be parametrized" in text
     assert result.parseoutcomes()["skipped"] == 1
     assert result.parseoutcomes()["passed"] >= 2
 

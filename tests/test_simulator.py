@@ -118,7 +118,7 @@ def test_non_rank_thread_is_not_scheduled() -> None:
 
     for errors in simulate(on_rank, 2, seed=0).results:
         assert len(errors) == 1
-        assert "a thread that is no rank has no turn" in errors[0]
+        assert "a rank may communicate only from its main thread" in errors[0]
 
 
 def test_a_failure_ends_every_rank_and_keeps_the_events_until_then() -> None:
@@ -288,7 +288,7 @@ def test_collectives_of_torch_wrappers_are_seen() -> None:
 def test_the_trace_has_a_slice_for_each_call_and_an_arrow_to_each_gradient(tmp_path: Path) -> None:
     run = simulate(step, 4, mesh=MESH, seed=0, model=CostModel(Link(10, 1)))
     run.save_trace(tmp_path / "trace.json")
-    assert str(run).startswith(f"a run of {run.world_size} ranks, ")
+    assert str(run).startswith(f"simulation of {run.world_size} ranks, ")
     assert str(run).endswith(str(run.events))
     entries = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     slices = [e for e in entries if e["ph"] == "X" and not e["name"].startswith("waits")]

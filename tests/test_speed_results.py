@@ -209,7 +209,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "0", "3", "-4", "4GiB", "KiB", "1.5MiB", "6B"])
 def test_invalid_size_raises(text: str) -> None:
-    with pytest.raises(ArgumentError, match="no size"):
+    with pytest.raises(ArgumentError, match="--size is invalid"):
         size_of(text)
 
 

@@ -137,7 +137,7 @@ def trial(backend: str, fault: str, way: str, started: str = "launch") -> Trial:
         survivors,
         max(ends) - began,
         re.sub(r"process \d+", "process N", caller),
-        f"Rank {VICTIM} was here" in text and "fault_ranks.py" in text,
+        f"Stack of rank {VICTIM}:" in text and "fault_ranks.py" in text,
         left,
     )
 

@@ -90,7 +90,7 @@ def gradient_of(p: Tensor) -> Tensor | None:
 
 
 def _span(x: Tensor) -> tuple[int, int]:
-    return address_of(x), x.numel()
+    return address_of(x), x.numel() * x.element_size()
 
 
 def _end_of(x: Tensor) -> int:
