@@ -260,7 +260,7 @@ def test_names_are_refused_that_are_none() -> None:
     ]:
         with pytest.raises(gm.ArgumentError, match=problem):
             gm.named(x, *names)  # type: ignore[arg-type]
-    with pytest.raises(gm.ArgumentError, match="not a tensor"):
+    with pytest.raises(gm.ArgumentError, match="must be a tensor"):
         gm.named([1.0], "N")  # type: ignore[type-var]
     assert gm.names(x) == (None, None)
     gm.named(x, "N", "C")
