@@ -452,6 +452,8 @@ def warned_of(which: str) -> list[str]:
             loss = expert(front(_own())).square().sum()
             if which == "I":
                 loss = loss + gm.all_reduce(front(_own()).sum(), dst=gm.I)
+            elif which == "I, async":
+                loss = loss + gm.all_reduce(front(_own()).sum(), dst=gm.I, async_op=True).wait()
             elif which == "paired":
                 loss = loss + gm.replicate(gm.all_reduce(front(_own()).sum(), dst=gm.I))
             gm.objective(loss, ddp=True if which == "number" else front)
@@ -459,8 +461,9 @@ def warned_of(which: str) -> list[str]:
 
 
 @pytest.mark.processes
-def test_dst_i_before_an_average_is_named_once(processes: Ranks) -> None:
-    for texts in processes(2)(warned_of, "I"):
+@pytest.mark.parametrize("call", ["I", "I, async"])
+def test_dst_i_before_an_average_is_named_once(call: str, processes: Ranks) -> None:
+    for texts in processes(2)(warned_of, call):
         assert ["passes a collective with dst=gm.I" in text for text in texts] == [True]
         assert "all_reduce" in texts[0]
         assert "test_objective.py" in texts[0]
@@ -774,11 +777,19 @@ def a_loss_summed_to_be_printed(wrapper: str) -> list[str]:
     net: nn.Module = _linear(0)
     if wrapper == "DDP":
         net = nn.parallel.DistributedDataParallel(net)
-    elif wrapper == "FSDP":
+    elif wrapper == "FSDP1":
+        net = FullyShardedDataParallel(net, device_id=torch.device("cpu"))
+    elif wrapper == "FSDP2":
         fully_shard(net)
     else:
         for parameter in net.parameters():
             parameter.data *= 1 + gm.rank()
+    if wrapper == "ignored by DDP":
+        whole = nn.Sequential(net, nn.Linear(1, 1, dtype=T))
+        ignored = [f"0.{name}" for name, _ in net.named_parameters()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(whole, ignored)
+        kept = DistributedDataParallel(whole)  # as long as the losses are computed
+        assert kept.parameters_to_ignore
     with gm.check("full"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         gm.all_reduce((net(x) ** 2).sum(), dst=gm.I, op="mean").backward()
@@ -787,12 +798,14 @@ def a_loss_summed_to_be_printed(wrapper: str) -> list[str]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("wrapper", ["none", "DDP", "FSDP"])
+@pytest.mark.parametrize("wrapper", ["none", "ignored by DDP", "DDP", "FSDP1", "FSDP2"])
 def test_the_full_check_names_a_backward_from_a_sum_of_losses_that_a_wrapper_averages(
     wrapper: str, processes: Ranks
 ) -> None:
     for texts in processes(2)(a_loss_summed_to_be_printed, wrapper):
-        assert ["gradmesh.objective" in text for text in texts] == [True] * (0 if wrapper == "none" else 2)
+        assert ["gradmesh.objective" in text for text in texts] == [True] * 2 * wrapper.startswith(
+            ("DDP", "FSDP")
+        )
 
 
 class Gained(nn.Module):

@@ -46,7 +46,7 @@ from gradmesh.ops.opaque import Traced
 from gradmesh.transport import compiling
 from gradmesh.types import I
 
-__all__ = ["Averaging", "averaging"]
+__all__ = ["Averaging", "Graph", "averaging"]
 
 _PASS_A_NUMBER = "pass the number of ranks that gradients are averaged over, such as ddp=8"
 _METADATA = "gradmesh.objective"
@@ -117,7 +117,7 @@ class Averaging:
             return None
         if not self.wrapped:
             return None
-        graph = _Graph(loss.grad_fn)
+        graph = Graph(loss.grad_fn)
         # Leaves that are activations are skipped: their gradients are used elsewhere.
         ends = [
             (node, index, leaf, self._averaging_of(leaf))
@@ -146,7 +146,7 @@ class Averaging:
             self._scale(node, incoming.get(node, 1.0), outgoing.get(node, {}), hook)
         return hook
 
-    def _cross(self, graph: _Graph, ends: list[End], incoming: dict[Any, float]) -> dict[Any, set[Crossed]]:
+    def _cross(self, graph: Graph, ends: list[End], incoming: dict[Any, float]) -> dict[Any, set[Crossed]]:
         """Walk the graph from the loss.
 
         Args:
@@ -188,7 +188,7 @@ class Averaging:
 
     def _overlaps(
         self,
-        graph: _Graph,
+        graph: Graph,
         node: Any,
         ranks: frozenset[int],
         ends: list[End],
@@ -219,9 +219,7 @@ class Averaging:
             return found
         if self._names.get(id(leaf)) is not None:
             return _NOT_AVERAGED
-        if type(leaf).__name__ == "FlatParameter":  # FSDP1, in a torch where its module cannot be found
-            return Averaged(self.divisor, None)
-        elsewhere = self._averaged_elsewhere(leaf)
+        elsewhere = self.elsewhere(leaf)
         if elsewhere is None and gc.get_freeze_count():
             self._refuse(
                 f"{self._name(leaf)}, which is not in the `ddp` module; after gc.freeze() other wrappers cannot be "
@@ -231,16 +229,20 @@ class Averaging:
             )
         return elsewhere or _NOT_AVERAGED
 
-    def _averaged_elsewhere(self, leaf: Tensor) -> Averaged | None:
+    def elsewhere(self, leaf: Tensor) -> Averaged | None:
         """How any wrapper of this process averages a parameter outside of the module; None: no wrapper does."""
+        if type(leaf).__name__ == "FlatParameter":  # FSDP1, in a torch where its module cannot be found
+            return Averaged(self.divisor, None)
         _count_wrappers()
         known = _known.get(id(leaf))
-        if known is None or known[0]() is not leaf or known[2] != _wrappers_made[0]:
-            for key in [key for key, (there, *_) in _known.items() if there() is None]:
-                _known.pop(key, None)
-            made = _wrappers_made[0]
-            known = _known[id(leaf)] = ref(leaf), self._everywhere.get(id(leaf)), made
-        return known[1]
+        if known is not None and known[0]() is leaf and known[2] == _wrappers_made[0]:
+            return known[1]
+        for key in [key for key, (there, *_) in _known.items() if there() is None]:
+            _known.pop(key, None)
+        made, found = _wrappers_made[0], self._everywhere.get(id(leaf))
+        if found is None or found.over is not None:  # not a divisor that is assumed here
+            _known[id(leaf)] = ref(leaf), found, made
+        return found
 
     @functools.cached_property
     def _everywhere(self) -> dict[int, Averaged]:
@@ -368,7 +370,7 @@ class Averaging:
     def _warn_of_unwrapped(self, loss: Tensor) -> None:
         """Warn if only some of the parameters are averaged, but all get the factor."""
         leaves = {
-            id(leaf): leaf for _, _, leaf in _Graph(loss.grad_fn).edges if isinstance(leaf, nn.Parameter)
+            id(leaf): leaf for _, _, leaf in Graph(loss.grad_fn).edges if isinstance(leaf, nn.Parameter)
         }
         alone = [leaf for leaf in leaves.values() if id(leaf) not in self._everywhere]
         if alone and len(alone) < len(leaves):
@@ -492,7 +494,7 @@ def _warn_of_unpaired(op: LinearOp, node: Any) -> None:
 # ---- the graph of a loss
 
 
-class _Graph:
+class Graph:
     """The graph of a loss.
 
     Attributes:
@@ -562,8 +564,7 @@ def _place(node: Any) -> str:
 
 def _op_of(node: Any) -> LinearOp | None:
     """The op of a node of the graph."""
-    made = getattr(node, "made", None) if type(node).__name__ == "_WaitNodeBackward" else None
-    op = getattr(node, "op", None) if made is None else made.op
+    op = getattr(node, "op", None)
     op = op.op if isinstance(op, Traced) else op
     return op if isinstance(op, LinearOp) and hasattr(op, "axis") else None
 

@@ -8,8 +8,6 @@ unchanged when an optimizer uses it or when the block ends, was never summed.
 
 from __future__ import annotations
 
-import gc
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -18,17 +16,16 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradmesh._torch import (
     after_pass,
     can_run_after_pass,
-    fully_sharded,
     in_plain_mode,
     tracing,
     transforms_active,
 )
+from gradmesh.averaging import Averaging, Graph
 from gradmesh.call_sites import Site
 from gradmesh.errors import CheckWarning, message
 from gradmesh.ops.all_gather import AllGather
@@ -88,9 +85,9 @@ def compare_after_pass(op: LinearOp, node: Any, call: CallRecord) -> None:
     """
     if op.axis.size == 1 or not can_run_after_pass or tracing() or transforms_active():
         return
-    leaves = {id(leaf): leaf for leaf in _leaves(node)}
-    wrapped = _wrapped()
-    if any(type(leaf).__name__ == "FlatParameter" or key in wrapped for key, leaf in leaves.items()):
+    leaves = {id(leaf): leaf for _, _, leaf in Graph(node).edges}
+    wrappers = Averaging(op.axis.size, op.axis)
+    if any(wrappers.elsewhere(leaf) is not None for leaf in leaves.values()):
         _warn(_text(*_AVERAGED, op, f"the backward of {call.describe()}"), call.site)
         leaves = {}
 
@@ -151,31 +148,6 @@ def _exchanged(op: LinearOp, pairs: list[tuple[int, int]]) -> Iterator[list[tupl
     for rank, count in enumerate(counts):
         row = flat[2 * most * rank : 2 * (most * rank + count)]
         yield list(zip(row[::2], row[1::2], strict=True))
-
-
-def _leaves(root: Any) -> Iterator[Tensor]:
-    """The leaves that the backward of a node comes to."""
-    seen, stack = {root}, [root]
-    while stack:
-        for node, _ in stack.pop().next_functions:
-            if node is not None and node not in seen:
-                seen.add(node)
-                stack.append(node)
-                if type(node).__name__ == "AccumulateGrad":
-                    yield node.variable
-
-
-def _wrapped() -> set[int]:
-    """The parameters, by identity, whose gradients a wrapper of this process averages."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    found: set[int] = set()
-    for each in gc.get_objects():
-        # Asked of the type, as an object may make up its class.
-        if issubclass(type(each), DistributedDataParallel):
-            found |= {id(p) for p in each.parameters()}
-        elif fsdp is not None and issubclass(type(each), fsdp.FSDPModule):
-            found |= (fully_sharded(each) or {}).keys()
-    return found
 
 
 def _comparable(x: Tensor) -> bool:

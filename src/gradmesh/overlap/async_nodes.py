@@ -182,6 +182,7 @@ class _WaitNode(torch.autograd.Function):
     def forward(ctx: Any, made: AsyncCollective, ticket: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG004
         y = made.result()
         ctx.made, following = made, torch.zeros_like(token)
+        ctx.op, ctx.call = made.op, made.call  # where the node of a synchronous call has them
         ctx.result, ctx.dtype, ctx.device = y.shape, y.dtype, y.device
         ctx.save_for_backward(token if made.call.ordered else following)
         ctx.set_materialize_grads(False)
