@@ -3,7 +3,7 @@
 python -m tools.contrastive                                # time and memory of a global batch of 16,384
 python -m tools.contrastive large                          # of 65,536, which only tiles can do
 python -m tools.contrastive recall                         # what more negatives bring, on three seeds
-python -m tools.contrastive --write docs/contrastive.md    # all of it, into the page; some ten minutes
+python -m tools.contrastive --write docs/reports/contrastive.md    # all of it, into the page; some ten minutes
 """
 
 from __future__ import annotations
