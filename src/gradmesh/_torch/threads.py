@@ -39,7 +39,7 @@ _WRITTEN = [
 
 _fake_mode = find(
     "torch._subclasses.FakeTensorMode",
-    without="the first DTensor on ranks that are threads may crash torch 2.11 with CUDA's parts and no GPU",
+    without="the first DTensor on thread ranks may crash torch 2.11 built with CUDA, without a GPU",
 )
 
 _isolation_lock = threading.Lock()
