@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,12 @@ assert_type(gm.shift([x], None, 1), list[torch.Tensor])
 assert_type(gm.permute({"k": x}, pairs=[(0, 1)]), dict[str, torch.Tensor])
 assert_type(gm.broadcast(Pair(x, x), root=1, dst=gm.I), Pair)
 assert_type(gm.replicate(((x, [x]), {"v": x})), tuple[tuple[torch.Tensor, list[torch.Tensor]], dict[str, torch.Tensor]])
+assert_type(gm.all_reduce(x, dst=gm.I, async_op=True), gm.Pending[torch.Tensor])
+assert_type(gm.reduce_scatter(x, async_op=True), gm.Pending[torch.Tensor])
+assert_type(gm.all_gather((x, x), async_op=True), gm.Pending[tuple[torch.Tensor, torch.Tensor]])
+assert_type(gm.shift(x, async_op=bool(gm.rank())), torch.Tensor | gm.Pending[torch.Tensor])
+assert_type(gm.exchange([x]), list[torch.Tensor])
+assert_type(gm.exchange([x], async_op=True), gm.Pending[list[torch.Tensor]])
 gm.all_gather(x=x, axis=gm.axis(), dim=-1, dst=gm.R if gm.rank() else gm.I, sizes="auto")
 gm.shard(x, src=gm.R)
 gm.reduce_scatter(x, op="mean")
@@ -69,37 +77,42 @@ WRONG = [
 ]
 
 
-@pytest.fixture(scope="module")
-def complaints(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What mypy says about a user's file, at each of its lines."""
+LINES = [*RIGHT.strip().splitlines(), *WRONG]
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module", params=["mypy", "pyright"])
+def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The errors of a type checker in a user's file, for each of its lines."""
+    if find_spec(request.param) is None:
+        pytest.skip(f"{request.param} is not installed")
     file = tmp_path_factory.mktemp("typing") / "user.py"
-    lines = [*RIGHT.strip().splitlines(), *WRONG]
-    file.write_text("\n".join(lines))
-    root = Path(__file__).parent.parent
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--config-file=",
-        "--hide-error-context",
-        "--no-pretty",
-        str(file),
-    ]
+    file.write_text("\n".join(LINES))
+    arguments = {
+        "mypy": ["--config-file=", "--hide-error-context", "--no-pretty", str(file)],
+        "pyright": ["--project", str(file.parent), "--pythonpath", sys.executable],
+    }
+    Path(file.parent, "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(ROOT / "src")]}))
     done = subprocess.run(
-        command, capture_output=True, text=True, cwd=root, env={**os.environ, "MYPYPATH": str(root / "src")}
+        [sys.executable, "-m", request.param, *arguments[request.param]],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "MYPYPATH": str(ROOT / "src")},
     )
     assert done.returncode in (0, 1), done.stderr
-    said = [""] * (len(lines) + 1)
-    for number, text in re.findall(r"user\.py:(\d+): error: (.*)", done.stdout):
-        said[int(number)] += text
-    return said
+    found = [""] * len(LINES)
+    for number, text in re.findall(r"user\.py:(\d+)(?::\d+)?(?: -|:) error: (.*)", done.stdout):
+        found[int(number) - 1] += text
+    return found
 
 
-def test_right_calls_pass(complaints: list[str]) -> None:
-    lines = RIGHT.strip().splitlines()
-    assert {line: said for line, said in zip(lines, complaints[1:], strict=False) if said} == {}
+def test_right_calls_pass(errors: list[str]) -> None:
+    right = len(LINES) - len(WRONG)
+    assert {line: error for line, error in zip(LINES[:right], errors, strict=False) if error} == {}
 
 
 @pytest.mark.parametrize("call", WRONG)
-def test_a_wrong_call_is_an_error(call: str, complaints: list[str]) -> None:
-    assert complaints[1 + len(RIGHT.strip().splitlines()) + WRONG.index(call)]
+def test_wrong_call_is_an_error_that_names_the_function(call: str, errors: list[str]) -> None:
+    name = call.removeprefix("gm.").partition("(")[0]
+    assert name in errors[LINES.index(call)]

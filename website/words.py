@@ -17,6 +17,7 @@ from docutils.parsers.rst.states import Inliner
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.nodes import make_refnode
 
 __all__ = ["setup"]
@@ -31,7 +32,7 @@ def setup(app: Sphinx) -> None:
     """Connect all of it."""
     roles.register_local_role("named", _named)  # type: ignore[arg-type]  # docutils types it by protocol
     app.connect("autodoc-process-docstring", _as_rst)
-    app.connect("autodoc-process-signature", _without_absent_default)
+    app.connect("builder-inited", _of_one_tensor)
     app.connect("source-read", _with_its_pages)
     app.connect("missing-reference", _by_last_name)
 
@@ -69,19 +70,16 @@ def _set_apart(found: re.Match[str]) -> str:
     return found[1] + (f"\\ {found[2]}" if found[2] else "")
 
 
-def _without_absent_default(
-    _app: Sphinx,
-    what: str,
-    name: str,
-    _obj: object,
-    _options: object,
-    signature: str | None,
-    returns: str | None,
-) -> tuple[str | None, str | None]:
-    """`all_reduce` has no default for `dst`; it is there at run time for its error alone."""
-    if what == "function" and name == "gradmesh.all_reduce" and signature:
-        signature = re.sub(r"(dst: [^=]*?) = None", r"\1", signature)
-    return signature, returns
+def _of_one_tensor(_app: Sphinx) -> None:
+    """Of a verb's overloads the reference shows those that return a tensor; its text has the others."""
+    analyzer = ModuleAnalyzer.for_module("gradmesh.collectives")
+    analyzer.analyze()
+    for name, signatures in analyzer.overloads.items():
+        analyzer.overloads[name] = [
+            one
+            for one in signatures
+            if "Pending" not in one.return_annotation and one.return_annotation != "StructureT"
+        ]
 
 
 def _by_last_name(

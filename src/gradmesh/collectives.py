@@ -1,5 +1,4 @@
 # mypy: disable-error-code="no-any-return"
-# Return annotations describe the synchronous call; the decorators add the async and pytree overloads.
 """The verbs: each resolves its axis, builds the op and applies it.
 
 The registry (`gradmesh.ops`) lists the ops with their types and adjoints. Below, W is the number of ranks of the axis,
@@ -42,16 +41,16 @@ the collective on the tangents.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from gradmesh import pytrees, reductions
 from gradmesh._torch import keyword_fields_last
-from gradmesh.arguments import Call, SizesLike, explained, integer
+from gradmesh.arguments import Call, SizesLike, integer, verb
 from gradmesh.autograd import apply
 from gradmesh.axis import AxisLike
 from gradmesh.dims import DimLike, known_names
@@ -77,8 +76,7 @@ from gradmesh.ops.scan import Exscan, Scan
 from gradmesh.ops.shard import AllGatherInvariant, Shard, ShardReplicated
 from gradmesh.ops.sizes import Sizes
 from gradmesh.overlap.pending import Pending, start_op
-from gradmesh.overlap.signatures import async_verb, pytree_verb
-from gradmesh.structure import is_structure
+from gradmesh.structure import Tree, is_structure
 from gradmesh.types import Convention, I, P, R, Reduction, Type, V
 
 __all__ = [
@@ -108,6 +106,8 @@ __all__ = [
 # All op classes exist here; compiled programs create some of them.
 keyword_fields_last(Op)
 
+StructureT = TypeVar("StructureT", bound=Sequence[Tree] | Mapping[Any, Tree])
+
 _ALL_GATHERS = {R: AllGather, I: AllGatherInvariant}
 _ALL_REDUCES = {R: AllReduce, I: AllReduceInvariant}
 _REDUCTIONS = {name: name for name in ("sum", "mean", *reductions.RULES)}
@@ -127,8 +127,7 @@ def _named_by_torch(op: object, choices: Iterable[str]) -> str:
     return f'pass op="{name}"' if name in choices else ""
 
 
-@pytree_verb
-@explained("dst")
+@overload
 def all_reduce(
     x: Tensor,
     axis: AxisLike = None,
@@ -138,7 +137,35 @@ def all_reduce(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def all_reduce(
+    x: StructureT,
+    axis: AxisLike = None,
+    *,
+    op: Reduction = "sum",
+    dst: Convention,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
+) -> StructureT: ...
+@overload
+def all_reduce(x: Tensor, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[Tensor]: ...
+@overload
+def all_reduce(x: StructureT, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[StructureT]: ...
+@overload
+def all_reduce(x: Tensor, *args: Any, async_op: bool, **kwargs: Any) -> Tensor | Pending[Tensor]: ...
+@verb("dst")
+def all_reduce(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    op: Reduction = "sum",
+    dst: Convention,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+) -> Any:
     r"""Combine the ranks' tensors elementwise; every rank gets the result.
 
     ::
@@ -196,7 +223,7 @@ def all_reduce(
     return call.run(_scaled(call.op(kind), reduction), call.x)
 
 
-@pytree_verb
+@overload
 def all_gather(
     x: Tensor,
     axis: AxisLike = None,
@@ -207,7 +234,37 @@ def all_gather(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def all_gather(
+    x: StructureT,
+    axis: AxisLike = None,
+    dim: DimLike = 0,
+    *,
+    dst: Convention = R,
+    sizes: SizesLike = None,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
+) -> StructureT: ...
+@overload
+def all_gather(x: Tensor, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[Tensor]: ...
+@overload
+def all_gather(x: StructureT, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[StructureT]: ...
+@overload
+def all_gather(x: Tensor, *args: Any, async_op: bool, **kwargs: Any) -> Tensor | Pending[Tensor]: ...
+@verb()
+def all_gather(
+    x: Tensor,
+    axis: AxisLike = None,
+    dim: DimLike = 0,
+    *,
+    dst: Convention = R,
+    sizes: SizesLike = None,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+) -> Any:
     """Concatenate the ranks' tensors along `dim`; every rank gets the whole. Scalars are stacked.
 
     ::
@@ -237,7 +294,7 @@ def all_gather(
     """
     if type(x) is not Tensor and is_structure(x):
 
-        def gather_one(one: Tensor, along: DimLike = 0) -> Tensor:
+        def gather_one(one: Tensor, along: DimLike = 0) -> Any:
             return all_gather(
                 one,
                 axis,
@@ -259,7 +316,7 @@ def all_gather(
     return call.run(call.op(kind, along, call.sizes(sizes, along)), call.x)
 
 
-@async_verb
+@overload
 def reduce_scatter(
     x: Tensor,
     axis: AxisLike = None,
@@ -270,7 +327,23 @@ def reduce_scatter(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def reduce_scatter(x: Tensor, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[Tensor]: ...
+@overload
+def reduce_scatter(x: Tensor, *args: Any, async_op: bool, **kwargs: Any) -> Tensor | Pending[Tensor]: ...
+@verb()
+def reduce_scatter(
+    x: Tensor,
+    axis: AxisLike = None,
+    dim: DimLike = 0,
+    *,
+    op: Literal["sum", "mean"] = "sum",
+    sizes: SizesLike = None,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+) -> Any:
     """Sum the ranks' tensors and keep this rank's slice along `dim`: the adjoint of `all_gather`.
 
     ::
@@ -303,7 +376,7 @@ def reduce_scatter(
     return call.run(_scaled(call.op(ReduceScatter, along, given), reduction), x)
 
 
-@async_verb
+@overload
 def all_to_all(
     x: Tensor,
     axis: AxisLike = None,
@@ -315,7 +388,24 @@ def all_to_all(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def all_to_all(x: Tensor, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[Tensor]: ...
+@overload
+def all_to_all(x: Tensor, *args: Any, async_op: bool, **kwargs: Any) -> Tensor | Pending[Tensor]: ...
+@verb()
+def all_to_all(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    split_dim: DimLike = 0,
+    concat_dim: DimLike = 0,
+    split_sizes: Sequence[int] | None = None,
+    concat_sizes: Sequence[int] | None = None,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+) -> Any:
     """Split along `split_dim`, send part r to rank r, concatenate the received parts along `concat_dim`.
 
     ::
@@ -352,7 +442,7 @@ def all_to_all(
     return call.run(call.op(AllToAll, cut, join, send, receive), x)
 
 
-@pytree_verb
+@overload
 def broadcast(
     x: Tensor,
     axis: AxisLike = None,
@@ -362,7 +452,35 @@ def broadcast(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def broadcast(
+    x: StructureT,
+    axis: AxisLike = None,
+    *,
+    root: int = 0,
+    dst: Convention = R,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
+) -> StructureT: ...
+@overload
+def broadcast(x: Tensor, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[Tensor]: ...
+@overload
+def broadcast(x: StructureT, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[StructureT]: ...
+@overload
+def broadcast(x: Tensor, *args: Any, async_op: bool, **kwargs: Any) -> Tensor | Pending[Tensor]: ...
+@verb()
+def broadcast(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    root: int = 0,
+    dst: Convention = R,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+) -> Any:
     """Copy the root's tensor to every rank.
 
     ::
@@ -411,7 +529,7 @@ def broadcast(
     return call.run(call.op(kind, call.rank(root)), call.x)
 
 
-@async_verb
+@overload
 def reduce(
     x: Tensor,
     axis: AxisLike = None,
@@ -420,7 +538,21 @@ def reduce(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def reduce(x: Tensor, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[Tensor]: ...
+@overload
+def reduce(x: Tensor, *args: Any, async_op: bool, **kwargs: Any) -> Tensor | Pending[Tensor]: ...
+@verb()
+def reduce(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    root: int = 0,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+) -> Any:
     """Sum the ranks' tensors at the root; zeros elsewhere.
 
     Every rank has to run the backward collective. Outside of `ordered()` every rank's loss has to use its result, the
@@ -453,7 +585,7 @@ def reduce(
     return call.run(call.op(Reduce, call.rank(root)), x)
 
 
-@async_verb
+@overload
 def gather(
     x: Tensor,
     axis: AxisLike = None,
@@ -464,7 +596,23 @@ def gather(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def gather(x: Tensor, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[Tensor]: ...
+@overload
+def gather(x: Tensor, *args: Any, async_op: bool, **kwargs: Any) -> Tensor | Pending[Tensor]: ...
+@verb()
+def gather(
+    x: Tensor,
+    axis: AxisLike = None,
+    dim: DimLike = 0,
+    *,
+    root: int = 0,
+    sizes: SizesLike = None,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+) -> Any:
     """Concatenate the ranks' tensors along `dim` at the root; the others get a tensor empty along `dim`.
 
     Every rank has to run the backward collective. Outside of `ordered()` every rank's loss has to use its result, the
@@ -503,7 +651,7 @@ def gather(
     return call.run(call.op(Gather, along, call.rank(root), given), x)
 
 
-@async_verb
+@overload
 def scatter(
     x: Tensor,
     axis: AxisLike = None,
@@ -514,7 +662,23 @@ def scatter(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def scatter(x: Tensor, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[Tensor]: ...
+@overload
+def scatter(x: Tensor, *args: Any, async_op: bool, **kwargs: Any) -> Tensor | Pending[Tensor]: ...
+@verb()
+def scatter(
+    x: Tensor,
+    axis: AxisLike = None,
+    dim: DimLike = 0,
+    *,
+    root: int = 0,
+    sizes: SizesLike = None,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+) -> Any:
     """Split the root's tensor along `dim` and send each rank its part.
 
     When grad mode is on, the result requires grad on every rank, also where `x` does not: the backward
@@ -557,7 +721,7 @@ def scatter(
     return call.run(call.op(Scatter, along, root, given), x)
 
 
-@pytree_verb
+@overload
 def replicate(
     x: Tensor,
     axis: AxisLike = None,
@@ -565,7 +729,31 @@ def replicate(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def replicate(
+    x: StructureT,
+    axis: AxisLike = None,
+    *,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
+) -> StructureT: ...
+@overload
+def replicate(x: Tensor, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[Tensor]: ...
+@overload
+def replicate(x: StructureT, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[StructureT]: ...
+@overload
+def replicate(x: Tensor, *args: Any, async_op: bool, **kwargs: Any) -> Tensor | Pending[Tensor]: ...
+@verb()
+def replicate(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+) -> Any:
     """Declare that each rank uses this value differently from here on: backward sums its gradient over the ranks.
 
     Apply it where a replicated parameter enters the part of a model that is sharded over the ranks.
@@ -600,7 +788,7 @@ def replicate(
     return call.run(call.op(Replicate), call.x)
 
 
-@async_verb
+@overload
 def shard(
     x: Tensor,
     axis: AxisLike = None,
@@ -611,7 +799,23 @@ def shard(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def shard(x: Tensor, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[Tensor]: ...
+@overload
+def shard(x: Tensor, *args: Any, async_op: bool, **kwargs: Any) -> Tensor | Pending[Tensor]: ...
+@verb()
+def shard(
+    x: Tensor,
+    axis: AxisLike = None,
+    dim: DimLike = 0,
+    *,
+    src: Convention = I,
+    sizes: SizesLike = None,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+) -> Any:
     """Keep this rank's slice along `dim` of a value that every rank holds.
 
     ::
@@ -749,7 +953,7 @@ def convert(
     return start_op(op, x, finish) if call.flag(async_op, "async_op") else finish(apply(op, x))
 
 
-@pytree_verb
+@overload
 def shift(
     x: Tensor,
     axis: AxisLike = None,
@@ -761,7 +965,39 @@ def shift(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def shift(
+    x: StructureT,
+    axis: AxisLike = None,
+    offset: int = 1,
+    *,
+    wrap: bool = True,
+    dim: DimLike = 0,
+    sizes: SizesLike = None,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
+) -> StructureT: ...
+@overload
+def shift(x: Tensor, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[Tensor]: ...
+@overload
+def shift(x: StructureT, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[StructureT]: ...
+@overload
+def shift(x: Tensor, *args: Any, async_op: bool, **kwargs: Any) -> Tensor | Pending[Tensor]: ...
+@verb()
+def shift(
+    x: Tensor,
+    axis: AxisLike = None,
+    offset: int = 1,
+    *,
+    wrap: bool = True,
+    dim: DimLike = 0,
+    sizes: SizesLike = None,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+) -> Any:
     """Send the tensor to the rank `offset` after this one; every rank receives that of the rank `offset` before it.
 
     ::
@@ -788,7 +1024,7 @@ def shift(
     """
     if type(x) is not Tensor and is_structure(x):
 
-        def shift_one(one: Tensor) -> Tensor:
+        def shift_one(one: Tensor) -> Any:
             return shift(
                 one,
                 axis,
@@ -818,7 +1054,7 @@ def shift(
     return call.run(op if sizes is None else op.along(along, call.explicit_sizes(sizes, along)), call.x)
 
 
-@pytree_verb
+@overload
 def permute(
     x: Tensor,
     axis: AxisLike = None,
@@ -829,7 +1065,37 @@ def permute(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def permute(
+    x: StructureT,
+    axis: AxisLike = None,
+    *,
+    pairs: Sequence[tuple[int, int]],
+    dim: DimLike = 0,
+    sizes: SizesLike = None,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: Literal[False] = False,
+) -> StructureT: ...
+@overload
+def permute(x: Tensor, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[Tensor]: ...
+@overload
+def permute(x: StructureT, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[StructureT]: ...
+@overload
+def permute(x: Tensor, *args: Any, async_op: bool, **kwargs: Any) -> Tensor | Pending[Tensor]: ...
+@verb()
+def permute(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    pairs: Sequence[tuple[int, int]],
+    dim: DimLike = 0,
+    sizes: SizesLike = None,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+) -> Any:
     """Send tensors between pairs of ranks; zeros where nothing arrives.
 
     ::
@@ -858,7 +1124,7 @@ def permute(
     """
     if type(x) is not Tensor and is_structure(x):
 
-        def permute_one(one: Tensor) -> Tensor:
+        def permute_one(one: Tensor) -> Any:
             return permute(
                 one,
                 axis,
@@ -879,7 +1145,7 @@ def permute(
     return call.run(op if sizes is None else op.along(along, call.explicit_sizes(sizes, along)), call.x)
 
 
-@async_verb
+@overload
 def send(
     x: Tensor,
     axis: AxisLike = None,
@@ -888,7 +1154,21 @@ def send(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def send(x: Tensor, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[Tensor]: ...
+@overload
+def send(x: Tensor, *args: Any, async_op: bool, **kwargs: Any) -> Tensor | Pending[Tensor]: ...
+@verb()
+def send(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    to: int,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+) -> Any:
     """Send a tensor to one rank, which calls `recv`; the other ranks do not participate.
 
     It does not wait for the receiver: messages that were not received yet are kept in memory. If `send` raises, the
@@ -937,7 +1217,7 @@ def send(
     return call.run(call.op(Send, peer, tuple(x.shape)), x)
 
 
-@async_verb
+@overload
 def recv(
     like: Tensor,
     axis: AxisLike = None,
@@ -946,7 +1226,21 @@ def recv(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def recv(like: Tensor, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[Tensor]: ...
+@overload
+def recv(like: Tensor, *args: Any, async_op: bool, **kwargs: Any) -> Tensor | Pending[Tensor]: ...
+@verb()
+def recv(
+    like: Tensor,
+    axis: AxisLike = None,
+    *,
+    source: int,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+) -> Any:
     """Receive a tensor from one rank, which calls `send`; see there.
 
     Args:
@@ -975,7 +1269,7 @@ def recv(
     return call.received(call.op(Receive, peer, tuple(like.shape)), like.new_empty(0))
 
 
-@async_verb
+@overload
 def exchange(
     parts: Sequence[Tensor],
     axis: AxisLike = None,
@@ -983,7 +1277,24 @@ def exchange(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
-) -> list[Tensor]:
+) -> list[Tensor]: ...
+@overload
+def exchange(
+    parts: Sequence[Tensor], *args: Any, async_op: Literal[True], **kwargs: Any
+) -> Pending[list[Tensor]]: ...
+@overload
+def exchange(
+    parts: Sequence[Tensor], *args: Any, async_op: bool, **kwargs: Any
+) -> list[Tensor] | Pending[list[Tensor]]: ...
+@verb()
+def exchange(
+    parts: Sequence[Tensor],
+    axis: AxisLike = None,
+    *,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+) -> Any:
     """Send each rank a tensor of any shape, and receive one from each.
 
     The ragged form of `all_to_all`: one small exchange sends the shapes, a second one all elements. Backward sends the
@@ -1046,7 +1357,7 @@ def exchange(
     )
 
 
-@async_verb
+@overload
 def halo_exchange(
     x: Tensor,
     axis: AxisLike = None,
@@ -1058,7 +1369,24 @@ def halo_exchange(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def halo_exchange(x: Tensor, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[Tensor]: ...
+@overload
+def halo_exchange(x: Tensor, *args: Any, async_op: bool, **kwargs: Any) -> Tensor | Pending[Tensor]: ...
+@verb()
+def halo_exchange(
+    x: Tensor,
+    axis: AxisLike = None,
+    dim: DimLike = 0,
+    *,
+    halo: int | tuple[int, int] = 1,
+    wrap: bool = False,
+    sizes: SizesLike = None,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+) -> Any:
     """Attach the neighbours' edge rows to this rank's shard, as a stencil over a sharded dimension needs them.
 
     ::
@@ -1097,7 +1425,7 @@ def halo_exchange(
     return call.run(call.op(HaloExchange, along, left, right, wrap, given), x)
 
 
-@async_verb
+@overload
 def neighbor_all_to_all(
     x: Tensor,
     axis: AxisLike = None,
@@ -1107,7 +1435,22 @@ def neighbor_all_to_all(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def neighbor_all_to_all(x: Tensor, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[Tensor]: ...
+@overload
+def neighbor_all_to_all(x: Tensor, *args: Any, async_op: bool, **kwargs: Any) -> Tensor | Pending[Tensor]: ...
+@verb()
+def neighbor_all_to_all(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    send_rows: RowsByRank,
+    receive_counts: CountsByRank,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+) -> Any:
     """Send rows of `x`, selected by an index, to some ranks, and receive theirs: for partitioned graphs and meshes.
 
     ::
@@ -1148,7 +1491,7 @@ def neighbor_all_to_all(
     return call.run(op, x)
 
 
-@async_verb
+@overload
 def scan(
     x: Tensor,
     axis: AxisLike = None,
@@ -1157,7 +1500,21 @@ def scan(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def scan(x: Tensor, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[Tensor]: ...
+@overload
+def scan(x: Tensor, *args: Any, async_op: bool, **kwargs: Any) -> Tensor | Pending[Tensor]: ...
+@verb()
+def scan(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    reverse: bool = False,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+) -> Any:
     """Sum over the ranks up to and including this one.
 
     ::
@@ -1181,7 +1538,7 @@ def scan(
     return call.run(call.op(Scan, call.flag(reverse, "reverse")), x)
 
 
-@async_verb
+@overload
 def exscan(
     x: Tensor,
     axis: AxisLike = None,
@@ -1190,7 +1547,21 @@ def exscan(
     comm_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     async_op: Literal[False] = False,
-) -> Tensor:
+) -> Tensor: ...
+@overload
+def exscan(x: Tensor, *args: Any, async_op: Literal[True], **kwargs: Any) -> Pending[Tensor]: ...
+@overload
+def exscan(x: Tensor, *args: Any, async_op: bool, **kwargs: Any) -> Tensor | Pending[Tensor]: ...
+@verb()
+def exscan(
+    x: Tensor,
+    axis: AxisLike = None,
+    *,
+    reverse: bool = False,
+    comm_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    async_op: bool = False,
+) -> Any:
     """Sum over the ranks before this one; zeros on the first.
 
     ::

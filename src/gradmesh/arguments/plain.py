@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
-__all__ = ["explained", "integer", "kind_of"]
-
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+__all__ = ["integer", "kind_of", "verb"]
 
 
 def integer(value: object) -> int | None:
@@ -32,14 +30,16 @@ def kind_of(x: object) -> str:
     return f"a {'nested' if x.is_nested else 'quantized' if x.is_quantized else x.layout} tensor"
 
 
-def explained(*names: str) -> Callable[[FunctionT], FunctionT]:
-    """Give required keyword arguments a runtime default of None, so that the function can raise its own error.
+def verb(*required: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The implementation of a verb, whose overloads declare the types.
 
-    Type checkers still treat them as required.
+    Args:
+        required: keyword arguments that get a default of None at run time, so that the verb can raise its own error.
     """
 
-    def with_defaults(function: FunctionT) -> FunctionT:
-        function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), **dict.fromkeys(names)}
+    def with_defaults(function: Callable[..., Any]) -> Callable[..., Any]:
+        if required:
+            function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), **dict.fromkeys(required)}
         return function
 
     return with_defaults
