@@ -32,6 +32,7 @@ UNDIFFERENTIATED = {
     "fsdp1_small_shards": "parameters that are views of a flat one, and its clip_grad_norm_ takes no float64",
     "sparse_embedding": "sparse gradients",
     "torch_pipelining": "micro-batches whose losses another rank computes",
+    "closed_form_gradients": "gradients without a backward",
     "loader_with_workers": "a loop over batches of workers",
 }
 """Scripts whose gradients cannot be held against differences, and why."""

@@ -69,10 +69,6 @@ def judged(
         every = segments(there)
         for number, segment in enumerate(every, 1):
             if not segment.whole:
-                for later in every[number : number + 1]:
-                    found += parted_by_closure(
-                        there, *([own[0] for own in each.steps] for each in (segment, later))
-                    )
                 continue
             more = _step(there, segment, number, notes, see, every[number : number + 1], followed)
             if segment.manual_calls and not more:
