@@ -2,7 +2,7 @@
 
 $ python -m tools.checked                          # all of them
 $ python -m tools.checked --only megatron clip     # those whose name has one of these
-$ python -m tools.checked --write docs/check.md    # all of them, and the table into the page
+$ python -m tools.checked --write docs/reports/check.md    # all of them, and the table into the page
 $ python -m tools.checked --cost                   # each script also without being recorded
 """
 

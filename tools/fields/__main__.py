@@ -1,6 +1,6 @@
 """The command that prints what fields in parts cost and how far they are from whole ones, and writes the tables.
 
-python -m tools.fields [--programs 40] [--only deviations] [--write docs/fields.md]
+python -m tools.fields [--programs 40] [--only deviations] [--write docs/reports/fields.md]
 """
 
 from __future__ import annotations
