@@ -159,7 +159,7 @@ def balanced(worlds: Any) -> dict[str, Figures]:
 def test_what_is_overlapped_is_hidden_forward_and_backward(
     name: str, half: str, balanced: dict[str, Figures]
 ) -> None:
-    """At least half of what can be hidden, as other tests run beside it; docs/overlap.md has real figures."""
+    """At least half of what can be hidden, as other tests run beside it; docs/reports/overlap.md has real figures."""
     figures = balanced[name]
     assert figures.times["work"][half] >= PIECES[name] * WORK
     in_turn, best = figures.times["in turn"][half], figures.best(half)

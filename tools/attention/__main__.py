@@ -1,7 +1,7 @@
 """Measure attention over a cut sequence: memory of each rank, time, and what the ring hides of a slow wire.
 
 python -m tools.attention                              # the tables
-python -m tools.attention --write docs/attention.md    # into the page
+python -m tools.attention --write docs/reports/attention.md    # into the page
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tools.attention.memory import peaks
 from tools.attention.timing import times
 from tools.attention.ways import Case
 
-BEGIN, END = "<!-- python -m tools.attention --write docs/attention.md -->", "<!-- end -->"
+BEGIN, END = "<!-- python -m tools.attention --write docs/reports/attention.md -->", "<!-- end -->"
 SIZES = (1, 2, 4)
 KEPT = ("ring", "ring, zigzag", "ulysses", "gathered keys")
 TIMED = ("ring", "ring, zigzag", "ulysses", "torch's ring", "torch's ring, balanced", "gathered keys")

@@ -3,7 +3,7 @@
 python -m tools.overlap                              # the tables
 python -m tools.overlap --backend shm --program ring  # some of them
 python -m tools.overlap --trace overlap.json          # a step of the chain, for ui.perfetto.dev
-python -m tools.overlap --write docs/overlap.md       # the page, and docs/overlap.png
+python -m tools.overlap --write docs/reports/overlap.md       # the page, and docs/reports/overlap.png
 """
 
 from __future__ import annotations

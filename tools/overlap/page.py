@@ -1,4 +1,4 @@
-"""The tables of docs/overlap.md, in their place on the page."""
+"""The tables of docs/reports/overlap.md, in their place on the page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.overlap.measure import HALVES, Figures
 
 __all__ = ["Row", "figures_text", "machine", "with_figures"]
 
-BEGIN = "<!-- python -m tools.overlap --write docs/overlap.md -->"
+BEGIN = "<!-- python -m tools.overlap --write docs/reports/overlap.md -->"
 END = "<!-- end -->"
 
 Row = tuple[str, str, Figures]

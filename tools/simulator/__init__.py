@@ -1,1 +1,1 @@
-"""The simulator put to the test, and the figures of docs/simulator.md."""
+"""The simulator put to the test, and the figures of docs/reports/simulator.md."""

@@ -1,7 +1,7 @@
 """The simulator put to the test, and its figures.
 
 python -m tools.simulator attack --programs 200 --seed 1
-python -m tools.simulator figures [shm] --write docs/simulator.md
+python -m tools.simulator figures [shm] --write docs/reports/simulator.md
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> int:
     attacked.add_argument(
         "--schedules", type=int, default=2, help="under how many schedules each is run, twice each"
     )
-    shown = commands.add_parser("figures", help="what docs/simulator.md shows")
+    shown = commands.add_parser("figures", help="what docs/reports/simulator.md shows")
     shown.add_argument("part", choices=[[], *PARTS], nargs="*", help="which; all by default")
     shown.add_argument("--write", type=Path, help="the page to write them into")
     parsed = parser.parse_args()

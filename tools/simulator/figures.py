@@ -1,4 +1,4 @@
-"""The figures of docs/simulator.md, as measured on the machine that runs this."""
+"""The figures of docs/reports/simulator.md, as measured on the machine that runs this."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ END = "<!-- end -->"
 
 def with_figures(page: str, part: str, text: str) -> str:
     """The page with other figures for a part."""
-    begin = f"<!-- python -m tools.simulator figures {part} --write docs/simulator.md -->"
+    begin = f"<!-- python -m tools.simulator figures {part} --write docs/reports/simulator.md -->"
     before, rest = page.split(begin)
     return f"{before}{begin}\n\n{text}\n\n{END}{rest.partition(END)[2]}"
 
@@ -45,11 +45,11 @@ def _large() -> str:
         "bytes on tp",
         "bytes on dp",
         "ms predicted",
-        "s to find out",
-        "all ranks played",
+        "s to simulate",
+        "with all ranks",
     )
     return (
-        "A step of a tensor-parallel model, one rank playing (bytes are those that a rank sends; `tp` has 3 us and "
+        "A step of a tensor-parallel model, with one simulated rank (bytes are those that a rank sends; `tp` has 3 us and "
         "300 GB/s, `dp` 20 us and 25 GB/s; communication alone):\n\n" + _table(heads, rows)
     )
 
@@ -61,7 +61,7 @@ def _whole() -> str:
         took, far = whole_step(size)
         rows.append([size, f"{took:.2f}", f"{far:.1e}"])
     heads = ("ranks", "s", "largest difference from one process")
-    return "A contrastive training step with every rank played, with a seed:\n\n" + _table(heads, rows)
+    return "A contrastive training step with all ranks simulated, with a seed:\n\n" + _table(heads, rows)
 
 
 def _shm() -> str:
@@ -78,14 +78,14 @@ def _shm() -> str:
     measured, step, wire = compare(link, 2, steps=200)
     ratios = [one.predicted / one.measured for one in found]
     return (
-        "The model against shm, on 2 ranks, with the fastest times, as others used the machine too. The link is fitted "
+        "The model against shm, on 2 ranks, with the fastest times, since the machine was in use. The link is fitted "
         f"to all_reduce of {SIZES[1] // 1024} KiB and {SIZES[-1] // 1024:,} KiB: {link.call_us:.0f} us a call and "
         f"{link.gbytes_per_s:.2f} GB/s. "
         f"Predicted to measured is {min(ratios):.2f} to {max(ratios):.2f}, {statistics.median(ratios):.2f} in the "
         "middle.\n\n"
         + _table(("op", "KiB", "us measured", "us predicted", "ratio"), rows)
-        + f"\n\nA training step of a contrastive model takes {1e3 * measured:.1f} ms on shm; the simulation, whose "
-        f"ranks compute on this machine and whose wire has that link, says {1e3 * step:.1f} ms, {1e3 * wire:.1f} of "
+        + f"\n\nA training step of a contrastive model takes {1e3 * measured:.1f} ms on shm; the simulation, with "
+        f"ranks that compute on this machine and that link, predicts {1e3 * step:.1f} ms, {1e3 * wire:.1f} of "
         f"them communication: a ratio of {step / measured:.2f}."
     )
 
@@ -109,8 +109,8 @@ def _lived() -> str:
         own = simulate(_overlapping, 2, args=(later,), model=model, seed=0).seconds
         rows.append(["later" if later else "at once", f"{1e3 * wall:.0f}", f"{1e3 * own:.0f}"])
     return (
-        "A wire that is lived: five times a sum of 20 ms beside 20 ms of work, waited for at once or after the "
-        "work:\n\n" + _table(("waited for", "ms by the machine's clock", "ms by the ranks' own"), rows)
+        "Overlap on both clocks: five times a sum of 20 ms beside 20 ms of work, waited for at once or after the "
+        "work:\n\n" + _table(("waited for", "ms, wall clock", "ms, virtual clock"), rows)
     )
 
 
@@ -131,7 +131,7 @@ def _watching() -> str:
         seen = min(max(simulate(_calls, size, args=(300,)).results) for _ in range(5))
         turns = min(max(simulate(_calls, size, args=(300,), seed=0).results) for _ in range(5))
         rows.append([size, *(f"{1e6 * took:.0f}" for took in (plain, seen, turns))])
-    heads = ("ranks", "launched", "watched", "watched, with a seed")
+    heads = ("ranks", "launched", "simulated", "simulated, with a seed")
     return "A small all_reduce, in us:\n\n" + _table(heads, rows)
 
 
