@@ -49,8 +49,8 @@ def _large() -> str:
         "with all ranks",
     )
     return (
-        "A step of a tensor-parallel model, with one simulated rank (bytes are those that a rank sends; `tp` has 3 us and "
-        "300 GB/s, `dp` 20 us and 25 GB/s; communication alone):\n\n" + _table(heads, rows)
+        "A step of a tensor-parallel model, with one simulated rank (bytes are those that a rank sends; `tp` has 3 us "
+        "and 300 GB/s, `dp` 20 us and 25 GB/s; communication alone):\n\n" + _table(heads, rows)
     )
 
 
