@@ -44,6 +44,13 @@ def test_findings_come_from_the_worst_down_and_can_be_read() -> None:
     assert pickle.loads(pickle.dumps(found)) == found
 
 
+@pytest.mark.parametrize("columns", [50, 90, 140])
+def test_output_is_as_wide_as_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = [line for line in _run("tests.audit_targets:wrong").stdout.splitlines() if len(line.split()) > 1]
+    assert columns - 20 < max(map(len, lines)) <= columns
+
+
 def test_a_right_function_has_a_reading_and_no_finding() -> None:
     found = audit(audit_targets.right)
     assert found.ok

@@ -123,6 +123,14 @@ def test_the_command_shows_every_cell_and_writes_every_time(
     )
 
 
+@pytest.mark.parametrize("columns", [60, 130])
+def test_output_is_as_wide_as_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradmesh.bench.command.QUICK", TINY)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    result = CliRunner().invoke(cli.commands(), ["bench", "--backend", "threads", "--quick"])
+    assert columns - 20 < max(map(len, result.stdout.splitlines())) <= columns
+
+
 def test_unwritable_times_path_raises_before_the_work(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.commands(), ["bench", "--json", str(tmp_path / "none" / "bench.json")])
     assert result.exit_code == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -42,8 +43,7 @@ def bench(backend: str, ranks: int, quick: bool, json_path: Path | None) -> None
         table.add_row(cell.verb, cell.way, cell.size, _formatted(cell.ours), _formatted(cell.raw), *added)
         times = {"ours": cell.ours.times, "raw": cell.raw and cell.raw.times, "added": cell.added}
         cells.append({**cell._asdict(), **times})
-    console = Console(highlight=False)
-    console.width = console.width if console.is_terminal else 100
+    console = Console(highlight=False, width=shutil.get_terminal_size((100, 24)).columns)
     console.print(table)
     console.print(_NOTE, style="dim")
     if json_path is not None:

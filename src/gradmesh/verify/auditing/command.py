@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from gradmesh.errors import ArgumentError, GradmeshError, message
 from gradmesh.verify.auditing.audit import audit
+from gradmesh.verify.auditing.report import shown
 
 __all__ = ["FOUND", "NOT_RUN", "audit_command", "named"]
 
@@ -80,7 +82,9 @@ def audit_command(
             )
             status = NOT_RUN
             continue
-        print(json.dumps({"target": target, **found.as_json()}) if as_json else found, flush=True)
+        width = shutil.get_terminal_size((112, 24)).columns
+        text = json.dumps({"target": target, **found.as_json()}) if as_json else shown(found, width)
+        print(text, flush=True)
         status = max(status, 0 if found.ok else FOUND)
     return status
 

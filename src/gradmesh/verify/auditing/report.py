@@ -10,9 +10,10 @@ from typing import Any
 
 from gradmesh.verify.auditing.kinds import KINDS, SEVERITIES
 
-__all__ = ["Audit", "Finding"]
+__all__ = ["Audit", "Finding", "shown"]
 
 _WIDTH = 112
+"""Columns of an audit or a finding as a str; the command uses the terminal's."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,7 @@ class Finding:
         }
 
     def __str__(self) -> str:
-        on = (
-            ""
-            if not self.ranks
-            else f" on rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
-        )
-        lines = [f"{self.severity:<8} {self.kind}{on}", *_wrapped(self.text)]
-        if self.line:
-            lines.append(f"         at {self.line}")
-        return "\n".join([*lines, *_wrapped(f"remedy: {self.remedy}")])
+        return "\n".join(_finding_lines(self, _WIDTH))
 
 
 @dataclass(frozen=True)
@@ -141,23 +134,54 @@ class Audit:
         return json.dumps(self.as_json())
 
     def __str__(self) -> str:
-        count = len(self._failures)
-        notes = len(self.findings) - count
-        head = f"{self.name}: {'no finding' if self.ok else f'{count} finding' + 's' * (count > 1)}"
-        head += f", {notes} note" + "s" * (notes > 1) if notes else ""
-        lines = [f"{head} ({self.world_size} ranks, {self.backend}, {self.seconds:.1f} s)"]
-        if self.arrows:
-            lines.append(f"  backward is the adjoint as {'; '.join(self.arrows)}")
-        for one in self.assumes:
-            lines += textwrap.wrap(one, _WIDTH, initial_indent="  ", subsequent_indent="    ")
-        if not self.linear and "not-adjoint" not in self.left_out:
-            lines.append("  not linear: audited its derivative, by finite differences")
-        lines += [textwrap.indent(str(finding), "  ") for finding in self.findings]
-        for kind, reason in self.left_out.items():
-            lines += textwrap.wrap(
-                f"not checked: {kind}: {reason}", _WIDTH, initial_indent="  ", subsequent_indent="    "
-            )
-        return "\n".join(lines)
+        return shown(self, _WIDTH + 2)
+
+
+def shown(audit: Audit, width: int) -> str:
+    """The audit in lines of at most this many columns."""
+    count = len(audit._failures)
+    notes = len(audit.findings) - count
+    head = f"{audit.name}: {'no finding' if audit.ok else f'{count} finding' + 's' * (count > 1)}"
+    head += f", {notes} note" + "s" * (notes > 1) if notes else ""
+    lines = _wrapped(
+        f"{head} ({audit.world_size} ranks, {audit.backend}, {audit.seconds:.1f} s)", width, 0, 2
+    )
+    facts = [f"backward is the adjoint as {'; '.join(audit.arrows)}"] if audit.arrows else []
+    facts += audit.assumes
+    if not audit.linear and "not-adjoint" not in audit.left_out:
+        facts.append("not linear: audited its derivative, by finite differences")
+    lines += [line for one in facts for line in _wrapped(one, width, 2, 4)]
+    lines += [f"  {line}" for finding in audit.findings for line in _finding_lines(finding, width - 2)]
+    for kind, reason in audit.left_out.items():
+        lines += _wrapped(f"not checked: {kind}: {reason}", width, 2, 4)
+    return "\n".join(lines)
+
+
+def _finding_lines(finding: Finding, width: int) -> list[str]:
+    on = (
+        ""
+        if not finding.ranks
+        else f" on rank{'s' * (len(finding.ranks) > 1)} {', '.join(map(str, finding.ranks))}"
+    )
+    parts = [
+        *finding.text.splitlines(),
+        *([f"at {finding.line}"] if finding.line else []),
+        f"remedy: {finding.remedy}",
+    ]
+    head = _wrapped(f"{finding.severity:<8} {finding.kind}{on}", width, 0, 9)
+    return [*head, *(line for part in parts for line in _wrapped(part, width, 9, 9))]
+
+
+def _wrapped(text: str, width: int, first: int, rest: int) -> list[str]:
+    """The text in lines, indented by `first` and `rest`; a longer word, such as a path, has a line of its own."""
+    return textwrap.wrap(
+        text,
+        max(width, rest + 20),
+        initial_indent=" " * first,
+        subsequent_indent=" " * rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def sorted_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -165,12 +189,3 @@ def sorted_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     order = list(KINDS)
     unique = dict.fromkeys(findings)
     return tuple(sorted(unique, key=lambda f: (SEVERITIES.index(f.severity), order.index(f.kind))))
-
-
-def _wrapped(text: str) -> list[str]:
-    pad = " " * 9
-    return [
-        line
-        for part in text.splitlines()
-        for line in textwrap.wrap(part, _WIDTH, initial_indent=pad, subsequent_indent=pad)
-    ]
