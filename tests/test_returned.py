@@ -72,6 +72,8 @@ def test_a_skipped_backward_is_an_error_with_the_rank_the_line_and_the_remedy(ba
     assert "ordered()" in text
     assert f"{__file__}" in text
     assert "skipped_backward" in text
+    forward = skipped_backward.__code__.co_firstlineno + 2
+    assert f"the backward of all_gather at {__file__}:{forward} in skipped_backward" in text
     assert "gathered.square().sum().backward()" in text  # the stack of the rank that waits
     assert seconds < SOON[backend]
 

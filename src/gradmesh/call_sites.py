@@ -6,14 +6,24 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import CodeType
 from typing import Any
 
 import torch
 import typing_extensions
 
-__all__ = ["Site", "call_site", "is_of_the_program", "seen_from", "show_site", "show_tensors", "user_frame"]
+__all__ = [
+    "ORIGINS",
+    "Site",
+    "call_site",
+    "is_of_the_program",
+    "origin",
+    "seen_from",
+    "show_site",
+    "show_tensors",
+    "user_frame",
+]
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _INTERNAL = (
@@ -29,6 +39,9 @@ Site = tuple[CodeType, int] | None
 
 _is_internal: dict[str, bool] = {}
 """For each source file, whether it belongs to torch, gradmesh or the Python runtime."""
+
+ORIGINS: dict[int, Callable[[], str]] = {}
+"""For each thread that runs the backward of a call: describes the forward call."""
 
 _seen = threading.local()  # .site: overrides `call_site` in this thread
 
@@ -59,6 +72,11 @@ def call_site() -> Site:
             return code, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def origin() -> Callable[[], str] | None:
+    """Describes the forward call whose backward runs in this thread; None outside of a backward."""
+    return ORIGINS.get(threading.get_ident()) if ORIGINS else None
 
 
 def show_site(site: Site) -> str:

@@ -30,8 +30,19 @@ RETURNED_REMEDY = (
 """The remedy if a rank has returned while others wait for it."""
 
 
-def show_call(call: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], site: Site) -> str:
-    """Describe a call on one line: its name, the dtypes and shapes of its tensors, and its call site."""
+def show_call(
+    call: str,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    site: Site,
+    origin: Callable[[], str] | None = None,
+) -> str:
+    """Describe a call on one line: its name, the dtypes and shapes of its tensors, and its call site.
+
+    The backward of a call is described by the forward call (`origin`), which the program contains.
+    """
+    if origin is not None:
+        return f"{origin()}, run {show_site(site)}"
     to = f" -> {show_tensors(outputs)}" if outputs and outputs is not inputs else ""
     return f"{call}  {show_tensors(inputs)}{to}  {show_site(site)}"
 

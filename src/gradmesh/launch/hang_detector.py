@@ -23,6 +23,7 @@ from types import CodeType
 
 import torch
 
+from gradmesh.call_sites import ORIGINS
 from gradmesh.stacks import Place, main_stack, shown, stacks
 
 __all__ = ["MainThread", "Probe", "has_other_work", "is_waiting_in"]
@@ -72,8 +73,9 @@ class MainThread:
         return self._waited
 
     def stack(self, below: str) -> str:
-        """Its stack as text, starting below the frames of the file `below`."""
-        return shown(main_stack(), below)
+        """Its stack as text, starting below the frames of the file `below`; in a backward, with the forward call."""
+        origin = ORIGINS.get(threading.main_thread().ident or 0)
+        return shown(main_stack(), below) + (f"  in {origin()}\n" if origin else "")
 
 
 class Probe:

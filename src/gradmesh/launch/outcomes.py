@@ -215,10 +215,11 @@ class Outcome:
 
 
 def last_place(stack: str) -> str:
-    """The innermost line of a stack outside of torch and gradmesh."""
+    """The innermost line of a stack outside of torch and gradmesh; in a backward, with the forward call."""
     places = [line.strip() for line in stack.splitlines() if line.lstrip().startswith("File ")]
     own = [place for place in places if not any(part in place for part in _LIBRARIES)]
-    return (own or places or ["an unknown line"])[-1].removeprefix("File ")
+    origin = [f", {line.strip()}" for line in stack.splitlines() if line.startswith("  in the ")]
+    return "".join([(own or places or ["an unknown line"])[-1].removeprefix("File "), *origin])
 
 
 def _order(failure: Failure) -> tuple[bool, float]:

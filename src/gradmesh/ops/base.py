@@ -15,6 +15,7 @@ import abc
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from threading import get_ident
 from typing import ClassVar, NoReturn, TypedDict, TypeVar
 
 import torch
@@ -24,7 +25,7 @@ from gradmesh import profiling
 from gradmesh._torch import is_fake, profiler_on
 from gradmesh.axis import Axis
 from gradmesh.bounded_cache import BoundedCache
-from gradmesh.call_sites import call_site, seen_from
+from gradmesh.call_sites import ORIGINS, call_site, seen_from
 from gradmesh.checking import FULL, check_level
 from gradmesh.dtypes import BITS, NEVER_COPIED
 from gradmesh.errors import DTypeError, GradmeshError, ShapeError, message
@@ -179,6 +180,20 @@ class Op(abc.ABC):
         return self._traced(x, recorded)
 
     def _traced(self, x: Tensor, recorded: CallRecord | None) -> Tensor:
+        if recorded is None or recorded.origin is None:
+            return self._followed(x, recorded)
+        thread = get_ident()
+        outer = ORIGINS.get(thread)
+        ORIGINS[thread] = recorded.show_origin
+        try:
+            return self._followed(x, recorded)
+        finally:
+            if outer is None:
+                del ORIGINS[thread]
+            else:
+                ORIGINS[thread] = outer
+
+    def _followed(self, x: Tensor, recorded: CallRecord | None) -> Tensor:
         if ACTIVE_TRACERS[0] and (tracer := rank_state().tracer) is not None:
             return tracer.follow(self, x, recorded, lambda: self._applied(x, recorded))
         return self._applied(x, recorded)

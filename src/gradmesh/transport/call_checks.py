@@ -163,6 +163,12 @@ class CallRecord:
         """The call and its call site, as text."""
         return f"{self.text} {show_site(self.site)}{self.of()}"
 
+    def show_origin(self) -> str:
+        """What it is the backward or tangent of, such as "the backward of all_gather at train.py:12 in step"."""
+        if self.origin is None:
+            return f"{self.text.partition('(')[0] or 'a call'} {show_site(self.site)}"
+        return f"{self.role} {self.origin.show_origin()}"
+
     def of(self) -> str:
         """The forward call that it belongs to, as text."""
         if self.origin is None:

@@ -15,7 +15,7 @@ from gradmesh.backends.shm import progress
 from gradmesh.backends.shm.epochs import Steps
 from gradmesh.backends.shm.p2p import Receive, Send, misfit
 from gradmesh.backends.works import OwnWork, Promise, completed
-from gradmesh.call_sites import Site, call_site
+from gradmesh.call_sites import Site, call_site, origin
 
 if TYPE_CHECKING:
     from gradmesh.backends.shm.engine import Engine
@@ -26,11 +26,12 @@ __all__ = ["AsyncWork", "CallWork", "MessageWork", "Shown"]
 class Shown:
     """The description of a call, for errors: its name, tensors and call site."""
 
-    __slots__ = ("_call", "_inputs", "_outputs", "_site")
+    __slots__ = ("_call", "_inputs", "_origin", "_outputs", "_site")
 
     def __init__(self, call: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] = ()) -> None:
         self._call, self._inputs, self._outputs = call, inputs, outputs
         self._site: Site = None
+        self._origin = origin()
 
     def started(self) -> None:
         """Record the call site, because the call may be finished elsewhere."""
@@ -38,7 +39,7 @@ class Shown:
 
     def __call__(self) -> str:
         """The description."""
-        return show_call(self._call, self._inputs, self._outputs, self._site or call_site())
+        return show_call(self._call, self._inputs, self._outputs, self._site or call_site(), self._origin)
 
 
 class AsyncWork(OwnWork):

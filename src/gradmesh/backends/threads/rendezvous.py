@@ -16,7 +16,7 @@ from gradmesh import _torch
 from gradmesh.backends.call_check import CallCheck
 from gradmesh.backends.messages import DIFFERENT_BRANCH, mismatched_message, show_call
 from gradmesh.backends.threads.waiting import Waitable, World
-from gradmesh.call_sites import Site, seen_from
+from gradmesh.call_sites import Site, origin, seen_from
 from gradmesh.errors import MismatchError, message
 
 __all__ = ["Contribution", "Group", "Misfit", "Receive"]
@@ -38,11 +38,13 @@ class Contribution:
     """The same tensors, split as the call's kernel needs them."""
     call_check: CallCheck | None = None
     """The signature that the ranks compare."""
+    origin: Callable[[], str] | None = dataclasses.field(default_factory=origin)
+    """Describes the forward call, if this is its backward."""
     direct: bool = False
     """Whether the call comes from gradmesh's data path, not from torch.distributed."""
 
     def __str__(self) -> str:
-        return show_call(self.call, self.inputs, self.outputs, self.site)
+        return show_call(self.call, self.inputs, self.outputs, self.site, self.origin)
 
 
 class Rendezvous(Waitable):
