@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gradmesh.checker.findings import Verdict
 from gradmesh.checker.run import Target, check_script
 
 pytestmark = pytest.mark.processes
@@ -38,14 +39,20 @@ for _ in range(2):
 REGISTER = "model.register_comm_hook(None, hook)"
 MEAN = "model(x).square().mean()"
 UNEVEN = "6 + 4 * rank"
+LABELS = "nn.functional.cross_entropy(model(x), (labels := torch.arange(6) % 4)"
+BESIDE = "(dist.all_reduce(count := torch.tensor(24.0)), {mean} + model(x).abs().sum() / {count})[1]"
 
 
-def notes(
+def checked(
     folder: Path, *, divide: str = "pass", register: str = "", rows: str = "6", loss: str = MEAN
-) -> list[str]:
+) -> Verdict:
     script = folder / "train.py"
     script.write_text(SCRIPT.format(divide=divide, register=register, rows=rows, loss=loss))
-    verdict = check_script(Target(str(script)), ranks=2, steps=2)
+    return check_script(Target(str(script)), ranks=2, steps=2)
+
+
+def notes(folder: Path, **changes: str) -> list[str]:
+    verdict = checked(folder, **changes)
     assert verdict.ok
     assert not verdict.findings, verdict.findings[0].message
     return list(verdict.notes)
@@ -86,3 +93,32 @@ def test_a_mean_of_means_over_uneven_batches_is_noted_with_its_counts(tmp_path: 
 )
 def test_even_batches_and_weighted_means_are_not_noted(tmp_path: Path, rows: str, loss: str) -> None:
     assert notes(tmp_path, rows=rows, loss=loss) == []
+
+
+def test_a_constant_that_is_the_number_of_ranks_by_chance_is_a_note(tmp_path: Path) -> None:
+    [note] = notes(tmp_path, loss=f"({MEAN} + model(x).abs().mean()) / 2")
+    assert f"train.py:{SCRIPT.splitlines().index('    loss = {loss}') + 1}" in note
+    assert "on 4 ranks it does not" in note
+
+
+def test_a_division_that_more_ranks_cannot_show_is_a_note(tmp_path: Path) -> None:
+    [note] = notes(tmp_path, loss=f"{MEAN} / world", rows="{2: 6}[world]")
+    assert "could not be checked on 4 ranks" in note
+
+
+@pytest.mark.parametrize(
+    "loss", [f"{LABELS}.where(labels > rank, -100))", "model(x)[: 3 - rank].sum() / (12 - 4 * rank)"]
+)
+def test_means_over_different_numbers_of_entries_are_noted(tmp_path: Path, loss: str) -> None:
+    [note] = notes(tmp_path, loss=loss)
+    assert "a mean over different numbers of entries" in note
+
+
+def test_equal_numbers_of_labels_are_not_noted(tmp_path: Path) -> None:
+    assert not notes(tmp_path, loss=f"{LABELS}.where(labels > 0, -100))")
+
+
+def test_a_term_divided_by_a_count_over_all_ranks_is_named(tmp_path: Path) -> None:
+    [error] = checked(tmp_path, loss=BESIDE.format(mean=MEAN, count="count")).errors
+    assert error.rule.id == "GM109"
+    assert not notes(tmp_path, loss=BESIDE.format(mean=MEAN, count="(count / world)"))

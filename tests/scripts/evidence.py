@@ -131,8 +131,8 @@ def shown(script: Script) -> str | None:
     if rule in ("GM201", "GM206"):
         return "parameters part" if drift(played) else None
     if rule == "GM202":
-        differ = not all(map(alike, each(played, "before", 0)))
-        return "parameters differ, gradients do not" if differ else None
+        differ = any(not all(map(alike, each(played, which, 0))) for which in ("before", "weights"))
+        return "parameters differ from the start" if differ else None
     if rule == "GM203":
         differ = any(
             not alike([seen.buffers[key] for seen in played.ranks]) for key in played.ranks[0].buffers

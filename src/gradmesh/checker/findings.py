@@ -49,6 +49,7 @@ class Finding:
         ranks: the global ranks that it was seen on; empty where that is unknown.
         subject: what it was seen on: a parameter's name, a Function's, a group's; empty if there is none.
         remedy: how to fix it; the rule's where none is given.
+        by_number: whether a number of the program is taken for that of the ranks, which a run on more ranks has to show.
     """
 
     rule: Rule
@@ -58,6 +59,7 @@ class Finding:
     ranks: tuple[int, ...]
     subject: str = ""
     remedy: str = ""
+    by_number: bool = False
 
     def __post_init__(self) -> None:
         if not self.remedy:

@@ -122,7 +122,29 @@ def check_script(
             )
             findings = tuple(each for each in verdict.findings if each.rule.id != "GM101")
             verdict = replace(verdict, findings=findings, notes=(*verdict.notes, note))
+    if verdict.errors and all(each.by_number for each in verdict.errors):
+        since = time.perf_counter()
+        verdict = _on_more_ranks(verdict, target, steps, timeout)
+        verdict.seconds["checked"] += time.perf_counter() - since
     return verdict
+
+
+def _on_more_ranks(verdict: Verdict, target: Target, steps: int, timeout: float) -> Verdict:
+    """Drop divisions by a number that is that of the ranks by chance: it is not on twice as many."""
+    more = 2 * verdict.ranks
+    found = recorded(target, ranks=more, steps=steps, timeout=timeout)
+    other = judged(found.tapes, found.calls, found.output, stuck=found.stuck, killed=found.killed, ranks=more)
+    lines = {str(each.at) for each in other.errors if each.rule.id == "GM109"}
+    settled = other.status == "complete" and bool(other.followed) and len(lines) == len(other.errors)
+    dropped = [each for each in verdict.errors if str(each.at) not in lines]
+    then = (
+        f"on {more} ranks it does not: the number is taken for a constant of the program"
+        if settled
+        else f"whether the number is that of the ranks is unknown, as the program could not be checked on {more} ranks"
+    )
+    notes = [f"on {verdict.ranks} ranks {each.message}, at {each.at}; {then}" for each in dropped]
+    kept = tuple(each for each in verdict.findings if each not in dropped)
+    return replace(verdict, findings=kept, notes=(*verdict.notes, *notes))
 
 
 def recorded(target: Target, *, ranks: int, steps: int, timeout: float, record: bool = True) -> Recording:

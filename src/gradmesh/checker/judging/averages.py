@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradmesh.checker.judging.context import Context, with_text
-from gradmesh.checker.judging.gradients import division
+from gradmesh.checker.judging.gradients import division, number_in
 from gradmesh.checker.recording.tape import Op, Root, refs
 
 __all__ = ["notes_on_averages"]
@@ -67,15 +67,21 @@ def _mean_of(context: Context, rank: int) -> tuple[int, float, int] | None:
         taken = refs(op) if op is not None else []
         if op is None or not taken:
             return None
-        name, other = op.name.split(".")[1], op.args[1] if len(op.args) > 1 else None
-        if name == "mean" and len(op.args) == 1:
-            x = context.tensor(rank, taken[0])
+        name, x = op.name.split(".")[1], context.tensor(rank, taken[0])
+        if name == "nll_loss_forward" and op.args[3] == _MEAN_REDUCTION:
+            x = context.tensor(
+                rank, op.outs[1]
+            )  # what its entries weigh: those of ignore_index are not counted
+            return None if x is None else (int(x), factor, op.site)
+        if (name == "mean" and len(op.args) == 1) or (
+            name in _MEANS - {"mean"} and (len(op.args) < 3 or op.args[2] == _MEAN_REDUCTION)
+        ):
             return None if x is None else (x.numel(), factor, op.site)
-        if name in _MEANS - {"mean"} and (len(op.args) < 3 or op.args[2] == _MEAN_REDUCTION):
-            x = context.tensor(rank, taken[0])
-            return None if x is None else (x.numel(), factor, op.site)
-        if name in ("mul", "div") and isinstance(other, (int, float)) and other:
-            factor *= other if name == "mul" else 1 / other
+        value = number_in(context, rank, op)
+        if name == "sum" and len(op.args) == 1 and abs(1 / factor - round(1 / factor)) < 1e-4:
+            return round(1 / factor), 1.0, op.site
+        if name in ("mul", "div") and value:
+            factor *= value if name == "mul" else 1 / value
         elif name not in ("view", "alias", "clone", "squeeze"):
             return None
         number = taken[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,7 +16,7 @@ from gradmesh.checker.judging.truth import in_double
 from gradmesh.checker.recording.gradients import is_mean
 from gradmesh.checker.recording.tape import Op, Root, Scaled, Sent, Tape, refs
 
-__all__ = ["division", "faults_of_gradients", "scaled_alone", "scales", "wrong_ones"]
+__all__ = ["division", "faults_of_gradients", "number_in", "scaled_alone", "scales", "wrong_ones"]
 
 _NEAR = 5e-3
 
@@ -100,8 +101,8 @@ def faults_of_gradients(context: Context, wrong: Sequence[Got]) -> list[Finding]
     odd = odd and _counts(context, context.expected)
     root = context.place(0, context.root_site(0)) or _first_root(context)
     if right and odd:
-        line = division(context)
-        at = line or root
+        divided = division(context)
+        at = divided[0] if divided else root
         times = context.expected
         if times == 0:
             said = "every gradient is zero, and the loss depends on the parameters"
@@ -118,13 +119,14 @@ def faults_of_gradients(context: Context, wrong: Sequence[Got]) -> list[Finding]
         )
         return [*found, finding("GM109", said, at, root, ranks)]
     if right and not wrong and different > 1 and abs(context.expected * different - 1) < _NEAR:
-        line = division(context)
-        if line is not None:
+        divided = division(context)
+        if divided is not None:
             said = (
-                f"the loss is divided by a number that counts all ranks, and its gradient is averaged over them: "
-                f"it is {_fraction(1 / different)} of that of the mean"
+                "the loss, or a term of it, is divided by a number that counts all ranks, and the gradient is "
+                f"averaged over them: it is {_fraction(1 / different)} of that of the mean"
             )
-            return [*found, finding("GM109", said, line, root, ranks)]
+            made = finding("GM109", said, divided[0], root, ranks)
+            return [*found, replace(made, by_number=divided[1])]
     apart = [got for got in wrong if got.kind == "apart"]
     bent = [got for got in wrong if got.kind == "bent"]
     if bent and (changed := _changed_in_place(context, bent)) is not None:
@@ -354,54 +356,56 @@ def _is_one_model(context: Context) -> bool:
     return context.again.calls > 0 or any(len(got.parts) > 1 for got in context.got)
 
 
-def division(context: Context) -> Place | None:
-    """The line where a loss is divided by a number that counts all ranks, and is not multiplied by theirs."""
+def division(context: Context) -> tuple[Place | None, bool] | None:
+    """The line where a loss is divided by a number that counts all ranks, and is not multiplied by theirs.
+
+    Beside it whether that is told by the number alone, which is no sum that was taken over the ranks.
+    """
     ranks = context.truth.different
     for rank in range(len(context.tapes)):
         events = context.events(rank)
         made = {out: e for e in events if isinstance(e, Op) for out in e.outs}
-        roots = [e for e in events if isinstance(e, Root)]
         totals = _totals(context, rank)
-        for root in roots[:1]:
-            number, net, line = root.id, 1.0, -1
+        root = next((e.id for e in events if isinstance(e, Root)), None)
+        terms = [] if root is None else [(root, 1.0, True)]
+        while terms:
+            number, net, first = terms.pop(0)
+            line, by_number, taken_back = -1, True, False
             for _ in range(12):
                 op = made.get(number)
                 taken = refs(op) if op else []
                 if op is None or not taken:
                     break
                 name = op.name.split(".")[1]
-                value = _number(context, rank, op)
+                value = number_in(context, rank, op)
                 if value is not None and name in ("div", "div_", "mul", "mul_") and value != 0:
                     factor = 1 / value if name.startswith("div") else value
                     net *= factor
-                    counts = 1 / net
-                    inner = made.get(taken[0])
-                    if _counts_all(counts, inner, context, rank, totals, ranks, len(roots)):
-                        line = op.site
-                    elif abs(factor - ranks) < 1e-9:
-                        return None  # it is taken back
+                    total = any(
+                        abs(n * each - 1) <= 1e-6 for n in (factor, net) for each in totals if each > 1
+                    )
+                    if total or (first and _counts_all(1 / net, made.get(taken[0]), context, rank, ranks)):
+                        line, by_number = op.site, not total
+                    taken_back = taken_back or abs(factor - ranks) < 1e-9
+                elif name in ("add", "add_", "sub", "sub_", "rsub") and line < 0 and not taken_back:
+                    terms += [(term, net, False) for term in taken[1:]]
                 number = taken[0]
-            if line >= 0:
-                return context.place(rank, line)
+            if line >= 0 and not taken_back:
+                return context.place(rank, line), by_number
     return None
 
 
-def _counts_all(
-    value: float, inner: Op | None, context: Context, rank: int, totals: set[float], ranks: int, roots: int
-) -> bool:
+def _counts_all(value: float, inner: Op | None, context: Context, rank: int, ranks: int) -> bool:
     if value in (0.0, 1.0):
         return False
-    if any(abs(value - total) <= 1e-6 * abs(total) for total in totals if total > 1):
-        return True
-    adds = inner is not None and inner.name.split(".")[1] in ("add", "add_")  # the mean of two terms
-    if abs(value - ranks) < 1e-6 and roots != ranks and not adds:
+    if abs(value - ranks) < 1e-6:
         return True
     if inner is None or "sum" not in inner.name.split(".")[1]:
         return False
     summed = context.tensor(rank, refs(inner)[0])
-    return summed is not None and any(
-        abs(value - ranks * n) < 1e-6 for n in {summed.numel(), *summed.shape} if n > 0
-    )
+    if summed is None or value == summed.numel():
+        return False
+    return any(abs(value - ranks * n) < 1e-6 for n in {summed.numel(), *summed.shape} if n > 0)
 
 
 def _totals(context: Context, rank: int) -> set[float]:
@@ -418,7 +422,8 @@ def _totals(context: Context, rank: int) -> set[float]:
     return found
 
 
-def _number(context: Context, rank: int, op: Op) -> float | None:
+def number_in(context: Context, rank: int, op: Op) -> float | None:
+    """The number that an operator multiplies by, or divides by."""
     other = op.args[1] if len(op.args) > 1 else None
     if isinstance(other, (int, float)):
         return float(other)

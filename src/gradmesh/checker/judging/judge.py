@@ -18,6 +18,7 @@ from gradmesh.checker.judging.parameters import gotten
 from gradmesh.checker.judging.rounding import forgive_rounding
 from gradmesh.checker.judging.segments import Segment, segments
 from gradmesh.checker.judging.settings import settings_apart, unused_plateaus
+from gradmesh.checker.judging.targets import targets_apart
 from gradmesh.checker.judging.truth import Truth, truth_of
 from gradmesh.checker.judging.values import (
     drifted,
@@ -141,7 +142,7 @@ def _judged_step(
         for at, rank in enumerate(again.ranks)
         for each in rank.lost
     }
-    found = [*masks(context), *statistics(context), *same_data(context)]
+    found = [*masks(context), *statistics(context), *same_data(context), *targets_apart(context, following)]
     if number == 1:  # later on gains of one may be alike by chance: Adam's first step is one of two for each
         found += tied(context)
     if lost:

@@ -41,6 +41,7 @@ class Part:
         true: what the rank's own use of it adds to the gradient; None where it is not used.
         steps: whether an optimizer of this rank steps it, or a copy of it.
         covered: which of its entries that optimizer steps; None for all.
+        exact: whether nothing of 16 bits or fewer is computed with, or sent.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class Part:
     true: Tensor | None
     steps: bool = True
     covered: Tensor | None = None
+    exact: bool = True
 
 
 @dataclass
@@ -102,8 +104,10 @@ def gotten(
         notes: take what could not be compared.
     """
     by_name: dict[str, list[Part]] = {}
+    exact = not _is_rounded(segment, again)
     for rank in range(len(segment.parts)):
         for part in _parts_of(segment, again.ranks[rank].tensors, truth, scales[rank], rank):
+            part.exact = exact
             by_name.setdefault(part.param.name, []).append(part)
     # What is nothing but rounding, as the gradient of what a norm takes away, is compared with nothing.
     trues = [part.true for parts in by_name.values() for part in parts if part.true is not None]
@@ -132,6 +136,13 @@ def gotten(
     if found and not any(bool(x.any()) for got in found for x in got.got):  # nothing is left of any gradient
         return [replace(got, kind="right", ratio=0.0) if bool(got.true.any()) else got for got in found]
     return found
+
+
+def _is_rounded(segment: Segment, again: Again) -> bool:
+    """Whether the program computes with numbers of 16 bits or fewer, as in autocast, or sends such."""
+    return any(
+        x.dtype.itemsize <= 2 and x.is_floating_point() for rank in again.ranks for x in rank.tensors.values()
+    ) or any(isinstance(event, Sent) and event.rounded for part in segment.parts for event in part)
 
 
 def is_sum(event: Sent) -> bool:
@@ -438,7 +449,7 @@ def _compared(
         return Got(name, group, true, given, _mean_ratio(given, true), "apart")
     if not any(part.ids for part in group):  # what it has to do with the loss is not known
         return Got(name, group, true, given, 1.0, "unknown")
-    ratio = ratio_of(given[0], true, tol)
+    ratio = ratio_of(given[0], true, tol / 10 if group[0].exact else tol)
     if ratio is None:
         return Got(name, group, true, given, _mean_ratio(given, true), "bent")
     return Got(name, group, true, given, ratio, "right")

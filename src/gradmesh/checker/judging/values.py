@@ -20,6 +20,7 @@ __all__ = [
     "averages_values",
     "drifted",
     "drifted_later",
+    "held_on",
     "masks",
     "never_same",
     "overwritten_steps",
@@ -61,7 +62,7 @@ def never_same(context: Context) -> list[Finding]:
     held = [(rank, param.value) for rank, param, _ in parts]
     said = (
         f"{name}{others} get the same gradient on every rank, and have had other values on the ranks from the start: "
-        + _held(name, held)
+        + held_on(name, held)
     )
     rank, first, step = parts[0]
     used = context.place(rank, context.used_at(rank, [first.id] if first.id is not None else []))
@@ -89,7 +90,7 @@ def _summed_at(context: Context, rank: int, shape: tuple[int, ...]) -> Place | N
     return context.place(rank, sites.pop()) if len(sites) == 1 else None
 
 
-def _held(name: str, held: Sequence[tuple[int, Tensor]]) -> str:
+def held_on(name: str, held: Sequence[tuple[int, Tensor]]) -> str:
     """Which ranks hold which values, shown at the entry that differs most."""
     first = held[0][1].detach().flatten()
     far = max(held, key=lambda each: float((each[1].detach().flatten() - first).abs().max()))[1]
@@ -117,7 +118,7 @@ def statistics(context: Context) -> list[Finding]:
             own = [values[rank] for rank in ranks]
             if len({x.shape for x in own}) == 1 and not all(near(x, own[0], 1e-5) for x in own):
                 said = f"the buffer {name} is made of each rank's own data, and differs between ranks of one model"
-                said += f": {_held(name, list(zip(ranks, own, strict=True)))}"
+                said += f": {held_on(name, list(zip(ranks, own, strict=True)))}"
                 at, by_hand = _written_at(context, ranks[0], name)
                 remedy = _BY_HAND if by_hand else ""
                 return [finding("GM203", said, context.place(ranks[0], at), None, ranks, name, remedy)]
@@ -310,7 +311,7 @@ def drifted(before: Sequence[Got], context: Context) -> list[Finding]:
             site = context.segment.steps[rank][0].site
             said = (
                 f"{got.name} is the same on ranks {_numbers(got.ranks)} before the step and gets the same gradient, "
-                f"and is not the same after it: {_held(got.name, list(zip(got.ranks, values, strict=True)))}"
+                f"and is not the same after it: {held_on(got.name, list(zip(got.ranks, values, strict=True)))}"
             )
             found.append(finding("GM201", said, context.place(rank, site), None, got.ranks, got.name))
     return found[:1]
@@ -338,7 +339,7 @@ def drifted_later(context: Context, following: Sequence[Segment]) -> list[Findin
                 said = (
                     f"{got.name} is the same on ranks {_numbers(got.ranks)} before the step, each rank's optimizer "
                     "steps a part of the model, and it is not the same when it is used next: "
-                    + _held(got.name, list(zip(got.ranks, there, strict=True)))
+                    + held_on(got.name, list(zip(got.ranks, there, strict=True)))
                 )
                 site = context.segment.steps[rank][0].site
                 remedy = "After the step send every parameter from the rank that stepped it to all ranks that use it."
@@ -361,7 +362,7 @@ def parted(tapes: Sequence[Tape], segment: Segment, following: Sequence[Segment]
             if one and len(there) == len(now) and not all(near(x, there[0], 1e-5) for x in there):
                 said = (
                     f"{name} is the same on all ranks before the step, and is not the same after it: "
-                    + _held(name, list(enumerate(there)))
+                    + held_on(name, list(enumerate(there)))
                 )
                 place = with_text(tapes[0].places, segment.steps[0][0].site)
                 return [finding("GM201", said, place, None, range(len(tapes)), name)]
@@ -398,7 +399,7 @@ def parted_by_closure(tapes: Sequence[Tape]) -> list[Finding]:
             name = first.name
             said = (
                 f"{name} is the same on all ranks before the step, the closure leaves the same gradient of it on every "
-                f"rank, and it is not the same after the step: {_held(name, list(enumerate(there)))}"
+                f"rank, and it is not the same after the step: {held_on(name, list(enumerate(there)))}"
             )
             remedy = (
                 "Return the same loss from the closure on every rank: the optimizer chooses the length of its step by "

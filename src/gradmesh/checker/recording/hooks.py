@@ -379,14 +379,18 @@ class _Watcher:
             params: list[Param] = parameters_of(
                 held, to.modules.names(), to.id_of, self._returned, to.change_of
             )
-            buffers = {name: x.detach().clone() for name, x in to.modules.buffers().items()}
+            buffers, frozen = to.modules.buffers(), to.modules.frozen()
             written = {
                 name: to.written_at[address_of(x)]
-                for name, x in to.modules.buffers().items()
+                for name, x in (*buffers.items(), *frozen.items())
                 if address_of(x) in to.written_at
             }
             to.written_at.clear()
-        self._step = Step(params, buffers, to.site(), manual, to.modules.averaging(), written=written)
+            copies = ({name: x.detach().clone() for name, x in each.items()} for each in (buffers, frozen))
+            buffers, frozen = copies
+        self._step = Step(
+            params, buffers, to.site(), manual, to.modules.averaging(), written=written, frozen=frozen
+        )
         self._tape.events.append(self._step)
         self._returned = {}
 

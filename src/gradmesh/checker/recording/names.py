@@ -70,6 +70,15 @@ class Modules:
             if buffer.is_floating_point() and type(buffer) is Tensor
         }
 
+    def frozen(self) -> dict[str, Tensor]:
+        """Parameters that take no gradient, by their names."""
+        return {
+            label + name: parameter
+            for label, module in self._labelled()
+            for name, parameter in module.named_parameters()
+            if not parameter.requires_grad and type(parameter) is nn.Parameter
+        }
+
     def name_of(self, leaf: Tensor) -> str:
         """The name of a parameter that an operator has just met: of what its module holds at this moment."""
         for module in reversed(self._stack):

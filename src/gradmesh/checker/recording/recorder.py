@@ -363,6 +363,7 @@ class Recorder(Numbering, DispatchMode):
         event.reduce, event.root, event.tag, event.splits = call.reduce, call.root, call.tag, call.splits
         event.verb = call.verb
         event.shapes = [tuple(x.shape) for x in call.ins or call.outs or []]
+        event.rounded = any(x.dtype.itemsize <= 2 for x in call.ins)
         event.followed = followed and all(
             x.is_floating_point() or x.is_complex() for x in (*call.ins, *(call.outs or ()))
         )

@@ -128,6 +128,7 @@ class Sent:
         tag: of a message.
         splits: rows to and from each rank of a flat all-to-all.
         shapes: of what is handed in, for those whose gradients are not followed too.
+        rounded: whether that has 16 bits or fewer.
         followed: whether the numbers are there, so that it can be run again.
         hidden: whether autograd follows an operand and knows nothing of the call.
         phase: "forward", "backward", or "apart" (no gradients are followed).
@@ -149,6 +150,7 @@ class Sent:
     tag: int = 0
     splits: tuple[list[int], list[int]] | None = None
     shapes: list[tuple[int, ...]] = field(default_factory=list)
+    rounded: bool = False
     followed: bool = False
     hidden: bool = False
     phase: str = "forward"
@@ -364,7 +366,9 @@ class Step:
     optimizer: int = -1
     """The number of the optimizer; -1 for a step of the program's own."""
     written: dict[str, int] = field(default_factory=dict)
-    """The lines at which the program last wrote to buffers."""
+    """The lines at which the program last wrote to buffers and frozen parameters."""
+    frozen: dict[str, Tensor] = field(default_factory=dict)
+    """Copies of the parameters that take no gradient."""
 
 
 @dataclass(slots=True)

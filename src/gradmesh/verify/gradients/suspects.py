@@ -64,8 +64,9 @@ def suspects(
             fixes.append(_Fix(places[first.place], first.how, factors, at))
     if not fixes and diagnosis.hypothesis in _VAGUE:
         fixes = _one_rank_at_a_time(run(True), vectors, len(found))
-    # Several changes may fix them: prefer user code over gradmesh, and simple changes over complex ones.
-    fixes.sort(key=lambda each: (each.found.ours, _complexity(each.how)))
+    # Several changes may fix them: prefer user code over gradmesh, what is not the exact adjoint, and simple changes.
+    exact = {first.place for at, first in enumerate(trials[0].tried) if _is_adjoint(trials, at)}
+    fixes.sort(key=lambda each: (each.found.ours, each.found.place in exact, _complexity(each.how)))
     for each in fixes:
         text = each.found.place.text
         if all(suspect.call != text for suspect in diagnosis.suspects):
@@ -74,6 +75,12 @@ def suspects(
         _refine(diagnosis, fixes, trials, len(found), rows)
     if not diagnosis.suspects:
         diagnosis.suspects = _likely(diagnosis.hypothesis, list(places.values()))
+
+
+def _is_adjoint(trials: list[Trials], at: int) -> bool:
+    """Whether a gather returns, on every rank, its slice of the sum over the ranks of the incoming gradients."""
+    found = [rank.tried[at].local for rank in trials]
+    return all(local is not None and torch.allclose(local.got, local.want, rtol=1e-9) for local in found)
 
 
 def _one_rank_at_a_time(trials: list[Trials], vectors: _Vectors, ranks: int) -> list[_Fix]:
