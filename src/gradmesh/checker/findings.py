@@ -49,7 +49,7 @@ class Finding:
         ranks: the global ranks that it was seen on; empty where that is unknown.
         subject: what it was seen on: a parameter's name, a Function's, a group's; empty if there is none.
         remedy: how to fix it; the rule's where none is given.
-        by_number: whether a number of the program is taken for that of the ranks, which a run on more ranks has to show.
+        by_number: whether a number of the program is taken for that of the ranks, which more ranks have to show.
     """
 
     rule: Rule
