@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import gradmesh as gm
 from gradmesh.transport.middleware import MIDDLEWARE
 from gradmesh.verify import CostModel, Link, Timeline, delayed, simulate, timeline
-from gradmesh.verify.timelines.middleware import Transfer
-from gradmesh.verify.timelines.recorder import RecordingTransport
+from gradmesh.verify.timelines import RecordingTransport, Transfer
 from tools.attack import draw as programs
 from tools.attack.programs import source
 from tools.attack.run import Failure, on_rank

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradmesh as gm
 from gradmesh.arguments import call
-from gradmesh.type_inference.table import rule_of
+from gradmesh.type_inference.rules import rule_of
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
 NAMES = ("N", "C", "T", "H")

@@ -249,7 +249,7 @@ def test_a_picture_without_matplotlib_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
-    monkeypatch.delitem(sys.modules, "gradmesh.verify.timelines.picture", raising=False)
+    monkeypatch.delitem(sys.modules, "gradmesh.verify.timeline_picture", raising=False)
     with pytest.raises(gm.MissingExtraError, match=r"gradmesh\[demo\]"):
         Timeline(1.0).save_picture(tmp_path / "line.png")
 

@@ -21,8 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import gradmesh as gm
 from gradmesh import _torch, profiling
-from gradmesh.verify import Profile
-from gradmesh.verify.profiles import clocks
+from gradmesh.verify import Profile, profiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:Profiler clears events at the end of each cycle:UserWarning")
 Threads = Callable[[int], Callable[..., list[Any]]]
@@ -242,11 +241,11 @@ def in_another_time_zone() -> Profile:
     """As if rank 1 were another machine, whose clock is an hour ahead."""
     hour = 3600 * 10**9
     if gm.rank() == 1:
-        clocks.now, clocks.machine = lambda: time.time_ns() + hour, lambda: "another"
+        profiles.now, profiles.machine = lambda: time.time_ns() + hour, lambda: "another"
     try:
-        ahead = clocks.offset()
+        ahead = profiles.offset()
     finally:
-        clocks.now, clocks.machine = NOW, MACHINE
+        profiles.now, profiles.machine = NOW, MACHINE
     with gm.verify.profiled() as profile:
         step(gm.rank())
     # What a clock that is ahead would have made of it.
@@ -254,7 +253,7 @@ def in_another_time_zone() -> Profile:
     return profile
 
 
-NOW, MACHINE = clocks.now, clocks.machine
+NOW, MACHINE = profiles.now, profiles.machine
 
 
 @pytest.mark.processes

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from gradmesh.verify.simulator.notes import Notes
-from gradmesh.verify.simulator.schedule import Schedule
+from gradmesh.verify.simulator.simulate import Schedule
+from gradmesh.verify.simulator.trace import Notes
 from tools.simulator import attack as attacking
 from tools.simulator.attack import attack
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradmesh.type_inference import rules
-from gradmesh.type_inference.table import TABLE, rule_of
+from gradmesh.type_inference.rules import TABLE, rule_of
 from tools.operators import proof
 from tools.operators.page import page, proofs, twins
 from tools.operators.samples import SAMPLES
@@ -58,7 +58,7 @@ def test_every_operator_of_the_table_is_torchs_and_stands_there_once() -> None:
         assert not overload or overload in packet.overloads(), name
     listed = [
         name
-        for names in __import__("gradmesh.type_inference.table", fromlist=["_"])._BY_RULE.values()
+        for names in __import__("gradmesh.type_inference.rules", fromlist=["_"])._BY_RULE.values()
         for name in names.split()
     ]
     assert len(listed) == len(set(listed))

@@ -18,7 +18,7 @@ from torch import Tensor
 import gradmesh as gm
 from gradmesh.nn.graph import GraphPlan, by_space
 from gradmesh.verify import CostModel, Link, Simulation, simulate
-from gradmesh.verify.simulator.model import Algorithm
+from gradmesh.verify.simulator.costs import Algorithm
 from tools.graphs.geometry import crystal, slab
 from tools.graphs.lone import LonePart, Region, region
 from tools.graphs.network import Crystal

@@ -10,7 +10,7 @@ from torch import Tensor
 import gradmesh as gm
 from gradmesh.nn.graph import GraphPlan
 from gradmesh.verify import simulate, timeline
-from gradmesh.verify.simulator.events import Events
+from gradmesh.verify.simulator.trace import Events
 from tools.graphs.network import Crystal
 
 __all__ = ["Sent", "counted"]

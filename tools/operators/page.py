@@ -7,9 +7,8 @@ from collections import defaultdict
 
 import torch
 
-from gradmesh.type_inference.kinds import S, V
-from gradmesh.type_inference.raw import CALLS
-from gradmesh.type_inference.table import TABLE
+from gradmesh.type_inference.collectives import CALLS
+from gradmesh.type_inference.rules import TABLE, S, V
 from tools.operators.proof import Proof, prove
 from tools.operators.samples import SAMPLES
 from tools.operators.twins import twins_of

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from gradmesh._torch import arguments_of
 from gradmesh.type_inference import rules
-from gradmesh.type_inference.kinds import SAMES, I, Kind, P, R, S, V
-from gradmesh.type_inference.rules import Rule, outcome
-from gradmesh.type_inference.table import rule_of
+from gradmesh.type_inference.rules import SAMES, I, Kind, P, R, Rule, S, V, outcome, rule_of
 from tools.operators.samples import Operand, arguments, operands
 
 __all__ = ["Case", "Proof", "RefutedError", "overload_of", "prove"]

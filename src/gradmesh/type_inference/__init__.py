@@ -1,19 +1,20 @@
-"""What every tensor is over the ranks, found out while a program runs: V, R, I or P, through every operator.
+"""Inference of types: V, R, I or P of every tensor, through every operator, while a program runs.
 
-How it works. A dispatch mode sees every operator that a rank runs, and notes for each result what it is made of: a
-number of 64 bits, made of the operator, its other arguments and the numbers of its operands; for what comes from
-outside, of its bits (`digest`, `tape`, `operators`). Values with the same number are the same bits, so that a value is
-the same on every rank if every rank has its number. Ranks tell each other their numbers where they meet anyway
-(`agreement`): a rank may do what others do not in between. A pending sum has a number too, which says that the ranks
-have put the terms through the same linear operators.
+A dispatch mode sees every operator that a rank runs, and gives each result a 64-bit number, made of the operator, its
+other arguments and the numbers of its operands; a tensor from outside gets a number of its bits. Values with the same
+number have the same bits, so a value is the same on every rank if every rank has its number. Ranks exchange numbers
+only with collectives that they make anyway, so they may do different things in between. A pending sum has a number too:
+it shows that the ranks have put the terms through the same linear operators. Findings wait until the ranks have
+communicated, so that every rank reports them.
 
-What operators do to a pending sum stands in one table (`table`), in a language of its own (`rules`), and is proven row
-by row by `tools.operators`. What the library's collectives do stands in the registry of ops (`verbs`), what those of
-torch.distributed do in `raw`. Findings wait until the ranks have met (`tracker`), and so come on every rank.
+* `block`: `typed` and `assert_type`; gradients compared with the duals of types
+* `tracker`: the state of a block: numbers, values, memory, conditions and findings
+* `operators`: torch's operators
+* `collectives`: collectives of the library and of torch
+* `rules`: the table of operators, which `python -m tools.operators` proves row by row
 """
 
-from gradmesh.type_inference.asserted import assert_type
-from gradmesh.type_inference.block import Types, typed
-from gradmesh.type_inference.findings import Finding
+from gradmesh.type_inference.block import Types, assert_type, typed
+from gradmesh.type_inference.tracker import Finding
 
 __all__ = ["Finding", "Types", "assert_type", "typed"]

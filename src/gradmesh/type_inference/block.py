@@ -1,4 +1,4 @@
-"""The block of `typed()`, and what it hands out."""
+"""`typed` and its block, `assert_type`, and the comparison of gradients with the duals of their tensors' types."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,19 +18,144 @@ from torch.utils.hooks import RemovableHandle
 
 from gradmesh._torch import DispatchMode, dispatched_name, need_dispatch
 from gradmesh.axis import Axis, AxisLike, resolve
+from gradmesh.call_sites import call_site
 from gradmesh.errors import ArgumentError, TypeMismatchError, message
 from gradmesh.ops.base import Op
 from gradmesh.state import ACTIVE_TRACERS, Tracer, rank_state
 from gradmesh.transport.call_checks import CallRecord
-from gradmesh.type_inference import gradients, operators, raw, verbs
-from gradmesh.type_inference.digest import within
-from gradmesh.type_inference.findings import Finding
-from gradmesh.type_inference.kinds import shown
-from gradmesh.type_inference.tracker import Tracker, together
+from gradmesh.type_inference import collectives, operators, rules
+from gradmesh.type_inference.rules import SAMES, I, P, V, shown
+from gradmesh.type_inference.tracker import (
+    Condition,
+    Finding,
+    Mark,
+    Node,
+    Tracker,
+    began_at,
+    gathered,
+    number_of_bits,
+    observable,
+    together,
+    token,
+    types_of,
+    within,
+)
 from gradmesh.types import Type
+from gradmesh.withdrawal import withdraw
 from gradmesh.world import current_mesh
 
-__all__ = ["Types", "current", "typed"]
+
+def compare_gradients(tracker: Tracker, parameters: Sequence[Tensor]) -> None:
+    """Note the gradients that parameters have, before a step uses them or the block ends."""
+    for x in parameters:
+        grad = x.grad
+        node = None if tracker.tape.find(x) is None else tracker.node_of(x)
+        if node is None or not observable(x):
+            continue
+        for at, mark in enumerate(node.marks):
+            if mark.kind != I or not mark.number:
+                continue
+            # Another rank may have freed the parameter, and then it has no gradient that could be compared.
+            looked = tracker.looked_at(at, mark.number)
+            if grad is None or not observable(grad):
+                continue
+            busy, tracker.busy = tracker.busy, True
+            try:
+                number = number_of_bits(grad)
+                plain = not node.declared and _plain(x)
+            finally:
+                tracker.busy = busy
+            pair = token("gradient", mark.number, number)
+            tracker.agreement.say(at, pair)
+            tracker.expect(
+                Condition(
+                    lambda at=at, node=node: _missing(tracker, at, node),  # type: ignore[misc]
+                    at,
+                    (mark.number, looked),
+                    token("missing", mark.number, number),
+                    (pair,),
+                    doubtful=f"the gradients of a parameter {list(x.shape)} of equal entries differ over axis "
+                    f"{tracker.axes[at].name!r}: if it is one and the same on every rank, declare it I with "
+                    "gm.assert_type, and its sum is missing; if each rank has its own, declare it V"
+                    if plain
+                    else "",
+                )
+            )
+
+
+def _plain(x: Tensor) -> bool:
+    """Whether ranks may have the same by chance: all zeros, all ones, or more than one of another number."""
+    values = x.detach().flatten()
+    return bool((values == values[:1]).all()) and (x.numel() > 1 or bool((values == 0) | (values == 1)))
+
+
+def _missing(tracker: Tracker, at: int, leaf: Node) -> Finding:
+    """The finding, with the line where the copies part ways, and the collective next to the parameter."""
+    agreed = tracker.agreement.agreed
+    parted = collective = None
+    for root in tracker.roots:
+        depends = {id(leaf)}
+        for node in sorted(root.before(), key=lambda node: node.depth):
+            if not any(id(one) in depends for one in node.inputs):
+                continue
+            depends.add(id(node))
+            if node.collective:
+                collective = collective or node
+            mark = node.marks[at]
+            same = mark.kind in SAMES and agreed(at, mark.number)
+            if parted is None and not same and mark.kind != P:
+                parted = node
+        if parted is not None:
+            break
+    began = (
+        "no collective lies between the loss and it"
+        if collective is None
+        else f"the nearest collective between the loss and it is {collective.op} "
+        + began_at("", collective.site)[11:]
+    )
+    axis, shape = tracker.axes[at].name, list(leaf.shape)
+    op, site = ("a parameter", leaf.site) if parted is None else (f"aten.{parted.op}", parted.site)
+    others = (
+        ""
+        if parted is None
+        else ", ".join(
+            f"{shown(one.marks[at].kind) if one.marks[at].kind == V or agreed(at, one.marks[at].number) else V}"
+            f"{list(one.shape)}"
+            for one in parted.inputs
+        )
+    )
+    return Finding.at("missing-sum", op, axis, others or f"I{shape}", site, f"of I{shape}; {began}")
+
+
+def watch_gradient(tracker: Tracker, x: Tensor, at: int, kind: Type) -> None:
+    """Hold the gradient that a declared tensor will get against the dual of its type."""
+    if kind.dual not in (Type.I, Type.R) or not x.requires_grad:
+        return
+
+    def arrived(grad: Tensor) -> None:
+        if not tracker.open or tracker.aside:
+            return
+        node = tracker.node_of(within(grad))
+        mark = node.marks[at]
+        if mark.kind not in SAMES and mark.kind != V:
+            return
+        axis, shape = tracker.axes[at].name, list(grad.shape)
+        last = next((one for one in node.before() if one.collective), None)
+        began = "" if last is None else f"the collective before it in backward: {last.op}"
+        finding = Finding.at(
+            "declared-gradient",
+            f"the gradient of a value declared {kind}",
+            axis,
+            f"V{shape}",
+            node.site,
+            began,
+            f"a gradient of type {kind.dual}",
+        )
+        absent = (mark.number,) if mark.kind != V else ()
+        own = token("declared", at, node.site and node.site[1], mark.number, tuple(shape))
+        tracker.expect(Condition(lambda: finding, at, (), own, absent))
+
+    x.register_hook(arrived)
 
 
 class Types:
@@ -85,8 +210,10 @@ class _Mode(DispatchMode):
             # What else has an own dispatch is made of tensors, which come back here.
             return func(*args, **kwargs) if fake else NotImplemented
         space, name = dispatched_name(func)
-        if space in raw.CALLS:
-            return raw.follow(tracker, space, name, [*args, *kwargs.values()], lambda: func(*args, **kwargs))
+        if space in collectives.CALLS:
+            return collectives.follow_torch(
+                tracker, space, name, [*args, *kwargs.values()], lambda: func(*args, **kwargs)
+            )
         if space in ("profiler", "prim"):
             return func(*args, **kwargs)
         return operators.follow(tracker, func, args, kwargs)
@@ -141,8 +268,10 @@ class _Follower:
         """Run an op of the library, and note what its result is."""
         around = self._around
         if around is None:
-            return verbs.follow(self.tracker, op, x, recorded, run)
-        return verbs.follow(self.tracker, op, x, recorded, lambda: around.follow(op, x, recorded, run))
+            return collectives.follow_verb(self.tracker, op, x, recorded, run)
+        return collectives.follow_verb(
+            self.tracker, op, x, recorded, lambda: around.follow(op, x, recorded, run)
+        )
 
     def declare(self, x: Tensor, axis: Axis, kind: Type) -> None:
         """Take a tensor for what the library itself says it is."""
@@ -165,7 +294,7 @@ _eager: list[Any] = []
 def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     tracker = current()
     if tracker is not None and not tracker.aside:
-        gradients.look_at(tracker, [x for group in optimizer.param_groups for x in group["params"]])
+        compare_gradients(tracker, [x for group in optimizer.param_groups for x in group["params"]])
 
 
 def _count(by: int) -> None:
@@ -249,7 +378,7 @@ def typed(axis: AxisLike = None, strict: bool = False) -> Iterator[Types]:
 
 def _end(tracker: Tracker) -> None:
     """Look at the gradients that are there, meet for the last time, and judge what is left."""
-    gradients.look_at(tracker, [x for x, _ in tracker.tape.leaves()])
+    compare_gradients(tracker, [x for x, _ in tracker.tape.leaves()])
     device = next((x.device for x, _ in tracker.tape.leaves()), torch.device("cpu"))
     for axis in tracker.axes:
         tracker.meet(axis, "the end of the block", [], device)
@@ -262,3 +391,117 @@ def _axes(axis: AxisLike) -> list[Axis]:
     mesh = current_mesh() if axis is None else None
     names = mesh.mesh_dim_names if mesh is not None else None
     return [resolve(name, "typed") for name in names] if names else [resolve(axis, "typed")]
+
+
+def assert_type(x: Tensor, types: Type | Mapping[str, Type]) -> Tensor:
+    """Declare a tensor's type over the ranks, and check it.
+
+    A value that is declared R or I is compared bit for bit, so every rank of the axis has to make this call. Inside of
+    `gradmesh.typed` the tensor has that type from here on, and its gradient is compared with the dual type. A tensor of
+    another known type is a finding. Varying values may be declared P, a pending sum, and values that are the same on
+    every rank may be declared V.
+
+    Args:
+        x: the tensor.
+        types: its type over each axis, by the axis' name in the current mesh; or one type, over the mesh's only axis or
+            the world.
+
+    Returns:
+        The tensor itself.
+
+    Raises:
+        TypeMismatchError: the ranks' values differ, and are said to be R or I.
+        ArgumentError: something else than types.
+        AxisError: there is no such axis.
+
+    Example:
+        >>> def on_each_rank():
+        ...     x = torch.ones(2)
+        ...     gm.assert_type(x, gm.R)
+        ...     return gm.assert_type(x * gm.rank(), gm.V).tolist()
+        >>> gm.launch(on_each_rank, 2, backend="threads")
+        [[0.0, 0.0], [1.0, 1.0]]
+    """
+    given: Mapping[AxisLike, Type] = types if isinstance(types, Mapping) else {None: types}  # type: ignore[assignment]
+    for name, kind in given.items():
+        axis = resolve(name, "assert_type")
+        if not isinstance(kind, Type) or not isinstance(x, Tensor):
+            _refuse(axis, x, kind)
+        tracker = current()
+        at = None if tracker is None or tracker.aside else tracker.place_of(axis)
+        if kind in (Type.R, Type.I):
+            _compare(axis, x, kind, tracker)
+        if tracker is not None and at is not None:
+            _declare(tracker, at, x, kind)
+    return x
+
+
+def _compare(axis: Axis, x: Tensor, kind: Type, tracker: Tracker | None) -> None:
+    """Refuse values that are said to be the same and are not."""
+    x = within(x)
+    if axis.size == 1 or not observable(x):
+        return
+    busy = tracker is not None and tracker.busy
+    if tracker is not None:
+        tracker.busy = True
+    try:
+        numbers = gathered(axis, [number_of_bits(x)], x.device, operand_desc=f"assert_type of gm.{kind}")
+    finally:
+        if tracker is not None:
+            tracker.busy = busy
+    if len(set(numbers)) > 1:
+        raise TypeMismatchError(
+            message(
+                f"a tensor is said to be {kind}, and differs from rank to rank",
+                op="assert_type",
+                axis=str(axis),
+                expected="the same bits on every rank",
+                got="\n".join(
+                    f"rank {rank}: values number {one & 0xFFFFF}" for rank, (one,) in enumerate(numbers)
+                ),
+                remedy="look for what makes it differ (data, dropout, the order of a sum), or say gm.V or gm.P",
+            )
+        )
+
+
+def _declare(tracker: Tracker, at: int, x: Tensor, kind: Type) -> None:
+    """Take the tensor for what it is declared, and say so if it is known to be something else."""
+    part = within(x)
+    node, axis = tracker.node_of(part), tracker.axes[at]
+    rows = tracker.meet(axis, f"assert_type {kind}", [node.marks[at]], x.device)
+    known = together([row[0] for row in rows])
+    learns = x.requires_grad
+    wrong = {
+        Type.P: known == rules.I or known == rules.R,
+        Type.R: known == rules.P or (learns and known == rules.I),
+        Type.I: known == rules.P or (learns and known == rules.R),
+    }.get(kind, known == rules.P)
+    if wrong:
+        types, took = types_of([(known, node.shape)]), f"a value of type {kind}, as it is declared"
+        tracker.found(
+            Finding.at("declared-otherwise", "gm.assert_type", axis.name, types, call_site(), took=took)
+        )
+    serial = tracker.next_call(axis.global_ranks)
+    number = node.marks[at].number
+    if kind is Type.V:
+        number = 0
+    elif kind is Type.P or known not in rules.SAMES:  # the same bits, made in different ways
+        number = token("declared", axis.global_ranks, serial)
+    tracker.mark(part, node, at, Mark(str(kind), number), declared=True)
+    watch_gradient(tracker, x, at, kind)
+
+
+def _refuse(axis: Axis, x: object, kind: object) -> NoReturn:
+    error = ArgumentError(
+        message(
+            "x must be a tensor, and types its type over each axis",
+            op="assert_type",
+            axis=str(axis),
+            expected='a tensor, and gm.V, gm.R, gm.I or gm.P for each axis: {"tp": gm.P}',
+            got=f"{type(x).__name__} and {kind!r}",
+            remedy='name each axis and its type, as in assert_type(x, {"tp": gm.P})',
+        )
+    )
+    if isinstance(x, Tensor):
+        withdraw("assert_type", axis, x, error)
+    raise error

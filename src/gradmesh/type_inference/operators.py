@@ -15,13 +15,36 @@ from torch import Tensor
 from gradmesh._torch import arguments_of, dispatched_name, in_backward
 from gradmesh.call_sites import Site, call_site
 from gradmesh.type_inference import rules
-from gradmesh.type_inference.digest import said, same_summed, token
-from gradmesh.type_inference.findings import Condition, Finding, began_at, types_of
-from gradmesh.type_inference.kinds import SAMES, UNKNOWN, ZERO, I, Kind, P, R, S, V, shown
-from gradmesh.type_inference.rules import Operands, Rule, outcome
-from gradmesh.type_inference.table import rule_of
-from gradmesh.type_inference.tape import Mark, Node, Patch, memory_of
-from gradmesh.type_inference.tracker import Tracker
+from gradmesh.type_inference.rules import (
+    SAMES,
+    UNKNOWN,
+    ZERO,
+    I,
+    Kind,
+    Operands,
+    P,
+    R,
+    Rule,
+    S,
+    V,
+    outcome,
+    rule_of,
+    shown,
+)
+from gradmesh.type_inference.tracker import (
+    Condition,
+    Finding,
+    Mark,
+    Node,
+    Patch,
+    Tracker,
+    began_at,
+    memory_of,
+    said,
+    same_summed,
+    token,
+    types_of,
+)
 
 __all__ = ["follow", "read", "tensors_in"]
 

@@ -1,28 +1,586 @@
-"""The state of one `typed` block on one rank: what is known, what was said, what is still to be judged."""
+"""The state of one `typed` block on one rank, and the numbers by which ranks compare values.
+
+Bottom up: 64-bit numbers of a tensor's bits and of the operators that made it (equal numbers mean equal bits, on any
+rank); the values of the tensors that are alive, with the writes to their memory; findings, and the conditions under
+which they hold; the numbers that every rank of an axis has sent, which travel only with collectives, `assert_type` and
+the end of the block; and `Tracker`, which holds all of these.
+"""
 
 from __future__ import annotations
 
+import cmath
+import ctypes
 import dataclasses
+import hashlib
+import math
+import os
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradmesh._torch import in_backward
+from gradmesh._torch import in_backward, is_fake, version_of
 from gradmesh.axis import Axis
-from gradmesh.call_sites import call_site
-from gradmesh.errors import CheckWarning, TypeMismatchError
+from gradmesh.call_sites import Site, call_site, show_site
+from gradmesh.errors import CheckWarning, MismatchError, TypeMismatchError, message
+from gradmesh.ops.all_gather import AllGather
+from gradmesh.ops.sizes import EQUAL
 from gradmesh.type_inference import rules
-from gradmesh.type_inference.agreement import Agreement
-from gradmesh.type_inference.digest import number_of_bits, observable, same_summed, token
-from gradmesh.type_inference.findings import Condition, Finding, began_at, types_of
-from gradmesh.type_inference.kinds import SAMES, UNKNOWN, ZERO, I, Kind, P, R, S, V, flavor
-from gradmesh.type_inference.tape import Mark, Node, Patch, Region, Tape, visible
+from gradmesh.type_inference.rules import SAMES, UNKNOWN, ZERO, I, Kind, P, R, S, V, flavor, shown
 from gradmesh.types import Type
+from gradmesh.unsummed import MISSING_SUM
 
-__all__ = ["Tracker", "together"]
+
+def token(*words: object) -> int:
+    """64 bits of words and numbers.
+
+    >>> token("add", 1) == token("add", 1) != token("add", 2)
+    True
+    """
+    made = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
+    return int.from_bytes(made, "little", signed=True)
+
+
+def said(value: Any) -> object:
+    """An argument other than a tensor, as a value that is equal on ranks that pass equal arguments."""
+    if isinstance(value, list | tuple):
+        return [said(one) for one in value]
+    if isinstance(value, torch.device):
+        return value.type
+    if value is None or isinstance(
+        value, bool | int | float | complex | str | torch.dtype | torch.layout | torch.memory_format
+    ):
+        return str(value) if isinstance(value, torch.dtype) else value
+    return type(value).__name__
+
+
+def within(x: Tensor) -> Tensor:
+    """The tensor with memory that another one wraps: a DTensor's own part, what a functional collective returns."""
+    while _wraps(x) and hasattr(x, "__tensor_flatten__"):
+        if hasattr(x, "trigger_wait"):  # it may be under way
+            x.trigger_wait()
+        parts = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        if len(tensors) != 1:
+            break
+        x = tensors[0]
+    return x
+
+
+def _wraps(x: Tensor) -> bool:
+    return type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def observable(x: Tensor) -> bool:
+    """Whether a tensor's bits can be looked at: it has memory of its own, and a value at each place of it."""
+    plain = x.layout is torch.strided and not x.is_quantized and not x.is_nested
+    return plain and x.device.type != "meta" and not _wraps(x) and not is_fake(x)
+
+
+def number_of_bits(x: Tensor) -> int:
+    """A 64-bit digest of a tensor's memory, dtype, shape and strides.
+
+    >>> x = torch.tensor([0.0, 1.0])
+    >>> number_of_bits(x) == number_of_bits(x.clone()) != number_of_bits(x.flip(0))
+    True
+    """
+    whole = x.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    length = whole.numel() * whole.itemsize
+    memory = (ctypes.c_char * length).from_address(whole.data_ptr()) if length else b""
+    made = hashlib.blake2b(memory, digest_size=8)
+    made.update(f"{x.dtype} {tuple(x.shape)} {x.stride()}".encode())
+    return int.from_bytes(made.digest(), "little", signed=True)
+
+
+def same_summed(value: Any) -> bool:
+    """Whether the sum of a value over ranks that all have it is the value: every element is 0, infinite or NaN.
+
+    >>> same_summed(float("-inf")), same_summed(torch.tensor([0.0, -torch.inf])), same_summed(1.0)
+    (True, True, False)
+    """
+    if isinstance(value, Tensor):
+        return observable(value) and not bool(((value != 0) & value.isfinite()).any())
+    return isinstance(value, int | float | complex) and (not value or not cmath.isfinite(value))
+
+
+DEEPEST = 20_000
+"""How many operators a way back has, at most: a loop of training that is followed for long forgets where it began."""
+
+
+class Mark(NamedTuple):
+    """What a tensor is over one axis, as far as one rank can know.
+
+    Attributes:
+        kind: a type, which holds if `number` is found on every rank.
+        number: what made the value, in 64 bits; 0 where the kind says nothing that ranks could compare.
+    """
+
+    kind: Kind
+    number: int
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One value: a tensor between two writes.
+
+    Attributes:
+        op: the operator that made it; "" for what came from outside.
+        site: the line of the user's code.
+        inputs: the values that it is made of.
+        marks: one for each axis.
+        leaf: whether it is a leaf that requires grad, and so a parameter.
+        collective: whether a collective made it.
+        depth: the longest way back.
+        learns: whether that has a backward on this rank.
+        declared: whether `assert_type` said what it is.
+        shape: the tensor's.
+    """
+
+    op: str
+    site: Site
+    inputs: tuple[Node, ...]
+    marks: tuple[Mark, ...]
+    leaf: bool = False
+    collective: bool = False
+    depth: int = 0
+    declared: bool = False
+    learns: bool = False
+    shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.depth = 1 + max((one.depth for one in self.inputs), default=0)
+        if self.depth > DEEPEST:
+            self.inputs, self.depth = (), 1
+
+    def replicated(self, at: int) -> Node | None:
+        """What made it R over an axis: the nearest collective, or declaration, whose gradient is summed there."""
+        seen, row = {id(self)}, [self]
+        for node in row:  # grows, along what is R
+            if node.learns:
+                return node
+            for one in node.inputs:
+                if one.marks[at].kind == "R" and id(one) not in seen:
+                    seen.add(id(one))
+                    row.append(one)
+        return None
+
+    def before(self) -> Iterator[Node]:
+        """This value and all that it is made of, the nearest first."""
+        seen, row = {id(self)}, [self]
+        for node in row:  # grows
+            yield node
+            for one in node.inputs:
+                if id(one) not in seen:
+                    seen.add(id(one))
+                    row.append(one)
+
+
+class Region(NamedTuple):
+    """Which elements of its memory a tensor is, in bytes.
+
+    Attributes:
+        first: where it begins.
+        last: the last byte.
+        shape: its sizes, the bytes of an element as the last one.
+        stride: its strides in bytes.
+        size: of an element.
+    """
+
+    first: int
+    last: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    size: int
+
+    @classmethod
+    def of(cls, x: Tensor) -> Region:
+        """That of a tensor."""
+        size = x.itemsize
+        first, stride = int(x.storage_offset()) * size, tuple(size * int(n) for n in x.stride())
+        last = first + sum(max(0, n - 1) * by for n, by in zip(x.shape, stride, strict=True)) + size - 1
+        return cls(first, last if x.numel() else first - 1, tuple(x.shape), stride, size)
+
+    def meets(self, other: Region) -> bool:
+        """Whether they may have an element in common."""
+        return self.first <= other.last and other.first <= self.last
+
+    def places(self, start: int, unit: int) -> Tensor:
+        """The numbers of its elements, counted from a byte on in a unit that is not larger."""
+        steps = torch.arange(self.size // unit, device="cpu")
+        found = steps + (self.first - start) // unit
+        for n, by in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            found = (torch.arange(n, device="cpu") * (by // unit)).unsqueeze(1) + found.reshape(1, -1)
+        return found.reshape(-1)
+
+
+def visible(mine: Region, written: Sequence[Region]) -> Tensor:
+    """Which of several writes, each over those before it, each element of a region shows; -1 is what lay there before.
+
+    >>> visible(Region.of(torch.ones(4)), [Region.of(torch.ones(2)), Region.of(torch.ones(1))]).tolist()
+    [1, 0, -1, -1]
+    """
+    every = [mine, *written]
+    start, end = min(one.first for one in every), max(one.last for one in every) + 1
+    unit = math.gcd(*(n for one in every for n in (one.size, one.first - start, *one.stride)))
+    latest = torch.full(((end - start + unit - 1) // unit,), -1, dtype=torch.int32, device="cpu")
+    for number, one in enumerate(written):
+        latest[one.places(start, unit)] = number
+    return latest[mine.places(start, unit)].view(-1, mine.size // unit)[:, 0]
+
+
+class Patch(NamedTuple):
+    """What was written into a part of a tensor's memory through another tensor."""
+
+    region: Region
+    node: Node
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """What is known of a tensor.
+
+    Attributes:
+        ref: the tensor.
+        node: its value, when it was kept.
+        patches: what was written there since then, through other tensors.
+        first: the least version for which this holds.
+        last: the greatest one.
+        writes: how many unknown writes to its memory there had been.
+        memory: where it lies.
+    """
+
+    ref: weakref.ref[Tensor]
+    node: Node
+    patches: tuple[Patch, ...]
+    first: int
+    last: int
+    writes: int
+    memory: int
+
+
+class Tape:
+    """The values of the tensors that are alive.
+
+    A write through one tensor is noted as a patch for every other one of the same memory. A tensor that was written
+    outside of the tracer, or by something without a type, has no value any more: its version, or the writes to its
+    memory, show it.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[int, _Kept] = {}
+        self._at: dict[int, set[int]] = {}
+        self._writes: dict[int, int] = {}
+
+    def find(self, x: Tensor) -> tuple[Node, tuple[Patch, ...]] | None:
+        """The value of a tensor, and what was written over it since then; None: that is not known."""
+        kept = self._of.get(id(x))
+        if kept is None or kept.ref() is not x or not self._holds(kept, x):
+            return None
+        return kept.node, kept.patches
+
+    def _holds(self, kept: _Kept, x: Tensor) -> bool:
+        return kept.first <= version_of(x) <= kept.last and kept.writes == self._writes.get(memory_of(x), 0)
+
+    def keep(
+        self,
+        x: Tensor,
+        node: Node,
+        *,
+        base: Tensor | None = None,
+        written: int = 0,
+        patches: tuple[Patch, ...] = (),
+    ) -> None:
+        """Remember the value of a tensor, as long as it is alive.
+
+        Args:
+            x: the tensor.
+            node: its value.
+            base: what it is a view of, whose version it will have when autograd is through with it.
+            written: how often its memory is written now, which autograd counts when it is through with it.
+            patches: what has been written over that value.
+        """
+        key, of, at, where = id(x), self._of, self._at, memory_of(x)
+
+        def forget(ref: object) -> None:
+            found = of.get(key)
+            if found is not None and found.ref is ref:
+                del of[key]
+                at[found.memory].discard(key)
+                if not at[found.memory]:
+                    del at[found.memory]
+
+        before = of.get(key)
+        if before is not None and before.memory != where:
+            at[before.memory].discard(key)
+            if not at[before.memory]:
+                del at[before.memory]
+        version = version_of(x if base is None else base)
+        writes = self._writes.get(where, 0)
+        of[key] = _Kept(weakref.ref(x, forget), node, patches, version, version + written, writes, where)
+        at.setdefault(where, set()).add(key)
+
+    def wrote(self, x: Tensor, node: Node, times: int = 1) -> None:
+        """Note what has just been written through a tensor: it is the value of that tensor, and a patch of others.
+
+        Args:
+            x: the tensor.
+            node: what it is now.
+            times: how often the operator writes to this memory, which autograd counts when it is through with it.
+        """
+        where = memory_of(x)
+        if where:
+            patch = Patch(Region.of(x), node)
+            for key in self._at.get(where, set()) - {id(x)}:
+                kept = self._of[key]
+                other = kept.ref()
+                if other is None or not self._holds(kept, other):
+                    continue
+                kept.last = max(kept.last, version_of(other) + times)
+                if Region.of(other).meets(patch.region):
+                    before = tuple(one for one in kept.patches if one.region != patch.region)
+                    kept.patches = (*before, patch)
+        self.keep(x, node, written=times)
+
+    def written(self, x: Tensor) -> None:
+        """Note that a tensor's memory was written by what has no type: what lies there is not known any more."""
+        where = memory_of(x)
+        self._writes[where] = self._writes.get(where, 0) + 1
+
+    def leaves(self) -> list[tuple[Tensor, Node]]:
+        """The parameters that are alive."""
+        there = [(kept.ref(), kept.node) for kept in list(self._of.values())]
+        return [(x, node) for x, node in there if x is not None and node.leaf]
+
+
+def memory_of(x: Tensor) -> int:
+    """Where a tensor's memory is; 0 where it has none."""
+    if type(x) is not Tensor and is_fake(x):
+        return 0
+    try:
+        return x.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+KINDS = {
+    rules.NONLINEAR: (
+        "a pending sum goes through an operator that is not linear",
+        "sum it first: gm.all_reduce(x, dst=gm.R) or gm.reduce_scatter(x)",
+    ),
+    rules.PRODUCT: ("two pending sums are multiplied", "sum at least one of them first"),
+    rules.VARYING: (
+        "a pending sum is multiplied with what differs from rank to rank",
+        "sum it first, or declare the product's type with gm.assert_type if the sum of the products is meant",
+    ),
+    rules.COUNTS: (
+        "a value that every rank has is added to a pending sum, and counts once for each rank",
+        "add it behind the sum, or gm.convert(x, src=gm.I, dst=gm.P), which keeps it at one rank",
+    ),
+    rules.READ: (
+        "a number is made of a pending sum, of which this rank has one term",
+        "sum it first: gm.all_reduce(x, dst=gm.R).item(); of a detached tensor if it is only to be shown",
+    ),
+    "summed-again": (
+        "a value that every rank has is summed over the ranks, and counts once for each rank",
+        "leave the sum out, or gm.convert(x, src=gm.I, dst=gm.P) first",
+    ),
+    "averaged-again": (
+        "the mean is taken over the ranks of a value that every rank has: its gradient is too small by their number",
+        "leave the mean out",
+    ),
+    "operand-type": ("the operand is not of the type that this call takes", "see docs/conventions.md"),
+    "not-the-same": (
+        "a value that is declared the same on every rank, is not",
+        "look for what makes it differ (data, dropout, work that only some ranks do), or do not call it R or I",
+    ),
+    "gradient-differs": (
+        "dst=gm.I says that every rank repeats the same work on the result, and the ranks' gradients differ",
+        "say dst=gm.R, whose backward sums what each rank finds, or make the ranks do the same",
+    ),
+    "missing-sum": MISSING_SUM,
+    "sum-too-many": (
+        "backward begins at a loss that every rank has, and that is made of R values: it counts once for each rank",
+        "pass dst=gm.I if the ranks do identical work on the result, or call gradmesh.objective(loss, loss_type=gm.R); "
+        "correct as it is if gradients are averaged afterwards",
+    ),
+    "declared-gradient": (
+        "the gradient that arrives is not of the dual type",
+        "see docs/conventions.md: what is used differently on each rank is R, and its gradient has to be summed",
+    ),
+    "declared-otherwise": ("a tensor is declared as what it is not", "declare what it is, or convert it"),
+}
+"""Each kind of finding: the problem, and what to do."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Types that do not fit.
+
+    Attributes:
+        kind: which, one of a few words, such as "counts-many-times".
+        op: the operator or verb.
+        axis: the name of the axis.
+        types: what the operands are, each with its shape.
+        file: the file of the user's code, "" where there is none.
+        line: the line in it.
+        began: where what is at fault came from, as text; "" where that is the same line.
+        took: what the operator takes, "" where the problem says it.
+    """
+
+    kind: str
+    op: str
+    axis: str
+    types: str
+    file: str
+    line: int
+    began: str = ""
+    took: str = ""
+
+    @classmethod
+    def at(
+        cls, kind: str, op: str, axis: str, types: str, site: Site, began: str = "", took: str = ""
+    ) -> Finding:
+        """Made with a call site."""
+        file, line = (site[0].co_filename, site[1]) if site else ("", 0)
+        return cls(kind, op, axis, types, file, line, began, took)
+
+    def __str__(self) -> str:
+        problem, remedy = KINDS[self.kind]
+        got = f"{self.op} of {self.types}\nat {self.file}:{self.line}" + (
+            f"\n{self.began}" if self.began else ""
+        )
+        return message(
+            f"{problem} ({self.kind})",
+            op="typed",
+            axis=repr(self.axis),
+            expected=self.took or None,
+            got=got,
+            remedy=remedy,
+        )
+
+    @property
+    def short(self) -> str:
+        """The kind, the operator and the line."""
+        return f"{self.kind}: {self.op} at {os.path.basename(self.file)}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A finding that holds if the ranks turn out to agree, or not to.
+
+    Attributes:
+        tell: makes the finding.
+        axis: the place of the axis.
+        present: numbers that have to be found on every rank.
+        absent: numbers that must not, of which at least one is not.
+        own: a number of the finding itself, which tells whether every rank has it.
+        averaged: whether it is none where gradients are averaged afterwards.
+        doubtful: what to note in the place of a finding, where it may be none.
+    """
+
+    tell: Callable[[], Finding]
+    axis: int
+    present: tuple[int, ...]
+    own: int
+    absent: tuple[int, ...] = ()
+    averaged: bool = False
+    doubtful: str = ""
+
+
+def types_of(kinds: Sequence[tuple[Kind, tuple[int, ...]]]) -> str:
+    """Types and shapes as text."""
+    return ", ".join(f"{shown(kind) or 'unknown'}{list(shape)}" for kind, shape in kinds)
+
+
+def began_at(op: str, site: Site) -> str:
+    """Where something began, as text."""
+    return f"began with {op} {show_site(site)}" if site else ""
+
+
+def gathered(
+    axis: Axis, numbers: Sequence[int], device: torch.device, *, operand_desc: str
+) -> list[tuple[int, ...]]:
+    """Every rank's numbers, as many from each."""
+    with torch.no_grad():
+        mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
+        every = AllGather(axis, 0, EQUAL, operand_desc=operand_desc).apply(mine)
+    whole = every.tolist()
+    return [tuple(whole[at : at + len(numbers)]) for at in range(0, len(whole), len(numbers) or 1)]
+
+
+class Agreement:
+    """The numbers that were said, by axis and rank.
+
+    Args:
+        axes: the axes that are followed.
+    """
+
+    def __init__(self, axes: Sequence[Axis]) -> None:
+        self.axes = axes
+        self._new: list[list[int]] = [[] for _ in axes]
+        self._heard: list[list[set[int]]] = [[set() for _ in range(axis.size)] for axis in axes]
+
+    def say(self, at: int, number: int) -> None:
+        """Have the ranks of an axis know, when they meet next, that this rank has a number."""
+        mine = self._heard[at][self.axes[at].rank]
+        if number not in mine:
+            mine.add(number)
+            self._new[at].append(number)
+
+    def agreed(self, at: int, number: int) -> bool:
+        """Whether every rank of an axis has said a number, as far as is known."""
+        return all(number in heard for heard in self._heard[at])
+
+    def meet(
+        self, axis: Axis, at: int | None, call: str, row: Sequence[Mark], device: torch.device
+    ) -> list[list[Mark]]:
+        """Tell the ranks of an axis what is new here, and hear what is new there.
+
+        Args:
+            axis: the ranks that meet.
+            at: its place among the axes that are followed; None: it is none of them.
+            call: what every rank is about to do, in the same words.
+            row: marks that every rank shows of its own, one for each axis at most.
+            device: where numbers can travel from.
+
+        Returns:
+            Every rank's row.
+
+        Raises:
+            MismatchError: the ranks are about to do different things.
+        """
+        new = self._new[at] if at is not None else []
+        # The same length on each rank, so that ranks that diverge are detected here.
+        row = [*row, *[Mark("?", 0)] * (len(self.axes) - len(row))]
+        flat = [number for mark in row for number in (ord(mark.kind), mark.number)]
+        heads = gathered(
+            axis, [token(call), len(new), *flat], device, operand_desc="the types of gradmesh.typed"
+        )
+        if len({head[0] for head in heads}) > 1:
+            raise MismatchError(
+                message(
+                    "the ranks meet at different places",
+                    op="typed",
+                    axis=str(axis),
+                    expected="the same collective, or the end of the block, on every rank",
+                    got=f"this rank is at {call}",
+                    remedy="have every rank make the same calls in the same order, and leave the block",
+                )
+            )
+        most = max(head[1] for head in heads)
+        if most and at is not None:
+            padded = new + [0] * (most - len(new))
+            for rank, numbers in enumerate(gathered(axis, padded, device, operand_desc="values, as numbers")):
+                self._heard[at][rank].update(numbers[: heads[rank][1]])
+            self._new[at] = []
+        return [
+            [Mark(chr(head[place]), head[place + 1]) for place in range(2, len(head), 2)] for head in heads
+        ]
 
 
 class Tracker:

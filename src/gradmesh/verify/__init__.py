@@ -39,8 +39,15 @@ from gradmesh.verify.gradients import (
     gradcheck,
     same_as_single,
 )
-from gradmesh.verify.laws import adjoint_matrix_error, inner_product_error, matrix, pairing, sample
-from gradmesh.verify.maps import adjoint_error, as_matrix
+from gradmesh.verify.laws import (
+    adjoint_error,
+    adjoint_matrix_error,
+    as_matrix,
+    inner_product_error,
+    matrix,
+    pairing,
+    sample,
+)
 from gradmesh.verify.profiles import Profile, profiled
 from gradmesh.verify.simulator import CostModel, Link, Simulation, simulate
 from gradmesh.verify.timelines import Timeline, delayed, timeline

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradmesh._torch.compiled import resolve_group
 from gradmesh._torch.dispatched import arguments, group_behind, reduction_of
 from gradmesh.checker.recording.tape import Verb
-from gradmesh.type_inference.raw_calls import COLLECTIVES
+from gradmesh.type_inference.collectives import COLLECTIVES
 
 __all__ = ["Call", "call_of"]
 

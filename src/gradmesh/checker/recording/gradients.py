@@ -12,7 +12,7 @@ from torch import Tensor
 from gradmesh._torch.dispatched import arguments, written
 from gradmesh.checker.recording.tape import Changed
 from gradmesh.type_inference.operators import tensors_in
-from gradmesh.type_inference.tape import memory_of
+from gradmesh.type_inference.tracker import memory_of
 
 __all__ = ["Changes", "Gradients", "Moved", "address_of", "gradient_of", "is_mean", "is_multiple"]
 

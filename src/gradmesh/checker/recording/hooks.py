@@ -21,7 +21,7 @@ from gradmesh.checker.recording.recorder import Recorder
 from gradmesh.checker.recording.settings import Optimizers
 from gradmesh.checker.recording.tape import Called, Hooked, Lost, Over, Param, Root, Step
 from gradmesh.ops.base import Op
-from gradmesh.type_inference.tape import memory_of
+from gradmesh.type_inference.tracker import memory_of
 
 __all__ = ["watched"]
 

@@ -18,7 +18,7 @@ from gradmesh.checker.recording.gradients import Changes, Gradients, Moved, grad
 from gradmesh.checker.recording.names import Modules
 from gradmesh.checker.recording.params import nameless
 from gradmesh.checker.recording.tape import Alias, Called, Changed, ProgramInput, Ref, Tape
-from gradmesh.type_inference.tape import memory_of
+from gradmesh.type_inference.tracker import memory_of
 
 __all__ = ["Known", "Numbering", "mapped"]
 

@@ -29,7 +29,7 @@ from gradmesh.checker.recording.names import Modules
 from gradmesh.checker.recording.numbering import Numbering, mapped
 from gradmesh.checker.recording.tape import Back, Called, Op, ProgramInput, Ref, Saved, Scaled, Sent, Tape
 from gradmesh.type_inference.operators import tensors_in
-from gradmesh.type_inference.tape import memory_of
+from gradmesh.type_inference.tracker import memory_of
 
 __all__ = ["PendingEvent", "Recorder"]
 

@@ -20,13 +20,38 @@ payload of a rank and s the most that a rank sends (`counting`), in rounds and b
 If two are given, the faster one counts. `direct` is for ranks that reach each other at once, as through one switch or
 in shared memory. A link may add a fixed time per call. Arithmetic of reductions is free, unless the link's bandwidth
 was fitted to include it.
+
+The links of a cost model: when a transfer starts and ends.
+Each rank has a link for each axis, which carries one collective or message at a time. A collective starts when all its
+ranks have called it and their links are free. Links of different axes are independent.
+
+Input and sent bytes of a collective on a rank.
+`payload` is the size of the rank's input tensors in the dtype that is sent; for `broadcast` the buffer of every rank.
+
+`sent` does not depend on the algorithm. It is the data of this rank that other ranks receive, counted once for each of
+them: for `all_gather` the local shard times W - 1, for `broadcast` the tensor times W - 1 at the root and 0 elsewhere,
+for `all_to_all` the parts for other ranks. For reductions it is the terms of other ranks' sums: for `reduce_scatter`
+the parts for other ranks, for `reduce` the tensor on every rank but the root. `all_reduce` counts as a reduce_scatter
+with the balanced split, then an all_gather: 2 (W - 1) / W of the tensor if W divides its size. In total, ranks send as
+much as must be received; a real algorithm may send more, and less on a single rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import abc
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
-__all__ = ["ALGORITHMS", "Cost", "sent_evenly"]
+import torch
+
+from gradmesh.backends.threads.rendezvous import Contribution
+from gradmesh.errors import ArgumentError, message
+
+if TYPE_CHECKING:
+    from gradmesh.verify.simulator.trace import Event
 
 Cost = tuple[float, float]
 """Rounds and bytes."""
@@ -112,3 +137,378 @@ def sent_evenly(op: str, size: int, payload: float) -> float:
         "scatter": (size - 1) / size,
     }
     return payload * factors.get(op, 1)
+
+
+Algorithm = Literal["fastest", "ring", "tree", "direct"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """The network link between ranks of an axis.
+
+    Attributes:
+        latency_us: latency of a message in microseconds.
+        gbytes_per_s: bandwidth of a rank in 10^9 bytes per second.
+        call_us: overhead of a collective in microseconds, independent of its number of messages.
+
+    >>> Link(latency_us=10, gbytes_per_s=2).seconds(rounds=3, size=1e6)
+    0.00053
+    """
+
+    latency_us: float
+    gbytes_per_s: float
+    call_us: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.latency_us >= 0 and self.gbytes_per_s > 0 and self.call_us >= 0):
+            raise ArgumentError(
+                message(
+                    "invalid link",
+                    op="Link",
+                    expected="latency_us >= 0, call_us >= 0 and gbytes_per_s > 0",
+                    got=repr(self),
+                    remedy="pass e.g. Link(latency_us=10, gbytes_per_s=25); math.inf for unlimited bandwidth",
+                )
+            )
+
+    def seconds(self, rounds: float, size: float) -> float:
+        """The time of a call with that number of rounds and total bytes."""
+        return (self.call_us + rounds * self.latency_us) * 1e-6 + size / (self.gbytes_per_s * 1e9)
+
+
+@dataclasses.dataclass(frozen=True)
+class CostModel:
+    """The links of the axes, and the assumed algorithm.
+
+    Attributes:
+        links: the link of every axis by name, or one for all. A group along several axes, such as the world of a mesh,
+            has the largest latency and the smallest bandwidth of them.
+        algorithm: "ring", "tree", "direct", or "fastest" for the faster of ring and tree.
+
+    >>> model = CostModel({"inner": Link(5, 100), "outer": Link(20, 10)}, algorithm="ring")
+    >>> model.seconds("all_reduce", "outer", 128, payload=1e9)  # 254 rounds, 1.98 GB
+    0.2035175
+    """
+
+    links: Mapping[str, Link] | Link
+    algorithm: Algorithm = "fastest"
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in ALGORITHMS:
+            raise ArgumentError(
+                message(
+                    "unknown algorithm",
+                    op="CostModel",
+                    expected=", ".join(map(repr, ALGORITHMS)),
+                    got=repr(self.algorithm),
+                    remedy='pass e.g. algorithm="ring"; their formulas are in gradmesh.verify.simulator.costs',
+                )
+            )
+
+    def link(self, axis: str) -> Link:
+        """The link of an axis, or of several axes joined with "+".
+
+        Raises:
+            ArgumentError: the model has no link for it.
+        """
+        if isinstance(self.links, Link):
+            return self.links
+        names = [axis] if axis in self.links else axis.split("+")
+        missing = [name for name in names if name not in self.links]
+        if missing:
+            raise ArgumentError(
+                message(
+                    "the cost model has no link for an axis",
+                    op="CostModel",
+                    axis=axis,
+                    expected=f"one of {', '.join(self.links)}",
+                    got=", ".join(missing),
+                    remedy=f"add the link, e.g. CostModel({{{missing[0]!r}: Link(10, 25), ...}}), or pass simulate a "
+                    "mesh= with the axes of the model",
+                )
+            )
+        found = [self.links[name] for name in names]
+        return Link(
+            max(link.latency_us for link in found),
+            min(link.gbytes_per_s for link in found),
+            max(link.call_us for link in found),
+        )
+
+    def seconds(self, op: str, axis: str, size: int, payload: float, sent: float | None = None) -> float:
+        """The time of one collective.
+
+        Args:
+            op: as in an `Event`.
+            axis: the axis.
+            size: the number of ranks.
+            payload: the largest payload of a rank.
+            sent: the most that a rank sends; None: its value for equal payloads.
+        """
+        link = self.link(axis)
+        sent = sent_evenly(op, size, payload) if sent is None else sent
+        return min(link.seconds(*cost) for cost in ALGORITHMS[self.algorithm](op, size, payload, sent))
+
+    def fitted(
+        self,
+        axis: str,
+        op: str,
+        size: int,
+        points: Sequence[tuple[float, float]],
+        *,
+        per: Literal["message", "call"] = "message",
+    ) -> Link:
+        """Fit a link such that this model's algorithm takes the measured time for the first and the last size.
+
+        Args:
+            axis: the axis, for the error.
+            op: the measured collective.
+            size: the number of ranks.
+            points: pairs of payload in bytes and seconds, from the smallest to the largest.
+            per: whether the fixed time occurs per message, as on a network, or per call, as in shared memory.
+
+        Raises:
+            ArgumentError: no link has these times.
+        """
+        (small, quick), (large, slow) = points[0], points[-1]
+        rounds, few = ALGORITHMS[self.algorithm](op, size, small, sent_evenly(op, size, small))[-1]
+        _, many = ALGORITHMS[self.algorithm](op, size, large, sent_evenly(op, size, large))[-1]
+        per_byte = (slow - quick) / (many - few) if many > few else 0.0
+        if per_byte <= 0 or not rounds:
+            raise ArgumentError(
+                message(
+                    "cannot fit a link to the measured times",
+                    op="CostModel.fitted",
+                    axis=axis,
+                    expected="times of an op that sends data, longer for the larger size",
+                    got=f"{small:g} bytes in {quick:g} s, {large:g} bytes in {slow:g} s",
+                    remedy="measure sizes that are further apart, e.g. 1e3 and 1e8 bytes",
+                )
+            )
+        fixed = 1e6 * max(0.0, quick - few * per_byte)
+        bandwidth = 1e-9 / per_byte
+        return Link(fixed / rounds, bandwidth) if per == "message" else Link(0.0, bandwidth, fixed)
+
+
+class Links:
+    """The links of all ranks, and until when they are busy.
+
+    Args:
+        model: the cost of a call; None: 0.
+    """
+
+    def __init__(self, model: CostModel | None) -> None:
+        self.model = model
+        self._lock = threading.Lock()
+        self._taken: dict[tuple[str, int], float] = {}
+
+    def collective(self, events: Sequence[Event], now: float) -> float:
+        """Set the times of a collective that all its ranks have called, and return its end (not before `now`)."""
+        ready = max(event.called for event in events)
+        first = events[0]
+        if self.model is None:
+            start = end = ready
+        else:
+            seconds = self.model.seconds(
+                first.op,
+                first.axis,
+                first.size,
+                max(event.payload for event in events),
+                max(event.sent for event in events),
+            )
+            start, end = self._book(first.axis, [event.rank for event in events], ready, seconds)
+        end = max(end, now)
+        for event in events:
+            event.start, event.end = start, end
+        return end
+
+    def message(self, event: Event) -> float:
+        """Set the times of a message, and return its end."""
+        if self.model is None:
+            event.start = event.end = event.called
+        else:
+            seconds = self.model.seconds("send", event.axis, event.size, event.payload)
+            event.start, event.end = self._book(event.axis, [event.rank], event.called, seconds)
+        return event.end
+
+    def _book(self, axis: str, ranks: Iterable[int], ready: float, seconds: float) -> tuple[float, float]:
+        links = [(axis, rank) for rank in ranks]
+        with self._lock:
+            start = max(ready, *(self._taken.get(link, 0.0) for link in links))
+            for link in links:
+                self._taken[link] = start + seconds
+        return start, start + seconds
+
+
+_POLL = 1e-5
+"""Seconds that pass on a rank's virtual clock when it polls a pending call."""
+
+
+class Clock(abc.ABC):
+    """The time of every rank, in seconds since the start of the run."""
+
+    @abc.abstractmethod
+    def now(self, rank: int | None) -> float:
+        """The time on a rank; None: in a thread that does not belong to a rank."""
+
+    @abc.abstractmethod
+    def until(self, rank: int | None, end: float, check: Callable[[], None]) -> None:
+        """Wait until a time; `check` raises if the world has been stopped."""
+
+    @property
+    def of_ranks(self) -> bool:
+        """Whether each rank has a virtual clock."""
+        return False
+
+    def put(self, rank: int, time: float) -> None:
+        """Set a rank's virtual clock."""
+        raise NotImplementedError
+
+    def pause(self, rank: int) -> None:  # noqa: B027 - no effect on wall-clock time
+        """Stop counting: from here on the simulator or another rank runs."""
+
+    def resume(self, rank: int) -> None:  # noqa: B027
+        """Count again: the rank runs."""
+
+    def poll(self, rank: int | None) -> None:  # noqa: B027
+        """The rank polled a pending call."""
+
+
+class WallClock(Clock):
+    """Wall-clock time, the same for all ranks."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def now(self, rank: int | None) -> float:  # noqa: ARG002
+        """Seconds since the start."""
+        return time.perf_counter() - self._start
+
+    def until(self, rank: int | None, end: float, check: Callable[[], None]) -> None:
+        """Sleep."""
+        while (left := end - self.now(rank)) > 0:
+            time.sleep(min(left, 0.2))
+            check()
+
+
+class VirtualClocks(Clock):
+    """A clock for each rank, which advances while that rank runs, and is set forward when it has waited.
+
+    Args:
+        size: the number of ranks.
+        compute: the factor of a rank's computation time; 0 counts communication only, which makes the times
+            reproducible.
+    """
+
+    def __init__(self, size: int, compute: float) -> None:
+        self._compute = compute
+        self._times = [0.0] * size
+        self._since: list[float | None] = [None] * size
+
+    def now(self, rank: int | None) -> float:
+        """The rank's time."""
+        return 0.0 if rank is None else self._times[rank]
+
+    def until(self, rank: int | None, end: float, check: Callable[[], None]) -> None:  # noqa: ARG002
+        """Set the clock."""
+        if rank is not None:
+            self._times[rank] = max(self._times[rank], end)
+
+    def pause(self, rank: int) -> None:
+        """Add the time since `resume`."""
+        since, self._since[rank] = self._since[rank], None
+        if since is not None:
+            self._times[rank] += self._compute * (time.perf_counter() - since)
+
+    def resume(self, rank: int) -> None:
+        """Start to count."""
+        self._since[rank] = time.perf_counter()
+
+    @property
+    def of_ranks(self) -> bool:
+        """True."""
+        return True
+
+    def put(self, rank: int, time: float) -> None:
+        """Set the clock, forward or back."""
+        self._times[rank] = time
+
+    def poll(self, rank: int | None) -> None:
+        """Advance the clock, so that a polling loop ends."""
+        if rank is not None:
+            self._times[rank] += _POLL
+
+
+_OPS = {
+    "all_reduce": "all_reduce",
+    "reduce": "reduce",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "all_gather": "all_gather",
+    "all_gather_single": "all_gather",
+    "all_to_all": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "gather": "gather",
+    "scatter": "scatter",
+    "relay": "permute",
+    "barrier": "barrier",
+    "send": "send",
+    "recv": "recv",
+}
+
+
+def op_of(part: Contribution) -> str:
+    """The kind of transfer; "withdrawn" for a call that the rank aborted."""
+    return _OPS.get(part.call.partition("(")[0], "withdrawn")
+
+
+def bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
+    """The size of the tensors; for sparse ones that of their values and indices."""
+    return sum(_bytes(tensor) for tensor in tensors if tensor is not None)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        tensor = tensor.detach().coalesce()
+        return bytes_of([tensor.values(), tensor.indices()])
+    return tensor.numel() * tensor.itemsize
+
+
+def payload_of(part: Contribution) -> int:
+    """The bytes of a rank's input tensors."""
+    return bytes_of(part.inputs)
+
+
+def sent_by(place: int, part: Contribution, size: int) -> int:
+    """The bytes that a rank sends to others.
+
+    Args:
+        place: the rank in the group.
+        part: its contribution to the call.
+        size: the number of ranks.
+    """
+    op, pieces = op_of(part), part.pieces
+    if op == "all_reduce":
+        return sum(_sum_everywhere(tensor, place, size) for tensor in part.inputs)
+    if op == "reduce":
+        root = int(part.call.rpartition("root ")[2].rstrip(")"))
+        return 0 if place == root else payload_of(part)
+    if op == "permute":
+        return 0 if pieces == place else payload_of(part)
+    if op == "send":
+        return payload_of(part)
+    if isinstance(pieces, Sequence):
+        return sum(_given(batch, place) for batch in pieces)
+    return 0
+
+
+def _given(batch: Any, place: int) -> int:
+    return bytes_of(tensor for target, tensor in enumerate(batch.give) if target != place)
+
+
+def _sum_everywhere(tensor: torch.Tensor, place: int, size: int) -> int:
+    if tensor.layout is not torch.strided:
+        return (size - 1) * _bytes(tensor)  # the ranks' indices differ, so all values are gathered
+    share, more = divmod(tensor.numel(), size)
+    local = share + (place < more)
+    return (tensor.numel() - local + (size - 1) * local) * tensor.itemsize

@@ -1,30 +1,503 @@
-"""`simulate`: runs a program on thread ranks, records every collective, and applies a cost model."""
+"""`simulate`: runs a program on thread ranks, records every collective, and applies a cost model.
+
+Deterministic, seeded scheduler: one rank runs at a time.
+A rank yields at every communication call, when it waits, and when its function returns; the generator then picks one of
+the ranks that are ready. The same seed gives the same order.
+
+If no rank is ready, that is a deadlock, which is reported immediately.
+
+The observer of a simulation: records every call, schedules the ranks, and delays results.
+A call is recorded when a rank makes it, and gets its times when the last rank has made it. With a schedule, a rank
+yields at each call. With a cost model, a rank that waits for a call continues at the call's modelled end.
+
+Runs a single rank of a large world, assuming that all other ranks do the same.
+The data of other ranks is made up from this rank's input: they contribute the same terms and send the same parts. So
+calls, sizes, bytes and modelled times are those of this rank in the full world; the values are not. If sizes depend on
+received values, this rank's values count. Point-to-point messages raise, since their other end does not exist.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, NoReturn, TypeVar
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
-from gradmesh.backends.threads.waiting import World
-from gradmesh.errors import ArgumentError, RankError, message
+from gradmesh import _torch
+from gradmesh.backends import threads
+from gradmesh.backends.threads.collectives import write
+from gradmesh.backends.threads.observing import Observer
+from gradmesh.backends.threads.rendezvous import Contribution, Group, Receive, Rendezvous
+from gradmesh.backends.threads.waiting import Waitable, World
+from gradmesh.errors import ArgumentError, DeadlockError, RankError, message
 from gradmesh.launch import Ranks
-from gradmesh.verify.simulator.clocks import VirtualClocks, WallClock
-from gradmesh.verify.simulator.events import Events
-from gradmesh.verify.simulator.links import Links
-from gradmesh.verify.simulator.model import CostModel
-from gradmesh.verify.simulator.schedule import Schedule
-from gradmesh.verify.simulator.single_rank import SingleRankObserver, run_single_rank
-from gradmesh.verify.simulator.trace import trace_of
-from gradmesh.verify.simulator.watching import Watching
+from gradmesh.state import RankState
+from gradmesh.verify.simulator.costs import Clock, CostModel, Links, VirtualClocks, WallClock, op_of
+from gradmesh.verify.simulator.trace import Event, Events, Notes, trace_of
 from gradmesh.world import mesh as make_mesh
 
-__all__ = ["Simulation", "simulate"]
+_LOOK = 0.2
+"""Seconds after which a waiting rank checks whether the world was stopped."""
+
+
+class Schedule:
+    """The scheduler of a world.
+
+    Args:
+        world: the ranks.
+        seed: different seeds give different orders.
+    """
+
+    def __init__(self, world: World, seed: int) -> None:
+        self._world = world
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+        self._inside: list[int] = []
+        self._turns = [threading.Lock() for _ in range(world.size)]
+        for turn in self._turns:
+            turn.acquire()
+
+    def current_rank(self) -> int:
+        """The rank of the calling thread.
+
+        Raises:
+            ArgumentError: the thread does not belong to a rank.
+        """
+        rank = self._world.rank_of_thread.get(threading.get_ident())
+        if rank is None:
+            raise ArgumentError(
+                message(
+                    "with seed=, a rank may communicate only from its main thread",
+                    op="simulate",
+                    expected="a call from the thread of a rank",
+                    got=f"a call from thread {threading.current_thread().name!r}",
+                    remedy="make the call in the rank's main thread, or simulate without seed=",
+                )
+            )
+        return rank
+
+    def enter(self, rank: int) -> None:
+        """Wait until all ranks have entered, and for the first turn."""
+        with self._lock:
+            self._inside.append(rank)
+            if len(self._inside) == self._world.size:
+                self._inside.sort()
+                self._run_next()
+        self._wait_for_turn(rank)
+
+    def turn(self, rank: int) -> None:
+        """Yield to another rank, or continue.
+
+        Raises:
+            GradmeshError: the world has been stopped.
+        """
+        self._world.check()
+        self._run_next()
+        self._wait_for_turn(rank)
+
+    def block(self, rank: int, waits_for: Waitable) -> None:
+        """Yield to other ranks until `waits_for` is complete.
+
+        Raises:
+            DeadlockError: no rank is ready.
+            AbortedError: another rank failed.
+        """
+        self._world.check()
+        self._world.waiting[rank] = waits_for
+        try:
+            self._run_next()
+            self._wait_for_turn(rank)
+        finally:
+            self._world.waiting.pop(rank, None)
+
+    def leave(self, rank: int, error: BaseException | None) -> None:
+        """The rank's function has returned or raised."""
+        self._world.leave(rank, error)
+        with self._lock:
+            if rank in self._inside:
+                self._inside.remove(rank)
+        if self._world.stopped is not None:
+            self._wake()
+        elif self._inside:
+            self._run_next()
+
+    def _run_next(self) -> None:
+        """Let a ready rank run."""
+        waiting = self._world.waiting
+        ready = [rank for rank in self._inside if rank not in waiting or waiting[rank].done]
+        if ready:
+            self._turns[self._random.choice(ready)].release()
+        else:
+            self._give_up()
+
+    def _wait_for_turn(self, rank: int) -> None:
+        while not self._turns[rank].acquire(timeout=_LOOK):
+            if self._world.stopped is not None:
+                break
+        self._world.check()
+
+    def _give_up(self) -> None:
+        world = self._world
+        with world.lock:
+            stuck = list(world.waiting.values())
+            first = next((waits_for for waits_for in stuck if world.lost(waits_for)), stuck[0])
+            world.stop_now(functools.partial(DeadlockError, str(world.deadlock(first.hopeless()))))
+        self._wake()
+
+    def _wake(self) -> None:
+        """Wake all ranks, so that they see that the world has been stopped."""
+        with self._lock:
+            for turn in self._turns:
+                if turn.locked():
+                    turn.release()
+
+
+Kernel = Callable[[list[Contribution]], None]
+
+
+class _Call:
+    """A call: the event of each rank that has made it, and its end."""
+
+    __slots__ = ("end", "events")
+
+    def __init__(self) -> None:
+        self.events: dict[int, Event] = {}
+        self.end: float | None = None
+
+
+class Watching(Observer):
+    """Observes a world.
+
+    Args:
+        world: the ranks.
+        clock: the clocks of the ranks.
+        links: the modelled links.
+        mesh: the sizes of the axes by name, the slowest first.
+        schedule: the scheduler; None: all ranks run concurrently.
+
+    Attributes:
+        seconds: when the last rank's function returned.
+    """
+
+    def __init__(
+        self, world: World, clock: Clock, links: Links, mesh: Mapping[str, int], schedule: Schedule | None
+    ) -> None:
+        self.clock, self.links, self.notes = clock, links, Notes(mesh)
+        self.seconds = 0.0
+        self._world, self._schedule = world, schedule
+        self._calls: dict[tuple[Group, int], _Call] = {}
+        self._of: WeakKeyDictionary[Waitable, _Call] = WeakKeyDictionary()
+        self._messages: dict[int, tuple[Contribution, float]] = {}
+        self._free: dict[tuple[Group, int], float] = {}
+
+    @property
+    def lives(self) -> bool:
+        """Whether modelled times elapse in wall-clock time."""
+        return self.links.model is not None and isinstance(self.clock, WallClock)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether each rank has a virtual clock."""
+        return self.clock.of_ranks
+
+    def async_axis(self, group: Group, run: Callable[[], None]) -> Callable[[], None]:
+        """Run it now, after earlier async calls of the group, and set the rank's clock back to the launch."""
+        with self._off_the_clock() as rank:
+            if rank is None:
+                run()
+                return lambda: None
+            key, launched = (group, rank), self.clock.now(rank)
+            self.clock.put(rank, max(launched, self._free.get(key, 0.0)))
+            self.clock.resume(rank)
+            run()
+            self.clock.pause(rank)
+            end = self._free[key] = self.clock.now(rank)
+            self.clock.put(rank, launched)
+
+        def wait() -> None:
+            with self._off_the_clock():
+                self.clock.until(rank, end, self._world.check)
+
+        return wait
+
+    # -- a rank's function
+
+    @contextlib.contextmanager
+    def taking_part(self, rank: int) -> Iterator[None]:
+        """The context of a rank's function."""
+        failed: BaseException | None = None
+        try:
+            if self._schedule is not None:
+                self._schedule.enter(rank)
+            self.clock.resume(rank)
+            try:
+                yield
+            finally:
+                self.clock.pause(rank)
+                self.seconds = max(self.seconds, self.clock.now(rank))
+        except BaseException as error:
+            failed = error
+            raise
+        finally:
+            if self._schedule is not None:
+                self._schedule.leave(rank, failed)
+
+    @contextlib.contextmanager
+    def _off_the_clock(self) -> Iterator[int | None]:
+        """Stop the rank's clock while the simulator runs."""
+        if self._schedule is None:
+            rank = self._world.rank_of_thread.get(threading.get_ident())
+        else:
+            rank = self._schedule.current_rank()
+        if rank is None:
+            yield None
+            return
+        self.clock.pause(rank)
+        try:
+            yield rank
+        finally:
+            self.clock.resume(rank)
+
+    def _turn(self, rank: int | None) -> None:
+        if self._schedule is not None and rank is not None:
+            self._schedule.turn(rank)
+
+    # -- what a rank calls
+
+    def meet(self, group: Group, place: int, part: Contribution, kernel: Kernel) -> Rendezvous:
+        """Record the call; its end is set when all ranks have made it."""
+        with self._off_the_clock() as rank:
+            self._turn(rank)
+            key = group, group.calls[place]
+            call = self._calls.setdefault(key, _Call())
+            call.events[group.ranks[place]] = self.notes.note(group, place, part, self.clock.now(rank))
+
+            def carried() -> None:
+                del self._calls[key]
+                call.end = self.links.collective(list(call.events.values()), self.clock.now(None))
+
+            meeting = self._bring(group, place, part, kernel, carried)
+            self._of[meeting] = call
+            return meeting
+
+    def _bring(
+        self, group: Group, place: int, part: Contribution, kernel: Kernel, carried: Callable[[], None]
+    ) -> Rendezvous:
+        """Make the call; `carried` runs when all ranks have made it, before any of them continues."""
+
+        def work(parts: list[Contribution]) -> None:
+            kernel(parts)
+            carried()
+
+        return group.bring(place, part, work)
+
+    def send(self, group: Group, place: int, to: int, tag: int, part: Contribution) -> None:
+        """Record the message and its arrival."""
+        with self._off_the_clock() as rank:
+            self._turn(rank)
+            event = self.notes.note(group, place, part, self.clock.now(rank))
+            self._messages[id(part)] = part, self.links.message(event)
+            group.hand(place, to, tag, part)
+
+    def receive(self, group: Group, place: int, source: int | None, tag: int, part: Contribution) -> Receive:
+        """Record the call."""
+        with self._off_the_clock() as rank:
+            self._turn(rank)
+            call = _Call()
+            call.events[group.ranks[place]] = self.notes.note(group, place, part, self.clock.now(rank))
+            receive = group.take(place, source, tag, part)
+            self._of[receive] = call
+            return receive
+
+    # -- what it waits for
+
+    def wait(self, waits_for: Waitable, seconds: float) -> None:
+        """Wait until the call is complete, and until its end."""
+        with self._off_the_clock() as rank:
+            before = self.clock.now(rank)
+            if not waits_for.done:
+                if self._schedule is not None and rank is not None:
+                    self._schedule.block(rank, waits_for)
+                else:
+                    waits_for.sleep(seconds)
+            end = self._end(waits_for)
+            if end is not None:
+                self.clock.until(rank, end, self._world.check)
+            event = None if rank is None else self._call(waits_for).events.get(rank)
+            if event is not None:
+                event.stood = before if event.stood is None else event.stood
+                event.waited += self.clock.now(rank) - before
+
+    def over(self, waits_for: Waitable) -> bool:
+        """Whether the call is complete and its modelled end has passed."""
+        with self._off_the_clock() as rank:
+            self._turn(rank)
+            end = self._end(waits_for) if waits_for.done else None
+            over = waits_for.done and (end is None or self.clock.now(rank) >= end)
+            if not over:
+                self.clock.poll(rank)
+            return over
+
+    def _call(self, waits_for: Waitable) -> _Call:
+        return self._of.setdefault(waits_for, _Call())
+
+    def _end(self, waits_for: Waitable) -> float | None:
+        """The end of a complete call; None: it failed."""
+        call = self._call(waits_for)
+        if call.end is None and isinstance(waits_for, Receive) and waits_for.sent is not None:
+            _, came = self._messages.pop(id(waits_for.sent))
+            (event,) = call.events.values()
+            event.start, event.end = event.called, max(event.called, came)
+            call.end = event.end
+        return call.end
+
+
+def run_single_rank(
+    size: int,
+    rank: int,
+    prepare: Callable[[], object],
+    watch: Callable[[World], None],
+    fn: Callable[[], T],
+    timeout: float | None,
+) -> T:
+    """Run a function as one rank of a world, in a separate thread.
+
+    Args:
+        size: the world size.
+        rank: the rank.
+        prepare: called first, without the observer.
+        watch: installs an observer in the world.
+        fn: the function.
+        timeout: seconds that it may take; None: no limit. After that the thread is abandoned.
+
+    Raises:
+        RankError: the function raised, which is the error's cause; or it timed out.
+    """
+    threads.register()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def be() -> None:
+        world = World(size)
+        try:
+            with threads.seated(world, rank, RankState()), _torch.thread_isolation():
+                store = dist.HashStore()  # type: ignore[attr-defined]
+                dist.init_process_group("threads", store=store, rank=rank, world_size=size)
+                prepare()
+                watch(world)
+                try:
+                    results.append(fn())
+                finally:
+                    world.observer = None
+                    dist.destroy_process_group()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=be, name=f"gradmesh rank {rank}", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if thread.is_alive():
+        text = message(
+            f"rank {rank}, simulated alone in a world of {size}, did not return within {timeout:g} s",
+            op="simulate",
+            remedy="remove loops that wait for other ranks, or pass a longer timeout, e.g. timeout=600",
+        )
+        raise RankError(text, rank=rank)
+    if errors:
+        text = message(
+            f"rank {rank}, simulated alone in a world of {size}, failed with {type(errors[0]).__name__}",
+            op="simulate",
+            got=str(errors[0]),
+        )
+        raise RankError(text, rank=rank) from errors[0]
+    return results[0]
+
+
+class SingleRankObserver(Watching):
+    """Observes a world in which only one rank runs."""
+
+    def _bring(
+        self,
+        group: Group,
+        place: int,
+        part: Contribution,
+        kernel: Callable[[list[Contribution]], None],  # noqa: ARG002 - needs every rank's part
+        carried: Callable[[], None],
+    ) -> Rendezvous:
+        meeting = Rendezvous(group, group.calls[place])
+        group.calls[place] += 1
+        _torch.in_plain_mode(lambda: _make_up(place, part, len(group.ranks)))
+        carried()
+        meeting.done = True
+        return meeting
+
+    def send(self, group: Group, place: int, to: int, tag: int, part: Contribution) -> None:  # noqa: ARG002
+        """Raise: there is no receiver."""
+        raise _no_peer(group, part)
+
+    def receive(self, group: Group, place: int, source: int | None, tag: int, part: Contribution) -> Receive:  # noqa: ARG002
+        """Raise: there is no sender."""
+        raise _no_peer(group, part)
+
+
+def _no_peer(group: Group, part: Contribution) -> ArgumentError:
+    return ArgumentError(
+        message(
+            "point-to-point messages are not supported with only=",
+            op="simulate",
+            axis=str(group),
+            expected="collectives, since only one rank runs",
+            got=str(part),
+            remedy="remove only= to simulate every rank, or use the collectives gradmesh.permute and gradmesh.shift",
+        )
+    )
+
+
+def _make_up(place: int, part: Contribution, size: int) -> None:
+    """Write the result that the call would have if every rank had this rank's input."""
+    op, pieces = op_of(part), part.pieces
+    if op == "reduce_scatter":
+        given = [batch.give[place] for batch in pieces]  # type: ignore[attr-defined]
+        _fill(part.outputs, [_summed(part.call, tensor, size) for tensor in given])
+    elif op == "all_reduce" or (op == "reduce" and part.call.endswith(f"root {place})")):
+        _fill(part.outputs, [_summed(part.call, tensor, size) for tensor in part.inputs])
+    elif op == "permute" and pieces is not None:
+        _fill(part.outputs, part.inputs)
+    elif isinstance(pieces, Sequence):
+        for batch in pieces:
+            for source, taken in enumerate(batch.take):
+                if taken is not None:
+                    _fill([taken], [batch.give[source], *batch.give, *part.inputs])
+
+
+def _fill(outputs: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> None:
+    """Write into each output the value of the same index, or the first one of its shape and dtype; else zeros."""
+    for number, output in enumerate(outputs):
+        wanted = [*values[number : number + 1], *values]
+        fits = (v for v in wanted if v is not None and v.shape == output.shape and v.dtype == output.dtype)
+        write(output, next(fits, torch.zeros_like(output)))
+
+
+def _summed(call: str, tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """The reduction of the same tensor on `size` ranks."""
+    if "(sum" in call:
+        return tensor * size
+    if "(product" in call:
+        return tensor**size
+    if "(bxor" in call and size % 2 == 0:
+        return tensor ^ tensor
+    return tensor
+
 
 T = TypeVar("T")
 

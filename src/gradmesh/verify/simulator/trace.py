@@ -1,20 +1,168 @@
-"""Writes events as a trace file in Chrome's JSON format, for Perfetto (ui.perfetto.dev).
+"""Events of a simulation or a real run: one for each call of each rank, and their trace file.
 
-Each rank is a process. Its first row shows waits and, if known, computation and launches of asynchronous calls. Each
-axis has a row with its transfers, and additional rows for concurrent ones. Arrows connect a forward call with its
-backward and its tangent.
+The file is in Chrome's JSON format, for Perfetto (ui.perfetto.dev). Each rank is a process. Its first row shows waits
+and, if known, computation and launches of asynchronous calls. Each axis has a row with its transfers, and additional
+rows for concurrent ones. Arrows connect a forward call with its backward and its tangent.
 
 The format: "Trace Event Format", Google, 2016. Times are microseconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, overload
 
-from gradmesh.verify.simulator.events import Event
+from gradmesh._torch import in_backward
+from gradmesh.backends.threads.rendezvous import Contribution, Group
+from gradmesh.call_sites import Site
+from gradmesh.transport.call_checks import TANGENT, CallRecord, OpCallCheck
+from gradmesh.verify.simulator.costs import op_of, payload_of, sent_by
 
-__all__ = ["Work", "trace_of"]
+Phase = Literal["forward", "backward", "tangent"]
+
+
+@dataclass(slots=True)
+class Event:
+    """One communication call of one rank. Times are seconds since the start of the run.
+
+    Attributes:
+        number: its index among the events of the run, in the order of the calls.
+        rank: the rank in the world.
+        op: the kind of transfer: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce",
+            "gather", "scatter", "permute", "barrier", "send" or "recv".
+        verb: the gradmesh verb that made the call; "" for a call of torch.distributed.
+        axis: the axis, or several axes joined with "+"; the name of the group if the axis is unknown.
+        size: the number of participating ranks.
+        payload: the bytes of this rank's input tensors, in the dtype that is sent.
+        sent: the bytes that this rank sends to others; see `gradmesh.verify.simulator.costs`.
+        phase: "forward", "backward" or "tangent". Everything inside a backward pass is "backward": adjoints, calls in
+            hooks, recomputation of a checkpoint.
+        line: the line of the program that made the call; in backward the line that called backward.
+        origin: the number of the event whose backward or tangent this is, if known.
+        of: the line of the forward call, if known.
+        called: when the rank made the call.
+        start: when the transfer started: all ranks had made the call and the link was free; None: never.
+        end: when the result was available; None: never.
+        stood: when the rank started to wait for it; None: it did not wait.
+        waited: the total time that it waited.
+    """
+
+    number: int
+    rank: int
+    op: str
+    verb: str
+    axis: str
+    size: int
+    payload: int
+    sent: int
+    phase: Phase
+    line: str
+    origin: int | None
+    of: str
+    called: float
+    start: float | None = None
+    end: float | None = None
+    stood: float | None = None
+    waited: float = 0.0
+
+    def row(self) -> dict[str, object]:
+        """The attributes by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @property
+    def what(self) -> tuple[object, ...]:
+        """Everything but the times; reproducible with the same seed."""
+        times = ("called", "start", "end", "stood", "waited")
+        return tuple(getattr(self, name) for name in self.__slots__ if name not in times)
+
+
+_HEADS = ("#", "rank", "call", "axis", "payload", "sent", "phase", "ms start", "ms end", "line")
+
+
+class Events(Sequence[Event]):
+    """The events of a run, in the order of the calls.
+
+    `str` returns a table, `rows` dicts for a data frame, `select` filters, `totals` sums.
+    """
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = list(events)
+
+    @overload
+    def __getitem__(self, index: int) -> Event: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Events: ...
+
+    def __getitem__(self, index: int | slice) -> Event | Events:
+        """An event, or some of them."""
+        return Events(self._events[index]) if isinstance(index, slice) else self._events[index]
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self._events)
+
+    def select(self, **wanted: object) -> Events:
+        """The events with these attributes: `events.select(rank=0, phase="backward")`."""
+        return Events([e for e in self._events if all(getattr(e, k) == v for k, v in wanted.items())])
+
+    def rows(self) -> list[dict[str, object]]:
+        """Every event as a dict."""
+        return [event.row() for event in self._events]
+
+    def totals(self) -> list[dict[str, object]]:
+        """Calls and bytes of all ranks by axis, op and phase, and the largest total transfer time of a rank."""
+        found: dict[tuple[str, str, str], list[Event]] = {}
+        for event in self._events:
+            found.setdefault((event.axis, event.op, event.phase), []).append(event)
+        rows: list[dict[str, object]] = []
+        for (axis, op, phase), events in found.items():
+            seconds: dict[int, float] = {}
+            for event in events:
+                took = 0.0 if event.start is None or event.end is None else event.end - event.start
+                seconds[event.rank] = seconds.get(event.rank, 0.0) + took
+            rows.append(
+                {
+                    "axis": axis,
+                    "op": op,
+                    "phase": phase,
+                    "calls": len(events),
+                    "payload": sum(event.payload for event in events),
+                    "sent": sum(event.sent for event in events),
+                    "seconds": max(seconds.values()),
+                }
+            )
+        return rows
+
+    def __str__(self) -> str:
+        return table(_HEADS, [_cells(event) for event in self._events])
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A text table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    lines = [heads, *rows]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _cells(event: Event) -> list[str]:
+    def ms(time: float | None) -> str:
+        return "-" if time is None else f"{1000 * time:.3f}"
+
+    line = f"{event.line}, of {event.of}" if event.of else event.line
+    return [
+        *map(str, (event.number, event.rank, event.verb or event.op, event.axis)),
+        *map(str, (event.payload, event.sent, event.phase, ms(event.start), ms(event.end), line)),
+    ]
+
 
 Entry = dict[str, Any]
 
@@ -146,3 +294,105 @@ class _Rows:
 
 def _metadata(kind: str, rank: int, row: int, name: str) -> Entry:
     return {"ph": "M", "name": kind, "pid": rank, "tid": row, "args": {"name": name}}
+
+
+class Notes:
+    """The events of a run.
+
+    Args:
+        mesh: the sizes of the axes by name, the slowest first; groups are named by the axes that they extend along.
+    """
+
+    def __init__(self, mesh: Mapping[str, int]) -> None:
+        self.events: list[Event] = []
+        self._lock = threading.Lock()
+        self._mesh = dict(mesh)
+        self._axes: dict[Group, str] = {}
+        self._made_by: dict[int, tuple[CallRecord, Event]] = {}
+        self._last: dict[tuple[Group, int], tuple[OpCallCheck, Site]] = {}
+
+    def note(self, group: Group, place: int, part: Contribution, now: float) -> Event:
+        """Create the event of a call."""
+        with self._lock:
+            return self._note(group, place, part, now)
+
+    def _note(self, group: Group, place: int, part: Contribution, now: float) -> Event:
+        check, first = self._call_check(group, place, part)
+        recorded = None if check is None else check.recorded
+        phase: Phase = "backward" if in_backward() else "forward"
+        origin: CallRecord | None = None
+        if recorded is not None:
+            origin = recorded.origin
+            if recorded.role:
+                phase = "tangent" if recorded.role == TANGENT else "backward"
+        made_by = None if origin is None else self._made_by.get(id(origin))
+        event = Event(
+            number=len(self.events),
+            rank=group.ranks[place],
+            op=op_of(part),
+            verb="" if check is None else check.verb,
+            axis=self._axis(group),
+            size=len(group.ranks),
+            payload=payload_of(part),
+            sent=sent_by(place, part, len(group.ranks)),
+            phase=phase,
+            line=show(part.site),
+            origin=None if made_by is None else made_by[1].number,
+            of="" if origin is None else show(origin.site),
+            called=now,
+        )
+        if recorded is not None and first:
+            self._made_by[id(recorded)] = recorded, event
+        self.events.append(event)
+        return event
+
+    def _call_check(self, group: Group, place: int, part: Contribution) -> tuple[OpCallCheck | None, bool]:
+        """The verb's call check, and whether this is the verb's first transfer.
+
+        A verb may need several transfers; only the first has a call check, and the others have the same call site.
+        """
+        key = group, place
+        if isinstance(part.call_check, OpCallCheck):
+            self._last[key] = part.call_check, part.site
+            return part.call_check, True
+        last = self._last.get(key)
+        if last is not None and part.direct and last[1] == part.site:
+            return last[0], False
+        self._last.pop(key, None)
+        return None, False
+
+    def _axis(self, group: Group) -> str:
+        name = self._axes.get(group)
+        if name is None:
+            name = self._axes[group] = self._name(group)
+        return name
+
+    def _name(self, group: Group) -> str:
+        along = axes_of(group.ranks, self._mesh)
+        if along:
+            return "+".join(along)
+        if group.purpose.startswith("mesh_") and group.purpose != "mesh_default":
+            return group.purpose.removeprefix("mesh_")
+        return "world" if len(group.ranks) == group.world.size else group.name
+
+
+def axes_of(ranks: list[int], mesh: Mapping[str, int]) -> list[str]:
+    """The axes of a mesh along which the ranks differ.
+
+    >>> axes_of([0, 8], {"outer": 2, "inner": 8}), axes_of([1, 3], {"outer": 2, "inner": 8})
+    (['outer'], ['inner'])
+    """
+    found, stride = [], 1
+    for name, size in reversed(list(mesh.items())):
+        if len({rank // stride % size for rank in ranks}) > 1:
+            found.append(name)
+        stride *= size
+    return found[::-1]
+
+
+def show(site: Site) -> str:
+    """A call site as text; files below the current directory with their relative path."""
+    if site is None:
+        return "an unknown line"
+    file, here = site[0].co_filename, os.getcwd() + os.sep
+    return f"{file.removeprefix(here)}:{site[1]} in {site[0].co_name}"

@@ -1,26 +1,178 @@
-"""`profiled`: one profiler for the ranks of a process, split into a profile for each rank."""
+"""torch's profiler on every rank: one trace of all ranks on one clock, and a table of the collectives.
+
+`gradmesh.verify.timeline` records transfers and waits; the profiler shows what each thread and device does.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
+import platform
+import re
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from statistics import median
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
+import torch.distributed as dist
 from torch.profiler import profile
 
 from gradmesh._torch import profiler_of_all_threads, profiler_on
 from gradmesh.errors import ArgumentError, message
 from gradmesh.profiling import SEEN, own_rank
-from gradmesh.verify.profiles.clocks import now, offset
-from gradmesh.verify.profiles.profile import Entry, Profile
+from gradmesh.verify.timelines import complete
 
-__all__ = ["profiled"]
+Entry = dict[str, Any]
+
+_RANGE = re.compile(
+    r"gradmesh::(?P<verb>\S+) axis=(?P<axis>.*) bytes=(?P<bytes>\d+)(?P<backward> backward)?$"
+)
+
+
+class Row(NamedTuple):
+    """The totals of a verb over an axis in one direction, over all ranks of the profile.
+
+    Attributes:
+        verb: the verb.
+        axis: the axis.
+        direction: "forward" or "backward".
+        calls: the number of calls.
+        bytes: the size of the operands.
+        seconds: the total duration, including waiting for other ranks.
+        longest: the longest duration.
+    """
+
+    verb: str
+    axis: str
+    direction: str
+    calls: int
+    bytes: int
+    seconds: float
+    longest: float
+
+
+@dataclasses.dataclass
+class Profile:
+    """The profile of one or several ranks. It can be pickled, so that a rank can return it.
+
+    Attributes:
+        begun: the start time, in nanoseconds of the clock of rank 0; 0 until the block has ended.
+        entries: the entries of a Chrome trace, with the rank as process id, in microseconds since the start time.
+    """
+
+    begun: int = 0
+    entries: list[Entry] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def joined(cls, ranks: Iterable[Profile]) -> Profile:
+        """Join the profiles of several ranks on one clock.
+
+        Raises:
+            ArgumentError: there are no profiles, or the block of one has not ended.
+        """
+        parts = complete(ranks, "Profile", "with profiled() as profile:")
+        start = min(part.begun for part in parts)
+        moved = [
+            {**entry, "ts": entry["ts"] + (part.begun - start) / 1e3} if "ts" in entry else entry
+            for part in parts
+            for entry in part.entries
+        ]
+        return cls(start, moved)
+
+    @property
+    def rows(self) -> list[Row]:
+        """The table: a row for each verb, axis and direction, by decreasing duration."""
+        found: dict[tuple[str, str, str], list[tuple[int, float]]] = {}
+        for entry in self.entries:
+            name = _RANGE.match(entry.get("name", "")) if entry.get("ph") == "X" else None
+            # On a GPU the range occurs a second time, with the duration of its kernels.
+            if name is None or entry.get("cat") == "gpu_user_annotation":
+                continue
+            key = name["verb"], name["axis"], "backward" if name["backward"] else "forward"
+            found.setdefault(key, []).append((int(name["bytes"]), entry["dur"] / 1e6))
+        rows = [
+            Row(
+                *key, len(calls), sum(n for n, _ in calls), sum(t for _, t in calls), max(t for _, t in calls)
+            )
+            for key, calls in found.items()
+        ]
+        return sorted(rows, key=lambda row: -row.seconds)
+
+    def __str__(self) -> str:
+        """The table."""
+        head = ("verb", "axis", "direction", "calls", "bytes", "ms", "us a call", "longest us")
+        cells = [
+            (
+                *row[:3],
+                str(row.calls),
+                str(row.bytes),
+                f"{1e3 * row.seconds:.2f}",
+                f"{1e6 * row.seconds / row.calls:.0f}",
+                f"{1e6 * row.longest:.0f}",
+            )
+            for row in self.rows
+        ]
+        widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if place < 3 else cell.rjust(width)
+                for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in (head, *cells)
+        )
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the trace, which ui.perfetto.dev and chrome://tracing open: a process for each rank."""
+        with open(path, "w") as file:
+            json.dump({"traceEvents": self.entries, "displayTimeUnit": "ms"}, file)
+
+
+_ROUNDS = 9
+T = TypeVar("T")
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def now() -> int:
+    """The host's time in nanoseconds, as in torch's traces."""
+    return time.time_ns()
+
+
+def machine() -> str:
+    """An id of the host; ranks with the same id share a clock."""
+    return f"{platform.node()} {_BOOT.read_text() if _BOOT.exists() else ''}"
+
+
+def offset() -> int:
+    """Nanoseconds by which this rank's clock is ahead of that of rank 0. Every rank must call this.
+
+    Between hosts, all ranks read their clocks after each of several barriers, and the median difference counts. Its
+    error is the time by which ranks leave a barrier at different times.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return 0
+    machines = _gathered(machine())
+    if len(set(machines)) == 1:
+        return 0
+    times = []
+    for _ in range(_ROUNDS):
+        dist.barrier()
+        times.append(now())
+    first = _gathered(times)[0]
+    same_host = machine() == machines[0]
+    return 0 if same_host else round(median(mine - theirs for mine, theirs in zip(times, first, strict=True)))
+
+
+def _gathered(mine: T) -> list[T]:
+    every: list[T] = [mine] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return every
+
 
 _DEVICES = 1_000_000
 """An offset that separates the process ids of devices from those of ranks."""

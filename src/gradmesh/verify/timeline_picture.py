@@ -9,10 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Patch
 
-from gradmesh.verify.simulator.events import Event
-from gradmesh.verify.simulator.trace import Work
-
-__all__ = ["draw"]
+from gradmesh.verify.simulator.trace import Event, Work
 
 # From the color-blind-safe palette of Okabe and Ito.
 _COLOURS = {"forward": "#0072B2", "backward": "#D55E00", "tangent": "#009E73"}
