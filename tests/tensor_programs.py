@@ -23,7 +23,7 @@ class Program:
 
     Attributes:
         seed: of the values.
-        words: the size of the vocabulary.
+        vocabulary: its size.
         width: of the vectors.
         hidden: of the layers between.
         length: of the sequence.
@@ -34,14 +34,14 @@ class Program:
         head: how the loss is made: of whole logits, of the ranks' own, or of tiles; or of own rows, differently on each
             rank.
         smoothing: of the labels.
-        others: whether it is over all words but the target.
+        others: whether it is over all tokens except the target.
         z_loss: its weight.
         tile: tokens at a time.
         idle: a rank whose loss leaves its rows out; -1: there is none.
     """
 
     seed: int
-    words: int = 11
+    vocabulary: int = 11
     width: int = 4
     hidden: int = 6
     length: int = 5
@@ -63,7 +63,7 @@ def random_program(seed: int, ranks: int) -> Program:
     sequence = draw.choice([None, 0, 1])
     return Program(
         seed,
-        words=draw.choice([1, 3, 11, 17]),
+        vocabulary=draw.choice([1, 3, 11, 17]),
         width=draw.choice([3, 4, 5]),
         hidden=draw.choice([1, 6, 9]),
         length=draw.choice([1, 2, 5, 7]),
@@ -86,7 +86,7 @@ class Model(nn.Module):
     def __init__(self, program: Program) -> None:
         super().__init__()
         kind = torch.float64
-        self.table = nn.Embedding(program.words, program.width, dtype=kind)
+        self.table = nn.Embedding(program.vocabulary, program.width, dtype=kind)
         self.norms = nn.ModuleList(nn.LayerNorm(program.width, dtype=kind) for _ in range(program.blocks))
         self.ups = nn.ModuleList(
             nn.Linear(program.width, program.hidden, dtype=kind) for _ in range(program.blocks)
@@ -94,7 +94,7 @@ class Model(nn.Module):
         self.downs = nn.ModuleList(
             nn.Linear(program.hidden, program.width, dtype=kind) for _ in range(program.blocks)
         )
-        self.head = nn.Linear(program.width, program.words, bias=not program.tied, dtype=kind)
+        self.head = nn.Linear(program.width, program.vocabulary, bias=not program.tied, dtype=kind)
         if program.tied:
             self.head.weight = self.table.weight
 
@@ -106,15 +106,15 @@ class Model(nn.Module):
 
 
 def model_of(program: Program) -> tuple[Model, Tensor, Tensor]:
-    """The dense model, words and targets; the same on every rank, whatever the default generator does."""
+    """The dense model, token ids and targets; the same on every rank, whatever the default generator does."""
     draw = torch.Generator().manual_seed(program.seed)
     model = Model(program)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=draw, dtype=torch.float64))
     shape = (program.length, program.batch)
-    ids = torch.randint(0, program.words, shape, generator=draw)
-    target = torch.randint(0, program.words, shape, generator=draw)
+    ids = torch.randint(0, program.vocabulary, shape, generator=draw)
+    target = torch.randint(0, program.vocabulary, shape, generator=draw)
     target.view(-1)[1:][torch.rand(target.numel() - 1, generator=draw) < 0.2] = IGNORED
     return model, ids, target
 
@@ -129,11 +129,15 @@ def factors(program: Program, ranks: int) -> Tensor:
 
 
 def _labels(program: Program, target: Tensor) -> Tensor:
-    """Each token's distribution over the words; zeros for an ignored one."""
+    """Each token's distribution over the vocabulary; zeros for an ignored one."""
     kept = (target != IGNORED).unsqueeze(-1)
-    once = one_hot(torch.where(target != IGNORED, target, 0), program.words).double()
-    rest = (1 - once) / max(program.words - 1, 1) if program.others else torch.ones_like(once) / program.words
-    e = program.smoothing if program.words > 1 else 0.0
+    once = one_hot(torch.where(target != IGNORED, target, 0), program.vocabulary).double()
+    rest = (
+        (1 - once) / max(program.vocabulary - 1, 1)
+        if program.others
+        else torch.ones_like(once) / program.vocabulary
+    )
+    e = program.smoothing if program.vocabulary > 1 else 0.0
     return torch.where(kept, (1 - e) * once + e * rest, 0)
 
 
@@ -141,7 +145,7 @@ def dense_loss(program: Program, model: Model, ids: Tensor, target: Tensor, rank
     x = model(ids)
     if program.head == "rows":
         return (factors(program, ranks) * x**3).sum()
-    logits = model.head(x).view(-1, program.words)
+    logits = model.head(x).view(-1, program.vocabulary)
     flat = target.view(-1)
     kept = flat != IGNORED
     loss = cross_entropy(logits, _labels(program, flat), reduction="none")
@@ -172,7 +176,7 @@ def loss_in_parts(program: Program, model: Model, ids: Tensor, target: Tensor) -
     logits = model.head(x)
     if program.head == "own":
         return gm.nn.vocab_parallel_cross_entropy(logits, target, **form)
-    logits, flat = logits.view(-1, program.words), target.view(-1)
+    logits, flat = logits.view(-1, program.vocabulary), target.view(-1)
     kept = flat != IGNORED
     loss = cross_entropy(logits, _labels(program, flat), reduction="none")
     z = torch.where(kept, logits.logsumexp(-1) ** 2, 0)

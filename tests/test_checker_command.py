@@ -183,9 +183,9 @@ def test_a_run_that_failed_writes_no_baseline(checked: Checked, tmp_path: Path) 
 
 def test_broken_baseline_and_unwritable_path_are_reported(checked: Checked, tmp_path: Path) -> None:
     (tmp_path / "known.json").write_text("no")
-    told = check("train.py", "--baseline", "known.json")
-    assert (told.exit_code, checked.target) == (2, None)
-    assert "is not a readable baseline" in told.stderr
-    told = check("train.py", "--sarif", "nowhere/found.sarif")
-    assert told.exit_code == 2
-    assert "nowhere" in told.stderr
+    result = check("train.py", "--baseline", "known.json")
+    assert (result.exit_code, checked.target) == (2, None)
+    assert "is not a readable baseline" in result.stderr
+    result = check("train.py", "--sarif", "nowhere/found.sarif")
+    assert result.exit_code == 2
+    assert "nowhere" in result.stderr

@@ -899,3 +899,50 @@ def test_the_objectives_of_a_graph_that_is_kept_do_not_pile_up() -> None:
         return sum(type(each) is LastPass for each in gc.get_objects())
 
     assert max(gm.launch(on_each_rank, 2, backend="threads")) < 10
+
+
+def _accumulated(sizes: tuple[tuple[int, ...], tuple[int, ...]], mode: str) -> list[float]:
+    """A rank's reduced gradient over micro-batches of these sizes."""
+    rows = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    own = rows[gm.axis().slice([sum(each) for each in sizes])]
+    total = gm.all_reduce(torch.tensor(len(own)), dst=gm.I)
+    batches = own.split(sizes[gm.rank()])
+    kwargs: dict[str, Any] = {"total": total} if mode == "total" else {"steps": len(batches)}
+    for batch in batches:
+        loss = (batch @ gm.replicate(weight)).square().mean()
+        gm.objective(loss, weights=len(batch), **kwargs).backward()
+        if mode == "step each":
+            optimizer.step()
+            optimizer.zero_grad()
+    return [] if weight.grad is None else weight.grad.tolist()
+
+
+@pytest.mark.parametrize(
+    ("mode", "sizes", "is_right", "warned"),
+    [
+        ("steps", ((4, 1), (2, 3)), False, 1),
+        ("steps", ((4, 1, 2), (2, 3, 1)), False, 1),
+        ("steps", ((4, 1), (1, 4)), True, 0),  # unequal ranks, equal totals
+        ("total", ((4, 1), (2, 3)), True, 0),
+        ("step each", ((4, 1), (2, 3)), None, 0),
+    ],
+)
+def test_micro_batches_with_unequal_totals_and_steps_without_total_warn(
+    mode: str, sizes: tuple[tuple[int, ...], tuple[int, ...]], is_right: bool | None, warned: int
+) -> None:
+    count = sum(map(sum, sizes))
+    rows = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))[:count]
+    weight = torch.ones(3, requires_grad=True)
+    (rows @ weight).square().mean().backward()
+    assert weight.grad is not None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gradients = gm.launch(_accumulated, 2, backend="threads", args=(sizes, mode))
+    found = [one for one in caught if issubclass(one.category, gm.CheckWarning)]
+    assert len(found) == 2 * warned
+    assert all("pass total=" in str(one.message) and one.filename == __file__ for one in found)
+    for gradient in gradients:
+        if is_right is not None:
+            assert torch.allclose(torch.tensor(gradient), weight.grad, rtol=1e-5) is is_right

@@ -202,7 +202,7 @@ def test_logits_are_never_more_than_a_tile() -> None:
 
 
 def _compiled(sequence: int | None) -> float:
-    program = Program(2, sequence=sequence, length=4, words=8)
+    program = Program(2, sequence=sequence, length=4, vocabulary=8)
     dense, ids, target = model_of(program)
     model = in_parts(program, dense)
     for each in model.modules():
@@ -319,7 +319,7 @@ def test_gradients_are_those_of_parallelize_module(worlds: Callable[..., Any]) -
 
 
 def test_a_dense_state_goes_in_and_comes_out_on_any_number_of_ranks(threads: Threads) -> None:
-    program = Program(1, tied=True, sequence=0, words=7)
+    program = Program(1, tied=True, sequence=0, vocabulary=7)
     model, _, _ = model_of(program)
     expected = model.state_dict()
 

@@ -347,7 +347,7 @@ class Tape:
         self.keep(x, node, written=times)
 
     def written(self, x: Tensor) -> None:
-        """Note that a tensor's memory was written by what has no type: what lies there is not known any more."""
+        """Record that an op without types wrote to a tensor's memory, whose type is unknown from then on."""
         where = memory_of(x)
         self._writes[where] = self._writes.get(where, 0) + 1
 
