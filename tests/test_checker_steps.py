@@ -56,6 +56,15 @@ REPLACED = """parts = [torch.empty_like(p.grad) for _ in range(2)]
         dist.all_gather(parts, p.grad)
         p.grad = torch.stack(parts).sum(0)
         p.grad /= 64.0"""
+DISPLACED = """with torch.no_grad():
+        moved = [0.5 * p.grad for p in model.parameters()]
+        torch._foreach_add_(list(model.parameters()), moved)
+    model.zero_grad()
+    model(x).square().mean().backward()
+    {again}
+    with torch.no_grad():
+        torch._foreach_sub_(list(model.parameters()), moved)
+    optimizer.step()"""
 BY_DATA = """for p in model.parameters():
         p.data.add_(p.grad, alpha=-0.1)"""
 OF_A_COPY = """flat = torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -239,3 +248,10 @@ def test_torchs_clipping_of_shards_is_named_with_what_to_call_instead() -> None:
     assert "clip_grad_norm_ takes the norm of what each rank holds" in finding.message
     assert "gm.nn.clip_grad_norm_" in finding.remedy
     assert "dist.all_reduce" in finding.remedy
+
+
+def test_a_step_after_a_displacement_is_judged_by_its_gradients(tmp_path: Path) -> None:
+    summed = "for p in model.parameters():\n        dist.all_reduce(p.grad)"
+    right = checked(tmp_path, step=DISPLACED.format(again=summed))
+    assert not right.findings, right.findings[0].message
+    assert "GM101" in rules(checked(tmp_path, step=DISPLACED.format(again="pass")))

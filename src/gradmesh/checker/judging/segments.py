@@ -37,12 +37,22 @@ class Segment:
 
 def segments(tapes: Sequence[Tape]) -> list[Segment]:
     """All of it that ends in a step on every rank."""
-    cut = [_cut(tape) for tape in tapes]
+    cut = [[(begin, part, _real(steps)) for begin, part, steps in _cut(tape)] for tape in tapes]
     found = []
     for at in range(min(len(each) for each in cut)):
         each = [rank[at] for rank in cut]
         found.append(Segment([p for _, p, _ in each], [s for _, _, s in each], [b for b, _, _ in each]))
     return found
+
+
+def _real(steps: Sequence[Step]) -> list[Step]:
+    """Steps, without what a program writes to parameters that an optimizer steps too: it takes a displacement back."""
+    stepped = {param.name for step in steps if not step.manual for param in step.params}
+    return [
+        step
+        for step in steps
+        if step.by_gradients or not stepped.issuperset(param.name for param in step.params)
+    ]
 
 
 def _cut(tape: Tape) -> list[tuple[int, list[Event], list[Step]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -86,7 +87,7 @@ class _Watcher:
         self._enough = enough
         self._tape = recorder.tape
         self._left = steps
-        self._counts: dict[int, int] = {}
+        self._counts: dict[int, float] = {}
         self._step: Step | None = None
         self._held: list[Any] = []
         """The parameters of the optimizer that is stepping."""
@@ -370,7 +371,8 @@ class _Watcher:
         if self._step is not None:
             self._step.by_gradients = with_gradients
         to.forget()
-        self._counted(0)
+        # What is not along the gradient may be the way back of a displacement, which an optimizer's step follows.
+        self._counted(0, 1.0 if with_gradients else 0.5)
 
     def _take(self, held: list[Any], *, manual: bool) -> None:
         to = self._to
@@ -394,9 +396,9 @@ class _Watcher:
         self._tape.events.append(self._step)
         self._returned = {}
 
-    def _counted(self, optimizer: int) -> None:
-        self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
-        self._tape.steps = max(self._counts.values())
+    def _counted(self, optimizer: int, steps: float = 1.0) -> None:
+        self._counts[optimizer] = self._counts.get(optimizer, 0.0) + steps
+        self._tape.steps = math.ceil(max(self._counts.values()))
         if min(self._counts.values()) >= self._left or self._tape.steps > self._left:
             self._to.quiet = True
             self._enough()
