@@ -120,7 +120,7 @@ def test_a_wrong_adjoint_is_found_and_shown_small(
     assert len(flat(finding.program)) <= 5, messages[0]
 
 
-def test_what_is_shown_runs_by_itself(pools: Pools, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shown_program_runs_by_itself(pools: Pools, capsys: pytest.CaptureFixture[str]) -> None:
     for program in meant(8, start=40):
         if suspicious(program, judged(program, pools)) or judged(program, pools).kind != "right":
             continue

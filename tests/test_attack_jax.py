@@ -31,7 +31,7 @@ def can_run(leaf: Leaf, verb: Verb, mode: str = "first") -> bool:
     return expressible(program, dense, ("all_gather", "reduce_scatter", "permute", "halo_exchange"))
 
 
-def test_jax_is_given_what_it_can_run() -> None:
+def test_jax_gets_only_supported_calls() -> None:
     assert can_run(EVEN, GATHER)
     assert not can_run(EVEN, replace(GATHER, verb="scan", params=(("reverse", False),)))
     assert not can_run(EVEN, replace(GATHER, way="vmap 1"))

@@ -551,7 +551,7 @@ def test_keys_go_round_once_forward_and_with_their_gradients_once_back(size: int
         assert {event.origin for event in back} == {forward[0].number}
 
 
-def test_what_a_mask_leaves_empty_is_not_computed(threads: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fully_masked_blocks_are_not_computed(threads: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """In zigzag order each rank has the same work; in plain order the last one has the most."""
     scores: dict[int, int] = {}
     attend = blocks._attend

@@ -318,7 +318,7 @@ def test_a_crash_on_gloo_is_a_finding_and_the_audit_continues() -> None:
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_processes_find_what_threads_find(backend: str) -> None:
+def test_processes_and_threads_have_equal_findings(backend: str) -> None:
     kinds = [
         "not-adjoint",
         "gradient-overwritten",
@@ -338,7 +338,7 @@ def test_a_rank_that_dies_is_a_finding_and_the_audit_continues() -> None:
     assert found.arrows
 
 
-def test_the_command_says_by_its_status_what_it_found() -> None:
+def test_exit_status_of_the_command_matches_its_findings() -> None:
     result = _run("tests.audit_targets:right")
     assert result.exit_code == 0, result.output
     assert "no finding" in result.output

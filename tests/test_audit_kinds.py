@@ -73,7 +73,7 @@ def kinds(fn: Any, *inputs: Tensor, **options: Any) -> set[str]:
     return set(asked(fn, *inputs, **options).kinds) - EXPECTED_OF_HAND_WRITTEN
 
 
-def test_a_careful_hand_written_function_has_only_what_it_cannot_do() -> None:
+def test_careful_manual_function_has_only_findings_on_missing_features() -> None:
     found = asked(Gather.apply)
     assert set(found.kinds) == EXPECTED_OF_HAND_WRITTEN
     assert found.arrows == ("V -> R",)

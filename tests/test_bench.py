@@ -48,15 +48,13 @@ def assert_same(name: str, ranks: list[tuple[list[Tensor], list[Tensor]]]) -> No
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", VERBS)
-def test_the_raw_call_does_what_the_verb_does_on_processes(
-    name: str, processes: Callable[[int], Run]
-) -> None:
+def test_raw_call_equals_the_verb_on_processes(name: str, processes: Callable[[int], Run]) -> None:
     assert_same(name, processes(2)(results, name))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", VERBS)
-def test_the_raw_call_does_what_the_verb_does(name: str, ranks: int, threads: Callable[[int], Run]) -> None:
+def test_raw_call_equals_the_verb(name: str, ranks: int, threads: Callable[[int], Run]) -> None:
     assert_same(name, threads(ranks)(results, name))
 
 
@@ -94,7 +92,7 @@ def times(*seconds: float) -> Measurement:
     return Measurement(1, list(seconds), TaskSpec(stmt="", setup=""))
 
 
-def test_what_a_verb_adds_is_the_median_of_the_differences_of_a_round() -> None:
+def test_added_time_is_the_median_of_the_differences() -> None:
     cell = Cell("shift", "12 B", "forward", times(15e-6, 97e-6, 16e-6), times(10e-6, 90e-6, 12e-6))
     assert cell.added == pytest.approx((5e-6, 16 / 12))
     assert Cell("scan", "12 B", "forward", times(1.0), None).added is None

@@ -186,7 +186,7 @@ def kept(mode: str) -> list[int]:
 @pytest.mark.parametrize(
     ("mode", "more"), [("plain", [1, 1, 1]), ("no_grad", [1, 1, 1]), ("inference", [0, 0, 0])]
 )
-def test_only_what_a_function_calls_is_remembered(threads: Ranks, mode: str, more: list[int]) -> None:
+def test_only_calls_of_a_function_are_recorded(threads: Ranks, mode: str, more: list[int]) -> None:
     before = threads(2)(kept, mode)
     after = threads(2)(kept, mode)
     for old, new in zip(before, after, strict=True):
@@ -323,11 +323,11 @@ def in_other_threads() -> list[float]:
 
 
 @pytest.mark.processes
-def test_what_other_threads_number_is_left_alone(processes: Ranks) -> None:
+def test_sequence_numbers_of_other_threads_are_unchanged(processes: Ranks) -> None:
     assert processes(2)(in_other_threads) == [[36.0, 72.0, 108.0], [24.0, 48.0, 72.0]]
 
 
-def test_what_a_function_calls_first_and_last_is_kept_of_one_thread_alone() -> None:
+def test_first_and_last_call_of_a_function_are_per_thread() -> None:
     functions = Functions()
     functions.note(3, 7, "first")
     functions.note(3, 9, "last")

@@ -50,7 +50,7 @@ def test_every_kind_of_change_is_made_and_is_a_script() -> None:
         ast.parse(mutant.text)
 
 
-def test_what_is_simpler_is_sound_and_comes_to_an_end() -> None:
+def test_simplification_is_sound_and_terminates() -> None:
     for seed in range(50):
         program, steps = draw(seed), 0
         while less := simpler(program):
@@ -100,7 +100,7 @@ def test_the_attack_sees_a_check_that_is_blind_suspicious_or_broken(tmp_path: Pa
 
 
 @pytest.mark.processes
-def test_what_is_disagreed_on_is_made_smaller(tmp_path: Path) -> None:
+def test_disagreement_is_reduced(tmp_path: Path) -> None:
     warm()
     program = replace(SMALL, extras=frozenset({"log"}))
     accused = attacked(program, tmp_path, 0, checked=suspicious)[0]

@@ -62,7 +62,7 @@ def test_a_fingerprint_is_that_of_another_checkout_and_of_another_folder_of_it(
     assert len(keys) == 1
 
 
-def test_what_is_written_is_hidden_wherever_its_lines_have_moved_to(tmp_path: Path) -> None:
+def test_baseline_hides_findings_whose_lines_moved(tmp_path: Path) -> None:
     found = one_of_each(tmp_path).findings
     write(tmp_path / "known.json", found, tmp_path)
     known = read(tmp_path / "known.json")

@@ -97,7 +97,7 @@ def test_parts_initialized_to_zero_may_have_copies(tmp_path: Path, loss: str) ->
     assert any("begins as one number" in note for note in verdict.notes)
 
 
-def test_what_a_norm_over_the_ranks_takes_away_is_not_compared(tmp_path: Path) -> None:
+def test_factor_removed_by_a_global_norm_is_not_compared(tmp_path: Path) -> None:
     verdict = checked(tmp_path, NORMED, OVER_TP)
     assert not verdict.findings, verdict.findings[0].message
     assert verdict.status == "complete"

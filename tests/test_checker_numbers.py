@@ -45,7 +45,7 @@ def test_gradients_that_are_lost_on_the_way_to_the_step_are_named(tmp_path: Path
     assert finding.at.text == "optimizer.step()"
 
 
-def test_what_is_not_finite_is_a_note_and_no_finding(tmp_path: Path) -> None:
+def test_non_finite_values_are_a_note_not_a_finding(tmp_path: Path) -> None:
     verdict = checked(tmp_path, "p.grad.fill_(float('nan'))")
     assert verdict.status == "complete"
     assert verdict.findings == ()

@@ -15,7 +15,7 @@ from tests.scripts import WRONG
 pytestmark = pytest.mark.processes
 
 
-def test_lines_have_the_types_of_what_they_make_and_are_drawn(tmp_path: Path) -> None:
+def test_picture_has_lines_with_the_types_of_their_results(tmp_path: Path) -> None:
     seen: list[list[Line]] = []
 
     def see(context: Context) -> None:

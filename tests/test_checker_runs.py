@@ -90,7 +90,7 @@ def test_modules_and_tests_are_run_as_python_m_runs_them(
 @pytest.mark.parametrize(
     "arguments", [["train.py", "--", "no number"], ["-m", "no.such.module"], ["train.py"]]
 )
-def test_what_the_script_raises_is_a_finding(tmp_path: Path, arguments: list[str]) -> None:
+def test_exception_of_the_script_is_a_finding(tmp_path: Path, arguments: list[str]) -> None:
     status, report, rules = check(tmp_path, *arguments)
     assert (status, set(rules), report["status"]) == (1, {"GM501"}, "stopped"), report
 

@@ -37,7 +37,7 @@ def marked(name: str) -> object:
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in WRONG])
-def test_what_is_wrong_with_a_script_is_found(name: str) -> None:
+def test_fault_of_a_script_is_found(name: str) -> None:
     row = checked.row_of(WRONG[name])
     assert row.right, row
 

@@ -203,7 +203,7 @@ def test_a_call_of_torch_that_has_another_name_by_now_is_seen_at_the_line_of_the
         ("last_layer_held_still", "if step == 0:", "for last in [model]:", "GM103"),
     ],
 )
-def test_a_fault_beside_what_is_done_to_gradients_on_purpose_is_found(
+def test_fault_beside_intended_gradient_changes_is_found(
     tmp_path: Path, name: str, text: str, instead: str, rule: str
 ) -> None:
     source = RIGHT[name].path.read_text()
@@ -231,7 +231,7 @@ def test_intended_gradient_changes_are_not_findings(name: str) -> None:
     assert not verdict.findings
 
 
-def test_what_cannot_be_analysed_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unanalysable_code_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def raises(*_: object) -> None:
         raise RuntimeError("this cannot be done")
 
@@ -241,7 +241,7 @@ def test_what_cannot_be_analysed_is_a_note(tmp_path: Path, monkeypatch: pytest.M
     assert verdict.notes[0] == "not analysed: step 1 (RuntimeError: this cannot be done)"
 
 
-def test_torchs_clipping_of_shards_is_named_with_what_to_call_instead() -> None:
+def test_finding_on_torch_clipping_of_shards_names_the_replacement() -> None:
     script = WRONG["clip_own_shard"]
     [finding] = check_script(Target(str(script.path)), ranks=script.ranks).errors
     assert finding.rule.id == "GM205"

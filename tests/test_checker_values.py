@@ -206,7 +206,7 @@ def checked(folder: Path, text: str) -> Verdict:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_fault_is_found_at_its_line_with_what_the_ranks_have(tmp_path: Path, name: str) -> None:
+def test_fault_is_found_at_its_line_with_the_values_of_the_ranks(tmp_path: Path, name: str) -> None:
     text, rule, said = CASES[name]
     verdict = checked(tmp_path, text)
     assert [each.rule.id for each in verdict.findings] == [rule], verdict.findings

@@ -82,7 +82,7 @@ def test_a_gather_without_gradients_is_stopped_on_purpose(tmp_path: Path) -> Non
     assert checked(tmp_path, CONTRASTIVE.format(gather=stopped)).findings == ()
 
 
-def test_what_travels_rounded_is_not_judged(tmp_path: Path) -> None:
+def test_rounded_communication_is_not_judged(tmp_path: Path) -> None:
     rounded = "everyone = gm.all_gather(own, comm_dtype=torch.bfloat16)"
     verdict = checked(tmp_path, CONTRASTIVE.format(gather=rounded))
     assert verdict.findings == ()

@@ -37,7 +37,7 @@ def test_help_names_every_command() -> None:
     ]
 
 
-def test_without_arguments_it_says_what_it_does() -> None:
+def test_without_arguments_the_description_is_printed() -> None:
     result = _run()
     assert "Differentiable collective communication for PyTorch." in result.output
     assert "bench" in result.output

@@ -101,7 +101,7 @@ def contexts(atoms: int, seed: int) -> list[str]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize(("atoms", "seed"), [(9, 0), (12, 1), (1, 2), (0, 3), (14, 5)])
-def test_a_context_is_what_its_definition_says(atoms: int, seed: int, ranks: int, threads: Ranks) -> None:
+def test_context_matches_its_definition(atoms: int, seed: int, ranks: int, threads: Ranks) -> None:
     assert threads(ranks)(contexts, atoms, seed) == [[]] * ranks
 
 
@@ -316,7 +316,7 @@ def test_the_exchange_is_compiled_whole(worlds: Any) -> None:
 # -- what is counted of the code that goes
 
 
-def test_lines_and_names_of_what_goes_are_counted(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_replaced_lines_and_names_are_counted(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     (tmp_path / "common/parallelism").mkdir(parents=True)
     (tmp_path / "models").mkdir()
     (tmp_path / "common/gp_utils.py").write_text(

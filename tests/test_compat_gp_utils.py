@@ -298,7 +298,7 @@ def _helpers() -> None:
             gp._gather(x, 2)
 
 
-def test_the_underscore_helpers_do_what_the_regions_do(threads: Any) -> None:
+def test_underscore_helpers_equal_the_regions(threads: Any) -> None:
     threads(2)(_helpers)
 
 

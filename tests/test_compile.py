@@ -210,7 +210,7 @@ def refused(how: str) -> str:
         ),  # newer torch refuses it before gradmesh does
     ],
 )
-def test_what_cannot_be_compiled_is_refused(how: str, text: str, processes: Processes) -> None:
+def test_uncompilable_call_raises(how: str, text: str, processes: Processes) -> None:
     assert all(re.search(text, got) for got in processes(2)(refused, how))
 
 

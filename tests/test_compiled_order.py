@@ -206,7 +206,7 @@ def constant(how: str) -> list[str]:
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore")  # tracers warn of themselves
 @pytest.mark.parametrize("how", TRACERS)
-def test_what_a_tracer_records_runs_the_collective_again(how: str, compiling: Processes) -> None:
+def test_traced_program_runs_the_collective_again(how: str, compiling: Processes) -> None:
     assert compiling(2)(constant, how) == [[], []]
 
 

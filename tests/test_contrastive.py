@@ -171,9 +171,7 @@ def test_products_of_bfloat16_are_summed_in_float32_also_under_autocast(
 
 
 @pytest.mark.parametrize("gather", ["all", "ring"])
-def test_what_travels_in_another_dtype_is_rounded_and_the_rest_is_not(
-    gather: Gather, threads: Threads
-) -> None:
+def test_only_communicated_values_are_rounded_to_comm_dtype(gather: Gather, threads: Threads) -> None:
     x, y = normal(6, 4, seed=1), normal(6, 4, seed=2)
 
     def run() -> Tensor:

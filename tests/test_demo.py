@@ -145,7 +145,7 @@ def test_tables_show_each_epoch_and_judge_each_gather(tmp_path: Path) -> None:
     assert [key for key, verdict in verdicts.items() if verdict == "wrong"] == ["no gradient", "slice only"]
 
 
-def test_missing_extra_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extra_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(extras.EXTRAS, "demo", ("click", "no_such_module"))
     with pytest.raises(gm.MissingExtraError) as caught:
         job.run(job.Settings(1, "threads", 1))

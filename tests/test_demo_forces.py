@@ -59,7 +59,7 @@ def test_structures_can_be_written_instead(tmp_path: Path) -> None:
         (["demo", "forces", "--help"], "--partition"),
     ],
 )
-def test_help_says_what_there_is(arguments: list[str], shown: str) -> None:
+def test_help_lists_commands_and_options(arguments: list[str], shown: str) -> None:
     done = CliRunner().invoke(commands(), arguments)
     assert done.exit_code == 0
     assert shown in done.output
@@ -75,7 +75,7 @@ def test_options_without_a_name_are_those_of_the_first_job(tmp_path: Path) -> No
     assert CliRunner().invoke(commands(), ["demo", "nothing"]).exit_code == 2
 
 
-def test_missing_extra_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extra_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(extras.EXTRAS, "forces", ("click", "no_such_module"))
     with pytest.raises(gm.MissingExtraError, match=r"gradmesh\[forces\]"):
         job.run(Settings(ranks=1, backend="threads", steps=1))

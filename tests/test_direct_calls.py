@@ -131,7 +131,7 @@ def test_every_call_has_its_values(dtype: torch.dtype, nprocs: int, ranks: Run) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.bfloat16])
-def test_what_torch_only_stores_is_moved(dtype: torch.dtype, ranks: Run) -> None:
+def test_storage_only_dtypes_are_communicated(dtype: torch.dtype, ranks: Run) -> None:
     def work() -> dict[str, bool]:
         size, rank = W, dist.get_rank()
         bits = [torch.randint(0, 100, (6,), generator=torch.Generator().manual_seed(r)) for r in range(size)]

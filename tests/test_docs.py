@@ -51,12 +51,12 @@ def test_the_page_of_versions_has_every_private_name_of_torch() -> None:
     assert generate.with_names(text.replace("`torch._add_batch_dim`", "`torch._none`")) == text
 
 
-def test_badges_say_what_the_project_says() -> None:
+def test_badges_match_the_project_file() -> None:
     for name, fresh in badges().items():
         assert (ROOT / "docs" / "badges" / name).read_text() == fresh
 
 
-def test_the_readmes_picture_shows_what_is_computed() -> None:
+def test_readme_picture_matches_the_computed_values() -> None:
     found, picture = point.deviations(), (ROOT / "docs" / "point.svg").read_text()
     right = {"gm.all_gather", "torch.distributed.nn.functional.all_gather"}
     assert all(found[way] < 1e-14 for way in right)
@@ -78,7 +78,7 @@ def test_environment_page_lists_exactly_the_variables() -> None:
 
 
 @pytest.mark.parametrize("name", ["gradmesh", *MODULES])
-def test_docstrings_show_what_happens(name: str) -> None:
+def test_docstring_examples_pass(name: str) -> None:
     module = importlib.import_module(name)
     try:
         result = doctest.testmod(module, extraglobs={"gm": gm, "torch": torch})
@@ -104,7 +104,7 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_examples_of_a_page_run_and_print_what_it_says(page: Path) -> None:
+def test_examples_of_a_page_print_the_shown_output(page: Path) -> None:
     for code, output in blocks(page):
         printed = io.StringIO()
         try:

@@ -130,7 +130,7 @@ def test_between_processes_scatter_takes_a_whole_from_every_rank(processes: Thre
     hold_scattered_wholes(processes(3)(scattered_wholes))
 
 
-def test_scatter_refuses_what_is_neither_empty_nor_whole(threads: Threads) -> None:
+def test_scatter_raises_unless_the_operand_is_empty_or_full(threads: Threads) -> None:
     def on_each_rank() -> str:
         with pytest.raises((gm.ShapeError, gm.MismatchError)) as caught:
             gm.scatter(torch.ones(4 - gm.rank()))
@@ -188,7 +188,7 @@ def test_ranks_with_nothing_take_part(sizes: tuple[int, ...], threads: Threads) 
     assert threads(3)(on_each_rank) == [[6.0] * n for n in sizes]
 
 
-def test_what_travels_may_be_of_another_precision_each_way(threads: Threads) -> None:
+def test_communication_dtypes_may_differ_forward_and_backward(threads: Threads) -> None:
     third = torch.tensor([1 / 3], dtype=torch.float64)
 
     def on_each_rank() -> tuple[bool, bool, torch.dtype]:

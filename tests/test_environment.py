@@ -20,7 +20,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("variable", VARIABLES, ids=lambda variable: variable.name)
-def test_an_unusable_value_is_an_error_that_says_what_may_be(
+def test_invalid_value_raises_with_the_valid_ones(
     variable: Variable[bool] | Variable[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable.name, UNUSABLE[variable.name])
@@ -39,7 +39,7 @@ def test_a_value_is_kept_and_read_anew_when_asked(monkeypatch: pytest.MonkeyPatc
     assert variable.value() == 7
 
 
-def test_what_is_not_set_has_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unset_variable_has_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in VARIABLES:
         monkeypatch.delenv(variable.name, raising=False)
     assert (CHECK.read(), RECYCLE.read(), SHM_CHUNK.read()) == (True, 512 << 20, 1 << 20)

@@ -18,7 +18,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, capsys: Any, *arguments: str) -> st
     return str(capsys.readouterr().out)
 
 
-def test_ranks_find_what_one_finds(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_ranks_equal_one_rank(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     pytest.importorskip("sklearn")
     small = ("--batch", "30", "--chunk", "6", "--steps", "3")
     one = printed(monkeypatch, capsys, "--ranks", "1", *small)

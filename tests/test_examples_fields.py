@@ -37,7 +37,7 @@ def test_four_threads_follow_one_process_step_by_step(
     assert "4 ranks on threads" in said
 
 
-def test_the_demo_finds_what_one_process_finds(tmp_path: Path) -> None:
+def test_demo_equals_one_process(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("rich")
     from rich.console import Console

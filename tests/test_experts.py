@@ -322,7 +322,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_cannot_be_right_is_refused_on_every_rank(threads: Threads, what: str) -> None:
+def test_invalid_arguments_raise_on_every_rank(threads: Threads, what: str) -> None:
     fn, words = WRONG[what]
 
     def refused() -> str:
@@ -389,7 +389,7 @@ def test_first_gradients_by_the_tokens_of_more_ranks_than_experts(threads: Threa
         assert size > 0.1
 
 
-def test_what_is_dropped_does_not_depend_on_the_number_of_ranks(threads: Threads) -> None:
+def test_dropped_tokens_do_not_depend_on_the_number_of_ranks(threads: Threads) -> None:
     chosen = torch.tensor([[0, 1], [0, 2], [1, 0], [0, 1], [2, 0], [0, 1]])
     # ceil(1.0 * 12 / 3) = 4 rows for each expert: expert 0 has 4 first choices, so that no second choice is accepted.
     right = [[True, True], [True, True], [True, False], [True, True], [True, False], [True, True]]

@@ -165,7 +165,7 @@ def names_in_programs() -> set[str]:
     }
 
 
-def test_the_names_in_saved_programs_stay_what_they_are(worlds: Worlds) -> None:
+def test_names_in_saved_programs_are_stable(worlds: Worlds) -> None:
     for names in worlds(W, "shm", 60).run(names_in_programs):
         assert names - {"None", "True", "False"} == WRITTEN
 

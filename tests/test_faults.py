@@ -100,7 +100,7 @@ def test_failed_trial_is_reported(changes: dict[str, object], word: str) -> None
     assert any(word in problem for problem in dataclasses.replace(RIGHT, **changes).short())  # type: ignore[arg-type]
 
 
-def test_the_page_counts_what_fell_short() -> None:
+def test_page_counts_shortfalls() -> None:
     assert "1 worlds, none of which fell short" in page([RIGHT])
     assert "2 worlds, 1 of which fell short" in page([RIGHT, dataclasses.replace(RIGHT, seconds=60.0)])
     assert "| killed | call | 0, 2: AbortedError: rank 1 ... | 0.1 | rank 1 ... | nothing |" in table([RIGHT])

@@ -164,7 +164,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_cannot_be_right_is_refused_on_every_rank(threads: Threads, what: str) -> None:
+def test_invalid_arguments_raise_on_every_rank(threads: Threads, what: str) -> None:
     fn, words = WRONG[what]
 
     def refused() -> str:

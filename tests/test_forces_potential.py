@@ -195,7 +195,7 @@ def test_structures_without_atoms_and_without_edges_have_figures(model: single.P
     assert float(one.forces.abs().max()) == float(one.stress.abs().max()) == 0
 
 
-def test_the_page_shows_what_differs_between_one_process_and_ranks() -> None:
+def test_page_shows_the_difference_between_one_process_and_ranks() -> None:
     one, other = (Path(module.__file__ or "") for module in (single, parallel))
     before, after = (file.read_text().splitlines() for file in (one, other))
     lines = difflib.unified_diff(before, after, one.name, other.name, lineterm="")

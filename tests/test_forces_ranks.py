@@ -49,7 +49,7 @@ def test_many_random_structures_and_partitions_are_right_or_refused_on_every_ran
         assert verdicts(seeds, threads(ranks)(held, seeds)) == []
 
 
-def test_the_random_structures_have_what_is_hard() -> None:
+def test_random_structures_contain_the_hard_cases() -> None:
     batches = [(random_program(seed, 4), sample_of(random_program(seed, 4))[0]) for seed in range(400, 480)]
     single_atoms = own_images = several = empty = 0
     for program, batch in batches:

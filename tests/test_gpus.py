@@ -23,12 +23,12 @@ def on_gpus(program: Callable[[], Any]) -> list[Any]:
 
 
 @needs_gpu
-def test_verbs_on_a_side_stream_give_what_they_give_on_the_default_one() -> None:
+def test_verbs_on_a_side_stream_equal_the_default_stream() -> None:
     assert all(on_gpus(gpu_programs.on_side_stream))
 
 
 @needs_gpu
-def test_verbs_on_an_external_stream_give_what_they_give_on_the_default_one() -> None:
+def test_verbs_on_an_external_stream_equal_the_default_stream() -> None:
     assert all(on_gpus(gpu_programs.on_external_stream))
 
 

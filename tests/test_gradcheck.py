@@ -331,7 +331,7 @@ WRONG: dict[str, tuple[Callable[..., Any], Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_checked_is_refused_with_a_remedy(case: str) -> None:
+def test_uncheckable_input_raises_with_a_remedy(case: str) -> None:
     fn, inputs, options, text = WRONG[case]
     with pytest.raises(gm.GradmeshError, match=text) as caught:
         gradcheck(fn, inputs, **{"world_size": 2, **options})

@@ -134,7 +134,7 @@ def differences(async_op: bool, made: str, hops: int, seeds: list[int]) -> list[
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize(("async_op", "made"), [(False, "once"), (True, "rebuilt")])
 @pytest.mark.parametrize("hops", [1, 2, 3])
-def test_a_graph_of_several_types_gives_what_one_process_gives(
+def test_hetero_graph_equals_one_process(
     ranks: int, async_op: bool, made: str, hops: int, threads: Ranks
 ) -> None:
     for found in threads(ranks)(differences, async_op, made, hops, list(range(4))):
@@ -181,7 +181,7 @@ def known(hops: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("hops", [1, 2, 3])
-def test_a_plan_of_several_types_is_what_its_definition_says(hops: int, threads: Ranks) -> None:
+def test_hetero_plan_matches_its_definition(hops: int, threads: Ranks) -> None:
     assert all(all(right) for right in threads(3)(known, hops))
 
 
@@ -294,7 +294,7 @@ def refused(name: str) -> str:
         ("rows too few on a rank", "5 rows"),
     ],
 )
-def test_what_is_wrong_is_refused_on_every_rank(name: str, text: str, threads: Ranks) -> None:
+def test_invalid_graph_raises_on_every_rank(name: str, text: str, threads: Ranks) -> None:
     said = threads(2)(refused, name)
     assert any(text in one for one in said)
     assert not any("nothing was refused" in one for one in said)

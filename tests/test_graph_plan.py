@@ -69,7 +69,7 @@ def test_many_random_programs_are_right_or_refused_on_every_rank(ranks: int, thr
 
 
 @pytest.mark.processes
-def test_processes_give_what_one_process_gives(processes: Ranks) -> None:
+def test_processes_equal_one_process(processes: Ranks) -> None:
     programs = [
         Program(1, partition="bisection", overlapped=True),
         Program(2, partition="one rank empty", given="root", ordered=True),
@@ -194,7 +194,7 @@ def known(given: str, hops: int) -> list[str]:
 
 @pytest.mark.parametrize("hops", [1, 2, 3])
 @pytest.mark.parametrize("given", ["whole", "root", "parts", "parts and owner"])
-def test_a_plan_is_what_its_definition_says(given: str, hops: int, threads: Ranks) -> None:
+def test_plan_matches_its_definition(given: str, hops: int, threads: Ranks) -> None:
     assert threads(3)(known, given, hops) == [[]] * 3
 
 
@@ -431,7 +431,7 @@ def whole_gradient() -> list[bool]:
     return [torch.allclose(first, 3 * x**2), torch.allclose(second, 36 * x**3)]
 
 
-def test_the_gradient_of_what_is_taken_is_whole_on_every_rank(threads: Ranks) -> None:
+def test_gradient_of_taken_rows_is_full_on_every_rank(threads: Ranks) -> None:
     assert threads(3)(whole_gradient) == [[True, True]] * 3
 
 
@@ -670,7 +670,7 @@ def refuse(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_wrong_is_refused_on_every_rank(name: str, threads: Ranks) -> None:
+def test_invalid_graph_raises_on_every_rank(name: str, threads: Ranks) -> None:
     text = REFUSED[name][1]
     by_rank = threads(2)(refuse, name)
     for rank, said in enumerate(by_rank):
@@ -754,7 +754,7 @@ def exchanged_both_ways() -> tuple[int, int]:
     return made.rows_sent, len(made.remote)
 
 
-def test_what_travels_is_the_boundary_rows_and_no_more() -> None:
+def test_only_boundary_rows_are_sent() -> None:
     ran = gm.verify.simulate(exchanged_both_ways, 3)
     for rank, (sent, remote) in enumerate(ran.results):
         events = [one for one in ran.events if one.rank == rank and one.verb == "neighbor_all_to_all"]

@@ -37,7 +37,7 @@ def test_the_neighbours_are_the_nearest_in_the_periodic_cell() -> None:
     assert edges[1].tolist() == torch.arange(900).repeat_interleave(8).tolist()
 
 
-def test_a_small_run_shows_what_is_sent_and_how_far_it_is_from_one_process() -> None:
+def test_small_run_shows_bytes_sent_and_deviation_from_one_process() -> None:
     parts = measured(JOB, "threads")
     assert [part.own for part in parts] == [300, 300, 0]
     assert sum(part.sent for part in parts) == sum(part.remote for part in parts) > 0
@@ -198,7 +198,7 @@ def test_figures_go_where_the_page_has_their_command() -> None:
         assert changed.count(figures.END) == len(figures.PARTS)
 
 
-def test_the_words_of_small_figures_say_what_was_counted() -> None:
+def test_text_of_small_figures_has_the_counts() -> None:
     assert "the bytes of an exchange are its rows" in figures.sent(1000, ("threads",))
     said = figures.exact(700)
     assert "strain-weight" in said

@@ -61,7 +61,7 @@ def error_of(fn: Callable[..., Any], *args: Any) -> Exception:
 # ---- by name or by value
 
 
-def test_what_can_be_imported_goes_by_name() -> None:
+def test_importable_function_is_pickled_by_name() -> None:
     call = (torch.nn.functional.softmax, textwrap.dedent, dist.ReduceOp.SUM, torch.nn.Linear)
     data, origin = pickling.dumps(call)
     assert len(data) < 400
@@ -276,7 +276,7 @@ def test_type_hints_in_text_are_found_where_the_code_names_them(cell: Any) -> No
 
 
 @pytest.mark.processes
-def test_the_error_of_a_notebooks_function_shows_its_line_and_says_what_did_not_travel(cell: Any) -> None:
+def test_error_of_a_notebook_function_shows_its_line_and_the_unpicklable_object(cell: Any) -> None:
     code = """
         scale = 3
         def work(name):

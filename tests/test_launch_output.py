@@ -184,7 +184,7 @@ def test_megabytes_from_several_ranks_arrive_whole() -> None:
     assert lines == {"0": expected, "1": expected}
 
 
-def test_what_a_killed_process_printed_is_shown() -> None:
+def test_output_of_a_killed_process_is_shown() -> None:
     assert shown("echo one; printf two; kill -9 $$", "true") == "[rank 0] one\n[rank 0] two\n"
 
 
@@ -242,7 +242,7 @@ def test_lines_follow_the_callers_redirected_stream(run: Run) -> None:
 
 
 @pytest.mark.processes
-def test_processes_show_what_c_code_and_children_print_also_at_their_exit(
+def test_output_of_c_code_and_children_is_shown_also_at_exit(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def work() -> tuple[bool, str]:
@@ -286,7 +286,7 @@ def test_streams_are_as_before_after_success_and_failure() -> None:
     assert (sys.stdout, sys.stderr) == before
 
 
-def test_threads_that_fail_show_what_they_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_of_failing_threads_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         print("last words", end="")
         if dist.get_rank() == 1:

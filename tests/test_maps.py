@@ -70,7 +70,7 @@ def test_an_op_of_the_library_is_taken_as_it_is(threads: Callable[[int], Callabl
         assert own
 
 
-def test_what_has_no_gradient_or_no_element_is_refused() -> None:
+def test_operand_without_gradient_or_element_raises() -> None:
     with pytest.raises(gm.RankError, match="does not require grad"):
         adjoint_error(lambda x: x.detach(), world_size=2)
     with pytest.raises(gm.RankError, match="the operands of all ranks are empty"):

@@ -112,12 +112,12 @@ def attacked(seeds: range) -> list[str]:
     return wrong
 
 
-def test_a_name_does_what_its_number_does_on_threads(threads: Ranks) -> None:
+def test_dim_name_equals_its_number_on_threads(threads: Ranks) -> None:
     assert threads(3)(attacked, range(120)) == [[]] * 3
 
 
 @pytest.mark.processes
-def test_a_name_does_what_its_number_does_on_processes(processes: Ranks) -> None:
+def test_dim_name_equals_its_number_on_processes(processes: Ranks) -> None:
     assert processes(2)(attacked, range(40)) == [[]] * 2
 
 

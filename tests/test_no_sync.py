@@ -687,7 +687,7 @@ def the_callers_gradient() -> float:
     return w.grad.sum().item()
 
 
-def test_what_is_kept_is_a_copy(threads: Ranks) -> None:
+def test_stored_gradient_is_a_copy(threads: Ranks) -> None:
     assert threads(2)(the_callers_gradient) == [4.0, 4.0]
 
 
@@ -904,7 +904,7 @@ def frozen_meanwhile() -> list[Any]:
     return [x.grad.item() for x in (w, v, u) if x.grad is not None]
 
 
-def test_a_leaf_that_was_frozen_meanwhile_has_what_came_before(threads: Ranks) -> None:
+def test_leaf_frozen_meanwhile_keeps_its_earlier_gradients(threads: Ranks) -> None:
     assert threads(2)(frozen_meanwhile) == [[2.0, 2.0, 3.0]] * 2
 
 

@@ -178,7 +178,7 @@ def test_half_precision_has_the_statistics_of_float32(threads: Threads) -> None:
         (lambda: gm.nn.SyncBatchNorm(4), (0, 4), "too few values per channel"),
     ],
 )
-def test_what_cannot_be_right_is_refused_on_every_rank(
+def test_invalid_arguments_raise_on_every_rank(
     threads: Threads, make: Callable[[], nn.Module], shape: tuple[int, ...], words: str
 ) -> None:
     def refused() -> str:

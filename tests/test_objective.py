@@ -277,7 +277,7 @@ def two_towers(ddp: str) -> float:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("ddp", ["one", "both"])
-def test_what_another_wrapper_averages_is_averaged_too(ddp: str, processes: Ranks) -> None:
+def test_parameters_of_another_wrapper_are_averaged_too(ddp: str, processes: Ranks) -> None:
     assert max(processes(2)(two_towers, ddp)) < 1e-12
 
 
@@ -298,7 +298,7 @@ def pipeline() -> float:
 
 
 @pytest.mark.processes
-def test_the_gradient_of_an_activation_that_is_a_leaf_has_the_factor_of_what_is_wrapped(
+def test_gradient_of_a_leaf_activation_has_the_factor_of_the_wrapper(
     processes: Ranks,
 ) -> None:
     assert max(processes(2)(pipeline)) < 1e-12
@@ -369,7 +369,7 @@ def hidden(what: str) -> str:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("what", ["replicated", "expert"])
-def test_what_a_reentrant_checkpoint_hides_is_refused(what: str, processes: Ranks) -> None:
+def test_parameters_hidden_by_a_reentrant_checkpoint_raise(what: str, processes: Ranks) -> None:
     for text in processes(2)(hidden, what):
         assert "inside a reentrant checkpoint" in text
         assert "use_reentrant=False" in text
@@ -553,7 +553,7 @@ def refusal(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_declares_no_objective_is_refused_on_every_rank(name: str, threads: Ranks) -> None:
+def test_invalid_objective_raises_on_every_rank(name: str, threads: Ranks) -> None:
     for text in threads(2)(refusal, name):
         assert REFUSED[name][1] in text
         assert "gradmesh.objective" in text
@@ -842,7 +842,7 @@ def gain_gradients(gathers: bool, of_loss: bool) -> list[float]:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by Dynamo, of its own inputs
 @pytest.mark.parametrize("gathers", [False, True])
 @pytest.mark.parametrize("of_loss", [False, True])
-def test_what_one_rank_compiles_changes_no_factor_on_another(gathers: bool, of_loss: bool) -> None:
+def test_compiling_on_one_rank_changes_no_factor_on_another(gathers: bool, of_loss: bool) -> None:
     torch._dynamo.reset()
     found = gm.launch(gain_gradients, 3, backend="threads", args=(gathers, of_loss))
     assert found == [[9.0, 9.0]] * 3  # the slope of (3 t)^2 at a half

@@ -494,7 +494,7 @@ def test_forward_mode_levels_pass_through(threads: Threads) -> None:
     assert threads(SIZE)(on_each_rank) == [[1.0], [2.0], [3.0]]
 
 
-def test_what_has_no_gradient_stays_outside(threads: Threads) -> None:
+def test_call_without_gradient_is_not_an_ordered_op(threads: Threads) -> None:
     def on_each_rank() -> None:
         with gm.ordered():
             gm.all_gather(torch.tensor([gm.axis().rank]))

@@ -156,7 +156,7 @@ def balanced(worlds: Any) -> dict[str, Figures]:
 
 @pytest.mark.parametrize("name", ["chain", "ring"])
 @pytest.mark.parametrize("half", HALVES)
-def test_what_is_overlapped_is_hidden_forward_and_backward(
+def test_overlapped_communication_is_hidden_forward_and_backward(
     name: str, half: str, balanced: dict[str, Figures]
 ) -> None:
     """At least half of what can be hidden, as other tests run beside it; docs/reports/overlap.md has real figures."""
@@ -245,16 +245,14 @@ def test_the_picture_is_written(tmp_path: Path, threads: Ranks) -> None:
     assert picture.count("<path") > 2 * LAYERS
 
 
-def test_a_picture_without_matplotlib_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_picture_without_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
     monkeypatch.delitem(sys.modules, "gradmesh.verify.timeline_picture", raising=False)
     with pytest.raises(gm.MissingExtraError, match=r"gradmesh\[demo\]"):
         Timeline(1.0).save_picture(tmp_path / "line.png")
 
 
-def test_what_cannot_be_joined_is_refused() -> None:
+def test_timelines_that_cannot_be_joined_raise() -> None:
     for parts in ([], [Timeline()], [Timeline(1.0), Timeline()]):
         with pytest.raises(gm.ArgumentError, match="no complete records"):
             Timeline.joined(parts)

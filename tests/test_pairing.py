@@ -244,7 +244,7 @@ def gathered_without_a_gradient() -> tuple[bool, bool]:
     return first.requires_grad, gm.all_gather(torch.ones(2)).requires_grad
 
 
-def test_what_no_rank_differentiates_requires_no_grad(threads: Ranks) -> None:
+def test_result_requires_no_grad_if_no_rank_differentiates(threads: Ranks) -> None:
     assert threads(2)(gathered_without_a_gradient) == [(False, False)] * 2
 
 
@@ -304,7 +304,7 @@ def replicated(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", REPLICATED)
-def test_what_sends_nothing_forward_is_compared_when_something_is_sent(name: str, threads: Ranks) -> None:
+def test_local_call_is_compared_at_the_next_call_that_sends(name: str, threads: Ranks) -> None:
     for text in threads(2)(replicated, name):
         assert "rank 0: " in text
         assert "test_pairing.py" in text
@@ -313,7 +313,7 @@ def test_what_sends_nothing_forward_is_compared_when_something_is_sent(name: str
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", REPLICATED)
-def test_between_processes_what_sends_nothing_forward_is_compared(name: str, processes: Ranks) -> None:
+def test_local_call_is_compared_between_processes(name: str, processes: Ranks) -> None:
     for text in processes(2)(replicated, name):
         assert "the ranks' calls do not match" in text
 
@@ -585,7 +585,7 @@ def compressed() -> list[float]:
     return x.grad.tolist()
 
 
-def test_what_a_call_saves_can_be_computed_on(threads: Ranks) -> None:
+def test_saved_tensors_can_be_used_in_computations(threads: Ranks) -> None:
     assert threads(2)(compressed) == [[4.0, 4.0]] * 2
 
 

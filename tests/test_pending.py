@@ -142,7 +142,7 @@ def as_verb(name: str, **how: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_every_verb_takes_async_op_and_gives_a_pending_of_what_it_gives(name: str, threads: Ranks) -> None:
+def test_every_verb_returns_a_pending_of_its_result_with_async_op(name: str, threads: Ranks) -> None:
     for at_once, apart in zip(
         threads(2)(as_verb, name), threads(2)(as_verb, name, async_op=True), strict=True
     ):
@@ -472,7 +472,7 @@ def who_uses_what(apart: bool, ordered: bool, requires: int, rooted: bool) -> li
 @pytest.mark.parametrize("rooted", [False, True])
 @pytest.mark.parametrize("requires", [0, 1])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_ranks_may_differ_in_what_requires_grad_and_what_is_used(
+def test_ranks_may_differ_in_requires_grad_and_used_results(
     ordered: bool, requires: int, rooted: bool, threads: Ranks
 ) -> None:
     at_once = threads(2)(who_uses_what, False, ordered, requires, rooted)

@@ -306,7 +306,7 @@ def test_catches(world):
     assert "gradmesh_pytest" not in shown
 
 
-def test_what_would_end_the_session_fails_its_test_alone(inner: Inner) -> None:
+def test_exception_that_would_end_the_session_fails_only_its_test(inner: Inner) -> None:
     result = inner(
         """
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr)

@@ -258,7 +258,7 @@ def test_memory_of_the_group_is_mapped(store: Any) -> None:
         claim_of_rank_0(host=["a"]),
     ],
 )
-def test_words_in_the_store_that_no_rank_writes_are_refused(said: object, store: Any) -> None:
+def test_invalid_store_entries_raise(said: object, store: Any) -> None:
     with pytest.raises(AbortedError, match="handshake with rank 0 failed verification"):
         meet(store, said)
 

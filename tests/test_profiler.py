@@ -286,7 +286,7 @@ def test_a_rank_that_fails_in_the_block_leaves_the_others_their_profile(threads:
         assert [row.calls for row in Profile.joined(profile for _, profile in found).rows] == [2]
 
 
-def test_what_is_not_complete_is_not_joined() -> None:
+def test_incomplete_traces_are_not_joined() -> None:
     with pytest.raises(gm.ArgumentError, match="no complete records"):
         Profile.joined([])
     with pytest.raises(gm.ArgumentError, match="1 of them with an open block"):

@@ -178,7 +178,7 @@ def in_two_precisions(build: Build, there: torch.dtype, back: torch.dtype) -> No
     st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
     st.sampled_from([torch.bfloat16, torch.float32]),
 )
-def test_any_op_rounds_what_travels_and_nothing_else(
+def test_every_op_rounds_only_communicated_values(
     threads: Threads, case: tuple[int, str, Build], there: torch.dtype, back: torch.dtype
 ) -> None:
     world, _, build = case

@@ -50,7 +50,7 @@ def test_the_public_names_are_sorted_and_there() -> None:
     assert set(CONTRACT) <= set(gm.__all__)
 
 
-def test_what_is_public_changes_with_its_list_alone() -> None:
+def test_public_api_matches_its_list() -> None:
     listed = (Path(__file__).parent / "public_api.txt").read_text().splitlines()
     assert public_api.lines() == listed, "python -m tools.public_api --write tests/public_api.txt"
 

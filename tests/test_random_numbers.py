@@ -56,7 +56,7 @@ def test_ranks_with_equal_seeds_draw_equal_numbers() -> None:
         assert all(equal(of_rank, expected) for of_rank in ranks)
 
 
-def test_ranks_that_seed_differently_draw_what_each_seed_gives_on_one_process() -> None:
+def test_rank_draws_equal_those_of_its_seed_on_one_process() -> None:
     ranks = gm.launch(lambda: many(100 * gm.rank()), 3, backend="threads")
     assert all(equal(of_rank, many(100 * rank)) for rank, of_rank in enumerate(ranks))
 

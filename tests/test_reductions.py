@@ -200,7 +200,7 @@ def test_a_tie_at_the_ends_of_float16_stays_exact(value: float, threads: Threads
     assert threads(3)(on_each_rank) == [(exact, pytest.approx(1 / 3, rel=1e-3))] * 3
 
 
-def test_what_travels_in_less_precision_still_finds_its_rank(threads: Threads) -> None:
+def test_low_precision_communication_finds_the_rank(threads: Threads) -> None:
     def on_each_rank() -> tuple[float, list[float]]:
         x = torch.tensor([1.001 + gm.axis().rank], requires_grad=True)
         y = gm.all_reduce(x, op="max", dst=gm.I, comm_dtype=torch.bfloat16)

@@ -164,9 +164,7 @@ def leaves_calls_under_way() -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS[:2])
-def test_what_a_rank_left_under_way_when_it_returned_still_comes(
-    backend: str, pools: Callable[[str], gm.Ranks]
-) -> None:
+def test_pending_send_of_a_returned_rank_is_delivered(backend: str, pools: Callable[[str], gm.Ranks]) -> None:
     assert pools(backend).run(leaves_calls_under_way)[1] == (6.0, float(1 << 20))
 
 

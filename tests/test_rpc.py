@@ -331,7 +331,7 @@ def test_the_error_of_a_remote_call_leaves_the_collective_alone(processes: Proce
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "ranks"), [("peer.py", 2), ("stage.py", 3)])
-def test_the_pages_programs_print_what_it_says(tmp_path: Path, name: str, ranks: int) -> None:
+def test_programs_of_the_page_print_the_shown_output(tmp_path: Path, name: str, ranks: int) -> None:
     page = (Path(__file__).parent.parent / "docs" / "rpc.md").read_text()
     found = re.findall(r"```py\n((?:(?!```)[\s\S])*)```\n\n```console\n\$ ([^\n]*)\n([^\n]*\n)```", page)
     ((program, reported),) = ((code, reported) for code, command, reported in found if name in command)

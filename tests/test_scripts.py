@@ -109,7 +109,7 @@ def test_gradients_have_a_factor_in_common_or_none(
     assert common_factor(found) == common
 
 
-def test_the_tool_ends_with_the_status_of_what_was_seen(
+def test_exit_status_of_the_tool_matches_its_findings(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scripts, "shown", lambda script: None)

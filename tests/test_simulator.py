@@ -347,7 +347,7 @@ def test_a_step_of_256_ranks_is_that_of_one_process() -> None:
     assert len(run.events) == 3 * size
 
 
-def test_a_rank_that_plays_alone_calls_what_it_calls_among_all() -> None:
+def test_single_rank_simulation_makes_the_calls_of_the_full_run() -> None:
     mesh, model = {"outer": 4, "inner": 2}, CostModel({"outer": Link(20, 1), "inner": Link(2, 10)})
     whole = simulate(step, 8, mesh=mesh, seed=0, model=model, compute=0)
     alone = simulate(step, 8, mesh=mesh, only=5, model=model, compute=0)

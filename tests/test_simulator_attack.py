@@ -14,7 +14,7 @@ from tools.simulator import attack as attacking
 from tools.simulator.attack import attack
 
 
-def test_random_programs_give_what_they_give_without_a_schedule_and_their_seeds_come_back() -> None:
+def test_random_programs_equal_unscheduled_runs_and_seeds_reproduce() -> None:
     report = attack(6, seed=31)
     assert not report.findings, str(report)
     assert sum(report.counts.values()) == 18

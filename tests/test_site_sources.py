@@ -30,7 +30,7 @@ def test_every_public_verb_is_drawn_as_the_registry_has_it() -> None:
     assert {name_of(row.call) for row in drawn()} < set(made)
 
 
-def test_a_picture_shows_what_a_verb_does_and_what_its_adjoint_does() -> None:
+def test_picture_shows_a_verb_and_its_adjoint() -> None:
     forward, backward = motions()["all_gather(dst=R)"]
     assert [[term.rank for cell in cells for term in cell.terms] for cells in forward.after] == [
         [0, 1, 2]
@@ -122,7 +122,7 @@ needs_jupyter = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "docs" / "tutorials").glob("*.ipynb")), ids=lambda path: path.stem
 )
-def test_a_tutorial_runs_and_prints_what_it_shows(path: Path) -> None:
+def test_tutorial_prints_the_shown_output(path: Path) -> None:
     import nbformat
 
     from tools.notebooks import printed, run

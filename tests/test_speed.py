@@ -121,7 +121,7 @@ class Counting(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_floor_moves_what_it_says(ranks: int) -> None:
+def test_floor_moves_the_stated_bytes(ranks: int) -> None:
     n = 64 * ELEMENT
     gather, fold, copy = (ranks * n, ranks * n), (ranks * n, n), (n, n)
     total = (2 * n, n // ranks + n)

@@ -75,7 +75,7 @@ def derivatives(x: dict[str, Any], call: Callable[[Any], list[Tensor]]) -> list[
 
 
 @pytest.mark.parametrize("name", VERBS)
-def test_a_structure_gives_what_its_tensors_give_one_by_one(name: str, threads: Threads) -> None:
+def test_structure_equals_its_tensors_one_by_one(name: str, threads: Threads) -> None:
     verb = VERBS[name]
 
     def on_each_rank() -> None:

@@ -153,7 +153,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_cannot_be_converted_is_refused_and_left_as_it_was(threads: Threads, what: str) -> None:
+def test_unsupported_module_raises_and_is_unchanged(threads: Threads, what: str) -> None:
     make, styles, words = WRONG[what]
     sizes, styles = styles.get("sizes"), {name: style for name, style in styles.items() if name != "sizes"}
 
@@ -177,7 +177,7 @@ def test_a_subclass_without_a_forward_and_the_mode_of_a_layer_are_kept(threads: 
     assert threads(2)(found) == [("ColumnParallelLinear", False)] * 2
 
 
-def test_what_a_replicated_module_holds_is_summed_once(threads: Threads) -> None:
+def test_gradients_of_a_replicated_module_are_summed_once(threads: Threads) -> None:
     """Twice over one axis would be too large by the number of ranks; over two axes is as it has to be."""
 
     def found() -> tuple[str, list[str], float]:

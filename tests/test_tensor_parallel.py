@@ -339,7 +339,7 @@ def test_a_dense_state_goes_in_and_comes_out_on_any_number_of_ranks(threads: Thr
         assert all(threads(ranks)(through))
 
 
-def test_what_a_state_lacks_or_has_too_much_is_named(threads: Threads) -> None:
+def test_missing_and_unexpected_state_keys_are_named(threads: Threads) -> None:
     def tried() -> tuple[list[str], list[str]]:
         layer = gm.nn.ColumnParallelLinear(2, 4)
         result = gm.nn.load_dense_state_dict(
@@ -422,7 +422,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_cannot_be_right_is_refused_on_every_rank(threads: Threads, what: str) -> None:
+def test_invalid_arguments_raise_on_every_rank(threads: Threads, what: str) -> None:
     fn, words = WRONG[what]
     for text in threads(2)(_refused, fn):
         assert words in text

@@ -245,7 +245,7 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize("name", MISMATCHES)
-def test_calls_that_do_not_match_show_what_each_rank_called(name: str) -> None:
+def test_mismatch_shows_the_call_of_each_rank(name: str) -> None:
     error = failure(by_rank(*MISMATCHES[name]), nprocs=2)
     assert isinstance(error.__cause__, MismatchError)
     for rank in range(2):

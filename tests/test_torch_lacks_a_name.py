@@ -105,9 +105,7 @@ def test_every_name_that_is_expected_to_be_refused_is_relied_on() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_without_a_name_there_is_one_warning_that_says_what_happens(
-    name: str, reports: dict[str, Any]
-) -> None:
+def test_missing_private_name_warns_once_with_the_consequence(name: str, reports: dict[str, Any]) -> None:
     ((category, text),) = reports[name]["warnings"]
     assert category == gm.TorchWarning.__name__
     assert f"torch {torch.__version__}" in text
@@ -152,7 +150,7 @@ def test_of_several_ranks_on_a_machine_one_warns(monkeypatch: pytest.MonkeyPatch
     names.warn_of_what_is_gone()
 
 
-def test_what_is_refused_names_the_torch_and_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_torch_version_and_the_missing_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "gone", ["torch._this"])
     with pytest.raises(gm.TorchVersionError, match=r"missing private names: torch\._this\n") as caught:
         names.refuse("a feature", "torch._this", "torch._that")

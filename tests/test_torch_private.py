@@ -252,7 +252,7 @@ def test_function_is_identified_by_its_node_number_in_both_passes_of_every_order
             assert (_torch.function_forward(), _torch.function_backward()) == (None, None)
 
 
-def test_what_a_checkpoint_computes_again_is_a_forward() -> None:
+def test_recomputation_of_a_checkpoint_is_a_forward() -> None:
     x = torch.ones(1, requires_grad=True)
     y = checkpoint(lambda x: _Numbered.apply(x).sin(), x, use_reentrant=False)
     _Numbered.seen.clear()
@@ -296,7 +296,7 @@ def test_fake_and_meta_tensors_are_known_and_a_parameter_is_neither() -> None:
         ("wait_tensor", ["tensor"]),
     ],
 )
-def test_the_functional_collectives_take_what_is_given(name: str, arguments: list[str]) -> None:
+def test_functional_collectives_accept_the_arguments(name: str, arguments: list[str]) -> None:
     schema = getattr(torch.ops._c10d_functional, name).default._schema
     assert [argument.name for argument in schema.arguments] == arguments
 
@@ -456,7 +456,7 @@ def test_dynamo_compiles_neither_the_methods_of_a_marked_class_nor_the_code_that
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's tracers warn of themselves
-def test_what_records_ops_is_seen_and_what_only_looks_at_them_is_not() -> None:
+def test_modes_that_record_ops_are_seen_and_observers_are_not() -> None:
     seen: list[bool] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PASS, FAIL, SKIP, EXCUSED = (Outcome(word) for word in ("pass", "fail", "skip", "excused"))
 
 
-def test_what_gloo_passes_is_asked_and_nothing_else() -> None:
+def test_only_tests_that_pass_on_gloo_are_run() -> None:
     gloo = {"a": PASS, "b": FAIL, "c": SKIP, "d": PASS, "e": PASS}
     ours = {"a": PASS, "b": FAIL, "c": FAIL, "d": EXCUSED, "e": PASS}
     assert asked(ours, gloo) == ["a", "e"]
@@ -24,7 +24,7 @@ def test_what_gloo_passes_is_asked_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("outcome", [FAIL, SKIP])
-def test_what_gloo_passes_and_we_fail_or_skip_is_a_failure(outcome: Outcome) -> None:
+def test_failed_or_skipped_test_that_passes_on_gloo_is_a_failure(outcome: Outcome) -> None:
     gloo, ours = {"a": PASS, "b": PASS}, {"a": PASS, "b": outcome}
     assert failures(ours, gloo) == ["b"]
     assert f"| b | pass | {outcome.word} |" in show("shm", ours, gloo)
@@ -37,7 +37,7 @@ def test_without_gloo_all_that_torch_does_not_skip_is_asked() -> None:
     assert failures(ours, None) == ["b"]
 
 
-def test_what_is_not_run_is_in_the_docs_with_the_reason() -> None:
+def test_docs_list_excluded_tests_with_reasons() -> None:
     page = (ROOT / "docs" / "reports" / "torch-suite.md").read_text()
     for backend, tests in SKIPPED.items():
         for pattern, why in tests.items():

@@ -60,7 +60,7 @@ def test_leaves_are_observed_and_verbs_have_the_registrys_types(threads: Ranks) 
     assert reported == [gm.I, gm.V, gm.R, gm.V, gm.R, gm.I, gm.V, gm.I, gm.R, gm.V, gm.P, gm.R]
 
 
-def test_a_pending_sum_goes_through_what_is_linear_and_nothing_else(threads: Ranks) -> None:
+def test_partial_value_passes_only_linear_ops(threads: Ranks) -> None:
     def body() -> tuple[list[object], list[str]]:
         with gm.typed() as types:
             p = gm.convert(own(4), src=gm.V, dst=gm.P)
@@ -83,7 +83,7 @@ def test_a_pending_sum_goes_through_what_is_linear_and_nothing_else(threads: Ran
     ]
 
 
-def test_what_only_some_ranks_do_is_v_and_no_fault(threads: Ranks) -> None:
+def test_op_on_some_ranks_gives_v_without_an_error(threads: Ranks) -> None:
     def body() -> tuple[list[object], list[str]]:
         w = drawn(4).requires_grad_()
         experts = [drawn(4, seed=seed) for seed in range(gm.world_size())]
@@ -99,7 +99,7 @@ def test_what_only_some_ranks_do_is_v_and_no_fault(threads: Ranks) -> None:
     assert not found
 
 
-def test_what_is_written_in_place_or_through_a_view_has_the_type_of_what_was_written(threads: Ranks) -> None:
+def test_in_place_and_view_writes_set_the_type_of_the_written_value(threads: Ranks) -> None:
     def body() -> list[object]:
         with gm.typed() as types:
             same, first, whole, through = (torch.zeros(4) for _ in range(4))
@@ -116,7 +116,7 @@ def test_what_is_written_in_place_or_through_a_view_has_the_type_of_what_was_wri
     assert everywhere(threads(2)(body)) == [gm.R, gm.V, gm.V, gm.V, gm.V, gm.R]
 
 
-def test_random_numbers_are_what_their_generators_make_them(threads: Ranks) -> None:
+def test_random_numbers_have_the_type_of_their_generator(threads: Ranks) -> None:
     def body() -> list[object]:
         alike = torch.Generator().manual_seed(5)
         apart = torch.Generator().manual_seed(gm.rank())
@@ -128,7 +128,7 @@ def test_random_numbers_are_what_their_generators_make_them(threads: Ranks) -> N
     assert everywhere(threads(2)(body)) == [gm.R, gm.V, gm.V]
 
 
-def test_a_verb_refuses_what_it_does_not_take(threads: Ranks) -> None:
+def test_verb_raises_for_a_wrong_type(threads: Ranks) -> None:
     def summed_again() -> None:
         gm.all_reduce(drawn(3).requires_grad_() * 2, dst=gm.I)
 
@@ -274,7 +274,7 @@ def test_a_parameter_that_one_rank_has_freed_is_not_accused(threads: Ranks) -> N
 
 
 @pytest.mark.parametrize("dst", [gm.I, gm.R])
-def test_a_parameter_whose_data_is_assigned_has_the_type_of_what_it_gets(threads: Ranks, dst: Any) -> None:
+def test_assigned_data_sets_the_type_of_a_parameter(threads: Ranks, dst: Any) -> None:
     def body() -> tuple[object, object, list[str]]:
         w = nn.Parameter(own(3))
         with gm.typed() as types:
@@ -541,7 +541,7 @@ def ddp(wrapped: bool) -> tuple[object, int]:
     return reported, len(types.findings)
 
 
-def test_raw_collectives_and_user_functions_leave_what_is_the_same_on_threads(threads: Ranks) -> None:
+def test_raw_collectives_and_user_functions_keep_equal_values_on_threads(threads: Ranks) -> None:
     assert everywhere(threads(2)(raw_calls)) == [gm.R, gm.R, gm.R, gm.R, gm.V]
 
 

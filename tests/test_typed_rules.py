@@ -20,7 +20,7 @@ def said(rule: str, *kinds: str) -> tuple[str, str]:
     return rules.outcome(rules.rule(rule), {place: list(kind) for place, kind in enumerate(kinds)})
 
 
-def test_the_language_says_what_it_says() -> None:
+def test_language_has_the_listed_rules() -> None:
     assert said("0+1", "P", "P") == ("P", "")
     assert said("0+1", "P", "V") == ("P", "")
     assert said("0+1", "P", "Z") == ("P", "")

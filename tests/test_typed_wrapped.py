@@ -36,7 +36,7 @@ def functional_collectives() -> object:
     return reported, type(total).__name__, [finding.short for finding in types.findings], types.notes
 
 
-def test_what_functional_collectives_return_has_a_type(worlds: Worlds) -> None:
+def test_results_of_functional_collectives_have_a_type(worlds: Worlds) -> None:
     for found in worlds(2, "gloo", 240).run(functional_collectives):
         assert found == (["R", "R", "V", "R"], "AsyncCollectiveTensor", [], [])
 

@@ -16,7 +16,7 @@ REPORT = """<?xml version="1.0"?><testsuites><testsuite name="pytest" timestamp=
 </testsuite></testsuites>"""
 
 
-def test_a_report_is_counted_and_what_failed_is_named(tmp_path: Path) -> None:
+def test_report_counts_tests_and_names_failures(tmp_path: Path) -> None:
     path = tmp_path / "torch-2.15.0.xml"
     path.write_text(REPORT)
     found = read(path)

@@ -61,7 +61,7 @@ def test_every_rank_says_the_same_of_the_same_call() -> None:
     assert texts(0) == texts(1) == texts(2)
 
 
-def test_what_travels_is_among_the_words() -> None:
+def test_sent_dtypes_are_in_the_description() -> None:
     one, other = AllReduce(axis_of(0)), AllReduce(axis_of(0), comm_dtype=torch.bfloat16)
     assert one.called != other.called
     assert "comm_dtype=torch.bfloat16" in other.called
@@ -76,7 +76,7 @@ def test_texts_use_user_terms_and_name_no_class(op: Op) -> None:
     assert "Sizes(" not in op.called
 
 
-def test_only_what_no_call_makes_is_called_a_backward() -> None:
+def test_only_calls_without_a_caller_are_described_as_backward() -> None:
     for row in REGISTRY:
         for op, _ in row.examples(axis_of(0)):
             assert op.public is row.public

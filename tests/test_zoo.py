@@ -44,7 +44,7 @@ QUICK = quick()
 
 
 @pytest.mark.parametrize("program", [marked(program) for program in PROGRAMS.values()])
-def test_a_program_is_reported_as_what_it_is(program: Program) -> None:
+def test_program_is_reported_as_listed(program: Program) -> None:
     outcome = run(program)
     assert outcome.right(program), f"expected {program.expected}, reported {outcome.reported}\n{outcome.text}"
 
@@ -113,7 +113,7 @@ def test_a_check_that_fails_by_itself_is_a_wrong_report() -> None:
         assert not run(program).right(program)
 
 
-def test_the_page_has_every_program_and_what_is_expected_of_it() -> None:
+def test_page_lists_every_program_with_its_expected_finding() -> None:
     text = (DOCS / "reports" / "known-bad-programs.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \|[^|]*\|[^|]*\| ([^|]*) \|", text, re.MULTILINE))
     assert rows == {program.name: program.expected or "none" for program in PROGRAMS.values()}
@@ -121,7 +121,7 @@ def test_the_page_has_every_program_and_what_is_expected_of_it() -> None:
     assert missed == set(MISSED)
 
 
-def test_the_page_about_all_gather_shows_what_the_audit_prints(
+def test_page_about_all_gather_shows_the_output_of_the_audit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (DOCS / "is-my-collective-right.md").read_text()
