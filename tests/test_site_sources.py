@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import pydoc
 import re
+import runpy
+import sys
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -130,3 +132,15 @@ def test_tutorial_prints_the_shown_output(path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Jupyter's own
         assert printed(run(path)) == printed(nbformat.read(path, as_version=4))
+
+
+@pytest.mark.skipif(not all(map(find_spec, ("sphinx", "furo"))), reason="needs pip install '.[docs]'")
+@pytest.mark.parametrize("urls", [{}, {"Repository": "https://example.org/gradmesh"}])
+def test_repository_links_come_from_the_project_file(
+    urls: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tomllib.loads", lambda _: {"project": {"urls": urls}})
+    monkeypatch.setattr("sys.path", list(sys.path))
+    options = runpy.run_path(str(ROOT / "website" / "conf.py")).get("html_theme_options", {})
+    assert options.get("source_repository") == urls.get("Repository")
+    assert ("edit" in options.get("top_of_page_buttons", [])) == bool(urls)
