@@ -401,7 +401,7 @@ def test_deadlock_of_async_calls_is_reported_with_their_lines() -> None:
     assert time.monotonic() - start_op < 10
     assert "DeadlockError" in text
     first = on_rank.__code__.co_firstlineno
-    assert f"test_pending.py:{first + 4} in on_rank  (call 1 of group '0 async'" in text
+    assert f"test_pending.py:{first + 4} in on_rank  (call 2 of group '0 async'" in text
     assert f":{first + 6}" in text
 
 

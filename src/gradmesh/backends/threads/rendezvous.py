@@ -66,7 +66,7 @@ class Rendezvous(Waitable):
         """The call of a rank, with its group and line."""
         part = self.parts.get(self.group.ranks.index(rank))
         made = part or "a call on behalf of another rank (the ranks share a module or a graph)"
-        return f"{made}  (call {self.number} of {self.group})"
+        return f"{made}  (call {self.number + 1} of {self.group})"
 
     def withdraw(self) -> bool:
         """Whether a rank is missing, so that the call can be aborted."""
@@ -116,7 +116,7 @@ class Rendezvous(Waitable):
         return MismatchError(
             message(
                 problem,
-                axis=f"{self.group}, its call {self.number}",
+                axis=f"{self.group}, its call {self.number + 1}",
                 expected="the same call with matching tensors on every rank",
                 got="\n".join(got),
                 remedy=DIFFERENT_BRANCH,
