@@ -8,7 +8,7 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 
-from gradmesh.transport import memory
+from gradmesh.transport import packing
 
 __all__ = ["peak", "peak_is_told"]
 
@@ -29,7 +29,7 @@ def peak(work: Callable[[], object], ready: Callable[[], object] = lambda: None)
     """
     gc.collect()
     # What the allocators keep from earlier work would be used again unseen.
-    memory.release()
+    packing.release()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     ready()

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import gradmesh as gm
-from gradmesh.autograd import apply
+from gradmesh.autograd.rule import apply
 from gradmesh.ops.base import LinearOp
 from gradmesh.ops.mean import Mean
 from gradmesh.ops.registry import REGISTRY

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
 
 import gradmesh as gm
-from gradmesh.axis import balanced
+from gradmesh.runtime.mesh import balanced
 
 IGNORED = -100
 

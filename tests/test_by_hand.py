@@ -14,10 +14,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import gradmesh as gm
-from gradmesh.axis import axis
-from gradmesh.transport import manual_calls as places
-from gradmesh.transport.call_checks import calls_of
-from gradmesh.transport.manual_calls import FunctionCalls, Functions, conflicting, encode_flags, show_flags
+from gradmesh.runtime.mesh import axis
+from gradmesh.transport import call_checks as places
+from gradmesh.transport.call_checks import (
+    FunctionCalls,
+    Functions,
+    calls_of,
+    conflicting,
+    encode_flags,
+    show_flags,
+)
 from tests.by_hand_programs import by_hand, drawn, outcome, verdict
 from tools.attack.command import attack
 from tools.attack.draw import drawn as drawn_program

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradmesh as gm
-from gradmesh.transport.values import checksum
+from gradmesh.transport.call_checks import checksum
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
 

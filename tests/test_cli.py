@@ -15,8 +15,8 @@ import torch
 from click.testing import CliRunner, Result
 
 from gradmesh import cli
+from gradmesh._util.environment import EXTRAS
 from gradmesh.backends import shm
-from gradmesh.extras import EXTRAS
 from gradmesh.ops.registry import table
 
 

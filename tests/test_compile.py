@@ -17,10 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradmesh as gm
 from gradmesh.ops.all_gather import AllGather
-from gradmesh.ops.encoding import decode, encode
-from gradmesh.ops.opaque import collective
 from gradmesh.ops.registry import REGISTRY
 from gradmesh.ops.sizes import EQUAL
+from gradmesh.ops.traced import collective, decode, encode
 
 Processes = Callable[[int], Callable[..., list[Any]]]
 
@@ -261,7 +260,7 @@ def test_a_module_with_verbs_can_be_exported(processes: Processes) -> None:
 
 @pytest.mark.parametrize("row", range(len(REGISTRY)), ids=[row.call for row in REGISTRY])
 def test_fake_and_meta_tensors_get_their_shape_without_communication(row: int) -> None:
-    from gradmesh.autograd import apply
+    from gradmesh.autograd.rule import apply
 
     # Nothing is sent: the axis has no group.
     axis = gm.Axis("any", 1, 3, None)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from torch import Tensor
 
 import gradmesh as gm
-from gradmesh import extras
+from gradmesh._util import environment
 from gradmesh.cli import commands
 from gradmesh.demo import job
 from gradmesh.demo.contrast import GATHERS, Learner, Towers, Views, dense_loss, rank_loss
@@ -146,7 +146,7 @@ def test_tables_show_each_epoch_and_judge_each_gather(tmp_path: Path) -> None:
 
 
 def test_missing_extra_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(extras.EXTRAS, "demo", ("click", "no_such_module"))
+    monkeypatch.setitem(environment.EXTRAS, "demo", ("click", "no_such_module"))
     with pytest.raises(gm.MissingExtraError) as caught:
         job.run(job.Settings(1, "threads", 1))
     assert "not installed: no_such_module" in str(caught.value)

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 import gradmesh as gm
-from gradmesh import extras
+from gradmesh._util import environment
 from gradmesh.cli import commands
 from gradmesh.demo.forces import job
 from gradmesh.demo.forces.settings import Settings
@@ -76,7 +76,7 @@ def test_options_without_a_name_are_those_of_the_first_job(tmp_path: Path) -> No
 
 
 def test_missing_extra_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(extras.EXTRAS, "forces", ("click", "no_such_module"))
+    monkeypatch.setitem(environment.EXTRAS, "forces", ("click", "no_such_module"))
     with pytest.raises(gm.MissingExtraError, match=r"gradmesh\[forces\]"):
         job.run(Settings(ranks=1, backend="threads", steps=1))
     done = CliRunner().invoke(commands(), ["demo", "forces", *SMALL])

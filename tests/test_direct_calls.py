@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradmesh as gm
-from gradmesh.backends.call_check import CallCheck
-from gradmesh.backends.process_group import OwnGroup
+from gradmesh.backends.process_group import CallCheck, OwnGroup
 from gradmesh.backends.shm.group import ShmGroup
 from gradmesh.backends.threads.group import ThreadsGroup
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import benchmarks
 import gradmesh as gm
 import gradmesh_pytest
-from gradmesh import environment
+from gradmesh._util import environment
 from tools import generate, point
 from tools.badges import badges
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import gradmesh as gm
-from gradmesh.environment import CHECK, RECYCLE, SHM_CHUNK, VARIABLES, Variable
+from gradmesh._util.environment import CHECK, RECYCLE, SHM_CHUNK, VARIABLES, Variable
 
 UNUSABLE = {
     "GRADMESH_CHECK": "yes",

@@ -12,8 +12,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 import gradmesh as gm
-from gradmesh import cli, errors, explaining
+from gradmesh import cli, errors
 from gradmesh.checker.rules import RULES
+from gradmesh.cli import explain
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,9 +23,9 @@ def _run(*arguments: str) -> Result:
     return CliRunner().invoke(cli.commands(), ["explain", *arguments])
 
 
-@pytest.mark.parametrize("name", explaining.titles())
+@pytest.mark.parametrize("name", explain.titles())
 def test_everything_that_is_listed_has_a_page(name: str) -> None:
-    text = explaining.page(name)
+    text = explain.page(name)
     assert text.startswith(f"# {name}")
     assert "<!--" not in text
     assert not re.search(r"\]\([^)]*\.md", text)
@@ -32,8 +33,8 @@ def test_everything_that_is_listed_has_a_page(name: str) -> None:
 
 def test_every_error_and_every_rule_is_listed() -> None:
     kinds = {name for name in errors.__all__ if name not in ("message", "refused_wait")}
-    assert set(explaining.titles()) == kinds | set(RULES)
-    assert all(explaining.titles().values())
+    assert set(explain.titles()) == kinds | set(RULES)
+    assert all(explain.titles().values())
 
 
 @pytest.mark.parametrize(
@@ -49,27 +50,27 @@ def test_every_error_and_every_rule_is_listed() -> None:
     ],
 )
 def test_a_page_is_found_by_any_spelling(asked: str, found: str) -> None:
-    assert explaining.page(asked).startswith(f"# {found}")
+    assert explain.page(asked).startswith(f"# {found}")
 
 
 def test_links_to_other_pages_are_their_names() -> None:
-    assert "(docs/conventions.md)" in explaining.page("ArgumentError")
-    assert "own call raises `MismatchError` with" in explaining.page("ArgumentError")
+    assert "(docs/conventions.md)" in explain.page("ArgumentError")
+    assert "own call raises `MismatchError` with" in explain.page("ArgumentError")
 
 
 def test_name_without_a_page_suggests_close_names() -> None:
     with pytest.raises(gm.ArgumentError, match=r"did you mean AxisError\?"):
-        explaining.page("AxisErorr")
+        explain.page("AxisErorr")
     with pytest.raises(gm.ArgumentError, match="gradmesh explain` to list"):
-        explaining.page("weather")
+        explain.page("weather")
 
 
 def test_the_command_prints_pages_and_lists_them() -> None:
     result = _run("AxisError", "missing-sum")
     assert result.exit_code == 0
-    assert result.output == explaining.page("AxisError") + "\n" + explaining.page("GM101") + "\n"
+    assert result.output == explain.page("AxisError") + "\n" + explain.page("GM101") + "\n"
     assert [line.split()[0] for line in _run().output.splitlines() if line[0] != " "] == list(
-        explaining.titles()
+        explain.titles()
     )
     wrong = _run("AxisError", "weather")
     assert wrong.exit_code == 1
@@ -82,10 +83,10 @@ def test_a_wheel_has_the_same_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     for source, target in project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"].items():
         shutil.copytree(ROOT / source, tmp_path / target)
-    there = {name: explaining.page(name) for name in explaining.titles()}
-    monkeypatch.setattr(explaining, "_CHECKOUT", tmp_path)
-    monkeypatch.setattr(explaining, "_INSTALLED", tmp_path / explaining._INSTALLED.relative_to(ROOT / "src"))
-    assert {name: explaining.page(name) for name in there} == there
+    there = {name: explain.page(name) for name in explain.titles()}
+    monkeypatch.setattr(explain, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(explain, "_INSTALLED", tmp_path / explain._INSTALLED.relative_to(ROOT / "src"))
+    assert {name: explain.page(name) for name in there} == there
 
 
 @pytest.mark.parametrize("command", [["explain"], ["check", __file__]])
@@ -101,7 +102,7 @@ def test_closed_pipe_ends_a_command_silently(command: list[str], monkeypatch: py
 
 
 def test_a_package_without_its_pages_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(explaining, "_CHECKOUT", tmp_path)
-    monkeypatch.setattr(explaining, "_INSTALLED", tmp_path)
+    monkeypatch.setattr(explain, "_CHECKOUT", tmp_path)
+    monkeypatch.setattr(explain, "_INSTALLED", tmp_path)
     with pytest.raises(gm.ArgumentError, match="the help pages are not installed"):
-        explaining.page("GM101")
+        explain.page("GM101")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gradmesh as gm
-from gradmesh.backends.shm import progress
+from gradmesh.backends.shm import engine
 from tests.conftest import Worlds
 
 pytestmark = pytest.mark.processes
@@ -286,7 +286,7 @@ def test_a_python_hook_of_ddp_is_called_with_the_sum(ranks: Run) -> None:
 
 def test_background_thread_sleeps_without_async_calls(ranks: Run) -> None:
     def switches() -> int:
-        path = f"/proc/self/task/{progress._helper.thread.native_id}/status"
+        path = f"/proc/self/task/{engine._helper.thread.native_id}/status"
         with open(path) as file:
             return sum(int(line.split()[1]) for line in file if "ctxt_switches" in line)
 

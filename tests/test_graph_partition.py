@@ -146,7 +146,7 @@ def test_metis_cuts_a_ring_in_two_places() -> None:
 
 
 def test_missing_pymetis_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradmesh.extras.find_spec", lambda module: None)
+    monkeypatch.setattr("gradmesh._util.environment.find_spec", lambda module: None)
     with pytest.raises(gm.MissingExtraError, match=r"pip install 'gradmesh\[metis\]'"):
         by_metis(ring(4), 4, 2)
 

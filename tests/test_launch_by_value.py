@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from gradmesh.errors import ArgumentError, MissingExtraError, RankError
-from gradmesh.launch import launch, pickle_by_value, pickling
+from gradmesh.launch import launch, pickling
 
 CELL = "/tmp/ipykernel_1/2718.py"
 
@@ -43,7 +43,7 @@ def cell() -> Any:
     linecache.cache.pop(CELL, None)
 
 
-def sent(fn: Callable[..., Any]) -> tuple[Callable[..., Any], pickle_by_value.Origin]:
+def sent(fn: Callable[..., Any]) -> tuple[Callable[..., Any], pickling.Origin]:
     """The function as it arrives, and what is known there of its origin."""
     data, origin = pickling.dumps(fn)
     assert origin is not None

@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from gradmesh.errors import ArgumentError, RankError
 from gradmesh.launch import Ranks, launch
-from gradmesh.launch.log_prefix import LineSplitter, Screen
-from gradmesh.launch.output_pipes import OutputPipes
+from gradmesh.launch.output import LineSplitter, OutputPipes, Screen
 
 Run = Callable[..., list[Any]]
 

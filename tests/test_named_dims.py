@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import gradmesh as gm
-from gradmesh.arguments import call
 from gradmesh.type_inference.rules import rule_of
+from gradmesh.verbs import call
 
 Ranks = Callable[[int], Callable[..., list[Any]]]
 NAMES = ("N", "C", "T", "H")

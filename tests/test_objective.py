@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradmesh as gm
 from gradmesh._torch import LastPass
-from gradmesh.averaging import averaging
+from gradmesh.autograd.averaging import averaging
 from tests import objective_programs
 from tools import objectives
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from gradmesh.overlap import async_nodes
-from gradmesh.overlap.coalesce import _Message
+from gradmesh.autograd import pending
+from gradmesh.autograd.coalesce import _Message
 from tools.attack.calls import Verb
 from tools.attack.command import attack
 from tools.attack.dense import Invalid, expected
@@ -88,7 +88,7 @@ def _the_first(self: _Message, number: int) -> Any:
 def test_defect_of_async_calls_is_found(defect: str, pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     if defect == "a backward of another sign":
         monkeypatch.setattr(
-            async_nodes._StartNode, "backward", staticmethod(_of_another(async_nodes._StartNode.backward))
+            pending._StartNode, "backward", staticmethod(_of_another(pending._StartNode.backward))
         )
     else:
         monkeypatch.setattr(_Message, "part", _the_first)

@@ -20,7 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import gradmesh as gm
-from gradmesh import _torch, profiling
+from gradmesh import _torch
+from gradmesh.transport import middleware
 from gradmesh.verify import Profile, profiles
 
 pytestmark = pytest.mark.filterwarnings("ignore:Profiler clears events at the end of each cycle:UserWarning")
@@ -156,7 +157,7 @@ def test_without_a_profiler_no_range_is_made(monkeypatch: pytest.MonkeyPatch) ->
     def unexpected(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(profiling, "collective", unexpected)
+    monkeypatch.setattr(middleware, "collective", unexpected)
     gm.init()
     try:
         x = torch.ones(3, requires_grad=True)

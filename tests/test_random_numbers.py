@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradmesh as gm
-from gradmesh._torch.generators import DRAWING
+from gradmesh._torch.threads import DRAWING
 
 
 def drawn(seed: int) -> list[Tensor]:

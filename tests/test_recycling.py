@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gradmesh.transport import memory
+from gradmesh.transport import packing
 
 MOMENTS = 40
 """More than there are places in a call at which the collector may begin."""
@@ -33,25 +33,25 @@ def collector() -> Iterator[None]:
     gc.unfreeze()
     gc.set_threshold(*before)
     gc.enable()
-    memory.release()
+    packing.release()
 
 
 @pytest.mark.usefixtures("collector")
 def test_a_result_that_the_collector_frees_may_come_back_at_any_moment_of_a_call() -> None:
-    shape, cpu = (memory.SMALLEST,), torch.device("cpu")
-    live = [memory.empty(shape, torch.uint8, cpu) for _ in range(60)]
+    shape, cpu = (packing.SMALLEST,), torch.device("cpu")
+    live = [packing.empty(shape, torch.uint8, cpu) for _ in range(60)]
     del live
     came_back = 0
     for moment in range(1, MOMENTS):
         gc.collect()
-        node = Node(memory.empty(shape, torch.uint8, cpu))
+        node = Node(packing.empty(shape, torch.uint8, cpu))
         del node
-        idle = memory.idle_bytes()
+        idle = packing.idle_bytes()
         gc.set_threshold(gc.get_count()[0] + moment, 1000, 1000)
         gc.enable()
-        taken = memory.empty(shape, torch.uint8, cpu)
+        taken = packing.empty(shape, torch.uint8, cpu)
         gc.disable()
-        came_back += memory.idle_bytes() >= idle  # one was taken, and one was freed meanwhile
+        came_back += packing.idle_bytes() >= idle  # one was taken, and one was freed meanwhile
         taken.fill_(moment)
         assert taken[0] == taken[-1] == moment
     assert came_back

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 import gradmesh as gm
-from gradmesh.backends.shm.runs import Run
+from gradmesh._util.call_sites import Place, stack_of
+from gradmesh.backends.shm.memory import Run
 from gradmesh.launch import hang_detector
 from gradmesh.launch.hang_detector import MainThread, Probe, is_waiting_in
 from gradmesh.launch.outcomes import Failure, Outcome
-from gradmesh.stacks import Place, stack_of
 
 BACKENDS = [
     "threads",
@@ -231,7 +231,7 @@ def test_the_main_thread_of_a_test_is_not_taken_for_waiting() -> None:
 
 AT_WORK = """
 import subprocess, threading
-from gradmesh.launch.rank_main import _Parent
+from gradmesh.launch.process_ranks import _Parent
 from gradmesh.launch.hang_detector import has_other_work
 print(has_other_work())
 child = subprocess.Popen(["sleep", "60"])

@@ -19,8 +19,8 @@ from benchmarks.speed.pools import MpiPool, Pool, on_rank, set_up
 from benchmarks.speed.results import Cell
 from benchmarks.speed.tasks import ELEMENT, VERBS, WAYS, Task, cotangent, operand
 from benchmarks.speed.worker import Worker
-from gradmesh.transport.memory import empty as recycled
-from gradmesh.transport.memory import idle_bytes
+from gradmesh.transport.packing import empty as recycled
+from gradmesh.transport.packing import idle_bytes
 from tests.conftest import Run
 
 WRONG = {("functional collectives", "broadcast", "backward")}

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import gradmesh as gm
+from gradmesh._util.call_sites import main_stack, stack_of, stack_text, stacks
 from gradmesh.launch.hang_detector import MainThread
-from gradmesh.stacks import main_stack, shown, stack_of, stacks
 
 
 def test_a_stack_has_the_frames_of_its_thread_from_the_innermost_on() -> None:
@@ -38,19 +38,19 @@ def test_a_stack_has_the_frames_of_its_thread_from_the_innermost_on() -> None:
     assert (code.co_filename, line) == (__file__, outer.__code__.co_firstlineno + 5)
     assert 0 <= instruction < len(code.co_code)
     assert every[thread.ident or 0][names.index("inner") :] == stack[names.index("inner") :]
-    assert f'  File "{__file__}", line {line}, in outer\n    inner()\n' in shown(stack, below="nowhere")
-    assert shown(stack, below=__file__).startswith(f'  File "{threading.__file__}"')
+    assert f'  File "{__file__}", line {line}, in outer\n    inner()\n' in stack_text(stack, below="nowhere")
+    assert stack_text(stack, below=__file__).startswith(f'  File "{threading.__file__}"')
 
 
 def test_a_thread_that_is_none_has_no_stack() -> None:
     assert stack_of(None) == stack_of(-1) == []
-    assert shown([], below="anywhere") == ""
+    assert stack_text([], below="anywhere") == ""
 
 
 def test_the_stack_of_the_main_thread_is_that_of_who_asks_there() -> None:
     names = [code.co_name for code, _, _ in main_stack()]
     assert "test_the_stack_of_the_main_thread_is_that_of_who_asks_there" in names
-    assert "test_the_stack_of_the_main_thread" in shown(main_stack(), below="nowhere")
+    assert "test_the_stack_of_the_main_thread" in stack_text(main_stack(), below="nowhere")
 
 
 def test_the_garbage_collector_does_not_start_while_threads_are_looked_at(

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import gradmesh as gm
+from gradmesh._util.structure import leaves, rebuilt
 from gradmesh.backends.threads.group import ThreadsGroup
-from gradmesh.structure import leaves, rebuilt
 from gradmesh.transport import TRANSPORTS
-from gradmesh.transport.own_group import OwnGroupTransport
+from gradmesh.transport.groups import OwnGroupTransport
 
 Threads = Callable[[int], Callable[..., list[Any]]]
 

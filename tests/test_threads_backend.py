@@ -25,10 +25,10 @@ from torch.func import hessian, jacfwd, jvp
 import gradmesh as gm
 from gradmesh import _torch
 from gradmesh.backends import threads
-from gradmesh.backends.threads import waiting
+from gradmesh.backends.threads import rendezvous
 from gradmesh.errors import ArgumentError, DeadlockError, MismatchError, RankError, ShapeError
 from gradmesh.launch import launch
-from gradmesh.state import RankState
+from gradmesh.runtime.state import RankState
 
 W = 3
 # The names of torch 2.13, and the ones before them, which it deprecates.
@@ -372,7 +372,7 @@ def test_the_timeout_of_a_group_is_honoured() -> None:
 
 
 def test_a_failing_rank_wakes_the_others_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "GRACE", 30)  # a rank that only looked around now and then would be late
+    monkeypatch.setattr(rendezvous, "GRACE", 30)  # a rank that only looked around now and then would be late
     woken: list[tuple[float, BaseException]] = []
     failed_at: list[float] = []
 

@@ -560,7 +560,7 @@ def test_nothing_is_traced_after_the_block(threads: Ranks) -> None:
         with gm.typed() as types:
             y = gm.all_reduce(own(2).requires_grad_(), dst=gm.R)
         y.exp().sum().backward()
-        from gradmesh.state import rank_state
+        from gradmesh.runtime.state import rank_state
 
         return rank_state().tracer is None, kinds(types)
 

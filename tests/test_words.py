@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import gradmesh as gm
-from gradmesh.ops.all_reduce import AllReduce, Replicate
+from gradmesh.ops.all_reduce import AllReduce, Extremum, Replicate
 from gradmesh.ops.base import Op
-from gradmesh.ops.extremum import Extremum
 from gradmesh.ops.halo import HaloExchange
 from gradmesh.ops.mean import Mean
 from gradmesh.ops.permute import Permute, Shift

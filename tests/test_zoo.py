@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import gradmesh as gm
-from gradmesh import collectives
+from gradmesh.verbs import collectives
 from gradmesh.verify.auditing import KINDS
 from tests.zoo import PROGRAMS
 from tests.zoo.missed import MISSED

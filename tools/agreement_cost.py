@@ -18,7 +18,7 @@ import click
 import torch
 
 import gradmesh as gm
-from gradmesh.checking import Level
+from gradmesh.runtime.checking import Level
 
 SIZES = (1, 1 << 10, 1 << 17, 1 << 20, 1 << 23)
 """Elements of float32 on each rank."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradmesh.transport import memory
+from gradmesh.transport import packing
 
 SIZES = (4 << 20, 16 << 20, 32 << 20, 64 << 20, 128 << 20)
 """Bytes of a result."""
@@ -30,7 +30,7 @@ def milliseconds(size: int, live: int) -> dict[str, float]:
     ways: dict[str, Callable[[], Tensor]] = {
         "used before": lambda: same,
         "torch.empty": lambda: torch.empty(count),
-        "recycled": lambda: memory.empty((count,), torch.float32, source.device),
+        "recycled": lambda: packing.empty((count,), torch.float32, source.device),
     }
     held: dict[str, deque[Tensor]] = {name: deque(maxlen=live) for name in ways}
     taken: dict[str, list[float]] = {name: [] for name in ways}

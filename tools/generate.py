@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from gradmesh import environment
 from gradmesh._torch import RELIED_ON
+from gradmesh._util import environment
 from gradmesh.ops.registry import table
 from tools.badges import badges
 

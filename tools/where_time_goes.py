@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import gradmesh as gm
-from gradmesh.backends.shm import waiting
+from gradmesh.backends.shm import engine
 
 SIZES = (4, 512 << 10, 4 << 20, 32 << 20)
 """Bytes on each rank."""
@@ -91,7 +91,7 @@ def measure(size: int) -> dict[str, Row]:
 def _watch_waiting() -> list[float]:
     """A list that gets the seconds of every wait of this process."""
     waited: list[float] = []
-    until = getattr(waiting.until, "watched", waiting.until)
+    until = getattr(engine.until, "watched", engine.until)
 
     def watch(*arguments: Any, **more: Any) -> None:
         begin = time.perf_counter()
@@ -101,7 +101,7 @@ def _watch_waiting() -> list[float]:
             waited.append(time.perf_counter() - begin)
 
     watch.watched = until  # type: ignore[attr-defined]
-    waiting.until = watch
+    engine.until = watch
     return waited
 
 
@@ -113,8 +113,8 @@ def main() -> None:
             found = ranks.run(measure, size)
             print(f"\n| {size:,} bytes a rank | us | waiting, us | faults |\n|---|---|---|---|")
             for name in found[0]:
-                total, waiting, faults = max(each[name] for each in found)
-                print(f"| {name} | {total:,.1f} | {waiting:,.1f} | {faults:,.1f} |")
+                total, engine, faults = max(each[name] for each in found)
+                print(f"| {name} | {total:,.1f} | {engine:,.1f} | {faults:,.1f} |")
 
 
 if __name__ == "__main__":

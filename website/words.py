@@ -72,7 +72,7 @@ def _set_apart(found: re.Match[str]) -> str:
 
 def _of_one_tensor(_app: Sphinx) -> None:
     """Of a verb's overloads the reference shows those that return a tensor; its text has the others."""
-    analyzer = ModuleAnalyzer.for_module("gradmesh.collectives")
+    analyzer = ModuleAnalyzer.for_module("gradmesh.verbs.collectives")
     analyzer.analyze()
     for name, signatures in analyzer.overloads.items():
         analyzer.overloads[name] = [

@@ -19,11 +19,38 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from gradmesh.axis import Axis, axis, rank, world_size
+from gradmesh.autograd.coalesce import coalesce
+from gradmesh.autograd.deferred import no_sync
+from gradmesh.autograd.ordered import Order, backward, grad, join, ordered, reorderable
+from gradmesh.autograd.pending import Pending
+from gradmesh.autograd.scaling import scale_gradient
 from gradmesh.backends import shm as _shm
-from gradmesh.barriers import barrier
-from gradmesh.checking import check
-from gradmesh.collectives import (
+from gradmesh.dims import named, names
+from gradmesh.errors import (
+    ArgumentError,
+    AxisError,
+    CheckWarning,
+    DeadlockError,
+    DTypeError,
+    GradcheckError,
+    GradmeshError,
+    MismatchError,
+    MissingExtraError,
+    NotInitializedError,
+    OrderError,
+    RankError,
+    ShapeError,
+    TorchVersionError,
+    TorchWarning,
+    TypeMismatchError,
+)
+from gradmesh.launch import Ranks, launch
+from gradmesh.objective import objective
+from gradmesh.runtime.checking import check
+from gradmesh.runtime.mesh import Axis, axis, init, mesh, rank, use_mesh, world_size
+from gradmesh.type_inference import Types, assert_type, typed
+from gradmesh.types import I, P, R, Type, V
+from gradmesh.verbs.collectives import (
     all_gather,
     all_reduce,
     all_to_all,
@@ -46,37 +73,8 @@ from gradmesh.collectives import (
     shift,
     sizes,
 )
-from gradmesh.dims import named, names
-from gradmesh.errors import (
-    ArgumentError,
-    AxisError,
-    CheckWarning,
-    DeadlockError,
-    DTypeError,
-    GradcheckError,
-    GradmeshError,
-    MismatchError,
-    MissingExtraError,
-    NotInitializedError,
-    OrderError,
-    RankError,
-    ShapeError,
-    TorchVersionError,
-    TorchWarning,
-    TypeMismatchError,
-)
-from gradmesh.launch import Ranks, launch
-from gradmesh.no_sync import no_sync
-from gradmesh.objective import objective
-from gradmesh.order import Order, backward, grad, join, ordered
-from gradmesh.overlap.coalesce import coalesce
-from gradmesh.overlap.pending import Pending
-from gradmesh.own_ops import apply
-from gradmesh.reordering import reorderable
-from gradmesh.scaling import scale_gradient
-from gradmesh.type_inference import Types, assert_type, typed
-from gradmesh.types import I, P, R, Type, V
-from gradmesh.world import init, mesh, use_mesh
+from gradmesh.verbs.own_ops import apply
+from gradmesh.verbs.reductions import barrier
 
 if TYPE_CHECKING:
     from gradmesh import compat as compat

@@ -18,18 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from gradmesh._torch import LastPass, transforms_active
-from gradmesh.averaging import averaging
-from gradmesh.axis import Axis, AxisLike, resolve
-from gradmesh.call_sites import Site, call_site
-from gradmesh.checking import FULL, check_level
-from gradmesh.collectives import all_gather
+from gradmesh._util.call_sites import Site, call_site
+from gradmesh._util.structure import Packed
+from gradmesh.autograd.averaging import averaging
 from gradmesh.errors import ArgumentError, CheckWarning, MismatchError, message
-from gradmesh.state import ACTIVE_TRACERS, rank_state
-from gradmesh.structure import Packed
+from gradmesh.runtime.checking import FULL, check_level
+from gradmesh.runtime.mesh import Axis, AxisLike, resolve
+from gradmesh.runtime.state import ACTIVE_TRACERS, rank_state
 from gradmesh.transport import compiling
-from gradmesh.transport.values import ReplicatedLossPass
+from gradmesh.transport.call_checks import ReplicatedLossPass
+from gradmesh.transport.withdrawal import withdraw
 from gradmesh.types import I, R, Type, V
-from gradmesh.withdrawal import withdraw
+from gradmesh.verbs.collectives import all_gather
 
 __all__ = ["objective"]
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from gradmesh.launch.pickling import dumps_result
-from gradmesh.state import rank_state
+from gradmesh.runtime.state import rank_state
 from gradmesh_pytest import rewriting
 from gradmesh_pytest.failures import Attached, attach, place
 from gradmesh_pytest.per_rank import Subtest, Subtests, resolved

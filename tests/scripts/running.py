@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gradmesh.launch.ports import free_port
+from gradmesh.launch.process_ranks import free_port
 from tests.scripts import Script
 
 __all__ = ["Derivative", "Played", "derivatives", "play"]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import gradmesh as gm
-from gradmesh.state import rank_state
+from gradmesh.runtime.state import rank_state
 from tools.attack.calls import HELPERS, Verb
 from tools.attack.dense import Expected, Invalid, expected
 from tools.attack.programs import HEADER, Program, Region, source

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gradmesh.checker.run import processor_time
-from gradmesh.launch.ports import free_port
+from gradmesh.launch.process_ranks import free_port
 from tests.scripts import Script
 from tests.scripts.running import STEP, Watch, once, own
 

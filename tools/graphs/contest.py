@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import gradmesh as gm
-from gradmesh.autograd import apply
+from gradmesh.autograd.rule import apply
 from gradmesh.nn.graph import GraphPlan
 from gradmesh.ops.neighbor import NeighborAllToAll, Picked
 from gradmesh.ops.sizes import Sizes

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import gradmesh as gm
-from gradmesh.autograd import apply
+from gradmesh.autograd.rule import apply
 from gradmesh.ops.neighbor import NeighborAllToAll, Picked
 from gradmesh.ops.sizes import Sizes
 from tools.graphs.geometry import nearest

@@ -9,8 +9,8 @@ import re
 import sys
 from pathlib import Path
 
-from gradmesh.axis import Axis
 from gradmesh.ops.registry import table
+from gradmesh.runtime.mesh import Axis
 from gradmesh.types import Type
 from tools.pages import written
 from tools.pictures.drawing import picture_of, types_picture

@@ -5,15 +5,7 @@ lacks some gives one warning that names them. `tests/test_torch_private.py` test
 so that a new torch release fails there, by name, and not in a training run.
 """
 
-from gradmesh._torch.accumulation import (
-    accumulates,
-    after_pass,
-    can_accumulate_later,
-    can_run_after_pass,
-    leaf_behind,
-)
-from gradmesh._torch.attention import flash_backward, flash_forward, flash_takes
-from gradmesh._torch.compiled import (
+from gradmesh._torch.compilers import (
     compiling,
     constant_to_compilers,
     default_group,
@@ -21,6 +13,7 @@ from gradmesh._torch.compiled import (
     functional,
     hashed_by_identity,
     is_fake,
+    keep_order_in_inductor,
     keyword_fields_last,
     never_compiled,
     only_others_compile,
@@ -35,17 +28,24 @@ from gradmesh._torch.dispatched import (
     need_dispatch,
     version_of,
 )
-from gradmesh._torch.duplicate_groups import duplicate_group, is_known
-from gradmesh._torch.fresh import fill_fresh_memory
-from gradmesh._torch.fsdp import (
+from gradmesh._torch.groups import (
+    duplicate_group,
     flat_parameters,
     flattened,
     fully_sharded,
     ignored_by_fsdp,
     is_flattened,
+    is_known,
     is_replicated,
+    join_through,
 )
-from gradmesh._torch.inductor import keep_order_in_inductor
+from gradmesh._torch.kernels import (
+    fill_fresh_memory,
+    flash_backward,
+    flash_forward,
+    flash_takes,
+    profiler_of_all_threads,
+)
 from gradmesh._torch.modes import (
     forward_level_open,
     functorch_active,
@@ -63,18 +63,21 @@ from gradmesh._torch.modes import (
 from gradmesh._torch.names import RELIED_ON, warn_of_what_is_gone
 from gradmesh._torch.passes import (
     LastPass,
+    accumulates,
+    after_pass,
     backward_pass,
+    can_accumulate_later,
+    can_run_after_pass,
     checkpoint_region,
     function_backward,
     function_forward,
     in_backward,
     in_reentrant_checkpoint,
+    leaf_behind,
     named_range,
     profiler_on,
     saves_for_a_checkpoint,
 )
-from gradmesh._torch.profiles import profiler_of_all_threads
-from gradmesh._torch.rendezvous import join_through
 from gradmesh._torch.threads import _RankWorld, adopt_thread, stand_in, thread_isolation
 
 __all__ = [

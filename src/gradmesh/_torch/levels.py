@@ -16,7 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 from gradmesh._torch.names import RELIED_ON, calls, find, gone, refuse, there
-from gradmesh.stacks import PARSING
+from gradmesh._util.call_sites import PARSING
 
 __all__ = ["level_is_known", "of_thread", "shared_level"]
 

@@ -1,25 +1,279 @@
-# mypy: disable-error-code="override,assignment"
-# torch's stubs give every method a second, direct form, which torch.distributed does not call.
-"""The interface of gradmesh's process groups, for torch.distributed and for gradmesh's data path."""
+"""The interface of gradmesh's process groups, for torch.distributed and for gradmesh's data path.
+
+Base classes of torch's `Work` for pending calls, several works as one, and futures.
+torch.distributed returns a work to callers with `async_op=True`. DDP requests its future and waits for that in C++,
+where the waiting thread runs no Python; so futures are completed by another thread (see `Promise`).
+"""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import contextlib
+import datetime
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from gradmesh._torch import compiling
-from gradmesh.backends.call_check import CallCheck
+from gradmesh._torch import compiling, never_compiled
+from gradmesh._util.caches import BoundedCache
+from gradmesh._util.call_sites import Site, show_site, show_tensors
 from gradmesh.backends.torch_names import Tensors, TorchNames
-from gradmesh.backends.works import OwnWork
-from gradmesh.bounded_cache import BoundedCache
-from gradmesh.errors import ArgumentError, ShapeError, message
+from gradmesh.errors import ArgumentError, MismatchError, ShapeError, message
 
-__all__ = ["OwnGroup", "Tensors", "group_cache"]
+FLAGS = (1 << 34) - 1
+"""The bits of a call hash that carry flags; only the other bits are compared."""
+
+
+class CallCheck:
+    """The signature of one call on a rank.
+
+    Args:
+        digest: 64 bits that differ between mismatched calls.
+        said: returns the description of the call, for the error; called only on a mismatch.
+        refusal: builds the error from the descriptions of all ranks, in rank order.
+
+    Attributes:
+        digest: as above.
+        flags: bits that are sent to the other ranks without comparison; see `FLAGS`.
+        peer_flags: every rank's flags, in rank order, if they differ; else None.
+    """
+
+    __slots__ = ("_refusal", "_said", "digest", "flags", "peer_flags")
+
+    def __init__(
+        self, digest: int, said: Callable[[], str], refusal: Callable[[list[str]], Exception], flags: int = 0
+    ) -> None:
+        self.digest = digest
+        self.flags = flags
+        self.peer_flags: Sequence[int] | None = None
+        self._said, self._refusal = said, refusal
+
+    def said(self) -> str:
+        """The description of the call."""
+        return self._said()
+
+    def refusal(self, words: list[str]) -> Exception:
+        """The error, from the descriptions of all ranks, in rank order."""
+        return self._refusal(words)
+
+
+class OwnWork(dist.Work):
+    """A pending call of one rank. Subclasses implement waiting and polling.
+
+    Args:
+        result: the value of `result()` and the future.
+
+    Attributes:
+        future: a future that was requested before the call completed; another thread completes it.
+    """
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        never_compiled(cls)
+
+    def __init__(self, result: object) -> None:
+        super().__init__()
+        self.given = result
+        self.future: torch.futures.Future[Any] | None = None
+
+    # -- implemented by subclasses
+
+    @abc.abstractmethod
+    def finish(self, seconds: float | None) -> None:
+        """Wait until the call has completed; None: with the group's timeout.
+
+        Raises:
+            GradmeshError: the call failed or timed out.
+        """
+
+    @abc.abstractmethod
+    def is_over(self) -> bool:
+        """Whether the call has completed or failed; advances it without waiting."""
+
+    @override
+    @abc.abstractmethod
+    def exception(self) -> BaseException | None:
+        """The error of the call, or None."""
+
+    def late(self) -> list[int]:
+        """The ranks of the group that the call still waits for."""
+        return []
+
+    # -- torch's interface
+
+    @override
+    def is_completed(self) -> bool:
+        """Whether `wait` would return or raise immediately: the call has completed, and so has its future."""
+        return self.is_over() and (self.future is None or self.future.done())
+
+    @override
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Wait until the call and its future have completed; torch passes None or zero for the group's timeout."""
+        seconds = timeout.total_seconds() if timeout else 0.0
+        try:
+            self.finish(seconds if seconds > 0 else None)
+        finally:
+            if self.future is not None and self.is_over():
+                with contextlib.suppress(Exception):  # the same error as that of the call
+                    self.future.wait()
+        return True
+
+    @override
+    def is_success(self) -> bool:
+        """Whether the call has completed without an error."""
+        return self.is_completed() and self.exception() is None
+
+    @override
+    def synchronize(self) -> None:
+        """Wait, since there is no device stream."""
+        self.wait()
+
+    @override
+    def result(self) -> Any:
+        """Wait for the call and return its output tensors."""
+        self.wait()
+        return self.given
+
+    @override
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Wait for the call and return a completed future with the result."""
+        self.wait()
+        return completed(self.given)
+
+    def giving(self, result: object) -> OwnWork:
+        """Set the value of `result()` and the future."""
+        self.given = result
+        return self
+
+
+never_compiled(OwnWork)
+
+
+class Done(OwnWork):
+    """A completed call."""
+
+    @override
+    def finish(self, seconds: float | None) -> None:
+        """Return immediately."""
+
+    @override
+    def is_over(self) -> bool:
+        return True
+
+    @override
+    def exception(self) -> BaseException | None:
+        return None
+
+
+class CoalescedWorks(OwnWork):
+    """Several works as one, for calls between `_start_coalescing` and `_end_coalescing`."""
+
+    def __init__(self, works: Sequence[OwnWork]) -> None:
+        super().__init__([])
+        self._works = works
+
+    @override
+    def finish(self, seconds: float | None) -> None:
+        for work in self._works:
+            work.finish(seconds)
+
+    @override
+    def is_over(self) -> bool:
+        return all(work.is_over() for work in self._works)
+
+    @override
+    def exception(self) -> BaseException | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+
+def completed(result: object) -> torch.futures.Future[Any]:
+    """A completed future."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(result)
+    return future
+
+
+class Promise:
+    """Creates and completes the future of a pending call.
+
+    The thread that completes a call may be inside other code, and a callback (`future.then`) may wait for further
+    calls, as PowerSGD's does. So futures are completed in a pool of threads, as Gloo does.
+
+    An error is raised inside a callback: `Future.set_exception` sets an error that only Python recognizes; C++ would
+    treat it as a list of tensors.
+    """
+
+    def __init__(self) -> None:
+        self._ending: torch.futures.Future[Any] = torch.futures.Future()
+        self.future: torch.futures.Future[Any] = self._ending.then(_unfold)
+
+    def keep(self, result: object) -> None:
+        """Complete the future with a result."""
+        self._complete((result, None))
+
+    def fail(self, error: BaseException) -> None:
+        """Complete the future with an error, which torch shows as a RuntimeError with this one's text."""
+        self._complete((None, error))
+
+    def _complete(self, ending: tuple[object, BaseException | None]) -> None:
+        try:
+            _threads.submit(self._ending.set_result, ending)
+        except RuntimeError:  # at process exit no threads can be started
+            self._ending.set_result(ending)
+
+
+def promised(work: OwnWork) -> torch.futures.Future[Any]:
+    """The future of a work, completed by a thread that waits for the call."""
+    if work.future is not None:
+        return work.future
+    promise = Promise()
+    work.future = promise.future
+
+    def wait() -> None:
+        try:
+            work.finish(None)
+        except BaseException as error:
+            promise.fail(error)
+        else:
+            promise.keep(work.given)
+
+    threading.Thread(target=wait, name="gradmesh future", daemon=True).start()
+    return promise.future
+
+
+def _unfold(ended: torch.futures.Future[Any]) -> object:
+    result, error = ended.value()
+    if error is not None:
+        raise error
+    return result
+
+
+def _new_threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=256, thread_name_prefix="gradmesh callbacks")
+
+
+_threads = _new_threads()  # starts threads on first use
+
+
+def _reset_after_fork() -> None:
+    """Reset after fork: the threads do not exist in the child."""
+    global _threads
+    _threads = _new_threads()
+
+
+with contextlib.suppress(AttributeError):  # systems without fork
+    os.register_at_fork(after_in_child=_reset_after_fork)
+
+
+# mypy: disable-error-code="override,assignment"
+# torch's stubs give every method a second, direct form, which torch.distributed does not call.
 
 
 def group_cache(group: dist.ProcessGroup) -> BoundedCache | None:
@@ -239,3 +493,127 @@ class OwnGroup(TorchNames):
                 )
             )
         return list(splits)
+
+
+SAME_CALLS = "every rank of a group makes the same calls in the same order"
+DIFFERENT_BRANCH = (
+    "compare the lines above: a branch (often `if rank == 0`) makes the ranks issue different collectives"
+)
+RETURNED_REMEDY = (
+    "find the call that it did not make; if that is a backward call, because its loss does not use the output, put "
+    "forward and backward into `with gradmesh.ordered():` and end the block with gradmesh.backward(loss) on every rank"
+)
+"""The remedy if a rank has returned while others wait for it."""
+
+
+def show_call(
+    call: str,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    site: Site,
+    origin: Callable[[], str] | None = None,
+) -> str:
+    """Describe a call on one line: its name, the dtypes and shapes of its tensors, and its call site.
+
+    The backward of a call is described by the forward call (`origin`), which the program contains.
+    """
+    if origin is not None:
+        return f"{origin()}, run {show_site(site)}"
+    to = f" -> {show_tensors(outputs)}" if outputs and outputs is not inputs else ""
+    return f"{call}  {show_tensors(inputs)}{to}  {show_site(site)}"
+
+
+def timed_out_text(ranks: Iterable[int], seconds: float) -> str:
+    """The error text for ranks that timed out."""
+    named = ", ".join(map(str, ranks))
+    who = f" from rank{'s' * (',' in named)} {named}" if named else ""
+    return f"timed out after {seconds:g} s: received nothing{who}"
+
+
+def refusal(group: str) -> Callable[[list[str]], Exception]:
+    """Returns a function that creates the mismatch error from the descriptions of all ranks."""
+
+    def build(words: list[str]) -> Exception:
+        return MismatchError(
+            message(
+                "the ranks made different calls",
+                axis=f"group '{group}'",
+                expected="the same call with matching tensors on every rank",
+                got="\n".join(f"rank {rank}: {text}" for rank, text in enumerate(words)),
+                remedy=DIFFERENT_BRANCH,
+            )
+        )
+
+    return build
+
+
+def mismatched_message(group: str, sent: str, asked: str) -> MismatchError:
+    """The error of a receive whose tensor does not match the message."""
+    return MismatchError(
+        message(
+            "the receiver's tensor does not match the message",
+            axis=group,
+            expected=sent,
+            got=asked,
+            remedy="use tensors of the same dtype and number of elements on both ranks",
+        )
+    )
+
+
+REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+"""The reductions by torch's names, as functions of two tensors. AVG is divided afterwards, by `averaged`."""
+
+
+def averaged(total: torch.Tensor, count: int) -> torch.Tensor:
+    """Divide a sum by the number of ranks, in place; integers are truncated towards zero."""
+    if total.is_floating_point() or total.is_complex():
+        return total.div_(count)
+    return total.copy_(torch.div(total, count, rounding_mode="trunc"))
+
+
+_names: dict[Any, str] = {}
+
+
+def reduction(opts: Any, backend: str) -> str:
+    """The name of the reduction in a call's options.
+
+    Raises:
+        ArgumentError: it is not supported.
+    """
+    if opts is None:
+        return "SUM"
+    kind = opts.reduceOp.op
+    name = _names.get(kind)
+    if name is None:
+        name = _names[kind] = kind.name
+    if name not in REDUCTIONS:
+        raise ArgumentError(
+            message(
+                f"reduction not supported by the {backend} backend",
+                expected=", ".join(REDUCTIONS),
+                got=name,
+                remedy="multiply the tensor first and use ReduceOp.SUM" if name == "PREMUL_SUM" else None,
+            )
+        )
+    return name
+
+
+def timeout_of_group(given: datetime.timedelta) -> datetime.timedelta:
+    """The timeout of a new group: that of the world if the caller passed none.
+
+    torch passes its default to every group that is created without a timeout, ignoring the world's.
+    """
+    world = dist.group.WORLD if dist.is_initialized() else None
+    seconds = getattr(world, "timeout", None)
+    if given == default_pg_timeout and isinstance(seconds, float):
+        return datetime.timedelta(seconds=seconds)
+    return given

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradmesh import collectives
 from gradmesh.bench import raw
 from gradmesh.launch import Ranks
 from gradmesh.types import R
+from gradmesh.verbs import collectives
 
 if TYPE_CHECKING:
     from torch.utils.benchmark import Measurement, Timer

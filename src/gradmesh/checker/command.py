@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradmesh import __version__
+from gradmesh._util.environment import require
 from gradmesh.checker import baseline as baselines
 from gradmesh.checker.findings import Verdict
 from gradmesh.checker.judging.context import Context
@@ -17,7 +18,6 @@ from gradmesh.checker.report import counted, show
 from gradmesh.checker.run import Target, check_script
 from gradmesh.checker.sarif import sarif
 from gradmesh.errors import ArgumentError, message
-from gradmesh.extras import require
 
 __all__ = ["FOUND", "NOT_RUN", "check_command"]
 

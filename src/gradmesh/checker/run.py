@@ -21,7 +21,7 @@ from gradmesh.checker.judging.values import averages_values, sends_nothing
 from gradmesh.checker.recording.rank import run_rank
 from gradmesh.checker.recording.tape import Tape
 from gradmesh.errors import ArgumentError, message
-from gradmesh.launch.ports import free_port
+from gradmesh.launch.process_ranks import free_port
 
 __all__ = ["Recording", "Target", "check_script", "processor_time", "recorded"]
 

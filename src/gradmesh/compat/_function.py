@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.autograd.function import Function, FunctionMeta
 
-from gradmesh.autograd import apply
+from gradmesh.autograd.rule import apply
 from gradmesh.errors import ArgumentError, message
 from gradmesh.ops.base import LinearOp
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from gradmesh.arguments import Call, SizesLike
-from gradmesh.axis import Axis, AxisLike
 from gradmesh.ops.all_gather import AllGather, ReduceScatter
 from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant, Replicate
 from gradmesh.ops.all_to_all import AllToAll
@@ -22,8 +20,10 @@ from gradmesh.ops.gather import Gather
 from gradmesh.ops.neighbor import neighbors as neighbor_op
 from gradmesh.ops.shard import AllGatherInvariant, Shard
 from gradmesh.ops.sizes import Sizes
+from gradmesh.runtime.mesh import Axis, AxisLike
 from gradmesh.transport import Transport
 from gradmesh.types import I, P, R, Type
+from gradmesh.verbs.call import Call, SizesLike
 
 __all__ = [
     "CountedByAll",

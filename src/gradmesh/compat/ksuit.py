@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradmesh.axis import AxisLike, resolve
 from gradmesh.compat import _ops
 from gradmesh.compat._function import OpFunction, adjoint, again, run, with_nones
+from gradmesh.runtime.mesh import AxisLike, resolve
 from gradmesh.types import R
 
 __all__ = ["AllGatherGradAutograd"]

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from gradmesh.axis import AxisLike, resolve
 from gradmesh.compat import _ops
 from gradmesh.compat._function import OpFunction, run
 from gradmesh.errors import ArgumentError, message
+from gradmesh.runtime.mesh import AxisLike, resolve
 from gradmesh.types import I
 
 __all__ = ["AllGather"]

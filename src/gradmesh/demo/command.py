@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradmesh._util.environment import require
 from gradmesh.demo.fno import settings as fno_settings
 from gradmesh.demo.forces import settings as forces_settings
 from gradmesh.demo.job import Settings, run
 from gradmesh.demo.lm import settings as lm_settings
-from gradmesh.extras import require
 
 if TYPE_CHECKING:
     import click

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import gradmesh as gm
+from gradmesh._util.environment import require
 from gradmesh.backends import shm
 from gradmesh.demo.contrast import (
     GATHERS,
@@ -22,7 +23,6 @@ from gradmesh.demo.contrast import (
     rank_epoch,
     rank_gradient,
 )
-from gradmesh.extras import require
 
 __all__ = [
     "BATCH",

@@ -23,8 +23,7 @@ from types import CodeType
 
 import torch
 
-from gradmesh.call_sites import ORIGINS
-from gradmesh.stacks import Place, main_stack, shown, stacks
+from gradmesh._util.call_sites import ORIGINS, Place, main_stack, stack_text, stacks
 
 __all__ = ["MainThread", "Probe", "has_other_work", "is_waiting_in"]
 
@@ -75,7 +74,7 @@ class MainThread:
     def stack(self, below: str) -> str:
         """Its stack as text, starting below the frames of the file `below`; in a backward, with the forward call."""
         origin = ORIGINS.get(threading.main_thread().ident or 0)
-        return shown(main_stack(), below) + (f"  in {origin()}\n" if origin else "")
+        return stack_text(main_stack(), below) + (f"  in {origin()}\n" if origin else "")
 
 
 class Probe:

@@ -8,12 +8,12 @@ from typing import Any, Self, TypeVar, cast
 
 import torch.distributed as dist
 
+from gradmesh._util.call_sites import install_excepthook
 from gradmesh.backends import shm, threads
 from gradmesh.errors import ArgumentError, message
 from gradmesh.launch.outcomes import Outcome
 from gradmesh.launch.process_ranks import ProcessRanks
 from gradmesh.launch.thread_ranks import ThreadRanks
-from gradmesh.tracebacks import install
 
 __all__ = ["Ranks", "launch"]
 
@@ -119,7 +119,7 @@ class Ranks:
         prefix: bool | None = None,
     ) -> None:
         threads.register()
-        install()
+        install_excepthook()
         backend = shm.default() if backend is None else backend
         if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
             raise _argument_error("nprocs", "an int >= 1", nprocs, "pass the number of ranks, e.g. nprocs=2")

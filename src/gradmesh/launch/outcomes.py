@@ -12,11 +12,10 @@ from types import TracebackType
 
 import torch
 
-from gradmesh.backends.messages import RETURNED_REMEDY
+from gradmesh._util.call_sites import PARSING, shortened
+from gradmesh.backends.process_group import RETURNED_REMEDY
 from gradmesh.errors import AbortedError, DeadlockError, GradmeshError, RankError, message
-from gradmesh.stacks import PARSING
-from gradmesh.tracebacks import shortened
-from gradmesh.world import TIMEOUT
+from gradmesh.runtime.mesh import TIMEOUT
 
 __all__ = ["FAILURE_GRACE", "POLL", "START_LIMIT", "Failure", "Outcome", "group_timeout", "last_place"]
 

@@ -14,14 +14,19 @@ import torch
 import torch.distributed as dist
 
 from gradmesh import _torch
+from gradmesh._util.call_sites import stack_of, stack_text
 from gradmesh.backends import threads
-from gradmesh.backends.threads.waiting import World
+from gradmesh.backends.threads.rendezvous import World
 from gradmesh.errors import AbortedError, message
-from gradmesh.launch.log_prefix import prefixes
 from gradmesh.launch.outcomes import FAILURE_GRACE, POLL, Failure, Outcome, group_timeout
-from gradmesh.launch.output_streams import flush_incomplete_lines, prefixed_streams, set_prefix, thread_prefix
-from gradmesh.stacks import shown, stack_of
-from gradmesh.state import RankState, run_to_end
+from gradmesh.launch.output import (
+    flush_incomplete_lines,
+    prefixed_streams,
+    prefixes,
+    set_prefix,
+    thread_prefix,
+)
+from gradmesh.runtime.state import RankState, run_to_end
 
 __all__ = ["ThreadRanks"]
 
@@ -136,7 +141,7 @@ class ThreadRanks:
         return contextlib.nullcontext() if self._prefixes[0] is None else prefixed_streams()
 
     def _where(self, rank: int) -> str:
-        return shown(stack_of(self._threads[rank].ident), below=__file__)
+        return stack_text(stack_of(self._threads[rank].ident), below=__file__)
 
     def _end_threads(self) -> None:
         for jobs in self._jobs:

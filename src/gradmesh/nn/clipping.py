@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from torch.nn import utils
 
 from gradmesh._torch import default_group, flattened, is_flattened
-from gradmesh.axis import Axis, AxisLike, resolve
-from gradmesh.checking import check_level
-from gradmesh.collectives import all_gather
+from gradmesh._util.structure import Packed
 from gradmesh.errors import ArgumentError, MismatchError, message
 from gradmesh.nn.sharding import Holder, Sharding
-from gradmesh.structure import Packed
-from gradmesh.withdrawal import withdraw
+from gradmesh.runtime.checking import check_level
+from gradmesh.runtime.mesh import Axis, AxisLike, resolve
+from gradmesh.transport.withdrawal import withdraw
+from gradmesh.verbs.collectives import all_gather
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "get_total_norm"]
 

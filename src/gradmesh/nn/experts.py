@@ -9,12 +9,12 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from gradmesh.arguments import Call, integer
-from gradmesh.axis import Axis, AxisLike, balanced
-from gradmesh.collectives import all_gather, all_reduce, all_to_all
 from gradmesh.nn.plain import readable, upcast
 from gradmesh.nn.tensor.cuts import Parallel
+from gradmesh.runtime.mesh import Axis, AxisLike, balanced
 from gradmesh.types import I
+from gradmesh.verbs.call import Call, integer
+from gradmesh.verbs.collectives import all_gather, all_reduce, all_to_all
 
 __all__ = ["ExpertDispatch", "ExpertParallel", "balance_loss"]
 

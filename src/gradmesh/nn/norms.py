@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
-from gradmesh.arguments import Call
-from gradmesh.axis import Axis, AxisLike, resolve
-from gradmesh.collectives import all_gather
 from gradmesh.errors import ArgumentError, message
 from gradmesh.nn.plain import readable, upcast
+from gradmesh.runtime.mesh import Axis, AxisLike, resolve
+from gradmesh.verbs.call import Call
+from gradmesh.verbs.collectives import all_gather
 
 __all__ = ["SyncBatchNorm", "SyncGroupNorm"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from gradmesh.axis import balanced
+from gradmesh.runtime.mesh import balanced
 
 __all__ = ["Order", "positions_of", "sizes_of", "spans"]
 

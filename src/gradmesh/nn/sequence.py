@@ -15,14 +15,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradmesh.arguments import Call
-from gradmesh.axis import AxisLike, resolve
-from gradmesh.collectives import all_gather
-from gradmesh.collectives import shard as cut
-from gradmesh.collectives import sizes as sizes_on
 from gradmesh.errors import ArgumentError, ShapeError, message
 from gradmesh.nn.order import Order, positions_of, sizes_of, spans
+from gradmesh.runtime.mesh import AxisLike, resolve
 from gradmesh.types import Convention, I, R
+from gradmesh.verbs.call import Call
+from gradmesh.verbs.collectives import all_gather
+from gradmesh.verbs.collectives import shard as cut
+from gradmesh.verbs.collectives import sizes as sizes_on
 
 __all__ = ["Order", "positions", "shard", "sizes", "unshard"]
 

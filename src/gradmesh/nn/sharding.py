@@ -10,8 +10,8 @@ from weakref import WeakSet
 
 from torch import Tensor, nn
 
-from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.errors import ArgumentError, message
+from gradmesh.runtime.mesh import Axis, AxisLike, resolve
 
 __all__ = ["Holder", "Sharding", "mark_sharded", "remember"]
 

@@ -21,27 +21,26 @@ from typing import ClassVar, NoReturn, TypedDict, TypeVar
 import torch
 from torch import Tensor
 
-from gradmesh import profiling
 from gradmesh._torch import is_fake, profiler_on
-from gradmesh.axis import Axis
-from gradmesh.bounded_cache import BoundedCache
-from gradmesh.call_sites import ORIGINS, call_site, seen_from
-from gradmesh.checking import FULL, check_level
-from gradmesh.dtypes import BITS, NEVER_COPIED
+from gradmesh._util.caches import BoundedCache
+from gradmesh._util.call_sites import ORIGINS, call_site, seen_from
+from gradmesh._util.dtypes import BITS, NEVER_COPIED
 from gradmesh.errors import DTypeError, GradmeshError, ShapeError, message
-from gradmesh.state import ACTIVE_TRACERS, rank_state
-from gradmesh.transport import Transport, compiling, transport
+from gradmesh.runtime.checking import FULL, check_level
+from gradmesh.runtime.mesh import Axis
+from gradmesh.runtime.state import ACTIVE_TRACERS, rank_state
+from gradmesh.transport import Transport, compiling, middleware, transport
 from gradmesh.transport.call_checks import (
     BACKWARD,
     NEEDS_BACKWARD,
     CallRecord,
     OpCallCheck,
     Signature,
+    ValueCheck,
     calls_of,
 )
 from gradmesh.transport.comm_thread import AsyncAxis, after_pending, transport_axis
 from gradmesh.transport.packing import laid_out_as
-from gradmesh.transport.values import ValueCheck
 from gradmesh.types import I, R, Type
 
 T = TypeVar("T")
@@ -223,7 +222,7 @@ class Op(abc.ABC):
                 wire.compare()
             if profiler_on():
                 back = recorded is not None and recorded.role == BACKWARD
-                with profiling.collective(self.verb, self.axis, x, self.comm_dtype, backward=back):
+                with middleware.collective(self.verb, self.axis, x, self.comm_dtype, backward=back):
                     return self._run(x, wire)
             return self._run(x, wire)
         except Exception as error:

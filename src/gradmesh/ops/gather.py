@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from gradmesh.axis import Axis
 from gradmesh.ops.base import LinearOp, shifted
 from gradmesh.ops.row import Example, Row, uneven
 from gradmesh.ops.sizes import Sizes
+from gradmesh.runtime.mesh import Axis
 from gradmesh.transport import Transport
 from gradmesh.transport.packing import assemble, counts, pack
 from gradmesh.types import V

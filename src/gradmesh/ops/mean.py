@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gradmesh.axis import Axis
 from gradmesh.errors import DTypeError
 from gradmesh.ops.all_gather import AllGather, ReduceScatter, parts, wholes
 from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant, Replicate
 from gradmesh.ops.base import LinearOp
 from gradmesh.ops.row import Example, Examples, Row, on_axis
+from gradmesh.runtime.mesh import Axis
 from gradmesh.transport import Transport
 from gradmesh.types import Type
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import is_fake
-from gradmesh.axis import Axis
-from gradmesh.dtypes import BITS
+from gradmesh._util.dtypes import BITS
 from gradmesh.errors import DTypeError
 from gradmesh.ops.base import LinearOp, shifted
 from gradmesh.ops.row import Example, Row
 from gradmesh.ops.sizes import Sizes
+from gradmesh.runtime.mesh import Axis
 from gradmesh.transport import Transport, compiling
 from gradmesh.transport.packing import assemble, counts, pack
 from gradmesh.types import V

@@ -10,10 +10,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from gradmesh.axis import Axis
 from gradmesh.ops.base import LinearOp, shifted
 from gradmesh.ops.row import Example, Row, uneven
 from gradmesh.ops.sizes import Sizes
+from gradmesh.runtime.mesh import Axis
 from gradmesh.transport import Transport
 from gradmesh.types import V
 

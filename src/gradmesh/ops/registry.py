@@ -10,10 +10,10 @@ import importlib
 import pkgutil
 
 from gradmesh import ops
-from gradmesh.axis import Axis
 from gradmesh.ops.base import LinearOp, Op
 from gradmesh.ops.mean import Mean
 from gradmesh.ops.row import Row
+from gradmesh.runtime.mesh import Axis
 
 __all__ = ["REGISTRY", "Row", "table"]
 

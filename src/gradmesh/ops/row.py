@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gradmesh.axis import Axis
 from gradmesh.ops.base import LinearOp
 from gradmesh.ops.sizes import Sizes
+from gradmesh.runtime.mesh import Axis
 
 __all__ = ["Example", "Examples", "Row", "on_axis", "uneven"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
-from gradmesh.axis import balanced
+from gradmesh.runtime.mesh import balanced
 
 if TYPE_CHECKING:
     from gradmesh.ops.base import Op

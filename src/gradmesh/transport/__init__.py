@@ -18,18 +18,21 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from gradmesh._torch import compiling
-from gradmesh.axis import Axis
 from gradmesh.backends.process_group import group_cache
 from gradmesh.backends.shm.group import ShmGroup
 from gradmesh.backends.threads.group import ThreadsGroup
+from gradmesh.runtime.mesh import Axis
 from gradmesh.transport.base import Transport
 from gradmesh.transport.call_checks import OpCallCheck
 from gradmesh.transport.comm_thread import transport_axis
-from gradmesh.transport.functional import Functional
-from gradmesh.transport.local import LocalTransport, TracedLocalTransport
+from gradmesh.transport.groups import (
+    Functional,
+    LocalTransport,
+    OwnGroupTransport,
+    TorchGroup,
+    TracedLocalTransport,
+)
 from gradmesh.transport.middleware import MIDDLEWARE, install_middleware
-from gradmesh.transport.own_group import OwnGroupTransport
-from gradmesh.transport.torch_group import TorchGroup
 
 __all__ = [
     "TRANSPORTS",

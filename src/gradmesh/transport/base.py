@@ -27,9 +27,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from gradmesh.axis import Axis
 from gradmesh.errors import ArgumentError, message
-from gradmesh.transport import memory
+from gradmesh.runtime.mesh import Axis
+from gradmesh.transport import packing
 from gradmesh.transport.call_checks import Calls, OpCallCheck, calls_of
 from gradmesh.transport.packing import dense, flattened
 
@@ -226,9 +226,9 @@ class Transport(abc.ABC):
 
     def room(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """Memory for a result: dense, uninitialised, of the dtype and on the device of another tensor."""
-        if type(like) is Tensor and math.prod(shape) * like.dtype.itemsize < memory.SMALLEST:
+        if type(like) is Tensor and math.prod(shape) * like.dtype.itemsize < packing.SMALLEST:
             return like.new_empty(shape)
-        return memory.empty(shape, like.dtype, like.device)
+        return packing.empty(shape, like.dtype, like.device)
 
     def copy(self, x: Tensor) -> Tensor:
         """A dense copy of `x`."""

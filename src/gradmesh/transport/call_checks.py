@@ -8,42 +8,174 @@ sends.
 Calls in a user-written autograd.Function are handled in `manual_calls`.
 
 In addition, each rank reports whether its call will have a backward: see `NEEDS_BACKWARD`.
+
+Verbs that a user-written autograd.Function calls in its forward and backward.
+Two calls of such a Function could have their backward calls mispaired where ranks use the results differently. So the
+sequence numbers of the calls in the Function's forward are stored under its node's number, and sent as flags with the
+call in its backward. They are hints: two ranks that both know theirs must have a call in common; an unknown one matches
+anything, since a rank may not be able to find its node.
+
+Verify that all-to-all send and receive counts agree, with one checksum per rank.
+Each (source, target, count) has a 64-bit hash. A rank adds the hashes of what it sends and subtracts those of what it
+receives. Counts that agree cancel, so that the checksums of all ranks add up to 0, and almost never otherwise. The
+checksum is added to the call digest that the ranks exchange anyway; the flag bits of the digest stay untouched.
+
+Value checks: what the ranks compare about their operands at `gradmesh.check("full")`.
+A checksum of the operand, whether it contains a NaN or an infinity, and a hash of the call's source line are sent with
+the call check. Bits are compared without a tolerance: ranks that repeat the same work on one machine get the same
+bits.
+
+Name the failed rank where a torch backend only reports a closed connection or a timeout.
+A rank whose call failed sets a key in the group's store and checks which other ranks set theirs. A rank that has
+exited, has returned or is busy elsewhere sets none.
 """
 
 from __future__ import annotations
 
+import cmath
+import contextlib
 import hashlib
+import itertools
+import os
 import re
 import threading
-from collections.abc import Sequence
+import time
+import warnings
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NoReturn, Protocol
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradmesh._torch import function_backward, function_forward
-from gradmesh.backends.call_check import CallCheck
-from gradmesh.call_sites import Site, call_site, show_site
-from gradmesh.errors import MismatchError, message
-from gradmesh.transport import manual_calls
+from gradmesh._torch import LastPass, function_backward, function_forward, in_plain_mode
+from gradmesh._util.call_sites import Site, call_site, show_site
+from gradmesh.backends.process_group import FLAGS, RETURNED_REMEDY, CallCheck
+from gradmesh.errors import AbortedError, CheckWarning, GradmeshError, MismatchError, message
+from gradmesh.runtime.mesh import Axis
+from gradmesh.runtime.state import rank_state
+from gradmesh.transport.packing import dense, flattened, with_memory
+from gradmesh.types import I, P, R, Type
 
-__all__ = [
-    "BACKWARD",
-    "CAN_BACKWARD",
-    "DEFERRED",
-    "NEEDS_BACKWARD",
-    "TANGENT",
-    "ZERO_GRAD",
-    "CallRecord",
-    "Calls",
-    "OpCallCheck",
-    "Signature",
-    "call_check",
-    "calls_of",
-    "refusal_text",
-]
+_MANUAL_SHIFT = 14
+"""The position in the flags: two fields of 10 bits, the lower one 0 where the numbers are unknown."""
+_FIELD = (1 << 10) - 1
+_KEPT = 1 << 14
+
+
+@dataclass(slots=True)
+class FunctionCalls:
+    """The calls in one forward of a Function.
+
+    Attributes:
+        first: the sequence number of its first call.
+        last: that of the last call before another node was made.
+        text: description of the first call.
+        site: its call site.
+    """
+
+    first: int
+    last: int
+    text: str
+    site: Site
+
+    def __str__(self) -> str:
+        made = f"call {self.first}: {self.text} {show_site(self.site)}"
+        return f"in the backward of the autograd.Function that made {made}"
+
+
+class _Thread(threading.local):
+    """A token per thread; thread ids are reused."""
+
+    def __init__(self) -> None:
+        self.token = object()
+
+
+_here = _Thread()
+
+
+class Functions:
+    """The calls of user-written Functions on a group, on this rank.
+
+    Autograd numbers nodes per thread, so only the first thread that calls is tracked.
+    """
+
+    __slots__ = ("_made", "_thread")
+
+    def __init__(self) -> None:
+        self._made: OrderedDict[int, FunctionCalls] = OrderedDict()
+        self._thread: object = None
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def note(self, node: int, place: int, text: str) -> None:
+        """Store a call of a Function's forward; the oldest Functions are evicted."""
+        if self._thread is None:
+            self._thread = _here.token
+        if self._thread is not _here.token:
+            return
+        if (known := self._made.get(node)) is not None:
+            known.last = place
+            return
+        self._made[node] = FunctionCalls(place, place, text, call_site())
+        if len(self._made) > _KEPT:
+            self._made.popitem(last=False)
+
+    def of(self, node: int) -> FunctionCalls | None:
+        """The calls in the forward of a node's Function, if known."""
+        return self._made.get(node) if self._thread is _here.token else None
+
+
+def encode_flags(made: FunctionCalls) -> int:
+    """The sequence numbers as flags."""
+    return (1 + made.first % _FIELD | min(made.last - made.first, _FIELD) << 10) << _MANUAL_SHIFT
+
+
+def _read(flags: int) -> tuple[int, int] | None:
+    """First sequence number and how many follow; None where unknown."""
+    first, more = flags >> _MANUAL_SHIFT & _FIELD, flags >> _MANUAL_SHIFT + 10
+    return (first - 1, more) if first else None
+
+
+def conflicting(peer_flags: Sequence[int]) -> bool:
+    """Whether two ranks run the backward of Functions that have no call in common.
+
+    >>> one, both = encode_flags(FunctionCalls(7, 7, "", None)), encode_flags(FunctionCalls(7, 8, "", None))
+    >>> conflicting([one, both, 0]), conflicting([one, encode_flags(FunctionCalls(8, 8, "", None))])
+    (False, True)
+    """
+    known = {read for flags in peer_flags if (read := _read(flags)) is not None}
+    return any(
+        (other - first) % _FIELD > more and (first - other) % _FIELD > further
+        for (first, more), (other, further) in itertools.combinations(known, 2)
+    )
+
+
+def show_flags(peer_flags: Sequence[int], own: FunctionCalls | None) -> str:
+    """One line per rank: the call whose backward it runs.
+
+    Args:
+        peer_flags: every rank's flags.
+        own: this rank's calls, to complete the numbers, of which the flags have 10 bits.
+    """
+    lines = []
+    for rank, flags in enumerate(peer_flags):
+        read = _read(flags)
+        if read is None:
+            lines.append(f"rank {rank}: unknown")
+            continue
+        place = (
+            read[0] if own is None else own.first + (read[0] - own.first + _FIELD // 2) % _FIELD - _FIELD // 2
+        )
+        lines.append(f"rank {rank}: in the backward of the autograd.Function that made call {place}")
+    return "\n".join(lines)
+
 
 NEEDS_BACKWARD = 1
 """A flag: this rank will run the call's backward."""
@@ -191,7 +323,7 @@ class Calls:
         self.local_digest = 0
         """A digest of those."""
         self.words: list[str] = []
-        self.functions = manual_calls.Functions()
+        self.functions = Functions()
         """User-written autograd Functions that call verbs."""
 
     def note(self, signature: Signature, recorded: CallRecord) -> None:
@@ -233,7 +365,7 @@ class OpCallCheck(CallCheck):
         self.peer_flags = None
         self._signature, self._record = signature, recorded
         self._preceding: list[str] = []
-        self._function_calls: manual_calls.FunctionCalls | None = None
+        self._function_calls: FunctionCalls | None = None
         # Looked up now, because transports switch autograd off. A call of gradmesh's own nodes has a record.
         self._backward_node = function_backward() if recorded is None or recorded.origin is None else None
         self._forward_node = function_forward() if recorded is None else None
@@ -253,9 +385,7 @@ class OpCallCheck(CallCheck):
         calls.number += 1
         if self._backward_node is not None and self.sends_positions:
             self._function_calls = calls.functions.of(self._backward_node)
-            self.flags |= (
-                0 if self._function_calls is None else manual_calls.encode_flags(self._function_calls)
-            )
+            self.flags |= 0 if self._function_calls is None else encode_flags(self._function_calls)
         if self._forward_node is not None:
             calls.functions.note(self._forward_node, calls.number, self._signature.text)
         of: tuple[int, ...] = ()
@@ -284,11 +414,11 @@ class OpCallCheck(CallCheck):
             return
         if self._record is not None:
             self._record.peer_flags = peer_flags
-        if self.sends_positions and manual_calls.conflicting(peer_flags):
+        if self.sends_positions and conflicting(peer_flags):
             self._refuse(
                 "the ranks run the backward of different calls of an autograd.Function",
                 expected="the backward of the same call on every rank, in the same order",
-                got=manual_calls.show_flags(peer_flags, self._function_calls),
+                got=show_flags(peer_flags, self._function_calls),
                 remedy=_OUTSIDE,
             )
         if any(flags & NEEDS_BACKWARD for flags in peer_flags) and not all(
@@ -429,3 +559,276 @@ def call_check(verb: str, axis: str, text: str) -> OpCallCheck:
 def refusal_text(error: Exception) -> str:
     """What a rank that aborts its call reports to the others: the error and its call site."""
     return f"{type(error).__name__} {show_site(call_site())}: {error}"
+
+
+_WHOLE = 1 << 64
+
+
+@lru_cache(maxsize=4096)
+def _number(source: int, target: int, amount: int) -> int:
+    text = f"{source} gives {target} {amount}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") & ~FLAGS
+
+
+def balance(rank: int, send: Sequence[int], receive: Sequence[int]) -> int:
+    """A rank's checksum.
+
+    Args:
+        rank: the rank.
+        send: the number of elements that it sends to each rank.
+        receive: the number of elements that it receives from each rank.
+
+    >>> sum(balance(r, send, take) for r, send, take in ((0, (1, 2), (1, 4)), (1, (4, 3), (2, 3)))) % 2**64
+    0
+    >>> sum(balance(r, send, take) for r, send, take in ((0, (1, 2), (1, 5)), (1, (4, 3), (2, 3)))) % 2**64 == 0
+    False
+    """
+    return _balance(rank, tuple(send), tuple(receive))
+
+
+@lru_cache(maxsize=1024)
+def _balance(rank: int, send: tuple[int, ...], receive: tuple[int, ...]) -> int:
+    gives = sum(_number(rank, other, amount) for other, amount in enumerate(send))
+    takes = sum(_number(other, rank, amount) for other, amount in enumerate(receive))
+    return (gives - takes) % _WHOLE
+
+
+def agreed(heads: Sequence[int], own: int) -> bool:
+    """Whether all ranks' call digests are equal and their count checksums cancel.
+
+    Args:
+        heads: every rank's digest plus checksum, with its flags.
+        own: this rank's digest alone.
+
+    >>> one = FLAGS + 1
+    >>> agreed([one, one + 1], one), agreed([2 * one, 0], one), agreed([one, 2 * one], one)
+    (True, True, False)
+    """
+    return (sum(head & ~FLAGS for head in heads) - len(heads) * own) % _WHOLE == 0
+
+
+def signed(number: int) -> int:
+    """An unsigned 64-bit number as a signed one.
+
+    >>> signed(2**64 - 1), signed(2**64 + 3)
+    (-1, 3)
+    """
+    number %= _WHOLE
+    return number - _WHOLE if number >= _WHOLE >> 1 else number
+
+
+_NOT_FINITE = 8
+_LINE_SHIFT, _LINE_BITS = 4, (1 << 10) - 1
+_VALUES_SHIFT = 14
+_BITS = (1 << 20) - 1
+_LANES = 64
+
+
+class ReplicatedLossPass(LastPass):
+    """The backward pass of a loss declared with `loss_type=gm.R`, which `gradmesh.objective` scaled."""
+
+
+def checksum(x: Tensor) -> int:
+    """A 20-bit checksum that depends on the order of the elements; 0 for zeros."""
+    return int.from_bytes(bits_of(x, 4), "little") & _BITS
+
+
+def bits_of(x: Tensor, size: int) -> bytes:
+    """A digest of `size` bytes of a tensor's bits; all zero for zeros and empty tensors.
+
+    64-bit words are summed in lanes, which runs at memory bandwidth.
+    """
+    if not x.numel():
+        return bytes(size)
+    memory = flattened(with_memory(dense(x))).view(torch.uint8)
+    if memory.storage_offset() % 8:
+        memory = memory.clone()
+    whole = memory.numel() // (8 * _LANES) * (8 * _LANES)
+    lanes = memory[:whole].view(torch.int64).view(-1, _LANES).sum(0).tolist() if whole else []
+    rest = memory[whole:].tolist()
+    if not any(lanes) and not any(rest):
+        return bytes(size)
+    return hashlib.blake2b(array("q", lanes).tobytes() + bytes(rest), digest_size=size).digest()
+
+
+def _finite(x: Tensor) -> bool:
+    if not (x.is_floating_point() or x.is_complex()):
+        return True
+    if x.itemsize == 1 or x.dtype is torch.complex32:  # torch has no arithmetic for these
+        x = x.to(torch.complex64 if x.is_complex() else torch.float32)
+    # A sum takes a tenth of the time of isfinite on every element.
+    return cmath.isfinite(x.sum().item()) or bool(torch.isfinite(x).all())
+
+
+def _line() -> int:
+    """A 10-bit hash of the source line of the call."""
+    site = call_site()
+    if site is None:
+        return 0
+    text = f"{os.path.basename(site[0].co_filename)}:{site[1]}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=2).digest(), "little") & _LINE_BITS
+
+
+class ValueCheck(OpCallCheck):
+    """The check of one call and of its operand's values.
+
+    Args:
+        signature: the signature of the call.
+        recorded: its metadata.
+        x: this rank's operand.
+        src: the operand's type over the ranks; None: it has none.
+    """
+
+    __slots__ = ("_src", "sends_positions")
+
+    def __init__(
+        self, signature: Signature, recorded: CallRecord | None, x: Tensor, src: Type | None
+    ) -> None:
+        super().__init__(signature, recorded)
+        self._src = src
+        counts = src in (R, I) or self._summed
+        self.sends_positions = not counts
+        finite, number = in_plain_mode(lambda: (_finite(x), checksum(x) if counts else 0))
+        self.flags |= (0 if finite else _NOT_FINITE) | _line() << _LINE_SHIFT | number << _VALUES_SHIFT
+
+    @property
+    def _backward(self) -> bool:
+        return self._record is not None and self._record.role == BACKWARD
+
+    @property
+    def _summed(self) -> bool:
+        """Whether the operand is a gradient that this call sums over the ranks."""
+        return self._backward and self._src is P
+
+    def settle(self) -> None:
+        """Check the flags and values of the other ranks.
+
+        Raises:
+            MismatchError: values that are declared the same on every rank differ.
+        """
+        super().settle()
+        flags = self.flags
+        peer_flags = self.peer_flags
+        numbers = (
+            {flags >> _VALUES_SHIFT}
+            if peer_flags is None
+            else {other >> _VALUES_SHIFT for other in peer_flags}
+        )
+        if self._src in (R, I) and peer_flags is not None and len(numbers) > 1:
+            raise self._unequal(peer_flags)
+        if (
+            self._summed
+            and numbers == {flags >> _VALUES_SHIFT} != {0}
+            and not rank_state().get_or_create(ReplicatedLossPass).running
+        ):
+            self._warn("a gradient that is the same on every rank is summed over the ranks", _SUMMED)
+        if peer_flags is not None and len({other >> _LINE_SHIFT & _LINE_BITS for other in peer_flags}) > 1:
+            self._warn("the ranks make this call at different source lines", _ELSEWHERE)
+        if flags & _NOT_FINITE or (
+            peer_flags is not None and any(other & _NOT_FINITE for other in peer_flags)
+        ):
+            ranks = (
+                [rank for rank, other in enumerate(peer_flags) if other & _NOT_FINITE]
+                if peer_flags
+                else ["all"]
+            )
+            self._warn(
+                f"the operand contains a NaN or an infinity, on rank {', '.join(map(str, ranks))}", _SPOILT
+            )
+
+    def _unequal(self, peer_flags: Sequence[int]) -> MismatchError:
+        problem = (
+            f"dst=gm.{self._src} promises the same gradient on every rank, but the gradients differ"
+            if self._backward
+            else f"a gm.{self._src} operand has to be the same on every rank, but the values differ"
+        )
+        remedy = (
+            "if the ranks use the result differently, pass dst=gm.R, whose backward sums the ranks' gradients; if they "
+            "repeat the same work, find what makes it differ (data, dropout, the order of a sum)"
+        )
+        return MismatchError(
+            message(
+                problem,
+                op=self._signature.verb,
+                axis=self._signature.axis,
+                expected="bitwise equal values on every rank",
+                got="\n".join(
+                    f"rank {rank}: checksum {other >> _VALUES_SHIFT}" for rank, other in enumerate(peer_flags)
+                )
+                + f"\nin {self.said()}",
+                remedy=remedy
+                if self._backward
+                else "pass the same values on every rank (seed them alike, or gm.broadcast them from rank 0)",
+            )
+        )
+
+    def _warn(self, problem: str, remedy: str) -> None:
+        site = call_site()
+        text = message(
+            problem, op=self._signature.verb, axis=self._signature.axis, got=self.said(), remedy=remedy
+        )
+        place = ("<unknown>", 0) if site is None else (site[0].co_filename, site[1])
+        warnings.warn_explicit(text, CheckWarning, *place)
+
+
+_SUMMED = (
+    "if every rank repeats the same work on the result, this gradient is world_size times too large: pass dst=gm.I; if "
+    "the loss is the sum of the ranks' losses, it is right"
+)
+_ELSEWHERE = (
+    "if the ranks make two calls of the same kind in a different order, make the order the same; a branch that makes "
+    "the same call on every rank is right"
+)
+_SPOILT = "find the operation that produced it on that rank, for example with torch.autograd.detect_anomaly()"
+
+
+_GRACE = 0.4
+"""Seconds that the other ranks get to set their keys; they notice a lost connection at nearly the same time."""
+_POLL = 0.02
+
+
+@contextlib.contextmanager
+def failed_ranks_named(axis: Axis) -> Iterator[None]:
+    """Turn a backend error in this block into one that names the ranks which did not respond.
+
+    Raises:
+        AbortedError: the backend failed, and some ranks of the axis did not respond.
+    """
+    try:
+        yield
+    except GradmeshError:
+        raise
+    except RuntimeError as error:
+        missing = _unresponsive(axis)
+        if not missing:
+            raise
+        raise _error(axis, missing, error) from error
+
+
+def _unresponsive(axis: Axis) -> list[int]:
+    """The ranks of the axis that do not set their key; empty if the group has no store."""
+    with contextlib.suppress(Exception):
+        store: Any = axis.group.get_group_store()
+        store.set(f"lost/{axis.rank}", "1")
+        missing = [rank for rank in range(axis.size) if rank != axis.rank]
+        deadline = time.monotonic() + _GRACE
+        while missing and time.monotonic() < deadline:
+            time.sleep(_POLL)
+            missing = [rank for rank in missing if not store.check([f"lost/{rank}"])]
+        return missing
+    return []
+
+
+def _error(axis: Axis, missing: list[int], error: RuntimeError) -> AbortedError:
+    ranks = axis.global_ranks
+    names = ", ".join(str(ranks[rank]) for rank in missing)
+    return AbortedError(
+        message(
+            f"rank{'s' * (len(missing) > 1)} {names} did not respond, and the backend failed",
+            axis=str(axis),
+            expected="every rank of the axis makes this call",
+            got=str(error).splitlines()[0],
+            remedy=f"check whether that rank raised, exited or is busy elsewhere; otherwise {RETURNED_REMEDY}",
+        ),
+        rank=ranks[missing[0]],
+    )

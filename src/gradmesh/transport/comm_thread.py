@@ -24,14 +24,13 @@ import torch
 import torch.distributed as dist
 
 from gradmesh import _torch
-from gradmesh.axis import Axis
+from gradmesh._util.call_sites import Site, call_site, seen_from
 from gradmesh.backends import threads
 from gradmesh.backends.threads.group import ThreadsGroup
-from gradmesh.backends.threads.rendezvous import Group
-from gradmesh.backends.threads.waiting import BackgroundTask, BackgroundThread
-from gradmesh.call_sites import Site, call_site, seen_from
+from gradmesh.backends.threads.rendezvous import BackgroundTask, BackgroundThread, Group
 from gradmesh.errors import NotInitializedError, OrderError, message, refused_wait
-from gradmesh.state import rank_state
+from gradmesh.runtime.mesh import Axis
+from gradmesh.runtime.state import rank_state
 from gradmesh.transport.middleware import MIDDLEWARE
 
 __all__ = [

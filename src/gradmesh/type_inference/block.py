@@ -17,12 +17,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from gradmesh._torch import DispatchMode, dispatched_name, need_dispatch
-from gradmesh.axis import Axis, AxisLike, resolve
-from gradmesh.call_sites import call_site
+from gradmesh._util.call_sites import call_site
 from gradmesh.errors import ArgumentError, TypeMismatchError, message
 from gradmesh.ops.base import Op
-from gradmesh.state import ACTIVE_TRACERS, Tracer, rank_state
+from gradmesh.runtime.mesh import Axis, AxisLike, current_mesh, resolve
+from gradmesh.runtime.state import ACTIVE_TRACERS, Tracer, rank_state
 from gradmesh.transport.call_checks import CallRecord
+from gradmesh.transport.withdrawal import withdraw
 from gradmesh.type_inference import collectives, operators, rules
 from gradmesh.type_inference.rules import SAMES, I, P, V, shown
 from gradmesh.type_inference.tracker import (
@@ -41,8 +42,6 @@ from gradmesh.type_inference.tracker import (
     within,
 )
 from gradmesh.types import Type
-from gradmesh.withdrawal import withdraw
-from gradmesh.world import current_mesh
 
 
 def compare_gradients(tracker: Tracker, parameters: Sequence[Tensor]) -> None:

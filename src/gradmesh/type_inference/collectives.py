@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradmesh._torch import group_behind, in_backward, is_fake, resolve_group
-from gradmesh.axis import Axis
-from gradmesh.call_sites import Site, call_site
+from gradmesh._util.call_sites import Site, call_site
 from gradmesh.errors import GradmeshError
+from gradmesh.ops.all_reduce import Extremum
 from gradmesh.ops.base import LinearOp, Op
-from gradmesh.ops.extremum import Extremum
 from gradmesh.ops.mean import Mean
 from gradmesh.ops.pair import Receive, Send
+from gradmesh.runtime.mesh import Axis
 from gradmesh.transport.call_checks import BACKWARD, NEEDS_BACKWARD, CallRecord
 from gradmesh.type_inference.operators import tensors_in
 from gradmesh.type_inference.rules import SAMES, UNKNOWN, I, Kind, P, R, S, V, flavor

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import arguments_of, dispatched_name, in_backward
-from gradmesh.call_sites import Site, call_site
+from gradmesh._util.call_sites import Site, call_site
 from gradmesh.type_inference import rules
 from gradmesh.type_inference.rules import (
     SAMES,

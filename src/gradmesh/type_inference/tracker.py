@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import in_backward, is_fake, version_of
-from gradmesh.axis import Axis
-from gradmesh.call_sites import Site, call_site, show_site
+from gradmesh._util.call_sites import Site, call_site, show_site
+from gradmesh.autograd.averaging import MISSING_SUM
 from gradmesh.errors import CheckWarning, MismatchError, TypeMismatchError, message
 from gradmesh.ops.all_gather import AllGather
 from gradmesh.ops.sizes import EQUAL
+from gradmesh.runtime.mesh import Axis
 from gradmesh.type_inference import rules
 from gradmesh.type_inference.rules import SAMES, UNKNOWN, ZERO, I, Kind, P, R, S, V, flavor, shown
 from gradmesh.types import Type
-from gradmesh.unsummed import MISSING_SUM
 
 
 def token(*words: object) -> int:

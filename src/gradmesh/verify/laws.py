@@ -12,11 +12,11 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from gradmesh.axis import Axis, AxisLike
-from gradmesh.axis import axis as find_axis
 from gradmesh.errors import ArgumentError, message
 from gradmesh.launch import launch
 from gradmesh.ops.base import LinearOp
+from gradmesh.runtime.mesh import Axis, AxisLike
+from gradmesh.runtime.mesh import axis as find_axis
 from gradmesh.transport import transport
 from gradmesh.types import Type
 

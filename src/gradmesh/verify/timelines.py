@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from gradmesh._torch import in_backward
-from gradmesh.call_sites import call_site
+from gradmesh._util.call_sites import call_site
 from gradmesh.errors import ArgumentError, MissingExtraError, message
 from gradmesh.transport import Transport, install_middleware
 from gradmesh.transport.call_checks import TANGENT, CallRecord

@@ -33,11 +33,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradmesh.backends.shm import futex
+from gradmesh.backends.process_group import timeout_of_group
+from gradmesh.backends.shm import memory
 from gradmesh.backends.shm.group import ShmGroup
-from gradmesh.backends.shm.runs import run
-from gradmesh.backends.shm.segment import Segment
-from gradmesh.backends.timeouts import timeout_of_group
+from gradmesh.backends.shm.memory import Segment, run
 from gradmesh.errors import ArgumentError, message
 
 __all__ = ["available", "default", "register", "run"]
@@ -47,7 +46,7 @@ _register_lock = threading.Lock()
 
 def available() -> bool:
     """Whether the backend supports this system: Linux on a supported processor."""
-    return futex.supported()
+    return memory.supported()
 
 
 def default() -> str:

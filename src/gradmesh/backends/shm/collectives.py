@@ -4,40 +4,37 @@ The functions are generators that yield to wait for the other ranks, so that a c
 If a call was opened directly (`direct.py`), its first window is already written and published, and they continue from
 there. Tensors are flat; those longer than a chunk are sent in windows. Sums are in rank order, so that they are bitwise
 identical on every rank.
+
+The hash of a call: 64 bits, which the ranks publish in its first epoch and compare.
+The lowest bits are the flags of the call check, which are published but not compared.
+
+The calls of gradmesh's data path, which bypass torch.distributed.
+Usually the group is idle and the data fits into one chunk (the eager limit). Then no objects are created: the rank
+writes its chunk, publishes, polls for the others, and reads. If they do not arrive in time, disagree, or the data needs
+more than a chunk, the call is appended to the group's queue and continues there. Both paths use the same epochs, chunks
+and hashes, so that ranks may take different paths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import itertools
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from gradmesh.backends.reductions import REDUCTIONS, averaged
-from gradmesh.backends.shm.epochs import Call, Lockstep, Steps
-
-__all__ = [
-    "all_gather",
-    "all_gather_lists",
-    "all_reduce",
-    "barrier",
-    "broadcast",
-    "exchange",
-    "exchange_windows",
-    "exchanged",
-    "fold",
-    "offset",
-    "piece_for",
-    "read_stream",
-    "reduce",
-    "reduce_scatter",
-    "relay",
-    "relayed",
-    "shares_work",
-    "sparse_all_reduce",
-    "write_pieces",
-    "write_stream",
-]
+from gradmesh import _torch
+from gradmesh._torch import is_fake
+from gradmesh._util.dtypes import NEVER_COPIED
+from gradmesh.backends.process_group import FLAGS, REDUCTIONS, CallCheck, OwnGroup, averaged, refusal
+from gradmesh.backends.shm.engine import Call, CallWork, Engine, Lockstep, Shown, Steps
+from gradmesh.backends.shm.p2p import DTYPES
+from gradmesh.errors import ArgumentError, DTypeError, ShapeError, message
 
 _SHARED_WORK = 1 << 16
 """Minimum bytes per rank for which more than two ranks divide the work of a sum, which needs an additional epoch."""
@@ -309,3 +306,543 @@ def read_stream(row: Tensor, out: Tensor, at: int) -> None:
     first, last = max(at, 0), min(at + out.numel(), row.numel())
     if first < last:
         out[first - at : last - at].copy_(row[first:last])
+
+
+class Primitive(NamedTuple):
+    """One kind of call: its implementation for a single window, and in general.
+
+    The functions take the epochs of the group, the output, the input, and the call's additional argument: its root,
+    counts or source.
+
+    Attributes:
+        name: the kind, as in torch.distributed's calls.
+        shown: its description in errors; `{}` is replaced by the additional argument.
+        elements: the elements of a chunk that it needs on this rank; -1 if it needs several windows.
+        write: writes this rank's chunk.
+        read: reads the chunks into the output; False if the counts do not match or need several windows.
+        steps: the complete call, as a generator.
+    """
+
+    name: str
+    shown: str
+    elements: Callable[[Lockstep, Tensor, Tensor, Any], int]
+    write: Callable[[Lockstep, Tensor, Tensor, Any], None]
+    read: Callable[[Lockstep, Tensor, Tensor, Any], bool]
+    steps: Callable[[Call, Tensor, Tensor, Any], Steps]
+
+
+def _all_given(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> int:  # noqa: ARG001
+    return given.numel()
+
+
+def _all_out(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> int:  # noqa: ARG001
+    return out.numel()
+
+
+def _write_all(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> None:  # noqa: ARG001
+    lockstep.chunks(given.dtype, given.numel()).rows[lockstep.rank].copy_(given)
+
+
+# -- all_gather
+
+
+def _read_gathered(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> bool:  # noqa: ARG001
+    # One call of torch; a copy would need a view of `out` first.
+    torch.cat(lockstep.chunks(given.dtype, given.numel()).rows, out=out)
+    return True
+
+
+def _all_gather(call: Call, out: Tensor, given: Tensor, extra: object) -> Steps:  # noqa: ARG001
+    return all_gather(call, out.view(call.lockstep.size, given.numel()), given)
+
+
+ALL_GATHER = Primitive("all_gather_single", "all_gather", _all_given, _write_all, _read_gathered, _all_gather)
+
+
+# -- all_reduce and reduce
+
+
+def _unless_shared(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> int:  # noqa: ARG001
+    return -1 if shares_work(lockstep.size, given) else given.numel()
+
+
+def _read_sum(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> bool:  # noqa: ARG001
+    fold("SUM", lockstep.chunks(given.dtype, given.numel()).rows, out)
+    return True
+
+
+def _read_sum_at_root(lockstep: Lockstep, out: Tensor, given: Tensor, root: int) -> bool:
+    return lockstep.rank != root or _read_sum(lockstep, out, given, root)
+
+
+def _all_reduce(call: Call, out: Tensor, given: Tensor, extra: object) -> Steps:  # noqa: ARG001
+    return all_reduce(call, out, given, "SUM")
+
+
+def _reduce(call: Call, out: Tensor, given: Tensor, root: int) -> Steps:
+    return reduce(call, out, given, "SUM", root)
+
+
+ALL_REDUCE = Primitive("all_reduce", "all_reduce(sum)", _unless_shared, _write_all, _read_sum, _all_reduce)
+REDUCE = Primitive("reduce", "reduce(sum, root {})", _all_given, _write_all, _read_sum_at_root, _reduce)
+
+
+# -- reduce_scatter
+
+
+def _others_parts(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> int:  # noqa: ARG001
+    return max(1, lockstep.size - 1) * out.numel()
+
+
+def _parts(lockstep: Lockstep, flat: Tensor, each: int) -> Sequence[Tensor]:
+    return flat.view(lockstep.size, each).unbind(0)
+
+
+def _write_parts(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> None:  # noqa: ARG001
+    size, rank = lockstep.size, lockstep.rank
+    if size > 1:
+        each = given.numel() // size
+        pieces = lockstep.chunks(given.dtype, (size - 1) * each).pieces(size - 1)
+        write_pieces(pieces[rank], _parts(lockstep, given, each), rank, 0, each)
+
+
+def _parts_for_me(lockstep: Lockstep, given: Tensor) -> list[Tensor]:
+    """The parts for this rank, in rank order; its own part is not copied."""
+    size, rank = lockstep.size, lockstep.rank
+    if size == 1:
+        return [given]
+    each = given.numel() // size
+    own = given[rank * each : (rank + 1) * each]
+    pieces = lockstep.chunks(given.dtype, (size - 1) * each).pieces(size - 1)
+    return [own if source == rank else piece_for(pieces, source, rank) for source in range(size)]
+
+
+def _read_sum_of_parts(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> bool:  # noqa: ARG001
+    fold("SUM", _parts_for_me(lockstep, given), out)
+    return True
+
+
+def _reduce_scatter(call: Call, out: Tensor, given: Tensor, extra: object) -> Steps:  # noqa: ARG001
+    return reduce_scatter(call, out, _parts(call.lockstep, given, out.numel()), "SUM")
+
+
+REDUCE_SCATTER = Primitive(
+    "reduce_scatter_single",
+    "reduce_scatter(sum)",
+    _others_parts,
+    _write_parts,
+    _read_sum_of_parts,
+    _reduce_scatter,
+)
+
+
+# -- broadcast
+
+
+def _write_at_root(lockstep: Lockstep, out: Tensor, given: Tensor, root: int) -> None:
+    if lockstep.rank == root:
+        _write_all(lockstep, out, given, root)
+
+
+def _read_root(lockstep: Lockstep, out: Tensor, given: Tensor, root: int) -> bool:
+    out.copy_(given if lockstep.rank == root else lockstep.chunks(out.dtype, out.numel()).rows[root])
+    return True
+
+
+BROADCAST = Primitive("broadcast", "broadcast(root {})", _all_out, _write_at_root, _read_root, broadcast)
+
+
+# -- exchanges
+
+
+def _even_elements(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> int:  # noqa: ARG001
+    return given.numel() - given.numel() // lockstep.size
+
+
+@lru_cache(64)
+def _even_counts(size: int, each: int) -> tuple[list[int], bytes]:
+    """A rank's row of counts for equal parts, and the table of all rows."""
+    row = [each] * (2 * size)
+    return row, each.to_bytes(8, "little") * (2 * size * size)
+
+
+def _write_even(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> None:
+    counts, _ = _even_counts(lockstep.size, given.numel() // lockstep.size)
+    lockstep.publish_counts(lockstep.epoch + 1, counts)
+    _write_parts(lockstep, out, given, extra)
+
+
+def _read_even(lockstep: Lockstep, out: Tensor, given: Tensor, extra: object) -> bool:  # noqa: ARG001
+    _, table = _even_counts(lockstep.size, given.numel() // lockstep.size)
+    if lockstep.counts().tobytes() != table:
+        return False
+    torch.cat(_parts_for_me(lockstep, given), out=out)
+    return True
+
+
+def _exchange_even(call: Call, out: Tensor, given: Tensor, extra: object) -> Steps:  # noqa: ARG001
+    each = given.numel() // call.lockstep.size
+    return exchange(call, _parts(call.lockstep, out, each), _parts(call.lockstep, given, each))
+
+
+EXCHANGE_EVEN = Primitive(
+    "all_to_all_single", "all_to_all", _even_elements, _write_even, _read_even, _exchange_even
+)
+
+Counts = tuple[Sequence[int], Sequence[int]]
+
+
+def _window(lockstep: Lockstep, dtype: torch.dtype) -> int:
+    return lockstep.segment.chunk // dtype.itemsize
+
+
+def _uneven_elements(lockstep: Lockstep, out: Tensor, given: Tensor, counts: Counts) -> int:  # noqa: ARG001
+    # Another rank may send more: whether one window is enough is decided when all counts are known.
+    mine = given.numel() - counts[0][lockstep.rank]
+    width = _window(lockstep, given.dtype)
+    return width if mine <= width else -1
+
+
+def _write_uneven(lockstep: Lockstep, out: Tensor, given: Tensor, counts: Counts) -> None:  # noqa: ARG001
+    send, receive = counts
+    rank = lockstep.rank
+    lockstep.publish_counts(lockstep.epoch + 1, [*send, *receive])
+    row = lockstep.chunks(given.dtype, _window(lockstep, given.dtype)).rows[rank]
+    # The stream starts with the next rank's piece: first the elements after the local piece, then those before it.
+    begin = sum(send[:rank])
+    behind = given[begin + send[rank] :]
+    count = behind.numel()
+    if count:
+        row[:count].copy_(behind)
+    if begin:
+        row[count : count + begin].copy_(given[:begin])
+
+
+def _read_uneven(lockstep: Lockstep, out: Tensor, given: Tensor, counts: Counts) -> bool:
+    send, receive = counts
+    rank = lockstep.rank
+    width = _window(lockstep, given.dtype)
+    gives, fit = exchanged(lockstep)
+    if not fit or exchange_windows(gives, width) > 1:
+        return False
+    rows, pieces = lockstep.chunks(given.dtype, width).rows, []
+    for source, count in enumerate(receive):
+        if count:
+            at = sum(send[:rank]) if source == rank else offset(gives[source], source, rank)
+            pieces.append((given if source == rank else rows[source])[at : at + count])
+    if pieces:
+        torch.cat(pieces, out=out)
+    return True
+
+
+def _exchange(call: Call, out: Tensor, given: Tensor, counts: Counts) -> Steps:
+    send, receive = counts
+    return exchange(call, out.split(list(receive)), given.split(list(send)))
+
+
+EXCHANGE = Primitive(
+    "all_to_all_single", "all_to_all{}", _uneven_elements, _write_uneven, _read_uneven, _exchange
+)
+
+
+def _write_handed_on(lockstep: Lockstep, out: Tensor, given: Tensor, source: int | None) -> None:
+    counts = [given.numel(), lockstep.size if source is None else source, out.numel()]
+    lockstep.publish_counts(lockstep.epoch + 1, counts)
+    if given.numel():
+        _write_all(lockstep, out, given, source)
+
+
+def _read_handed_on(lockstep: Lockstep, out: Tensor, given: Tensor, source: int | None) -> bool:
+    most = relayed(lockstep)
+    if most is None or most > _window(lockstep, given.dtype):
+        return False
+    if source is not None:
+        out.copy_(lockstep.chunks(out.dtype, out.numel()).rows[source])
+    return True
+
+
+RELAY = Primitive("relay", "relay(from {})", _all_given, _write_handed_on, _read_handed_on, relay)
+
+
+_COMPARED = 0xFFFF_FFFF_FFFF_FFFF & ~FLAGS
+
+REDUCTION_NUMBER = {name: number for number, name in enumerate(REDUCTIONS)}
+_KINDS = (
+    "all_gather",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "relay",
+    "scatter",
+    "sparse_all_reduce",
+)
+_KIND_NUMBER = {name: number for number, name in enumerate(_KINDS)}
+
+
+def call_hash(kind: str, call_check: CallCheck | None, facts: tuple[int, ...]) -> int:
+    """The hash of a call.
+
+    Args:
+        kind: its name.
+        call_check: its call check, if any.
+        facts: numbers that must be the same on every rank. (Hashes of ints are the same in every process.)
+    """
+    bits = hash((_KIND_NUMBER[kind], *facts))
+    if call_check is None:
+        return bits & _COMPARED
+    return hash((call_check.digest, bits)) & _COMPARED | call_check.flags
+
+
+DTYPE_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+
+class Results:
+    """The results of a call as flat tensors, and the copies to make at its end.
+
+    Args:
+        shown: returns the group's description, for errors.
+    """
+
+    def __init__(self, shown: Callable[[], str]) -> None:
+        self._shown = shown
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def flat(self, tensor: Tensor, *, keep: bool = False) -> Tensor:
+        """A result as a flat tensor, with its current values if `keep`.
+
+        Raises:
+            ArgumentError: it is not a dense CPU tensor with values.
+            ShapeError: several of its elements share memory.
+        """
+        _on_cpu(tensor, self._shown)
+        # Detached, because autograd may not allow writing to a view.
+        plain = tensor.detach()
+        if plain.is_contiguous() and not plain.is_neg() and not plain.is_conj():
+            return plain if plain.dim() == 1 else plain.view(-1)
+        if any(size > 1 and stride == 0 for size, stride in zip(plain.shape, plain.stride(), strict=True)):
+            raise ShapeError(
+                message(
+                    "an output tensor is expanded: several of its elements share memory",
+                    axis=self._shown(),
+                    expected="a tensor with separate memory for each element",
+                    got=f"shape {list(plain.shape)} with strides {list(plain.stride())}",
+                    remedy="pass out.clone()",
+                )
+            )
+        dense = _torch.in_plain_mode(partial(_dense_like, plain, keep))
+        self._copies.append((plain, dense))
+        return dense.view(-1)
+
+    def after(self, calls: Sequence[Steps]) -> Steps:
+        """The calls in sequence, then the copies."""
+        if len(calls) == 1 and not self._copies:
+            return calls[0]
+        return itertools.chain(itertools.chain.from_iterable(calls), self._finally())
+
+    def _finally(self) -> Iterator[None]:
+        self.copy()
+        yield from ()
+
+    def copy(self) -> None:
+        """Copy now."""
+        for tensor, dense in self._copies:
+            tensor.copy_(dense)
+
+
+def operand(tensor: Tensor, shown: Callable[[], str]) -> Tensor:
+    """An operand as a flat tensor in logical element order, for any memory format."""
+    _on_cpu(tensor, shown)
+    plain = tensor.detach()
+    if not plain.is_contiguous() or plain.is_neg() or plain.is_conj():
+        plain = _torch.in_plain_mode(partial(_dense_like, plain, True))
+    return plain if plain.dim() == 1 else plain.view(-1)
+
+
+def _dense_like(tensor: Tensor, keep: bool) -> Tensor:
+    """A contiguous tensor of the same shape, with the same values if `keep`."""
+    dense = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return dense.copy_(tensor) if keep else dense
+
+
+def _on_cpu(tensor: Tensor, shown: Callable[[], str]) -> None:
+    if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized or is_fake(tensor):
+        raise ArgumentError(
+            message(
+                "the shm backend supports only dense CPU tensors",
+                axis=shown(),
+                expected="a dense CPU tensor with values",
+                got=f"a {type(tensor).__name__} on {tensor.device}, {tensor.layout}, {tensor.dtype}",
+                remedy="for CUDA tensors create a second group: torch.distributed.new_group(backend='nccl')",
+            )
+        )
+    if tensor.dtype in NEVER_COPIED:
+        raise DTypeError(
+            message(
+                "unsupported dtype: torch implements no copy kernel for it",
+                axis=shown(),
+                expected="a dtype that torch copies",
+                got=str(tensor.dtype),
+                remedy="send its bytes, x.view(torch.uint8), and view them back on the other ranks",
+            )
+        )
+
+
+_reducible: set[tuple[torch.dtype, str]] = set()
+
+
+def reducible(flat: Tensor, op: str) -> None:
+    """Check that torch supports the reduction for this dtype, before anything is sent.
+
+    Raises:
+        DTypeError: torch does not support it.
+    """
+    if (flat.dtype, op) in _reducible:
+        return
+    try:
+        _torch.in_plain_mode(lambda: REDUCTIONS[op](flat[:0], flat[:0]))
+    except RuntimeError as error:
+        raise DTypeError(
+            message(
+                f"reduction {op} is not implemented for {flat.dtype}",
+                expected="a dtype for which torch implements the reduction",
+                got=f"{flat.dtype}: {error}",
+                remedy="convert the tensor first, e.g. x.float() for SUM or x.int() for BAND, BOR and BXOR",
+            )
+        ) from error
+    _reducible.add((flat.dtype, op))
+
+
+def in_mode_of(tensors: Sequence[Tensor], work: Callable[[], object]) -> None:
+    """Run `work`, which writes to the tensors, in inference mode if they are inference tensors."""
+    if tensors[0].is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            work()
+    else:
+        work()
+
+
+def facts(flat: Tensor) -> tuple[int, int]:
+    """The properties of a tensor that ranks compare: the number of its dtype, and its size."""
+    return DTYPE_NUMBER[flat.dtype], flat.numel()
+
+
+def elements(tensor: Tensor, rows: Sequence[int]) -> list[int]:
+    """The number of elements in the given numbers of rows of dim 0."""
+    each = tensor.numel() // tensor.shape[0] if tensor.shape[0] else 0
+    return [row * each for row in rows]
+
+
+_SUM = REDUCTION_NUMBER["SUM"]
+
+
+class DirectCalls(OwnGroup):
+    """The calls of gradmesh's data path."""
+
+    engine: Engine
+
+    @override
+    def all_gather_flat(self, out: Tensor, given: Tensor, call_check: CallCheck | None = None) -> None:
+        self._run(ALL_GATHER, out, given, None, call_check, 1, *facts(given))
+
+    @override
+    def reduce_scatter_flat(self, out: Tensor, given: Tensor, call_check: CallCheck | None = None) -> None:
+        reducible(out, "SUM")
+        self._run(REDUCE_SCATTER, out, given, None, call_check, 1, *facts(out), _SUM)
+
+    @override
+    def all_reduce_flat(self, out: Tensor, given: Tensor, call_check: CallCheck | None = None) -> None:
+        reducible(given, "SUM")
+        self._run(ALL_REDUCE, out, given, None, call_check, 1, *facts(given), _SUM)
+
+    @override
+    def reduce_flat(self, out: Tensor, given: Tensor, root: int, call_check: CallCheck | None = None) -> None:
+        reducible(given, "SUM")
+        self._run(REDUCE, out, given, root, call_check, *facts(given), _SUM, root)
+
+    @override
+    def broadcast_flat(
+        self, out: Tensor, given: Tensor, root: int, call_check: CallCheck | None = None
+    ) -> None:
+        self._run(BROADCAST, out, given, root, call_check, 1, *facts(out), root)
+
+    @override
+    def exchange_flat(
+        self,
+        out: Tensor,
+        given: Tensor,
+        send: Sequence[int] | None = None,
+        receive: Sequence[int] | None = None,
+        call_check: CallCheck | None = None,
+    ) -> None:
+        number = DTYPE_NUMBER[given.dtype]
+        if send is None or receive is None:
+            self._run(EXCHANGE_EVEN, out, given, None, call_check, number)
+        else:
+            self._run(EXCHANGE, out, given, (send, receive), call_check, number)
+
+    @override
+    def relay_flat(
+        self, out: Tensor, given: Tensor, source: int | None, call_check: CallCheck | None = None
+    ) -> None:
+        if self.count == 1:  # a row of counts would be too short
+            if source is not None:
+                out.copy_(given)
+            return
+        self._run(RELAY, out, given, source, call_check, DTYPE_NUMBER[given.dtype])
+
+    @override
+    def withdraw(self, call_check: CallCheck | None, said: str) -> None:
+        if self.engine.closed is not None:
+            return
+        refuse = call_check.refusal if call_check is not None else refusal(self._name)
+        call = Call(self.engine.lockstep, secrets.randbits(64), CallCheck(0, lambda: said, refuse))
+        work = CallWork(self.engine, barrier(call), [], False, Shown(said, []))
+        with contextlib.suppress(Exception):  # the caller raises its own error
+            self.engine.post(work)
+            work.wait()
+
+    def _run(
+        self,
+        primitive: Primitive,
+        out: Tensor,
+        given: Tensor,
+        extra: Any,
+        call_check: CallCheck | None,
+        *numbers: int,
+    ) -> None:
+        """Run a call immediately if possible; otherwise queue it, or the rest of it."""
+        engine, bits = self.engine, call_hash(primitive.name, call_check, numbers)
+        lockstep, opened = engine.lockstep, False
+        with engine.lock:
+            engine.check()
+            elements = primitive.elements(lockstep, out, given, extra)
+            if (
+                0 <= elements * given.dtype.itemsize <= engine.segment.chunk
+                and not engine.queue
+                and not _torch.modes_active()
+            ):
+                try:
+                    lockstep.uses += 1
+                    primitive.write(lockstep, out, given, extra)
+                    opened = True
+                    if (
+                        lockstep.open(bits, engine.spins)
+                        and lockstep.agree(bits, call_check)
+                        and primitive.read(lockstep, out, given, extra)
+                    ):
+                        return
+                except BaseException as error:
+                    engine.abort_group(error)
+                    raise
+            shown = Shown(primitive.shown.format(extra), [given], [out])
+            call = Call(lockstep, bits, call_check or CallCheck(0, shown, refusal(self._name)), opened=opened)
+            work = CallWork(engine, primitive.steps(call, out, given, extra), None, out.is_inference(), shown)
+            engine.post(work, opened=opened)
+        work.wait()

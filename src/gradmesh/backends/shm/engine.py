@@ -3,30 +3,596 @@
 A call starts when it is made, and advances while the rank waits for anything: calls of a group in order, those of
 different groups and messages concurrently. Otherwise a thread advances pending calls (`progress.in_background`). All
 state is protected by the engine's lock.
+
+The progress engine: advances pending calls while their rank does something else.
+While a rank waits for one group, it advances pending calls of its other groups: otherwise two ranks could each wait for
+a call that the other has started but not finished. If no thread waits, the progress thread takes over
+(`in_background`): it sleeps on the word of the next call, so that it wakes when the other ranks have published, and
+periodically to check whether they are alive. It sleeps indefinitely if other threads wait for all pending calls.
+
+Epochs: all ranks of a group publish data, then read that of the others.
+A rank has two chunks of shared memory, which it uses alternately. It writes one, publishes, waits until all ranks have
+published, and reads their chunks. Before it writes a chunk again it has waited for a later epoch, which no rank
+publishes before having read the earlier one, so that a second barrier is not needed.
+
+In the first epoch of a call each rank also publishes the call's hash, and all compare. So mismatched calls raise on
+every rank before a result is written.
+
+How a process rank waits: it spins for a short time, then sleeps in the kernel.
+While spinning it yields its core to its peers: with four ranks on two cores that halves the time of a barrier, compared
+with sleeping immediately. While sleeping it wakes every 50 ms to check whether the others are alive and whether it has
+timed out; the awaited event wakes it immediately. (Spinning before sleeping is competitive: if the spin takes as long
+as a sleep costs, it takes at most twice the time of the better of the two. Karlin, Li, Manasse, Owicki 1991, "Empirical
+studies of competitive spinning for a shared-memory multiprocessor".)
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import threading
 import time
 import weakref
+from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from os import sched_yield
+from typing import Any
 
 import torch
+from torch import Tensor
+from typing_extensions import override
 
 from gradmesh import _torch
-from gradmesh.backends.shm import progress, waiting
-from gradmesh.backends.shm.epochs import Lockstep, RefusedError
-from gradmesh.backends.shm.p2p import P2PChannel, Receive, Send
-from gradmesh.backends.shm.runs import run
-from gradmesh.backends.shm.segment import BROKE, FAILED, LEFT, Segment
-from gradmesh.backends.shm.works import AsyncWork, CallWork, MessageWork
-from gradmesh.errors import AbortedError, GradmeshError, NotInitializedError, message
+from gradmesh._util.call_sites import Site, call_site, origin
+from gradmesh.backends.process_group import (
+    FLAGS,
+    SAME_CALLS,
+    CallCheck,
+    OwnWork,
+    Promise,
+    completed,
+    show_call,
+    timed_out_text,
+)
+from gradmesh.backends.shm import memory
+from gradmesh.backends.shm.memory import BROKE, FAILED, LEFT, Segment, Slots, run
+from gradmesh.backends.shm.p2p import P2PChannel, Receive, Send, misfit
+from gradmesh.errors import AbortedError, DeadlockError, GradmeshError, NotInitializedError, message
 
-__all__ = ["Engine"]
+LOOK = 0.05
+"""Seconds between two checks of the other processes."""
+PAUSE = 0.002
+"""Seconds between two polls if there is no single word to sleep on."""
+
+_lock = threading.Lock()
+_unfinished: weakref.WeakSet[Engine] = weakref.WeakSet()
+_waited_for: list[Engine] = []
+
+
+def busy(engine: Engine) -> None:
+    """Register a group with pending calls."""
+    with _lock:
+        _unfinished.add(engine)
+
+
+def idle(engine: Engine) -> None:
+    """Unregister a group without pending calls."""
+    with _lock:
+        _unfinished.discard(engine)
+
+
+def unfinished() -> list[Engine]:
+    """The groups with pending calls."""
+    with _lock:
+        return list(_unfinished)
+
+
+def progress(waiting: Engine | None = None, in_call: bool = False) -> bool:
+    """Advance the pending calls of all groups; returns whether there are any besides the awaited one."""
+    others = False
+    for engine in unfinished():
+        mine = engine is waiting
+        others |= engine.poll(in_call=mine and in_call, in_message=mine and not in_call)
+    return others
+
+
+@contextlib.contextmanager
+def waiting(engine: Engine) -> Iterator[None]:
+    """The calling thread waits for this group within the block, and advances its calls."""
+    with _lock:
+        _waited_for.append(engine)
+    try:
+        yield
+    finally:
+        with _lock:
+            _waited_for.remove(engine)
+            left = engine in _unfinished
+        if left:
+            _helper.resume()
+
+
+def _unattended() -> list[Engine]:
+    """The groups with pending calls that no thread waits for."""
+    with _lock:
+        return [engine for engine in _unfinished if engine not in _waited_for]
+
+
+def _poll_unattended() -> None:
+    for engine in _unattended():
+        with contextlib.suppress(Exception):  # the waiter of the call gets the error
+            engine.poll()
+
+
+class _Helper:
+    """The progress thread; started on first use."""
+
+    def __init__(self) -> None:
+        self.needed = threading.Event()
+        self.over = False
+        self.starting = threading.Lock()
+        self.thread = threading.Thread(target=self._run, name="gradmesh shm", daemon=True)
+        self.version = 0
+        self.asleep_on: int | None = None
+
+    def need(self, asleep_on: int | None = None) -> None:
+        """Take over a new pending call, whose word to sleep on is given."""
+        self.version += 1
+        if not self.needed.is_set():
+            self.needed.set()
+        elif self.asleep_on not in (None, asleep_on):
+            self._wake()
+        if self.thread.ident is None:
+            with self.starting:
+                if self.thread.ident is None:
+                    self.thread.start()
+                    atexit.register(self.end)
+
+    def resume(self) -> None:
+        """Take over again, if the thread has been started."""
+        if self.thread.ident is not None:
+            self.needed.set()
+
+    def end(self) -> None:
+        """Stop at process exit."""
+        self.over = True
+        self.needed.set()
+        self._wake()
+        self.thread.join(1)
+
+    def _wake(self) -> None:
+        address = self.asleep_on
+        if address is not None:
+            memory.wake(address)
+
+    def _run(self) -> None:
+        while True:
+            self.needed.wait()
+            if self.over:
+                return
+            version = self.version
+            _poll_unattended()
+            engines = _unattended()
+            if engines:
+                self._sleep(engines, version)
+                continue
+            self.needed.clear()
+            # A call may have been started, or abandoned by its waiter, since the last check.
+            if version != self.version or _unattended():
+                self.needed.set()
+
+    def _sleep(self, engines: list[Engine], version: int) -> None:
+        word = engines[0].sleep_on() if len(engines) == 1 else None
+        if word is None:
+            time.sleep(PAUSE)
+            return
+        try:
+            self.asleep_on = word[0]
+            if version == self.version and not self.over:
+                memory.wait(*word, LOOK)
+        finally:
+            self.asleep_on = None
+
+
+_helper = _Helper()
+
+
+def in_background(engine: Engine) -> None:
+    """Advance the pending calls of this group in the progress thread."""
+    word = engine.sleep_on()
+    _helper.need(None if word is None else word[0])
+
+
+def reset_after_fork() -> None:
+    """Reset inherited state after fork."""
+    global _lock, _helper
+    _lock, _helper = threading.Lock(), _Helper()
+    _unfinished.clear()
+    _waited_for.clear()
+
+
+Steps = Iterator[None]
+"""A pending call: yields to wait until all ranks have published."""
+
+
+_64_BITS = 0xFFFF_FFFF_FFFF_FFFF
+_WORDS = 4096
+"""Maximum bytes of a rank's description of a mismatched call."""
+
+
+class Lockstep:
+    """The epochs of a group on one rank."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        self.rank, self.size = segment.rank, segment.size
+        self.epoch = 0
+        self.uses = 0
+        self._published = segment.published
+        self._word = segment.word(segment.rank)
+        self._alone = segment.size == 1
+
+    def publish(self) -> bool:
+        """Publish what was written; returns whether all ranks have published."""
+        self.epoch += 1
+        if self._alone:
+            return True
+        memory.fence()
+        self._published[self.rank] = self.epoch
+        memory.wake(self._word)
+        return self.arrived()
+
+    def open(self, call_hash: int, looks: int) -> bool:
+        """Publish the first epoch of a call and poll up to `looks` times; returns whether all ranks have published."""
+        epoch = self.epoch = self.epoch + 1
+        self.segment.hashes[epoch & 1][self.rank] = call_hash
+        if self._alone:
+            return True
+        published = self._published
+        memory.fence()
+        published[self.rank] = epoch
+        memory.wake(self._word)
+        for _ in range(looks):
+            if min(published.tolist()) >= epoch:
+                memory.fence()
+                return True
+            sched_yield()
+        return False
+
+    def chunks(self, dtype: torch.dtype, count: int) -> Slots:
+        """The current chunks, for `count` elements of each rank."""
+        return self.segment.slots(dtype, count)[self.uses & 1]
+
+    def counts(self) -> memoryview:
+        """The counts of the last published epoch: one row of 2 * size per rank."""
+        return self.segment.counts[self.epoch & 1]
+
+    def publish_counts(self, epoch: int, counts: Sequence[int]) -> None:
+        """Write this rank's row of counts for an epoch."""
+        row = 2 * self.size * self.rank
+        self.segment.counts[epoch & 1][row : row + len(counts)] = memoryview(array("Q", counts))
+
+    def agree(self, call_hash: int, call_check: CallCheck | None) -> bool:
+        """Whether all ranks published this hash; flags that differ are passed to the call check."""
+        hashes = self.segment.hashes[self.epoch & 1].tolist()
+        if hashes.count(call_hash) == self.size:
+            return True
+        if call_check is None or any((other ^ call_hash) & ~FLAGS for other in hashes):
+            return False
+        call_check.peer_flags = [other & FLAGS for other in hashes]
+        return True
+
+    def arrived(self) -> bool:
+        """Whether all ranks have published this epoch."""
+        if min(self._published.tolist()) < self.epoch:
+            return False
+        memory.fence()
+        return True
+
+    def late(self) -> list[int]:
+        """The ranks that have not published this epoch."""
+        return [rank for rank, epoch in enumerate(self._published.tolist()) if epoch < self.epoch]
+
+    def late_word(self) -> tuple[int, int] | None:
+        """The word of such a rank, and its value."""
+        for rank, epoch in enumerate(self._published.tolist()):
+            if epoch < self.epoch:
+                return self.segment.word(rank), epoch
+        return None
+
+
+class Call:
+    """One call of this rank.
+
+    Args:
+        lockstep: the epochs of the group.
+        call_hash: the call's hash, which the ranks compare.
+        call_check: provides the error if the hashes differ.
+        opened: whether its first epoch is already written and published.
+    """
+
+    def __init__(
+        self, lockstep: Lockstep, call_hash: int, call_check: CallCheck, *, opened: bool = False
+    ) -> None:
+        self.lockstep = lockstep
+        self.call_hash = call_hash & _64_BITS
+        self.call_check = call_check
+        self.agreed = False
+        self.opened = opened
+
+    def slots(self, dtype: torch.dtype, count: int) -> Slots:
+        """The chunks of the next epoch, for `count` elements of each rank; already written if the call is `opened`."""
+        if not self.opened:
+            self.lockstep.uses += 1
+        return self.lockstep.chunks(dtype, count)
+
+    def counts(self, counts: Sequence[int]) -> None:
+        """Publish counts with the first epoch."""
+        if not self.opened:
+            self.lockstep.publish_counts(self.lockstep.epoch + 1, counts)
+
+    def meet(self) -> Steps:
+        """Publish an epoch, the first one with the call's hash; continue when all ranks have, if they agree."""
+        lockstep = self.lockstep
+        if self.agreed:
+            if not lockstep.publish():
+                yield
+            return
+        if self.opened:
+            self.opened = False
+            if not lockstep.arrived():
+                yield
+        else:
+            lockstep.segment.hashes[(lockstep.epoch + 1) & 1][lockstep.rank] = self.call_hash
+            if not lockstep.publish():
+                yield
+        self.agreed = True
+        if not lockstep.agree(self.call_hash, self.call_check):
+            yield from self.refuse()
+
+    def refuse(self) -> Steps:
+        """Exchange descriptions of the call, and raise the error with those of all ranks.
+
+        Raises:
+            RefusedError: always.
+        """
+        lockstep = self.lockstep
+        # Different calls may have used different numbers of chunks before.
+        lockstep.uses = lockstep.epoch
+        lockstep.uses += 1
+        chunks = [lockstep.segment.raw_slot(rank, lockstep.uses & 1) for rank in range(lockstep.size)]
+        said = self.call_check.said().encode()[:_WORDS]
+        chunks[lockstep.rank][:_WORDS] = said.ljust(_WORDS)
+        if not lockstep.publish():
+            yield
+        words = [bytes(chunk[:_WORDS]).decode(errors="replace").rstrip() for chunk in chunks]
+        raise RefusedError(self.call_check.refusal(words))
+
+
+class RefusedError(Exception):
+    """All ranks reject a mismatched call; the group remains usable. The argument is the error to raise."""
+
+
+class Shown:
+    """The description of a call, for errors: its name, tensors and call site."""
+
+    __slots__ = ("_call", "_inputs", "_origin", "_outputs", "_site")
+
+    def __init__(self, call: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor] = ()) -> None:
+        self._call, self._inputs, self._outputs = call, inputs, outputs
+        self._site: Site = None
+        self._origin = origin()
+
+    def started(self) -> None:
+        """Record the call site, because the call may be finished elsewhere."""
+        self._site = call_site()
+
+    def __call__(self) -> str:
+        """The description."""
+        return show_call(self._call, self._inputs, self._outputs, self._site or call_site(), self._origin)
+
+
+class AsyncWork(OwnWork):
+    """The base class of calls and messages; the engine completes them.
+
+    Attributes:
+        over: whether the call has completed or failed; set last.
+        error: its error.
+        promise: completes the requested future; `asked` is the time of the request.
+    """
+
+    def __init__(self, engine: Engine, result: object, shown: Shown) -> None:
+        super().__init__(result)
+        self.engine, self.shown = engine, shown
+        self.over = False
+        self.error: BaseException | None = None
+        self.promise: Promise | None = None
+        self.asked = 0.0
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Mark it as completed or failed. The caller holds the engine's lock."""
+        self.error = error
+        self.over = True
+        promise, self.promise = self.promise, None
+        if promise is not None:
+            if error is None:
+                promise.keep(self.given)
+            else:
+                promise.fail(error)
+
+    @override
+    def is_over(self) -> bool:
+        if not self.over:
+            progress()
+        return self.over
+
+    @override
+    def exception(self) -> BaseException | None:
+        return self.error
+
+    @override
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that is completed with the call, which the progress thread advances."""
+        with self.engine.lock:
+            if not self.over:
+                if self.promise is None:
+                    self.promise, self.asked = Promise(), time.monotonic()
+                    self.future = self.promise.future
+                    self.engine.promised(self)
+                return self.promise.future
+        if self.error is None:
+            return completed(self.given)
+        failed = Promise()
+        failed.fail(self.error)
+        return failed.future
+
+
+class CallWork(AsyncWork):
+    """A pending collective of one rank."""
+
+    def __init__(self, engine: Engine, steps: Steps, result: object, inference: bool, shown: Shown) -> None:
+        super().__init__(engine, result, shown)
+        self.steps = steps
+        self.inference = inference
+
+    @override
+    def finish(self, seconds: float | None) -> None:
+        if not self.over:
+            self.engine.finish(self, seconds)
+        if self.error is not None:
+            raise self.error
+
+    @override
+    def late(self) -> list[int]:
+        return self.engine.lockstep.late()
+
+
+class MessageWork(AsyncWork):
+    """A pending message of one rank."""
+
+    def __init__(self, engine: Engine, under_way: Send | Receive, result: object, shown: Shown) -> None:
+        super().__init__(engine, result, shown)
+        self.under_way = under_way
+
+    def settle(self) -> None:
+        """Complete it if the message has been sent or received. The caller holds the engine's lock."""
+        if self.under_way.done and not self.over:
+            unfit = isinstance(self.under_way, Receive) and self.under_way.misfit is not None
+            self.end(misfit(self.under_way, self.engine.name) if unfit else None)  # type: ignore[arg-type]
+            self.engine.settled(self)
+
+    @override
+    def is_over(self) -> bool:
+        if not super().is_over():
+            self.engine.check_peer(self)
+        return self.over
+
+    @override
+    def finish(self, seconds: float | None) -> None:
+        if not self.over:
+            self.engine.deliver(self, seconds)
+        if self.error is not None:
+            raise self.error
+
+    @override
+    def late(self) -> list[int]:
+        return list(self.engine.p2p_channel.needs(self.under_way))
+
+    @override
+    def source_rank(self) -> int:
+        """The sender of the received message, -1 before that."""
+        return self.under_way.came_from if isinstance(self.under_way, Receive) else -1
+
+    _source_rank = source_rank
+
+
+_SLICE = 0.0005
+"""Maximum seconds per sleep while the rank has pending calls on other groups."""
+_SPINS = 300
+_SPINS_OVERSUBSCRIBED = 50
+
+_most_ranks = 1
+
+
+def spins(ranks: int) -> int:
+    """The number of spins before sleeping; depends on the size of the process's largest group."""
+    global _most_ranks
+    _most_ranks = max(_most_ranks, ranks)
+    return _SPINS if _most_ranks <= len(os.sched_getaffinity(0)) else _SPINS_OVERSUBSCRIBED
+
+
+def until(
+    ready: Callable[[], bool],
+    word: Callable[[], tuple[int, int] | None],
+    needs: Callable[[], Sequence[int]],
+    engine: Engine,
+    seconds: float,
+    call: Callable[[], str],
+    *,
+    in_call: bool,
+) -> None:
+    """Wait until `ready`.
+
+    Args:
+        ready: returns whether the awaited event has happened.
+        word: returns the address of a word that changes before it, and its current value; None if there is none.
+        needs: returns the ranks that it depends on.
+        engine: the waiting engine.
+        seconds: the timeout.
+        call: returns the description of the call, for the error.
+        in_call: whether it is a collective of the group, else a message.
+
+    Raises:
+        AbortedError: a rank that it depends on is gone.
+        DeadlockError: the wait timed out.
+    """
+    for _ in range(engine.spins):
+        if ready():
+            return
+        os.sched_yield()
+    segment = engine.segment
+    start = looked = time.monotonic()
+    while True:
+        others = bool(unfinished()) and progress(engine, in_call)
+        sleep = word()
+        if ready():
+            return
+        if sleep is None or others:
+            time.sleep(_SLICE) if sleep is None else memory.wait(*sleep, _SLICE)
+        else:
+            memory.wait(*sleep, min(LOOK, max(0.0, start + seconds - time.monotonic())))
+        if ready():
+            return
+        now = time.monotonic()
+        if now - looked >= LOOK or segment.has_failures(needs()):
+            looked = now
+            gone_error = segment.missing(needs(), call)
+            # The rank may have published and left between the two checks.
+            if gone_error is not None and not ready():
+                raise gone_error
+        if now - start > seconds and not ready():
+            error = late(segment, needs() or segment.peers.others, seconds, call())
+            segment.publish_state(BROKE)
+            raise error
+
+
+def late(segment: Segment, needs: Sequence[int], seconds: float, call: str) -> DeadlockError:
+    """The error of a call that timed out."""
+    peers = segment.peers
+    segment.blame = needs[0]
+    names = ", ".join(peers.name(rank) for rank in needs).rstrip(",")
+    return DeadlockError(
+        message(
+            timed_out_text([peers.names[rank] for rank in needs], seconds),
+            axis=f"group '{peers.group}', rank {peers.rank} of {peers.size}",
+            expected=f"the same call on rank {names}",
+            got=call,
+            remedy=f"check what that rank does instead: {SAME_CALLS}; or set a longer timeout for the group",
+        )
+    )
+
 
 _DRAIN = 5.0
 """Seconds that a rank which leaves the group waits for its pending calls."""
@@ -50,7 +616,7 @@ class Engine:
     def __init__(self, segment: Segment, name: str, timeout: float) -> None:
         self.segment = segment
         self.name, self.timeout = name, timeout
-        self.spins = waiting.spins(segment.size)
+        self.spins = spins(segment.size)
         self.lockstep = Lockstep(segment)
         self.p2p_channel = P2PChannel(segment)
         self.lock = threading.RLock()
@@ -91,10 +657,10 @@ class Engine:
             if (len(self.queue) == 1 and not opened) or self.lockstep.arrived():
                 self._advance()
             if self.queue:
-                progress.busy(self)
+                busy(self)
                 work.shown.started()  # only now, since the call site costs time
                 if background:
-                    progress.in_background(self)
+                    in_background(self)
 
     def send(self, work: MessageWork, send: Send) -> None:
         """Start to send."""
@@ -111,9 +677,9 @@ class Engine:
             _torch.in_plain_mode(begin)
             if not work.over:
                 self._messages.add(work)
-                progress.busy(self)
+                busy(self)
                 work.shown.started()
-                progress.in_background(self)
+                in_background(self)
 
     def settled(self, work: MessageWork) -> None:
         """Remove a completed message."""
@@ -122,8 +688,8 @@ class Engine:
     def promised(self, work: AsyncWork) -> None:
         """Advance a call in the background, because its future was requested. The caller holds the lock."""
         self._promises.append(work)
-        progress.busy(self)
-        progress.in_background(self)
+        busy(self)
+        in_background(self)
 
     # -- progress
 
@@ -192,7 +758,7 @@ class Engine:
 
     def _rest(self) -> None:
         if not self.queue and not self.p2p_channel.busy:
-            progress.idle(self)
+            idle(self)
             if run.over:
                 self.segment.publish_returned()
 
@@ -211,7 +777,7 @@ class Engine:
         """Wait until a call has completed."""
         seconds = self.timeout if seconds is None else seconds
         lockstep = self.lockstep
-        with progress.waiting(self):
+        with waiting(self):
             while not work.over:
                 with self.lock:
                     if work.over:
@@ -244,7 +810,7 @@ class Engine:
                     self._progress_mail()
             return work.over
 
-        with progress.waiting(self):
+        with waiting(self):
             word, needs = partial(p2p_channel.sleep_on, under_way), partial(p2p_channel.needs, under_way)
             self._wait(ready, word, needs, seconds, work.shown, False)
             with self.lock:
@@ -260,7 +826,7 @@ class Engine:
         in_call: bool,
     ) -> None:
         try:
-            waiting.until(ready, word, needs, self, seconds, call, in_call=in_call)
+            until(ready, word, needs, self, seconds, call, in_call=in_call)
         except BaseException as error:
             self.abort_group(error)
             raise
@@ -269,7 +835,7 @@ class Engine:
 
     def _time_to_look(self) -> bool:
         now = time.monotonic()
-        if now - self._looked < progress.LOOK:
+        if now - self._looked < LOOK:
             return False
         self._looked = now
         return True
@@ -289,7 +855,7 @@ class Engine:
                 self._check_peer(work)
             if not work.over and self._looked - work.asked > self.timeout:
                 ranks = work.late() or self.segment.peers.others
-                self.abort_group(waiting.late(self.segment, ranks, self.timeout, work.shown()))
+                self.abort_group(late(self.segment, ranks, self.timeout, work.shown()))
                 return
 
     def check_peer(self, work: MessageWork) -> None:
@@ -328,7 +894,7 @@ class Engine:
             self.queue.clear()
             self._messages.clear()
             self._promises.clear()
-            progress.idle(self)
+            idle(self)
 
     def leave(self) -> None:
         """Leave the group after pending calls have completed."""
@@ -373,7 +939,7 @@ class Engine:
 
 
 def _reset_after_fork() -> None:
-    progress.reset_after_fork()
+    reset_after_fork()
     for engine in list(_engines):
         engine.reset_after_fork()
 

@@ -13,29 +13,25 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from gradmesh.backends.call_check import CallCheck
-from gradmesh.backends.messages import refusal
-from gradmesh.backends.process_group import Tensors
-from gradmesh.backends.reductions import reduction
+from gradmesh._util.call_sites import show_tensors
+from gradmesh.backends.process_group import CallCheck, CoalescedWorks, OwnWork, reduction, refusal
 from gradmesh.backends.shm import collectives
-from gradmesh.backends.shm.call_hash import REDUCTION_NUMBER, call_hash
-from gradmesh.backends.shm.direct import DirectCalls
-from gradmesh.backends.shm.engine import Engine
-from gradmesh.backends.shm.epochs import Call, Steps
-from gradmesh.backends.shm.p2p import Receive, Send
-from gradmesh.backends.shm.segment import Segment
-from gradmesh.backends.shm.tensors import (
+from gradmesh.backends.shm.collectives import (
     DTYPE_NUMBER,
+    REDUCTION_NUMBER,
+    DirectCalls,
     Results,
+    call_hash,
     elements,
     facts,
     in_mode_of,
     operand,
     reducible,
 )
-from gradmesh.backends.shm.works import CallWork, MessageWork, Shown
-from gradmesh.backends.works import CoalescedWorks, OwnWork
-from gradmesh.call_sites import show_tensors
+from gradmesh.backends.shm.engine import Call, CallWork, Engine, MessageWork, Shown, Steps
+from gradmesh.backends.shm.memory import Segment
+from gradmesh.backends.shm.p2p import Receive, Send
+from gradmesh.backends.torch_names import Tensors
 from gradmesh.errors import ShapeError, message
 
 __all__ = ["ShmGroup"]

@@ -36,10 +36,9 @@ import torch
 import torch.distributed as dist
 
 from gradmesh import _torch
+from gradmesh.backends.process_group import timeout_of_group
 from gradmesh.backends.threads.group import ThreadsGroup
-from gradmesh.backends.threads.rendezvous import Group
-from gradmesh.backends.threads.waiting import World
-from gradmesh.backends.timeouts import timeout_of_group
+from gradmesh.backends.threads.rendezvous import Group, World
 from gradmesh.errors import ArgumentError, message
 
 __all__ = ["rank_locals", "register", "seated", "stand_in"]

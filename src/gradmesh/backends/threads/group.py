@@ -14,15 +14,19 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from gradmesh.backends.call_check import CallCheck
-from gradmesh.backends.process_group import OwnGroup, Tensors
-from gradmesh.backends.reductions import reduction
-from gradmesh.backends.threads import collectives
-from gradmesh.backends.threads.collectives import Exchange
-from gradmesh.backends.threads.rendezvous import Contribution, Group, Receive
-from gradmesh.backends.threads.waiting import Waitable
-from gradmesh.backends.works import CoalescedWorks, Done, OwnWork, promised
-from gradmesh.call_sites import call_site
+from gradmesh._util.call_sites import call_site
+from gradmesh.backends.process_group import (
+    CallCheck,
+    CoalescedWorks,
+    Done,
+    OwnGroup,
+    OwnWork,
+    promised,
+    reduction,
+)
+from gradmesh.backends.threads import rendezvous
+from gradmesh.backends.threads.rendezvous import Contribution, Exchange, Group, Receive, Waitable
+from gradmesh.backends.torch_names import Tensors
 from gradmesh.errors import MismatchError
 
 __all__ = ["ThreadsGroup"]
@@ -144,7 +148,7 @@ class ThreadsGroup(OwnGroup):
         pieces: list[Exchange],
         result: object = None,
     ) -> OwnWork:
-        return self._post(call, collectives.exchange, inputs, outputs, pieces=pieces, result=result)
+        return self._post(call, rendezvous.exchange, inputs, outputs, pieces=pieces, result=result)
 
     # -- gradmesh's data path
 
@@ -153,13 +157,13 @@ class ThreadsGroup(OwnGroup):
         self, out: torch.Tensor, given: torch.Tensor, call_check: CallCheck | None = None
     ) -> None:
         pieces = [Exchange(_same_for_all(given, self.count), self._equal(out))]
-        self._direct("all_gather_single", collectives.exchange, out, given, pieces, call_check)
+        self._direct("all_gather_single", rendezvous.exchange, out, given, pieces, call_check)
 
     @override
     def reduce_scatter_flat(
         self, out: torch.Tensor, given: torch.Tensor, call_check: CallCheck | None = None
     ) -> None:
-        kernel = functools.partial(collectives.reduce_scatter, op="SUM")
+        kernel = functools.partial(rendezvous.reduce_scatter, op="SUM")
         pieces = [Exchange(self._equal(given), ())]
         self._direct("reduce_scatter_single(sum)", kernel, out, given, pieces, call_check)
 
@@ -167,14 +171,14 @@ class ThreadsGroup(OwnGroup):
     def all_reduce_flat(
         self, out: torch.Tensor, given: torch.Tensor, call_check: CallCheck | None = None
     ) -> None:
-        kernel = functools.partial(collectives.reduce, op="SUM", root=None)
+        kernel = functools.partial(rendezvous.reduce, op="SUM", root=None)
         self._direct("all_reduce(sum)", kernel, out, given, None, call_check)
 
     @override
     def reduce_flat(
         self, out: torch.Tensor, given: torch.Tensor, root: int, call_check: CallCheck | None = None
     ) -> None:
-        kernel = functools.partial(collectives.reduce, op="SUM", root=root)
+        kernel = functools.partial(rendezvous.reduce, op="SUM", root=root)
         self._direct(f"reduce(sum, root {root})", kernel, out, given, None, call_check)
 
     @override
@@ -183,7 +187,7 @@ class ThreadsGroup(OwnGroup):
     ) -> None:
         gives = _same_for_all(given if self.place == root else None, self.count)
         pieces = [Exchange(gives, _only_at(root, out, self.count))]
-        self._direct(f"broadcast(root {root})", collectives.exchange, out, given, pieces, call_check)
+        self._direct(f"broadcast(root {root})", rendezvous.exchange, out, given, pieces, call_check)
 
     @override
     def exchange_flat(
@@ -197,13 +201,13 @@ class ThreadsGroup(OwnGroup):
         gives = self._equal(given) if send is None else list(given.split(list(send)))
         takes = self._equal(out) if receive is None else list(out.split(list(receive)))
         pieces = [Exchange(gives, takes)]
-        self._direct("all_to_all_single", collectives.exchange, out, given, pieces, call_check)
+        self._direct("all_to_all_single", rendezvous.exchange, out, given, pieces, call_check)
 
     @override
     def relay_flat(
         self, out: torch.Tensor, given: torch.Tensor, source: int | None, call_check: CallCheck | None = None
     ) -> None:
-        self._direct("relay", collectives.relay, out, given, source, call_check)
+        self._direct("relay", rendezvous.relay, out, given, source, call_check)
 
     @override
     def withdraw(self, call_check: CallCheck | None, said: str) -> None:
@@ -240,13 +244,13 @@ class ThreadsGroup(OwnGroup):
     @override
     def allreduce(self, tensors: Tensors, opts: Any = None) -> OwnWork:
         op = reduction(opts, self.backend)
-        kernel = functools.partial(collectives.reduce, op=op, root=None)
+        kernel = functools.partial(rendezvous.reduce, op=op, root=None)
         return self._post(f"all_reduce({op.lower()})", kernel, tensors, tensors)
 
     @override
     def reduce(self, tensors: Tensors, opts: Any) -> OwnWork:
         op = reduction(opts, self.backend)
-        kernel = functools.partial(collectives.reduce, op=op, root=opts.rootRank)
+        kernel = functools.partial(rendezvous.reduce, op=op, root=opts.rootRank)
         return self._post(f"reduce({op.lower()}, root {opts.rootRank})", kernel, tensors, tensors)
 
     @override
@@ -256,7 +260,7 @@ class ThreadsGroup(OwnGroup):
             self._one_per_rank("reduce_scatter", given)
         return self._post(
             f"reduce_scatter({op.lower()})",
-            functools.partial(collectives.reduce_scatter, op=op),
+            functools.partial(rendezvous.reduce_scatter, op=op),
             [tensor for given in inputs for tensor in given],
             outputs,
             pieces=[Exchange(given, ()) for given in inputs],
@@ -267,7 +271,7 @@ class ThreadsGroup(OwnGroup):
         op = reduction(opts, self.backend)
         return self._post(
             f"reduce_scatter_single({op.lower()})",
-            functools.partial(collectives.reduce_scatter, op=op),
+            functools.partial(rendezvous.reduce_scatter, op=op),
             inputs,
             outputs,
             pieces=[Exchange(self._slots(i, o), ()) for o, i in zip(outputs, inputs, strict=True)],

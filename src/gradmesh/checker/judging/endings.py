@@ -9,7 +9,7 @@ import signal
 import sysconfig
 from collections.abc import Mapping, Sequence
 
-from gradmesh.call_sites import is_of_the_program
+from gradmesh._util.call_sites import is_of_the_program
 from gradmesh.checker.findings import Finding, Place
 from gradmesh.checker.judging.context import finding
 from gradmesh.checker.recording.tape import Tape

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from gradmesh._torch.compiled import resolve_group
+from gradmesh._torch.compilers import resolve_group
 from gradmesh._torch.dispatched import arguments, group_behind, reduction_of
 from gradmesh.checker.recording.tape import Verb
 from gradmesh.type_inference.collectives import COLLECTIVES

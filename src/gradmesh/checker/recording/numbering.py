@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch.dispatched import WeakTensors, version_of
-from gradmesh.call_sites import Site, call_site
+from gradmesh._util.call_sites import Site, call_site
 from gradmesh.checker.findings import Place
 from gradmesh.checker.recording.gradients import Changes, Gradients, Moved, gradient_of
 from gradmesh.checker.recording.names import Modules

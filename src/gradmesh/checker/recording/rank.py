@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradmesh.call_sites import user_frame
+from gradmesh._util.call_sites import user_frame
 from gradmesh.checker.recording.hooks import watched
 from gradmesh.checker.recording.names import Modules
 from gradmesh.checker.recording.recorder import Recorder
 from gradmesh.checker.recording.tape import Tape
 from gradmesh.checker.recording.verbs import Verbs
-from gradmesh.state import ACTIVE_TRACERS, rank_state
+from gradmesh.runtime.state import ACTIVE_TRACERS, rank_state
 
 __all__ = ["run_rank"]
 

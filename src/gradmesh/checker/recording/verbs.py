@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import functorch_active, is_fake
-from gradmesh.axis import Axis
 from gradmesh.checker.recording.collectives import Call
 from gradmesh.checker.recording.recorder import PendingEvent, Recorder
 from gradmesh.checker.recording.tape import Lost, Term, Verb
+from gradmesh.ops.all_reduce import Extremum
 from gradmesh.ops.base import Op
-from gradmesh.ops.encoding import encode
-from gradmesh.ops.extremum import Extremum
 from gradmesh.ops.mean import Mean
 from gradmesh.ops.pair import Receive, Send
+from gradmesh.ops.traced import encode
+from gradmesh.runtime.mesh import Axis
 from gradmesh.transport.comm_thread import current_job
 from gradmesh.types import Type
 

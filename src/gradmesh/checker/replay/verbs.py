@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from gradmesh.axis import Axis
 from gradmesh.checker.recording.tape import Verb
-from gradmesh.ops.encoding import Encoded, decoded_on
+from gradmesh.ops.traced import Encoded, decoded_on
+from gradmesh.runtime.mesh import Axis
 from gradmesh.transport import Transport
 
 __all__ = ["results_of_verb"]

@@ -10,7 +10,7 @@ from typing import Any
 from gradmesh.compat.gp_utils import cleanup_gp as _cleanup_groups
 from gradmesh.compat.gp_utils import get_gp_world_size, initialized
 from gradmesh.errors import ArgumentError, message
-from gradmesh.state import rank_state
+from gradmesh.runtime.state import rank_state
 
 __all__ = [
     "GPMode",

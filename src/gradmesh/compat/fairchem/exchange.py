@@ -9,9 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradmesh.arguments import Call
-from gradmesh.axis import Axis, AxisLike
-from gradmesh.collectives import all_reduce
 from gradmesh.compat import _ops
 from gradmesh.compat._function import OpFunction, run
 from gradmesh.compat.gp_utils.groups import gp_axis, initialized
@@ -22,7 +19,10 @@ from gradmesh.nn.graph.edges import checked_edges
 from gradmesh.nn.graph.inputs import check_own_matches, checked_own, checked_owner, failing
 from gradmesh.ops.neighbor import NeighborAllToAll, Picked
 from gradmesh.ops.sizes import Sizes
+from gradmesh.runtime.mesh import Axis, AxisLike
 from gradmesh.types import R
+from gradmesh.verbs.call import Call
+from gradmesh.verbs.collectives import all_reduce
 
 __all__ = ["AllToAllCollect", "GPContext", "all_to_all_collect", "build_gp_context"]
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gradmesh.arguments import integer
-from gradmesh.collectives import all_gather
 from gradmesh.compat.fairchem.functions import (
     AllReduceSumWithGrad,
     ScatterToModelParallelRegion,
@@ -21,6 +19,8 @@ from gradmesh.compat.gp_utils import pad_tensor
 from gradmesh.compat.gp_utils.groups import gp_axis
 from gradmesh.errors import ArgumentError, message
 from gradmesh.types import Convention, I, R
+from gradmesh.verbs.call import integer
+from gradmesh.verbs.collectives import all_gather
 
 __all__ = [
     "all_reduce_sum_with_grad",

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradmesh.autograd import apply
+from gradmesh.autograd.rule import apply
 from gradmesh.compat import _ops
 from gradmesh.compat._function import OpFunction, run
 from gradmesh.compat.gp_utils.cutting import part_sizes

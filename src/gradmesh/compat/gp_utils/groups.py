@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 
 from gradmesh._torch import default_group
-from gradmesh.axis import Axis
 from gradmesh.compat._ops import single_rank_axis
 from gradmesh.errors import ArgumentError, GradmeshError, NotInitializedError, message
-from gradmesh.state import rank_state
-from gradmesh.world import world_group
+from gradmesh.runtime.mesh import Axis, world_group
+from gradmesh.runtime.state import rank_state
 
 __all__ = [
     "cleanup_gp",

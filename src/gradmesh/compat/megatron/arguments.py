@@ -9,11 +9,10 @@ from typing import Protocol, SupportsInt, runtime_checkable
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradmesh.axis import Axis, AxisLike, resolve
 from gradmesh.compat._ops import single_rank_axis
 from gradmesh.errors import AxisError, message
-from gradmesh.state import rank_state
-from gradmesh.world import current_mesh
+from gradmesh.runtime.mesh import Axis, AxisLike, current_mesh, resolve
+from gradmesh.runtime.state import rank_state
 
 __all__ = ["Group", "Ranks", "Sizes", "axis_of", "ints", "set_default_group"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gradmesh import collectives
 from gradmesh.compat.megatron.arguments import Group, Sizes, axis_of, ints
+from gradmesh.verbs import collectives
 
 __all__ = ["all_to_all", "all_to_all_hp2sp", "all_to_all_sp2hp"]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from gradmesh.axis import Axis, balanced
 from gradmesh.compat import _ops
 from gradmesh.compat._function import OpFunction, adjoint, again, run
 from gradmesh.compat.megatron.arguments import Group, Sizes, axis_of, ints
 from gradmesh.ops.base import LinearOp
+from gradmesh.runtime.mesh import Axis, balanced
 from gradmesh.types import I, R
 
 __all__: list[str] = []

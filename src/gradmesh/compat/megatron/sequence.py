@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gradmesh import collectives
 from gradmesh.compat.megatron.arguments import Group, Sizes, axis_of, ints
 from gradmesh.types import Convention, I, R
+from gradmesh.verbs import collectives
 
 __all__ = [
     "gather_from_sequence_parallel_region",

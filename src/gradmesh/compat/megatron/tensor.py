@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gradmesh import collectives
 from gradmesh.compat.megatron.arguments import Group, axis_of
 from gradmesh.types import I, R
+from gradmesh.verbs import collectives
 
 __all__ = [
     "all_gather_last_dim_from_tensor_parallel_region",

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from gradmesh import types
-from gradmesh.axis import Axis, AxisLike, balanced, resolve
 from gradmesh.errors import ArgumentError, ShapeError, message
-from gradmesh.world import world_group
+from gradmesh.runtime.mesh import Axis, AxisLike, balanced, resolve, world_group
 
 __all__ = ["Reduction", "axis_of", "equal", "fill", "one_each", "reduction_of", "root_of", "stack"]
 

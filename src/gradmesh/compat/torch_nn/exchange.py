@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradmesh import collectives
-from gradmesh.axis import AxisLike
 from gradmesh.compat.ksuit import separate
 from gradmesh.compat.torch_nn.arguments import axis_of, equal, fill, one_each
+from gradmesh.runtime.mesh import AxisLike
+from gradmesh.verbs import collectives
 
 __all__ = ["all_gather", "all_to_all", "all_to_all_single"]
 

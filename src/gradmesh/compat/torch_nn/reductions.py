@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from gradmesh import collectives
-from gradmesh.axis import AxisLike
 from gradmesh.compat.torch_nn.arguments import Reduction, axis_of, fill, one_each, reduction_of
+from gradmesh.runtime.mesh import AxisLike
 from gradmesh.types import R
+from gradmesh.verbs import collectives
 
 __all__ = ["all_reduce", "reduce_scatter"]
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from gradmesh import collectives
-from gradmesh.autograd import apply
-from gradmesh.axis import AxisLike
+from gradmesh.autograd.rule import apply
 from gradmesh.compat import _ops
 from gradmesh.compat.ksuit import separate
 from gradmesh.compat.torch_nn.arguments import Reduction, axis_of, reduction_of, root_of, stack
+from gradmesh.runtime.mesh import AxisLike
 from gradmesh.types import R
+from gradmesh.verbs import collectives
 
 __all__ = ["broadcast", "gather", "reduce", "scatter"]
 

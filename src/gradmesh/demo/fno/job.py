@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import gradmesh as gm
-from gradmesh.axis import balanced
 from gradmesh.demo.drawing import seeded
 from gradmesh.demo.fno.burgers import diffused, initial_fields, solved
 from gradmesh.demo.fno.network import Operator, relative_error
 from gradmesh.demo.fno.settings import Job
 from gradmesh.demo.following import ALONE, IN_PARTS, Progressed
 from gradmesh.demo.job import one_thread
+from gradmesh.runtime.mesh import balanced
 
 __all__ = ["Result", "Step", "data_of", "dense_operator", "run", "train"]
 

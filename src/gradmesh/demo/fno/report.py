@@ -10,11 +10,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from gradmesh.axis import balanced
 from gradmesh.demo import following
 from gradmesh.demo.fno.job import Result
 from gradmesh.demo.fno.settings import Job
 from gradmesh.demo.following import ALONE, IN_PARTS, Progressed
+from gradmesh.runtime.mesh import balanced
 
 __all__ = ["draw", "print_table", "shown"]
 

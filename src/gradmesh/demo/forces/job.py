@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import gradmesh as gm
+from gradmesh._util.environment import require
 from gradmesh.demo.forces import single, structures
 from gradmesh.demo.forces.batches import batch_of
 from gradmesh.demo.forces.comparing import Training, deviations, trained
@@ -18,7 +19,6 @@ from gradmesh.demo.forces.layers import CUTOFF
 from gradmesh.demo.forces.settings import Settings, Watcher
 from gradmesh.demo.forces.training import samples_of
 from gradmesh.demo.job import one_thread
-from gradmesh.extras import require
 from gradmesh.nn.graph import GraphPlan, by_space
 
 __all__ = ["Held", "Result", "Rows", "run"]

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradmesh.arguments import Call, SizesLike
-from gradmesh.autograd import apply
-from gradmesh.axis import Axis, AxisLike, balanced
+from gradmesh.autograd.rule import apply
 from gradmesh.nn.attention.blocks import exact
 from gradmesh.nn.attention.by_ring import blockwise
 from gradmesh.nn.attention.inputs import AttentionInputs, Lengths
 from gradmesh.nn.order import Order, positions_of
 from gradmesh.ops.all_to_all import AllToAll
 from gradmesh.ops.sizes import Sizes
+from gradmesh.runtime.mesh import Axis, AxisLike, balanced
+from gradmesh.verbs.call import Call, SizesLike
 
 __all__ = ["Attention", "ulysses_attention"]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gradmesh.arguments import SizesLike
-from gradmesh.axis import AxisLike
 from gradmesh.nn.attention.blocks import exact
 from gradmesh.nn.attention.inputs import AttentionInputs, Lengths
 from gradmesh.nn.attention.node import attend
 from gradmesh.nn.attention.ring import Ring
 from gradmesh.nn.order import Order
+from gradmesh.runtime.mesh import AxisLike
+from gradmesh.verbs.call import SizesLike
 
 __all__ = ["blockwise", "ring_attention"]
 

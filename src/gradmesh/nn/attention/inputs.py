@@ -9,11 +9,11 @@ from typing import Any, TypeGuard
 
 from torch import Tensor
 
-from gradmesh.arguments import Call, SizesLike, integer
-from gradmesh.axis import Axis, AxisLike
 from gradmesh.errors import DTypeError, ShapeError
 from gradmesh.nn.attention.tiles import Layout, Piece
 from gradmesh.nn.order import Order, sizes_of, spans
+from gradmesh.runtime.mesh import Axis, AxisLike
+from gradmesh.verbs.call import Call, SizesLike, integer
 
 __all__ = ["AttentionInputs", "Lengths"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import is_fake, is_legacy_batched, saves_for_a_checkpoint, tracing, transforms_active
-from gradmesh.autograd import (
+from gradmesh.autograd.rule import (
     DETACHED_TOKEN,
     apply,
     apply_ordered,
@@ -22,7 +22,7 @@ from gradmesh.nn.attention import composed
 from gradmesh.nn.attention.blocks import exact
 from gradmesh.nn.attention.ring import Ring, backward, forward
 from gradmesh.ops.permute import Shift
-from gradmesh.state import must_decompose, rank_state
+from gradmesh.runtime.state import must_decompose, rank_state
 from gradmesh.transport import compiling
 from gradmesh.transport.call_checks import BACKWARD, CAN_BACKWARD, NEEDS_BACKWARD, ZERO_GRAD, CallRecord
 

@@ -9,12 +9,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gradmesh.axis import Axis
+from gradmesh.autograd.pending import AsyncCollective, started
 from gradmesh.nn.attention.blocks import BlockwiseAttention, BlockwiseGradients
 from gradmesh.nn.attention.tiles import Layout, Tile, tiles
 from gradmesh.ops.permute import Shift
 from gradmesh.ops.sizes import Sizes
-from gradmesh.overlap.async_nodes import AsyncCollective, started
+from gradmesh.runtime.mesh import Axis
 from gradmesh.transport import compiling
 from gradmesh.transport.call_checks import CallRecord
 from gradmesh.transport.comm_thread import AsyncAxis

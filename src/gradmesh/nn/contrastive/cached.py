@@ -13,17 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradmesh.arguments import Call, integer
-from gradmesh.axis import AxisLike
-from gradmesh.call_sites import call_site
-from gradmesh.checking import FULL, check_level
-from gradmesh.collectives import all_reduce
+from gradmesh._util.call_sites import call_site
+from gradmesh.autograd.deferred import no_sync
+from gradmesh.autograd.ordered import backward
 from gradmesh.errors import CheckWarning, message
 from gradmesh.nn.contrastive.replay import Replay
-from gradmesh.no_sync import no_sync
-from gradmesh.order import backward
-from gradmesh.state import rank_state
+from gradmesh.runtime.checking import FULL, check_level
+from gradmesh.runtime.mesh import AxisLike
+from gradmesh.runtime.state import rank_state
 from gradmesh.types import I
+from gradmesh.verbs.call import Call, integer
+from gradmesh.verbs.collectives import all_reduce
 
 __all__ = ["cached_gradients"]
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import transforms_active
-from gradmesh.arguments import Call, SizesLike, integer
-from gradmesh.axis import Axis, AxisLike
-from gradmesh.collectives import all_gather, all_reduce
+from gradmesh._util.structure import Packed
 from gradmesh.errors import ArgumentError, MismatchError, ShapeError, message
 from gradmesh.nn.contrastive.layout import Gathered, Layout, Passed
 from gradmesh.nn.contrastive.ring import RingPass
-from gradmesh.structure import Packed
+from gradmesh.runtime.mesh import Axis, AxisLike
 from gradmesh.transport import compiling
 from gradmesh.types import Convention, I, R
+from gradmesh.verbs.call import Call, SizesLike, integer
+from gradmesh.verbs.collectives import all_gather, all_reduce
 
 __all__ = ["Gather", "LossInputs", "Number"]
 

@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradmesh.axis import Axis
-from gradmesh.collectives import all_gather, all_reduce, reduce_scatter
 from gradmesh.nn.contrastive.kernels import Kernel, Logits, Tensors, grouped
 from gradmesh.nn.contrastive.ring import RingPass, ring_log_sums, ring_sum
 from gradmesh.nn.contrastive.tiles import TileWork, log_sum, log_sums, table_sum
 from gradmesh.nn.plain import upcast
+from gradmesh.runtime.mesh import Axis
 from gradmesh.types import R
+from gradmesh.verbs.collectives import all_gather, all_reduce, reduce_scatter
 
 __all__ = ["ExpKernel", "Gathered", "Layout", "LogSums", "Passed"]
 

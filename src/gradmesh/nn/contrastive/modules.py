@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradmesh.axis import AxisLike
 from gradmesh.nn.contrastive.moments import barlow_twins_loss, vic_reg_loss
 from gradmesh.nn.contrastive.pairs import clip_loss, siglip_loss
 from gradmesh.nn.contrastive.views import nt_xent_loss, sup_con_loss
+from gradmesh.runtime.mesh import AxisLike
 
 __all__ = ["BarlowTwinsLoss", "ClipLoss", "NTXentLoss", "SigLipLoss", "SupConLoss", "VicRegLoss"]
 

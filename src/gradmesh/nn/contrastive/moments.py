@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import relu
 
-from gradmesh.arguments import SizesLike
-from gradmesh.axis import Axis, AxisLike, balanced
-from gradmesh.collectives import all_reduce, reduce_scatter
 from gradmesh.errors import ArgumentError, message
 from gradmesh.nn.contrastive.inputs import LossInputs
 from gradmesh.nn.plain import upcast
+from gradmesh.runtime.mesh import Axis, AxisLike, balanced
 from gradmesh.types import Convention, I, R
+from gradmesh.verbs.call import SizesLike
+from gradmesh.verbs.collectives import all_reduce, reduce_scatter
 
 __all__ = ["barlow_twins_loss", "vic_reg_loss"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradmesh.arguments import SizesLike
-from gradmesh.axis import AxisLike
 from gradmesh.nn.contrastive.inputs import Gather, LossInputs, Number
 from gradmesh.nn.contrastive.kernels import ExpBoth, Sigmoid
 from gradmesh.nn.plain import upcast
+from gradmesh.runtime.mesh import AxisLike
 from gradmesh.types import Convention, I
+from gradmesh.verbs.call import SizesLike
 
 __all__ = ["clip_loss", "siglip_loss"]
 

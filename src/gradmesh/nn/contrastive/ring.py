@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradmesh.axis import Axis
-from gradmesh.collectives import all_gather, shift
+from gradmesh._util.structure import Packed
+from gradmesh.autograd.pending import Pending
 from gradmesh.nn.contrastive.kernels import Adjoint, Batched, Logits, Tangent, Tensors, grouped
 from gradmesh.nn.contrastive.tiles import TileWork, log_sums, merged, tiled_sum
-from gradmesh.overlap.pending import Pending
-from gradmesh.state import must_decompose, rank_state
-from gradmesh.structure import Packed
+from gradmesh.runtime.mesh import Axis
+from gradmesh.runtime.state import must_decompose, rank_state
+from gradmesh.verbs.collectives import all_gather, shift
 
 __all__ = ["RingPass", "ring_log_sums", "ring_sum"]
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradmesh.nn.contrastive.kernels import Adjoint, Batched, Kernel, Logits, Tangent, Tensors, grouped
 from gradmesh.nn.plain import upcast
-from gradmesh.state import must_decompose
+from gradmesh.runtime.state import must_decompose
 from gradmesh.transport import compiling
 
 __all__ = ["TileWork", "log_sum", "log_sums", "merged", "runs", "table_sum", "tiled_sum"]

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gradmesh.arguments import Call
-from gradmesh.axis import AxisLike
-from gradmesh.collectives import replicate
 from gradmesh.errors import DTypeError
 from gradmesh.nn.fields.cuts import AxesLike, DimsLike, Rows, cuts_of, empty_output
 from gradmesh.nn.fields.taps import Taps, padded, slid
+from gradmesh.runtime.mesh import AxisLike
+from gradmesh.verbs.call import Call
+from gradmesh.verbs.collectives import replicate
 
 __all__ = ["Halo", "HaloConv1d", "HaloConv2d", "HaloConv3d", "replicated"]
 

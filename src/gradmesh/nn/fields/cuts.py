@@ -10,9 +10,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gradmesh.arguments import Call, SizesLike
-from gradmesh.axis import Axis, AxisLike
-from gradmesh.collectives import halo_exchange
+from gradmesh.runtime.mesh import Axis, AxisLike
+from gradmesh.verbs.call import Call, SizesLike
+from gradmesh.verbs.collectives import halo_exchange
 
 __all__ = ["AxesLike", "Cut", "DimsLike", "Rows", "cut_of", "cuts_of", "empty_output", "shares", "window"]
 

@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gradmesh.arguments import Call, integer
-from gradmesh.axis import Axis, balanced
-from gradmesh.collectives import all_to_all
 from gradmesh.errors import DTypeError, ShapeError
 from gradmesh.nn.fields.cuts import AxesLike, DimsLike, Rows, cuts_of
+from gradmesh.runtime.mesh import Axis, balanced
+from gradmesh.verbs.call import Call, integer
+from gradmesh.verbs.collectives import all_to_all
 
 __all__ = ["fftn", "ifftn", "irfftn", "rfftn", "transformed"]
 

@@ -13,9 +13,9 @@ from torch.compiler import assume_constant_result
 from torch.nn import functional
 
 from gradmesh._torch import outside_modes
-from gradmesh.arguments import Call
 from gradmesh.nn.fields.cuts import AxesLike, Cut, DimsLike, Rows, cuts_of, empty_output, shares, window
 from gradmesh.nn.fields.taps import each_dim
+from gradmesh.verbs.call import Call
 
 __all__ = ["interpolate"]
 

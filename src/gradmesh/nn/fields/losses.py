@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from gradmesh.arguments import Call
-from gradmesh.axis import AxisLike
-from gradmesh.collectives import all_reduce
+from gradmesh.runtime.mesh import AxisLike
 from gradmesh.types import Convention, I
+from gradmesh.verbs.call import Call
+from gradmesh.verbs.collectives import all_reduce
 
 __all__ = ["BCEWithLogitsLoss", "bce_with_logits"]
 

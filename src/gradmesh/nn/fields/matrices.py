@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradmesh.arguments import Call, SizesLike, integer
-from gradmesh.axis import AxisLike, balanced
-from gradmesh.collectives import all_gather
 from gradmesh.errors import ShapeError
 from gradmesh.nn.fields.cuts import Cut, cut_of, window
+from gradmesh.runtime.mesh import AxisLike, balanced
+from gradmesh.verbs.call import Call, SizesLike, integer
+from gradmesh.verbs.collectives import all_gather
 
 __all__ = ["Inverses", "inv_ex", "narrow_copy", "narrowed_sizes", "spdiags"]
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gradmesh.arguments import Call
 from gradmesh.errors import DTypeError
 from gradmesh.nn.fields.cuts import AxesLike, Cut, DimsLike, Rows, cuts_of, empty_output
 from gradmesh.nn.fields.taps import Taps, each_dim, padded, slid
+from gradmesh.verbs.call import Call
 
 __all__ = ["HaloAvgPool", "HaloMaxPool", "avg_pool", "max_pool"]
 

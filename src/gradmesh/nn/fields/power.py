@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.nn.utils import parametrize
 
-from gradmesh.arguments import Call, integer
-from gradmesh.axis import Axis, AxisLike, resolve
-from gradmesh.collectives import all_reduce, sizes
 from gradmesh.nn.sharding import mark_sharded
+from gradmesh.runtime.mesh import Axis, AxisLike, resolve
 from gradmesh.types import R
+from gradmesh.verbs.call import Call, integer
+from gradmesh.verbs.collectives import all_reduce, sizes
 
 __all__ = ["SpectralNorm", "spectral_norm"]
 

@@ -8,14 +8,14 @@ from math import pi, prod
 import torch
 from torch import Tensor, nn
 
-from gradmesh.arguments import Call, SizesLike
-from gradmesh.axis import AxisLike, balanced
-from gradmesh.collectives import all_gather, reduce_scatter, shard
 from gradmesh.errors import ArgumentError, message
 from gradmesh.nn.fields.cuts import Cut, cut_of
 from gradmesh.nn.fields.fourier import transformed
 from gradmesh.nn.plain import upcast
+from gradmesh.runtime.mesh import AxisLike, balanced
 from gradmesh.types import I, R
+from gradmesh.verbs.call import Call, SizesLike
+from gradmesh.verbs.collectives import all_gather, reduce_scatter, shard
 
 __all__ = ["SpectralConv"]
 

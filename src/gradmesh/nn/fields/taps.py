@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gradmesh.arguments import Call, integer
 from gradmesh.nn.fields.cuts import Cut, shares, window
+from gradmesh.verbs.call import Call, integer
 
 __all__ = ["Taps", "each_dim", "padded", "slid"]
 

@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gradmesh.arguments import Call
 from gradmesh.nn.fields.convolution import Halo
 from gradmesh.nn.fields.cuts import cuts_of, empty_output, shares, window
 from gradmesh.nn.fields.taps import padded
+from gradmesh.verbs.call import Call
 
 __all__ = ["HaloConvTranspose1d", "HaloConvTranspose2d", "HaloConvTranspose3d"]
 

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradmesh.axis import Axis
-from gradmesh.collectives import all_gather
 from gradmesh.errors import MismatchError, message
+from gradmesh.runtime.mesh import Axis
+from gradmesh.verbs.collectives import all_gather
 
 __all__ = ["agree", "checksum", "device_of_root", "exchange_device", "fingerprint"]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import is_fake, modes_active
-from gradmesh.arguments.plain import kind_of
 from gradmesh.errors import ArgumentError
 from gradmesh.transport import compiling
+from gradmesh.verbs.call import kind_of
 
 __all__ = [
     "INDEX",

@@ -8,16 +8,16 @@ from typing import Any, Literal, NoReturn, overload
 import torch
 from torch import Tensor
 
-from gradmesh.arguments import Call
-from gradmesh.axis import AxisLike
+from gradmesh.autograd.pending import Pending, combined
 from gradmesh.errors import ArgumentError, ShapeError, message
 from gradmesh.nn.graph.agree import agree, fingerprint
 from gradmesh.nn.graph.edges import Edges, added, checked_edges, local_edges
 from gradmesh.nn.graph.inputs import checked_owner, failing, hops_of
 from gradmesh.nn.graph.rows import Bound, Rows
 from gradmesh.nn.graph.state import digest, put_types, take_types
-from gradmesh.overlap.pending import Pending, combined
+from gradmesh.runtime.mesh import AxisLike
 from gradmesh.types import Convention, R
+from gradmesh.verbs.call import Call
 
 __all__ = ["HeteroPlan", "Relation"]
 

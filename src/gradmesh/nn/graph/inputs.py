@@ -8,13 +8,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradmesh.arguments import Call, integer
-from gradmesh.axis import Axis
-from gradmesh.collectives import all_gather, exchange
 from gradmesh.errors import MismatchError, message
 from gradmesh.nn.graph.agree import device_of_root
 from gradmesh.nn.graph.edges import INDEX, Fail, checked_edges, is_table, shown
 from gradmesh.nn.graph.rows import Rows
+from gradmesh.runtime.mesh import Axis
+from gradmesh.verbs.call import Call, integer
+from gradmesh.verbs.collectives import all_gather, exchange
 
 __all__ = [
     "GraphInput",

@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from gradmesh.arguments import integer
-from gradmesh.axis import balanced
+from gradmesh._util.environment import require
 from gradmesh.errors import ArgumentError, message
-from gradmesh.extras import require
 from gradmesh.nn.graph.edges import checked_edges, is_table, shown
+from gradmesh.runtime.mesh import balanced
+from gradmesh.verbs.call import integer
 
 __all__ = ["by_count", "by_graph", "by_metis", "fail", "index_of", "number_of", "ranks_of"]
 

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gradmesh.arguments import Call
-from gradmesh.axis import AxisLike
 from gradmesh.nn.graph import state
 from gradmesh.nn.graph.agree import agree
 from gradmesh.nn.graph.edges import INDEX, Edges, added, checked_edges, is_table, local_edges, picked_edges
@@ -26,6 +24,8 @@ from gradmesh.nn.graph.inputs import (
     sent_by_root,
 )
 from gradmesh.nn.graph.rows import Rows
+from gradmesh.runtime.mesh import AxisLike
+from gradmesh.verbs.call import Call
 
 __all__ = ["GraphPlan"]
 

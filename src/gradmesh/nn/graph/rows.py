@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import is_fake
-from gradmesh.arguments import Call, integer
-from gradmesh.axis import Axis
-from gradmesh.collectives import all_gather, all_reduce, exchange, shard
+from gradmesh.autograd.pending import Pending
 from gradmesh.errors import ArgumentError, ShapeError, message
 from gradmesh.nn.graph.edges import added
 from gradmesh.ops.neighbor import NeighborAllToAll, Picked
 from gradmesh.ops.sizes import Sizes
-from gradmesh.overlap.pending import Pending
+from gradmesh.runtime.mesh import Axis
 from gradmesh.transport import compiling
 from gradmesh.types import Convention, I, R
+from gradmesh.verbs.call import Call, integer
+from gradmesh.verbs.collectives import all_gather, all_reduce, exchange, shard
 
 __all__ = ["Bound", "Rows"]
 

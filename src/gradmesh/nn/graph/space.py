@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from gradmesh.axis import balanced
 from gradmesh.nn.graph.edges import is_table, shown
 from gradmesh.nn.graph.partition import fail, ranks_of
+from gradmesh.runtime.mesh import balanced
 
 __all__ = ["by_space"]
 

@@ -11,14 +11,14 @@ from typing import Any, NoReturn, TypeGuard, cast
 import torch
 from torch import Tensor
 
-from gradmesh.arguments import Call
-from gradmesh.collectives import all_gather
 from gradmesh.errors import MismatchError, message
 from gradmesh.nn.graph.agree import agree, checksum, exchange_device, fingerprint
 from gradmesh.nn.graph.edges import Edges, is_table
 from gradmesh.nn.graph.rows import Rows
 from gradmesh.ops.neighbor import Picked
 from gradmesh.ops.sizes import Sizes
+from gradmesh.verbs.call import Call
+from gradmesh.verbs.collectives import all_gather
 
 __all__ = ["digest", "put", "put_types", "take", "take_types"]
 

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from gradmesh._torch import is_fake
-from gradmesh.axis import Axis, AxisLike, resolve
-from gradmesh.checking import check_level
-from gradmesh.collectives import all_gather
+from gradmesh._util.structure import Packed
 from gradmesh.errors import ArgumentError, MismatchError, message
 from gradmesh.nn.graph.agree import exchange_device
 from gradmesh.nn.sharding import Sharding
 from gradmesh.nn.tensor.cuts import Parallel, Replicated
 from gradmesh.nn.tensor.embedding import VocabParallelEmbedding
 from gradmesh.nn.tensor.linear import ColumnParallelLinear, RowParallelLinear, Rows, is_conv1d
-from gradmesh.structure import Packed
-from gradmesh.transport.values import checksum
-from gradmesh.withdrawal import withdraw
+from gradmesh.runtime.checking import check_level
+from gradmesh.runtime.mesh import Axis, AxisLike, resolve
+from gradmesh.transport.call_checks import checksum
+from gradmesh.transport.withdrawal import withdraw
+from gradmesh.verbs.collectives import all_gather
 
 __all__ = ["tensor_parallel"]
 

@@ -13,14 +13,14 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from gradmesh._torch import transforms_active
-from gradmesh.arguments import Call, integer
-from gradmesh.axis import AxisLike
-from gradmesh.collectives import all_reduce, replicate
-from gradmesh.collectives import sizes as sizes_of
 from gradmesh.errors import DTypeError
 from gradmesh.nn.plain import upcast
 from gradmesh.nn.tensor.vocab import check_replicated, local_ids, out_of_range
+from gradmesh.runtime.mesh import AxisLike
 from gradmesh.types import Convention, I, R
+from gradmesh.verbs.call import Call, integer
+from gradmesh.verbs.collectives import all_reduce, replicate
+from gradmesh.verbs.collectives import sizes as sizes_of
 
 __all__ = ["linear_cross_entropy", "vocab_parallel_cross_entropy"]
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gradmesh.arguments import Call, integer
-from gradmesh.axis import Axis, AxisLike, balanced, resolve
-from gradmesh.collectives import all_gather, replicate
 from gradmesh.errors import ArgumentError, MismatchError, ShapeError, message
 from gradmesh.nn.sharding import remember
+from gradmesh.runtime.mesh import Axis, AxisLike, balanced, resolve
+from gradmesh.verbs.call import Call, integer
+from gradmesh.verbs.collectives import all_gather, replicate
 
 __all__ = ["Cut", "Parallel", "Replicated", "dense_state_dict", "load_dense_state_dict"]
 

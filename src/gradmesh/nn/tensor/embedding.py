@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gradmesh.axis import AxisLike
-from gradmesh.collectives import all_reduce, reduce_scatter
 from gradmesh.errors import ArgumentError, message
 from gradmesh.nn.tensor.cuts import Parallel
 from gradmesh.nn.tensor.linear import Rows
 from gradmesh.nn.tensor.vocab import check_replicated, local_ids, out_of_range
+from gradmesh.runtime.mesh import AxisLike
 from gradmesh.types import I
+from gradmesh.verbs.collectives import all_reduce, reduce_scatter
 
 __all__ = ["VocabParallelEmbedding"]
 

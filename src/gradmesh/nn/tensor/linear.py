@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from gradmesh.axis import AxisLike
-from gradmesh.collectives import all_gather, all_reduce, reduce_scatter, replicate, shard
 from gradmesh.nn.tensor.cuts import Cut, Parallel
+from gradmesh.runtime.mesh import AxisLike
 from gradmesh.types import I
+from gradmesh.verbs.collectives import all_gather, all_reduce, reduce_scatter, replicate, shard
 
 __all__ = ["ColumnParallelLinear", "RowParallelLinear", "Rows", "is_conv1d"]
 

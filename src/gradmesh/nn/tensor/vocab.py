@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from gradmesh._torch import transforms_active
-from gradmesh.axis import Axis
-from gradmesh.checking import FULL, check_level
-from gradmesh.collectives import replicate
 from gradmesh.nn.plain import readable
+from gradmesh.runtime.checking import FULL, check_level
+from gradmesh.runtime.mesh import Axis
 from gradmesh.transport import compiling
+from gradmesh.verbs.collectives import replicate
 
 __all__ = ["check_replicated", "local_ids", "out_of_range"]
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from gradmesh._util.call_sites import PARSING
+from gradmesh.autograd.ordered import Order, ordered
 from gradmesh.errors import AbortedError, ArgumentError, DeadlockError, MismatchError, OrderError, message
-from gradmesh.order import Order, ordered
-from gradmesh.stacks import PARSING
 
 __all__ = [
     "Described",

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradmesh import collectives
+from gradmesh import errors
 from gradmesh._torch import in_backward
-from gradmesh.call_sites import Site, call_site, show_site
+from gradmesh._util.call_sites import Site, call_site, show_site
+from gradmesh.verbs import collectives
 
 __all__ = ["Called", "Change", "Node", "Recorder", "is_raw"]
 
@@ -52,7 +53,7 @@ def _codes() -> dict[CodeType, str]:
 
 
 _LIBRARIES = tuple(
-    os.path.dirname(os.path.abspath(str(file))) + os.sep for file in (torch.__file__, collectives.__file__)
+    os.path.dirname(os.path.abspath(str(file))) + os.sep for file in (torch.__file__, errors.__file__)
 )
 _CODES = _codes()
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradmesh.call_sites import show_site
+from gradmesh._util.call_sites import show_site
 from gradmesh.verify.gradients.calls import Called, Change, Node
 from gradmesh.verify.gradients.measure import exchanged
 

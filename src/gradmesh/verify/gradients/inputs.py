@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from gradmesh._util.call_sites import PARSING
 from gradmesh.errors import ArgumentError, DTypeError, message
-from gradmesh.stacks import PARSING
 from gradmesh.types import Type
 
 __all__ = [

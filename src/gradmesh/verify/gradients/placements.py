@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from gradmesh.axis import balanced
 from gradmesh.errors import ArgumentError, message
+from gradmesh.runtime.mesh import balanced
 from gradmesh.types import Type
 
 __all__ = ["Placement", "Shard", "chosen", "part_of"]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from gradmesh.order import Order, ordered
+from gradmesh.autograd.ordered import Order, ordered
 from gradmesh.types import Type
 from gradmesh.verify.gradients.directions import direction
 from gradmesh.verify.gradients.inputs import RankInputs, local_gradient

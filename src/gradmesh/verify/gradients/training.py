@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from gradmesh.autograd.ordered import ordered
 from gradmesh.errors import ArgumentError, GradmeshError, ShapeError, message
-from gradmesh.order import ordered
 from gradmesh.types import Type
 from gradmesh.verify.gradients.input_errors import unusable
 from gradmesh.verify.gradients.inputs import Input, averaged_parameters

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
-from gradmesh.call_sites import show_site
+from gradmesh._util.call_sites import show_site
 from gradmesh.verify.gradients.calls import Recorder
 from gradmesh.verify.gradients.changes import (
     CONJ,

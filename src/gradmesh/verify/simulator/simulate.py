@@ -35,16 +35,22 @@ import torch.distributed as dist
 
 from gradmesh import _torch
 from gradmesh.backends import threads
-from gradmesh.backends.threads.collectives import write
-from gradmesh.backends.threads.observing import Observer
-from gradmesh.backends.threads.rendezvous import Contribution, Group, Receive, Rendezvous
-from gradmesh.backends.threads.waiting import Waitable, World
+from gradmesh.backends.threads.rendezvous import (
+    Contribution,
+    Group,
+    Observer,
+    Receive,
+    Rendezvous,
+    Waitable,
+    World,
+    write,
+)
 from gradmesh.errors import ArgumentError, DeadlockError, RankError, message
 from gradmesh.launch import Ranks
-from gradmesh.state import RankState
+from gradmesh.runtime.mesh import mesh as make_mesh
+from gradmesh.runtime.state import RankState
 from gradmesh.verify.simulator.costs import Clock, CostModel, Links, VirtualClocks, WallClock, op_of
 from gradmesh.verify.simulator.trace import Event, Events, Notes, trace_of
-from gradmesh.world import mesh as make_mesh
 
 _LOOK = 0.2
 """Seconds after which a waiting rank checks whether the world was stopped."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, overload
 
 from gradmesh._torch import in_backward
+from gradmesh._util.call_sites import Site
 from gradmesh.backends.threads.rendezvous import Contribution, Group
-from gradmesh.call_sites import Site
 from gradmesh.transport.call_checks import TANGENT, CallRecord, OpCallCheck
 from gradmesh.verify.simulator.costs import op_of, payload_of, sent_by
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from gradmesh.autograd.ordered import ordered
 from gradmesh.errors import ArgumentError, RankError
-from gradmesh.order import ordered
 from gradmesh.verify.auditing.case import Case, FunctionRaisedError, show_failures, worst_failure
 from gradmesh.verify.auditing.pool import RanksLostError
 from gradmesh.verify.auditing.probes import Answer, Probe, attempt, cotangents, first_order, leaves_of

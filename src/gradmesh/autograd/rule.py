@@ -1,0 +1,386 @@
+"""The autograd rule of all ops: backward applies the adjoint, forward mode applies the op, vmap moves a dimension.
+
+An adjoint is an op itself and is applied by the same rule, so derivatives of every order work.
+
+A node has a second output beside the op's result: an ordering token, a tensor with one zero. Inside `ordered()` each
+collective takes the token of the previous one. Elsewhere only its own backward takes it, under create_graph=True: then
+a gradient depends on its forward call in the graph, even where its value is constant, and a further backward pass runs
+the backward of both on every rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from gradmesh._torch import (
+    enters_graphs,
+    forward_level_open,
+    functorch_active,
+    is_fake,
+    is_legacy_batched,
+    on_legacy_batch,
+    outside_modes,
+    saves_for_a_checkpoint,
+    tracing,
+    tracing_script,
+    transforms_active,
+)
+from gradmesh._util.call_sites import call_site
+from gradmesh.autograd.averaging import compare_after_pass
+from gradmesh.errors import OrderError
+from gradmesh.ops.base import LinearOp, Op
+from gradmesh.ops.traced import Encoded, Traced, decode, encode
+from gradmesh.runtime.checking import FULL, check_level
+from gradmesh.runtime.state import rank_state
+from gradmesh.transport import compiling
+from gradmesh.transport.call_checks import (
+    BACKWARD,
+    CAN_BACKWARD,
+    NEEDS_BACKWARD,
+    TANGENT,
+    ZERO_GRAD,
+    CallRecord,
+)
+from gradmesh.types import I
+
+DETACHED_TOKEN = outside_modes(lambda: torch.zeros(1, device="cpu"))
+"""The token of a call that depends on no earlier call."""
+
+
+def apply(op: Op, x: Tensor) -> Tensor:
+    """Run an op on this rank's tensor, differentiably; inside `ordered()` as the next ordered op."""
+    if compiling():
+        return _compiled(op, x)
+    state = rank_state()
+    if state.started.dropped:
+        refuse_dropped(op, x)
+    chain, linear = state.chain, isinstance(op, LinearOp)
+    if tracing():
+        op = Traced(op)
+    if chain is None:
+        return apply_unordered(op, x)
+    try:
+        if torch.is_grad_enabled() and linear and differentiable(x):
+            return chain.link(op, x)
+        chain.refuse_reentrant(op)
+    except OrderError as error:  # of ordered(): nothing was sent
+        op.withdraw(x, error)
+        raise
+    y = apply_unordered(op, x)
+    if saves_for_a_checkpoint():
+        chain.keep_place()
+    return y
+
+
+def refuse_dropped(op: Op, x: Tensor) -> None:
+    """Raise the error of async calls that were never waited for."""
+    try:
+        rank_state().started.check()
+    except OrderError as error:
+        op.withdraw(x, error)
+        raise
+
+
+def apply_ordered(
+    op: LinearOp, x: Tensor, token: Tensor, role: str = "", origin: CallRecord | None = None
+) -> tuple[Tensor, Tensor]:
+    """Run an op as an ordered op: its backward runs even where its result is not used.
+
+    It returns a token that requires grad; the op that takes it runs its backward first. Inside a forward-mode level the
+    op on the tangent is an ordered op too, on every rank, with zeros where there is no tangent.
+
+    Args:
+        op: the op.
+        x: this rank's operand.
+        token: that of the previous ordered op.
+        role: the role of the call, see `CallRecord`.
+        origin: the forward call that it belongs to.
+    """
+    if not forward_level_open() or functorch_active():
+        return _apply_node(
+            op, x, token, CallRecord(role, origin, NEEDS_BACKWARD | CAN_BACKWARD, ordered=True)
+        )
+    primal, tangent = forward_ad.unpack_dual(x)
+    call = CallRecord(role, origin, NEEDS_BACKWARD | CAN_BACKWARD, ordered=True)
+    y, token = _apply_node(op, primal, token, call)
+    moved, token = _apply_node(
+        op,
+        torch.zeros_like(primal) if tangent is None else tangent,
+        token,
+        CallRecord(TANGENT, call, NEEDS_BACKWARD | CAN_BACKWARD, ordered=True),
+    )
+    return forward_ad.make_dual(y, moved), token
+
+
+def apply_unordered(op: Op, x: Tensor, call: CallRecord | None = None, token: Tensor | None = None) -> Tensor:
+    """Run an op outside of the order of `ordered()`.
+
+    Without a derivative no graph node is built, as that takes longer than a small collective on fast backends.
+
+    Args:
+        op: the op.
+        x: this rank's operand.
+        call: the metadata of the call.
+        token: that of a call that has to precede this one in the graph.
+    """
+    if compiling() and not isinstance(op, Traced):
+        return _compiled(op, x)
+    if is_legacy_batched(x):
+        return on_legacy_batch(x, lambda whole: apply_unordered(op.batched(), whole, call, token))
+    if isinstance(op, Traced) and tracing_script():
+        return op.apply(x, call)  # a node would be recorded as a Python call, which cannot be saved
+    recording, transforms = torch.is_grad_enabled(), transforms_active()
+    if recording and op.rooted and not x.requires_grad and token is None and differentiable(x):
+        # Only the root's operand counts; the other ranks have to run the backward too.
+        token = None if functorch_active() else grad_token()
+    needs_backward = recording and (x.requires_grad or (token is not None and token.requires_grad))
+    if not recording and call is None and not transforms:
+        return op.apply(x)
+    call = CallRecord() if call is None else call
+    if needs_backward:
+        call.flags |= NEEDS_BACKWARD
+    if recording and not (transforms and functorch_active()):
+        call.flags |= CAN_BACKWARD
+    if needs_backward or transforms:
+        if token is None:  # a tracer accepts only its own tensors
+            token = torch.zeros(1, device="cpu") if isinstance(op, Traced) or is_fake(x) else DETACHED_TOKEN
+        y = _apply_node(op, x, token, call)[0]
+    else:
+        y = op.apply(x, call)
+    return attach_backward(op, x, y, call) if call.others_need_backward else y
+
+
+def attach_backward(op: Op, x: Tensor, y: Tensor, call: CallRecord) -> Tensor:
+    """Attach a backward node to a finished result because other ranks will run its backward."""
+    if not forward_level_open():
+        return _apply_node(_FinishedCall(op, y), x, grad_token(), call)[0]
+    (x, _), (y, moved) = forward_ad.unpack_dual(x), forward_ad.unpack_dual(y)
+    joined = _apply_node(_FinishedCall(op, y), x, grad_token(), call)[0]
+    return joined if moved is None else forward_ad.make_dual(joined, moved)
+
+
+def _apply_node(op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallRecord) -> tuple[Tensor, Tensor]:
+    """Run an op as a node of the graph."""
+    rule: Any = _Rule if functorch_active() else _Node
+
+    def run() -> tuple[Tensor, Tensor]:
+        # A Python frame for profile functions, which cannot see `apply` where torch has it in C++.
+        result: tuple[Tensor, Tensor] = rule.apply(op, x, token, call)
+        return result
+
+    deferred = None if rule is _Rule else rank_state().deferred
+    return run() if deferred is None else deferred.recorded(op, x, call, run)
+
+
+def token_of(ctx: Any) -> Tensor | None:
+    """The token of a node; None if the graph was freed.
+
+    Read only under create_graph=True: a graph that saves nothing else can run again without retain_graph, where its
+    token is gone.
+    """
+    try:
+        token: Tensor = ctx.saved_tensors[0]
+    except RuntimeError:
+        return None
+    return token
+
+
+def grad_token() -> Tensor:
+    """A token that requires grad, so that the op that takes it runs its backward even if its operand does not."""
+    return torch.zeros(1, device="cpu", requires_grad=True)
+
+
+_GRAD_TOKEN = outside_modes(grad_token)
+"""A token for compiled programs, where only tensors from outside can require grad."""
+
+
+class _FinishedCall:
+    """An op that ran before this rank learned that another rank needs its backward."""
+
+    def __init__(self, op: Op, y: Tensor) -> None:
+        self.op, self.y = op, y
+
+    def apply(self, x: Tensor, call: CallRecord) -> Tensor:  # noqa: ARG002 - the signature of an op
+        """Return the stored result."""
+        return self.y
+
+
+def _compiled(op: Op, x: Tensor) -> Tensor:
+    """Run an op inside a program that is being compiled."""
+    if forward_level_open():
+        _refuse(
+            op,
+            "forward mode is not supported inside torch.compile",
+            "call the uncompiled function in forward mode",
+        )
+    state = rank_state()
+    if state.chain is not None and torch.is_grad_enabled() and isinstance(op, LinearOp) and differentiable(x):
+        return state.chain.link(op, x)
+    _hold_for_this_rank(op)
+    needs_backward = op.rooted and torch.is_grad_enabled() and not x.requires_grad and differentiable(x)
+    return _in_graph(x, _GRAD_TOKEN if needs_backward else None, *encode(op), state.reorderable)
+
+
+def _hold_for_this_rank(op: Op) -> None:
+    """Prepare Dynamo for a call, and have it guard the rank, whose shapes the program has.
+
+    Ranks that are threads share compiled programs, and no other guard distinguishes the ranks.
+    """
+    allow_in_dynamo()
+    # Dynamo needs an index as a number, so it guards it.
+    _ = ((None,) * op.axis.size)[op.axis.rank]
+
+
+def compiled_ordered(op: LinearOp, x: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+    """As `apply_ordered`, inside a program that is being compiled."""
+    _hold_for_this_rank(op)
+    return _ordered_in_graph(x, token, *encode(op), rank_state().reorderable)
+
+
+def _in_graph(
+    x: Tensor,
+    token: Tensor | None,
+    words: str,
+    numbers: list[int],
+    tensors: list[Tensor],
+    group: str,
+    reorderable: bool,
+) -> Tensor:
+    """Run an op in Dynamo's graph, where autograd traces it."""
+    op = decode(Encoded(words, numbers, tensors, group))
+    traced = Traced(op, reorderable=reorderable, followed=not torch.compiler.is_exporting())
+    return apply_unordered(traced, x, token=None if functorch_active() else token)
+
+
+def _ordered_in_graph(
+    x: Tensor,
+    token: Tensor,
+    words: str,
+    numbers: list[int],
+    tensors: list[Tensor],
+    group: str,
+    reorderable: bool,
+) -> tuple[Tensor, Tensor]:
+    op = decode(Encoded(words, numbers, tensors, group))
+    return apply_ordered(
+        Traced(op, reorderable=reorderable, followed=not torch.compiler.is_exporting()), x, token
+    )
+
+
+allow_in_dynamo = enters_graphs(_in_graph, _ordered_in_graph)
+
+
+def _refuse(op: Op, problem: str, remedy: str) -> NoReturn:
+    op.fail(
+        problem,
+        expected="an uncompiled call",
+        got="a call under torch.compile",
+        remedy=remedy,
+        kind=OrderError,
+    )
+
+
+def differentiable(x: Tensor) -> bool:
+    """Whether a dtype has derivatives."""
+    return x.is_floating_point() or x.is_complex()
+
+
+class _Rule(torch.autograd.Function):
+    """autograd.Function for LinearOp. In ordered mode it also takes and returns the ordering token."""
+
+    @staticmethod
+    def forward(op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallRecord) -> tuple[Tensor, Tensor]:
+        return op.apply(x, call), torch.zeros_like(token)
+
+    @staticmethod
+    def setup_context(
+        ctx: Any, inputs: tuple[Op | _FinishedCall, Tensor, Tensor, CallRecord], output: tuple[Tensor, Tensor]
+    ) -> None:
+        op, x, token, ctx.call = inputs
+        ctx.op = op.op if isinstance(op, _FinishedCall) else op
+        ctx.operand, ctx.result = x.shape, output[0].shape
+        ctx.dtype, ctx.device = x.dtype, x.device
+        ctx.call.site = call_site()
+        # One tensor in both cases: a checkpoint counts saved tensors, and may recompute outside of ordered().
+        ctx.save_for_backward(token if ctx.call.ordered else output[1])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, following: Tensor | None) -> tuple[Tensor | None, ...]:
+        op: LinearOp = ctx.op
+        nothing = grad is None
+        if grad is None:
+            grad = torch.zeros(ctx.result, dtype=ctx.dtype, device=ctx.device)
+        elif grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        if check_level() == FULL and not isinstance(op, Traced) and op.dst is I and grad.numel() == 1:
+            compare_after_pass(op, ctx, ctx.call)
+        kept = ctx.call.deferral is not None and ctx.call.deferral.defers(ctx, None if nothing else grad)
+        if not ctx.call.ordered:
+            if kept:
+                return None, None, None, None
+            call = CallRecord(BACKWARD, ctx.call, ZERO_GRAD if nothing else 0)
+            back = apply_unordered(op.back, grad, call, token_of(ctx) if torch.is_grad_enabled() else None)
+            alone = op.axis.size == 1 or not op.back.sends
+            # None if no rank has a gradient: zeros would give NaN behind an infinite derivative.
+            return None, None if nothing and (alone or call.all_zero) else back, None, None
+        # Read on every rank even if unused: inside a checkpoint, reading it triggers the recomputation.
+        (token,) = ctx.saved_tensors
+        if following is None:
+            # The last ordered op. A new zero would lose the order of further passes, so the token itself is used.
+            following = token.clone()
+        if kept:
+            return None, None, following, None
+        if torch.is_grad_enabled() or forward_level_open():
+            back, following = apply_ordered(op.back, grad, following, BACKWARD, ctx.call)
+            return None, back, following, None
+        return None, apply_unordered(op.back, grad, CallRecord(BACKWARD, ctx.call)), following, None
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: Tensor | None, token: Tensor | None, *__: None) -> Any:
+        if tangent is None:
+            tangent = torch.zeros(ctx.operand, dtype=ctx.dtype, device=ctx.device)
+        moved = apply_unordered(ctx.op, tangent, CallRecord(TANGENT, ctx.call))
+        return moved, torch.zeros(1, device="cpu") if token is None else torch.zeros_like(token)
+
+    @staticmethod
+    def vmap(
+        _: Any,
+        in_dims: tuple[int | None, ...],
+        op: Op,
+        x: Tensor,
+        token: Tensor,
+        call: CallRecord,
+    ) -> Any:
+        dim = in_dims[1]
+        if dim is None:  # only the token's gradient is batched
+            return _apply_node(op, x, token, call), (None, in_dims[2])
+        batched, x = op.batched(), x.movedim(dim, 0)
+        if (
+            call.ordered and isinstance(batched, LinearOp) and forward_level_open()
+        ):  # the tangent is a separate ordered op
+            return apply_ordered(batched, x, token, call.role, call.origin), (0, in_dims[2])
+        return _apply_node(batched, x, token, call), (0, in_dims[2])
+
+
+# Function.apply reads the signature at every call, and computing it takes longer than the rest of the rule.
+_Rule.forward.__signature__ = inspect.signature(_Rule.forward)  # type: ignore[attr-defined]
+
+
+class _Node(torch.autograd.Function):
+    """The same rule without torch.func transforms: torch's older form saves 12 us per call."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, op: Op | _FinishedCall, x: Tensor, token: Tensor, call: CallRecord
+    ) -> tuple[Tensor, Tensor]:
+        output = _Rule.forward(op, x, token, call)
+        _Rule.setup_context(ctx, (op, x, token, call), output)
+        return output
+
+    backward, jvp = _Rule.backward, _Rule.jvp

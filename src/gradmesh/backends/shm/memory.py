@@ -1,0 +1,829 @@
+"""The shared memory of a group: its layout, how the ranks create and verify it, and how they wait for its words.
+
+The layout of a group's shared memory: words, ring buffers, and chunks (bounce buffers).
+In this order: a token; the words that ranks publish; a ring buffer for each pair of ranks; two chunks for each rank.
+The size depends only on the number of ranks and the chunk size, since messages are split into chunks. Untouched pages
+take no memory.
+
+The memory file that the ranks of a group share: created by the first rank, verified and mapped by the others.
+A rank learns from the store which file to open, and any process that can write to the store could name a different
+one. So a rank verifies the file through an `O_PATH` descriptor before it opens it for writing: it must belong to this
+user, have no name and have the agreed size. Then it checks for size seals, which only `memfd_create` files have, and
+for the token that the first rank wrote.
+
+The processes of a group, and whether they are alive.
+A process is watched through its pidfd, which stays valid if the process id is reused.
+
+Bootstrap of a group: the ranks rendezvous and map their shared memory.
+The first rank creates an anonymous file in memory (`shared_file`), which only its owner may open, and publishes its
+process id and file descriptor in the store; the others open it under /proc. The descriptor is closed once all ranks
+have mapped the file: it never has a name, so that nothing remains however the ranks end.
+
+The runs of a launcher: which run this process is in, and which ranks have returned from it.
+A launched process stays alive after its function has returned, to run the next one. So it writes the number of the run
+that it has returned from into the shared memory of its groups, which ends the wait of other ranks in the same run.
+
+Futex (sleep on a word of shared memory until another process wakes the sleepers) and memory fences.
+Python has neither. The futex is Linux's system call, through ctypes. Waking always calls the kernel, even without
+sleepers: a user-space flag for sleepers would need a full memory fence. The kernel has that fence and checks the word
+again before a caller sleeps, so that no wake-up is lost.
+
+`fence` orders reads and writes of the mapping. x86-64 keeps stores in order and loads in order, which is sufficient for
+"write the data, then publish" and "see it published, then read the data"; there it does nothing. Other processors may
+reorder both; there it releases and acquires a lock (C11 release and acquire on one object: earlier accesses stay before
+the release, later ones after the acquire, and the acquire stays after the release).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import json
+import mmap
+import os
+import platform
+import secrets
+import select
+import stat
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from gradmesh._util.environment import SHM_CHUNK
+from gradmesh.backends.process_group import RETURNED_REMEDY
+from gradmesh.errors import (
+    AbortedError,
+    ArgumentError,
+    DeadlockError,
+    GradmeshError,
+    NotInitializedError,
+    message,
+)
+
+_PAGE = 4096
+TOKEN = 16
+"""The size of the token at the start, which identifies the file."""
+_WORD = 8
+
+
+def chunk_bytes() -> int:
+    """The chunk size in bytes: GRADMESH_SHM_CHUNK in the environment, else 1 MiB."""
+    return SHM_CHUNK.read()
+
+
+def _word_count(size: int) -> int:
+    # published, mapped, state, returned, blamed; two hashes; two tables of counts; written and read for every pair.
+    return 5 * size + 2 * size + 4 * size * size + 2 * size * size
+
+
+def segment_bytes(size: int, chunk: int) -> int:
+    """The size of a group's segment: two chunks for each rank, and a ring of the same size for each pair of ranks.
+
+    Args:
+        size: the number of ranks.
+        chunk: the bytes of a chunk.
+
+    >>> segment_bytes(2, 1 << 20) // (1 << 20)
+    8
+    """
+    words = TOKEN + _WORD * _word_count(size)
+    return -(-words // _PAGE) * _PAGE + (size + 2) * size * chunk
+
+
+class Slots:
+    """Views of one chunk of every rank: as one tensor (rank, element), and one per rank."""
+
+    __slots__ = ("_pieces", "rows", "together")
+
+    def __init__(self, together: torch.Tensor, rows: list[torch.Tensor]) -> None:
+        self.together = together
+        self.rows = rows
+        self._pieces: list[list[torch.Tensor]] | None = None
+
+    def pieces(self, parts: int) -> list[list[torch.Tensor]]:
+        """Each rank's chunk in equal parts; `parts` must be the same at every call."""
+        if self._pieces is None:
+            with torch.inference_mode(False):
+                each = self.together.shape[1] // parts
+                self._pieces = [list(row.view(parts, each).unbind(0)) for row in self.rows]
+        return self._pieces
+
+
+class Buffers:
+    """The shared memory of a group.
+
+    Each word is written by one rank only. Words are 8 bytes and aligned, so that loads and stores are atomic.
+
+    Args:
+        memory: the mapped memory.
+        rank: this rank.
+        size: the number of ranks.
+        chunk: the bytes of a chunk.
+
+    Attributes:
+        published: for each rank, the number of epochs that it has published.
+        states: for each rank, whether it is open, has left, or has aborted.
+        returned: for each rank, the number of the launcher's run from which its function has returned.
+        blamed: for each rank that aborted, 1 + the rank that caused it, or 0.
+        hashes: two buffers with one word per rank: the hash of its call.
+        counts: two buffers with two rows per rank: the counts that it sends to and receives from each rank.
+        written: for each pair (source, target), the bytes written to its ring.
+        read: for each pair, the bytes read from it.
+        rings: for each pair, its ring as a tensor of bytes.
+        raw_rings: the same as memoryviews.
+    """
+
+    def __init__(self, memory: Any, rank: int, size: int, chunk: int) -> None:
+        self.rank, self.size, self.chunk = rank, size, chunk
+        ring = chunk
+        raw = memoryview(memory).cast("B")
+        words = raw[TOKEN : TOKEN + _WORD * _word_count(size)].cast("Q")
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + TOKEN
+        at = 0
+
+        def take(count: int) -> memoryview:
+            nonlocal at
+            at += count
+            return words[at - count : at]
+
+        self.published = take(size)
+        self.mapped = take(size)
+        self.states = take(size)
+        self.returned = take(size)
+        self.blamed = take(size)
+        self.hashes = [take(size) for _ in range(2)]
+        self.counts = [take(2 * size * size) for _ in range(2)]
+        self._written_at = self._base + _WORD * at
+        self.written = take(size * size)
+        self._read_at = self._base + _WORD * at
+        self.read = take(size * size)
+        with torch.device("cpu"), torch.inference_mode(False):
+            data = torch.frombuffer(memory, dtype=torch.uint8)
+        first_slot = len(data) - 2 * size * chunk
+        first_ring = first_slot - size * size * ring
+        self.ring_bytes = ring
+        with torch.inference_mode(False):
+            self.rings = list(data[first_ring:first_slot].view(size * size, ring).unbind(0))
+            self._slots = data[first_slot:]
+        self.raw_rings = [
+            raw[first_ring + pair * ring : first_ring + (pair + 1) * ring] for pair in range(size * size)
+        ]
+        self._raw_slots = raw[first_slot:]
+        self._views: dict[tuple[torch.dtype, int], tuple[Slots, Slots]] = {}
+        self.mapped[self.rank] = 1
+
+    def slots(self, dtype: torch.dtype, count: int) -> tuple[Slots, Slots]:
+        """The first `count` elements of every rank's two chunks, as tensors of that dtype."""
+        found = self._views.get((dtype, count))
+        if found is None:
+            if len(self._views) >= 512:
+                self._views.clear()
+            # A view created in inference mode could not be written outside of it.
+            with torch.inference_mode(False):
+                found = self._view(dtype, count, 0), self._view(dtype, count, 1)
+            self._views[dtype, count] = found
+        return found
+
+    def raw_slot(self, rank: int, buffer: int) -> memoryview:
+        """A rank's chunk as bytes."""
+        start = (2 * rank + buffer) * self.chunk
+        return self._raw_slots[start : start + self.chunk]
+
+    def _view(self, dtype: torch.dtype, count: int, buffer: int) -> Slots:
+        whole = self._slots.view(dtype)
+        width = self.chunk // dtype.itemsize
+        together = whole.as_strided(
+            (self.size, count), (2 * width, 1), whole.storage_offset() + buffer * width
+        )
+        return Slots(together, list(together.unbind(0)))
+
+    def word(self, rank: int) -> int:
+        """The address of a rank's `published` word."""
+        return self._base + _WORD * rank
+
+    def written_word(self, pair: int) -> int:
+        """The address of a ring's `written` word."""
+        return self._written_at + _WORD * pair
+
+    def read_word(self, pair: int) -> int:
+        """The address of a ring's `read` word."""
+        return self._read_at + _WORD * pair
+
+
+if sys.platform == "linux":
+    import fcntl
+
+    _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+_NAME = "gradmesh"
+_LINK = f"/memfd:{_NAME} (deleted)"
+
+
+class NotSharedError(Exception):
+    """The file that the store names is not the memory of this group."""
+
+
+def create(size: int, token: bytes) -> int:
+    """Create the file with a sealed size; returns its descriptor."""
+    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, size)
+        os.pwrite(fd, token, 0)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def opened(pid: int, number: int, size: int, token: bytes) -> int:
+    """Open the file behind another process's descriptor; returns a descriptor of this process.
+
+    Raises:
+        NotSharedError: it is not the memory of a group; it was not opened for writing.
+        OSError: the file does not exist, or cannot be opened.
+    """
+    handle = os.open(f"/proc/{pid}/fd/{number}", os.O_PATH | os.O_CLOEXEC)
+    try:
+        _look(handle, size)
+        fd = os.open(f"/proc/self/fd/{handle}", os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.close(handle)
+    try:
+        _look_inside(fd, token)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _look(handle: int, size: int) -> None:
+    about, link = os.fstat(handle), os.readlink(f"/proc/self/fd/{handle}")
+    if about.st_uid != os.geteuid():
+        raise NotSharedError(f"the file belongs to user {about.st_uid}, not {os.geteuid()}")
+    if not stat.S_ISREG(about.st_mode) or about.st_nlink or link != _LINK:
+        raise NotSharedError(f"the file is {link!r}, not the memory file {_LINK!r}")
+    if stat.S_IMODE(about.st_mode) != 0o600:
+        raise NotSharedError(f"the file's mode is {stat.S_IMODE(about.st_mode):o}, not 600")
+    if about.st_size != size:
+        raise NotSharedError(f"the file has {about.st_size} bytes, not {size}")
+
+
+def _look_inside(fd: int, token: bytes) -> None:
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        seals = 0
+    if seals != _SEALS:
+        raise NotSharedError("the file's size is not sealed")
+    if os.pread(fd, TOKEN, 0) != token:
+        raise NotSharedError(
+            "the file's token differs from that of this group; its process id may have been reused"
+        )
+
+
+def shared(fd: int, size: int) -> Any:
+    """Map a file. Python's mmap would keep its descriptor open."""
+    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+    if address == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    memory = (ctypes.c_char * size).from_address(address)
+    # Views and tensors keep this object alive; unmap when the last one is gone.
+    weakref.finalize(memory, _libc.munmap, address, size).atexit = False
+    return memory
+
+
+def _c_library() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return library
+
+
+_libc: Any = _c_library() if sys.platform == "linux" else None
+
+
+class Peers:
+    """The ranks of a group.
+
+    Args:
+        rank: this rank.
+        size: the number of ranks.
+        names: their global ranks.
+        group: the group's name, for errors.
+
+    Attributes:
+        pids: the ranks' process ids, after the bootstrap.
+    """
+
+    def __init__(self, rank: int, size: int, names: Sequence[int], group: str) -> None:
+        self.rank, self.size, self.names, self.group = rank, size, names, group
+        self.others = [other for other in range(size) if other != rank]
+        self.pids = [os.getpid()] * size
+        self._pidfds: dict[int, int] = {}
+        self._poll = select.poll()
+        self._lock = threading.Lock()
+
+    def watch(self, pids: Sequence[int]) -> None:
+        """Watch these processes.
+
+        Raises:
+            AbortedError: one of them has exited.
+        """
+        self.pids = list(pids)
+        for rank, pid in enumerate(self.pids):
+            if rank == self.rank:
+                continue
+            try:
+                self._pidfds[rank] = os.pidfd_open(pid)
+            except ProcessLookupError as error:
+                raise self.gone_error(rank, "its process has exited") from error
+            self._poll.register(self._pidfds[rank], select.POLLIN)
+
+    def dead(self, ranks: Sequence[int]) -> list[int]:
+        """The ranks whose processes have exited."""
+        with self._lock:  # only one thread at a time may use a poll object
+            ended = {fd for fd, _ in self._poll.poll(0)}
+            return [rank for rank in ranks if self._pidfds.get(rank) in ended]
+
+    def gone_error(self, rank: int, why: str, call: str | None = None) -> AbortedError:
+        """The error for a rank that no longer responds."""
+        return AbortedError(
+            message(
+                f"rank {self.name(rank)} does not respond: {why}",
+                axis=f"group '{self.group}', rank {self.rank} of {self.size}",
+                got=call,
+                remedy=f"check the error or exit code of that rank; if there is none, {RETURNED_REMEDY}",
+            ),
+            rank=self.names[rank],
+        )
+
+    def returned(self, rank: int, call: str) -> DeadlockError:
+        """The error for a rank whose function has returned."""
+        return DeadlockError(
+            message(
+                f"rank {self.name(rank)} has returned, and the others wait for it",
+                axis=f"group '{self.group}', rank {self.rank} of {self.size}",
+                expected="the same call on that rank before its function returns",
+                got=call,
+                remedy=RETURNED_REMEDY,
+            )
+        )
+
+    def name(self, rank: int) -> str:
+        """A rank for errors, with its global rank if that differs, and its process id."""
+        world = "" if self.names[rank] == rank else f" (global rank {self.names[rank]})"
+        return f"{rank}{world}, process {self.pids[rank]},"
+
+    def reset_after_fork(self) -> None:
+        """Reset after fork: a lock that was held in the parent would never be released."""
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Stop watching."""
+        with self._lock:
+            for fd in self._pidfds.values():
+                os.close(fd)
+            self._pidfds.clear()
+            self._poll = select.poll()
+
+
+@dataclass(frozen=True)
+class Bootstrapped:
+    """The result of the bootstrap.
+
+    Attributes:
+        memory: the shared memory.
+        chunk: the bytes of a chunk.
+        failed: returns the error of a rank that could not map the memory; "" if it reported none.
+    """
+
+    memory: Any
+    chunk: int
+    failed: Callable[[int], str]
+
+
+def own_memory(chunk: int) -> Any:
+    """Memory for a group of one rank."""
+    return mmap.mmap(-1, segment_bytes(1, chunk))
+
+
+@contextlib.contextmanager
+def meeting(store: Any, peers: Peers, timeout: float) -> Iterator[Bootstrapped]:
+    """Rendezvous with the other ranks, and start to watch them.
+
+    The first rank must stay inside until all ranks have mapped the memory.
+
+    Args:
+        store: the store of the group.
+        peers: the group.
+        timeout: seconds to wait for a rank.
+
+    Raises:
+        DeadlockError: a rank did not arrive in time.
+        AbortedError: a rank failed to create the group, has exited, or its entry in the store failed verification.
+        ArgumentError: the ranks are on different hosts.
+        NotInitializedError: not enough shared memory for the group.
+    """
+    # A store outlives a group, and a later group of the same ranks may have the same name: number them in the keys.
+    ranks = ",".join(map(str, peers.names))
+    life = f"{ranks}/{store.add(f'{ranks}/lives of {peers.rank}', 1)}"
+    token = secrets.token_bytes(TOKEN)
+    fd = -1
+    try:
+        chunk = chunk_bytes()
+        if peers.rank == 0:
+            with _enough_memory(peers, chunk):
+                fd = create(segment_bytes(peers.size, chunk), token)
+        own = {"host": _host(), "pid": os.getpid(), "fd": fd, "token": token.hex(), "chunk": chunk}
+    except Exception as error:
+        store.set(f"{life}/{peers.rank}", json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        raise
+    try:
+        store.set(f"{life}/{peers.rank}", json.dumps(own))
+        entries = _entries(store, life, peers, timeout)
+        _on_one_host(entries, peers)
+        peers.watch([each["pid"] for each in entries])
+        first = entries[0]
+
+        def failed(rank: int) -> str:
+            key = f"{life}/{rank}/failed"
+            return store.get(key).decode() if store.check([key]) else ""
+
+        try:
+            memory = _memory(fd, first, peers)
+        except Exception as error:
+            store.set(f"{life}/{peers.rank}/failed", f"{type(error).__name__}: {error}")
+            raise
+        yield Bootstrapped(memory, first["chunk"], failed)
+    except BaseException:
+        peers.close()
+        raise
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _entries(store: Any, life: str, peers: Peers, timeout: float) -> list[dict[str, Any]]:
+    """The entries of all ranks."""
+    keys = [f"{life}/{rank}" for rank in range(peers.size)]
+    try:
+        store.wait(keys, datetime.timedelta(seconds=timeout))
+    except RuntimeError as error:  # torch's DistStoreError is one
+        late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise DeadlockError(
+            message(
+                f"rank {', '.join(map(str, late))} did not create the group within {timeout:g} s",
+                axis=f"group '{peers.group}', rank {peers.rank} of {peers.size}",
+                expected="the same init_process_group or new_group call on every rank of the group",
+                remedy="check whether that rank failed earlier, or pass a longer timeout to the call that creates the "
+                "group, e.g. timeout=timedelta(minutes=10)",
+            )
+        ) from error
+    return [_parsed(rank, store.get(key), peers) for rank, key in enumerate(keys)]
+
+
+def _parsed(rank: int, text: bytes, peers: Peers) -> dict[str, Any]:
+    """Parse and verify the entry of a rank."""
+    try:
+        said = json.loads(text)
+        if "error" in said:
+            raise peers.gone_error(rank, "it could not create the group", str(said["error"]))
+        host, chunk = said["host"], SHM_CHUNK.parse(str(said["chunk"]))
+        form = [type(said["pid"]), type(said["fd"]), len(bytes.fromhex(said["token"])), len(host), chunk]
+        if form != [int, int, TOKEN, 3, said["chunk"]] or said["pid"] < 1 or set(map(type, host)) != {str}:
+            raise ValueError(said)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _verification_error(
+            rank, f"{text[:200]!r} was not written by a rank of this version", peers
+        ) from error
+    return said  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _enough_memory(peers: Peers, chunk: int) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, MemoryError) as error:
+        raise NotInitializedError(
+            message(
+                f"not enough shared memory for the group: {error}",
+                axis=f"group '{peers.group}', rank {peers.rank} of {peers.size}",
+                expected=f"{segment_bytes(peers.size, chunk) / 2**20:.0f} MiB of shared memory",
+                remedy="free memory, raise the process's limits (see `ulimit -a`), set GRADMESH_SHM_CHUNK=65536, or "
+                "use backend='gloo'",
+            )
+        ) from error
+
+
+def _memory(fd: int, first: dict[str, Any], peers: Peers) -> Any:
+    size = segment_bytes(peers.size, first["chunk"])
+    if peers.rank == 0:
+        with _enough_memory(peers, first["chunk"]):
+            return shared(fd, size)
+    try:
+        fd = opened(first["pid"], first["fd"], size, bytes.fromhex(first["token"]))
+    except NotSharedError as error:
+        raise _verification_error(
+            0, f"process {first['pid']}, descriptor {first['fd']}: {error}", peers
+        ) from error
+    except OSError as error:
+        raise peers.gone_error(0, f"its memory cannot be opened: {error}") from error
+    try:
+        with _enough_memory(peers, first["chunk"]):
+            return shared(fd, size)
+    finally:
+        os.close(fd)
+
+
+def _verification_error(rank: int, got: str, peers: Peers) -> AbortedError:
+    return AbortedError(
+        message(
+            f"shared-memory handshake with rank {rank} failed verification",
+            axis=f"group '{peers.group}', rank {peers.rank} of {peers.size}",
+            expected="the process id of that rank, and the anonymous memory file that it created for this group",
+            got=got,
+            remedy="check whether rank 0 has exited, and which other processes can write to the store of this job",
+        ),
+        rank=peers.names[rank],
+    )
+
+
+def _on_one_host(entries: Sequence[dict[str, Any]], peers: Peers) -> None:
+    hosts = [each["host"] for each in entries]
+    if any(host[1:] != hosts[0][1:] for host in hosts):
+        where = "\n".join(f"rank {rank}: {_show(host)}" for rank, host in enumerate(hosts))
+        raise ArgumentError(
+            message(
+                "the shm backend requires all ranks on one host",
+                axis=f"group '{peers.group}' of {peers.size} ranks",
+                expected="ranks on the same host and in the same container",
+                got=where,
+                remedy="use backend='gloo' across hosts, or 'nccl' for CUDA tensors",
+            )
+        )
+
+
+def _host() -> list[str]:
+    """The host's name, boot id and pid namespace, which identify host and container."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        boot = file.read().strip()
+    return [os.uname().nodename, boot, os.readlink("/proc/self/ns/pid")]
+
+
+def _show(host: Sequence[str]) -> str:
+    return f"{host[0]} (boot {host[1][:8]}, {host[2]})"
+
+
+class _Member(Protocol):
+    """A rank's engine in one group."""
+
+    def run_over(self, failed: bool) -> None:
+        """Publish that this rank's function has returned or failed."""
+
+
+class Run:
+    """The run that this process is in.
+
+    Attributes:
+        number: its number from 1, the same on every rank; 0 without a launcher.
+        over: whether this rank's function has returned.
+        members: this process's engine in each of its groups.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.over = False
+        self.members: weakref.WeakSet[_Member] = weakref.WeakSet()
+
+    @property
+    def waits(self) -> int:
+        """The number of the current run, or 0 if the function has returned."""
+        return 0 if self.over else self.number
+
+    def begin(self, number: int) -> None:
+        """Start the run of that number."""
+        self.number, self.over = number, False
+
+    def end(self, *, failed: bool) -> None:
+        """End the run, so that other ranks stop waiting for this one."""
+        self.over = True
+        for member in list(self.members):
+            member.run_over(failed)
+
+
+run = Run()
+
+
+_CALL_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}
+_WAIT, _WAKE, _EVERYBODY = 0, 1, 0x7FFFFFFF
+_NUMBER = _CALL_NUMBERS.get(platform.machine(), -1)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _system_call() -> Callable[..., int]:
+    call = ctypes.CDLL(None).syscall  # CDLL releases the GIL
+    call.argtypes = [
+        ctypes.c_long,
+        ctypes.c_void_p,
+        ctypes.c_long,
+        ctypes.c_long,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_long,
+    ]
+    call.restype = ctypes.c_long
+    return call
+
+
+_syscall: Callable[..., int] = _system_call() if sys.platform == "linux" else lambda *_: -1
+
+
+def supported() -> bool:
+    """Whether this system is supported: Linux on a little-endian 64-bit processor with a known system call number."""
+    return sys.platform == "linux" and _NUMBER > 0 and sys.byteorder == "little"
+
+
+def wait(address: int, seen: int, seconds: float) -> None:
+    """Sleep until the word is woken; returns immediately if its value differs from `seen`; may wake spuriously.
+
+    Args:
+        address: the address of a word of 4 bytes.
+        seen: its previous value.
+        seconds: the maximum time to sleep.
+    """
+    whole = int(seconds)
+    time = _Timespec(whole, int((seconds - whole) * 1e9))
+    _syscall(_NUMBER, address, _WAIT, seen & 0xFFFFFFFF, ctypes.byref(time), None, 0)
+
+
+def wake(address: int) -> None:
+    """Wake all sleepers of the word."""
+    _syscall(_NUMBER, address, _WAKE, _EVERYBODY, None, None, 0)
+
+
+_lock = threading.local()
+
+
+def _through_a_lock() -> None:
+    lock = getattr(_lock, "held", None)
+    if lock is None:
+        lock = _lock.held = threading.Lock()
+        lock.acquire()
+    lock.release()
+    lock.acquire()
+
+
+def _nothing() -> None:
+    pass
+
+
+fence: Callable[[], None] = _nothing if platform.machine() == "x86_64" else _through_a_lock
+"""Orders earlier before later accesses, except an earlier store and a later load."""
+
+
+OPEN, LEFT, BROKE, FAILED = 0, 1, 2, 3
+"""The published state of a rank: active, left the group, aborted the group, or its function raised an error."""
+
+_LOOK = 0.05
+"""Seconds between two checks of the store for failed ranks."""
+
+
+class Segment(Buffers):
+    """The shared memory of a group on one rank.
+
+    Args:
+        store: the store for the rendezvous; not needed for one rank.
+        rank: this rank.
+        size: the number of ranks.
+        names: their global ranks.
+        timeout: seconds to wait for the others.
+        group: the group's name, for errors.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, size: int, names: Sequence[int], timeout: float, group: str
+    ) -> None:
+        self.peers = Peers(rank, size, names, group)
+        self.blame = -1  # the rank that caused the last failed wait
+        self._foreign = False
+        if size == 1:
+            chunk = chunk_bytes()
+            super().__init__(own_memory(chunk), 0, 1, chunk)
+            return
+        with meeting(store, self.peers, timeout) as boot:
+            super().__init__(boot.memory, rank, size, boot.chunk)
+            if rank == 0:
+                try:
+                    self._wait_until_mapped(boot, timeout)
+                except BaseException:
+                    self.publish_state(BROKE)  # for the ranks that have mapped it
+                    raise
+
+    def _wait_until_mapped(self, boot: Bootstrapped, timeout: float) -> None:
+        start = looked = time.monotonic()
+        while late := [rank for rank, mapped in enumerate(self.mapped.tolist()) if not mapped]:
+            now = time.monotonic()
+            self.blame = late[0]
+            if self.peers.dead(late) or now - start > timeout:
+                raise self.peers.gone_error(late[0], "it has not mapped the group's memory")
+            if now - looked > _LOOK:
+                looked = now
+                for rank in late:
+                    if why := boot.failed(rank):
+                        self.blame = rank
+                        raise self.peers.gone_error(rank, "it could not map the group's memory", why)
+            time.sleep(0.0005)
+
+    def missing(self, ranks: Sequence[int], call: Callable[[], str]) -> GradmeshError | None:
+        """The error if one of these ranks can no longer make the call; else None."""
+        states = self.states.tolist()
+        states[self.rank] = OPEN
+        dead = self.peers.dead(self.peers.others)
+        for rank in dead:
+            # If a rank aborted, report the rank that caused it.
+            if rank in ranks or BROKE in states:
+                return self._blame(rank, self.peers.gone_error(rank, "its process has exited", call()))
+        # A rank that failed or aborted leaves all others out of sync, whether they wait for it or not.
+        if FAILED in states:
+            rank = states.index(FAILED)
+            return self._blame(rank, self.peers.gone_error(rank, "its function raised an error", call()))
+        for rank in ranks:
+            if states[rank] == LEFT:
+                return self._blame(rank, self.peers.gone_error(rank, "it has left the group", call()))
+            if self._returned(rank):
+                return self._blame(rank, self.peers.returned(rank, call()))
+        if BROKE in states:
+            rank = states.index(BROKE)
+            cause = self.blamed[rank] - 1
+            if cause in (-1, rank, self.rank):
+                why = "it aborted a call of this group" + " because this rank timed out" * (
+                    cause == self.rank
+                )
+                return self._blame(rank, self.peers.gone_error(rank, why, call()))
+            if self._returned(cause):
+                return self._blame(cause, self.peers.returned(cause, call()))
+            why = f"rank {self.peers.name(rank)} timed out waiting for it"
+            return self._blame(cause, self.peers.gone_error(cause, why, call()))
+        return None
+
+    def _blame(self, rank: int, error: GradmeshError) -> GradmeshError:
+        self.blame = rank
+        fence()  # the caller checks for arrival again, since the rank may have published before it left
+        return error
+
+    def _returned(self, rank: int) -> bool:
+        return 0 < run.waits <= self.returned[rank]
+
+    def away(self, rank: int) -> bool:
+        """Whether a rank has left, failed, aborted or returned."""
+        return bool(self.states[rank]) or self._returned(rank)
+
+    def has_failures(self, ranks: Sequence[int]) -> bool:
+        """Whether any rank has failed or aborted, or one of the given ranks is away."""
+        states = self.states.tolist()
+        return BROKE in states or FAILED in states or any(map(self.away, ranks))
+
+    def publish_state(self, state: int) -> None:
+        """Publish that this rank has left, failed or aborted, and wake its waiters."""
+        if self.states[self.rank] == OPEN and not self._foreign:
+            self.blamed[self.rank] = 1 + self.blame
+            fence()
+            self.states[self.rank] = state
+            self._wake()
+
+    def publish_returned(self) -> None:
+        """Publish that this rank's function has returned without pending calls, and wake its waiters."""
+        if not self._foreign:
+            fence()
+            self.returned[self.rank] = run.number
+            self._wake()
+
+    def _wake(self) -> None:
+        wake(self.word(self.rank))
+        for other in range(self.size):
+            wake(self.written_word(self.rank * self.size + other))
+            wake(self.read_word(other * self.size + self.rank))
+
+    def reset_after_fork(self) -> None:
+        """Reset after fork: the child must not write the parent's state."""
+        self._foreign = True
+        self.peers.reset_after_fork()
+
+    def close(self) -> None:
+        """Stop watching the other processes. The memory is released with its last view."""
+        self.peers.close()

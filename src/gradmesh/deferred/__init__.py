@@ -1,1 +1,0 @@
-"""Deferred gradient reductions for gradient accumulation: `gradmesh.no_sync`."""

@@ -1,1 +1,0 @@
-"""Async collectives, started and waited for separately, forward and backward."""

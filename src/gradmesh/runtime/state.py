@@ -1,0 +1,247 @@
+"""The state that gradmesh keeps between calls, one object per rank.
+
+It is a global of the process; ranks that are threads of one process have one each, stored by the `threads` backend. It
+uses no ContextVar, because autograd's own threads do not inherit them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from gradmesh.backends import threads
+from gradmesh.errors import OrderError, message
+
+T = TypeVar("T")
+
+
+class Chain(Protocol):
+    """The ordered ops of an `ordered()` block."""
+
+    def link(self, op: Any, x: Tensor) -> Tensor:
+        """Run an op as the next ordered op."""
+
+    def node(self, op: Any, run: Any) -> Any:
+        """Run a node whose backward makes several collectives as one ordered op."""
+
+    def begin(self, op: Any, x: Tensor) -> Any:
+        """Start an async op as the next ordered op."""
+
+    def end(self, started: Any) -> Tensor:
+        """Wait for an async op, as the next ordered op."""
+
+    def refuse_reentrant(self, op: Any) -> None:
+        """Raise for a collective that a reentrant checkpoint hides."""
+
+    def keep_place(self) -> None:
+        """Make every rank recompute a collective that is not an ordered op, in a checkpointed region."""
+
+
+class UnwaitedCalls:
+    """The async calls of this rank that were not waited for.
+
+    Attributes:
+        open: the call and its call site, for each that can still be waited for.
+        dropped: the same for those whose `Pending` was garbage collected.
+        abandoned: the number of failures; a call that was pending at a failure need not be waited for.
+    """
+
+    def __init__(self) -> None:
+        self.open: dict[int, str] = {}
+        self.dropped: dict[int, str] = {}
+        self.abandoned = 0
+
+    def drop(self, number: int) -> None:
+        """Remove a call that was never sent."""
+        self.open.pop(number, None)
+        self.dropped.pop(number, None)
+
+    def abandon(self) -> None:
+        """Forget all pending calls, after a call has failed."""
+        self.abandoned += 1
+        self.open.clear()
+        self.dropped.clear()
+
+    def check(self, *, at_the_end: bool = False) -> None:
+        """Raise if calls can no longer be waited for.
+
+        Args:
+            at_the_end: the program ends, so open calls count too.
+
+        Raises:
+            OrderError: there are such calls.
+        """
+        never = [*self.dropped.values(), *(self.open.values() if at_the_end else ())]
+        if not never:
+            return
+        self.abandon()
+        raise OrderError(
+            message(
+                "an async collective was never waited for",
+                op="async_op",
+                expected="wait() for each call with async_op=True",
+                got="\n".join(never),
+                remedy="keep the returned Pending and call y = pending.wait() where the result is needed",
+            )
+        )
+
+
+class Deferral(Protocol):
+    """Gradient reductions deferred by `no_sync`."""
+
+    def recorded(self, op: Any, x: Tensor, call: Any, run: Callable[[], T]) -> T:
+        """Run a call as a node of the graph whose backward reduction may be deferred."""
+
+
+class Suspects(Protocol):
+    """What the level "full" found in a backward pass, to be reported unless it changes."""
+
+    def report(self) -> None:
+        """Warn of what has not changed, and forget all."""
+
+
+class Tracer(Protocol):
+    """Observes the library's calls: `gradmesh.typed`, `gradmesh check`.
+
+    Attributes:
+        plain: whether layers with a custom autograd.Function must issue their collectives individually instead.
+    """
+
+    plain: bool
+
+    def begins(self, op: Any, x: Tensor, recorded: Any) -> None:
+        """Called before another thread makes a call."""
+
+    def follow(self, op: Any, x: Tensor, recorded: Any, run: Callable[[], Tensor]) -> Tensor:
+        """Run an op and record its result."""
+
+    def declare(self, x: Tensor, axis: Any, kind: Any) -> None:
+        """Set the type of a tensor that the library declares."""
+
+
+ACTIVE_TRACERS = [0]
+"""Number of active tracers in the process; fast-path check, normally 0."""
+
+
+def must_decompose() -> bool:
+    """True if layers must issue their collectives individually because a tracer is active."""
+    tracer = rank_state().tracer if ACTIVE_TRACERS[0] else None
+    return tracer is not None and tracer.plain
+
+
+class _OfThread(threading.local):
+    """State per thread of a rank: a program may train in two threads, with separate groups."""
+
+    def __init__(self) -> None:
+        # Not class attributes: Dynamo of torch 2.11 would read those instead of the thread's.
+        self.chain: Chain | None = None
+        self.coalescing: Any = None
+        self.deferred: Deferral | None = None
+
+
+@dataclass(slots=True)
+class RankState:
+    """The state of one rank.
+
+    Attributes:
+        mesh: the current mesh.
+        mesh_world: the world group that it was made in; the mesh is ignored in any other.
+        check: the check level (`gradmesh.runtime.checking`); None: that of the environment variable.
+        tracer: the active tracer.
+        suspects: what the level "full" found, to be reported when a gradient is used.
+        reorderable: whether compilers may reorder the collectives of functions that are compiled now.
+        posted: pending point-to-point sends, each with the tensor that it is sent from.
+        waits_at_exit: whether the process waits for them at exit.
+        started: the async calls that were not waited for.
+        objects: objects that other modules store for the rank, by class.
+    """
+
+    mesh: DeviceMesh | None = None
+    mesh_world: dist.ProcessGroup | None = None
+    check: int | None = None
+    suspects: Suspects | None = None
+    reorderable: bool = False
+    tracer: Tracer | None = None
+    posted: deque[tuple[Tensor, dist.Work]] = field(default_factory=deque)
+    waits_at_exit: bool = False
+    started: UnwaitedCalls = field(default_factory=UnwaitedCalls)
+    objects: dict[type, Any] = field(default_factory=dict)
+    _of_thread: _OfThread = field(default_factory=_OfThread)
+
+    @property
+    def coalescing(self) -> Any:
+        """The open `coalesce()` block of this thread."""
+        return self._of_thread.coalescing
+
+    @coalescing.setter
+    def coalescing(self, block: Any) -> None:
+        self._of_thread.coalescing = block
+
+    @property
+    def chain(self) -> Chain | None:
+        """The open `ordered()` block of this thread."""
+        return self._of_thread.chain
+
+    @chain.setter
+    def chain(self, chain: Chain | None) -> None:
+        self._of_thread.chain = chain
+
+    @property
+    def deferred(self) -> Deferral | None:
+        """The deferred reductions of this thread; None: `no_sync` was never used."""
+        return self._of_thread.deferred
+
+    @deferred.setter
+    def deferred(self, deferred: Deferral | None) -> None:
+        self._of_thread.deferred = deferred
+
+    def put(self, value: object) -> None:
+        """Store an object, replacing one of the same class."""
+        self.objects[type(value)] = value
+
+    def get(self, kind: type[T]) -> T | None:
+        """The stored object of a class."""
+        found: T | None = self.objects.get(kind)
+        return found
+
+    def get_or_create(self, kind: type[T]) -> T:
+        """The stored object of a class; created without arguments if there is none."""
+        found: T | None = self.objects.get(kind)
+        if found is None:
+            found = self.objects[kind] = kind()
+        return found
+
+    def drop(self, kind: type) -> None:
+        """Remove the stored object of a class."""
+        self.objects.pop(kind, None)
+
+
+_process_state = RankState()
+
+
+def rank_state() -> RankState:
+    """The state of the calling rank: of its thread under the `threads` backend, else of the process."""
+    found = threads.rank_locals()
+    return found if isinstance(found, RankState) else _process_state
+
+
+def run_to_end(run: Callable[[], T]) -> T:
+    """Run the function of a rank.
+
+    Raises:
+        OrderError: it returned without waiting for an async call.
+    """
+    started = rank_state().started
+    try:
+        result = run()
+        started.check(at_the_end=True)
+    finally:
+        started.abandon()
+    return result

@@ -1,0 +1,535 @@
+"""The transports: groups of torch.distributed, groups of gradmesh's own backends, one rank, and compiled programs.
+
+Point-to-point messages over torch.distributed.
+A message between CPUs is preceded by a header of fixed length with its description and size, so that a receiver that
+expects something else can raise and discard it. The tensor is copied and kept until it is sent, so that the sender
+never blocks.
+
+The transport for any process group of torch.distributed: Gloo, NCCL, MPI, and whatever else is registered.
+These backends do not compare the ranks' calls: operands of unexpected sizes abort the process or give garbage, and
+different collectives hang. So for CPU tensors a checked call first exchanges eight bytes; where these differ, the ranks
+exchange descriptions of their calls. Tensors on other devices are not compared: the exchange would have to wait for the
+device.
+
+The transport for groups of gradmesh's own backends, which share memory.
+Their groups are called directly, because torch.distributed's functions take a tenth of a small call. The call check is
+sent with the data at no cost. A rank that fails before it has sent notifies the others.
+
+The transport for `gradmesh.reorderable()`: functional collectives, which a compiler may reorder and bucket.
+It serves ops that are one collective with the same arguments on every rank. A compiler sees one rank's program only:
+if the programs of the ranks differ, it may order their collectives differently.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradmesh._torch import functional
+from gradmesh.backends.process_group import FLAGS, OwnGroup, OwnWork
+from gradmesh.runtime.mesh import Axis
+from gradmesh.runtime.state import RankState, rank_state
+from gradmesh.transport.base import Transport
+from gradmesh.transport.call_checks import (
+    OpCallCheck,
+    agreed,
+    balance,
+    failed_ranks_named,
+    refusal_text,
+    signed,
+)
+from gradmesh.transport.packing import CARRIED, dense, flat_memory, flattened, with_memory
+
+_TAG = 7103
+"""Separates these messages from those that users send on the same group."""
+
+_LENGTH = 8
+"""Bytes of the number at the beginning of a header: the bytes that follow it."""
+
+_GREETING = 120
+"""Bytes of the rest: the description, which has to be the same on both ends."""
+
+_NOTHING = -1
+"""The length where no message follows, because the sender aborted."""
+
+_OUTSTANDING = 256
+"""Pending sends from which a thread waits for them, on backends whose work objects cannot be polled."""
+
+
+@dataclass
+class _Outbox:
+    """A rank's message state besides the posted messages.
+
+    Attributes:
+        skipped: how many messages of a rank to discard, by group and rank.
+        withdrawn: sent headers without a message; they are not waited for, as the peer may never receive them.
+        draining: whether a thread waits for posted messages.
+    """
+
+    skipped: Counter[tuple[dist.ProcessGroup, int]] = field(default_factory=Counter)
+    withdrawn: list[tuple[Tensor, dist.Work]] = field(default_factory=list)
+    draining: bool = False
+
+
+def post(message: Tensor, axis: Axis, peer: int, greeting: str) -> None:
+    """Send a dense tensor to one rank without waiting; the tensor must not be written afterwards."""
+    state = rank_state()
+    posted = state.posted
+    if not state.waits_at_exit:
+        state.waits_at_exit = True
+        atexit.register(_flush_at_exit, posted)
+    if message.device.type == "cpu":
+        body = flattened(message).view(torch.uint8)
+        parts = [_header(body.numel(), greeting), body]
+    else:
+        parts = [flat_memory(message)]
+    for part in parts:
+        work = _send(part, axis, peer)
+        if work is not None:
+            posted.append((part, work))
+    _forget_gone(state)
+
+
+def receive(out: Tensor, axis: Axis, peer: int, greeting: str) -> str | None:
+    """Receive a tensor from one rank, in place; returns the sender's description if it differs from `greeting`."""
+    if out.device.type != "cpu":
+        _recv(flat_memory(out), axis, peer)
+        return None
+    skipped, key = rank_state().get_or_create(_Outbox).skipped, (axis.group, peer)
+    while skipped[key]:
+        length, _ = _recv_header(axis, peer)
+        _discard(length, axis, peer)
+        skipped[key] -= 1
+    length, said = _recv_header(axis, peer)
+    if length == _NOTHING or said != _padded(greeting):
+        _discard(length, axis, peer)
+        return said.rstrip().decode(errors="replace")
+    _recv(flattened(out).view(torch.uint8), axis, peer)
+    return None
+
+
+def withdraw(axis: Axis, peer: int, said: str) -> None:
+    """Notify a rank that the message it expects will not be sent."""
+    header = _header(_NOTHING, said)
+    work = _send(header, axis, peer)
+    if work is not None:
+        rank_state().get_or_create(_Outbox).withdrawn.append((header, work))
+
+
+def pass_over(axis: Axis, peer: int) -> None:
+    """Discard the next message of a rank when it arrives."""
+    rank_state().get_or_create(_Outbox).skipped[axis.group, peer] += 1
+
+
+def settle(outstanding: int = 0) -> None:
+    """Wait until at most `outstanding` posted messages of this rank are pending."""
+    _wait_for(rank_state().posted, outstanding)
+
+
+def _wait_for(posted: deque[tuple[Tensor, dist.Work]], outstanding: int) -> None:
+    while len(posted) > outstanding:
+        try:
+            _, oldest = posted.popleft()
+        except IndexError:  # another thread took it
+            return
+        oldest.wait()
+
+
+def _forget_gone(state: RankState) -> None:
+    """Free what has been sent, without waiting: the receiver may be sending too, which would deadlock."""
+    posted = state.posted
+    while posted and isinstance(posted[0][1], OwnWork) and posted[0][1].is_completed():
+        posted.popleft()
+    if len(posted) <= _OUTSTANDING or isinstance(posted[0][1], OwnWork):
+        return
+    outbox = state.get_or_create(_Outbox)
+    if not outbox.draining:
+        outbox.draining = True
+        threading.Thread(target=_drain, args=(outbox, posted), name="gradmesh messages", daemon=True).start()
+
+
+def _drain(outbox: _Outbox, posted: deque[tuple[Tensor, dist.Work]]) -> None:
+    try:
+        # The rank's next call on the group raises the error.
+        with contextlib.suppress(RuntimeError):
+            _wait_for(posted, _OUTSTANDING // 2)
+    finally:
+        outbox.draining = False
+
+
+def _send(part: Tensor, axis: Axis, peer: int) -> dist.Work | None:
+    """`isend` returns None on a rank that is not in the group."""
+    return dist.isend(part, group_dst=peer, group=axis.group, tag=_TAG)
+
+
+def _recv(part: Tensor, axis: Axis, peer: int) -> None:
+    dist.recv(part, group_src=peer, group=axis.group, tag=_TAG)
+
+
+def _header(length: int, greeting: str) -> Tensor:
+    header = length.to_bytes(_LENGTH, "little", signed=True) + _padded(greeting)
+    return torch.tensor(list(header), dtype=torch.uint8, device="cpu")
+
+
+def _recv_header(axis: Axis, peer: int) -> tuple[int, bytes]:
+    header = torch.empty(_LENGTH + _GREETING, dtype=torch.uint8, device="cpu")
+    _recv(header, axis, peer)
+    raw = bytes(header.tolist())
+    return int.from_bytes(raw[:_LENGTH], "little", signed=True), raw[_LENGTH:]
+
+
+def _discard(length: int, axis: Axis, peer: int) -> None:
+    if length != _NOTHING:
+        _recv(torch.empty(length, dtype=torch.uint8, device="cpu"), axis, peer)
+
+
+def _padded(greeting: str) -> bytes:
+    return greeting.encode()[:_GREETING].ljust(_GREETING)
+
+
+def _flush_at_exit(posted: deque[tuple[Tensor, dist.Work]]) -> None:
+    """Wait at exit for pending sends, if the group still exists."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        for _, work in list(posted):
+            work.wait(timedelta(seconds=30))
+
+
+# torch 2.13 renamed both; the old names only warn there.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def exchange_memory(
+    out: Tensor, flat: Tensor, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+) -> None:
+    """Exchange between dense buffers of any dtype; the counts are elements of it."""
+    width = 1 if flat.dtype in CARRIED else flat.dtype.itemsize
+    dist.all_to_all_single(
+        flat_memory(out),
+        flat_memory(with_memory(flat)),
+        [n * width for n in receive],
+        [n * width for n in send],
+        group=group,
+    )
+
+
+class TorchGroup(Transport):
+    """An axis with a group of torch.distributed."""
+
+    def exchange(
+        self,
+        flat: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        shape: Sequence[int] | None = None,
+        *,
+        even: bool = False,
+    ) -> Tensor:
+        """`all_to_all_single`."""
+        self._agree(send, receive)
+        out = self.room(flat, [sum(receive)] if shape is None else shape)
+        if even:
+            dist.all_to_all_single(flat_memory(out), flat_memory(with_memory(flat)), group=self.axis.group)
+        else:
+            exchange_memory(out, flat, send, receive, self.axis.group)
+        return out
+
+    def gather(
+        self, flat: Tensor, counts: Sequence[int], shape: Sequence[int] | None = None, *, even: bool = False
+    ) -> Tensor:
+        """`all_gather_single` where all lengths are equal; backends have no ragged form of it."""
+        if not even and len(set(counts)) > 1:
+            return super().gather(flat, counts, shape)
+        self._agree()
+        out = self.room(flat, [sum(counts)] if shape is None else shape)
+        _all_gather(flat_memory(out), flat_memory(with_memory(flat)), group=self.axis.group)
+        return out
+
+    def sum_and_scatter(
+        self, flat: Tensor, counts: Sequence[int], shape: Sequence[int], *, even: bool = False
+    ) -> Tensor:
+        """`reduce_scatter_single` where all lengths are equal and the backend can add."""
+        if flat.dtype not in CARRIED or (not even and len(set(counts)) > 1):
+            return super().sum_and_scatter(flat, counts, shape, even=even)
+        self._agree()
+        out = self.room(flat, shape)
+        _reduce_scatter(flat_memory(out), with_memory(flat), group=self.axis.group)
+        return out
+
+    def sum(self, x: Tensor) -> Tensor:
+        """`all_reduce`, of a dense copy: Gloo adds tensors in the order of their memory."""
+        if x.dtype not in CARRIED:
+            return super().sum(x)
+        self._agree()
+        out = self.copy(x)
+        dist.all_reduce(out, group=self.axis.group)
+        return out
+
+    def sum_at(self, x: Tensor, root: int) -> Tensor:
+        """`reduce`."""
+        if x.dtype not in CARRIED:
+            return super().sum_at(x, root)
+        self._agree()
+        out = self.copy(x)
+        dist.reduce(out, group_dst=root, group=self.axis.group)
+        # Backends leave partial sums on the other ranks.
+        return out if self.axis.rank == root else out.zero_()
+
+    def copy_from(self, x: Tensor, root: int) -> Tensor:
+        """`broadcast`."""
+        self._agree()
+        out = self.copy(x) if self.axis.rank == root else self.room(x, x.shape)
+        dist.broadcast(flat_memory(out), group_src=root, group=self.axis.group)
+        return out
+
+    def post(self, x: Tensor, peer: int, greeting: str) -> None:
+        """`isend`."""
+        post(self.copy(x), self.axis, peer, greeting)
+
+    def fetch(self, out: Tensor, peer: int, greeting: str) -> str | None:
+        """`recv`."""
+        return receive(out, self.axis, peer, greeting)
+
+    def withdraw_message(self, peer: int, said: str) -> None:
+        """Send a header without a message."""
+        withdraw(self.axis, peer, said)
+
+    def pass_over(self, peer: int) -> None:
+        """Have the next `recv` from that rank discard it."""
+        pass_over(self.axis, peer)
+
+    # -- comparing
+
+    def compare(self) -> None:
+        """Compare the calls only."""
+        self._agree()
+
+    def _agree(self, send: Sequence[int] = (), receive: Sequence[int] = ()) -> None:
+        """Compare the ranks' calls and counts, before the first primitive of the call."""
+        call_check = self.take_check()
+        if call_check is None:
+            return
+        bits = call_check.digest & ~FLAGS
+        head = signed(bits + balance(self.axis.rank, send, receive)) | call_check.flags
+        heads = self._heads(head)
+        if not agreed(heads, bits):
+            raise call_check.refusal(self._words(call_check.said()))
+        if len({head & FLAGS for head in heads}) > 1:
+            call_check.peer_flags = [head & FLAGS for head in heads]
+
+    def withdraw(self, error: Exception) -> None:
+        """Take part in the comparison with a digest that matches no other."""
+        call_check = self.take_check()
+        if call_check is None:
+            return
+        own = ~call_check.digest & ~FLAGS
+        with contextlib.suppress(RuntimeError):  # the caller raises its own error
+            if not agreed(self._heads(own), own):
+                self._words(refusal_text(error))
+
+    def _heads(self, own: int) -> list[int]:
+        numbers = torch.empty(self.axis.size, dtype=torch.int64, device="cpu")
+        with failed_ranks_named(self.axis):
+            _all_gather(numbers, torch.tensor([own], device="cpu"), group=self.axis.group)
+        found: list[int] = numbers.tolist()
+        return found
+
+    def _words(self, own: str) -> list[str]:
+        words = [""] * self.axis.size
+        dist.all_gather_object(words, own, group=self.axis.group)
+        return words
+
+
+class OwnGroupTransport(Transport):
+    """An axis whose group is one of gradmesh's own."""
+
+    def __init__(self, axis: Axis, call_check: OpCallCheck | None = None) -> None:
+        super().__init__(axis, call_check)
+        self.group: OwnGroup = axis.group  # type: ignore[assignment]  # by whose class this transport is chosen
+
+    def exchange(
+        self,
+        flat: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        shape: Sequence[int] | None = None,
+        *,
+        even: bool = False,
+    ) -> Tensor:
+        """`exchange_flat`."""
+        out = self.room(flat, [sum(receive)] if shape is None else shape)
+        if even:
+            self.group.exchange_flat(flattened(out), flat, None, None, self.take_check())
+        else:
+            self.group.exchange_flat(flattened(out), flat, send, receive, self.take_check())
+        return out
+
+    def gather(
+        self, flat: Tensor, counts: Sequence[int], shape: Sequence[int] | None = None, *, even: bool = False
+    ) -> Tensor:
+        """`all_gather_flat` for equal parts."""
+        if not even and len(set(counts)) > 1:
+            return super().gather(flat, counts, shape)
+        out = self.room(flat, [sum(counts)] if shape is None else shape)
+        self.group.all_gather_flat(flattened(out), flat, self.take_check())
+        return out
+
+    def sum_and_scatter(
+        self, flat: Tensor, counts: Sequence[int], shape: Sequence[int], *, even: bool = False
+    ) -> Tensor:
+        """`reduce_scatter_flat` for equal parts."""
+        if not even and len(set(counts)) > 1:
+            return super().sum_and_scatter(flat, counts, shape)
+        out = self.room(flat, shape)
+        self.group.reduce_scatter_flat(flattened(out), flat, self.take_check())
+        return out
+
+    def sum(self, x: Tensor) -> Tensor:
+        """`all_reduce_flat`."""
+        out = self.room(x, x.shape)
+        self.group.all_reduce_flat(flattened(out), flattened(dense(x)), self.take_check())
+        return out
+
+    def sum_at(self, x: Tensor, root: int) -> Tensor:
+        """`reduce_flat`."""
+        at_root = self.axis.rank == root
+        out = self.room(x, x.shape) if at_root else torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        self.group.reduce_flat(flattened(out), flattened(dense(x)), root, self.take_check())
+        return out
+
+    def copy_from(self, x: Tensor, root: int) -> Tensor:
+        """`broadcast_flat`."""
+        out = self.room(x, x.shape)
+        self.group.broadcast_flat(flattened(out), flattened(dense(x)), root, self.take_check())
+        return out
+
+    def relay(self, x: Tensor, to: int | None, source: int | None, shape: Sequence[int]) -> Tensor | None:
+        """`relay_flat`, which every rank calls."""
+        one = flattened(dense(x))
+        out = self.room(x, [0] if source is None else shape)
+        self.group.relay_flat(flattened(out), one if to is not None else one[:0], source, self.take_check())
+        return None if source is None else out
+
+    def withdraw(self, error: Exception) -> None:
+        """Make the other ranks' call raise."""
+        call_check = self.take_check()
+        if call_check is not None:
+            self.group.withdraw(call_check, refusal_text(error))
+
+    post, fetch = TorchGroup.post, TorchGroup.fetch
+    withdraw_message, pass_over = TorchGroup.withdraw_message, TorchGroup.pass_over
+
+
+class LocalTransport(Transport):
+    """An axis of one rank."""
+
+    def exchange(
+        self,
+        flat: Tensor,
+        send: Sequence[int],  # noqa: ARG002 - there is one part, and it comes back
+        receive: Sequence[int],  # noqa: ARG002
+        shape: Sequence[int] | None = None,
+        *,
+        even: bool = False,  # noqa: ARG002
+    ) -> Tensor:
+        """A copy."""
+        return self.filled(flat, shape)
+
+    def gather(
+        self,
+        flat: Tensor,
+        counts: Sequence[int],  # noqa: ARG002
+        shape: Sequence[int] | None = None,
+        *,
+        even: bool = False,  # noqa: ARG002
+    ) -> Tensor:
+        """A copy."""
+        return self.filled(flat, shape)
+
+    def sum_and_scatter(
+        self,
+        flat: Tensor,
+        counts: Sequence[int],  # noqa: ARG002
+        shape: Sequence[int],
+        *,
+        even: bool = False,  # noqa: ARG002
+    ) -> Tensor:
+        """A copy."""
+        return self.filled(flat, shape)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """A copy."""
+        return self.copy(x)
+
+    def fold(self, x: Tensor, fold: Callable[[Tensor], Tensor]) -> Tensor:
+        """The fold of one tensor."""
+        return fold(self.copy(x).unsqueeze(0))
+
+    def copy_from(self, x: Tensor, root: int) -> Tensor:  # noqa: ARG002
+        """A copy."""
+        return self.copy(x)
+
+
+class TracedLocalTransport(LocalTransport):
+    """The same inside a compiled program, where the compiler manages memory."""
+
+    def room(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Uninitialised memory, not recycled."""
+        return like.new_empty(shape)
+
+    def copy(self, x: Tensor) -> Tensor:
+        """A clone."""
+        return x.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+class Functional(Transport):
+    """An axis inside a compiled program."""
+
+    def exchange(
+        self,
+        flat: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],
+        shape: Sequence[int] | None = None,
+        *,
+        even: bool = False,  # noqa: ARG002
+    ) -> Tensor:
+        """A functional all-to-all."""
+        got = functional("all_to_all_single", self.axis.group, dense(flat), list(receive), list(send))
+        return got if shape is None else got.view(shape)
+
+    def gather(
+        self, flat: Tensor, counts: Sequence[int], shape: Sequence[int] | None = None, *, even: bool = False
+    ) -> Tensor:
+        """A functional all-gather where all parts are equal."""
+        if not even:
+            return super().gather(flat, counts, shape)
+        out = functional("all_gather_into_tensor", self.axis.group, flat, self.axis.size)
+        return out if shape is None else out.view(shape)
+
+    def sum_and_scatter(
+        self, flat: Tensor, counts: Sequence[int], shape: Sequence[int], *, even: bool = False
+    ) -> Tensor:
+        """A functional reduce-scatter where all parts are equal."""
+        if not even:
+            return super().sum_and_scatter(flat, counts, shape)
+        return functional("reduce_scatter_tensor", self.axis.group, flat, "sum", self.axis.size).view(shape)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """A functional all-reduce."""
+        return functional("all_reduce", self.axis.group, dense(x), "sum")
+
+    def copy_from(self, x: Tensor, root: int) -> Tensor:
+        """A functional broadcast."""
+        return functional("broadcast", self.axis.group, dense(x), root)
+
+    room, copy = TracedLocalTransport.room, TracedLocalTransport.copy

@@ -1,0 +1,1 @@
+"""The public functions on tensors and structures of tensors."""

@@ -1,0 +1,531 @@
+"""Argument checks of the verbs: each returns the normalised argument or raises an error of gradmesh."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from functools import partial
+from typing import Any, Literal, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradmesh._torch import functorch_active, is_fake, only_vmap_active, transforms_active
+from gradmesh._util.call_sites import show_site
+from gradmesh._util.dtypes import NEVER_COPIED
+from gradmesh._util.structure import Packed
+from gradmesh.autograd.pending import Pending, receive, start_op
+from gradmesh.autograd.rule import apply
+from gradmesh.dims import DimLike, Names, known_names, show_names, stale, with_names
+from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, OrderError, ShapeError, message
+from gradmesh.ops.all_gather import AllGather
+from gradmesh.ops.all_to_all import AllToAll
+from gradmesh.ops.base import Op, Precision
+from gradmesh.ops.pair import Receive
+from gradmesh.ops.sizes import EQUAL, Sizes
+from gradmesh.runtime.checking import check_level
+from gradmesh.runtime.mesh import Axis, AxisLike, balanced, resolve
+from gradmesh.runtime.state import rank_state
+from gradmesh.transport import compiling, group_cache
+from gradmesh.transport.comm_thread import async_axis
+from gradmesh.transport.withdrawal import on_cpu, withdraw
+from gradmesh.types import Type
+
+
+def dim_number(dim: str, name: str, names: Names | None, x: Tensor, fail: Callable[..., NoReturn]) -> int:
+    """The number of the dimension that has a name.
+
+    Args:
+        dim: its name.
+        name: the argument that it was passed for.
+        names: the names of the operand's dimensions; None: it has none.
+        x: the operand.
+        fail: raises the verb's error.
+    """
+    given = f"{name}={dim!r} for shape {tuple(x.shape)}"
+    if names is None:
+        fail(
+            f"{name} is a name, but the operand's dimensions have no names",
+            expected=f"an int, such as {name}=0, or a tensor named with gradmesh.named",
+            got=given,
+            remedy='name them: x = gradmesh.named(x, "N", "C"); results of torch operators have no names, so name\n'
+            "the tensor right before the call",
+        )
+    if dim not in names:
+        fail(
+            f"no dimension is named {dim!r}",
+            expected=f"{name} one of {', '.join(repr(known) for known in names if known is not None)}",
+            got=f"{given} with {show_names(names)}",
+            remedy=f"pass one of its names, or an int such as {name}=0",
+        )
+    return names.index(dim)
+
+
+def refuse_stale(names: Names, x: Tensor, fail: Callable[..., NoReturn]) -> NoReturn:
+    """Raise for an operand whose dimensions may have moved since they were named."""
+    fail(
+        "the tensor's shape or strides were changed in place after it was named",
+        expected=f"{show_names(names)} with the shape and strides that it had",
+        got=f"shape {tuple(x.shape)} and strides {x.stride()}",
+        remedy='name it again: x = gradmesh.named(x, "N", "C")',
+    )
+
+
+def with_result_names(names: Names | None, then: Callable[[Tensor], Any] | None, y: Tensor) -> Any:
+    """A verb's return value with the operand's dimension names."""
+    made = y if then is None else then(y)
+    if names is None:
+        return made
+    return [with_names(one, names) for one in made] if isinstance(made, list) else with_names(made, names)
+
+
+def integer(value: object) -> int | None:
+    """The value as an int, also of a NumPy integer or a tensor of one int; None for anything else."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int):
+        return value
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def kind_of(x: object) -> str:
+    """Describe an invalid operand for error messages."""
+    if not isinstance(x, Tensor):
+        return type(x).__name__
+    return f"a {'nested' if x.is_nested else 'quantized' if x.is_quantized else x.layout} tensor"
+
+
+def verb(*required: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The implementation of a verb, whose overloads declare the types.
+
+    Args:
+        required: keyword arguments that get a default of None at run time, so that the verb can raise its own error.
+    """
+
+    def with_defaults(function: Callable[..., Any]) -> Callable[..., Any]:
+        if required:
+            function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), **dict.fromkeys(required)}
+        return function
+
+    return with_defaults
+
+
+_HEADER = 16
+"""Length of an encoded shape: the number of dimensions, and their sizes."""
+
+_CUTTING = ("reduce_scatter", "shard")
+"""The verbs that split an operand that is whole on every rank."""
+
+_AS_IT_IS = Precision(comm_dtype=None, backward_dtype=None, operand_desc=None)
+
+T = TypeVar("T")
+OpT = TypeVar("OpT", bound=Op)
+SizesLike = Sequence[int] | Literal["auto", "balanced"] | None
+
+
+class Call:
+    """One call of a verb: its operand, its axis, and the checks of its other arguments.
+
+    Attributes:
+        verb: the verb's name.
+        axis: the axis, resolved now, so that a later recomputation uses the same mesh.
+        x: the operand.
+        precision: the keyword arguments of the op for the dtypes that are sent.
+        names: the names of the operand's dimensions; None: it has none.
+    """
+
+    def __init__(
+        self,
+        verb: str,
+        x: Tensor | Packed,
+        axis: AxisLike,
+        comm_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+        *,
+        async_op: object = False,
+        peer: object = None,
+        names: Names | None = None,
+    ) -> None:
+        self.verb = verb
+        self._peer, self._async = peer, async_op is True
+        operand_desc: str | None = None
+        self.axis: Axis = resolve(axis, verb)
+        if async_op is not False:
+            self._use_async_axis(x, async_op)
+        self.x: Tensor = x  # type: ignore[assignment]  # used by the checks below
+        if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested or x.is_quantized:
+            if not isinstance(x, Packed):
+                self._refuse_operand(x)
+            operand_desc, x = x.operand_desc, x.flat
+        if type(x) is not Tensor and hasattr(x, "to_local"):
+            self._refuse_dtensor(x)
+        if x.dtype in NEVER_COPIED:
+            self._refuse_dtype(x)
+        self.x = x
+        self.names = known_names(x) if names is None else names or None
+        if self.names is not None:
+            if names is None and stale(x):
+                refuse_stale(self.names, x, self.fail)
+            operand_desc = show_names(self.names)
+        self.precision = _AS_IT_IS
+        if comm_dtype is not None or backward_dtype is not None or operand_desc is not None:
+            self.precision = Precision(
+                comm_dtype=comm_dtype, backward_dtype=backward_dtype, operand_desc=operand_desc
+            )
+            for name, dtype in (("comm_dtype", comm_dtype), ("backward_dtype", backward_dtype)):
+                if dtype is not None:
+                    self._precision(name, dtype)
+
+    def run(self, op: Op, x: Tensor | None = None, then: Callable[[Tensor], Any] | None = None) -> Any:
+        """Run the op, or start it with async_op=True.
+
+        Args:
+            op: the op.
+            x: its operand; None: the operand of the verb.
+            then: computes the verb's return value from the op's result.
+        """
+        if x is None:
+            x = self.x
+        if self.names is not None:
+            then = self.naming(then)
+        if self._async:
+            return start_op(op, x, then)
+        y = apply(op, x)
+        return y if then is None else then(y)
+
+    def run_in_steps(self, op: Op, x: Tensor, then: Callable[[Tensor], Any]) -> Any:
+        """As `run`, where `then` makes further calls."""
+        then = self.naming(then)
+        return start_op(op, x, then, steps=True) if self._async else then(apply(op, x))
+
+    def received(self, op: Receive, x: Tensor) -> Any:
+        """Receive a message, now or at `wait()`; messages of one rank arrive in order."""
+        return receive(op, x, self.naming(), later=self._async)
+
+    def naming(self, then: Callable[[Tensor], Any] | None = None) -> Callable[[Tensor], Any]:
+        """A function that computes the verb's return value, with the operand's dimension names."""
+        return partial(with_result_names, self.names, then)
+
+    def _use_async_axis(self, x: object, async_op: object) -> None:
+        """Use the async axis, where possible."""
+        # Point-to-point messages involve two ranks, which cannot create a group of all.
+        if self._peer is None and self.axis.size > 1 and not compiling() and on_cpu(x, self.axis):
+            self.axis = async_axis(self.axis)
+        self.flag(async_op, "async_op")  # type: ignore[arg-type]
+
+    def op(self, kind: Callable[..., OpT], *fields: Hashable) -> OpT:
+        """The op with these fields on this axis, cached per group."""
+        kept = group_cache(self.axis.group)
+        if kept is None:
+            return kind(self.axis, *fields, **self.precision)
+        key = (kind, self.axis.name, self._async, fields, *self.precision.values())
+        try:
+            found: OpT | None = kept.get(key)
+        except TypeError:  # symbolic sizes are not hashable
+            return kind(self.axis, *fields, **self.precision)
+        if found is None:
+            found = kept[key] = kind(self.axis, *fields, **self.precision)
+        return found
+
+    def _refuse_operand(self, x: object) -> NoReturn:
+        self.fail(
+            "the operand must be a dense tensor",
+            expected="a strided torch.Tensor",
+            got=kind_of(x),
+            remedy=f"call y = pending.wait() on the Pending, created {show_site(x._site)}, and pass y"
+            if isinstance(x, Pending)
+            else "convert it first, for example with torch.as_tensor(x), x.to_dense() or x.dequantize()",
+        )
+
+    def _refuse_dtensor(self, x: Tensor) -> NoReturn:
+        self.fail(
+            "DTensor operands are not supported",
+            expected="this rank's local tensor",
+            got=f"{type(x).__name__} with placements {getattr(x, 'placements', 'unknown')}",
+            remedy="pass x.to_local(grad_placements=[...]) with Shard(dim) for a shard, Partial() for a replicated\n"
+            "tensor that each rank uses differently, Replicate() for one that every rank uses alike or for a\n"
+            "partial sum; DTensor.from_local(y, mesh, [...]) converts the result back",
+        )
+
+    def _refuse_dtype(self, x: Tensor) -> NoReturn:
+        self.fail(
+            "unsupported dtype: torch implements no copy kernel for it",
+            expected="a dtype that torch can copy",
+            got=str(x.dtype),
+            remedy="send the bytes: x.view(torch.uint8)",
+            kind=DTypeError,
+        )
+
+    def fail(
+        self, problem: str, *, expected: str, got: str, remedy: str, kind: type[GradmeshError] = ArgumentError
+    ) -> NoReturn:
+        """Raise an error that names the verb and the axis, and notify the other ranks."""
+        axis = str(self.axis)
+        error = kind(message(problem, op=self.verb, axis=axis, expected=expected, got=got, remedy=remedy))
+        rank_state().started.abandon()
+        withdraw(self.verb, self.axis, self.x, error, integer(self._peer))
+        raise error
+
+    def _precision(self, name: str, dtype: torch.dtype) -> None:
+        x = self.x
+        fits = isinstance(dtype, torch.dtype) and (
+            (dtype.is_complex and x.is_complex()) or (dtype.is_floating_point and x.is_floating_point())
+        )
+        if not fits:
+            self.fail(
+                f"{name} does not match the operand's dtype",
+                expected="a complex dtype for complex tensors, a floating-point dtype for real ones",
+                got=f"{name}={dtype!r} for a tensor of {x.dtype}",
+                remedy=f"omit {name}, or cast the tensor first",
+                kind=DTypeError,
+            )
+
+    def dim(self, dim: DimLike, name: str = "dim") -> int:
+        """A tensor dimension, counted from 0."""
+        if isinstance(dim, str):
+            return dim_number(dim, name, self.names, self.x, self.fail)
+        n, whole = self.x.dim(), dim if type(dim) is int else integer(dim)
+        if whole is None or not -n <= whole < n:
+            self.fail(
+                f"{name} is out of range",
+                expected=f"an int with {-n} <= {name} < {n} for a {n}-d tensor"
+                if n
+                else "a tensor with at least 1 dimension",
+                got=f"{name}={dim!r} for shape {tuple(self.x.shape)}",
+                remedy=f"pass {name}=0 for the first or {name}=-1 for the last dimension of the local tensor",
+            )
+        return whole % n
+
+    def rank(self, rank: int, name: str = "root") -> int:
+        """A rank of the axis."""
+        whole = integer(rank)
+        if whole is None or not 0 <= whole < self.axis.size:
+            self.fail(
+                f"{name} is not a rank of the axis",
+                expected=f"an int with 0 <= {name} < {self.axis.size}",
+                got=f"{name}={rank!r}",
+                remedy=f"pass a rank of this axis ({name}=0 is its first rank), not a global rank",
+            )
+        return whole
+
+    def choose(self, name: str, value: object, choices: Mapping[Any, T], why: str = "") -> T:
+        """One of the verb's choices, such as a type or a reduction."""
+        try:
+            return choices[value]
+        except (KeyError, TypeError):
+            self.fail(
+                f"{name} must be {' or '.join(map(_shown, choices))}",
+                expected=f"{name} one of {', '.join(map(_shown, choices))}",
+                got=f"{name}={value!r}",
+                remedy=why or f"pass {name}={_shown(next(iter(choices)))}, for example",
+            )
+
+    def sizes(self, sizes: SizesLike, dim: int, name: str = "sizes") -> Sizes:
+        """Each rank's size along `dim`; "auto" and "balanced" exchange the operands' sizes."""
+        if sizes is None:
+            return EQUAL
+        if isinstance(sizes, str) and sizes in ("auto", "balanced"):
+            found = self.exchanged_sizes(self.x.shape[dim])
+            if sizes == "balanced":
+                self._check_balanced(found)
+            return found
+        # A set has no order.
+        listed = isinstance(sizes, Iterable) and not isinstance(sizes, str | Set)
+        given = [integer(n) for n in sizes] if listed else []
+        whole = tuple(n for n in given if n is not None and n >= 0)
+        if not listed or len(given) != self.axis.size or len(whole) != len(given):
+            self.fail(
+                f"{name} must have one size for each rank",
+                expected=f"{self.axis.size} ints of 0 or more, or None"
+                + (', or "auto" or "balanced"' if name == "sizes" else ""),
+                got=f"{name}={sizes!r}",
+                remedy=f"pass each rank's size along dim, in rank order, such as {name}="
+                f"{self._example(dim, whole=name == 'split_sizes' or self.verb in _CUTTING)}",
+            )
+        return Sizes(whole)
+
+    def _example(self, dim: int, *, whole: bool) -> tuple[int, ...]:
+        """Valid sizes for the operand, which is whole along `dim` or this rank's shard."""
+        size, ranks = self.x.shape[dim], self.axis.size
+        return balanced(size, ranks) if whole else (size,) * ranks
+
+    def _check_balanced(self, found: Sizes) -> None:
+        """Raise for shards that are not the balanced split; every rank has the same sizes here."""
+        split = Sizes.balanced(found.total, self.axis.size)
+        if found != split:
+            self.fail(
+                "the shards are not a balanced split",
+                expected=f"sizes={split}, the balanced split of {found.total} over {self.axis.size} ranks",
+                got=f"sizes={found}",
+                remedy=f'pass sizes="auto" or sizes={found}, or split with gradmesh.shard, which is balanced',
+                kind=ShapeError,
+            )
+
+    def whole_sizes(self, sizes: SizesLike, dim: int) -> Sizes:
+        """Each rank's slice of an operand that is whole along `dim` on every rank."""
+        if not (isinstance(sizes, str) and sizes == "balanced"):
+            return self.sizes(self.not_auto(sizes, dim), dim)
+        total, ranks = self.x.shape[dim], self.axis.size
+        return Sizes.balanced(total, ranks) if total % ranks else EQUAL
+
+    def explicit_sizes(self, sizes: SizesLike, dim: int) -> Sizes:
+        """As `sizes`; None: this rank's size for all ranks."""
+        given = self.sizes(sizes, dim)
+        return Sizes((self.x.shape[dim],) * self.axis.size) if given.equal else given
+
+    def not_auto(self, sizes: SizesLike, dim: int, name: str = "sizes") -> SizesLike:
+        """Sizes for a verb whose operand is whole on every rank, so that "auto" has no meaning."""
+        if isinstance(sizes, str):
+            cuts = self.verb in _CUTTING
+            example = f"the size of each rank's slice, such as {name}={self._example(dim, whole=True)}"
+            self.fail(
+                f"{self.verb} does not support {name}={sizes!r}, because every rank holds the whole operand",
+                expected=f"{self.axis.size} ints" + (', "balanced" or None' if cuts else " or None"),
+                got=f"{name}={sizes!r}",
+                remedy=f'pass {name}="balanced", or {example}' if cuts else f"pass {example}",
+            )
+        return sizes
+
+    def exchanged_sizes(self, own: int) -> Sizes:
+        """Every rank's number, by one small all-gather."""
+        if is_fake(self.x):
+            self.fail(
+                "sizes cannot be exchanged for a fake or meta tensor",
+                expected=f"explicit sizes: {self.axis.size} ints",
+                got='sizes="auto", or a scatter without sizes',
+                remedy=f"pass each rank's size in rank order, such as sizes={(own,) * self.axis.size}",
+            )
+        # A regular op, so that it is checked and torch.func transforms do not see the numbers.
+        mine = torch.tensor([own], dtype=torch.int64, device=self.x.device)
+        found = apply(AllGather(self.axis, 0, EQUAL, operand_desc=self.precision["operand_desc"]), mine)
+        return Sizes(tuple(found.tolist()))
+
+    def halo(self, halo: int | tuple[int, int]) -> tuple[int, int]:
+        """Rows from the left and from the right."""
+        pair = tuple(halo) if isinstance(halo, Sequence) else (halo, halo)
+        left, right = (integer(n) for n in pair) if len(pair) == 2 else (None, None)
+        if left is None or right is None or left < 0 or right < 0:
+            self.fail(
+                "halo must be one int or a pair of ints",
+                expected="an int of 0 or more, or (left, right)",
+                got=f"halo={halo!r}",
+                remedy="pass the number of rows that the stencil reads on each side, such as halo=1 or halo=(2, 0)",
+            )
+        return left, right
+
+    def pairs(self, pairs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """(source, target) ranks; no source and no target twice."""
+        listed = tuple(pairs) if isinstance(pairs, Iterable) else (None,)
+        if any(not isinstance(pair, Sequence) or len(pair) != 2 for pair in listed):
+            self.fail(
+                "pairs must be a list of (source, target) pairs",
+                expected="(source, target) tuples of ranks",
+                got=f"pairs={pairs!r}",
+                remedy="pass a source rank and a target rank for each message, such as pairs=[(0, 1), (1, 0)]",
+            )
+        plain = tuple((self.rank(source, "source"), self.rank(target, "target")) for source, target in listed)
+        for name, ranks in (("source", [s for s, _ in plain]), ("target", [t for _, t in plain])):
+            if len(set(ranks)) != len(ranks):
+                self.fail(
+                    f"two pairs have the same {name}",
+                    expected=f"every rank at most once as {name}",
+                    got=f"pairs={pairs!r}",
+                    remedy="to send one tensor to several ranks use gm.broadcast or gm.all_gather; to combine several "
+                    "tensors on one rank use gm.reduce or gm.gather",
+                )
+        return plain
+
+    def other(self, rank: int, name: str) -> int:
+        """A rank of the axis that is not this one."""
+        peer = self.rank(rank, name)
+        if peer == self.axis.rank:
+            self.fail(
+                f"{name} is the calling rank",
+                expected="another rank of the axis",
+                got=f"{name}={rank!r}",
+                remedy="use the tensor directly; send() and recv() connect two different ranks",
+            )
+        return peer
+
+    def one_for_each(self, parts: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Tensors of one dtype and device, one for each rank."""
+        alike = all(
+            isinstance(p, Tensor) and (p.dtype, p.device) == (self.x.dtype, self.x.device) for p in parts
+        )
+        if len(parts) != self.axis.size or not alike or any(p.dim() >= _HEADER for p in parts):
+            shown = [f"{p.dtype}{list(p.shape)}" if isinstance(p, Tensor) else repr(p) for p in parts]
+            self.fail(
+                "parts must have one tensor for each rank",
+                expected=f"{self.axis.size} tensors of one dtype, with at most {_HEADER - 1} dimensions",
+                got=f"{len(parts)}: {', '.join(shown)}",
+                remedy="pass one tensor per rank, and x.new_empty(0) where there is nothing to send",
+            )
+        return parts
+
+    def exchange_shapes(self, parts: Sequence[Tensor]) -> list[list[int]]:
+        """Send each rank the shape of its part; returns the shapes of the parts to receive."""
+        header = [[p.dim(), *p.shape, *[0] * (_HEADER - 1 - p.dim())] for p in parts]
+        sent = torch.tensor(header, device=self.x.device)
+        rows = apply(AllToAll(self.axis, 0, 0, EQUAL, EQUAL), sent).tolist()
+        return [row[1 : 1 + row[0]] for row in rows]
+
+    def refuse_compiled(self, why: str, instead: str) -> None:
+        """Raise for a call that torch.compile does not support."""
+        if compiling():
+            self.fail(
+                why,
+                expected="a call outside of torch.compile",
+                got="a call inside it",
+                remedy=f"use {instead}, or call the verb outside of the compiled function",
+            )
+
+    def refuse_forward_mode(self, instead: str) -> None:
+        """Raise in forward mode, where the other end would not receive the tangent."""
+        if transforms_active() and not (functorch_active() and only_vmap_active()):
+            self.fail(
+                f"{self.verb} does not support forward mode or torch.func derivatives",
+                expected="reverse-mode autograd",
+                got="a call inside a forward-mode level or a torch.func derivative",
+                remedy=f"use gradmesh.{instead}, which every rank of the axis calls",
+                kind=OrderError,
+            )
+
+    def refuse_unordered(self, instead: str, *, of_all: bool = False) -> None:
+        """Raise where the backward might not run on every rank.
+
+        Args:
+            instead: a verb to use instead.
+            of_all: every rank makes the call, so that the call checks find a rank that skips its backward. Async calls
+                are compared only with each other.
+        """
+        asked = torch.is_grad_enabled() and self.x.requires_grad and self.axis.size > 1
+        if not asked or compiling() or functorch_active():
+            return
+        if of_all and self.x.is_cpu and not self._async and check_level():
+            return
+        if rank_state().chain is None:
+            self.fail(
+                f"the backward of {self.verb} might not run on every rank",
+                expected="the call inside `with gradmesh.ordered():`",
+                got="an operand that requires grad, outside of it",
+                remedy=f"wrap the step in `with gradmesh.ordered():`, or use gradmesh.{instead}",
+                kind=OrderError,
+            )
+
+    def flag(self, value: bool, name: str) -> bool:
+        """A bool."""
+        if not isinstance(value, bool):
+            self.fail(
+                f"{name} must be a bool",
+                expected="True or False",
+                got=f"{name}={value!r}",
+                remedy=f"pass {name}=True or {name}=False",
+            )
+        return value
+
+
+def _shown(value: object) -> str:
+    return f"gm.{value}" if isinstance(value, Type) else repr(value)
