@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import gradmesh as gm
-from gradmesh.nn.order import Order, sizes_of, spans
+from gradmesh.nn.sequence import Order, sizes_of, spans
 
 Lengths = tuple[int, ...] | tuple[tuple[int, ...], ...] | None
 

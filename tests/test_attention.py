@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import gradmesh as gm
-from gradmesh.nn.attention import blocks
+from gradmesh.nn import attention
 from gradmesh.verify import Audit, Link, delayed
 from tests.attention_programs import Program, attend_densely, attend_on_ranks, compare, on_rank
 
@@ -441,7 +441,7 @@ def test_without_the_fused_kernels_it_is_the_same(
 ) -> None:
     program = Program(sizes=(600, 70), heads=2, groups=1, causal=causal, orders=1)
     fused = threads(2)(on_rank, program)
-    monkeypatch.setattr(blocks, "flash_takes", lambda *_: False)
+    monkeypatch.setattr(attention, "flash_takes", lambda *_: False)
     for mine, plain in zip(fused, threads(2)(on_rank, program), strict=True):
         assert not all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True))
         assert max(float((a - b).abs().max()) for a, b in zip(mine, plain, strict=True)) < 1e-12
@@ -503,7 +503,7 @@ def test_a_rank_keeps_its_part_alone_for_backward(causal: bool, threads: Ranks) 
 def test_blocks_travel_while_others_are_attended_to(threads: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both halves take less than work and calls in turn, by at least half of what can be hidden."""
     work, wire, ranks = 0.03, 0.02, 3
-    attend, slope = blocks._attend, blocks.BlockwiseGradients._of
+    attend, slope = attention._attend, attention.BlockwiseGradients._of
 
     def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
         def slow(*args: Any) -> Any:
@@ -512,8 +512,8 @@ def test_blocks_travel_while_others_are_attended_to(threads: Ranks, monkeypatch:
 
         return slow
 
-    monkeypatch.setattr(blocks, "_attend", slowly(attend))
-    monkeypatch.setattr(blocks.BlockwiseGradients, "_of", slowly(slope))
+    monkeypatch.setattr(attention, "_attend", slowly(attend))
+    monkeypatch.setattr(attention.BlockwiseGradients, "_of", slowly(slope))
     program = Program(sizes=(2,) * ranks)
 
     def on_each_rank() -> tuple[float, float]:
@@ -554,13 +554,13 @@ def test_keys_go_round_once_forward_and_with_their_gradients_once_back(size: int
 def test_fully_masked_blocks_are_not_computed(threads: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """In zigzag order each rank has the same work; in plain order the last one has the most."""
     scores: dict[int, int] = {}
-    attend = blocks._attend
+    attend = attention._attend
 
     def counting(q: Tensor, k: Tensor, *rest: Any) -> Any:
         scores[gm.rank()] = scores.get(gm.rank(), 0) + q.shape[2] * k.shape[2] // (2 if rest[1] else 1)
         return attend(q, k, *rest)
 
-    monkeypatch.setattr(blocks, "_attend", counting)
+    monkeypatch.setattr(attention, "_attend", counting)
     found = {}
     for order in ("plain", "zigzag"):
         scores.clear()

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.utils.benchmark import Measurement
 from torch.utils.benchmark.utils.common import TaskSpec
 
-from gradmesh import cli
-from gradmesh.bench import timing
-from gradmesh.bench.timing import VERBS, WAYS, Cell, Plan, measured
+from gradmesh import bench, cli
+from gradmesh.bench import VERBS, WAYS, Cell, Plan, measured
 from tests.conftest import Run
 
 TINY = Plan({"12 B": 12}, rounds=3, seconds=1e-6)
@@ -27,7 +26,7 @@ def results(verb: str) -> tuple[list[Tensor], list[Tensor]]:
     """On a rank: what the verb's calls return, forward and backward, and what the raw ones do."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     x = torch.arange(4.0 * size).add_(17 * rank)
-    calls: list[Any] = list(timing._calls(verb, x))
+    calls: list[Any] = list(bench._calls(verb, x))
     forward = calls[0]()
     _, (gradient,) = calls[1]()
     if len(calls) == 2:
@@ -83,7 +82,7 @@ def test_a_sample_is_that_of_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -
         slow = torch.distributed.get_rank() == 1
         return [[3.0, 1.0] if slow else [2.0, 2.0], [1.0, 1.0]]
 
-    monkeypatch.setattr(timing, "samples", made_up)
+    monkeypatch.setattr(bench, "samples", made_up)
     cell = next(iter(measured(2, "threads", TINY, lambda _: None)))
     assert cell.ours.times == [3.0, 2.0]
 
@@ -101,7 +100,7 @@ def test_added_time_is_the_median_of_the_differences() -> None:
 def test_the_command_shows_every_cell_and_writes_every_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradmesh.bench.command.QUICK", TINY)
+    monkeypatch.setattr("gradmesh.bench.QUICK", TINY)
     path = tmp_path / "bench.json"
     result = CliRunner().invoke(
         cli.commands(), ["bench", "--backend", "threads", "--quick", "--json", str(path)]
@@ -123,7 +122,7 @@ def test_the_command_shows_every_cell_and_writes_every_time(
 
 @pytest.mark.parametrize("columns", [60, 130])
 def test_output_is_as_wide_as_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradmesh.bench.command.QUICK", TINY)
+    monkeypatch.setattr("gradmesh.bench.QUICK", TINY)
     monkeypatch.setenv("COLUMNS", str(columns))
     result = CliRunner().invoke(cli.commands(), ["bench", "--backend", "threads", "--quick"])
     assert columns - 20 < max(map(len, result.stdout.splitlines())) <= columns

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 import gradmesh as gm
 from gradmesh.compat import gp_utils as gp
-from gradmesh.compat._ops import CountedByAll
+from gradmesh.compat._shared import CountedByAll
 
 NAMES = [
     "CopyToModelParallelRegion",

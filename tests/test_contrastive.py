@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gradmesh as gm
-from gradmesh.nn.contrastive.inputs import Gather
+from gradmesh.nn.contrastive.table import Gather
 from gradmesh.verify import Input, Shard, audit, gradcheck, same_as_single
 from tests.contrastive_programs import DENSE, LOSSES, TABLES, Program, differs, on_rank
 

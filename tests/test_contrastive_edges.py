@@ -11,8 +11,7 @@ from torch import Tensor
 
 import gradmesh as gm
 from benchmarks.peak import peak, peak_is_told
-from gradmesh.nn.contrastive.kernels import ExpBoth
-from gradmesh.nn.contrastive.tiles import log_sums
+from gradmesh.nn.contrastive.table import ExpBoth, log_sums
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

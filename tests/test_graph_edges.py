@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 import gradmesh as gm
 from gradmesh.nn.graph import GraphPlan, HeteroPlan, by_graph, by_metis, by_space
-from gradmesh.nn.graph.agree import device_of_root, exchange_device
+from gradmesh.nn.inputs import device_of_root, exchange_device
 from tests.conftest import Run
 
 Ranks = Callable[[int], Run]
@@ -279,7 +279,7 @@ def test_ranks_without_the_graph_take_the_device_that_the_root_has_or_the_group_
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: carried)
-    monkeypatch.setattr("gradmesh.nn.graph.agree.all_gather", lambda x, axis: torch.tensor(on_gpu * 2))
+    monkeypatch.setattr("gradmesh.nn.inputs.all_gather", lambda x, axis: torch.tensor(on_gpu * 2))
     axis = gm.axis.__globals__["Axis"]("gp", 1, 2, None)
     assert exchange_device(axis).type == expected[0]
     assert device_of_root(axis, 0, None).type == ("cuda" if carried == "cuda:nccl" else "cpu")

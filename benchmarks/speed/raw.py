@@ -7,12 +7,14 @@ from functools import partial
 
 from benchmarks.speed.calls import Calls, Maker, Place, in_turn
 from benchmarks.systems.cases import ROOT
-from gradmesh.bench import raw
+from gradmesh import bench
 
 __all__ = ["RAW"]
 
 
-def _pair(forward: Callable[..., raw.Call], backward: Callable[..., raw.Call], **both: int) -> Maker:
+def _pair(
+    forward: Callable[..., bench.RawCall], backward: Callable[..., bench.RawCall], **both: int
+) -> Maker:
     def make(at: Place) -> Calls:
         return in_turn(forward(at.x, at.group, **both), backward(at.cotangent, at.group, **both))
 
@@ -20,10 +22,10 @@ def _pair(forward: Callable[..., raw.Call], backward: Callable[..., raw.Call], *
 
 
 RAW = {
-    "all_gather": _pair(raw.all_gather, raw.reduce_scatter),
-    "reduce_scatter": _pair(raw.reduce_scatter, raw.all_gather),
-    "all_reduce": _pair(raw.all_reduce, raw.all_reduce),
-    "all_to_all": _pair(raw.all_to_all, raw.all_to_all),
-    "broadcast": _pair(raw.broadcast, raw.reduce, root=ROOT),
-    "shift": _pair(raw.shift, partial(raw.shift, offset=-1)),
+    "all_gather": _pair(bench.raw_all_gather, bench.raw_reduce_scatter),
+    "reduce_scatter": _pair(bench.raw_reduce_scatter, bench.raw_all_gather),
+    "all_reduce": _pair(bench.raw_all_reduce, bench.raw_all_reduce),
+    "all_to_all": _pair(bench.raw_all_to_all, bench.raw_all_to_all),
+    "broadcast": _pair(bench.raw_broadcast, bench.raw_reduce, root=ROOT),
+    "shift": _pair(bench.raw_shift, partial(bench.raw_shift, offset=-1)),
 }

@@ -18,7 +18,7 @@ import pytest
 from gradmesh_pytest import settings
 
 if TYPE_CHECKING:
-    from gradmesh_pytest.per_rank import RankGenerator
+    from gradmesh_pytest.on_rank import RankGenerator
     from gradmesh_pytest.running import Session, World
 
 _SESSION = pytest.StashKey["Session"]()

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import os
+import pdb
 import pickle
 import random
+import select
+import shutil
+import socket
 import sys
+import tempfile
+import threading
 import unittest
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,11 +28,209 @@ import torch.distributed as dist
 from gradmesh.launch.pickling import dumps_result
 from gradmesh.runtime.state import rank_state
 from gradmesh_pytest import rewriting
-from gradmesh_pytest.failures import Attached, attach, place
-from gradmesh_pytest.per_rank import Subtest, Subtests, resolved
-from gradmesh_pytest.remote import debug
 
-__all__ = ["Answer", "Method", "StandIn", "Task", "Warned", "run"]
+
+@dataclasses.dataclass(frozen=True)
+class RankGenerator:
+    """A `torch.Generator` for each rank."""
+
+    seed: int
+
+    def of(self, rank: int) -> torch.Generator:
+        """Create a rank's generator."""
+        return torch.Generator().manual_seed(self.seed + rank)
+
+
+@dataclasses.dataclass
+class Subtest:
+    """The outcome of a subtest on a rank.
+
+    Attributes:
+        message: its message.
+        values: its keyword arguments.
+        error: its error, or None.
+    """
+
+    message: str | None
+    values: dict[str, str]
+    error: BaseException | None = None
+
+
+class Subtests:
+    """Replaces pytest's fixture `subtests` and `TestCase.subTest` on a rank; records the outcomes."""
+
+    def __init__(self) -> None:
+        self.ended: list[Subtest] = []
+
+    @contextlib.contextmanager
+    def test(self, msg: str | None = None, **kwargs: Any) -> Iterator[None]:
+        """Run a block whose failure does not end the test."""
+        found = Subtest(None if msg is None else str(msg), {name: repr(kwargs[name]) for name in kwargs})
+        try:
+            yield
+        except (SystemExit, KeyboardInterrupt, GeneratorExit):
+            raise  # raised by the launcher to stop the rank
+        except BaseException as error:
+            found.error = error
+        self.ended.append(found)
+
+
+def resolved(values: Mapping[str, object], rank: int, subtests: Subtests) -> dict[str, object]:
+    """The fixture values on a rank.
+
+    Args:
+        values: pytest's values.
+        rank: the rank in the world.
+        subtests: the replacement of the fixture `subtests`.
+    """
+
+    def resolve(value: object) -> object:
+        if isinstance(value, RankGenerator):
+            return value.of(rank)
+        return subtests if isinstance(value, Subtests) else value
+
+    return {name: resolve(value) for name, value in values.items()}
+
+
+_NAME = "_gradmesh_pytest"
+
+
+@dataclasses.dataclass
+class Attached:
+    """Information that is sent with an error, as an attribute, to the pytest process.
+
+    Attributes:
+        kind: the name of its class.
+        place: the file and line where it was raised.
+        shown: pytest's representation, created on the rank because frames cannot be pickled; None: frames are present.
+        subtests: the subtests of the function that raised it.
+    """
+
+    kind: str = ""
+    place: tuple[str, int] = ("", 0)
+    shown: Any = None
+    subtests: list[Subtest] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, error: BaseException | None) -> Attached:
+        """The information attached to an error, or derived from its frames."""
+        found = getattr(error, _NAME, None)
+        if isinstance(found, cls) and found.kind:
+            return found
+        if error is None:
+            return cls()
+        subtests = found.subtests if isinstance(found, cls) else []
+        return cls(type(error).__name__, place(error), None, subtests)
+
+
+def attach(error: BaseException, what: Attached) -> None:
+    """Attach information to an error."""
+    setattr(error, _NAME, what)
+
+
+def place(error: BaseException) -> tuple[str, int]:
+    """The file and line where an error was raised."""
+    trace = error.__traceback__
+    if trace is None:
+        return "", 0
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace.tb_frame.f_code.co_filename, trace.tb_lineno
+
+
+class Terminal:
+    """Gives the first failed rank access to pytest's terminal.
+
+    Args:
+        config: the session's config.
+
+    Attributes:
+        address: the address of the socket.
+        quits: whether the user has left the debugger with `q`, which ends the session.
+        was_used: whether a rank has used the terminal.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._capture: Any = config.pluginmanager.getplugin("capturemanager")
+        self._folder = tempfile.mkdtemp(prefix="gradmesh-")  # only this user can access it
+        self.address = os.path.join(self._folder, "pdb")
+        self.quits = self.was_used = False
+        self._door = socket.socket(socket.AF_UNIX)
+        self._door.bind(self.address)
+        self._door.listen()
+        self._thread = threading.Thread(target=self._serve, name="gradmesh pdb", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Close the socket."""
+        with contextlib.suppress(OSError):
+            self._door.shutdown(socket.SHUT_RDWR)
+        self._door.close()
+        self._thread.join()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                rank, _ = self._door.accept()
+            except OSError:  # closed
+                return
+            with rank, contextlib.suppress(OSError):
+                if not self.was_used:
+                    self.was_used = True
+                    rank.sendall(b"y")
+                    self._connect(rank)
+
+    def _connect(self, rank: socket.socket) -> None:
+        """Forward input and output of the debugger until it ends."""
+        if self._capture is not None:
+            self._capture.suspend(in_=True)
+        try:
+            keys = [sys.stdin.fileno()]
+            last = b""
+            while True:
+                ready, _, _ = select.select([rank, *keys], [], [])
+                if rank in ready:
+                    received = rank.recv(1 << 16)
+                    if not received:
+                        break
+                    last = (last + received)[-1:]
+                    sys.stdout.write(received.replace(_QUITS, b"").decode(errors="replace"))
+                    sys.stdout.flush()
+                    self.quits = last == _QUITS
+                elif typed := os.read(keys[0], 1 << 16):
+                    rank.sendall(typed)
+                else:
+                    keys = []
+                    rank.shutdown(socket.SHUT_WR)
+        finally:
+            if self._capture is not None:
+                self._capture.resume()
+
+
+_QUITS = b"\x04"
+"""Sent by the debugger after `q`."""
+
+
+def debug(address: str, error: BaseException, heading: str) -> None:
+    """Debug an error on this process rank, unless another rank uses the terminal.
+
+    Args:
+        address: the address of pytest's terminal.
+        error: the error with its traceback.
+        heading: text to print first.
+    """
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as terminal:
+        terminal.connect(address)
+        if terminal.recv(1) != b"y":
+            return
+        with terminal.makefile("r") as stdin, terminal.makefile("w") as stdout:
+            stdout.write(heading)
+            debugger = pdb.Pdb(stdin=stdin, stdout=stdout)
+            debugger.reset()
+            debugger.interaction(None, error.__traceback__)
+            if debugger.quitting:
+                stdout.write(_QUITS.decode())
 
 
 class StandIn(Exception):  # noqa: N818 - has the message of another error
@@ -79,6 +285,11 @@ class Answer:
     subtests: list[Subtest] = dataclasses.field(default_factory=list)
     spoiled: bool = False
     warned: list[Warned] = dataclasses.field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """The outcome and its reason."""
+        return f"{self.how}: {self.reason}" if self.reason else self.how
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,18 +16,153 @@ from typing import Any
 import pytest
 import torch
 
-from gradmesh.errors import ArgumentError, MissingExtraError, RankError
+from gradmesh.errors import ArgumentError, GradmeshError, MissingExtraError, RankError, message
+from gradmesh.launch import pickling
+from gradmesh.launch.launcher import Ranks
 from gradmesh.launch.outcomes import Outcome
-from gradmesh_pytest import fixture_values, reports, settings
-from gradmesh_pytest.failures import Attached
-from gradmesh_pytest.on_rank import Answer, Method, Task
-from gradmesh_pytest.per_rank import RankGenerator, Subtest, Subtests
-from gradmesh_pytest.pools import Pools
-from gradmesh_pytest.remote import Terminal
-from gradmesh_pytest.results import RankReport, Result, result_of, result_of_subtest
+from gradmesh_pytest import on_rank, reports, rewriting, settings
+from gradmesh_pytest.on_rank import Answer, Attached, Method, RankGenerator, Subtest, Subtests, Task, Terminal
+from gradmesh_pytest.reports import RankReport, Result, result_of, result_of_subtest
 from gradmesh_pytest.settings import Where
 
-__all__ = ["Session", "World"]
+_MOST = 18
+"""The maximum number of processes to keep; each has torch loaded."""
+_DEBUGGED = 86400.0
+"""The timeout in seconds for ranks without a limit, since a rank may be in a debugger."""
+
+
+class Pools:
+    """The ranks of a session, by number and backend.
+
+    Args:
+        arguments: pytest's command-line options for the display of failures, for process ranks.
+    """
+
+    def __init__(self, arguments: Sequence[str] = ()) -> None:
+        self._arguments = list(arguments)
+        self._pools: dict[tuple[int, str], Ranks] = {}
+        self._prepared: dict[tuple[int, str], tuple[object, ...]] = {}
+
+    def attempt(
+        self,
+        where: Where,
+        fn: Callable[..., Any],
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        task: on_rank.Task,
+    ) -> Outcome:
+        """Run a test's function on ranks, and return each rank's outcome.
+
+        Raises:
+            gradmesh.ArgumentError: the backend is unknown, or the function or its arguments cannot be pickled.
+            gradmesh.MissingExtraError: they must be sent by value and cloudpickle is not installed.
+        """
+        key = where.size, where.backend
+        pool = self._pool(key, where.timeout)
+        if where.backend != "threads":
+            self._prepare(key, pool)
+        pool.timeout = where.timeout
+        done = False
+        try:
+            outcome = pool.attempt(on_rank.run, (fn, args, kwargs, task), {})
+            done = not outcome.failures and not outcome.missing
+        finally:
+            if not done:
+                self._prepared.pop(key, None)  # the failure has stopped these ranks
+        if any(isinstance(answer, on_rank.Answer) and answer.spoiled for answer in outcome.results.values()):
+            self._end(key)
+        return outcome
+
+    def close(self) -> None:
+        """Stop all ranks."""
+        for key in list(self._pools):
+            self._end(key)
+
+    def _pool(self, key: tuple[int, str], timeout: float | None) -> Ranks:
+        pool = self._pools.pop(key, None)
+        if pool is None:
+            size, backend = key
+            pool = Ranks(size, backend, timeout or _DEBUGGED)
+            others = [other for other in self._pools if other[1] != "threads"] if backend != "threads" else []
+            while others and sum(n for n, _ in others) + size > _MOST:
+                self._end(others.pop(0))
+        self._pools[key] = pool  # ordered by last use
+        return pool
+
+    def _prepare(self, key: tuple[int, str], pool: Ranks) -> None:
+        """Make modules that pytest has imported since the last call importable on process ranks."""
+        state = (len(sys.modules), *sys.path)
+        if self._prepared.get(key) != state:
+            pool.timeout = (
+                pool.timeout or _DEBUGGED
+            )  # this call may start the ranks, whose group uses this timeout
+            names = rewriting.rewritten()
+            pool.attempt(rewriting.prepare, (list(sys.path), names, self._arguments), {}).values()
+            self._prepared[key] = state
+
+    def _end(self, key: tuple[int, str]) -> None:
+        self._prepared.pop(key, None)
+        self._pools.pop(key).close()
+
+
+_OF_PYTEST = ("_pytest", "pytest")
+
+
+def check_no_pytest_objects(values: Mapping[str, object], backend: str) -> None:
+    """Raise for values that would act on the rank's process instead of pytest's, such as `monkeypatch`.
+
+    Args:
+        values: the values by fixture name.
+        backend: the backend of the ranks.
+
+    Raises:
+        ArgumentError: there are such values; the message names their fixtures.
+    """
+    _refuse({name: _pytest_object(value) for name, value in values.items()}, backend)
+
+
+def check_picklable(values: Mapping[str, object], backend: str) -> None:
+    """Raise for values that cannot be pickled.
+
+    Args:
+        values: the values by fixture name.
+        backend: the backend of the ranks.
+
+    Raises:
+        ArgumentError: there are such values; the message names their fixtures.
+    """
+    _refuse({name: _cannot_be_pickled(value) for name, value in values.items()}, backend)
+
+
+def _refuse(reasons: Mapping[str, str | None], backend: str) -> None:
+    lost = {name: reason for name, reason in sorted(reasons.items()) if reason is not None}
+    if lost:
+        raise ArgumentError(
+            message(
+                f"the fixture{'s' * (len(lost) > 1)} {', '.join(lost)} cannot be sent to process ranks",
+                op="pytest",
+                expected="values that can be pickled: tensors, modules, numbers, paths, and containers of them",
+                got="\n".join(f"{name}: {reason}" for name, reason in lost.items()),
+                remedy=f"create the value inside the test, or use backend='threads' instead of {backend!r}",
+            )
+        )
+
+
+def _pytest_object(value: object) -> str | None:
+    module = str(getattr(value, "__module__", ""))
+    top = module.partition(".")[0]
+    if top in _OF_PYTEST or (top.startswith("pytest_") and not isinstance(value, type)):
+        return f"a {type(value).__name__} of {top}, which acts on the process of pytest"
+    return None
+
+
+def _cannot_be_pickled(value: object) -> str | None:
+    try:
+        pickling.dumps(value)
+    except GradmeshError as error:
+        first = error.__cause__ or error
+        return str(first).partition("\n")[0]
+    return None
 
 
 class World:
@@ -230,12 +365,12 @@ class Session:
         where = settings.where(self._config, settings.mark_of(item), param)
         if where.backend == "threads":
             return self.attempt(where, fn, (), kwargs, self._seed(item))
-        fixture_values.check_no_pytest_objects(kwargs, where.backend)
+        check_no_pytest_objects(kwargs, where.backend)
         expected = item.get_closest_marker("xfail") is not None
         try:
             return self.attempt(where, fn, (), kwargs, self._seed(item), may_debug=not expected)
         except (ArgumentError, MissingExtraError):
-            fixture_values.check_picklable(kwargs, where.backend)
+            check_picklable(kwargs, where.backend)
             raise
 
     def _not_run(self, error: BaseException) -> Result:

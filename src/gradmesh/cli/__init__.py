@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from gradmesh._util.environment import EXTRAS, missing, require
 from gradmesh.backends import shm
-from gradmesh.bench.command import bench
+from gradmesh.bench import bench
 from gradmesh.checker.command import check_command
 from gradmesh.cli import installation
 from gradmesh.cli.explain import explain_command

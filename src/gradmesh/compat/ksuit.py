@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradmesh.compat import _ops
-from gradmesh.compat._function import OpFunction, adjoint, again, run, with_nones
+from gradmesh.compat import _shared
+from gradmesh.compat._shared import OpFunction, adjoint, again, run, with_nones
 from gradmesh.runtime.mesh import AxisLike, resolve
 from gradmesh.types import R
 
@@ -54,7 +54,7 @@ class AllGatherGradAutograd(OpFunction):
         """
         stack = x.unsqueeze(0)
         found = resolve(axis, "compat.ksuit.AllGatherGradAutograd")
-        op = _ops.all_gather(stack, found, dst=R)
+        op = _shared.all_gather(stack, found, dst=R)
         return separate(run(ctx, op, stack, others=0 if axis is None else 1))
 
     @staticmethod

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gradmesh.compat import _ops
-from gradmesh.compat._function import OpFunction, run
+from gradmesh.compat import _shared
+from gradmesh.compat._shared import OpFunction, run
 from gradmesh.errors import ArgumentError, message
 from gradmesh.runtime.mesh import AxisLike, resolve
 from gradmesh.types import I
@@ -58,7 +58,7 @@ class AllGather(OpFunction):
         """
         world_size = getattr(args, "world_size", None)
         alone = world_size == 1
-        found = _ops.single_rank_axis("one rank") if alone else resolve(axis, "compat.towhee.AllGather")
+        found = _shared.single_rank_axis("one rank") if alone else resolve(axis, "compat.towhee.AllGather")
         if world_size != found.size:
             raise ArgumentError(
                 message(
@@ -72,5 +72,5 @@ class AllGather(OpFunction):
             )
         if tensor.dim() == 0:
             tensor = tensor.unsqueeze(0)
-        op = _ops.all_gather(tensor, found, dst=I)
+        op = _shared.all_gather(tensor, found, dst=I)
         return run(ctx, op, tensor, others=1 if axis is None else 2)

@@ -21,6 +21,7 @@ from gradmesh.nn.clipping import (
     clip_grad_norm_,
     clip_grad_value_,
     get_total_norm,
+    mark_sharded,
 )
 from gradmesh.nn.contrastive import (
     BarlowTwinsLoss,
@@ -57,7 +58,6 @@ from gradmesh.nn.norms import (
     SyncBatchNorm,
     SyncGroupNorm,
 )
-from gradmesh.nn.sharding import mark_sharded
 from gradmesh.nn.tensor import (
     ColumnParallelLinear,
     Replicated,

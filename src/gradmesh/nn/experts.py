@@ -9,8 +9,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from gradmesh.nn.plain import readable, upcast
-from gradmesh.nn.tensor.cuts import Parallel
+from gradmesh.nn.inputs import readable, upcast
+from gradmesh.nn.tensor import Parallel
 from gradmesh.runtime.mesh import Axis, AxisLike, balanced
 from gradmesh.types import I
 from gradmesh.verbs.call import Call, integer

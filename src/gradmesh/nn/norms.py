@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm
 
 from gradmesh.errors import ArgumentError, message
-from gradmesh.nn.plain import readable, upcast
+from gradmesh.nn.inputs import readable, upcast
 from gradmesh.runtime.mesh import Axis, AxisLike, resolve
 from gradmesh.verbs.call import Call
 from gradmesh.verbs.collectives import all_gather

@@ -17,7 +17,7 @@ from gradmesh.demo.forces import parallel
 from gradmesh.demo.forces.batches import batch_of
 from gradmesh.demo.forces.layers import CUTOFF, copied
 from gradmesh.nn.graph import GraphPlan, by_space
-from gradmesh.nn.graph.agree import agree
+from gradmesh.nn.inputs import agree
 
 __all__ = ["Energies", "RankCalculator", "md_on_rank", "started"]
 

@@ -4,17 +4,20 @@ Each returns the mean over the global batch, the same on every rank; see `clip_l
 """
 
 from gradmesh.nn.contrastive.cached import cached_gradients
-from gradmesh.nn.contrastive.modules import (
+from gradmesh.nn.contrastive.losses import (
     BarlowTwinsLoss,
     ClipLoss,
     NTXentLoss,
     SigLipLoss,
     SupConLoss,
     VicRegLoss,
+    barlow_twins_loss,
+    clip_loss,
+    nt_xent_loss,
+    siglip_loss,
+    sup_con_loss,
+    vic_reg_loss,
 )
-from gradmesh.nn.contrastive.moments import barlow_twins_loss, vic_reg_loss
-from gradmesh.nn.contrastive.pairs import clip_loss, siglip_loss
-from gradmesh.nn.contrastive.views import nt_xent_loss, sup_con_loss
 
 __all__ = [
     "BarlowTwinsLoss",

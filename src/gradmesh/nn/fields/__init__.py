@@ -9,15 +9,31 @@ Layers replicate their parameters: the gradient of a parameter is the dense laye
 `replicated=False` it is this rank's contribution, for a wrapper that sums over the same ranks.
 """
 
-from gradmesh.nn.fields.convolution import HaloConv1d, HaloConv2d, HaloConv3d
-from gradmesh.nn.fields.fourier import fftn, ifftn, irfftn, rfftn
-from gradmesh.nn.fields.interpolation import interpolate
-from gradmesh.nn.fields.losses import BCEWithLogitsLoss, bce_with_logits
-from gradmesh.nn.fields.matrices import Inverses, inv_ex, narrow_copy, narrowed_sizes, spdiags
-from gradmesh.nn.fields.pooling import HaloAvgPool, HaloMaxPool, avg_pool, max_pool
-from gradmesh.nn.fields.power import SpectralNorm, spectral_norm
-from gradmesh.nn.fields.spectral import SpectralConv
-from gradmesh.nn.fields.transposed import HaloConvTranspose1d, HaloConvTranspose2d, HaloConvTranspose3d
+from gradmesh.nn.fields.fourier import SpectralConv, fftn, ifftn, irfftn, rfftn
+from gradmesh.nn.fields.halo import (
+    HaloAvgPool,
+    HaloConv1d,
+    HaloConv2d,
+    HaloConv3d,
+    HaloConvTranspose1d,
+    HaloConvTranspose2d,
+    HaloConvTranspose3d,
+    HaloMaxPool,
+    avg_pool,
+    interpolate,
+    max_pool,
+)
+from gradmesh.nn.fields.operators import (
+    BCEWithLogitsLoss,
+    Inverses,
+    SpectralNorm,
+    bce_with_logits,
+    inv_ex,
+    narrow_copy,
+    narrowed_sizes,
+    spdiags,
+    spectral_norm,
+)
 
 __all__ = [
     "BCEWithLogitsLoss",

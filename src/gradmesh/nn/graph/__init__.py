@@ -17,9 +17,7 @@ several types of nodes and edges.
 """
 
 from gradmesh.nn.graph.hetero import HeteroPlan
-from gradmesh.nn.graph.partition import by_count, by_graph, by_metis
-from gradmesh.nn.graph.plan import GraphPlan
-from gradmesh.nn.graph.rows import Rows
-from gradmesh.nn.graph.space import by_space
+from gradmesh.nn.graph.partition import by_count, by_graph, by_metis, by_space
+from gradmesh.nn.graph.plan import GraphPlan, Rows
 
 __all__ = ["GraphPlan", "HeteroPlan", "Rows", "by_count", "by_graph", "by_metis", "by_space"]

@@ -10,11 +10,21 @@ from torch import Tensor
 
 from gradmesh.autograd.pending import Pending, combined
 from gradmesh.errors import ArgumentError, ShapeError, message
-from gradmesh.nn.graph.agree import agree, fingerprint
-from gradmesh.nn.graph.edges import Edges, added, checked_edges, local_edges
-from gradmesh.nn.graph.inputs import checked_owner, failing, hops_of
-from gradmesh.nn.graph.rows import Bound, Rows
-from gradmesh.nn.graph.state import digest, put_types, take_types
+from gradmesh.nn.graph.plan import (
+    Bound,
+    Edges,
+    Rows,
+    added,
+    checked_edges,
+    checked_owner,
+    digest,
+    failing,
+    hops_of,
+    local_edges,
+    types_of_state,
+    types_to_state,
+)
+from gradmesh.nn.inputs import agree, fingerprint
 from gradmesh.runtime.mesh import AxisLike
 from gradmesh.types import Convention, R
 from gradmesh.verbs.call import Call
@@ -162,7 +172,7 @@ class HeteroPlan(Bound):
             >>> gm.launch(on_each_rank, 2, backend="threads")
             [True, True]
         """
-        return put_types(self.rows, self.edges, (self.axis.rank, self.axis.size, self.hops))
+        return types_to_state(self.rows, self.edges, (self.axis.rank, self.axis.size, self.hops))
 
     @property
     def digest(self) -> str:
@@ -184,7 +194,7 @@ class HeteroPlan(Bound):
         """
         call = Call(f"{cls.verb}.of_state", torch.empty(0), axis)
         made = object.__new__(cls)
-        made.hops, fields, made.edges = take_types(stored, call)
+        made.hops, fields, made.edges = types_of_state(stored, call)
         made.axis, made.rows = call.axis, {kind: object.__new__(Rows) for kind in fields}
         for kind, rows in made.rows.items():
             rows.__dict__.update(fields[kind])

@@ -1,0 +1,247 @@
+"""Shared by the drop-ins: calls of ops, and ops as torch.autograd.Function classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import Function, FunctionMeta
+
+from gradmesh.autograd.rule import apply
+from gradmesh.errors import ArgumentError, message
+from gradmesh.ops.all_gather import AllGather, ReduceScatter
+from gradmesh.ops.all_reduce import AllReduce, AllReduceInvariant, Replicate
+from gradmesh.ops.all_to_all import AllToAll
+from gradmesh.ops.base import LinearOp, SameShape
+from gradmesh.ops.broadcast import Reduce
+from gradmesh.ops.gather import Gather
+from gradmesh.ops.neighbor import neighbors as neighbor_op
+from gradmesh.ops.shard import AllGatherInvariant, Shard
+from gradmesh.ops.sizes import Sizes
+from gradmesh.runtime.mesh import Axis, AxisLike
+from gradmesh.transport import Transport
+from gradmesh.types import I, P, R, Type
+from gradmesh.verbs.call import Call, SizesLike
+
+_TORCHS = frozenset({"backward", "forward", "jvp", "setup_context", "vjp", "vmap"})
+"""Methods of a Function; a subclass that defines one of them becomes an ordinary Function."""
+
+
+class _OpFunctionMeta(FunctionMeta):
+    """The type of Functions with a custom `apply`.
+
+    torch.compile treats classes whose type is exactly `FunctionMeta` specially: it traces `forward` and `backward`
+    instead of `apply`, rejects `jvp`, and up to torch 2.13 rejects a Function that calls another's `backward`. It
+    traces other classes normally. Subclasses that define `forward` or `backward` get torch's type back.
+    """
+
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> None:  # noqa: N805
+        super().__init__(name, bases, namespace)  # type: ignore[no-untyped-call]
+        if cls.is_ordinary:  # type: ignore[attr-defined]
+            cls.__class__ = FunctionMeta  # type: ignore[assignment]
+
+
+class OpFunction(Function, metaclass=_OpFunctionMeta):
+    """An autograd Function that applies an op; base class of the drop-ins, each of which defines `forward`.
+
+    `apply` runs `forward` without a context, as a verb does: all derivatives, forward mode, `torch.func` and
+    `torch.compile`.
+
+    A subclass of a drop-in that defines `forward`, `backward` or another method of Function becomes an ordinary
+    Function with torch's `apply`. It does not inherit `jvp` and `vjp`, which belong to the original op.
+    """
+
+    is_ordinary: ClassVar[bool] = False
+    """True if `apply` is torch's."""
+
+    is_traceable: ClassVar[bool] = False
+    """An attribute of torch's Function in older versions."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        defined = _TORCHS & vars(cls).keys()
+        if cls.__module__.startswith("gradmesh.compat."):
+            cls.vjp = staticmethod(cls.backward)
+            return
+        if not defined:
+            return
+        cls.is_ordinary = True
+        for name in {"jvp", "vjp"} - defined:
+            setattr(cls, name, staticmethod(getattr(Function, name)))
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        """Apply the op, differentiably; takes the arguments of `forward` without the context."""
+        if cls.is_ordinary:
+            return super().apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return cls.forward(None, *args, **kwargs)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
+        """Apply the adjoint of the op that `forward` saved on `ctx`, differentiably.
+
+        Returns:
+            The gradient of the tensor; in a tuple with None for each further argument of `forward`, if there are any.
+
+        Raises:
+            ArgumentError: `forward` was not called with this context.
+        """
+        return with_nones(ctx, adjoint(ctx, grad_output))
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:
+        """Apply the op, which is linear, to the tangent.
+
+        Raises:
+            ArgumentError: `forward` was not called with this context.
+        """
+        return again(ctx, tangent)
+
+
+def run(ctx: Any, op: LinearOp, x: Tensor, others: int = 0) -> Tensor:
+    """Apply an op, differentiably, and save it on the context, if any; `forward` has `others` further arguments."""
+    if ctx is not None:
+        ctx.gradmesh_call = op, others
+    return apply(op, x)
+
+
+def adjoint(ctx: Any, grad: Tensor) -> Tensor:
+    """Apply the adjoint of the op on the context."""
+    return apply(_kept(ctx)[0].adjoint, grad)
+
+
+def again(ctx: Any, tangent: Tensor) -> Tensor:
+    """Apply the op on the context to another operand."""
+    return apply(_kept(ctx)[0], tangent)
+
+
+def with_nones(ctx: Any, grad: Tensor) -> Any:
+    """The gradient, and None for each further argument of `forward`."""
+    others = _kept(ctx)[1]
+    return (grad, *[None] * others) if others else grad
+
+
+def _kept(ctx: Any) -> tuple[LinearOp, int]:
+    found: tuple[LinearOp, int] | None = getattr(ctx, "gradmesh_call", None)
+    if found is None:
+        raise ArgumentError(
+            message(
+                "forward was not called with this context",
+                op="compat",
+                expected="the ctx that forward was called with",
+                got=type(ctx).__name__ if ctx is not None else "None",
+                remedy="call forward(ctx, ...) first, with the same ctx",
+            )
+        )
+    return found
+
+
+def single_rank_axis(name: str) -> Axis:
+    """An axis with this rank only; needs no process group."""
+    return Axis(name, 0, 1, dist.ProcessGroup(dist.HashStore(), 0, 1))  # type: ignore[attr-defined]
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, dst: Type, sizes: SizesLike = None) -> LinearOp:
+    """The op of `gradmesh.all_gather`."""
+    call = Call("all_gather", x, axis)
+    dim = call.dim(dim)
+    kind = AllGather if dst is R else AllGatherInvariant
+    return kind(call.axis, dim, call.sizes(sizes, dim))
+
+
+def all_reduce(x: Tensor, axis: Axis, *, dst: Type) -> LinearOp:
+    """The op of `gradmesh.all_reduce`."""
+    call = Call("all_reduce", x, axis)
+    return (AllReduce if dst is R else AllReduceInvariant)(call.axis)
+
+
+def replicate(x: Tensor, axis: Axis) -> LinearOp:
+    """The op of `gradmesh.replicate`."""
+    return Replicate(Call("replicate", x, axis).axis)
+
+
+def shard(x: Tensor, axis: Axis, dim: int, split: Callable[[int, int], Sequence[int]]) -> LinearOp:
+    """The op of `gradmesh.shard`; `split` maps the full size and the number of ranks to each rank's size."""
+    call = Call("shard", x, axis)
+    dim = call.dim(dim)
+    return Shard(call.axis, dim, call.sizes(split(x.shape[dim], axis.size), dim))
+
+
+def gather(x: Tensor, axis: Axis, root: int) -> LinearOp:
+    """The op of `gradmesh.gather` along dim 0, one row from each rank; the verb would require `ordered()`."""
+    call = Call("gather", x, axis)
+    return Gather(call.axis, 0, root, Sizes((1,) * axis.size))
+
+
+def reduce(x: Tensor, axis: Axis, root: int) -> LinearOp:
+    """The op of `gradmesh.reduce`; the verb would require `ordered()`."""
+    return Reduce(Call("reduce", x, axis).axis, root)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int, sizes: SizesLike = None) -> LinearOp:
+    """The op of `gradmesh.reduce_scatter`."""
+    call = Call("reduce_scatter", x, axis)
+    dim = call.dim(dim)
+    return ReduceScatter(call.axis, dim, call.sizes(sizes, dim))
+
+
+def all_to_all(
+    x: Tensor, axis: Axis, split_sizes: Sequence[int] | None, concat_sizes: Sequence[int] | None
+) -> LinearOp:
+    """The op of `gradmesh.all_to_all` along dim 0."""
+    call = Call("all_to_all", x, axis)
+    dim = call.dim(0)
+    send = call.sizes(split_sizes, dim, "split_sizes")
+    return AllToAll(call.axis, dim, dim, send, call.sizes(concat_sizes, dim, "concat_sizes"))
+
+
+def neighbors(
+    x: Tensor, axis: AxisLike, index: Tensor, sent: Sequence[int], received: Sequence[int]
+) -> LinearOp:
+    """The op of `gradmesh.neighbor_all_to_all`, with the rows for all ranks in one index."""
+    call = Call("neighbor_all_to_all", x, axis)
+    rows = dict(enumerate(index.split(list(sent))))
+    return neighbor_op(x, call.axis, call.dim(0), rows, dict(enumerate(received)), call.fail)
+
+
+@dataclass(frozen=True)
+class CountedByAll(SameShape):
+    """I -> R, the identity; like `replicate`, for a result whose gradient the caller guarantees to be equal everywhere.
+
+    The sum of W equal gradients needs no communication. The adjoint is exact for such gradients only.
+    """
+
+    verb = "compat.gp_utils.scale_backward_grad"
+    sends = False
+    src, dst = I, R
+
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
+        """Copy."""
+        return wire.copy(x)
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """The sum of equal gradients."""
+        return SumOfEqual(self.axis, **self.swapped)
+
+
+@dataclass(frozen=True)
+class SumOfEqual(SameShape):
+    """P -> I, W times a term that is equal on all ranks. The adjoint of `CountedByAll`."""
+
+    verb = "compat.gp_utils.scale_backward_grad"
+    public = False
+    sends = False
+    src, dst = P, I
+
+    def transfer(self, x: Tensor, wire: Transport) -> Tensor:
+        """Scale."""
+        return wire.copy(x).mul_(self.axis.size)
+
+    @property
+    def adjoint(self) -> LinearOp:
+        """The identity."""
+        return CountedByAll(self.axis, **self.swapped)
