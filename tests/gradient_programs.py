@@ -12,7 +12,7 @@ from torch import Tensor
 
 import gradmesh as gm
 from gradmesh.verify import Input
-from gradmesh.verify.gradients import hypotheses as h
+from gradmesh.verify.gradients import diagnosis as h
 
 __all__ = ["FAULTS", "Spec", "random_spec"]
 

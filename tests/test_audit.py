@@ -20,7 +20,7 @@ import gradmesh as gm
 from gradmesh import cli
 from gradmesh.verify import Finding, audit
 from gradmesh.verify.auditing import KINDS
-from gradmesh.verify.auditing.kinds import table
+from gradmesh.verify.auditing.findings import table
 from tests import audit_targets
 
 ROOT = Path(__file__).parent.parent

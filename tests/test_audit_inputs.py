@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradmesh as gm
 from gradmesh.verify import audit
-from gradmesh.verify.auditing.command import named
+from gradmesh.verify.auditing.audit import named
 from gradmesh.verify.auditing.readings import distance
 from tests.test_audit_kinds import function, summed
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gradmesh.verify import audit
-from gradmesh.verify.auditing.kinds import KINDS, table
+from gradmesh.verify.auditing.findings import KINDS, table
 from tools.audit_cases import SYSTEMS, drop_ins
 from tools.audit_plans import plans
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import gradmesh as gm
 from gradmesh.verify import GradcheckReport, Input, gradcheck
-from gradmesh.verify.gradients import hypotheses as h
-from gradmesh.verify.gradients.cases import Case
-from gradmesh.verify.gradients.findings import NONE_FITS, Diagnosis
+from gradmesh.verify.gradients import diagnosis as h
+from gradmesh.verify.gradients.diagnosis import Case
+from gradmesh.verify.gradients.report import NONE_FITS, Diagnosis
 from tests.gradient_programs import FAULTS, Spec, random_spec
 
 
@@ -159,6 +159,6 @@ def case(rank: int, got: Tensor, want: Tensor, terms: Tensor | None = None) -> C
 def test_a_factor_has_to_be_the_same_on_every_rank(factor: float, name: str) -> None:
     want = [normal(rank, 6) for rank in range(3)]
     alike = [case(rank, factor * want[rank], want[rank]) for rank in range(3)]
-    assert [fit.name for fit in h.fits(alike, 3, None)] == [name]
+    assert [fit.name for fit in h.fitting(alike, 3, None)] == [name]
     mixed = [*alike[:2], case(2, 1.1 * factor * want[2] + normal(5, 6), want[2])]
-    assert h.fits(mixed, 3, None) == []
+    assert h.fitting(mixed, 3, None) == []

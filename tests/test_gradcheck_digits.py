@@ -12,7 +12,7 @@ from torch import Tensor
 
 import gradmesh as gm
 from gradmesh.verify import gradcheck
-from gradmesh.verify.gradients.findings import TOO_FEW_DIGITS
+from gradmesh.verify.gradients.report import TOO_FEW_DIGITS
 
 
 class OwnSlice(torch.autograd.Function):

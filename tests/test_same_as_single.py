@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradmesh as gm
 from gradmesh.errors import GradcheckError
 from gradmesh.verify import Input, Shard, SingleReport, same_as_single
-from gradmesh.verify.gradients import hypotheses as h
+from gradmesh.verify.gradients import diagnosis as h
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

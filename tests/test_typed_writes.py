@@ -457,3 +457,16 @@ def test_write_through_a_view_is_reported_with_its_line(threads: Ranks) -> None:
 
     writes = threads(2)(body)
     assert writes == [[("aten.copy_", "y[1] = same(3)", "P[4, 3], R[3]", "")]] * 2
+
+
+def test_a_parameter_that_was_written_and_whose_memory_was_freed_is_not_read(threads: Ranks) -> None:
+    """As FSDP frees the gathered parameters after use."""
+
+    def body() -> tuple[list[Any], list[str]]:
+        with gm.typed() as types:
+            weight = torch.nn.Parameter(torch.arange(1.0, 100.0))
+            weight.detach()[:1] = 3.0
+            weight.untyped_storage().resize_(0)
+        return types.findings, types.notes
+
+    assert threads(2)(body) == [([], [])] * 2

@@ -19,7 +19,7 @@ import torch
 
 import gradmesh as gm
 from gradmesh.verify import Audit, audit
-from gradmesh.verify.auditing.kinds import table as kinds_table
+from gradmesh.verify.auditing.findings import table as kinds_table
 from tools.audit_cases import SYSTEMS, Build, drop_ins
 from tools.audit_plans import plans
 

@@ -21,8 +21,8 @@ from gradmesh.cli.explain import explain_command
 from gradmesh.demo.command import demo_group
 from gradmesh.errors import GradmeshError, MissingExtraError
 from gradmesh.ops.registry import table as ops_table
-from gradmesh.verify.auditing.command import NOT_RUN, audit_command
-from gradmesh.verify.auditing.kinds import KINDS
+from gradmesh.verify.auditing.audit import NOT_RUN, audit_command
+from gradmesh.verify.auditing.findings import KINDS
 
 if TYPE_CHECKING:
     import click

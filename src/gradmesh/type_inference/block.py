@@ -48,7 +48,7 @@ def compare_gradients(tracker: Tracker, parameters: Sequence[Tensor]) -> None:
     """Note the gradients that parameters have, before a step uses them or the block ends."""
     for x in parameters:
         grad = x.grad
-        node = None if tracker.tape.find(x) is None else tracker.node_of(x)
+        node = None if tracker.values.find(x) is None else tracker.node_of(x)
         if node is None or not observable(x):
             continue
         for at, mark in enumerate(node.marks):
@@ -58,14 +58,11 @@ def compare_gradients(tracker: Tracker, parameters: Sequence[Tensor]) -> None:
             looked = tracker.looked_at(at, mark.number)
             if grad is None or not observable(grad):
                 continue
-            busy, tracker.busy = tracker.busy, True
-            try:
+            with tracker.paused():
                 number = number_of_bits(grad)
                 plain = not node.declared and _plain(x)
-            finally:
-                tracker.busy = busy
             pair = token("gradient", mark.number, number)
-            tracker.agreement.say(at, pair)
+            tracker.agreement.announce(at, pair)
             tracker.expect(
                 Condition(
                     lambda at=at, node=node: _missing(tracker, at, node),  # type: ignore[misc]
@@ -127,7 +124,7 @@ def _missing(tracker: Tracker, at: int, leaf: Node) -> Finding:
 
 
 def watch_gradient(tracker: Tracker, x: Tensor, at: int, kind: Type) -> None:
-    """Hold the gradient that a declared tensor will get against the dual of its type."""
+    """Compare the gradient that a declared tensor will get with the dual of its type."""
     if kind.dual not in (Type.I, Type.R) or not x.requires_grad:
         return
 
@@ -259,7 +256,7 @@ class _Follower:
         self.plain = around is not None and around.plain
 
     def begins(self, op: Op, x: Tensor, recorded: CallRecord | None) -> None:
-        """For the other one alone: a call is looked at when it is made."""
+        """Passed on to the other tracer; `typed` inspects a call when it is made."""
         if self._around is not None:
             self._around.begins(op, x, recorded)
 
@@ -273,7 +270,7 @@ class _Follower:
         )
 
     def declare(self, x: Tensor, axis: Axis, kind: Type) -> None:
-        """Take a tensor for what the library itself says it is."""
+        """Give a tensor the type that the library declares."""
         self.tracker.declare(x, axis, kind)
         if self._around is not None:
             self._around.declare(x, axis, kind)
@@ -320,12 +317,12 @@ def typed(axis: AxisLike = None, strict: bool = False) -> Iterator[Types]:
     those of the verbs by the registry of ops. Ranks compare what they have where they meet anyway, at collectives and
     at the end of the block, so they may do different things in between; what only some of them do is V.
 
-    In backward, the gradient of a value that is I has to be the same on every rank. It is looked at where an optimizer
+    In backward, the gradient of a value that is I has to be the same on every rank. It is compared where an optimizer
     makes its step, and at the end of the block.
 
     Args:
         axis: the axis to follow; None: every axis of the current mesh, or the world.
-        strict: raise the first finding, on every rank, where the ranks next meet. Else findings are collected, and
+        strict: raise the first finding, on every rank, at the next collective. Else findings are collected, and
             each is reported as a `CheckWarning` when the block ends.
 
     Yields:
@@ -376,9 +373,9 @@ def typed(axis: AxisLike = None, strict: bool = False) -> Iterator[Types]:
 
 
 def _end(tracker: Tracker) -> None:
-    """Look at the gradients that are there, meet for the last time, and judge what is left."""
-    compare_gradients(tracker, [x for x, _ in tracker.tape.leaves()])
-    device = next((x.device for x, _ in tracker.tape.leaves()), torch.device("cpu"))
+    """Compare the gradients that are there, exchange numbers for the last time, and decide what is left."""
+    compare_gradients(tracker, [x for x, _ in tracker.values.leaves()])
+    device = next((x.device for x, _ in tracker.values.leaves()), torch.device("cpu"))
     for axis in tracker.axes:
         tracker.meet(axis, "the end of the block", [], device)
     tracker.judge(at_the_end=True)
@@ -409,7 +406,7 @@ def assert_type(x: Tensor, types: Type | Mapping[str, Type]) -> Tensor:
         The tensor itself.
 
     Raises:
-        TypeMismatchError: the ranks' values differ, and are said to be R or I.
+        TypeMismatchError: the ranks' values differ, and are declared R or I.
         ArgumentError: something else than types.
         AxisError: there is no such axis.
 
@@ -436,18 +433,12 @@ def assert_type(x: Tensor, types: Type | Mapping[str, Type]) -> Tensor:
 
 
 def _compare(axis: Axis, x: Tensor, kind: Type, tracker: Tracker | None) -> None:
-    """Refuse values that are said to be the same and are not."""
+    """Raise if values are declared the same on every rank and are not."""
     x = within(x)
     if axis.size == 1 or not observable(x):
         return
-    busy = tracker is not None and tracker.busy
-    if tracker is not None:
-        tracker.busy = True
-    try:
+    with contextlib.nullcontext() if tracker is None else tracker.paused():
         numbers = gathered(axis, [number_of_bits(x)], x.device, operand_desc=f"assert_type of gm.{kind}")
-    finally:
-        if tracker is not None:
-            tracker.busy = busy
     if len(set(numbers)) > 1:
         raise TypeMismatchError(
             message(
@@ -464,7 +455,7 @@ def _compare(axis: Axis, x: Tensor, kind: Type, tracker: Tracker | None) -> None
 
 
 def _declare(tracker: Tracker, at: int, x: Tensor, kind: Type) -> None:
-    """Take the tensor for what it is declared, and say so if it is known to be something else."""
+    """Give the tensor the declared type; a finding if it is known to be of another one."""
     part = within(x)
     node, axis = tracker.node_of(part), tracker.axes[at]
     rows = tracker.meet(axis, f"assert_type {kind}", [node.marks[at]], x.device)

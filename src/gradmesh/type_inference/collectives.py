@@ -104,11 +104,8 @@ def follow_verb(
     for at, relates in enumerate(where):
         if relates == "on" and isinstance(op, LinearOp | Extremum):
             _check(tracker, op, node, at, [row[at] for row in rows], site, back=back, learns=learns)
-    busy, tracker.busy = tracker.busy, True
-    try:
+    with tracker.paused():
         y = run()
-    finally:
-        tracker.busy = busy
     marks = tuple(
         _mark(op, mark, relates, [row[at] for row in rows], number)
         for at, (mark, relates) in enumerate(zip(node.marks, where, strict=True))
@@ -175,7 +172,7 @@ def _check(
     back: bool,
     learns: bool,
 ) -> None:
-    """Hold the operand's type against what the op takes."""
+    """Compare the operand's type with what the op takes."""
     own = node.marks[at]
     kind = together(rows) if rows else own.kind
     problem = _problem(op, kind, back=back, learns=learns)
@@ -251,17 +248,19 @@ def follow_torch(tracker: Tracker, space: str, name: str, args: Sequence[Any], r
     if name in ("wait_tensor", "_wrap_tensor_autograd"):
         return _passed_on(tracker, args[0], run)
     if leaves is None or axis is None or axis.size == 1:
-        result = _quietly(tracker, run)
+        with tracker.paused():
+            result = run()
         if not functional:
             for one in tensors_in(list(args)):
-                tracker.tape.written(one)
+                tracker.values.written(one)
         return result
     written = [] if functional else [*tensors_in(args[0])]
     read = [*tensors_in(list(args if functional or name in _IN_PLACE else args[1:]))]
     site, number = call_site(), tracker.next_call(axis.global_ranks)
     nodes = [tracker.node_of(one) for one in read]
     rows = _met(tracker, axis, f"raw call {number}", nodes, (*read, *written))
-    result = _quietly(tracker, run)
+    with tracker.paused():
+        result = run()
     times = Counter(map(memory_of, written))
     words = f"{space}.{name}"
     for order, one in enumerate(tensors_in(result) if functional else written):
@@ -282,17 +281,9 @@ def follow_torch(tracker: Tracker, space: str, name: str, args: Sequence[Any], r
     return result
 
 
-def _quietly(tracker: Tracker, run: Callable[[], Any]) -> Any:
-    busy, tracker.busy = tracker.busy, True
-    try:
-        return run()
-    finally:
-        tracker.busy = busy
-
-
 def _passed_on(tracker: Tracker, x: Tensor, run: Callable[[], Any]) -> Any:
-    """What is waited for is what was called for."""
-    found = tracker.tape.find(x)
+    """The result of a wait is the result of the call."""
+    found = tracker.values.find(x)
     result = run()
     if found is not None and type(result) is Tensor:
         tracker.keep(result, found[0], patches=found[1])
@@ -302,11 +293,10 @@ def _passed_on(tracker: Tracker, x: Tensor, run: Callable[[], Any]) -> Any:
 def _met(
     tracker: Tracker, axis: Axis, call: str, nodes: Sequence[Node], tensors: Sequence[Tensor]
 ) -> list[list[Mark]]:
-    """Meet the ranks of the call, each with one mark over each axis for all that it hands in."""
-    row = []
-    for at in range(len(tracker.axes)):
-        mark = beside(call, 0, [node.marks[at] for node in nodes], linear=True)
-        row.append(mark)
+    """Exchange marks with the ranks of the call: one over each axis for all operands of a rank."""
+    row = [
+        beside(call, 0, [node.marks[at] for node in nodes], linear=True) for at in range(len(tracker.axes))
+    ]
     device = tensors[0].device if tensors else torch.device("cpu")
     return tracker.meet(axis, call, row, device)
 

@@ -27,6 +27,7 @@ from gradmesh.type_inference.rules import (
     Rule,
     S,
     V,
+    flavor,
     outcome,
     rule_of,
     shown,
@@ -45,9 +46,6 @@ from gradmesh.type_inference.tracker import (
     token,
     types_of,
 )
-
-__all__ = ["follow", "read", "tensors_in"]
-
 
 _ITEM = "_local_scalar_dense"
 """What .item() is, and float(), int(), bool() and formatting by it."""
@@ -244,15 +242,12 @@ class _Call:
         return kinds
 
     def _counting_once(self) -> frozenset[int]:
-        """The operands that may be added to a pending sum if every rank has them: of zeros, or of -inf, say."""
+        """The operands that may be added to a pending sum if every rank has them: e.g. zeros, or -inf."""
         rule, axes = self.plan.rule, range(len(self.tracker.axes))
         if rule is None or all(outcome(rule, self._operands(at))[1] != rules.COUNTS for at in axes):
             return frozenset()
-        busy, self.tracker.busy = self.tracker.busy, True
-        try:
+        with self.tracker.paused():
             return frozenset(place for place, value in self.given.items() if same_summed(value))
-        finally:
-            self.tracker.busy = busy
 
     def _kind(self, at: int, whole: bool) -> tuple[Kind, str]:
         """The kind over one axis, and what is wrong.
@@ -276,7 +271,7 @@ class _Call:
             problem = rules.READ
         if rule.made == "~":
             met = {kind for kinds in operands.values() for kind in kinds}
-            kind = UNKNOWN if UNKNOWN in met else V if met & {V, P} else kinds_of(met)
+            kind = UNKNOWN if UNKNOWN in met else V if met & {V, P} else flavor(met)
         if kind == P and not whole and any(self._fractions):
             kind, problem = V, rules.NONLINEAR
         if (
@@ -333,13 +328,8 @@ class _Call:
         self.tracker.expect(Condition(lambda: finding, at, present, number, absent))
 
 
-def kinds_of(met: set[Kind]) -> Kind:
-    """What is made of these, all the same on every rank, and of a random number that is."""
-    return R if R in met else I if I in met else S
-
-
 def _begins_backward() -> bool:
-    """Whether autograd asks for the gradient that a backward pass begins with."""
+    """Whether autograd creates the gradient that a backward pass starts with."""
     frame: Any = sys._getframe(3)
     for _ in range(6):
         if frame is None:
@@ -351,7 +341,7 @@ def _begins_backward() -> bool:
 
 
 def _begin(tracker: Tracker, root: Node) -> None:
-    """A backward pass begins here: of a loss that is made of R values every rank's copy counts."""
+    """A backward pass starts here: of a loss that is made of R values every rank's copy counts."""
     tracker.roots.append(root)
     for at, mark in enumerate(root.marks):
         if mark.kind != R:

@@ -184,7 +184,7 @@ def _sum(terms: Sequence[tuple[Kind, str]]) -> tuple[Kind, str]:
     met = {kind for kind, _ in terms}
     if P not in met:  # overwritten, or multiplied away
         return (V if V in met else ZERO if met == {ZERO} else flavor(met)), ""
-    # Its sum is not what was meant: nothing more is said of it.
+    # Its sum is not what was intended: no further findings about it.
     return (UNKNOWN, COUNTS) if met & (SAMES - {ZERO}) else (P, "")
 
 

@@ -9,6 +9,7 @@ the end of the block; and `Tracker`, which holds all of these.
 from __future__ import annotations
 
 import cmath
+import contextlib
 import ctypes
 import dataclasses
 import hashlib
@@ -77,9 +78,11 @@ def _wraps(x: Tensor) -> bool:
 
 
 def observable(x: Tensor) -> bool:
-    """Whether a tensor's bits can be looked at: it has memory of its own, and a value at each place of it."""
+    """Whether a tensor's bits can be read: it has its own memory, and a value at each position of it."""
     plain = x.layout is torch.strided and not x.is_quantized and not x.is_nested
-    return plain and x.device.type != "meta" and not _wraps(x) and not is_fake(x)
+    if not plain or x.device.type == "meta" or _wraps(x) or is_fake(x):
+        return False
+    return not x.numel() or x.untyped_storage().nbytes() > 0  # FSDP frees the memory of gathered parameters
 
 
 def number_of_bits(x: Tensor) -> int:
@@ -109,15 +112,15 @@ def same_summed(value: Any) -> bool:
 
 
 DEEPEST = 20_000
-"""How many operators a way back has, at most: a loop of training that is followed for long forgets where it began."""
+"""The maximum number of operators from a value back to its origin; longer chains, as of a long training, are cut."""
 
 
 class Mark(NamedTuple):
-    """What a tensor is over one axis, as far as one rank can know.
+    """What a tensor is over one axis, as one rank sees it.
 
     Attributes:
         kind: a type, which holds if `number` is found on every rank.
-        number: what made the value, in 64 bits; 0 where the kind says nothing that ranks could compare.
+        number: what made the value, in 64 bits; 0 where the kind has nothing that ranks could compare.
     """
 
     kind: Kind
@@ -135,9 +138,9 @@ class Node:
         marks: one for each axis.
         leaf: whether it is a leaf that requires grad, and so a parameter.
         collective: whether a collective made it.
-        depth: the longest way back.
+        depth: the length of the longest chain of inputs.
         learns: whether that has a backward on this rank.
-        declared: whether `assert_type` said what it is.
+        declared: whether `assert_type` declared it.
         shape: the tensor's.
     """
 
@@ -263,7 +266,7 @@ class _Kept:
     memory: int
 
 
-class Tape:
+class Values:
     """The values of the tensors that are alive.
 
     A write through one tensor is noted as a patch for every other one of the same memory. A tensor that was written
@@ -474,16 +477,16 @@ class Condition:
     """A finding that holds if the ranks turn out to agree, or not to.
 
     Attributes:
-        tell: makes the finding.
+        finding: creates the finding.
         axis: the place of the axis.
         present: numbers that have to be found on every rank.
         absent: numbers that must not, of which at least one is not.
-        own: a number of the finding itself, which tells whether every rank has it.
+        own: a number of the finding itself, which shows whether every rank has it.
         averaged: whether it is none where gradients are averaged afterwards.
-        doubtful: what to note in the place of a finding, where it may be none.
+        doubtful: the text of a note in place of the finding, if it may be wrong.
     """
 
-    tell: Callable[[], Finding]
+    finding: Callable[[], Finding]
     axis: int
     present: tuple[int, ...]
     own: int
@@ -514,7 +517,7 @@ def gathered(
 
 
 class Agreement:
-    """The numbers that were said, by axis and rank.
+    """The numbers that were sent, by axis and rank.
 
     Args:
         axes: the axes that are followed.
@@ -523,28 +526,28 @@ class Agreement:
     def __init__(self, axes: Sequence[Axis]) -> None:
         self.axes = axes
         self._new: list[list[int]] = [[] for _ in axes]
-        self._heard: list[list[set[int]]] = [[set() for _ in range(axis.size)] for axis in axes]
+        self._received: list[list[set[int]]] = [[set() for _ in range(axis.size)] for axis in axes]
 
-    def say(self, at: int, number: int) -> None:
-        """Have the ranks of an axis know, when they meet next, that this rank has a number."""
-        mine = self._heard[at][self.axes[at].rank]
+    def announce(self, at: int, number: int) -> None:
+        """Send a number to the ranks of an axis, with the next collective."""
+        mine = self._received[at][self.axes[at].rank]
         if number not in mine:
             mine.add(number)
             self._new[at].append(number)
 
     def agreed(self, at: int, number: int) -> bool:
-        """Whether every rank of an axis has said a number, as far as is known."""
-        return all(number in heard for heard in self._heard[at])
+        """Whether every rank of an axis has sent a number so far."""
+        return all(number in numbers for numbers in self._received[at])
 
     def meet(
         self, axis: Axis, at: int | None, call: str, row: Sequence[Mark], device: torch.device
     ) -> list[list[Mark]]:
-        """Tell the ranks of an axis what is new here, and hear what is new there.
+        """Exchange new numbers with the ranks of an axis.
 
         Args:
-            axis: the ranks that meet.
-            at: its place among the axes that are followed; None: it is none of them.
-            call: what every rank is about to do, in the same words.
+            axis: the ranks that communicate.
+            at: its index among the axes that are followed; None: it is not followed.
+            call: what every rank is about to do, as the same text.
             row: marks that every rank shows of its own, one for each axis at most.
             device: where numbers can travel from.
 
@@ -576,7 +579,7 @@ class Agreement:
         if most and at is not None:
             padded = new + [0] * (most - len(new))
             for rank, numbers in enumerate(gathered(axis, padded, device, operand_desc="values, as numbers")):
-                self._heard[at][rank].update(numbers[: heads[rank][1]])
+                self._received[at][rank].update(numbers[: heads[rank][1]])
             self._new[at] = []
         return [
             [Mark(chr(head[place]), head[place + 1]) for place in range(2, len(head), 2)] for head in heads
@@ -584,26 +587,26 @@ class Agreement:
 
 
 class Tracker:
-    """What a rank knows.
+    """The state of a block on one rank.
 
     Args:
         axes: the axes that are followed.
         strict: whether the first finding is raised.
 
     Attributes:
-        tape: the tensors' values.
-        agreement: what the ranks have said.
+        values: the tensors' values.
+        agreement: the numbers that the ranks have sent.
         conditions: findings that hold if the ranks turn out to agree.
         findings: those that do hold.
         notes: what could not be followed, and what may be meant.
-        roots: where backward passes began.
+        roots: where backward passes started.
         busy: whether what is run now is not followed.
         open: whether the block is.
     """
 
     def __init__(self, axes: Sequence[Axis], *, strict: bool) -> None:
         self.axes, self.strict = axes, strict
-        self.tape, self.agreement = Tape(), Agreement(axes)
+        self.values, self.agreement = Values(), Agreement(axes)
         self.conditions: list[Condition] = []
         self.findings: list[Finding] = []
         self.notes: list[str] = []
@@ -616,8 +619,17 @@ class Tracker:
 
     @property
     def aside(self) -> bool:
-        """Whether what runs now is none of the program's own: this file's, or another thread's."""
+        """Whether what runs now is not followed: it is this package's, or another thread's."""
         return self.busy or threading.get_ident() != self._thread
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Operators of this rank are not followed in the block."""
+        busy, self.busy = self.busy, True
+        try:
+            yield
+        finally:
+            self.busy = busy
 
     def note(self, text: str) -> None:
         """Record a note once, for what is not a finding."""
@@ -631,18 +643,18 @@ class Tracker:
         return self._calls[key]
 
     def looked_at(self, at: int, number: int) -> int:
-        """Tell the other ranks of an axis that this one compares the gradient of a value, and how often it has.
+        """Announce to an axis that this rank compares the gradient of a value, and how often it has.
 
         Args:
             at: the axis.
             number: the value's.
 
         Returns:
-            A number that every rank has said that has compared it as often.
+            A number that every rank has sent that has compared it as often.
         """
         times = self._looks[at, number] = self._looks.get((at, number), 0) + 1
         looked = token("looked at", number, times)
-        self.agreement.say(at, looked)
+        self.agreement.announce(at, looked)
         return looked
 
     def node_of(self, x: Tensor) -> Node:
@@ -651,7 +663,7 @@ class Tracker:
 
     def looked_up(self, x: Tensor) -> tuple[Node, tuple[Patch, ...]]:
         """The value of a tensor without what was written over it through others, and that."""
-        entry = self.tape.find(x)
+        entry = self.values.find(x)
         if entry is None:
             return self.observed(x), ()
         found, patches = entry
@@ -672,16 +684,14 @@ class Tracker:
     def patched(self, x: Tensor, node: Node, patches: tuple[Patch, ...]) -> Node:
         """The value of a tensor with what was written over it: each part that is left is a term.
 
-        Where none of them is a pending sum, the bits decide.
+        Without a pending sum among them, the bits decide.
         """
         if not patches:
             return node
-        mine, busy, self.busy = Region.of(x), self.busy, True
-        try:
+        mine = Region.of(x)
+        with self.paused():
             shown = visible(mine, [one.region for one in patches])
             parts: list[int] = shown.unique().tolist()
-        finally:
-            self.busy = busy
         sources = [(mine, node) if n < 0 else patches[n] for n in parts] or [(mine, node)]
         if len(sources) == 1 and sources[0] == (mine, node):
             self.keep(x, node)
@@ -701,11 +711,8 @@ class Tracker:
 
     def _counts_once(self, x: Tensor, part: Tensor) -> bool:
         """Whether a part of a tensor, if every rank has it, may be added to a pending sum."""
-        busy, self.busy = self.busy, True
-        try:
+        with self.paused():
             return observable(x) and same_summed(x.detach().reshape(-1)[part.to(x.device)])
-        finally:
-            self.busy = busy
 
     def _joined(
         self, at: int, mine: Region, sources: Sequence[tuple[Region, Node]], once: Callable[[int], bool]
@@ -749,11 +756,8 @@ class Tracker:
         """
         leaf = x.is_leaf and x.requires_grad
         if observable(x):
-            busy, self.busy = self.busy, True
-            try:
+            with self.paused():
                 number, some = number_of_bits(x), bool(x.any())
-            finally:
-                self.busy = busy
             kinds = like or (I if leaf else S if some else ZERO,) * len(self.axes)
             marks = tuple(Mark(kind, number if kind in SAMES else 0) for kind in kinds)
         else:
@@ -771,7 +775,7 @@ class Tracker:
         times: int = 0,
         patches: tuple[Patch, ...] = (),
     ) -> None:
-        """Remember a tensor's value, and update the others when they are met.
+        """Remember a tensor's value, and send its numbers with the next collective.
 
         Args:
             x: the tensor.
@@ -781,15 +785,15 @@ class Tracker:
             patches: what has been written over that value.
         """
         if times:
-            self.tape.wrote(x, node, times)
+            self.values.wrote(x, node, times)
         else:
-            self.tape.keep(x, node, base=base, patches=patches)
+            self.values.keep(x, node, base=base, patches=patches)
         for at, mark in enumerate(node.marks):
             if mark.number:
-                self.agreement.say(at, mark.number)
+                self.agreement.announce(at, mark.number)
 
     def declare(self, x: Tensor, axis: Axis, kind: Type) -> None:
-        """Take a tensor for what the library itself says it is."""
+        """Give a tensor the type that the library declares."""
         at = self.place_of(axis)
         if self.aside or at is None:
             return
@@ -823,11 +827,11 @@ class Tracker:
         return None
 
     def expect(self, condition: Condition) -> None:
-        """Judge something when the ranks meet."""
+        """Decide about a finding when the ranks communicate."""
         if condition.own in self._doubted:
             return
         self._doubted.add(condition.own)
-        self.agreement.say(condition.axis, condition.own)
+        self.agreement.announce(condition.axis, condition.own)
         self.conditions.append(condition)
 
     def found(self, finding: Finding) -> None:
@@ -843,21 +847,18 @@ class Tracker:
             raise TypeMismatchError(str(finding))
 
     def forgive_averaged(self, at: int) -> None:
-        """Gradients are summed or averaged by hand over an axis: a loss that counts many times may be meant."""
+        """The program reduces gradients over an axis itself: a loss that counts many times may be intended."""
         self.conditions = [one for one in self.conditions if not (one.averaged and one.axis == at)]
 
     def meet(self, axis: Axis, call: str, row: Sequence[Mark], device: torch.device) -> list[list[Mark]]:
-        """Meet the other ranks of an axis, and judge what can be judged."""
-        busy, self.busy = self.busy, True
-        try:
+        """Exchange numbers with the other ranks of an axis, and decide about findings."""
+        with self.paused():
             rows = self.agreement.meet(axis, self.place_of(axis), call, row, device)
-        finally:
-            self.busy = busy
         self.judge(at_the_end=False)
         return rows
 
     def judge(self, *, at_the_end: bool) -> None:
-        """See which findings hold."""
+        """Decide which findings hold."""
         agreed, left = self.agreement.agreed, []
         held: list[Finding] = []
         for one in self.conditions:
@@ -869,7 +870,7 @@ class Tracker:
                 if one.doubtful:
                     self.note(one.doubtful)
                 else:
-                    held.append(one.tell())
+                    held.append(one.finding())
             else:
                 left.append(one)
         self.conditions = [] if at_the_end else left
@@ -877,13 +878,13 @@ class Tracker:
             self.found(finding)
 
     def warn(self) -> None:
-        """Tell what was found as warnings."""
+        """Report the findings as warnings."""
         for finding in self.findings:
             warnings.warn_explicit(str(finding), CheckWarning, finding.file or "<unknown>", finding.line)
 
 
 def together(rows: Sequence[Mark]) -> Kind:
-    """What ranks have, who show each other their marks.
+    """The kind of a value, from the marks of all ranks.
 
     >>> together([Mark("S", 5), Mark("I", 5)]), together([Mark("I", 5), Mark("I", 6)])
     ('I', 'V')

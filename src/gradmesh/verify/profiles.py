@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.profiler import profile
@@ -26,9 +26,8 @@ from torch.profiler import profile
 from gradmesh._torch import profiler_of_all_threads, profiler_on
 from gradmesh.errors import ArgumentError, message
 from gradmesh.transport.middleware import SEEN, own_rank
+from gradmesh.verify.simulator.trace import Entry, metadata, table
 from gradmesh.verify.timelines import complete
-
-Entry = dict[str, Any]
 
 _RANGE = re.compile(
     r"gradmesh::(?P<verb>\S+) axis=(?P<axis>.*) bytes=(?P<bytes>\d+)(?P<backward> backward)?$"
@@ -118,14 +117,7 @@ class Profile:
             )
             for row in self.rows
         ]
-        widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if place < 3 else cell.rjust(width)
-                for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in (head, *cells)
-        )
+        return table(head, cells, left=3)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the trace, which ui.perfetto.dev and chrome://tracing open: a process for each rank."""
@@ -239,16 +231,12 @@ def _names(part: _Part, taken: list[Entry]) -> list[Entry]:
     for pid in sorted({entry["pid"] for entry in taken}):
         number, own = _process(pid, part.rank), pid == os.getpid()
         name = f"rank {part.rank}" if own else f"rank {part.rank}, device {pid}"
-        found.append(_metadata("process_name", number, 0, name=name))
-        found.append(_metadata("process_sort_index", number, 0, sort_index=2 * part.rank + (not own)))
+        found.append(metadata("process_name", number, 0, name=name))
+        found.append(metadata("process_sort_index", number, 0, sort_index=2 * part.rank + (not own)))
     for thread in sorted({entry["tid"] for entry in taken if entry["pid"] == os.getpid()}):
         name = "the rank's thread" if thread == part.thread else f"thread {thread}"
-        found.append(_metadata("thread_name", part.rank, thread, name=name))
+        found.append(metadata("thread_name", part.rank, thread, name=name))
     return found
-
-
-def _metadata(kind: str, pid: int, tid: int, **args: Any) -> Entry:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
 
 
 def _refuse() -> NoReturn:

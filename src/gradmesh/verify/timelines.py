@@ -255,7 +255,7 @@ Span = tuple[float, float]
 _STARTS = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 
-class Recorder:
+class TimelineRecorder:
     """The record of one rank, created on the rank's thread; times are from `time.perf_counter`.
 
     Args:
@@ -339,7 +339,7 @@ class Recorder:
 class RecordingTransport(Middleware):
     """Middleware that records each transfer."""
 
-    def __init__(self, inner: Transport, recorder: Recorder) -> None:
+    def __init__(self, inner: Transport, recorder: TimelineRecorder) -> None:
         super().__init__(inner)
         self._recorder = recorder
         self.verb = "" if self.call_check is None else self.call_check.verb
@@ -356,7 +356,7 @@ class RecordingTransport(Middleware):
 class Passes(TorchFunctionMode):
     """Records the start and end of this thread's backward passes."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: TimelineRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -515,7 +515,7 @@ def timeline() -> Iterator[Timeline]:
         >>> line.save_trace("/dev/null")  # a name that ends in .json
     """
     found = Timeline()
-    recorder = Recorder(dist.get_rank() if dist.is_initialized() else 0)
+    recorder = TimelineRecorder(dist.get_rank() if dist.is_initialized() else 0)
     with (
         install_middleware(lambda transport: RecordingTransport(transport, recorder)),
         observe_waits(recorder.waited),

@@ -1,33 +1,92 @@
-"""On a rank: forward and backward on random operands, and checks for forbidden writes."""
+"""The experiments of an audit, from the random operands to the ranks that run them.
+
+Bottom up: random operands and gradients in any memory layout, drawn from a seed; `Probe`, a forward and backward run on
+one rank, and its `Answer`; `Pool`, the ranks, which are restarted after a crash or hang; and `Case`, what is known
+about the function, shared by all checks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import contextlib
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from gradmesh.verify.auditing.operands import draw
-from gradmesh.verify.auditing.subject import Failure, Subject, current_subject, differentiable_call, of_error
-from gradmesh.verify.auditing.watch import Note, Watch, changed, shared
+from gradmesh.errors import ArgumentError, RankError
+from gradmesh.launch import Ranks
+from gradmesh.verify.auditing.findings import Finding
+from gradmesh.verify.auditing.readings import Pattern, Reading
+from gradmesh.verify.auditing.subject import (
+    Described,
+    Failure,
+    Note,
+    Subject,
+    Watch,
+    changed,
+    current_subject,
+    differentiable_call,
+    of_error,
+    set_subject,
+    shared,
+)
 
-__all__ = [
-    "Answer",
-    "Point",
-    "Probe",
-    "attempt",
-    "configure",
-    "cotangents",
-    "difference",
-    "drawn",
-    "filled",
-    "first_order",
-    "leaves_of",
-    "mapped",
-    "tangents",
-]
+
+def draw(shape: Sequence[int], dtype: torch.dtype, seed: int, owner: int, *, whole: bool = False) -> Tensor:
+    """Random values: normally distributed, or integers that any floating-point dtype represents exactly.
+
+    Args:
+        shape: the shape.
+        dtype: a floating-point or complex dtype.
+        seed: different seeds give different values.
+        owner: the rank that owns them; for a replicated value all ranks pass the same number.
+        whole: draw small nonzero integers.
+    """
+    generator = torch.Generator(device="cpu").manual_seed(7919 * seed + 104729 * (owner + 1))
+    size = (*shape, 2) if dtype.is_complex else tuple(shape)
+    if whole:
+        sign = 2 * torch.randint(0, 2, size, generator=generator, device="cpu") - 1
+        values = (sign * torch.randint(1, 8, size, generator=generator, device="cpu")).double()
+    else:
+        values = torch.randn(size, generator=generator, dtype=torch.float64, device="cpu")
+    return (torch.view_as_complex(values) if dtype.is_complex else values).to(dtype)
+
+
+LAYOUTS = {
+    "transposed": "transposed in memory",
+    "gapped": "every other element of a larger tensor",
+    "expanded": "expanded along dim 0",
+    "flat": "one value expanded to all elements",
+}
+"""The non-contiguous memory layouts to try, with their description."""
+
+
+def in_layout(x: Tensor, layout: str) -> Tensor | None:
+    """A differentiable copy of a tensor in that layout, or None if its shape does not allow the layout.
+
+    In an expanded layout the values are those of the first element or row.
+
+    Args:
+        x: the values, contiguous.
+        layout: a name in `LAYOUTS`.
+    """
+    if x.numel() < 2:
+        return None
+    if layout == "transposed":
+        transposed = x.transpose(0, -1).contiguous().transpose(0, -1) if x.ndim > 1 else x
+        return None if transposed.is_contiguous() else transposed
+    if layout == "gapped":
+        return torch.stack([x, 2 * x], -1)[..., 0]
+    if layout == "expanded":
+        return x[:1].expand_as(x) if x.shape[0] > 1 and x.ndim > 1 else None
+    return x.reshape(-1)[0].expand(x.shape)
+
 
 _OTHER_OWNER = 100_000
 """The owner of values that a rank draws in place of its own."""
@@ -110,21 +169,21 @@ class Answer:
     failure: Failure | None = None
 
 
-def configure(**settings: Any) -> None:
+def configure(settings: Mapping[str, Any]) -> None:
     """Set attributes of this rank's subject."""
     subject = current_subject()
     for name, value in settings.items():
         setattr(subject, name, value)
 
 
-def attempt(probes: Sequence[Probe], ask: Callable[[Subject, Probe], Answer]) -> list[Answer]:
-    """Run probes one after another, up to the first that raises."""
+def attempt(run: Callable[..., Answer], probes: Sequence[Probe], *args: Any) -> list[Answer]:
+    """Call `run(subject, probe, *args)` for each probe, up to the first that raises."""
     answers: list[Answer] = []
     subject = current_subject()
     for probe in probes:
         answer = Answer()
         try:
-            answer = ask(subject, probe)
+            answer = run(subject, probe, *args)
         except (Exception, SystemExit) as error:
             answer.failure = of_error(error)
         answers.append(answer)
@@ -133,14 +192,9 @@ def attempt(probes: Sequence[Probe], ask: Callable[[Subject, Probe], Answer]) ->
     return answers
 
 
-def first_order(probes: Sequence[Probe]) -> list[Answer]:
-    """Forward and backward of each probe."""
-    return attempt(probes, _first_order)
-
-
-def tangents(probes: Sequence[Probe]) -> list[Answer]:
-    """Forward only."""
-    return attempt(probes, lambda subject, probe: Answer(*mapped(subject, probe)))
+def forward_only(subject: Subject, probe: Probe) -> Answer:
+    """Forward, or the derivative of a nonlinear function."""
+    return Answer(*mapped(subject, probe))
 
 
 def drawn(subject: Subject, probe: Probe) -> list[Tensor]:
@@ -217,7 +271,8 @@ def difference(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(a == b, torch.zeros_like(a), a - b)
 
 
-def _first_order(subject: Subject, probe: Probe) -> Answer:
+def first_order(subject: Subject, probe: Probe) -> Answer:
+    """Forward and backward."""
     answer = Answer()
     if probe.point.step:
         answer.operands, answer.results = mapped(subject, probe)
@@ -265,3 +320,330 @@ def _first_order(subject: Subject, probe: Probe) -> Answer:
 def filled(results: Sequence[Tensor]) -> list[Tensor]:
     """Copies of the results; waits for those that are still pending."""
     return [y.detach().clone().resolve_conj() for y in results]
+
+
+T = TypeVar("T")
+
+
+_QUITS = "rank {} ends its process in {}: SystemExit"
+
+
+class RanksLostError(Exception):
+    """A rank died or timed out.
+
+    Attributes:
+        kind: "aborts" or "hangs".
+        text: the launcher's message.
+        ranks: the failed rank, if known.
+    """
+
+    def __init__(self, error: RankError) -> None:
+        super().__init__(str(error))
+        self.text = str(error).splitlines()[0].removeprefix("gradmesh.launch: ")
+        died = "its process" in str(error) or "closed pipe" in str(error)
+        self.kind = "aborts" if died else "hangs"
+        self.ranks = () if error.rank is None else (error.rank,)
+
+
+def accepted(build: Callable[..., Any], name: str) -> bool:
+    """Whether `build` accepts a keyword."""
+    try:
+        parameters = inspect.signature(build).parameters
+    except (TypeError, ValueError):
+        return False
+    found = parameters.get(name)
+    return found is not None and found.kind in (found.KEYWORD_ONLY, found.POSITIONAL_OR_KEYWORD)
+
+
+class Pool:
+    """Ranks that hold a function and run probes on it; a context manager.
+
+    Args:
+        build: creates the function on each rank.
+        world_size: the number of participating ranks.
+        backend: as for `gradmesh.launch`.
+        timeout: seconds that one call may take.
+        options: keyword arguments for `build`.
+        outside: the number of additional, idle ranks with the lowest numbers; `build` then gets the group of the
+            participating ranks as `group=`.
+    """
+
+    def __init__(
+        self,
+        build: Callable[..., Any],
+        world_size: int,
+        backend: str,
+        timeout: float,
+        options: Mapping[str, Any],
+        outside: int = 0,
+    ) -> None:
+        self.size = world_size
+        self.outside = outside
+        self.backend = backend
+        self.settings: dict[str, Any] = {}
+        self._build = build
+        self._timeout = timeout
+        self._options = dict(options)
+        self._holds = False
+        self._ranks = Ranks(world_size + outside, backend=backend, timeout=timeout, prefix=False)
+        self.described: list[Described] = []
+
+    def begin(self) -> list[Described]:
+        """Call `build` on the ranks, if they do not hold the function yet.
+
+        Raises:
+            ArgumentError: `build` does not return a function and its inputs.
+            RankError: `build` fails.
+        """
+        if not self._holds:
+            try:
+                with _silent():
+                    described = self._ranks.run(
+                        _begin, self._build, self._options, self.outside, self.settings
+                    )
+            except RankError as error:
+                self._renew()
+                if isinstance(error.__cause__, ArgumentError) and "verify.audit" in str(error.__cause__):
+                    raise error.__cause__ from None
+                raise
+            self.described = [each for each in described if each is not None]
+            self._holds = True
+        return self.described
+
+    def ask(self, question: Callable[..., T], *args: Any) -> list[T]:
+        """Call `question(*args)` on each participating rank and return the answers.
+
+        Raises:
+            RanksLostError: a rank died or timed out.
+        """
+        self.begin()
+        try:
+            with _silent():
+                answers = self._ranks.run(_call_on_ranks, question, args, self.outside)
+        except RankError as error:
+            self._renew()
+            raise RanksLostError(error) from error
+        taking_part = cast("list[T]", answers[self.outside :])
+        if _out_of_sync(taking_part):
+            self._renew()
+        for rank, answer in enumerate(taking_part):
+            for failure in _failures(answer):
+                if failure.kind == "SystemExit":
+                    raise RanksLostError(RankError(_QUITS.format(rank, failure.stage), rank=rank))
+        return taking_part
+
+    def attempt(self, run: Callable[..., Answer], probes: Sequence[Probe], *args: Any) -> list[list[Answer]]:
+        """Call `run(subject, probe, *args)` on each participating rank: for each rank, each probe's answer.
+
+        Raises:
+            RanksLostError: a rank died or timed out.
+        """
+        return self.ask(attempt, run, probes, *args)
+
+    @contextlib.contextmanager
+    def built_with(self, **options: Any) -> Iterator[None]:
+        """Within the block the ranks hold the function that `build` returns for these keywords."""
+        before, self._options, self._holds = self._options, {**self._options, **options}, False
+        try:
+            yield
+        finally:
+            self._options, self._holds = before, False
+
+    def accepts(self, name: str) -> bool:
+        """Whether `build` accepts a keyword."""
+        return accepted(self._build, name)
+
+    def on(self, backend: str) -> Pool:
+        """A pool on another backend for the same function and settings."""
+        pool = Pool(self._build, self.size, backend, self._timeout, self._options)
+        pool.settings = dict(self.settings)
+        return pool
+
+    def larger(self, outside: int) -> Pool:
+        """A pool for the same function with additional idle ranks."""
+        pool = Pool(self._build, self.size, self._ranks.backend, self._timeout, self._options, outside)
+        pool.settings = dict(self.settings)
+        return pool
+
+    def configure(self, **settings: Any) -> None:
+        """Set attributes of each rank's `Subject`, on these ranks and on those that replace them."""
+        self.settings |= settings
+        if self._holds:
+            self.ask(configure, settings)
+
+    def close(self) -> None:
+        """Shut down the ranks."""
+        self._holds = False
+        self._ranks.close()
+
+    def _renew(self) -> None:
+        self._holds = False
+        with contextlib.suppress(Exception):
+            self._ranks.close()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _begin(
+    build: Callable[..., Any], options: dict[str, Any], outside: int, settings: dict[str, Any]
+) -> Described | None:
+    rank = dist.get_rank()
+    if outside:
+        group = dist.new_group(list(range(outside, dist.get_world_size())))
+        if rank < outside:
+            return None
+        options = {**options, "group": group}
+    local = {"local_rank": rank} if options.get("local_rank", 0) is None else {}
+    described = set_subject(build, {**options, **local}, rank - outside)
+    configure(settings)
+    return described
+
+
+def _call_on_ranks(question: Callable[..., T], args: tuple[Any, ...], outside: int) -> T | None:
+    return None if dist.get_rank() < outside else question(*args)
+
+
+def _out_of_sync(answers: list[Any]) -> bool:
+    """Whether the ranks may be out of sync: some raised, but not all of them the same exception."""
+    failures = [failure for answer in answers for failure in _failures(answer)]
+    if not failures:
+        return False
+    same = {(failure.stage, failure.kind) for failure in failures}
+    return len(same) > 1 or len(failures) < len(answers) or any(failure.waited for failure in failures)
+
+
+def _failures(answer: Any) -> list[Failure]:
+    parts = answer if isinstance(answer, list) else [answer]
+    return [part.failure for part in parts if isinstance(part, Answer) and part.failure is not None]
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Suppress torch's warnings about the audited function: they are not findings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class FunctionRaisedError(Exception):
+    """The function raised; holds each rank's exception."""
+
+    def __init__(self, failures: dict[int, Failure]) -> None:
+        super().__init__(show_failures(failures))
+        self.failures = failures
+
+
+@dataclass
+class Case:
+    """The function under audit.
+
+    Attributes:
+        pool: the ranks.
+        linear: whether it is linear.
+        tolerance: the relative difference up to which two numbers count as equal.
+        whole: whether to draw integers, because the function rounds other values.
+        point: where to differentiate it, if it is not linear.
+        shapes: the shape of each operand; None where it differs between ranks.
+        out_shapes: the shape of each result; None where it differs between ranks.
+        readings: the readings that hold.
+        arrows: the strongest of them.
+        arrow: the requested reading, as text; None: any.
+        name: the function's name.
+        gloo: whether to also test functions that call torch.distributed on processes with Gloo.
+        assumes: the conditions under which the gradient is correct.
+        left_out: kinds that could not be checked, with the reason.
+        unchecked: why nothing can be checked; empty otherwise.
+        answers: the first-order answers, by pattern.
+        line: "file:line" for findings about backward.
+        forward_line: "file:line" for findings about forward.
+    """
+
+    pool: Pool
+    linear: bool = True
+    tolerance: float = 1e-9
+    whole: bool = False
+    point: Point = field(default_factory=Point)
+    shapes: list[tuple[int, ...] | None] = field(default_factory=list)
+    out_shapes: list[tuple[int, ...] | None] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
+    arrows: list[Reading] = field(default_factory=list)
+    arrow: str | None = None
+    name: str = ""
+    gloo: bool = True
+    assumes: tuple[str, ...] = ()
+    left_out: dict[str, str] = field(default_factory=dict)
+    unchecked: str = ""
+    answers: dict[Pattern, list[list[Answer]]] = field(default_factory=dict)
+    line: str | None = None
+    forward_line: str | None = None
+
+    def probe(self, seed: int, pattern: Pattern | None = None, **changes: object) -> Probe:
+        """A probe of this function."""
+        alike, alike_out = pattern or ((), ())
+        made = Probe(seed, alike, alike_out, self.whole, point=self.point)
+        return replace(made, **changes)  # type: ignore[arg-type]
+
+    def first_order(self, probes: Sequence[Probe]) -> list[list[Answer]]:
+        """For each probe, each rank's answer.
+
+        Raises:
+            FunctionRaisedError: a rank raised.
+            RanksLostError: a rank died or timed out.
+        """
+        return self.answered(first_order, probes)
+
+    def answered(self, run: Callable[..., Answer], probes: Sequence[Probe], *args: Any) -> list[list[Answer]]:
+        """Call `run(subject, probe, *args)` on every rank: for each probe, each rank's answer.
+
+        Raises:
+            FunctionRaisedError: a rank raised.
+            RanksLostError: a rank died or timed out.
+        """
+        by_rank = self.pool.attempt(run, probes, *args)
+        raised = failures(by_rank)
+        if raised:
+            raise FunctionRaisedError(raised)
+        return [list(row) for row in zip(*by_rank, strict=True)]
+
+    def failure(self, kind: str, error: FunctionRaisedError | RanksLostError, what: str) -> Finding:
+        """The finding that the function raised, crashed or hung."""
+        if isinstance(error, RanksLostError):
+            verb = "the process exits" if error.kind == "aborts" else "the call hangs"
+            return Finding(kind, f"{what}: {verb}: {error.text}", error.ranks, self.line)
+        first = worst_failure(error.failures)
+        line = first.line or self.line
+        return Finding(kind, f"{what}: {error}", tuple(sorted(error.failures)), line)
+
+
+def failures(by_rank: Sequence[Sequence[Answer]]) -> dict[int, Failure]:
+    """The exceptions of the ranks, by rank."""
+    return {
+        rank: answer.failure
+        for rank, answers in enumerate(by_rank)
+        for answer in answers
+        if answer.failure is not None
+    }
+
+
+def worst_failure(found: dict[int, Failure]) -> Failure:
+    """The exception to show: preferably not from a rank that only waited for another one."""
+    return min(found.values(), key=lambda failure: failure.waited)
+
+
+def show_failures(found: dict[int, Failure]) -> str:
+    """The exceptions of the ranks on one line; "" if there are none."""
+    if not found:
+        return ""
+    first = worst_failure(found)
+    verb = "waits" if first.waited else "raises"
+    text = re.sub(r"\s+", " ", first.first)
+    return f"{first.stage} {verb}: {text[:300]}"
+
+
+def patterns_of(readings: Sequence[Reading]) -> Iterator[Pattern]:
+    """The distinct patterns of the readings."""
+    yield from dict.fromkeys(reading.pattern for reading in readings)

@@ -25,22 +25,6 @@ from gradmesh.verify.laws import as_real
 if TYPE_CHECKING:
     from gradmesh.verify.auditing.probes import Answer
 
-__all__ = [
-    "Pairings",
-    "Pattern",
-    "Reading",
-    "agree",
-    "all_readings",
-    "all_tried",
-    "distance",
-    "law_error",
-    "named",
-    "paired",
-    "strongest",
-    "usual",
-    "usual_of_name",
-]
-
 V, R, P, I = Type.V, Type.R, Type.P, Type.I  # noqa: E741 - the names of the types
 
 _SAME = (R, I)

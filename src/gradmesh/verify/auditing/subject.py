@@ -1,16 +1,23 @@
-"""On a rank: what `build` returned, kept between probes, and how it is called."""
+"""The code under audit, on one rank: what `build` returned and how it is called, its writes, and the settings it reads.
+
+A switch is a module global, an attribute or a dict key that the code reads and that other code can change.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import dis
+import functools
 import inspect
 import os
+import sys
 import threading
 import tokenize
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -20,20 +27,6 @@ from torch.autograd.function import BackwardCFunction
 from gradmesh._util.call_sites import PARSING
 from gradmesh.autograd.ordered import Order, ordered
 from gradmesh.errors import AbortedError, ArgumentError, DeadlockError, MismatchError, OrderError, message
-
-__all__ = [
-    "Described",
-    "Failure",
-    "Subject",
-    "backward_line",
-    "current_subject",
-    "differentiable_call",
-    "line_of",
-    "nodes",
-    "of_error",
-    "python_function",
-    "set_subject",
-]
 
 IN_BACKWARD = "raised in backward"
 """A note that is added to exceptions raised in backward."""
@@ -322,3 +315,279 @@ def _unusable(problem: str, got: str) -> ArgumentError:
             remedy="return e.g. (MyFunction.apply, torch.ones(3)) or (fn, (torch.ones(3), group))",
         )
     )
+
+
+_MOST = 24
+"""The maximum number of switches to try."""
+_DEPTH = 5
+"""The maximum depth of calls to follow."""
+
+_changed: dict[tuple[int, str], tuple[Any, str, Any]] = {}
+"""The switches that are changed in this process now: holder, name and original value."""
+
+
+@dataclass(frozen=True, eq=False)
+class Switch:
+    """One switch.
+
+    Attributes:
+        holder: the module globals, object, class or dict that contains it.
+        name: its name or key.
+        where: its location, as text.
+        value: its current value.
+        other: an alternative value.
+    """
+
+    holder: Any
+    name: str
+    where: str
+    value: Any
+    other: Any
+
+    def __str__(self) -> str:
+        return f"{self.where} = {self.other!r} instead of {self.value!r}"
+
+
+def set_switch(switch: Switch, forth: bool) -> None:
+    """Set a switch to its other value, or restore it. Thread ranks share switches and set them to the same value."""
+    key = id(switch.holder), switch.name
+    if forth:
+        _changed.setdefault(key, (switch.holder, switch.name, switch.value))
+    else:
+        _changed.pop(key, None)
+    _put(switch.holder, switch.name, switch.other if forth else switch.value)
+
+
+def restore() -> None:
+    """Restore every switch that is still changed in this process."""
+    for holder, name, value in list(_changed.values()):
+        _put(holder, name, value)
+    _changed.clear()
+
+
+def _put(holder: Any, name: str, value: Any) -> None:
+    if isinstance(holder, dict):
+        holder[name] = value
+    else:
+        setattr(holder, name, value)
+
+
+def switches(*things: Any) -> list[Switch]:
+    """The switches that functions and classes read, including the code that they call.
+
+    Code of torch, gradmesh and the standard library is not followed. A bool is a switch; a string or a number is one
+    if some code assigns it and the code that reads it contains another constant of that type.
+    """
+    found: dict[tuple[int, str], Switch] = {}
+    seen: set[int] = set()
+    for thing in things:
+        for switch in _search(thing, seen, _DEPTH):
+            found.setdefault((id(switch.holder), switch.name), switch)
+    return list(found.values())[:_MOST]
+
+
+def _search(thing: Any, seen: set[int], depth: int) -> Iterator[Switch]:
+    if id(thing) in seen or depth < 0:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, functools.partial):
+        yield from _search(thing.func, seen, depth)
+    elif isinstance(thing, staticmethod | classmethod):
+        yield from _search(thing.__func__, seen, depth)
+    elif inspect.ismethod(thing) or (inspect.isbuiltin(thing) and inspect.isclass(thing.__self__)):
+        yield from _search(thing.__self__, seen, depth)
+        yield from _search(getattr(thing, "__func__", None), seen, depth)
+    elif isinstance(thing, FunctionType):
+        yield from _of_function(inspect.unwrap(thing), seen, depth)
+    elif inspect.isclass(thing):
+        if not _foreign(thing):
+            for value in list(vars(thing).values()):
+                yield from _search(value, seen, depth)
+    elif callable(thing) and not inspect.isbuiltin(thing):
+        yield from _search(type(thing), seen, depth)
+
+
+def _of_function(fn: Any, seen: set[int], depth: int) -> Iterator[Switch]:
+    if not isinstance(fn, FunctionType) or is_library(fn.__code__.co_filename):
+        return
+    codes = list(_codes(fn.__code__))
+    names = {name for code in codes for name in code.co_names}
+    constants = [value for code in codes for value in code.co_consts]
+    spaces = [(fn.__globals__, fn.__globals__.get("__name__", "?"), names)]
+    cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
+    with_values = {name: cell.cell_contents for name, cell in cells.items() if _filled(cell)}
+    for space, where, wanted in spaces:
+        for name in sorted(wanted & set(space)):
+            value = space[name]
+            set_by_code = _assigned(space, name)
+            yield from _switch(space, name, f"{where}.{name}", value, constants, set_by_code)
+            yield from _inside(value, f"{where}.{name}", names, constants, seen, depth)
+    for name, value in with_values.items():
+        yield from _inside(value, name, names, constants, seen, depth)
+
+
+def _inside(
+    value: Any, where: str, names: set[str], constants: list[Any], seen: set[int], depth: int
+) -> Iterator[Switch]:
+    """The switches in a value that code refers to, and in the code that it leads to."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _search(item, seen, depth - 1)
+    elif isinstance(value, dict):
+        for key in [key for key in value if isinstance(key, str) and key in constants]:
+            yield from _switch(value, key, f"{where}[{key!r}]", value[key], constants, True)
+    elif isinstance(value, ModuleType):
+        if not is_library(getattr(value, "__file__", None) or "<frozen"):
+            for name in sorted(names & set(vars(value))):
+                inner = vars(value)[name]
+                yield from _switch(
+                    vars(value), name, f"{where}.{name}", inner, constants, _assigned(vars(value), name)
+                )
+                yield from _search(inner, seen, depth - 1)
+    elif isinstance(value, FunctionType):
+        yield from _search(value, seen, depth - 1)
+    elif not _foreign(value if inspect.isclass(value) else type(value)):
+        attributes = getattr(value, "__dict__", {})
+        for name in sorted(names & set(attributes)):
+            yield from _switch(value, name, f"{where}.{name}", attributes[name], constants, True)
+        yield from _search(value, seen, depth - 1)
+    elif type(value).__name__ == "SimpleNamespace":
+        for name in sorted(names & set(vars(value))):
+            yield from _switch(value, name, f"{where}.{name}", vars(value)[name], constants, True)
+
+
+def _switch(
+    holder: Any, name: str, where: str, value: Any, constants: list[Any], assigned: bool
+) -> Iterator[Switch]:
+    if isinstance(value, bool):
+        yield Switch(holder, name, where, value, not value)
+    elif assigned and isinstance(value, str | int | float):
+        others = [
+            c for c in constants if type(c) is type(value) and c != value and not _is_name(c, constants)
+        ]
+        if others:
+            yield Switch(holder, name, where, value, others[0])
+
+
+def _is_name(constant: Any, constants: list[Any]) -> bool:
+    """Whether a string constant is a docstring."""
+    return isinstance(constant, str) and (
+        " " in constant or constant == (constants[0] if constants else None)
+    )
+
+
+def _assigned(space: dict[str, Any], name: str) -> bool:
+    """Whether a function of a module assigns one of its names."""
+    return any(
+        name in code.co_names and _stores(code, name)
+        for value in list(space.values())
+        if isinstance(value, FunctionType) and value.__globals__ is space
+        for code in _codes(value.__code__)
+    )
+
+
+def _stores(code: CodeType, name: str) -> bool:
+    return any(i.opname == "STORE_GLOBAL" and i.argval == name for i in dis.get_instructions(code))
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - empty ones raise
+    except ValueError:
+        return False
+    return True
+
+
+def _foreign(cls: Any) -> bool:
+    """Whether a class is built in or belongs to a library."""
+    module = sys.modules.get(getattr(cls, "__module__", ""), None)
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return getattr(cls, "__module__", "") != "__main__"
+    return is_library(file)
+
+
+Note = tuple[str, str, str | None]
+"""The kind, the text and the line."""
+
+
+def changed(
+    kind: str, text: str, now: Sequence[Tensor], before: Sequence[Tensor], lines: Sequence[str]
+) -> list[Note]:
+    """Notes on tensors whose values changed; with the line if there is only one Function."""
+    line = lines[0] if len(lines) == 1 else None
+    return [
+        (kind, text.format(index), line)
+        for index, (a, b) in enumerate(zip(now, before, strict=True))
+        if not _same(a, b)
+    ]
+
+
+def shared(given: Sequence[Tensor], results: Sequence[Tensor]) -> list[Note]:
+    """Notes on results that share the operands' memory, unless they are views known to autograd."""
+    notes: list[Note] = []
+    for i, x in enumerate(given):
+        for j, y in enumerate(results):
+            if type(y) is not Tensor or not y.numel() or not x.numel():
+                continue
+            if y.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
+                continue
+            lines = [line for line in map(backward_line, nodes([y])) if line is not None]
+            if lines or not y.requires_grad:
+                text = f"result {j} shares the memory of operand {i}"
+                notes.append(("result-aliases-operand", text, lines[0] if lines else None))
+    return notes
+
+
+class Watch:
+    """Compares the incoming gradients of the autograd Functions in a graph before and after their backward.
+
+    Attributes:
+        lines: "file:line" of the backward of each Function.
+    """
+
+    def __init__(self, results: Sequence[Tensor]) -> None:
+        self.lines: list[str] = []
+        self._handed: list[tuple[str, str, Tensor, Tensor]] = []
+        for node in nodes(results):
+            line = backward_line(node)
+            if line is None:
+                continue
+            if line not in self.lines:
+                self.lines.append(line)
+            node.register_prehook(self._before(type(node).__name__.removesuffix("Backward"), line))
+
+    def _before(self, name: str, line: str) -> Callable[[Sequence[Tensor | None]], None]:
+        def look(grads: Sequence[Tensor | None]) -> None:
+            for grad in grads:
+                if grad is not None:
+                    local = _local(grad)
+                    self._handed.append((name, line, local, local.clone()))
+
+        return look
+
+    def notes(self) -> list[Note]:
+        """Notes on the gradients that were written into."""
+        found = [
+            ("gradient-overwritten", f"{name}.backward writes into its incoming gradient", line)
+            for name, line, grad, copy in self._handed
+            if not _same(grad, copy)
+        ]
+        return list(dict.fromkeys(found))
+
+
+def _local(x: Tensor) -> Tensor:
+    """The tensor, or the local shard of a DTensor, because comparing DTensors would communicate."""
+    local: Any = x.detach()
+    return local.to_local() if hasattr(local, "to_local") else local  # type: ignore[no-any-return]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(torch.nan_to_num(a.detach()), torch.nan_to_num(b))

@@ -1,24 +1,20 @@
 """Gradient checks for multi-rank programs.
 
-* `gradcheck` compares the gradients of every rank with finite differences of the objective of all ranks.
-* `same_as_single` compares a multi-rank program with the same program on a single process.
-* `Input` declares the type of an input over the ranks; `Shard` how a tensor is partitioned across them.
+`gradcheck` compares the gradients of every rank with finite differences of the objective of all ranks, and
+`same_as_single` a program with the same program on a single process. `Input` declares the type of an input over the
+ranks; `Shard` how a tensor is partitioned across them.
 
-Modules, bottom up: `inputs` finds the leaves in a rank's inputs; `program` calls the function with perturbed leaves
-and computes gradients; `measure` runs on each rank (`input_errors`: its errors); `comparisons` evaluates the
-measurements of all ranks; `report` is the result and `check` the entry point. `diagnosis` explains a failure:
-`hypotheses` predict wrong gradients from the finite differences (`cases`), and `trials` reruns the program with one
-collective's gradient modified (`changes`; `calls` finds the collectives), to see which modification fixes all gradients
-(`suspects`). `training` runs on each rank of `same_as_single` (`single`); `placements` describes its tensors,
-`single_comparison` compares them.
+* `inputs`: the leaves of a rank's inputs, with their types and placements
+* `program`: on a rank, the function with perturbed leaves, its gradients and the measurements
+* `report`: the comparison of all ranks' measurements, and the result
+* `calls`: the collectives of a run, and runs with one collective's gradient modified
+* `diagnosis`: the cause of wrong gradients: hypotheses that predict them, and collectives whose change corrects them
 """
 
-from gradmesh.verify.gradients.check import gradcheck
-from gradmesh.verify.gradients.inputs import Input
-from gradmesh.verify.gradients.placements import Shard
+from gradmesh.verify.gradients.gradcheck import gradcheck
+from gradmesh.verify.gradients.inputs import Input, Shard
 from gradmesh.verify.gradients.report import Entry, GradcheckReport
-from gradmesh.verify.gradients.single import same_as_single
-from gradmesh.verify.gradients.single_report import Deviation, SingleReport
+from gradmesh.verify.gradients.same_as_single import Deviation, SingleReport, same_as_single
 
 __all__ = [
     "Deviation",

@@ -1,7 +1,9 @@
-"""Records the collectives of a run with their call sites, and the graph nodes of autograd Functions.
+"""The collectives of a run, and runs with the gradient of one of them modified.
 
-It uses the interpreter's profile function, which receives each call of torch.distributed, of gradmesh's verbs and of
-`Function.apply` on its thread, however the names were imported and whatever the backend is.
+`CallRecorder` uses the interpreter's profile function, which receives each call of torch.distributed, of gradmesh's
+verbs and of `Function.apply` on its thread, however the names were imported and whatever the backend is. It records
+call sites and the graph nodes of autograd Functions. A `Change` modifies the gradient that a graph node returns, on
+every rank; or, for a torch.distributed collective outside of Functions, the gradient of the tensor that it wrote.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ import contextlib
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -23,8 +26,7 @@ from gradmesh import errors
 from gradmesh._torch import in_backward
 from gradmesh._util.call_sites import Site, call_site, show_site
 from gradmesh.verbs import collectives
-
-__all__ = ["Called", "Change", "Node", "Recorder", "is_raw"]
+from gradmesh.verify.gradients.program import Options, Program, exchanged, prepared
 
 _RAW = (
     "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "broadcast", "gather",
@@ -122,7 +124,7 @@ class Change:
         """Called after a torch.distributed collective outside of Functions has returned."""
 
 
-class Recorder:
+class CallRecorder:
     """Records collectives and Functions on this thread while inside `recording()`.
 
     Args:
@@ -141,7 +143,7 @@ class Recorder:
         self._in_node: int | None = None
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[Recorder]:
+    def recording(self) -> Iterator[CallRecorder]:
         """Record, in place of any other profile function."""
         before = sys.getprofile()
         sys.setprofile(self._event)
@@ -300,3 +302,286 @@ def _tensors(x: Any) -> list[Tensor]:
     if isinstance(x, list | tuple):
         return [each for each in x if isinstance(each, Tensor)]
     return []
+
+
+DOUBLE = "doubled"
+SUM = "summed over the ranks"
+NEXT = "replaced by that of rank r + {by}"
+PART = "replaced by the local slice of the sum over ranks of its incoming gradient"
+CONJ = "conjugated"
+GATHERED = "reduce-scattered to the ranks that it was gathered from"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A collective of the program: its name and call site, and its index among equal ones."""
+
+    text: str
+    occurrence: int
+
+
+@dataclass(frozen=True)
+class Local:
+    """The gradient that a gather returned on this rank, and its replacement.
+
+    Attributes:
+        got: the returned gradient.
+        want: the local slice of the sum over ranks of the incoming gradients.
+        terms: the local slice of each rank's incoming gradient.
+    """
+
+    got: Tensor
+    want: Tensor
+    terms: Tensor
+
+
+class Places:
+    """Counts nodes and calls with the same text."""
+
+    def __init__(self) -> None:
+        self._seen: Counter[str] = Counter()
+
+    def of(self, text: str) -> Place:
+        """The next place with that text."""
+        self._seen[text] += 1
+        return Place(text, self._seen[text])
+
+
+def raw_text(called: Called) -> str:
+    """The name and call site of a torch.distributed collective."""
+    return f"{called.op} {show_site(called.site)}"
+
+
+class At(Change):
+    """A change at one place."""
+
+    def __init__(self, place: Place, how: str, only: int | None) -> None:
+        self.place, self.how, self.only = place, how, only
+        self._nodes, self._raw = Places(), Places()
+        self.local: Local | None = None
+        self._gathered: tuple[list[Tensor], Tensor] | None = None
+
+    def node(self, node: Node) -> None:
+        """Hook the node if it is at the place."""
+        if self._nodes.of(node.text) == self.place and self.only in (None, dist.get_rank()):
+            node.node.register_hook(self._changed)
+
+    def returned(self, called: Called) -> None:
+        """Hook the collective's output if it is at the place."""
+        if self._raw.of(raw_text(called)) != self.place:
+            return
+        handed = called.tensors
+        if self.how == SUM and isinstance(x := handed.get("tensor"), Tensor):
+            if x.requires_grad:
+                x.register_hook(_summed)
+            return
+        source = handed.get("origin")
+        outputs = handed.get("tensor_list", handed.get("output_tensor"))
+        if isinstance(source, Tensor) and outputs is not None:
+            listed = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+            for x in listed:
+                if not x.requires_grad and (x.is_floating_point() or x.is_complex()):
+                    x.requires_grad_()
+            self._gathered = listed, source
+
+    def after(self) -> None:
+        """Reduce-scatter the gradients of gathered tensors to their source ranks."""
+        if self._gathered is None:
+            return
+        outputs, source = self._gathered
+        arrived = [torch.zeros_like(x) if x.grad is None else x.grad for x in outputs]
+        parts = arrived if len(arrived) > 1 else list(arrived[0].chunk(dist.get_world_size()))
+        sent = [_summed(part) for part in parts]
+        if source.requires_grad:
+            source.backward(sent[dist.get_rank()].reshape(source.shape))
+
+    def _changed(self, given_back: tuple[Tensor | None, ...], given: tuple[Tensor | None, ...]) -> Any:
+        if self.how == PART:
+            mine = next((g for g in given_back if g is not None), None)
+            terms = _parts(mine, [g for g in given if g is not None])
+            if mine is None or terms is None:
+                return None
+            self.local = Local(mine.detach().clone(), terms.sum(0), terms)
+            return tuple(self.local.want.clone() if g is mine else g for g in given_back)
+        if self.how not in (DOUBLE, CONJ) and not _alike(given_back):
+            return None
+        if self.how not in (DOUBLE, CONJ, SUM):
+            by = int("".join(c for c in self.how if c.isdigit()))
+            everyones = exchanged([None if g is None else g.detach() for g in given_back])
+            theirs = everyones[(dist.get_rank() + by) % len(everyones)]
+            return tuple(theirs)
+        how = {DOUBLE: lambda g: 2 * g, CONJ: lambda g: g.conj().resolve_conj(), SUM: _summed}[self.how]
+        return tuple(None if g is None else how(g) for g in given_back)
+
+
+def _summed(grad: Tensor) -> Tensor:
+    total = grad.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total)
+    return total
+
+
+def _alike(grads: tuple[Tensor | None, ...]) -> bool:
+    """Whether the gradients have the same shapes on every rank, so that they can be summed."""
+    shapes = exchanged([None if g is None else tuple(g.shape) for g in grads])
+    return all(shape == shapes[0] for shape in shapes)
+
+
+def _parts(mine: Tensor | None, given: list[Tensor]) -> Tensor | None:
+    """The local slice of each rank's incoming gradient, stacked; None if the op is not a gather.
+
+    Args:
+        mine: the returned gradient, which has the shape of the local shard.
+        given: the incoming gradients: one full tensor, or one tensor per rank.
+    """
+    received = exchanged((None if mine is None else tuple(mine.shape), [g.detach() for g in given]))
+    shapes = [shape for shape, _ in received]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if mine is None or any(shape is None or not wholes for shape, wholes in received):
+        return None
+    if len(given) == ranks > 1:
+        return (
+            torch.stack([wholes[rank] for _, wholes in received]) if given[rank].shape == mine.shape else None
+        )
+    wholes = [wholes[0] for _, wholes in received]
+    if len({whole.shape for whole in wholes}) > 1:
+        return None
+    if wholes[0].shape == (ranks, *mine.shape):
+        return torch.stack([whole[rank] for whole in wholes])
+    for dim in range(mine.dim()):
+        if _joins(shapes, wholes[0].shape, dim):
+            sizes = [shape[dim] for shape in shapes]
+            return torch.stack([whole.narrow(dim, sum(sizes[:rank]), sizes[rank]) for whole in wholes])
+    return None
+
+
+def _joins(parts: list[tuple[int, ...]], whole: torch.Size, dim: int) -> bool:
+    """Whether concatenating the ranks' shards along a dimension gives the full shape."""
+    first = parts[0]
+    if len(first) != len(whole) or any(len(part) != len(first) for part in parts):
+        return False
+    return (*first[:dim], sum(part[dim] for part in parts), *first[dim + 1 :]) == tuple(whole)
+
+
+_MOST = 24
+"""The maximum number of collectives to try, since each change needs a run of the program."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A collective in a recorded run.
+
+    Attributes:
+        place: its place.
+        ours: whether it is a gradmesh verb.
+        raw: whether it is a torch.distributed collective outside of Functions.
+        handed_grad: whether an argument of a raw collective requires grad.
+        inside: the collectives in its forward and backward, with their call sites.
+        back: whether a collective ran in its backward.
+    """
+
+    place: Place
+    ours: bool
+    raw: bool
+    handed_grad: bool
+    inside: tuple[str, ...]
+    back: bool
+
+
+@dataclass
+class Tried:
+    """A change at a place, this rank's gradients with it, and the gradient that it replaced, if known."""
+
+    place: Place
+    how: str
+    gradients: dict[str, Tensor | None]
+    local: Local | None
+    only: int | None = None
+    """The only rank that changes it; None: all ranks."""
+
+
+@dataclass
+class Trials:
+    """The collectives and trials of a rank."""
+
+    found: list[Found] = field(default_factory=list)
+    tried: list[Tried] = field(default_factory=list)
+
+
+def investigate(
+    fn: Callable[..., Tensor], inputs: Callable[[int], object], options: Options, one_by_one: bool = False
+) -> Trials:
+    """Record a run, and run again with each collective's gradient changed.
+
+    Args:
+        fn: the program.
+        inputs: returns each rank's inputs.
+        options: the options of the check.
+        one_by_one: scale it on one rank at a time instead of on all ranks at once.
+    """
+    program, _, _ = prepared(fn, inputs, options)
+    result = Trials()
+    try:
+        recorder, _ = _run(program, None)
+        result.found, ran = _seen(recorder)
+        everyones = exchanged((result.found, ran))
+        same_order = all(each[1] == ran for each in everyones)
+        places = {found.place: found for ranks, _ in everyones for found in ranks}
+        ways: list[tuple[str, int | None]]
+        complex_leaf = any(leaf.base.is_complex() for leaf in program.inputs.leaves.values())
+        for place, found in list(places.items())[:_MOST]:
+            if one_by_one:
+                ways = [] if found.raw else [(DOUBLE, only) for only in range(dist.get_world_size())]
+            else:
+                everywhere = _raw_everywhere(place, everyones)
+                tried = _ways(found, same_order and place in ran, complex_leaf, everywhere)
+                ways = [(how, None) for how in tried]
+            for how, only in ways:
+                change = At(place, how, only)
+                _, gradients = _run(program, change)
+                result.tried.append(Tried(place, how, gradients, change.local, only))
+    finally:
+        program.inputs.restore()
+    return result
+
+
+def _ways(found: Found, alike: bool, complex_leaf: bool, everywhere: bool) -> list[str]:
+    """The changes to try; those that communicate only if every rank runs its nodes in the same order."""
+    if found.raw:
+        if not everywhere:
+            return []
+        return {"all_reduce": [SUM], "all_gather": [GATHERED], "all_gather_into_tensor": [GATHERED]}.get(
+            found.place.text.split()[0].rpartition(".")[2], []
+        )
+    conjugate = [CONJ] if complex_leaf else []
+    further = [NEXT.format(by=by) for by in range(1, dist.get_world_size())]
+    return [DOUBLE, *conjugate, *([PART, SUM, *further] if alike else [])]
+
+
+def _raw_everywhere(place: Place, everyones: list[tuple[list[Found], list[Place]]]) -> bool:
+    return all(any(found.place == place and found.raw for found in ranks) for ranks, _ in everyones)
+
+
+def _seen(recorder: CallRecorder) -> tuple[list[Found], list[Place]]:
+    places, result, by_number = Places(), [], {}
+    for node in recorder.nodes:
+        place = by_number[node.number] = places.of(node.text)
+        if not node.collective:
+            continue
+        inner = [called for called in recorder.called if called.inside == node.number]
+        lines = dict.fromkeys(
+            f"{called.op}{' in backward' if called.backward else ''} {show_site(called.site)}"
+            for called in inner
+        )
+        back = any(called.backward for called in inner)
+        result.append(Found(place, node.ours, False, False, () if node.ours else tuple(lines), back))
+    raw = Places()
+    for called in recorder.raw:
+        result.append(Found(raw.of(raw_text(called)), False, True, called.handed_grad, (), False))
+    return result, [by_number[number] for number in recorder.ran]
+
+
+def _run(program: Program, change: At | None) -> tuple[CallRecorder, dict[str, Tensor | None]]:
+    recorder = CallRecorder(change)
+    with recorder.recording():
+        gradients = program.gradients(keep=None if change is None else change.after)
+    return recorder, gradients

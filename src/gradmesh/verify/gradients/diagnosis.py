@@ -1,9 +1,15 @@
-"""Explains wrong gradients: tests hypotheses on the values, and modifies collectives to see which change fixes them."""
+"""Explains wrong gradients: tests hypotheses on the values, and modifies collectives to see which change fixes them.
+
+A case is one leaf on one rank, along several directions. Finite differences give the derivative of the objective along
+them (`want`) and of each rank's loss (`terms`), whose sum is `want`. A hypothesis predicts from these the gradients of
+a faulty backward. It fits if the prediction equals the gradients in all cases of the leaves with wrong gradients.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,16 +17,590 @@ from torch import Tensor
 
 from gradmesh.errors import RankError
 from gradmesh.types import Type
-from gradmesh.verify.gradients import hypotheses as h
-from gradmesh.verify.gradients.cases import Case
-from gradmesh.verify.gradients.comparisons import Slopes, entries, slopes, tolerance
-from gradmesh.verify.gradients.findings import NONE_FITS, Diagnosis
-from gradmesh.verify.gradients.measure import Measured, Options, measure
-from gradmesh.verify.gradients.program import inner
-from gradmesh.verify.gradients.suspects import suspects
-from gradmesh.verify.gradients.trials import Trials, investigate
+from gradmesh.verify.gradients.calls import CONJ, DOUBLE, GATHERED, PART, SUM, Found, Trials, investigate
+from gradmesh.verify.gradients.program import Measured, Options, inner, measure
+from gradmesh.verify.gradients.report import NONE_FITS, Diagnosis, Slopes, Suspect, entries, slopes, tolerance
+from gradmesh.verify.laws import as_real
 
-__all__ = ["cases", "diagnosed"]
+
+@dataclass(frozen=True)
+class Case:
+    """A leaf on a rank.
+
+    Attributes:
+        name: the leaf.
+        type: its type over the ranks.
+        rank: the rank.
+        got: its gradient along each direction.
+        conjugate: the conjugate of its gradient along each direction; None for real leaves.
+        want: the derivative of the objective along each direction.
+        terms: the derivative of each rank's loss along each direction; None for a replicated objective.
+        allowed: the tolerance, from rounding.
+    """
+
+    name: str
+    type: Type
+    rank: int
+    got: Tensor
+    conjugate: Tensor | None
+    want: Tensor
+    terms: Tensor | None
+    allowed: Tensor
+
+    def is_(self, predicted: Tensor, factor: float = 1.0) -> bool:
+        """Whether the gradient equals a prediction."""
+        return self._near(self.got, predicted, factor)
+
+    @property
+    def right(self) -> bool:
+        """Whether the gradient is correct."""
+        return self.is_(self.want)
+
+    def _near(self, got: Tensor, predicted: Tensor, factor: float = 1.0) -> bool:
+        return got.shape == predicted.shape and bool(
+            ((got - predicted).abs() <= self.allowed * max(1.0, abs(factor))).all()
+        )
+
+    def conjugate_is_right(self) -> bool:
+        """Whether the conjugate of the gradient is correct."""
+        return self.conjugate is not None and self._near(self.conjugate, self.want)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A hypothesis that fits, and its description for this program."""
+
+    name: str
+    text: str
+
+
+class Cases:
+    """All cases of the leaves with wrong gradients.
+
+    Args:
+        cases: all cases.
+        ranks: the number of ranks.
+        counts: the number of rows of each rank, if they differ.
+    """
+
+    def __init__(self, cases: Sequence[Case], ranks: int, counts: Sequence[int] | None) -> None:
+        wrong = {case.name for case in cases if not case.right}
+        self.all = [case for case in cases if case.name in wrong]
+        self.bad = [case for case in self.all if not case.right]
+        self.ranks, self.counts = ranks, counts
+        self._of: dict[tuple[str, int], Case] = {(case.name, case.rank): case for case in self.all}
+
+    def others(self, case: Case) -> list[Case]:
+        """The cases of the same leaf on other ranks along the same directions."""
+        return [
+            other
+            for other in self.all
+            if other.name == case.name and other.rank != case.rank and other.want.shape == case.want.shape
+        ]
+
+    def solved(self, columns: Callable[[Case], list[Tensor] | None]) -> list[float] | None:
+        """The factors for which the columns sum to the gradient in all cases; None if there are none."""
+        rows, found = [], []
+        for case in self.all:
+            made = columns(case)
+            if made is None:
+                return None
+            rows.append(torch.stack(made, 1) / case.allowed.unsqueeze(1))
+            found.append(case.got / case.allowed)
+        a, b = torch.cat(rows), torch.cat(found)
+        if a.shape[0] <= a.shape[1]:
+            return None
+        scale = a.norm(dim=0)
+        kept = scale > 1
+        if not bool(kept.all()):
+            return None
+        solution = torch.linalg.lstsq(a / scale, b.unsqueeze(1), driver="gelsd").solution.squeeze(1) / scale
+        if torch.linalg.matrix_rank(a / scale, rtol=1e-6) < a.shape[1]:
+            return None
+        close = (a @ solution - b).abs() <= max(1.0, float(solution.abs().max()))
+        return [float(x) for x in solution] if bool(close.all()) else None
+
+
+TIMES_W = "W times too large"
+UNDER_W = "1/W"
+SUM_MISSING = "sum over ranks missing"
+TWICE = "summed twice"
+SLICE = "another rank's slice"
+MEANS = "mean of local means"
+DROPPED = "dropped on ranks that did not use the output"
+CONJUGATE = "conjugate missing"
+TERM = "one term of several scaled"
+SCALED = "scaled"
+ZERO_GRAD = "no gradient"
+PRECISION = "precision lost"
+
+
+def fitting(cases: Sequence[Case], ranks: int, counts: Sequence[int] | None) -> list[Fit]:
+    """The hypotheses that fit, the most specific first."""
+    of = Cases(cases, ranks, counts)
+    if not of.bad:
+        return []
+    found = [fit for hypothesis in _HYPOTHESES if (fit := hypothesis(of)) is not None]
+    return found if found else [fit for fallback in _FALLBACKS if (fit := fallback(of)) is not None][:1]
+
+
+def _no_gradient(of: Cases) -> Fit | None:
+    if not all(case.is_(torch.zeros_like(case.want)) for case in of.bad):
+        return None
+    if len(of.bad) == len(of.all):
+        return Fit(
+            ZERO_GRAD, "the gradient is None or zero on every rank: the graph from the loss is interrupted"
+        )
+    unused = [case.rank for case in of.bad if case.terms is not None and _small(case, case.terms[case.rank])]
+    whose = ", whose losses do not depend on it" if len(unused) == len(of.bad) else ""
+    return Fit(
+        DROPPED,
+        f"the gradient is None or zero on ranks {_listed(case.rank for case in of.bad)}{whose}; other ranks' losses do",
+    )
+
+
+def _times(factor: Callable[[int], float], name: str, text: str) -> Callable[[Cases], Fit | None]:
+    def hypothesis(of: Cases) -> Fit | None:
+        c = factor(of.ranks)
+        fit = of.ranks > 1 and all(case.is_(c * case.want, c) for case in of.all)
+        return Fit(name, text.format(W=of.ranks)) if fit else None
+
+    return hypothesis
+
+
+def _local_only(of: Cases) -> Fit | None:
+    """Each rank's gradient comes from its own loss only."""
+    for factor in (1, of.ranks):  # with objective "mean" each term has a factor 1/W
+        if all(
+            case.terms is not None and case.is_(factor * case.terms[case.rank], factor) for case in of.all
+        ):
+            return Fit(
+                SUM_MISSING,
+                "each rank's gradient comes from its own loss only; the other ranks' contributions are not added",
+            )
+    invariant = [case for case in of.all if case.type is Type.I]
+    if len(invariant) < len(of.all):
+        return None
+    for name in {case.name for case in invariant}:
+        mine = [case for case in invariant if case.name == name]
+        differs = any(not case.is_(mine[0].got) for case in mine[1:])
+        if not differs or not mine[0].is_(mine[0].want - sum(case.got for case in mine[1:])):
+            return None
+    return Fit(SUM_MISSING, "each rank has one contribution to the gradient; they are not summed over ranks")
+
+
+def _summed_values(of: Cases) -> Fit | None:
+    """Gradients of rank-local values were summed over the ranks."""
+    for case in of.all:
+        others = of.others(case)
+        if case.type is Type.I or len(others) < of.ranks - 1:
+            return None
+        if not case.is_(case.want + sum((other.want for other in others), torch.zeros(())), of.ranks):
+            return None
+    return Fit(TWICE, "each rank has the sum of all ranks' gradients instead of its own")
+
+
+def _slice(of: Cases) -> Fit | None:
+    for what in ("gradient", "share"):
+        whose: dict[int, set[int]] = {}
+        for case in of.bad:
+            same = {other.rank for other in of.others(case) if _taken(case, other, what)}
+            whose[case.rank] = whose.get(case.rank, same) & same
+        if whose and all(whose.values()):
+            pairs = ", ".join(
+                f"rank {rank} has that of rank {min(other)}" for rank, other in sorted(whose.items())
+            )
+            more = "" if what == "gradient" else ", and only the contribution of its own loss"
+            return Fit(SLICE, pairs + more)
+    return None
+
+
+def _taken(case: Case, other: Case, what: str) -> bool:
+    if what == "gradient":
+        return case.is_(other.want)
+    return other.terms is not None and case.is_(other.terms[case.rank])
+
+
+def _means(of: Cases) -> Fit | None:
+    if of.counts is None or len(set(of.counts)) == 1 or 0 in of.counts:
+        return None
+    share = [of.ranks * count / sum(of.counts) for count in of.counts]
+    for weights in ([1 / s for s in share], share):
+        by_holder = all(case.is_(weights[case.rank] * case.want, weights[case.rank]) for case in of.all)
+        by_loss = all(
+            case.terms is not None and case.is_(_weighted(case.terms, weights), max(weights))
+            for case in of.all
+        )
+        if by_holder or by_loss:
+            shown = ", ".join(f"{weight:.4g}" for weight in weights)
+            whose = "the gradient on rank r" if by_holder else "rank r's term"
+            return Fit(
+                MEANS,
+                f"{whose} is weighted as if all ranks had equally many rows: by {shown}, for rows {list(of.counts)}",
+            )
+    return None
+
+
+def _weighted(terms: Tensor, weights: Sequence[float]) -> Tensor:
+    return (torch.tensor(weights, dtype=torch.float64).unsqueeze(1) * terms).sum(0)
+
+
+def _conjugate(of: Cases) -> Fit | None:
+    if all(case.conjugate_is_right() for case in of.all if case.conjugate is not None) and all(
+        case.conjugate is not None for case in of.bad
+    ):
+        return Fit(CONJUGATE, "the conjugate of each gradient is correct")
+    return None
+
+
+def _some_losses(of: Cases) -> Fit | None:
+    """The losses of some ranks do not contribute."""
+    weights = of.solved(lambda case: None if case.terms is None else list(case.terms))
+    if weights is None or not all(min(abs(w), abs(w - 1)) < 1e-4 for w in weights):
+        return None
+    left_out = [rank for rank, w in enumerate(weights) if abs(w) < 0.5]
+    return (
+        Fit(DROPPED, f"the contribution of the losses of ranks {_listed(left_out)} is missing")
+        if left_out
+        else None
+    )
+
+
+def _term(of: Cases) -> Fit | None:
+    """The contribution of a rank's own loss, or those of the other ranks, have a factor."""
+
+    def columns(case: Case) -> list[Tensor] | None:
+        return None if case.terms is None else [case.terms[case.rank], case.want - case.terms[case.rank]]
+
+    factors = of.solved(columns)
+    if factors is None:
+        return None
+    own, others = factors
+    if abs(others - 1) < 1e-4:
+        return Fit(
+            TERM, f"the contribution of a rank's own loss has a factor of {own:.6g}; the others are correct"
+        )
+    if abs(own - 1) < 1e-4:
+        return Fit(TERM, f"the contribution of the other ranks' losses has a factor of {others:.6g}")
+    return None
+
+
+def _one_loss(of: Cases) -> Fit | None:
+    """The contributions of some ranks' losses have a factor."""
+    weights = of.solved(lambda case: None if case.terms is None else list(case.terms))
+    if weights is None:
+        return None
+    scaled = [(rank, w) for rank, w in enumerate(weights) if abs(w - 1) > 1e-4]
+    if len(scaled) == of.ranks:
+        return None
+    shown = ", ".join(f"{w:.6g} for rank {rank}" for rank, w in scaled)
+    return Fit(TERM, f"the contributions of some ranks' losses have a factor: {shown}")
+
+
+def _scaled(of: Cases) -> Fit | None:
+    factor = of.solved(lambda case: [case.want])
+    return None if factor is None else Fit(SCALED, f"each gradient is {factor[0]:.6g} times the correct one")
+
+
+def _scaled_by_rank(of: Cases) -> Fit | None:
+    factors = {}
+    for rank in sorted({case.rank for case in of.all}):
+        mine = Cases([case for case in of.all if case.rank == rank], of.ranks, of.counts)
+        solved = mine.solved(lambda case: [case.want]) if mine.all else [1.0]
+        if solved is None:
+            return None
+        factors[rank] = solved[0]
+    shown = ", ".join(f"{factor:.6g} on rank {rank}" for rank, factor in factors.items())
+    return Fit(SCALED, f"each gradient has a factor that depends on the rank: {shown}")
+
+
+def _small(case: Case, x: Tensor) -> bool:
+    return bool((x.abs() <= case.allowed).all())
+
+
+def _listed(ranks: object) -> str:
+    return ", ".join(map(str, sorted(set(ranks))))  # type: ignore[call-overload]
+
+
+_HYPOTHESES: list[Callable[[Cases], Fit | None]] = [
+    _no_gradient,
+    _local_only,
+    _times(
+        lambda ranks: float(ranks),
+        TIMES_W,
+        "each gradient is {W} times the correct one; {W} is the number of ranks",
+    ),
+    _times(
+        lambda ranks: 1 / ranks,
+        UNDER_W,
+        "each gradient is 1/{W} of the correct one; {W} is the number of ranks",
+    ),
+    _summed_values,
+    _slice,
+    _means,
+    _conjugate,
+]
+_FALLBACKS: list[Callable[[Cases], Fit | None]] = [_some_losses, _term, _one_loss, _scaled, _scaled_by_rank]
+"""Hypotheses with free factors that are fitted; tried only if none of the others fits."""
+
+
+_VAGUE = (NONE_FITS, SCALED, TERM)
+"""Generic hypotheses that a successful fix may refine."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fix:
+    """A change of one collective that makes every gradient correct."""
+
+    found: Found
+    how: str
+    factors: list[float]
+    """The required factors of its gradient: one for all ranks, or one per rank."""
+    at: int
+
+
+def suspects(
+    diagnosis: Diagnosis,
+    run: Callable[[bool], list[Trials]],
+    found: list[Measured],
+    known: list[Slopes],
+    options: Options,
+    rows: Sequence[int] | None,
+) -> None:
+    """Add the collectives that may be at fault to a diagnosis, and refine its hypothesis.
+
+    Args:
+        diagnosis: the diagnosis from the gradients only.
+        run: runs the trials; True: changing one rank at a time.
+        found: the measurements.
+        known: the finite differences.
+        options: the options of the check.
+        rows: each rank's number of rows, if they differ.
+    """
+    vectors = _Vectors(found, known, options)
+    trials = run(False)
+    places = {each.place: each for rank in trials for each in rank.found}
+    fixes: list[_Fix] = []
+    for at, first in enumerate(trials[0].tried):
+        gradients = [rank.tried[at].gradients for rank in trials]
+        factors = vectors.fixing_factors([gradients], by_factor=first.how == DOUBLE)
+        if factors is not None:
+            fixes.append(_Fix(places[first.place], first.how, factors, at))
+    if not fixes and diagnosis.hypothesis in _VAGUE:
+        fixes = _one_rank_at_a_time(run(True), vectors, len(found))
+    # Several changes may fix them: prefer user code over gradmesh, what is not the exact adjoint, and simple changes.
+    exact = {first.place for at, first in enumerate(trials[0].tried) if _is_adjoint(trials, at)}
+    fixes.sort(key=lambda each: (each.found.ours, each.found.place in exact, _complexity(each.how)))
+    for each in fixes:
+        text = each.found.place.text
+        if all(suspect.call != text for suspect in diagnosis.suspects):
+            diagnosis.suspects.append(_suspect(each.found, _evidence(each, len(found)), True))
+    if fixes:
+        _refine(diagnosis, fixes, trials, len(found), rows)
+    if not diagnosis.suspects:
+        diagnosis.suspects = _likely(diagnosis.hypothesis, list(places.values()))
+
+
+def _is_adjoint(trials: list[Trials], at: int) -> bool:
+    """Whether a gather returns, on every rank, its slice of the sum over the ranks of the incoming gradients."""
+    found = [rank.tried[at].local for rank in trials]
+    return all(local is not None and torch.allclose(local.got, local.want, rtol=1e-9) for local in found)
+
+
+def _one_rank_at_a_time(trials: list[Trials], vectors: _Vectors, ranks: int) -> list[_Fix]:
+    """The collectives that fix the gradients with one factor per rank."""
+    places = {each.place: each for rank in trials for each in rank.found}
+    result = []
+    for at in range(0, len(trials[0].tried), ranks):
+        gradients = [[rank.tried[at + only].gradients for rank in trials] for only in range(ranks)]
+        factors = vectors.fixing_factors(gradients, by_factor=True)
+        if factors is not None:
+            result.append(_Fix(places[trials[0].tried[at].place], DOUBLE, factors, at))
+    return result
+
+
+_SIMPLE_FIRST = [DOUBLE, GATHERED, PART, SUM, CONJ]
+
+
+def _complexity(how: str) -> int:
+    return _SIMPLE_FIRST.index(how) if how in _SIMPLE_FIRST else len(_SIMPLE_FIRST)
+
+
+class _Vectors:
+    """The wrong and the correct gradients along all directions, to compare with those of trials."""
+
+    def __init__(self, found: list[Measured], known: list[Slopes], options: Options) -> None:
+        self._found, self._options = found, options
+        self.base, self._want, self._allowed = self._of(known)
+
+    def _of(self, known: list[Slopes]) -> tuple[Tensor, Tensor, Tensor]:
+        got, want, allowed = [], [], []
+        shares: dict[str, list[Slopes]] = {}
+        for slope in known:
+            if slope.move.type is Type.R:
+                shares.setdefault(slope.move.name, []).append(slope)
+                continue
+            for rank in slope.holders:
+                got.append(slope.analytic[rank])
+                want.append(slope.total)
+                allowed.append(tolerance(slope, self._options))
+        for parts in shares.values():  # only the sum over the ranks is determined
+            got.append(torch.stack([part.analytic.sum(0) for part in parts]).sum(0))
+            want.append(torch.stack([part.total for part in parts]).sum(0))
+            allowed.append(torch.stack([tolerance(part, self._options) for part in parts]).sum(0))
+        return torch.cat(got), torch.cat(want), torch.cat(allowed)
+
+    def changed(self, gradients: list[dict[str, Tensor | None]]) -> Tensor:
+        """The gradients of a trial."""
+        ranks = [
+            dataclasses.replace(rank, gradients={1: each})
+            for rank, each in zip(self._found, gradients, strict=True)
+        ]
+        return self._of(slopes(ranks, self._options))[0]
+
+    def fixing_factors(
+        self, gradients: list[list[dict[str, Tensor | None]]], by_factor: bool
+    ) -> list[float] | None:
+        """The factors of the changes that make every gradient correct; None if there are none.
+
+        Args:
+            gradients: for each change, each rank's gradients.
+            by_factor: whether the change doubled a gradient, so that other factors can be extrapolated.
+        """
+        changed = [self.changed(each) for each in gradients]
+        if not by_factor:
+            return [1.0] if bool(((changed[0] - self._want).abs() <= self._allowed).all()) else None
+        through = torch.stack([(each - self.base) / self._allowed for each in changed], 1)
+        needed = (self._want - self.base) / self._allowed
+        size = through.norm(dim=0)
+        there = size > 1
+        if not bool(there.any()) or through.shape[0] <= through.shape[1]:
+            return None
+        columns = through[:, there] / size[there]
+        if int(torch.linalg.matrix_rank(columns, rtol=1e-6)) < columns.shape[1]:
+            return None
+        x = torch.zeros(len(size), dtype=torch.float64)
+        x[there] = torch.linalg.lstsq(columns, needed.unsqueeze(1)).solution.squeeze(1) / size[there]
+        fits = bool(((needed - through @ x).abs() <= max(1.0, float(x.abs().max()))).all())
+        return [1 + float(each) for each in x] if fits else None
+
+
+def _evidence(fix: _Fix, ranks: int) -> str:
+    how, factors = fix.how, fix.factors
+    if how == DOUBLE and len(factors) > 1:
+        shown = ", ".join(f"{factor:.6g} on rank {rank}" for rank, factor in enumerate(factors))
+        return f"scaling its backward by {shown} makes every gradient correct"
+    if how == DOUBLE:
+        names = {float(ranks): " (the number of ranks)", 1 / ranks: " (1 / the number of ranks)"}
+        known = next((name for value, name in names.items() if abs(factors[0] - value) < 1e-6), "")
+        return f"scaling its backward by {factors[0]:.6g}{known} makes every gradient correct"
+    what = "the gradient of its output" if how == GATHERED else "the gradient that its backward returns"
+    return f"every gradient is correct if {what} is {how}"
+
+
+def _suspect(found: Found, why: str, fixes: bool) -> Suspect:
+    inside = f"; inside: {', '.join(found.inside)}" if found.inside else ""
+    return Suspect(found.place.text, why + inside, fixes)
+
+
+def _refine(
+    diagnosis: Diagnosis,
+    fixes: list[_Fix],
+    trials: list[Trials],
+    ranks: int,
+    rows: Sequence[int] | None,
+) -> None:
+    """Refine the hypothesis using the changes that fix the gradients."""
+    best = fixes[0]
+    gather = next((each for each in fixes if each.how == PART and each.found is best.found), None)
+    local = [] if gather is None else _gather_hypotheses(gather, trials)
+    names = {fit.name: fit for fit in local}
+    if SUM_MISSING in names and DROPPED in names:
+        # Both predict the same values if only other ranks' losses contribute; the backward's collectives decide.
+        chosen, other = (DROPPED, SUM_MISSING) if best.found.back else (SUM_MISSING, DROPPED)
+        _set(diagnosis, chosen, f"in one collective, {names[chosen].text}")
+        diagnosis.also = [f"{other} ({names[other].text})"]
+        return
+    if diagnosis.hypothesis not in _VAGUE:
+        return
+    if best.how == DOUBLE:
+        _by_factor(diagnosis, best.factors, ranks, rows)
+    elif local:
+        name = TERM if local[0].name in (TIMES_W, UNDER_W, SCALED) else local[0].name
+        _set(diagnosis, name, f"in one collective, {local[0].text}")
+    else:
+        name = {SUM: SUM_MISSING, GATHERED: SUM_MISSING, CONJ: CONJUGATE}.get(best.how, SLICE)
+        _set(diagnosis, name, f"every gradient is correct if one collective's gradient is {best.how}")
+
+
+def _set(diagnosis: Diagnosis, name: str, text: str) -> None:
+    diagnosis.hypothesis, diagnosis.text, diagnosis.also = name, text, []
+
+
+def _by_factor(diagnosis: Diagnosis, factors: list[float], ranks: int, rows: Sequence[int] | None) -> None:
+    faults = [1 / factor if abs(factor) > 1e-9 else float("inf") for factor in factors]
+    if len(faults) == 1:
+        if diagnosis.hypothesis == SCALED:
+            return
+        known = {float(ranks): " (W)", 1 / ranks: " (1/W)"}
+        name = next((name for value, name in known.items() if abs(faults[0] - value) < 1e-6), "")
+        what = f"{faults[0]:.6g} times{name} the correct one; the other terms are correct"
+        _set(diagnosis, TERM, f"the gradient through one collective is {what}")
+        return
+    shown = ", ".join(f"{fault:.6g} on rank {rank}" for rank, fault in enumerate(faults))
+    what = f"the gradient through one collective has a factor that depends on the rank: {shown}"
+    share = [] if rows is None or 0 in rows else [ranks * count / sum(rows) for count in rows]
+    for weights in ([1 / each for each in share], share):
+        if weights and all(abs(a - b) < 1e-4 for a, b in zip(weights, faults, strict=True)):
+            _set(
+                diagnosis,
+                MEANS,
+                f"{what}; these factors follow from the numbers of rows {list(rows or [])}",
+            )
+            return
+    _set(diagnosis, TERM, what)
+
+
+def _gather_hypotheses(fix: _Fix, trials: list[Trials]) -> list[Fit]:
+    """The hypotheses that explain the gradient that one gather returns, given its incoming gradient on every rank."""
+    found = [rank.tried[fix.at].local for rank in trials]
+    there = [local for local in found if local is not None]
+    if len(there) < len(found):
+        return []
+    cases = []
+    for rank, local in enumerate(there):
+        got, want = _flat(local.got), _flat(local.want)
+        terms = torch.stack([_flat(term) for term in local.terms])
+        allowed = 1e-9 * (1 + terms.abs().sum(0))
+        conjugate = _flat(local.got.conj()) if local.got.is_complex() else None
+        cases.append(Case("", Type.V, rank, got, conjugate, want, terms, allowed))
+    return fitting(cases, len(there), [len(local.got) if local.got.dim() else 1 for local in there])
+
+
+def _flat(x: Tensor) -> Tensor:
+    return as_real(x).reshape(-1)
+
+
+def _likely(hypothesis: str, places: list[Found]) -> list[Suspect]:
+    """If no change fixes the gradients: the collectives that are known to cause such an error."""
+    missing = hypothesis in (SUM_MISSING, ZERO_GRAD, DROPPED, NONE_FITS)
+    raw = [each for each in places if each.raw]
+    forward_only = [each for each in places if not each.raw and not each.ours and not each.back]
+    both = [each for each in places if not each.raw and not each.ours and each.back]
+    result = []
+    if missing:
+        result += [
+            _suspect(each, "autograd does not differentiate it; use the gradmesh verb of that name", False)
+            for each in raw
+        ]
+        result += [
+            _suspect(each, "its forward calls a collective, its backward does not", False)
+            for each in forward_only
+        ]
+    else:
+        result += [_suspect(each, "its backward calls a collective", False) for each in both]
+    return result
+
 
 _DIRECTIONS = 6
 
@@ -47,7 +627,7 @@ def diagnosed(
     known = slopes(found, closer)
     every = cases(found, known, closer)
     wrong = [case for case in every if not case.right]
-    fits = h.fits(every, len(found), _rows(found))
+    fits = fitting(every, len(found), _rows(found))
     diagnosis = Diagnosis(NONE_FITS, "no hypothesis predicts these gradients")
     if not wrong:
         return Diagnosis(NONE_FITS, "the gradients are correct when measured along more directions")
@@ -57,7 +637,7 @@ def diagnosed(
         )
     elif _smooth_alone(run, fn, inputs, options):
         diagnosis = Diagnosis(
-            h.PRECISION,
+            PRECISION,
             "the gradients are correct to three digits only, so part of the program computes in a lower precision "
             "than float64",
         )
@@ -87,7 +667,7 @@ def cases(found: list[Measured], known: list[Slopes], options: Options) -> list[
                     type=move.type,
                     rank=rank,
                     got=slope.analytic[rank],
-                    conjugate=_conjugate(grad, slope, options),
+                    conjugate=_conjugate_slopes(grad, slope, options),
                     want=slope.total,
                     terms=slope.by_rank if options.objective != "replicated" else None,
                     allowed=tolerance(slope, options),
@@ -96,7 +676,7 @@ def cases(found: list[Measured], known: list[Slopes], options: Options) -> list[
     return result
 
 
-def _conjugate(grad: Tensor | None, slope: Slopes, options: Options) -> Tensor | None:
+def _conjugate_slopes(grad: Tensor | None, slope: Slopes, options: Options) -> Tensor | None:
     move = slope.move
     if not move.dtype.is_complex or move.count == 0:
         return None

@@ -1,13 +1,14 @@
-"""The inputs of the checked function on this rank: its differentiable leaves by name, each with its type."""
+"""The inputs of a checked program: their types, their leaves on each rank, placements over the ranks, and errors."""
 
 from __future__ import annotations
 
 import contextlib
 import fnmatch
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradmesh._util.call_sites import PARSING
-from gradmesh.errors import ArgumentError, DTypeError, message
+from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, message
+from gradmesh.runtime.mesh import balanced
 from gradmesh.types import Type
-
-__all__ = [
-    "Input",
-    "Leaf",
-    "RankInputs",
-    "averaged_parameters",
-    "local_gradient",
-    "local_part",
-    "refuse_wrong_call",
-]
 
 Kind = Type | None | Mapping[str, Type | None]
 
@@ -237,10 +229,8 @@ def _default(parameter: Tensor) -> Type:
 
 
 def _of(kind: Kind, name: str, default: Any) -> Any:
-    """The type for a name: in a mapping that of the first matching pattern, else the default."""
-    if not isinstance(kind, Mapping):
-        return kind
-    return next((found for pattern, found in kind.items() if fnmatch.fnmatchcase(name, pattern)), default)
+    """The type for a name: that of the first matching pattern in a mapping, else the default."""
+    return chosen(kind, name, default) if isinstance(kind, Mapping) else kind
 
 
 def _like(x: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
@@ -284,3 +274,204 @@ def refuse_wrong_call(fn: Callable[..., object], args: list[Any]) -> None:
                 remedy=f"return one value per parameter from inputs(rank): ({', '.join(signature.parameters)})",
             )
         ) from error
+
+
+_GRADCHECK = "verify.gradcheck"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The properties of a leaf on a rank that are exchanged between ranks."""
+
+    name: str
+    type: Type
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    mark: tuple[float, ...]
+    """A checksum of a leaf that must be the same on every rank; empty for others."""
+    memory: tuple[int, int] | None = None
+    """The process id and address of a module's parameter; None for tensors, which are copied, and if empty."""
+
+
+def disagreement(everyones: list[list[Kept]]) -> GradmeshError | None:
+    """The error if the ranks' leaves are inconsistent."""
+    by_name: dict[str, dict[int, Kept]] = {}
+    for rank, leaves in enumerate(everyones):
+        for kept in leaves:
+            by_name.setdefault(kept.name, {})[rank] = kept
+    if not by_name:
+        return invalid(
+            "the inputs contain no differentiable tensor",
+            "at least one floating-point or complex tensor or module",
+            "none on any rank",
+            "return tensors or modules from inputs(rank), e.g. (torch.randn(3), model)",
+        )
+    for name, ranks in by_name.items():
+        held = [kept.memory for kept in ranks.values() if kept.memory is not None]
+        if len(set(held)) < len(held):
+            return invalid(
+                "the ranks share one module",
+                "a separate module object on each rank, because each rank has separate gradients",
+                f"{name} at the same address on several ranks",
+                "create the module inside inputs(rank) after torch.manual_seed(0), or copy.deepcopy it there",
+            )
+        if len({kept.type for kept in ranks.values()}) > 1:
+            got = ", ".join(f"{kept.type} on rank {rank}" for rank, kept in ranks.items())
+            return invalid(
+                f"{name} has different types on different ranks",
+                "the same type on all ranks",
+                got,
+                "pass the same type on every rank, e.g. gm.verify.Input(x, gm.R)",
+            )
+        first = next(iter(ranks.values()))
+        if first.type in (Type.V, Type.P):
+            continue
+        same = len({(kept.shape, kept.dtype, kept.mark) for kept in ranks.values()}) == 1
+        if len(ranks) < len(everyones) or not same:
+            shown = ", ".join(f"rank {rank}: {list(kept.shape)} {kept.mark}" for rank, kept in ranks.items())
+            return invalid(
+                f"{name} has type {first.type} but differs between ranks",
+                "the same shape and values on all ranks",
+                shown,
+                "create it from the same seed on every rank, or declare it gm.V: gm.verify.Input(x, gm.V)",
+            )
+    return None
+
+
+def unusable(
+    loss: object, in_order: bool, rank: int, op: str = _GRADCHECK, double: bool = True
+) -> GradmeshError | None:
+    """The error if a rank's loss cannot be differentiated.
+
+    Args:
+        loss: the return value of its function.
+        in_order: whether it runs in `gradmesh.ordered()`, where a loss may be None or not require grad.
+        rank: the rank.
+        op: the op that the error names.
+        double: whether it must be in double precision.
+    """
+    if loss is None and in_order:
+        return None
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+        got = f"{loss.dtype} of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        return invalid(
+            "the function does not return a scalar loss",
+            "a real tensor with one element on every rank",
+            f"{got} on rank {rank}",
+            "return a scalar such as y.sum(); on a rank without a loss return None and pass ordered=True",
+            op=op,
+        )
+    if double and loss.dtype is not torch.float64:
+        return invalid(
+            "the loss is not in double precision",
+            "float64, because finite differences lose half of the digits",
+            f"{loss.dtype} on rank {rank}",
+            "compute in the inputs' dtype, float64: remove casts such as .float() and autocast from fn",
+            DTypeError,
+        )
+    if double and not math.isfinite(float(loss.detach())):
+        return invalid(
+            "the loss is not finite",
+            "a finite loss on every rank",
+            f"{float(loss.detach())} on rank {rank}",
+            "pass inputs for which the loss is finite on every rank",
+            op=op,
+        )
+    if not loss.requires_grad and not in_order:
+        return invalid(
+            "the loss does not require grad",
+            "a loss that requires grad on every rank",
+            f"requires_grad=False on rank {rank}",
+            "compute it from the inputs without detach() or no_grad(); for a constant loss pass ordered=True",
+            op=op,
+        )
+    return None
+
+
+def unsteady(first: float, again: object, rank: int) -> GradmeshError | None:
+    """The error if two calls of the function return different losses."""
+    second = float(again.detach()) if isinstance(again, Tensor) else 0.0
+    if abs(first - second) <= 1e-12 * abs(first) or (math.isnan(first) and math.isnan(second)):
+        return None
+    return invalid(
+        "the function returns different losses for the same inputs",
+        "the same loss from every call",
+        f"{first!r} and {second!r} on rank {rank}",
+        "call torch.manual_seed(0) inside fn, and switch dropout off with module.eval()",
+    )
+
+
+def invalid(
+    problem: str,
+    expected: str,
+    got: str,
+    remedy: str,
+    kind: type[GradmeshError] = ArgumentError,
+    op: str = _GRADCHECK,
+) -> GradmeshError:
+    """The error about an input, a loss or an argument of a check."""
+    return kind(message(problem, op=op, expected=expected, got=got, remedy=remedy))
+
+
+def raise_first(problems: list[GradmeshError | None]) -> None:
+    """Raise the problem of the first rank that has one."""
+    for problem in problems:
+        if problem is not None:
+            raise problem
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A tensor that is sharded along a dimension; its type over the ranks is V.
+
+    Args:
+        value: the full tensor, for an input; None for parameters and outputs, which are given by name.
+        dim: the dimension.
+        sizes: each rank's size along `dim`, e.g. (4, 3). None: balanced, with the first ranks one larger, as in
+            `gradmesh.shard`.
+        constant: True: the input's gradient is not compared.
+
+    Example:
+        >>> part_of(torch.arange(5), Shard(sizes=(1, 4)), 1, 2)
+        tensor([1, 2, 3, 4])
+    """
+
+    value: Tensor | None = None
+    dim: int = 0
+    sizes: Sequence[int] | None = None
+    constant: bool = False
+
+
+Placement = Shard | Type
+
+T = TypeVar("T")
+
+
+def part_of(whole: Tensor, placement: Placement, rank: int, ranks: int) -> Tensor:
+    """A rank's part of a full tensor.
+
+    Raises:
+        ArgumentError: the sizes do not add up to the full size.
+    """
+    if not isinstance(placement, Shard):
+        return whole
+    total = whole.shape[placement.dim]
+    sizes = list(balanced(total, ranks) if placement.sizes is None else placement.sizes)
+    if len(sizes) != ranks or sum(sizes) != total:
+        raise ArgumentError(
+            message(
+                "the sizes of a shard do not add up to the tensor's size",
+                op="verify.same_as_single",
+                expected=f"{ranks} sizes that add up to {total}, the size along dim {placement.dim}",
+                got=f"sizes={tuple(sizes)}",
+                remedy=f"pass e.g. sizes={tuple(balanced(total, ranks))}, or leave sizes out for this balanced split",
+            )
+        )
+    return whole.narrow(placement.dim, sum(sizes[:rank]), sizes[rank])
+
+
+def chosen(placements: Mapping[str, T], name: str, default: T) -> T:
+    """The placement for a name: that of the first matching `fnmatch` pattern, else the default."""
+    return next(
+        (place for pattern, place in placements.items() if fnmatch.fnmatchcase(name, pattern)), default
+    )

@@ -143,13 +143,15 @@ class Events(Sequence[Event]):
         return table(_HEADS, [_cells(event) for event in self._events])
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A text table with aligned columns."""
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int | None = None) -> str:
+    """A text table with aligned columns; those after the first `left` ones are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    lines = [heads, *rows]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
+        "  ".join(
+            cell.ljust(width) if left is None or place < left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in (heads, *rows)
     )
 
 
@@ -284,16 +286,18 @@ class _Rows:
         """The names of ranks and rows."""
         entries = []
         for rank, rows in sorted(self._taken.items()):
-            entries.append(_metadata("process_name", rank, 0, f"rank {rank}"))
-            entries.append(_metadata("thread_name", rank, 0, first))
+            entries.append(metadata("process_name", rank, 0, name=f"rank {rank}"))
+            entries.append(metadata("thread_name", rank, 0, name=first))
             entries += [
-                _metadata("thread_name", rank, row + 1, f"axis {axis}") for row, (axis, _) in enumerate(rows)
+                metadata("thread_name", rank, row + 1, name=f"axis {axis}")
+                for row, (axis, _) in enumerate(rows)
             ]
         return entries
 
 
-def _metadata(kind: str, rank: int, row: int, name: str) -> Entry:
-    return {"ph": "M", "name": kind, "pid": rank, "tid": row, "args": {"name": name}}
+def metadata(kind: str, process: int, thread: int, **args: Any) -> Entry:
+    """An entry that names a process or a thread of the trace."""
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": args}
 
 
 class Notes:

@@ -9,13 +9,19 @@ import torch
 from torch import Tensor
 
 from gradmesh.errors import ArgumentError, message
-from gradmesh.verify.auditing.case import Case, FunctionRaisedError
-from gradmesh.verify.auditing.probes import Answer, Point, Probe, attempt, difference, drawn, filled
+from gradmesh.verify.auditing.findings import Finding
+from gradmesh.verify.auditing.probes import (
+    Answer,
+    Case,
+    FunctionRaisedError,
+    Point,
+    Probe,
+    difference,
+    drawn,
+    filled,
+)
 from gradmesh.verify.auditing.readings import distance
-from gradmesh.verify.auditing.report import Finding
 from gradmesh.verify.auditing.subject import Subject, differentiable_call
-
-__all__ = ["accepts", "open_case", "shapes"]
 
 _EXACT = 1e-11
 """The largest relative error that float64 rounding explains."""
@@ -60,8 +66,8 @@ def accepts(case: Case, given: Sequence[torch.dtype]) -> bool:
     narrow = max(given, key=lambda dtype: torch.finfo(dtype).bits).to_real()
     case.pool.configure(dtype=narrow)
     case.tolerance = 2e-4 if narrow is torch.float32 else 2e-2
-    first = case.pool.ask(_call)
-    if any(row[0].failure for row in first):
+    first = _called(case)
+    if any(answer.failure for answer in first):
         raise _cannot(first)
     _counted(first)
     case.left_out["precision-lost"] = "the function does not accept float64"
@@ -81,7 +87,7 @@ def open_case(case: Case, narrow: bool) -> Iterator[Finding]:
         RanksLostError: a rank died or timed out.
     """
     _same_each_time(case)
-    facts = [row[0] for row in case.pool.ask(_linearity, Probe(11))]
+    facts = [row[0] for row in case.pool.attempt(_how_linear, [Probe(11)])]
     # A function that raises on random operands may accept those of build; then its derivative there is audited.
     raised = any(fact.failure for fact in facts)
     found = [] if raised else [fact for fact in facts if isinstance(fact, _Linearity)]
@@ -93,7 +99,7 @@ def open_case(case: Case, narrow: bool) -> Iterator[Finding]:
     else:
         if any(f.affine for f in found):
             case.point = Point(step=1.0, own=False)
-        _note_backward(found, case.pool.ask(_backward_linearity, Probe(11)))
+        _note_backward(found, case.pool.attempt(_how_linear_backward, [Probe(11)]))
         back = max(f.back for f in found)
         if not narrow and max(real, back, whole) > _EXACT:
             case.whole = True
@@ -109,8 +115,8 @@ def open_case(case: Case, narrow: bool) -> Iterator[Finding]:
 def _runs(case: Case) -> bool:
     """Whether it accepts float64; also determines whether it must run in `ordered()`."""
     for _ in range(2):
-        first = case.pool.ask(_call)
-        raised = [row[0].failure for row in first if row[0].failure is not None]
+        first = _called(case)
+        raised = [answer.failure for answer in first if answer.failure is not None]
         if not raised:
             _counted(first)
             return True
@@ -123,22 +129,19 @@ def _runs(case: Case) -> bool:
 def shapes(case: Case) -> None:
     """Store the shapes of operands and results in the case."""
     case.shapes = _common([[tuple(x.shape) for x in each.values] for each in case.pool.begin()])
-    answers = case.pool.ask(_call)
-    if any(row[0].failure for row in answers):
+    answers = _called(case)
+    if any(answer.failure for answer in answers):
         raise _cannot(answers)
     _counted(answers)
-    case.out_shapes = _common([[tuple(y.shape) for y in row[0].results] for row in answers])
+    case.out_shapes = _common([[tuple(y.shape) for y in answer.results] for answer in answers])
 
 
 def _same_each_time(case: Case) -> None:
-    one, two = (case.pool.ask(_call) for _ in range(2))
+    one, two = (_called(case) for _ in range(2))
     off = [
         rank
         for rank, (a, b) in enumerate(zip(one, two, strict=True))
-        if any(
-            distance(x, y) > max(1e-6, case.tolerance)
-            for x, y in zip(a[0].results, b[0].results, strict=False)
-        )
+        if any(distance(x, y) > max(1e-6, case.tolerance) for x, y in zip(a.results, b.results, strict=False))
     ]
     if off:
         raise ArgumentError(
@@ -152,9 +155,9 @@ def _same_each_time(case: Case) -> None:
         )
 
 
-def _counted(answers: Sequence[Sequence[Answer]]) -> None:
+def _counted(answers: Sequence[Answer]) -> None:
     """Raise if the function returns no differentiable tensor, or different numbers of tensors on different ranks."""
-    counts = [len(row[0].results) for row in answers]
+    counts = [len(answer.results) for answer in answers]
     if counts[0] and len(set(counts)) == 1:
         return
     raise ArgumentError(
@@ -174,8 +177,8 @@ def _common(by_rank: Sequence[Sequence[tuple[int, ...]]]) -> list[tuple[int, ...
     return [column[0] if len(set(column)) == 1 else None for column in zip(*by_rank, strict=True)]
 
 
-def _call() -> list[Answer]:
-    return attempt([Probe(0)], _at_own_operands)
+def _called(case: Case) -> list[Answer]:
+    return [row[0] for row in case.pool.attempt(_at_own_operands, [Probe(0)])]
 
 
 def _at_own_operands(subject: Subject, _: Probe) -> Answer:
@@ -189,10 +192,6 @@ def _at_own_operands(subject: Subject, _: Probe) -> Answer:
         if subject.ordered:
             backward(results, values, [torch.zeros_like(y) for y in results])
     return answer
-
-
-def _linearity(probe: Probe) -> list[Answer]:
-    return attempt([probe], _how_linear)
 
 
 def _how_linear(subject: Subject, probe: Probe) -> Answer:
@@ -229,11 +228,7 @@ def _note_backward(found: Sequence[_Linearity], answers: Sequence[Sequence[Answe
         each.back = row[0].back if isinstance(row[0], _Linearity) else 0.0
 
 
-def _backward_linearity(probe: Probe) -> list[Answer]:
-    return attempt([probe], lambda subject, probe: _Linearity(back=_backward_error(subject, probe)))
-
-
-def _backward_error(subject: Subject, probe: Probe) -> float:
+def _how_linear_backward(subject: Subject, probe: Probe) -> Answer:
     """The deviation of backward from linearity in the incoming gradient."""
     x = [v.requires_grad_() for v in drawn(subject, probe)]
 
@@ -253,7 +248,8 @@ def _backward_error(subject: Subject, probe: Probe) -> float:
 
     one, two = gradients(cotangent(5)), gradients(cotangent(6))
     both = gradients(lambda y, i: cotangent(5)(y, i) + cotangent(6)(y, i))
-    return max((distance(c, a + b) for a, b, c in zip(one, two, both, strict=True)), default=0.0)
+    off = max((distance(c, a + b) for a, b, c in zip(one, two, both, strict=True)), default=0.0)
+    return _Linearity(back=off)
 
 
 def _not_linear(case: Case, narrow: bool) -> Iterator[Finding]:
@@ -268,7 +264,7 @@ def _not_linear(case: Case, narrow: bool) -> Iterator[Finding]:
         return
     lost = narrow
     if not narrow:
-        blind = case.answered(_blindness)[0]
+        blind = case.answered(_blind, [Probe(3)])[0]
         # A rank without a result, such as a non-root rank of a reduce, sees no change either.
         lost = all(isinstance(answer, _Linearity) and answer.blind for answer in blind)
     case.tolerance = max(case.tolerance, 3e-2 if lost else 2e-5)
@@ -302,7 +298,7 @@ def _step(case: Case, scale: float, lost: bool) -> float:
     """The largest step for which finite differences agree with those of half the step on all ranks; 0 if none."""
     eps = torch.finfo(torch.float32 if lost else torch.float64).eps
     for relative in _ROUNDED_STEPS if lost else _STEPS:
-        rows = case.pool.ask(_differences, [Probe(7), Probe(8)], relative * scale, eps)
+        rows = case.pool.attempt(_by_half, [Probe(7), Probe(8)], relative * scale, eps)
         raised = {r: a.failure for r, row in enumerate(rows) for a in row if a.failure is not None}
         if raised and all(failure.waited for failure in raised.values()):
             raise FunctionRaisedError(raised)
@@ -310,10 +306,6 @@ def _step(case: Case, scale: float, lost: bool) -> float:
         if not raised and all(a.off <= case.tolerance / 4 and not a.kink for a in found):
             return relative * scale
     return 0.0
-
-
-def _differences(probes: Sequence[Probe], step: float, eps: float) -> list[Answer]:
-    return attempt(probes, lambda subject, probe: _by_half(subject, probe, step, eps))
 
 
 def _by_half(subject: Subject, probe: Probe, step: float, eps: float) -> Answer:
@@ -338,10 +330,6 @@ def _by_half(subject: Subject, probe: Probe, step: float, eps: float) -> Answer:
         bend, half_bend = (float((a + b).abs().max()) for a, b in ((up, down), (half_up, half_down)))
         found.kink |= half_bend > max(1e-3 * size, 0.4 * bend, noise)
     return found
-
-
-def _blindness() -> list[Answer]:
-    return attempt([Probe(3)], _blind)
 
 
 def _blind(subject: Subject, probe: Probe) -> Answer:
@@ -369,8 +357,8 @@ def _rounded(case: Case, found: Sequence[_Linearity], real: float, back: float) 
     return Finding("precision-lost", text, ranks, case.line if real <= _EXACT else case.forward_line)
 
 
-def _cannot(answers: Sequence[Sequence[Answer]]) -> ArgumentError | FunctionRaisedError:
-    raised = {rank: row[0].failure for rank, row in enumerate(answers) if row[0].failure is not None}
+def _cannot(answers: Sequence[Answer]) -> ArgumentError | FunctionRaisedError:
+    raised = {rank: answer.failure for rank, answer in enumerate(answers) if answer.failure is not None}
     if all(failure.waited for failure in raised.values()):
         return FunctionRaisedError(raised)
     rank, failure = min(raised.items(), key=lambda item: item[1].waited)

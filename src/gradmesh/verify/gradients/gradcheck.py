@@ -11,15 +11,17 @@ from torch import Tensor
 
 from gradmesh.errors import ArgumentError, GradcheckError, RankError, message
 from gradmesh.launch import Ranks
-from gradmesh.verify.gradients.comparisons import entries
 from gradmesh.verify.gradients.diagnosis import diagnosed
-from gradmesh.verify.gradients.digits import refined, widest
-from gradmesh.verify.gradients.findings import NONE_FITS, TOO_FEW_DIGITS, Diagnosis
-from gradmesh.verify.gradients.measure import Measured, Options, exchanged, measure
-from gradmesh.verify.gradients.program import Objective
-from gradmesh.verify.gradients.report import GradcheckReport
-
-__all__ = ["gradcheck"]
+from gradmesh.verify.gradients.program import Measured, Objective, Options, exchanged, measure
+from gradmesh.verify.gradients.report import (
+    NONE_FITS,
+    TOO_FEW_DIGITS,
+    Diagnosis,
+    GradcheckReport,
+    entries,
+    refined,
+    widest,
+)
 
 Inputs = Callable[[int], object] | Sequence[object]
 

@@ -1,0 +1,753 @@
+"""`same_as_single`: trains a program on the ranks and on a single process, and compares the steps."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gradmesh.autograd.ordered import ordered
+from gradmesh.errors import ArgumentError, GradcheckError, GradmeshError, RankError, ShapeError, message
+from gradmesh.launch import Ranks
+from gradmesh.types import Type
+from gradmesh.verify.gradients import diagnosis as h
+from gradmesh.verify.gradients.diagnosis import diagnosed
+from gradmesh.verify.gradients.inputs import (
+    Input,
+    Placement,
+    Shard,
+    averaged_parameters,
+    chosen,
+    invalid,
+    part_of,
+    unusable,
+)
+from gradmesh.verify.gradients.program import Objective, Options, exchanged
+from gradmesh.verify.gradients.report import NONE_FITS, Diagnosis
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """One tensor that differs from the single process.
+
+    Attributes:
+        step: the training step, from 0.
+        kind: "loss", "value", "gradient", or "parameter" (after the step).
+        name: the name of the value, input or parameter.
+        rank: the rank; None: the sum over ranks.
+        error: the largest difference of an element.
+        expected: the largest absolute value on the single process.
+        shapes: the actual and the expected shape, if they differ.
+    """
+
+    step: int
+    kind: str
+    name: str
+    rank: int | None
+    error: float
+    expected: float
+    shapes: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def __str__(self) -> str:
+        where = "all ranks (sum)" if self.rank is None else f"rank {self.rank}"
+        if self.shapes is not None:
+            got, expected = map(list, self.shapes)
+            return (
+                f"step {self.step}: {self.kind} {self.name} on {where} has shape {got}, expected {expected}"
+            )
+        off = f"max. error {self.error:.3g}, largest expected value {self.expected:.3g}"
+        return f"step {self.step}: {self.kind} {self.name} on {where}: {off}"
+
+
+@dataclass
+class SingleReport:
+    """The result of `same_as_single`; true if all results are the same.
+
+    Attributes:
+        world_size: the number of ranks.
+        compared: the number of compared tensors and losses.
+        deviations: the differences, in the order of occurrence.
+        diagnosis: the cause of the deviations of the first step, if found.
+    """
+
+    world_size: int
+    compared: int = 0
+    deviations: list[Deviation] = field(default_factory=list)
+    diagnosis: Diagnosis | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are no deviations."""
+        return not self.deviations
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    @property
+    def first(self) -> list[Deviation]:
+        """The first deviations: those of the first kind in the first step that deviates."""
+        return [
+            each
+            for each in self.deviations
+            if (each.step, each.kind) == (self.deviations[0].step, self.deviations[0].kind)
+        ]
+
+    def __str__(self) -> str:
+        head = f"same_as_single on {self.world_size} ranks: "
+        if self.ok:
+            return head + f"all {self.compared} losses, values, gradients and parameters are the same"
+        lines = [head + f"{len(self.deviations)} of {self.compared} differ; the first:"]
+        lines += [f"  {each}" for each in self.first]
+        return "\n".join(lines + ([] if self.diagnosis is None else [str(self.diagnosis)]))
+
+
+_OP = "verify.same_as_single"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The program and its options; see `same_as_single`. `parallel` is None for the single process."""
+
+    fn: Callable[..., Any]
+    inputs: Callable[[int], Sequence[object]]
+    module: Callable[[], nn.Module] | None
+    parallel: Callable[[nn.Module], nn.Module] | None
+    parameters: Mapping[str, Placement]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    steps: int
+    in_order: bool
+    part: tuple[int, int] | None = None
+    """(rank, world size) of the shard of the inputs that the single process gets; None: the full inputs."""
+
+
+@dataclass
+class Step:
+    """The results of one step on a rank: the loss, values, gradients and new parameters; DTensors as full tensors."""
+
+    loss: float
+    values: dict[str, Tensor] = field(default_factory=dict)
+    input_gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Trained:
+    """The steps of a rank, the names of its parameters that are complete, and the error that stopped it."""
+
+    steps: list[Step] = field(default_factory=list)
+    whole: set[str] = field(default_factory=set)
+    problem: GradmeshError | None = None
+
+
+def train(plan: Plan, single: bool) -> Trained:
+    """Train on this rank."""
+    result = Trained()
+    place = plan.part if single else (dist.get_rank(), dist.get_world_size())
+    named: dict[str, nn.Parameter] = {}
+    problem: GradmeshError | None = None
+    module = None
+    try:
+        if plan.module is not None:
+            module, named = made(plan, single)
+        placed(plan.inputs(0), place)
+    except GradmeshError as error:
+        problem = error
+    if _agreed(result, problem):
+        return result
+    averaged = set() if module is None else averaged_parameters(module)
+    result.whole = {
+        name
+        for name, parameter in named.items()
+        if isinstance(parameter, DTensor)
+        or (id(parameter) in averaged and chosen(plan.parameters, name, None) is None)
+    }
+    optimizer = plan.optimizer(list(named.values())) if named else None
+    for number in range(plan.steps):
+        args, leaves = placed(plan.inputs(number), place)
+        for parameter in named.values():
+            parameter.grad = None
+        with torch.enable_grad(), ordered() if plan.in_order else contextlib.nullcontext() as order:
+            returned = plan.fn(*([] if module is None else [module]), *args)
+            problem = _unusable(returned, plan.in_order)
+            if _agreed(result, problem):
+                if order is not None:
+                    order.join(None)
+                return result
+            loss, values = returned if isinstance(returned, tuple) else (returned, {})
+            if order is not None:
+                order.backward(loss)
+            else:
+                loss.backward()
+        step = Step(
+            0.0 if loss is None else float(loss.detach()),
+            {name: _whole(x.detach()) for name, x in values.items()},
+        )
+        step.input_gradients = {
+            name: None if x.grad is None else x.grad.clone() for name, x in leaves.items()
+        }
+        _sum_shares(plan, {name: p for name, p in named.items() if name not in result.whole}, single)
+        step.gradients = {name: None if p.grad is None else _whole(p.grad) for name, p in named.items()}
+        if optimizer is not None:
+            optimizer.step()
+        step.parameters = {name: _whole(parameter.detach()) for name, parameter in named.items()}
+        result.steps.append(step)
+    return result
+
+
+def _agreed(result: Trained, problem: GradmeshError | None) -> bool:
+    """Exchange errors; store the first one, if any, in every rank's result."""
+    result.problem = next((each for each in exchanged(problem) if each is not None), None)
+    return result.problem is not None
+
+
+def _unusable(returned: object, in_order: bool) -> GradmeshError | None:
+    """The error if a rank's function did not return a loss, or a loss and a dict of tensors."""
+    loss, values = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    rank = dist.get_rank()
+    if not isinstance(values, dict) or not all(isinstance(x, Tensor) for x in values.values()):
+        return ArgumentError(
+            message(
+                "invalid second return value",
+                op=_OP,
+                expected="a loss, or a loss and a dict of tensors",
+                got=f"a loss and a {type(values).__name__} on rank {rank}",
+                remedy='return e.g. loss, {"logits": logits}',
+            )
+        )
+    return unusable(loss, in_order, rank, _OP, double=False)
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor().clone() if isinstance(x, DTensor) else x.clone()
+
+
+def made(plan: Plan, single: bool) -> tuple[nn.Module, dict[str, nn.Parameter]]:
+    """This rank's module with the single process's parameter values, and its parameters by single-process name."""
+    reference = _only(plan.module)
+    whole = dict(reference.named_parameters())
+    if single:
+        return reference, whole
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    module = reference if plan.parallel is None else plan.parallel(copy.deepcopy(reference))
+    named: dict[str, nn.Parameter] = {}
+    for full, parameter in module.named_parameters():
+        name = next((n for n in (full, full.removeprefix("module.")) if n in whole), None)
+        if name is None:
+            raise ArgumentError(
+                message(
+                    "unknown parameter name in the parallel module",
+                    op=_OP,
+                    expected="a name of the single-process module: " + ", ".join(whole),
+                    got=full,
+                    remedy="keep the parameter names of `module` in parallel(); only the prefix 'module.' may be added",
+                )
+            )
+        named[name] = parameter
+        if isinstance(parameter, DTensor):
+            continue
+        part = part_of(whole[name].detach(), chosen(plan.parameters, name, Type.R), rank, ranks)
+        if part.shape != parameter.shape:
+            raise ShapeError(
+                message(
+                    "the shape of a parameter does not match its placement",
+                    op=_OP,
+                    expected=f"{name} of shape {list(part.shape)} on rank {rank}",
+                    got=f"shape {list(parameter.shape)}",
+                    remedy=f"pass how it is sharded, e.g. parameters={{{name!r}: gm.verify.Shard(dim=0)}}",
+                )
+            )
+        with torch.no_grad():
+            parameter.copy_(part)
+    return module, named
+
+
+def _only(module: Callable[[], nn.Module] | None) -> nn.Module:
+    made = module() if module is not None else nn.Module()
+    return copy.deepcopy(made).double()
+
+
+def _sum_shares(plan: Plan, named: Mapping[str, nn.Parameter], single: bool) -> None:
+    """Sum the gradients of replicated parameters over the ranks."""
+    if single:
+        return
+    for name, parameter in named.items():
+        if chosen(plan.parameters, name, Type.R) is Type.R:
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+            present = torch.tensor(parameter.grad is not None, dtype=torch.int64)
+            dist.all_reduce(grad)
+            dist.all_reduce(present)
+            parameter.grad = grad if bool(present) else None
+
+
+def placed(given: Sequence[object], place: tuple[int, int] | None) -> tuple[list[Any], dict[str, Tensor]]:
+    """A rank's arguments, and those tensors among them whose gradients are compared.
+
+    Args:
+        given: the full inputs.
+        place: (rank, world size); None: the full inputs.
+    """
+    args, leaves = [], {}
+    for i, x in enumerate(given if isinstance(given, tuple | list) else (given,)):
+        placement: Placement | None = x if isinstance(x, Shard) else None
+        compared = isinstance(x, Shard) and not x.constant
+        if isinstance(x, Input) and isinstance(x.type, Type):
+            placement, compared = x.type, True
+        value = x.value if isinstance(x, Shard | Input) else x
+        if not isinstance(value, Tensor):
+            args.append(value)
+            continue
+        if value.is_floating_point() or value.is_complex():
+            value = value.to(torch.complex128 if value.is_complex() else torch.float64)
+        else:
+            compared = False
+        if placement is not None and place is not None:
+            value = part_of(value, placement, *place)
+        value = value.detach().clone()
+        if compared:
+            leaves[f"inputs[{i}]"] = value.requires_grad_()
+        args.append(value)
+    return args, leaves
+
+
+@dataclass
+class Comparison:
+    """Adds deviations to a report.
+
+    Attributes:
+        report: the report.
+        parameters: the placement of parameters on the ranks.
+        outputs: the placement of returned values.
+        objective: how the losses are combined.
+        rtol: the tolerance of an element relative to the largest of its tensor.
+        atol: the absolute tolerance.
+        whole: the parameters that are available in full on every rank.
+    """
+
+    report: SingleReport
+    parameters: Mapping[str, Placement]
+    outputs: Mapping[str, Placement]
+    objective: Objective
+    rtol: float
+    atol: float
+    whole: frozenset[str] = frozenset()
+
+    def step(self, number: int, single: Step, ranks: list[Step], given: Sequence[object]) -> None:
+        """Compare one step.
+
+        Args:
+            number: its index.
+            single: the step of the single process.
+            ranks: the step of each rank.
+            given: the full inputs.
+        """
+        self._losses(number, single, ranks)
+        for name, value in single.values.items():
+            placement = chosen(self.outputs, name, Type.I)
+            self._tensors(number, "value", name, value, [rank.values.get(name) for rank in ranks], placement)
+        for name, placement in compared_inputs(given).items():
+            found = [rank.input_gradients.get(name) for rank in ranks]
+            self._tensors(number, "gradient", name, single.input_gradients[name], found, placement)
+        for kind in ("gradient", "parameter"):
+            for name, parameter in single.parameters.items():
+                expected = single.gradients[name] if kind == "gradient" else parameter
+                found = [
+                    (rank.gradients if kind == "gradient" else rank.parameters).get(name) for rank in ranks
+                ]
+                placement = Type.I if name in self.whole else chosen(self.parameters, name, Type.I)
+                # Training already summed the ranks' contributions to a replicated parameter.
+                self._tensors(
+                    number, kind, name, expected, found, Type.I if placement is Type.R else placement
+                )
+
+    def _losses(self, number: int, single: Step, ranks: list[Step]) -> None:
+        losses = [torch.tensor(rank.loss, dtype=torch.float64) for rank in ranks]
+        expected = torch.tensor(single.loss, dtype=torch.float64)
+        if self.objective == "mean":
+            losses = [loss / len(ranks) for loss in losses]
+        self._tensors(
+            number,
+            "loss",
+            "loss",
+            expected,
+            list(losses),
+            Type.I if self.objective == "replicated" else Type.R,
+        )
+
+    def _tensors(
+        self,
+        number: int,
+        kind: str,
+        name: str,
+        expected: Tensor | None,
+        found: list[Tensor | None],
+        placement: Placement,
+    ) -> None:
+        """Compare each rank's tensor, or their sum, with the corresponding one of the single process."""
+        if expected is None and all(each is None for each in found):
+            return
+        if placement is Type.R:
+            there = [each for each in found if each is not None]
+            total = torch.stack(there).sum(0) if there else None
+            self._pair(number, kind, name, None, expected, total)
+            return
+        for rank, each in enumerate(found):
+            part = None if expected is None else part_of(expected, placement, rank, len(found))
+            self._pair(number, kind, name, rank, part, each)
+
+    def _pair(
+        self,
+        number: int,
+        kind: str,
+        name: str,
+        rank: int | None,
+        expected: Tensor | None,
+        found: Tensor | None,
+    ) -> None:
+        self.report.compared += 1
+        either = expected if expected is not None else found
+        if either is None or (either.numel() == 0 and (found is None or found.shape == either.shape)):
+            return
+        expected = torch.zeros_like(either) if expected is None else expected
+        size = float(expected.abs().max()) if expected.numel() else 0.0
+        got = torch.zeros_like(either) if found is None else found
+        alike = got.shape == expected.shape
+        error = float((got - expected).abs().max()) if alike else float("inf")
+        if not error <= self.atol + self.rtol * size:
+            shapes = None if alike else (tuple(got.shape), tuple(expected.shape))
+            self.report.deviations.append(Deviation(number, kind, name, rank, error, size, shapes))
+
+
+def compared_inputs(given: Sequence[object]) -> dict[str, Placement]:
+    """The placement, by name, of the inputs whose gradients are compared."""
+    result: dict[str, Placement] = {}
+    for i, x in enumerate(given if isinstance(given, tuple | list) else (given,)):
+        if isinstance(x, Shard) and not x.constant:
+            result[f"inputs[{i}]"] = x
+        elif isinstance(x, Input) and isinstance(x.type, Type):
+            result[f"inputs[{i}]"] = x.type
+    return {name: place for name, place in result.items() if _differentiable(given, name)}
+
+
+def _differentiable(given: Sequence[object], name: str) -> bool:
+    x = given[int(name[len("inputs[") : -1])] if isinstance(given, tuple | list) else given
+    value = x.value if isinstance(x, Shard | Input) else x
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+Run = Callable[..., list[Any]]
+
+
+def why(
+    report: SingleReport,
+    run: Run,
+    run_single: Run,
+    plan: Plan,
+    single_plan: Plan,
+    single: Step,
+    ranks: Sequence[Step],
+    objective: Objective,
+) -> Diagnosis | None:
+    """Explain deviations in the first step; None if it has none, or none that can be explained.
+
+    Args:
+        report: the deviations.
+        run: runs a function on every rank.
+        run_single: runs a function on the single process.
+        plan: the plan of the ranks.
+        single_plan: the plan of the single process.
+        single: its first step.
+        ranks: the first step of each rank.
+        objective: how the ranks' losses are combined.
+    """
+    kinds = {each.kind for each in report.deviations if each.step == 0}
+    try:
+        if "loss" in kinds:
+            losses = [step.loss for step in ranks]
+            whole = losses[0] if objective == "replicated" else sum(losses)
+            return _local_means(
+                run_single, single_plan, single, ranks, whole / (len(ranks) if objective == "mean" else 1)
+            )
+        return _gradients_only(run, plan, objective) if "gradient" in kinds else None
+    except RankError as error:
+        return Diagnosis(NONE_FITS, f"the diagnosis failed: {str(error).splitlines()[0]}")
+
+
+def _gradients_only(run: Run, plan: Plan, objective: Objective) -> Diagnosis:
+    """Explain wrong gradients of a program whose losses are correct."""
+
+    def fn(*args: Any) -> Tensor:
+        returned = plan.fn(*args)
+        loss: Tensor = returned[0] if isinstance(returned, tuple) else returned
+        return loss
+
+    found = diagnosed(
+        run, fn, lambda rank: _typed(plan, rank), Options(objective=objective, in_order=plan.in_order)
+    )
+    if plan.module is not None:
+        found.names = [name.removeprefix("inputs[0].").removeprefix("module.") for name in found.names]
+    return found
+
+
+def _typed(plan: Plan, rank: int) -> list[object]:
+    """A rank's arguments in the first step, each with its type."""
+    result: list[object] = []
+    if plan.module is not None:
+        module, named = made(plan, False)
+        names = {id(parameter): name for name, parameter in named.items()}
+        types: dict[str, Type | None] = {}
+        for full, parameter in module.named_parameters():
+            place = chosen(plan.parameters, names[id(parameter)], None)
+            if place is not None:
+                types[full] = Type.V if isinstance(place, Shard) else place
+        result.append(Input(module, types))
+    given = plan.inputs(0)
+    listed = list(given) if isinstance(given, tuple | list) else [given]
+    args, _ = placed(listed, (rank, torch.distributed.get_world_size()))
+    for x, arg in zip(listed, args, strict=True):
+        if isinstance(x, Shard):
+            result.append(Input(arg, None if x.constant else Type.V))
+        elif isinstance(arg, Tensor):
+            result.append(Input(arg, x.type if isinstance(x, Input) else None))
+        else:
+            result.append(arg)
+    return result
+
+
+def _local_means(
+    run_single: Run, plan: Plan, single: Step, ranks: Sequence[Step], objective: float
+) -> Diagnosis | None:
+    """Test whether the ranks average over their own rows and then over ranks; None if not.
+
+    Runs the single process on each rank's shard. The hypothesis holds if the mean of these losses is the ranks'
+    objective, while the full gradient is a differently weighted mean of their gradients; the weights are fitted.
+
+    Args:
+        run_single: runs a function on the single process.
+        plan: the plan of the single process.
+        single: its first step.
+        ranks: the first steps of the ranks.
+        objective: the value of the ranks' objective.
+    """
+    parts: list[Trained] = [
+        run_single(train, dataclasses.replace(plan, part=(rank, len(ranks)), steps=1), True)[0]
+        for rank in range(len(ranks))
+    ]
+    if any(part.problem is not None for part in parts):
+        return None
+    steps = [part.steps[0] for part in parts]
+    mean = sum(step.loss for step in steps) / len(steps)
+    if abs(mean - objective) > 1e-9 * (1 + abs(mean)):
+        return None
+    names = [name for name, grad in single.gradients.items() if grad is not None]
+    if not names or any(step.gradients[name] is None for step in steps for name in names):
+        return None
+    whole, columns = _flat(single, names), torch.stack([_flat(step, names) for step in steps], 1)
+    weights = torch.linalg.lstsq(columns, whole.unsqueeze(1)).solution.squeeze(1)
+    close = (columns @ weights - whole).abs().max() <= 1e-8 * (1 + whole.abs().max())
+    uneven = float(weights.max() - weights.min()) > 1e-6
+    if not bool(close) or not uneven or abs(float(weights.sum()) - 1) > 1e-6:
+        return None
+    shown = ", ".join(f"{float(weight):.4g}" for weight in weights)
+    return Diagnosis(
+        h.MEANS,
+        f"the ranks' losses are averaged with equal weights 1/{len(ranks)}; on a single process "
+        f"their rows have the weights {shown}",
+        names,
+        list(range(len(ranks))),
+    )
+
+
+def _flat(step: Step, names: Sequence[str]) -> Tensor:
+    return torch.cat([grad.reshape(-1) for name in names if (grad := step.gradients[name]) is not None])
+
+
+Inputs = Callable[[int], Sequence[object]] | Sequence[object]
+
+
+def same_as_single(
+    distributed: Callable[..., Any],
+    reference: Callable[..., Any] | None = None,
+    *,
+    inputs: Inputs = (),
+    world_size: int,
+    module: Callable[[], nn.Module] | None = None,
+    parallel: Callable[[nn.Module], nn.Module] | None = None,
+    parameters: Mapping[str, Placement] | None = None,
+    outputs: Mapping[str, Placement] | None = None,
+    objective: Objective = "sum",
+    steps: int = 1,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    ordered: bool = False,
+    backend: str = "threads",
+    rtol: float = 1e-9,
+    atol: float = 1e-10,
+    diagnose: bool = True,
+    raise_exception: bool = True,
+    timeout: float | None = 60.0,
+) -> SingleReport:
+    """Check that a multi-rank program computes the same as a single-process reference.
+
+    Both are called as `fn(module, *inputs)`, or `fn(*inputs)` without a module, and return a loss, or the loss and a
+    dict of other values. Both then run backward and an optimizer step, `steps` times. All computation is in float64.
+
+    Args:
+        distributed: runs on each rank, with that rank's part of the inputs.
+        reference: runs in a world of one rank, with the full inputs. None: `distributed`, since every collective of a
+            world of one is the identity.
+        inputs: the full inputs, or a function of the step that returns them. `Shard(x, dim=0)` is partitioned over the
+            ranks. `Input(x, gm.R)` and `Input(x, gm.I)` are replicated; the gradient on a rank is a summand of the full
+            gradient (R), or the full gradient (I). Anything else is replicated and constant.
+        world_size: the number of ranks.
+        module: returns the module of the single process; called once, so that it may use the default generator.
+        parallel: converts a copy of that module into a rank's module; called on every rank. None: the copy itself.
+            Parameters keep their names, optionally with the prefix `module.`, and are set to their part of the value.
+        parameters: the placement of parameters, by name or pattern: `Shard(dim=1)`; `gm.R`: each rank's gradient is a
+            summand, and they are summed before the optimizer step; `gm.I`: each rank's gradient is complete. Defaults
+            to R, or I inside of DistributedDataParallel. For a DTensor its placements count.
+        outputs: the placement of the other values: `Shard(dim=0)`; by default the same on every rank.
+        objective: how the ranks' losses are combined: "sum", "mean" or "replicated".
+        steps: the number of training steps.
+        optimizer: creates the optimizer for a list of parameters; defaults to `torch.optim.SGD` with lr=0.1.
+        ordered: run forward and backward inside `gradmesh.ordered()`. A rank may then return None as its loss, which
+            counts as 0.
+        backend: as for `gradmesh.launch`.
+        rtol: the tolerance of an element relative to the largest of its tensor.
+        atol: the absolute tolerance.
+        diagnose: search for the cause of a failure; needs a few more runs.
+        raise_exception: raise if the results differ.
+        timeout: seconds for the run on the ranks.
+
+    Returns:
+        The report; true if all results are the same.
+
+    Raises:
+        ArgumentError: the sizes of a shard do not add up, a parameter is missing in the single-process module, the two
+            sides return different values, or a pattern matches no name.
+        GradcheckError: the results differ; the message names the first step that deviates, the tensors and the ranks.
+        RankError: a rank failed.
+
+    Example:
+        >>> def loss(linear, x):
+        ...     rows = gm.all_gather(linear(x))
+        ...     return (rows**2).sum() / gm.world_size()
+        >>> x = torch.arange(12.0).view(4, 3)
+        >>> make = lambda: torch.nn.Linear(3, 2)
+        >>> print(gm.verify.same_as_single(loss, inputs=(gm.verify.Shard(x),), module=make, world_size=2, steps=3))
+        same_as_single on 2 ranks: all 33 losses, values, gradients and parameters are the same
+    """
+    _refuse_wrong(objective, steps, world_size)
+    given = inputs if callable(inputs) else _Same(inputs)
+    made = None if module is None else _Same(module())
+    sgd = _sgd if optimizer is None else optimizer
+    places = parameters or {}
+
+    def plan(fn: Callable[..., Any]) -> Plan:
+        return Plan(fn, given, made, parallel, places, sgd, steps, ordered)
+
+    with (
+        Ranks(1, backend, timeout, prefix=False) as single,
+        Ranks(world_size, backend, timeout, prefix=False) as ranks,
+    ):
+        (expected,) = single.run(train, plan(reference or distributed), True)
+        found = ranks.run(train, plan(distributed), False)
+        for each in (expected, *found):
+            if each.problem is not None:
+                raise each.problem
+        _check_names(expected, found, places, outputs or {})
+        whole = frozenset(found[0].whole)
+        comparison = Comparison(SingleReport(world_size), places, outputs or {}, objective, rtol, atol, whole)
+        for number in range(steps):
+            theirs = [each.steps[number] for each in found]
+            comparison.step(number, expected.steps[number], theirs, given(number))
+        report = comparison.report
+        if not report.ok and diagnose:
+            report.diagnosis = why(
+                report,
+                ranks.run,
+                single.run,
+                plan(distributed),
+                plan(reference or distributed),
+                expected.steps[0],
+                [each.steps[0] for each in found],
+                objective,
+            )
+    if raise_exception and not report.ok:
+        raise GradcheckError(message(str(report)), report)
+    return report
+
+
+class _Same:
+    """A constant function that can be pickled by value, unlike a lambda."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def __call__(self, *_: object) -> Any:
+        return self.x
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def _refuse_wrong(objective: str, steps: int, world_size: int) -> None:
+    """Raise if an argument is invalid."""
+    for valid, name, got, expected, remedy in (
+        (
+            objective in ("sum", "mean", "replicated"),
+            "objective",
+            objective,
+            "'sum', 'mean' or 'replicated'",
+            "pass objective='sum' unless a wrapper such as DDP averages the gradients ('mean')",
+        ),
+        (steps >= 1, "steps", steps, "an int >= 1", "pass e.g. steps=3"),
+        (world_size >= 1, "world_size", world_size, "an int >= 1", "pass e.g. world_size=2"),
+    ):
+        if not valid:
+            raise invalid(f"invalid {name}", expected, f"{name}={got!r}", remedy, op=_OP)
+
+
+def _check_names(
+    single: Trained,
+    ranks: Sequence[Trained],
+    parameters: Mapping[str, Placement],
+    outputs: Mapping[str, Placement],
+) -> None:
+    """Raise if a value is missing on one side, or a pattern matches no name."""
+    for number, step in enumerate(single.steps):
+        for rank, each in enumerate(ranks):
+            found = each.steps[number].values
+            if set(found) != set(step.values):
+                raise invalid(
+                    "the ranks and the single process return different values",
+                    f"{_listed(step.values)}, as on the single process",
+                    f"{_listed(found)} on rank {rank} in step {number}",
+                    "return a dict with the same keys from both functions on every rank",
+                    op=_OP,
+                )
+    values = {name for step in single.steps for name in step.values}
+    names = {name for step in single.steps for name in step.parameters}
+    for argument, patterns, there in (("parameters", parameters, names), ("outputs", outputs, values)):
+        for pattern in patterns:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in there):
+                raise invalid(
+                    f"a pattern in {argument} matches no name",
+                    f"a pattern that matches one of {_listed(there)}",
+                    repr(pattern),
+                    "use the name on the single process, or remove the pattern",
+                    op=_OP,
+                )
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
