@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gradmesh.checker.findings import Finding, Place, Verdict
-from gradmesh.checker.rules import RULES
+from gradmesh.checker.findings import RULES, Finding, Place, Verdict
 
 
 def finding(rule: str = "GM101", **changes: Any) -> Finding:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gradmesh.checker.findings import Finding, Verdict
-from gradmesh.checker.rules import RULES
+from gradmesh.checker.findings import RULES, Finding, Verdict
 from tools.check_attack import command
 from tools.check_attack.attack import attacked, check, reduced
 from tools.check_attack.mutants import KINDS, mutants

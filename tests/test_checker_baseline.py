@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 
 from gradmesh import ArgumentError
-from gradmesh.checker.baseline import beside, read, write
-from gradmesh.checker.findings import Finding, Place
-from gradmesh.checker.fingerprints import fingerprint, root
-from gradmesh.checker.rules import RULES
+from gradmesh.checker.findings import RULES, Finding, Place, beside, fingerprint, read, root, write
 from tests.checker_samples import finding, one_of_each
 
 PLACE = Place("train.py", 7, "step", "loss = f(x)")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gradmesh.checker.rules import RULES, Rule
+from gradmesh.checker.findings import RULES, Rule
 from gradmesh.checker.run import Target, check_script
 from tools import rules as writer
 

@@ -11,9 +11,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from gradmesh.checker.findings import Verdict
-from gradmesh.checker.rules import RULES
-from gradmesh.checker.sarif import sarif
+from gradmesh.checker.findings import RULES, Verdict
+from gradmesh.checker.report import sarif
 from tests.checker_samples import finding, one_of_each
 
 SCHEMA = json.loads((Path(__file__).parent / "sarif" / "sarif-schema-2.1.0.json").read_text())

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 import gradmesh as gm
 from gradmesh import cli, errors
-from gradmesh.checker.rules import RULES
+from gradmesh.checker.findings import RULES
 from gradmesh.cli import explain
 
 ROOT = Path(__file__).parent.parent

@@ -28,7 +28,7 @@ SOURCE = Path(gradmesh.__file__).parent
 BEGIN, END = "<!-- texts: begin (python -m tools.errors --write docs/errors) -->", "<!-- texts: end -->"
 
 _REFUSING = {"fail", "_fail", "_refuse"}
-_NOT_OF_USERS = ("demo", "checker/recording")
+_NOT_OF_USERS = ("demo", *(f"checker/{name}.py" for name in ("hooks", "recorder", "trace", "verbs")))
 
 _INDEX = """# Errors and warnings
 

@@ -11,7 +11,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from gradmesh.checker.rules import RULES, Rule
+from gradmesh.checker.findings import RULES, Rule
 from tools.pages import written
 
 __all__ = ["index", "pages", "with_rule"]

@@ -97,7 +97,7 @@ def warm() -> None:
             "torch.distributed.fsdp",
             "torch.nn.parallel",
             "torch.distributed._functional_collectives",
-            "gradmesh.checker.recording.rank",
+            "gradmesh.checker.hooks",
             "torch._dynamo",
         ]
     )

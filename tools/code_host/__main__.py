@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import gradmesh as gm
+from gradmesh.checker.report import sarif
 from gradmesh.checker.run import Target, check_script
-from gradmesh.checker.sarif import sarif
 from tests.scripts import WRONG
 
 SHOWN = ("sp_norm_not_summed", "clip_raw_all_gather", "batch_norm_own_statistics", "cp_loss_divided_twice")

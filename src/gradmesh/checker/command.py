@@ -10,13 +10,12 @@ from typing import Any
 
 from gradmesh import __version__
 from gradmesh._util.environment import require
-from gradmesh.checker import baseline as baselines
+from gradmesh.checker import findings as baselines
 from gradmesh.checker.findings import Verdict
 from gradmesh.checker.judging.context import Context
 from gradmesh.checker.lines import Line, lines_of
-from gradmesh.checker.report import counted, show
+from gradmesh.checker.report import counted, sarif, show
 from gradmesh.checker.run import Target, check_script
-from gradmesh.checker.sarif import sarif
 from gradmesh.errors import ArgumentError, message
 
 __all__ = ["FOUND", "NOT_RUN", "check_command"]
@@ -74,7 +73,7 @@ def check_command(
         log = sarif(shown, version=__version__, script=script)
         sarif_path.write_text(json.dumps(log, indent=1) + "\n")
     if picture and seen:
-        from gradmesh.checker.picture import draw
+        from gradmesh.checker.lines import draw
 
         title = f"{target.path_or_module}: what each line makes, over {ranks} ranks"
         draw(seen[0], shown.findings, picture, title)

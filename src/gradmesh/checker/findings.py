@@ -2,12 +2,295 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-from gradmesh.checker.rules import Rule, Severity
+from gradmesh.errors import ArgumentError, message
 
-__all__ = ["Finding", "Place", "Status", "Verdict"]
+Severity = Literal["error", "warning"]
+"""An error is a wrong number, or no answer; a warning is what goes wrong in some uses and is meant in others."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of finding.
+
+    Attributes:
+        id: as findings, pages and SARIF files spell it.
+        name: the same in words.
+        severity: "error" or "warning".
+        short: what is wrong, as a sentence.
+        why: how it comes about and what it does to the training, as one or more sentences.
+        remedy: what to change.
+    """
+
+    id: str
+    name: str
+    severity: Severity
+    short: str
+    why: str
+    remedy: str
+
+    @property
+    def page(self) -> str:
+        """The rule's page, as a path in the repository."""
+        return f"docs/rules/{self.id}.md"
+
+    def as_json(self) -> dict[str, Any]:
+        """The rule as values that JSON has."""
+        return {
+            "id": self.id,
+            "name": self.name,
+            "severity": self.severity,
+            "short": self.short,
+            "why": self.why,
+            "remedy": self.remedy,
+            "page": self.page,
+        }
+
+
+_ALL = (
+    Rule(
+        "GM101",
+        "missing-sum",
+        "error",
+        "A parameter that is the same on the ranks gets each rank's own part of its gradient; the sum is missing.",
+        "The parameter enters each rank's part of the objective, so its gradient is the sum of the ranks' parts. "
+        "Without the sum every rank steps along its own part: the copies differ after the first step, and no copy is "
+        "the model that was meant. The usual places are a norm's weight under sequence parallelism, whose ranks see "
+        "different tokens, an expert's bias, a router, and a module beside the one that DDP wraps.",
+        "Sum the gradient over these ranks before the optimizer step, dist.all_reduce(p.grad) or a hook that does "
+        "it, or let the parameter enter through an operation whose backward is that sum.",
+    ),
+    Rule(
+        "GM102",
+        "sum-too-many",
+        "error",
+        "A parameter's gradient is W times too large beside those of the other parameters.",
+        "W is the number of ranks of the group. Either the gradient was summed over the ranks once more than its "
+        "path asks for, or a loss that is the same on the ranks was followed back on each of them through a sum, "
+        "which counts its seed W times. Adam hides the factor and weight decay, clipping and the learning rate of "
+        "SGD do not: these parameters train at another rate than the rest.",
+        "Take one of the two sums away: the gradient of what is the same on the ranks, reached by one repeated "
+        "loss, is not summed again.",
+    ),
+    Rule(
+        "GM103",
+        "part-of-the-gradient",
+        "error",
+        "A parameter gets a part of its gradient: contributions were cut off on the way, or averaged away.",
+        "What the optimizer is handed is not proportional to the gradient of the objective, or is a fraction of it "
+        "beside the others. Either a path from the parameter to the loss carries no gradient back: detach, no_grad, "
+        ".data or .item() around a collective, a backward that keeps only this rank's slice, a collective that "
+        "autograd does not record. Or the ranks hold parts of one gradient, and their mean was taken where the sum was "
+        "meant.",
+        "Let the cut value pass through a differentiable collective, and sum parts of one gradient; where a cut is "
+        "meant, cut on every rank and on every path alike.",
+    ),
+    Rule(
+        "GM104",
+        "wrong-backward",
+        "error",
+        "The backward of a hand-written Function is not the adjoint of its forward under any convention.",
+        "Over the ranks a collective is a linear map, and its backward has to be the transpose of that map, whether "
+        "the ranks' losses are added up or are one loss that each rank repeats. This one is neither: a factor too "
+        "many or too few, a slice of another rank, a sum taken after the slice instead of before, or a mean where "
+        "forward takes a sum. All that stands before it trains on a wrong gradient.",
+        "Make backward the transpose of forward: a gather's is the sum of the ranks' gradients, then this rank's "
+        "slice; a sum's is the sum where the ranks diverge, and the identity where they repeat one loss.",
+    ),
+    Rule(
+        "GM105",
+        "wrong-convention",
+        "error",
+        "The backward of a hand-written Function is right under one convention and is used under the other.",
+        "Where every rank does identical work and repeats one loss, the incoming gradient is the same on all ranks, "
+        "and backward takes this rank's slice of it (or passes it on). Where the ranks diverge, each contributes a "
+        "part, and backward has to sum the parts first. The Function does one of the two while the program does the "
+        "other, so gradients miss the other ranks' parts or are W times too large.",
+        "Use the other backward here: sum first, then slice, where the ranks' losses or inputs differ behind it; "
+        "slice alone where they are the same.",
+    ),
+    Rule(
+        "GM106",
+        "hidden-collective",
+        "error",
+        "A collective without a backward works on a tensor that autograd follows, so the gradient does not pass.",
+        "The calls of torch.distributed, such as all_reduce and all_gather, fill memory behind autograd's back. "
+        "The graph still holds what was there before: a reduced tensor passes its gradient as if it had not been "
+        "reduced, and gathered buffers pass none. Nothing raises, and the loss is right.",
+        "Call a collective that is differentiable, such as gradmesh's, or the raw one inside an autograd Function with "
+        "the right backward; for a value that is only shown, hand it x.detach().clone().",
+    ),
+    Rule(
+        "GM107",
+        "overwritten-save",
+        "error",
+        "A collective wrote in place into a tensor that autograd had saved for backward.",
+        "An operation before it keeps this tensor to compute its derivative from, and finds the other ranks' values "
+        "in it. Where torch counts the write, backward raises; where the collective writes through .data, detach() "
+        "or another view of the memory, the write is not counted, and the derivative is taken at the wrong point.",
+        "Reduce a copy: x.clone() before a collective that works in place.",
+    ),
+    Rule(
+        "GM108",
+        "counted-many-times",
+        "error",
+        "A value that is the same on the ranks is added to a partial sum before the sum over the ranks.",
+        "Each rank holds a part of a sum that is completed by a collective. What is added to each part, mostly the "
+        "bias of a layer that is split along its input, arrives W times: forward is not the layer that was meant, "
+        "its loss depends on the number of ranks, and so does the gradient of the value.",
+        "Add it once, after the collective; or on one rank alone; or divide it by the number of ranks.",
+    ),
+    Rule(
+        "GM109",
+        "divided-twice",
+        "error",
+        "The loss is divided by the count over all ranks, and the gradient is averaged over the ranks again.",
+        "A loss that each rank divides by the global number of tokens or samples, or by W, adds up over the ranks to "
+        "the mean that was meant: its gradients belong summed. DDP, FSDP and a hand-written mean divide by the number "
+        "of ranks once more, so that the step is W times too short, and more so the more ranks there are.",
+        "Divide once: multiply the loss by the number of ranks where the wrapper takes the mean, or let the wrapper "
+        "take the sum, or divide by this rank's count if all ranks have the same count.",
+    ),
+    Rule(
+        "GM201",
+        "values-drift",
+        "error",
+        "A parameter is the same on the ranks before an optimizer step and is not after it.",
+        "Its gradients were the same, and the step made something else of them on each rank: learning rates, "
+        "schedules, clipping, weight decay, the optimizer's state or a random number differ. From there on the ranks "
+        "average gradients of different models, and what one rank saves is not what the others trained.",
+        "Compute what the step depends on from values that are the same on every rank: reduce them first, or "
+        "broadcast rank 0's.",
+    ),
+    Rule(
+        "GM202",
+        "never-same",
+        "error",
+        "A parameter whose gradients are summed over the ranks differs between them from the start.",
+        "The sum of gradients makes steps the same, not values: copies that begin apart stay apart, and each rank "
+        "follows gradients that were taken at the other ranks' points. It comes from seeds that depend on the rank "
+        "before the model is built, and rank 0's values are not broadcast.",
+        "Broadcast the parameters from one rank after the model is built, or seed alike until it is built and apart "
+        "afterwards.",
+    ),
+    Rule(
+        "GM203",
+        "statistics-differ",
+        "warning",
+        "A buffer of the model differs between ranks that hold the same parameters.",
+        "Running statistics of batch norm follow each rank's own batches. Training does not read them; "
+        "evaluation does, so that the ranks evaluate different models and a checkpoint holds the statistics of one "
+        "of them.",
+        "Use torch.nn.SyncBatchNorm, or average or broadcast the buffers before evaluation and before saving.",
+    ),
+    Rule(
+        "GM204",
+        "tied-apart",
+        "error",
+        "A parameter that ranks share as copies gets a different gradient on each copy.",
+        "The copies are one parameter, such as an embedding on the first stage of a pipeline that is the head on the "
+        "last. Its gradient is the sum over the places where it is used, on whichever rank these are. Copies that "
+        "step along their own place's part are two parameters after one step.",
+        "Sum the copies' gradients over the ranks that hold one before the optimizer step.",
+    ),
+    Rule(
+        "GM205",
+        "clipped-alone",
+        "error",
+        "Gradients are scaled by a number that differs from rank to rank.",
+        "The norm was taken over this rank's gradients only, so each rank scales by another factor. The parts of a "
+        "sharded gradient then point in a direction that is not the gradient's, and copies of a replicated "
+        "parameter diverge. Where ranks clip their own gradients, by norm or by value, before these are averaged, "
+        "the average is not the gradient of the objective.",
+        "Call gm.nn.clip_grad_norm_, which takes the norm of the whole model; or sum the squared norms of the shards "
+        "over their group, count what is replicated once, and scale by the norm of all of it on every rank. Clip after "
+        "gradients are averaged.",
+    ),
+    Rule(
+        "GM206",
+        "settings-differ",
+        "warning",
+        "An optimizer's settings differ between ranks that step copies of one parameter.",
+        "The copies get the same gradient, but the learning rate, the weight decay, the betas or another setting of "
+        "the optimizer is not the same, or a ReduceLROnPlateau is given a value that is not the same. The copies move "
+        "apart, at first by less than rounding hides, and the ranks then average gradients of different models.",
+        "Build the optimizer from the same settings on every rank, and give schedulers a value that is the same on "
+        "every rank, such as the loss averaged with dist.all_reduce.",
+    ),
+    Rule(
+        "GM301",
+        "same-data",
+        "warning",
+        "Every rank works on the same batch while gradients are averaged over the ranks.",
+        "Averaging equal gradients returns what one rank has already: the run costs W times as much and learns "
+        "as from one W-th of the batch that was meant. It comes from a loader without a DistributedSampler, or from "
+        "the same seed for the same random crops.",
+        "Give each rank its own part: a DistributedSampler with set_epoch, or a seed that the rank enters.",
+    ),
+    Rule(
+        "GM302",
+        "mask-differs",
+        "error",
+        "A random mask differs between ranks on an activation that is the same on them.",
+        "Under tensor parallelism these ranks hold copies of one activation and have to drop the same elements of it. "
+        "With masks of their own the copies are copies no longer, while everything behind them, collectives and "
+        "their backward, goes on as if they were.",
+        "Draw it from a generator that is seeded alike within the group, or draw it on one rank and broadcast it.",
+    ),
+    Rule(
+        "GM303",
+        "mask-alike",
+        "warning",
+        "The same random mask falls on different shards of one activation.",
+        "The ranks hold different parts of one activation and draw from generators in the same state, so that the "
+        "elements at the same place of each part are dropped together. The masks of the whole are not independent, "
+        "which is another regularisation than the one that was asked for.",
+        "Draw it from a generator whose seed the rank in the group enters.",
+    ),
+    Rule(
+        "GM401",
+        "calls-differ",
+        "error",
+        "Ranks make different collective calls.",
+        "A collective pairs the calls of all ranks of its group in the order in which each makes them. Where the "
+        "order, the kind, the shape or the root differs, a call waits for one that does not come, or is paired with "
+        "another that happens to fit and returns its values. Mostly a condition that differs over the ranks stands "
+        "around the call, or a loop runs more often on one rank.",
+        "Make the same calls in the same order on every rank of the group: take the condition from a value that all "
+        "share, or let ranks without work take part with an empty or zero tensor.",
+    ),
+    Rule(
+        "GM402",
+        "stuck",
+        "error",
+        "Ranks wait, and nothing happens any more.",
+        "Each rank that has not returned stands in a call that needs another rank, and none moved for as long as "
+        "--timeout says. Sends that wait for each other in a circle do it, a receive whose send is missing, a rank "
+        "that left a loop early, and a backward that one rank does not run.",
+        "Follow the places at which the ranks stand: the rank that stands elsewhere, or has returned, has to "
+        "make the missing call.",
+    ),
+    Rule(
+        "GM501",
+        "script-failed",
+        "error",
+        "The script raised on a rank.",
+        "What was recorded before is judged; what would have come after is not known.",
+        "Run the script under torchrun and fix what it raises; if it runs there, give what it needs after `--`.",
+    ),
+)
+
+RULES: dict[str, Rule] = {rule.id: rule for rule in _ALL}
+"""Every rule by its id, in the order of the ids."""
+
 
 Status = Literal["complete", "stopped", "not-run"]
 """All steps ran; the script raised, hung or ended before; nothing could be recorded, so that nothing is known."""
@@ -134,3 +417,150 @@ class Verdict:
             "findings": [finding.as_json() for finding in self.findings],
             "notes": list(self.notes),
         }
+
+
+def root(folder: Path | None = None) -> Path:
+    """The folder that files are named from: the nearest one upward that is under version control, else the folder.
+
+    Args:
+        folder: where to begin; the current folder if there is none.
+    """
+    folder = (folder or Path.cwd()).resolve()
+    return next((each for each in (folder, *folder.parents) if (each / ".git").exists()), folder)
+
+
+def relative(file: str, base: Path) -> str:
+    """A file as it is called from a folder; of an installed package, from where packages are installed.
+
+    >>> relative("/home/me/model/train.py", Path("/home/me/model"))
+    'train.py'
+    >>> relative("/usr/lib/python3/site-packages/megatron/layers.py", Path("/home/me/model"))
+    'megatron/layers.py'
+    """
+    path = Path(file)
+    if "site-packages" in path.parts:
+        last = len(path.parts) - path.parts[::-1].index("site-packages")
+        return Path(*path.parts[last:]).as_posix()
+    path = Path(os.path.abspath(path))
+    return path.relative_to(base).as_posix() if path.is_relative_to(base) else path.as_posix()
+
+
+def place_of(finding: Finding) -> Place:
+    """Where a finding is shown: where it goes wrong, else where it began, else nowhere."""
+    return finding.at or finding.began or Place("", 0, "", "")
+
+
+def fingerprint(finding: Finding, base: Path | None = None) -> str:
+    """What stays when lines move: rule, file, function, source text without its spaces, and subject.
+
+    Args:
+        finding: what is known by it.
+        base: the folder that files are named from; `root()` if there is none.
+    """
+    place = place_of(finding)
+    file = relative(place.file, base or root()) if place.file else ""
+    parts = (finding.rule.id, file, place.function, " ".join(place.text.split()), finding.subject)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def numbered(findings: Iterable[Finding], base: Path) -> list[tuple[Finding, str, int]]:
+    """Each finding with its fingerprint, and a number from 1 that tells those of one fingerprint apart."""
+    seen: Counter[str] = Counter()
+    found = []
+    for finding in findings:
+        print_ = fingerprint(finding, base)
+        seen[print_] += 1
+        found.append((finding, print_, seen[print_]))
+    return found
+
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Known:
+    """A finding of a baseline.
+
+    Attributes:
+        fingerprint: what it is known by.
+        rule: the rule's id.
+        where: file and function, for people.
+        subject: what it was seen on.
+    """
+
+    fingerprint: str
+    rule: str
+    where: str
+    subject: str
+
+    def __str__(self) -> str:
+        return f"{self.rule} {self.where}" + (f" ({self.subject})" if self.subject else "")
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Findings beside a baseline.
+
+    Attributes:
+        new: those that it does not have.
+        hidden: those that it has.
+        gone: what it has and no longer occurs.
+    """
+
+    new: tuple[Finding, ...]
+    hidden: tuple[Finding, ...]
+    gone: tuple[Known, ...]
+
+
+def write(path: Path, findings: Sequence[Finding], base: Path | None = None) -> None:
+    """Write what is found as a baseline, one finding a line, so that a change of it can be read."""
+    known = sorted((_known(finding, base or root()) for finding in findings), key=str)
+    lines = ",\n".join("  " + json.dumps(vars(each)) for each in known)
+    path.write_text(f'{{"version": {_VERSION}, "findings": [\n{lines}\n]}}\n')
+
+
+def read(path: Path) -> tuple[Known, ...]:
+    """The findings of a baseline.
+
+    Raises:
+        ArgumentError: the file is none.
+    """
+    try:
+        data: Any = json.loads(path.read_text())
+        if data["version"] != _VERSION:
+            raise ValueError(f"version {data['version']}")
+        return tuple(Known(**each) for each in data["findings"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArgumentError(
+            message(
+                f"{path} is not a readable baseline",
+                op="check",
+                expected=f"a file of --write-baseline, version {_VERSION}",
+                got=f"{type(error).__name__}: {error}",
+                remedy=f"write it with --write-baseline {path}",
+            )
+        ) from error
+
+
+def beside(findings: Sequence[Finding], known: Sequence[Known], base: Path | None = None) -> Sorted:
+    """What is new, what is known, and what is gone. A fingerprint hides as many findings as the baseline has of it."""
+    base = base or root()
+    left = Counter(each.fingerprint for each in known)
+    new: list[Finding] = []
+    hidden: list[Finding] = []
+    for finding in findings:
+        key = fingerprint(finding, base)
+        (hidden if left[key] > 0 else new).append(finding)
+        left[key] -= 1
+    gone = []
+    for each in reversed(known):
+        if left[each.fingerprint] > 0:
+            left[each.fingerprint] -= 1
+            gone.append(each)
+    return Sorted(tuple(new), tuple(hidden), tuple(reversed(gone)))
+
+
+def _known(finding: Finding, base: Path) -> Known:
+    place = place_of(finding)
+    where = f"{relative(place.file, base)}:{place.function}" if place.file else "nowhere"
+    return Known(fingerprint(finding, base), finding.rule.id, where, finding.subject)

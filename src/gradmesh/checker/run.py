@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from gradmesh.checker.findings import Verdict
+from gradmesh.checker.hooks import run_rank
 from gradmesh.checker.judging.context import Context
 from gradmesh.checker.judging.judge import judged
 from gradmesh.checker.judging.values import averages_values, sends_nothing
-from gradmesh.checker.recording.rank import run_rank
-from gradmesh.checker.recording.tape import Tape
+from gradmesh.checker.trace import Tape
 from gradmesh.errors import ArgumentError, message
 from gradmesh.launch.process_ranks import free_port
 
@@ -34,7 +34,7 @@ _LOCAL_STEPS = 12
 _GRACE = 3.0
 """Seconds without any work, after which the ranks that are left by one that failed are ended."""
 
-_PRELOADED = ["gradmesh.checker.recording.rank", "torch._dynamo", "torch.nn.parallel"]
+_PRELOADED = ["gradmesh.checker.hooks", "torch._dynamo", "torch.nn.parallel"]
 """What ranks need in any case; optimizers load the compiler, which takes seconds on each."""
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradmesh import errors
-from gradmesh.checker.rules import RULES
+from gradmesh.checker.findings import RULES
 
 _INSTALLED = Path(__file__).parent.parent / "pages"
 _CHECKOUT = Path(__file__).parents[3] / "docs"

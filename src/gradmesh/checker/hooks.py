@@ -3,28 +3,166 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import functools
 import math
+import os
+import pickle
+import runpy
+import sys
+import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gradmesh._torch import functorch_active
-from gradmesh.checker.recording.backs import Writing
-from gradmesh.checker.recording.gradients import address_of
-from gradmesh.checker.recording.params import parameters_of, values_after
-from gradmesh.checker.recording.recorder import Recorder
-from gradmesh.checker.recording.settings import Optimizers
-from gradmesh.checker.recording.tape import Called, Hooked, Lost, Over, Param, Root, Step
+from gradmesh._util.call_sites import user_frame
+from gradmesh.checker.recorder import Recorder, Writing
+from gradmesh.checker.trace import (
+    Called,
+    Hooked,
+    Lost,
+    Modules,
+    Over,
+    Param,
+    Plateau,
+    Root,
+    Settings,
+    Step,
+    Tape,
+    address_of,
+    parameters_of,
+    values_after,
+)
+from gradmesh.checker.verbs import Verbs
 from gradmesh.ops.base import Op
+from gradmesh.runtime.state import ACTIVE_TRACERS, rank_state
 from gradmesh.type_inference.tracker import memory_of
 
-__all__ = ["watched"]
+_OF_THE_CODE = {"foreach", "fused", "capturable", "differentiable"}
+"""Settings that select an implementation and not a result."""
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr"}
+"""What schedulers keep in a group and compute the rate from."""
+
+
+class Optimizers:
+    """The optimizers of a rank, with the lines that made them and that changed their settings.
+
+    Args:
+        recorder: gives the lines; its tape takes the values that a `ReduceLROnPlateau` is given.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._to = recorder
+        self._numbers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._made: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._scheduled: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._plateaus: WeakKeyDictionary[Any, Plateau] = WeakKeyDictionary()
+        self._nested = 0
+
+    def number(self, optimizer: Optimizer) -> int:
+        """A number that stands for the optimizer on the tape: they are counted as they are made."""
+        return self._numbers.setdefault(optimizer, len(self._numbers))
+
+    def settings(self, optimizer: Optimizer) -> list[Settings]:
+        """The settings of each parameter of an optimizer, in the order of its groups."""
+        known = (set(getattr(optimizer, "defaults", ())) | _OF_SCHEDULERS) - _OF_THE_CODE
+        made, scheduled = self._made.get(optimizer, -1), self._scheduled.get(optimizer, -1)
+        found = []
+        for group in optimizer.param_groups:
+            values = {key: _numbers(group[key]) for key in sorted(known.intersection(group))}
+            own = Settings({key: x for key, x in values.items() if x is not None}, made, scheduled)
+            found += [own] * len(group["params"])
+        return found
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Replace the methods of torch that make and schedule optimizers, so that their lines are recorded."""
+        made, plateau = Optimizer.__init__, lr_scheduler.ReduceLROnPlateau.__init__
+        steps = [(kind, kind.__dict__["step"]) for kind in _schedulers() if "step" in kind.__dict__]
+        Optimizer.__init__ = self._makes(made)  # type: ignore[method-assign]
+        lr_scheduler.ReduceLROnPlateau.__init__ = self._makes_plateau(plateau)  # type: ignore[method-assign]
+        for kind, step in steps:
+            kind.step = self._schedules(step)
+        try:
+            yield
+        finally:
+            Optimizer.__init__ = made  # type: ignore[method-assign]
+            lr_scheduler.ReduceLROnPlateau.__init__ = plateau  # type: ignore[method-assign]
+            for kind, step in steps:
+                kind.step = step
+
+    def _makes(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            if not self._to.quiet:
+                self.number(optimizer)
+                self._made[optimizer] = self._to.site()
+            original(optimizer, *args, **kwargs)
+
+        return init
+
+    def _makes_plateau(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def init(scheduler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            if not self._to.quiet:
+                made = Plateau(self.number(optimizer), self._to.site())
+                self._plateaus[scheduler] = made
+                self._to.tape.plateaus.append(made)
+            original(scheduler, optimizer, *args, **kwargs)
+
+        return init
+
+    def _schedules(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+            optimizer = getattr(scheduler, "optimizer", None)
+            if not self._to.quiet and isinstance(optimizer, Optimizer):
+                self._scheduled[optimizer] = self._to.site()
+            plateau = self._plateaus.get(scheduler)
+            if plateau is not None and not self._to.quiet:
+                given = args[0] if args else kwargs.get("metrics")
+                with contextlib.suppress(TypeError, ValueError, RuntimeError), self._to.unseen():
+                    plateau.given.append((float(given), self._to.site()))  # type: ignore[arg-type]
+            return original(scheduler, *args, **kwargs)
+
+        return step
+
+
+def _schedulers() -> list[Any]:
+    """The schedulers of torch and of the program, as far as they are defined."""
+    found: list[Any] = [lr_scheduler.LRScheduler]
+    for kind in found:
+        found += [sub for sub in kind.__subclasses__() if sub not in found]
+    return found
+
+
+def _numbers(value: Any) -> tuple[float, ...] | None:
+    """A setting as numbers; None if it is anything else."""
+    if isinstance(value, Tensor):
+        return (float(value),) if value.numel() == 1 and not _is_empty(value) else None
+    if isinstance(value, (int, float)):
+        return (float(value),)
+    if isinstance(value, (list, tuple)) and value:
+        parts = [_numbers(each) for each in value]
+        return tuple(x for part in parts if part for x in part) if all(parts) else None
+    return None
+
+
+def _is_empty(x: Tensor) -> bool:
+    return x.device == torch.device("meta")
+
 
 _OURS = ("torch.", "gradmesh.")
 
@@ -407,3 +545,113 @@ class _Watcher:
 def _copied(gradient: Tensor | None) -> Tensor | None:
     """A copy of a plain tensor; the parts of others are seen elsewhere."""
     return gradient.detach().clone() if type(gradient) is Tensor else None
+
+
+def run_rank(
+    rank: int, size: int, port: int, target: Any, folder: str, steps: int, record: bool = True
+) -> None:
+    """Run a script as one rank, in a process that is made for it and ends with it.
+
+    Args:
+        rank: as torchrun's environment says.
+        size: how many there are.
+        port: where they meet.
+        target: what to run.
+        folder: where the tape and what the script prints go.
+        steps: of an optimizer, after which it ends.
+        record: whether to record; else it only runs, as long.
+    """
+    path = Path(folder) / f"{rank}.out"
+    stream = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for standard in (1, 2):
+        os.dup2(stream, standard)
+    faulthandler.enable(all_threads=False)  # says where, if a signal kills the rank
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1",
+        TORCHELASTIC_RUN_ID="gradmesh-check",
+    )
+    torch.set_num_threads(1)
+    tape, modules = Tape(rank, size), Modules()
+    recorder = Recorder(tape, modules, Path(folder) / f"{rank}.calls")
+    start = time.perf_counter()
+
+    def enough() -> None:
+        tape.ended, tape.seconds = "stopped", time.perf_counter() - start
+        _leave(tape, recorder, Path(folder))
+
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_on_this_machine())
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(modules)
+            stack.enter_context(watched(recorder, steps, enough))
+            if record:
+                stack.enter_context(recorder)
+                rank_state().tracer = Verbs(recorder)
+                ACTIVE_TRACERS[0] += 1
+            kept = _run(target)  # noqa: F841  DDP may never end where its group is destroyed before it
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            _failed(tape, recorder, error, Path(folder))
+    except BaseException as error:
+        _failed(tape, recorder, error, Path(folder))
+    if tape.ended != "stopped":
+        tape.seconds = time.perf_counter() - start
+        _leave(tape, recorder, Path(folder))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # groups whose other ranks are over may not end by themselves
+
+
+def _leave(tape: Tape, recorder: Recorder, folder: Path) -> None:
+    """Write the tape, whole or not at all."""
+    recorder.settle()
+    partial = folder / f"{tape.rank}.partial"
+    with partial.open("wb") as file:
+        pickle.dump(tape, file, pickle.HIGHEST_PROTOCOL)
+    partial.rename(folder / f"{tape.rank}.tape")
+
+
+def _run(target: Any) -> dict[str, Any]:
+    """Run it, and return its globals."""
+    sys.argv = [target.path_or_module, *target.args]
+    if target.module:
+        sys.path.insert(0, os.getcwd())
+        return runpy.run_module(target.path_or_module, run_name="__main__", alter_sys=True)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(target.path_or_module)))
+    return runpy.run_path(target.path_or_module, run_name="__main__")
+
+
+def _failed(tape: Tape, recorder: Recorder, error: BaseException, folder: Path) -> None:
+    traceback.print_exc()
+    (folder / f"{tape.rank}.failed").touch()
+    if tape.ended == "stopped":
+        return  # all that was asked for is known
+    tape.ended, tape.error = "raised", traceback.format_exception_only(error)[0].strip()
+    tape.raised_at = recorder.number_of(user_frame(error.__traceback__))
+
+
+@contextlib.contextmanager
+def _on_this_machine() -> Any:
+    """Gloo where a script asks for NCCL and there is no GPU."""
+    original = dist.init_process_group
+
+    def init(backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not torch.cuda.is_available() and (backend is None or "nccl" in str(backend)):
+            backend = "gloo"
+            kwargs.pop("device_id", None)
+        return original(backend, *args, **kwargs)
+
+    dist.init_process_group = init
+    try:
+        yield
+    finally:
+        dist.init_process_group = original

@@ -1,17 +1,25 @@
-"""The engine: each rank's events in order, and collectives when all of their ranks are there."""
+"""The engine: each rank's events in order, and collectives when all of their ranks are there.
+
+The library's own calls as arithmetic on the ranks' tensors: each op as it is, on a wire that autograd follows.
+All motions of a transport come down to `exchange`, which here is a concatenation of slices of the other ranks' tensors.
+So the gradient is what autograd makes of the forward, and nothing of the ops' own adjoints is believed.
+"""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Generator, Sequence
+import threading
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradmesh.checker.recording.tape import (
+from gradmesh.checker.trace import (
     Alias,
+    Back,
     Called,
     Event,
     Hooked,
@@ -23,13 +31,352 @@ from gradmesh.checker.recording.tape import (
     Root,
     Sent,
     Term,
+    Verb,
     refs,
 )
-from gradmesh.checker.replay.backs import Unclear, hook_of, named_operator, scale_of, through
-from gradmesh.checker.replay.collectives import results_of
-from gradmesh.checker.replay.returned import put_back
+from gradmesh.ops.traced import Encoded, decoded_on
+from gradmesh.runtime.mesh import Axis
+from gradmesh.transport import Transport
 
-__all__ = ["Again", "Rank", "UnfaithfulError", "run_again"]
+_NEAR = 1e-5
+
+
+class Unclear:
+    """The names of backwards of which it is not known what they make of a gradient, since the last `clear`."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+
+class _Through(torch.autograd.Function):
+    """Results of a call, whose gradient goes back as the program's own backward passed it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, back: Back, name: str, unclear: Unclear, outs: tuple[Tensor, ...], *ins: Tensor
+    ) -> Any:
+        ctx.back, ctx.name, ctx.unclear = back, name, unclear
+        ctx.shapes = [(x.shape, x.dtype) for x in ins]
+        return tuple(x.detach().clone() for x in outs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        gave = _passed(ctx.back, gradients, ctx.name, ctx.unclear)
+        fitting = [
+            None if g is None or g.shape != shape else g.to(dtype)
+            for g, (shape, dtype) in zip(gave, ctx.shapes, strict=False)
+        ]
+        return None, None, None, None, *fitting, *([None] * (len(ctx.shapes) - len(fitting)))
+
+
+def through(back: Back, name: str, unclear: Unclear, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> Any:
+    """The results of a call, connected with its operands by the backward that the program ran."""
+    return _Through.apply(back, name, unclear, tuple(outs), *ins)  # type: ignore[no-untyped-call]
+
+
+def hook_of(back: Back, name: str, unclear: Unclear) -> Callable[[Tensor], Tensor | None]:
+    """A hook of a tensor, as the program's own hook was."""
+
+    def hook(gradient: Tensor) -> Tensor | None:
+        passed = _passed(back, (gradient,), name, unclear)[0]
+        return passed if passed is not None and passed.shape == gradient.shape else None
+
+    return hook
+
+
+def scale_of(back: Back) -> float | None:
+    """The number by which a backward multiplies its gradient; None where it does anything else."""
+    met, gave = back.met[0], back.gave[0]
+    return None if met is None or gave is None else _ratio([gave], [met])
+
+
+def _passed(
+    back: Back, gradients: Sequence[Tensor | None], name: str, unclear: Unclear
+) -> Sequence[Tensor | None]:
+    """What a backward makes of gradients, which are other ones than those it met.
+
+    Of a multiple of what it met it makes that multiple of what it gave, whatever it does. Else it is run again, which
+    says nothing where it is not linear.
+    """
+    times = _ratio(gradients, back.met)
+    if times is not None:
+        return [None if x is None else x * times for x in back.gave]
+    made = _run(back, gradients)
+    twice = _run(back, [None if x is None else 2 * x for x in gradients])
+    if made is None or twice is None or not all(_is_twice(a, b) for a, b in zip(twice, made, strict=True)):
+        unclear.names.append(name)
+        return back.gave
+    return made
+
+
+def _is_twice(x: Tensor | None, of: Tensor | None) -> bool:
+    if x is None or of is None:
+        return x is of
+    return torch.allclose(x, 2 * of, rtol=1e-4, atol=_NEAR * float(of.abs().max()) if of.numel() else 0.0)
+
+
+def _ratio(xs: Sequence[Tensor | None], of: Sequence[Tensor | None]) -> float | None:
+    pairs = [(x, y) for x, y in zip(xs, of, strict=False) if x is not None or y is not None]
+    if any(x is not None and y is not None and x.shape != y.shape for x, y in pairs):
+        return None
+    full = [
+        (torch.zeros_like(y) if x is None else x, torch.zeros_like(x) if y is None else y)  # type: ignore[arg-type]
+        for x, y in pairs
+    ]
+    if not full:
+        return 1.0
+    a = torch.cat([x.detach().flatten().double() for x, _ in full])
+    b = torch.cat([y.detach().flatten().double() for _, y in full])
+    square = float(b @ b)
+    if square == 0:
+        return 1.0 if not bool(a.any()) else None
+    ratio = float(a @ b) / square
+    return ratio if float((a - ratio * b).norm()) <= _NEAR * float(a.norm()) else None
+
+
+def _run(back: Back, gradients: Sequence[Tensor | None]) -> list[Tensor | None] | None:
+    """The operators of a backward on other gradients; None where they do not run, or draw at random."""
+    if not back.repeats:
+        return None
+    tensors: dict[int, Tensor] = {}
+    for number, x, met in zip(back.ins, gradients, back.met, strict=False):
+        if number is not None and met is not None:
+            tensors[number] = torch.zeros_like(met) if x is None else x.detach().clone().to(met.dtype)
+
+    def valued(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return tensors[value.id]
+        if isinstance(value, (list, tuple)):
+            return type(value)(valued(part) for part in value)
+        if isinstance(value, dict):
+            return {key: valued(part) for key, part in value.items()}
+        return value
+
+    try:
+        with torch.no_grad():
+            for each in back.ops:
+                if isinstance(each, ProgramInput):
+                    tensors[each.id] = each.value.clone()
+                elif isinstance(each, Op):
+                    result = named_operator(each.name)(*valued(each.args), **valued(each.kwargs))
+                    made = (
+                        [result]
+                        if isinstance(result, Tensor)
+                        else [x for x in result or () if isinstance(x, Tensor)]
+                    )
+                    tensors.update(zip(each.outs, made, strict=False))
+        return [None if number is None else tensors[number] for number in back.outs]
+    except (RuntimeError, KeyError, IndexError, TypeError, ValueError):
+        return None
+
+
+def named_operator(name: str) -> Any:
+    """An operator by its name, as "aten.mul.Tensor"."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+class _Table:
+    """Where the ranks of a call lay down what they give to each, and take what they get from each."""
+
+    def __init__(self, size: int) -> None:
+        self._there = threading.Barrier(size)
+        self._given: list[Sequence[Tensor]] = [()] * size
+        self.end = self._there.abort
+
+    def exchanged(self, rank: int, parts: Sequence[Tensor]) -> list[Tensor]:
+        self._given[rank] = parts
+        self._there.wait()
+        got = [given[rank] for given in self._given]
+        self._there.wait()
+        return got
+
+
+class _Arithmetic(Transport):
+    """One rank's way over the table."""
+
+    def __init__(self, axis: Axis, table: _Table) -> None:
+        super().__init__(axis)
+        self._table = table
+
+    def exchange(
+        self,
+        flat: Tensor,
+        send: Sequence[int],
+        receive: Sequence[int],  # noqa: ARG002 - what comes tells it
+        shape: Sequence[int] | None = None,
+        *,
+        even: bool = False,  # noqa: ARG002
+    ) -> Tensor:
+        """Take what each rank gives to this one."""
+        got = torch.cat(self._table.exchanged(self.axis.rank, flat.split(list(send))))
+        return got if shape is None else got.view(tuple(shape))
+
+
+def results_of_verb(verbs: Sequence[Verb], ins: Sequence[Tensor]) -> list[Tensor]:
+    """What each rank of a call gets.
+
+    Args:
+        verbs: of each rank; of one alone where nothing is sent.
+        ins: what each rank handed in.
+    """
+    table = _Table(len(verbs))
+
+    def run(verb: Verb, x: Tensor) -> Tensor:
+        try:
+            op = decoded_on(Encoded(verb.words, verb.numbers, verb.tensors, ""), verb.rank, verb.size, None)
+            with torch.enable_grad():
+                return op.transfer(x, _Arithmetic(op.axis, table))
+        except BaseException:
+            table.end()
+            raise
+
+    if len(verbs) == 1:
+        return [run(verbs[0], ins[0])]
+    with ThreadPoolExecutor(len(verbs)) as ranks:
+        return list(ranks.map(run, verbs, ins))
+
+
+def results_of(
+    calls: Sequence[Sent], ins: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[torch.Size]]
+) -> list[list[Tensor]] | None:
+    """What each rank of a group gets; None where that is not known.
+
+    Args:
+        calls: of each rank.
+        ins: what each rank handed in.
+        shapes: of each rank's results, where they are written.
+    """
+    kind, first = calls[0].kind, calls[0]
+    if first.verb is not None:
+        verbs = [call.verb for call in calls if call.verb is not None]
+        return [[y] for y in results_of_verb(verbs, [each[0] for each in ins])]
+    if kind == "all_reduce":
+        sums = [combined([each[at] for each in ins], first.reduce) for at in range(len(ins[0]))]
+        return [list(sums) for _ in calls]
+    if kind == "broadcast":
+        return [list(ins[first.root]) for _ in calls]
+    if kind == "reduce":
+        sums = [combined([each[at] for each in ins], first.reduce) for at in range(len(ins[0]))]
+        return [sums if at == first.root else list(ins[at]) for at in range(len(calls))]
+    if kind == "all_gather":
+        return [_shared([each[0] for each in ins], wanted) for wanted in shapes]
+    if kind == "all_gather_each":
+        parts = [_shared([each[at] for each in ins], []) for at in range(len(ins[0]))]
+        return [[part[0] for part in parts] for _ in calls] if len(shapes[0]) in (0, len(parts)) else None
+    if kind == "gather":
+        return [[each[0] for each in ins] if at == first.root else [] for at in range(len(calls))]
+    if kind == "scatter":
+        return [[ins[first.root][at]] for at in range(len(calls))]
+    if kind in ("reduce_scatter", "reduce_scatter_each"):
+        return _reduced_parts(calls, ins, kind)
+    if kind == "all_to_all":
+        return [[each[at] for each in ins] for at in range(len(calls))]
+    if kind == "all_to_all_flat":
+        return _exchanged(calls, ins)
+    return None
+
+
+def combined(parts: Sequence[Tensor], reduce: str) -> Tensor:
+    """The ranks' tensors made one."""
+    stack = torch.stack(list(parts))
+    if reduce in ("sum", ""):
+        return stack.sum(0)
+    if reduce in ("avg", "mean"):
+        return stack.mean(0)
+    if reduce in ("max", "min"):
+        return stack.amax(0) if reduce == "max" else stack.amin(0)
+    return stack.prod(0)
+
+
+def _shared(parts: Sequence[Tensor], wanted: Sequence[torch.Size]) -> list[Tensor]:
+    """All ranks' parts: one by one where so many are written, else along the first dim."""
+    if len(wanted) == len(parts) and (len(parts) > 1 or wanted[0] == parts[0].shape):
+        return [part.reshape(shape) for part, shape in zip(parts, wanted, strict=True)]
+    whole = torch.cat([part.reshape(1) if part.dim() == 0 else part for part in parts])
+    return [whole.reshape(wanted[0]) if wanted else whole]
+
+
+def _reduced_parts(calls: Sequence[Sent], ins: Sequence[Sequence[Tensor]], kind: str) -> list[list[Tensor]]:
+    ranks, reduce = len(calls), calls[0].reduce
+    if kind == "reduce_scatter" and len(ins[0]) == ranks and ranks > 1:
+        return [[combined([each[at] for each in ins], reduce)] for at in range(ranks)]
+    sums = [combined([each[at] for each in ins], reduce) for at in range(len(ins[0]))]
+    return [[part.chunk(ranks)[at] for part in sums] for at in range(ranks)]
+
+
+def _exchanged(calls: Sequence[Sent], ins: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    ranks, pieces = len(calls), []
+    for call, (x, *_) in zip(calls, ins, strict=True):
+        given = (call.splits or ([], []))[1] or [x.shape[0] // ranks] * ranks
+        pieces.append(x.split(given))
+    return [[torch.cat([pieces[source][at] for source in range(ranks)])] for at in range(ranks)]
+
+
+_SAME = {
+    "view",
+    "_unsafe_view",
+    "clone",
+    "detach",
+    "alias",
+    "transpose",
+    "t",
+    "permute",
+    "unsqueeze",
+    "squeeze",
+    "slice",
+    "select",
+    "split",
+    "split_with_sizes",
+    "unbind",
+    "expand",
+}
+_SCALED = {"div", "div_", "mul", "mul_"}
+_SUMS = {"add", "add_", "sub", "sub_"}
+_PARTS = {"cat", "stack", "copy_", "index_put_", "select_scatter", "slice_scatter"}
+
+
+def put_back(events: Sequence[Event]) -> frozenset[int]:
+    """The results of `detach` that stand for the tensor itself.
+
+    A program gathers, or sums, a detached copy of a tensor and puts the tensor in the place of its own part:
+    `parts[rank] = x` before `cat`, or `x + (total - x.detach())`. The result has the value of the collective of the
+    tensor, and that is what a gradient is compared with.
+    """
+    source: dict[int, int] = {}
+    detached: dict[int, list[int]] = {}
+    made: dict[int, set[int]] = {}
+    found: set[int] = set()
+    for event in events:
+        if isinstance(event, Alias):
+            if event.of in source:
+                source[event.id] = source[event.of]
+            made[event.id] = set(made.get(event.of, ()))
+        elif isinstance(event, Sent):
+            if event.followed and event.verb is None and event.kind.startswith(("all_gather", "all_reduce")):
+                for number in event.outs:
+                    made[number] = {source[n] for n in event.ins if n in source}
+        elif isinstance(event, Op) and event.call is None:
+            name, taken = event.name.split(".")[1], refs(event)
+            if name == "detach" and taken[0] not in source:
+                detached.setdefault(taken[0], []).extend(event.outs)
+                source.update(dict.fromkeys(event.outs, taken[0]))
+                continue
+            origins = {source[n] for n in taken if n in source and not made.get(n)}
+            of = set[int]().union(*(made.get(n, set()) for n in taken))
+            plain = [n for n in taken if not made.get(n) and n not in source]
+            if name in _PARTS or name in _SUMS:
+                found |= of.intersection(plain)
+            if of and (
+                name in _SAME or name in _SCALED or (name in _SUMS and origins <= of) or name in _PARTS
+            ):
+                for number in event.outs:
+                    made[number] = made.get(number, set()) | of
+            elif name in _SAME and len(origins) == 1 and taken:
+                source.update(dict.fromkeys(event.outs, next(iter(origins))))
+    return frozenset(number for x in found for number in detached.get(x, ()))
 
 
 class UnfaithfulError(Exception):

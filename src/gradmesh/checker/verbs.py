@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from gradmesh._torch import functorch_active, is_fake
-from gradmesh.checker.recording.collectives import Call
-from gradmesh.checker.recording.recorder import PendingEvent, Recorder
-from gradmesh.checker.recording.tape import Lost, Term, Verb
+from gradmesh.checker.recorder import Call, PendingEvent, Recorder
+from gradmesh.checker.trace import Lost, Term, Verb
 from gradmesh.ops.all_reduce import Extremum
 from gradmesh.ops.base import Op
 from gradmesh.ops.mean import Mean
@@ -20,8 +19,6 @@ from gradmesh.ops.traced import encode
 from gradmesh.runtime.mesh import Axis
 from gradmesh.transport.comm_thread import current_job
 from gradmesh.types import Type
-
-__all__ = ["Verbs"]
 
 
 class Verbs:

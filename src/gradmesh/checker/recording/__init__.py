@@ -1,1 +1,0 @@
-"""What a rank's program does, written down while it runs: operators, collectives, backwards, optimizer steps."""

@@ -1,0 +1,956 @@
+"""The tape: what one rank's program did, in order, as plain values that another process can read."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from gradmesh._torch.dispatched import arguments, written
+from gradmesh.checker.findings import Place
+from gradmesh.type_inference.operators import tensors_in
+from gradmesh.type_inference.tracker import memory_of
+
+
+@dataclass(slots=True)
+class Ref:
+    """A tensor of the tape, by its number, where an operator takes one."""
+
+    id: int
+
+
+@dataclass(slots=True)
+class ProgramInput:
+    """A tensor that no recorded operator made: a parameter, data, what was computed without gradients.
+
+    Attributes:
+        id: its number.
+        value: a copy.
+        leaf: whether autograd accumulates a gradient for it.
+        name: of the parameter, as its module calls it; "" for what has none.
+        random: whether a random operator made it.
+        lost: why it is not known where it came from, though autograd follows it; "" where that is known.
+        site: of the line that took it, where it is lost.
+    """
+
+    id: int
+    value: Tensor
+    leaf: bool = False
+    name: str = ""
+    random: bool = False
+    lost: str = ""
+    site: int = -1
+
+
+@dataclass(slots=True)
+class Alias:
+    """Another view of a tensor's memory that no recorded operator made."""
+
+    id: int
+    of: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(slots=True)
+class Op:
+    """An operator that gradients pass through; inside of a hand-written Function's forward too.
+
+    Attributes:
+        name: as "aten.mul.Tensor".
+        args, kwargs: with a `Ref` for each tensor.
+        outs: the numbers of the results' tensors, in order; that of an operand where it was written in place.
+        site: of the line, in the tape's `places`.
+        call: which call of a Function it is in.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outs: list[int]
+    site: int
+    call: int | None
+
+
+@dataclass(slots=True)
+class Verb:
+    """The op of one of the library's own calls, as `gradmesh.ops.traced` has it.
+
+    Attributes:
+        words, numbers, tensors: what it is made of.
+        rank, size: of the axis.
+    """
+
+    words: str
+    numbers: list[int]
+    tensors: list[Tensor]
+    rank: int
+    size: int
+
+
+@dataclass(slots=True)
+class Sent:
+    """A collective, or a message.
+
+    Attributes:
+        kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "gather", "scatter",
+            "send", "recv", "barrier".
+        group: its global ranks; name: what the ranks call it.
+        ins, outs: numbers of what is handed in and of what is written, or made.
+        reduce: how ranks are combined, in lower case; "" where they are not.
+        root: the rank of the group, or the peer of a message.
+        tag: of a message.
+        splits: rows to and from each rank of a flat all-to-all.
+        shapes: of what is handed in, for those whose gradients are not followed too.
+        rounded: whether that has 16 bits or fewer.
+        followed: whether the numbers are there, so that it can be run again.
+        hidden: whether autograd follows an operand and knows nothing of the call.
+        phase: "forward", "backward", or "apart" (no gradients are followed).
+        total: what a sum of one number came to.
+        verb: where it is one of the library's own calls, by all ranks of `group`, or by this one alone where nothing is
+            sent.
+        parameters: the names of parameters that a broadcast or a sum before the first backward takes, or writes.
+    """
+
+    kind: str
+    group: tuple[int, ...]
+    name: str
+    ins: list[int]
+    outs: list[int]
+    site: int
+    call: int | None
+    reduce: str = ""
+    root: int = -1
+    tag: int = 0
+    splits: tuple[list[int], list[int]] | None = None
+    shapes: list[tuple[int, ...]] = field(default_factory=list)
+    rounded: bool = False
+    followed: bool = False
+    hidden: bool = False
+    phase: str = "forward"
+    total: float | None = None
+    verb: Verb | None = None
+    parameters: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Back:
+    """What a backward, or a hook, that sends nothing made of the gradients that it met.
+
+    Attributes:
+        ops: its operators on these and on what was made of them, and the data that they took.
+        met, gave: copies of the gradients that it was given and that it returned.
+        ins, outs: their numbers, which are of this tape alone.
+        repeats: whether it can be run again: nothing of it was drawn at random in place.
+    """
+
+    ops: list[Op | ProgramInput]
+    met: list[Tensor | None]
+    gave: list[Tensor | None]
+    outs: list[int | None]
+    ins: list[int | None] = field(default_factory=list)
+    repeats: bool = True
+
+
+@dataclass(slots=True)
+class Called:
+    """A call of a hand-written Function that is over, and what its backward did when that ran.
+
+    Attributes:
+        number: which call.
+        name: of the class.
+        site: where it was called.
+        ins, outs: numbers of its tensors; None for one that the tape does not know.
+        begin: how many events there were before it.
+        sends: whether a collective is in its forward.
+        sends_back: whether one is in its backward.
+        received: the gradients of its results that backward met, and
+        returned: those of its operands that it gave; None until it ran.
+        ours: whether it is of torch itself or of gradmesh.
+        back: what its backward did, where it sent nothing.
+        overwrote: the line at which its backward changed a gradient that it received in place; -1 for none.
+    """
+
+    number: int
+    name: str
+    site: int
+    ins: list[int | None]
+    outs: list[int | None]
+    begin: int
+    sends: bool = False
+    sends_back: bool = False
+    received: list[Tensor | None] | None = None
+    returned: list[Tensor | None] | None = None
+    ours: bool = False
+    back: Back | None = None
+    overwrote: int = -1
+
+
+@dataclass(slots=True)
+class Over:
+    """A call of a hand-written Function is over: from here on its results stand for it.
+
+    Attributes:
+        call: which.
+        unseen: whether a result is of work that was not seen.
+    """
+
+    call: Called
+    unseen: bool = False
+
+
+@dataclass(slots=True)
+class Hooked:
+    """A hook of a tensor changed its gradient, or sent something.
+
+    Attributes:
+        id: the tensor's number.
+        back: what the hook did; None: it called a collective.
+        site: of the line that registered it.
+    """
+
+    id: int
+    back: Back | None
+    site: int
+
+
+@dataclass(slots=True)
+class Root:
+    """A tensor that a backward began at.
+
+    Attributes:
+        id: its number.
+        value: a copy, to hold what is run again against.
+        weight: the gradient that it was given.
+        passed_on: whether that came from another rank, which has the loss.
+    """
+
+    id: int
+    value: Tensor
+    weight: Tensor | None
+    passed_on: bool
+    site: int
+
+
+@dataclass(slots=True)
+class Term:
+    """A loss that `gradmesh.objective` made: its ranks' losses are terms of one, and have its value all of them.
+
+    Attributes:
+        id: its number.
+        group: the ranks.
+    """
+
+    id: int
+    group: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """What a program did to a gradient before the step, other than to multiply it or to add gradients up.
+
+    Attributes:
+        what: the operator; "replaced" where it is not known what the gradient is made of, "taken away" where there is
+            none any more.
+        site: of the line.
+        before: what it was done to, where that is one tensor.
+    """
+
+    what: str
+    site: int
+    before: Tensor | None = None
+
+
+@dataclass(slots=True)
+class Settings:
+    """The numbers that an optimizer steps a group of parameters with.
+
+    Attributes:
+        numbers: by the setting's name, such as "lr" and "betas".
+        made: the line that made the optimizer.
+        scheduled: the line of the last step of a scheduler of it; -1 where there was none.
+    """
+
+    numbers: dict[str, tuple[float, ...]]
+    made: int
+    scheduled: int = -1
+
+
+@dataclass(slots=True)
+class Plateau:
+    """A `ReduceLROnPlateau`.
+
+    Attributes:
+        optimizer: the number of its optimizer.
+        made: the line that made it.
+        given: the values that it was given, each with the line.
+    """
+
+    optimizer: int
+    made: int
+    given: list[tuple[float, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Param:
+    """A parameter at an optimizer step.
+
+    Attributes:
+        name: as its module calls it.
+        id: of the leaf of this rank's tape; None where it was not used.
+        value, grad: copies, before the step; of this rank's part.
+        after: the value after the step.
+        mesh: the global ranks of a DTensor's mesh, nested as that is; None for a plain tensor.
+        placements: of a DTensor: ("shard", dim), ("replicate", 0) or ("partial", 0) for each mesh dim.
+        grad_placements: those of its gradient.
+        whole: the DTensor's whole shape.
+        factor: what the gradient was multiplied by in another tensor than its own, and
+        share: the same, where it may be that of a mean over ranks.
+        changed: what else was done to it.
+        settings: of the optimizer; None where the program steps by itself.
+    """
+
+    name: str
+    id: int | None
+    value: Tensor
+    grad: Tensor | None
+    after: Tensor | None = None
+    mesh: Any = None
+    placements: list[tuple[str, int]] = field(default_factory=list)
+    grad_placements: list[tuple[str, int]] = field(default_factory=list)
+    whole: tuple[int, ...] = ()
+    factor: float = 1.0
+    share: float = 1.0
+    changed: Changed | None = None
+    settings: Settings | None = None
+
+
+@dataclass(slots=True)
+class Step:
+    """What an optimizer's step, or the program's own writing to its parameters, begins with."""
+
+    params: list[Param]
+    buffers: dict[str, Tensor]
+    site: int
+    manual: bool = False
+    wrapped: tuple[int, ...] = ()
+    """The ranks of a DistributedDataParallel whose gradients are averaged; () without one."""
+    by_gradients: bool = True
+    """Whether parameters move along what is in their `.grad`, as far as the first of them tells."""
+    optimizer: int = -1
+    """The number of the optimizer; -1 for a step of the program's own."""
+    written: dict[str, int] = field(default_factory=dict)
+    """The lines at which the program last wrote to buffers and frozen parameters."""
+    frozen: dict[str, Tensor] = field(default_factory=dict)
+    """Copies of the parameters that take no gradient."""
+
+
+@dataclass(slots=True)
+class Scaled:
+    """A parameter's gradient was multiplied by a number between backward and step.
+
+    Attributes:
+        name: of the parameter.
+        factor: the number.
+        own: whether it was made of gradients, such as of their norm, as far as is known.
+        loss: whether it takes the scale of the loss back.
+        by: "clip_grad_norm_" where that is torch's own, which did it.
+    """
+
+    name: str
+    factor: float
+    site: int
+    own: bool = False
+    loss: bool = False
+    by: str = ""
+
+
+@dataclass(slots=True)
+class Saved:
+    """A collective wrote where autograd has saved a tensor for its backward."""
+
+    kind: str
+    site: int
+    where: int
+
+
+@dataclass(slots=True)
+class Lost:
+    """Something that could not be followed, in words."""
+
+    what: str
+    site: int
+
+
+Event = ProgramInput | Alias | Op | Sent | Root | Term | Step | Scaled | Saved | Lost | Over | Hooked
+
+
+@dataclass
+class Tape:
+    """All of it.
+
+    Attributes:
+        rank, size: of the rank.
+        events: in order.
+        calls: of Functions, by number.
+        comm_hook: the line that registered a communication hook with DistributedDataParallel; -1 where there is none.
+        plateaus: the schedulers that lower a learning rate where a value stops to fall.
+        places: the lines that `site` numbers.
+        steps: how many optimizer steps were seen.
+        ended: "stopped" after the steps asked for, "returned", or "raised".
+        error: the traceback, where it raised, and
+        raised_at: the line of the program.
+        seconds: how long the program ran.
+    """
+
+    rank: int
+    size: int
+    events: list[Event] = field(default_factory=list)
+    calls: dict[int, Called] = field(default_factory=dict)
+    comm_hook: int = -1
+    plateaus: list[Plateau] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    steps: int = 0
+    ended: str = "returned"
+    error: str = ""
+    raised_at: int = -1
+    seconds: float = 0.0
+
+
+def refs(event: Event) -> list[int]:
+    """The numbers of the tensors that an event takes."""
+    if isinstance(event, Sent):
+        return event.ins
+    if isinstance(event, Alias):
+        return [event.of]
+    if isinstance(event, Op):
+        return list(_refs((event.args, event.kwargs)))
+    return []
+
+
+def _refs(value: Any) -> Iterator[int]:
+    if isinstance(value, Ref):
+        yield value.id
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _refs(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _refs(part)
+
+
+class Gradients:
+    """Where the gradients of parameters are in memory; empty until a backward has ended.
+
+    Args:
+        parameters: those there are, each with its name.
+    """
+
+    def __init__(self, parameters: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
+        self._parameters = parameters
+        self._at: dict[tuple[int, int], tuple[str, weakref.ref[Tensor]]] = {}
+        """By address and size: FSDP's flat gradient begins where that of its first parameter does."""
+        self._named: list[tuple[str, weakref.ref[Tensor]]] = []
+        self._sought = False
+
+    def find(self) -> None:
+        """Look where they are, after a backward."""
+        self._sought = True
+        self._named = [(name, weakref.ref(p)) for name, p in self._parameters()]
+        self._look()
+
+    def _look(self) -> None:
+        self._at = {}
+        for name, held in self._named:
+            p = held()
+            gradient = None if p is None else gradient_of(p)
+            if gradient is not None:
+                self._at[_span(gradient)] = name, held
+
+    def forget(self) -> None:
+        """A step is over."""
+        self._at, self._named, self._sought = {}, [], False
+
+    def name_at(self, x: Tensor) -> str | None:
+        """The parameter whose gradient a tensor is; None for another tensor.
+
+        Programs replace gradients, and memory that one has left is used again: what is found is looked at once more,
+        and what is not found is sought.
+        """
+        if not self._sought or x.requires_grad:
+            return None
+        at = _span(x)
+        if not self._is_there(at):
+            self._look()
+        return self._at[at][0] if at in self._at and at[0] else None
+
+    def part_of(self, x: Tensor) -> str | None:
+        """The parameter of whose gradient a tensor is a part: some rows, say, or the imaginary parts; else None."""
+        if not self._sought or x.requires_grad or not x.numel() or self.name_at(x) is not None:
+            return None
+        at, last = address_of(x), _end_of(x)
+        for name, held in self._named:
+            p = held()
+            gradient = None if p is None else gradient_of(p)
+            if gradient is None or not address_of(gradient) <= at <= last <= _end_of(gradient):
+                continue
+            if x.numel() * x.element_size() < gradient.numel() * gradient.element_size():
+                return name
+        return None
+
+    def _is_there(self, at: tuple[int, int]) -> bool:
+        entry = self._at.get(at)
+        p = None if entry is None else entry[1]()
+        gradient = None if p is None else gradient_of(p)
+        return gradient is not None and _span(gradient) == at
+
+
+def gradient_of(p: Tensor) -> Tensor | None:
+    """This rank's part of a parameter's gradient."""
+    gradient: Any = p.grad
+    return None if gradient is None else getattr(gradient, "_local_tensor", gradient)
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    return address_of(x), x.numel() * x.element_size()
+
+
+def _end_of(x: Tensor) -> int:
+    """Where the last entry of a tensor ends."""
+    steps = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return address_of(x) + (steps + 1) * x.element_size()
+
+
+def is_multiple(x: Tensor, of: Tensor) -> bool:
+    """Whether a tensor is a number times another one, but for rounding."""
+    a, b = x.detach().flatten().double(), of.detach().flatten().double()
+    return bool((a @ b).abs() > (1 - 1e-5) * a.norm() * b.norm())
+
+
+def address_of(x: Tensor) -> int:
+    """Where a tensor itself begins; several may share a memory."""
+    try:
+        return x.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What a tensor is that is made of gradients.
+
+    Attributes:
+        factor: what they were multiplied by, in another tensor than their own, and
+        share: the same, where it may be that of a mean over ranks.
+        own: whether by a number that comes from gradients.
+        number: whether it is such a number itself: a norm, a product of two gradients.
+        changed: the first operation on them that is neither a sum nor a multiple; None where there is none.
+    """
+
+    factor: float = 1.0
+    share: float = 1.0
+    own: bool = False
+    number: bool = False
+    changed: Changed | None = None
+
+
+class Changes:
+    """What a program makes of gradients between a backward and a step, but for sums over ranks and multiples.
+
+    Args:
+        gradients: where they are.
+        site: the number of the program's line that is being run.
+        ranks: how many there are.
+    """
+
+    def __init__(self, gradients: Gradients, site: Callable[[], int], ranks: int) -> None:
+        self._gradients, self._site, self._ranks = gradients, site, ranks
+        self._by_name: dict[str, Moved] = {}
+        self._by_store: dict[int, tuple[Tensor, Moved]] = {}
+        self.read = False
+        """Whether the program has read a number that comes from gradients."""
+
+    def forget(self) -> None:
+        """A step is over."""
+        self._by_name, self._by_store, self.read = {}, {}, False
+
+    def of(self, x: Tensor) -> Moved | None:
+        """What is known of a tensor; None for one that is not made of gradients."""
+        name = self._gradients.name_at(x)
+        if name is not None and name in self._by_name:
+            return self._by_name[name]
+        entry = self._by_store.get(_memory(x))
+        if entry is not None:
+            return entry[1]
+        return None if name is None else Moved()
+
+    def arrives(self, tensors: Iterable[Tensor]) -> None:
+        """A collective or a message has written these: gradients of other ranks, as it is after a backward."""
+        for x in tensors:
+            if x.is_floating_point() and self.of(x) is None:
+                self._by_store[_memory(x)] = x, Moved()
+
+    def follow(self, func: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """Run an operator, and say what its results are."""
+        given = list(tensors_in((args, kwargs)))
+        name = func.overloadpacket.__name__
+        bound = arguments(func, args, kwargs) if written(func) else {}
+        targets = [x for key in written(func) for x in tensors_in(bound.get(key))]
+        changed = [name != "copy_" and self._changes_part(name, x) for x in targets]
+        if changed and all(changed):
+            return run()
+        if not any(self.of(x) is not None for x in given):
+            return run()
+        if name.endswith("_like") or name.startswith("new_"):
+            return run()  # takes no more than what it looks like
+        bound = bound or arguments(func, args, kwargs)
+        if name == "_local_scalar_dense":
+            self.read = True
+        elif name in ("zero_", "fill_") and all(self._gradients.name_at(x) is None for x in targets):
+            for x in targets:
+                self._by_store.pop(_memory(x), None)
+            return run()
+        each = name.startswith("_foreach_") or "non_finite" in name
+        plain = name.removeprefix("_foreach_").rstrip("_")
+        lists = [
+            value for value in bound.values() if isinstance(value, (list, tuple)) and list(tensors_in(value))
+        ]
+        if each and lists:
+            others = [x for value in bound.values() if isinstance(value, Tensor) for x in [value]]
+            rows = [[*row, *others] for row in zip(*(list(tensors_in(part)) for part in lists), strict=False)]
+            made = [self._made(plain, row, bound) for row in rows]
+        else:
+            made = [self._made(plain, given, bound)]
+        result = run()
+        outs = targets or list(tensors_in(result))
+        if "non_finite" in name:
+            return result
+        for at, x in enumerate(outs):
+            moved = made[at] if each and at < len(made) else made[0]
+            if moved is None or not (x.is_floating_point() or x.is_complex()):
+                continue
+            # The squares of a gradient of one entry are summed as those of others are: for a norm.
+            reduces = moved.changed is not None or any(y.numel() > 1 for y in given)
+            if x.numel() == 1 and reduces and plain in _TO_NUMBERS:
+                moved = Moved(number=True)
+            self._mark(x, moved, inplace=bool(targets))
+        return result
+
+    def _changes_part(self, name: str, x: Tensor) -> bool:
+        """Whether an operator writes to a part of a gradient, which is then another one."""
+        part = self._gradients.part_of(x)
+        if part is not None:
+            known = self._by_name.get(part, Moved())
+            changed = known.changed or Changed(f"{name} of a part of it", self._site())
+            self._by_name[part] = replace(known, changed=changed)
+        return part is not None
+
+    def _mark(self, x: Tensor, moved: Moved, *, inplace: bool) -> None:
+        name = self._gradients.name_at(x)
+        if inplace and name is not None:
+            known = self._by_name.get(name)
+            changed = known.changed if known is not None and known.changed else moved.changed
+            # A factor that a gradient is multiplied by in place is recorded as such.
+            factor, share = (known.factor, known.share) if known is not None else (1.0, 1.0)
+            self._by_name[name] = replace(moved, changed=changed, factor=factor, share=share)
+        else:
+            self._by_store[_memory(x)] = x, moved
+
+    def _made(self, name: str, operands: Sequence[Tensor], bound: dict[str, Any]) -> Moved | None:
+        """What an operator makes of some tensors."""
+        moved = [(x, known) for x in operands if (known := self.of(x)) is not None]
+        if not moved:
+            return None
+        if all(known.number for _, known in moved):
+            # A number that gradients are multiplied by in place is seen there.
+            wide = [x for x in operands if self.of(x) is None and x.numel() > 1]
+            return None if wide and name in ("mul", "div") else Moved(number=True)
+        full = [(x, known) for x, known in moved if not known.number]
+        first = full[0][1]
+        alike = all(
+            known.factor == first.factor and known.share == first.share and known.own == first.own
+            for _, known in full
+        )
+        before = next((known.changed for _, known in full if known.changed is not None), None)
+        if before is not None:
+            return replace(first, changed=before)
+        if name in _KEEPS:
+            return first if alike else self._changed(name, full)
+        if name in ("mul", "div") and len(full) == 1:
+            numbers = [x for x in operands if x is not full[0][0]]
+            number: Any = (
+                numbers[0] if numbers else bound.get("other", bound.get("scalar", bound.get("scalars")))
+            )
+            if isinstance(number, Tensor) and (number.numel() == 1 or _is_one_number(number)):
+                own = any(known.number for _, known in moved) or self.read
+                value = float(number.flatten()[0])
+            elif isinstance(number, (int, float)):
+                own, value = self.read, float(number)
+            else:
+                return self._changed(name, full)
+            if name == "div":
+                value = 1 / value if value else 0.0
+            if is_mean(value, self._ranks):
+                return replace(first, share=first.share * value)
+            return replace(first, factor=first.factor * value, own=first.own or own)
+        if name in ("add", "sub"):
+            others = [x for x in operands if self.of(x) is None]
+            weighed = abs(float(bound.get("alpha", 1) or 0)) != 1 and self.read
+            sizes = {x.numel() for x, _ in full}
+            if any(bool(x.any()) for x in others) or not alike or len(sizes) > 1:
+                return self._changed(name, full)
+            if len(full) > 1 and (first.own or weighed or any(known.number for _, known in moved)):
+                return self._changed(name, full)
+            return first
+        return self._changed(name, full)
+
+    def _changed(self, name: str, full: Sequence[tuple[Tensor, Moved]]) -> Moved:
+        x, known = full[0]
+        before = x.detach().clone() if len(full) == 1 else None
+        return Moved(known.factor, known.share, known.own, changed=Changed(name, self._site(), before))
+
+
+_KEEPS = {
+    "view",
+    "_unsafe_view",
+    "_reshape_alias",
+    "clone",
+    "detach",
+    "alias",
+    "t",
+    "transpose",
+    "permute",
+    "slice",
+    "select",
+    "narrow",
+    "split",
+    "split_with_sizes",
+    "chunk",
+    "unbind",
+    "cat",
+    "stack",
+    "copy",
+    "_to_copy",
+    "to",
+    "expand",
+    "squeeze",
+    "unsqueeze",
+    "as_strided",
+    "index_select",
+    "constant_pad_nd",
+    "neg",
+    "sum",
+    "mean",
+    "lift_fresh",
+    "_coalesced",
+    "coalesce",
+    "_to_dense",
+    "resize",
+    "set",
+}
+"""Operators that move gradients, or add them up."""
+_TO_NUMBERS = {
+    "sum",
+    "mean",
+    "norm",
+    "linalg_vector_norm",
+    "dot",
+    "vdot",
+    "max",
+    "amax",
+    "mv",
+    "mm",
+    "linalg_norm",
+}
+
+
+def is_mean(factor: float, ranks: int) -> bool:
+    """Whether a factor is that of a mean over ranks, or takes one back."""
+    return factor > 0 and any(
+        abs(factor * n - 1) < 1e-6 or abs(factor / n - 1) < 1e-6 for n in range(2, ranks + 1)
+    )
+
+
+def _is_one_number(x: Tensor) -> bool:
+    return x.numel() > 0 and bool((x == x.flatten()[0]).all())
+
+
+def _memory(x: Tensor) -> int:
+    """Where a tensor's memory is."""
+    try:
+        return int(memory_of(x))
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def parameters_of(
+    held: Sequence[Any],
+    names: dict[int, str],
+    id_of: Callable[[Tensor], int | None],
+    returned: dict[int, Tensor],
+    change_of: Callable[[Any, Tensor | None], Moved] = lambda *_: Moved(),
+) -> list[Param]:
+    """Copies of parameters and gradients.
+
+    Args:
+        held: the parameters.
+        names: of each, by its identity.
+        id_of: the number of a leaf.
+        returned: gradients that the program asked for, by the identity of the parameter.
+        change_of: what the program made of a parameter's gradient.
+    """
+    found = []
+    for at, p in enumerate(held):
+        grad = p.grad if p.grad is not None else returned.get(id(p))
+        local = _local(p)
+        known = id_of(local)
+        name = names.get(id(p), "") or f"parameter {at} of shape {tuple(p.shape)}"
+        param = Param(name, known, local.detach().clone(), None if grad is None else _copy(grad))
+        if local is p and not (grad is not None and id(p) in returned and p.grad is None):
+            moved = change_of(p, grad)
+            param.factor, param.share, param.changed = moved.factor, moved.share, moved.changed
+        if local is not p:
+            param.mesh = p.device_mesh.mesh.tolist()
+            param.placements = _placements(p)
+            param.grad_placements = [] if grad is None else _placements(grad)
+            param.whole = tuple(p.shape)
+        found.append(param)
+    return found
+
+
+def nameless(number: int | None) -> str:
+    """What a parameter that no module has is called before a step."""
+    return f"#{number}"
+
+
+def values_after(params: Sequence[Param], held: Sequence[Any]) -> None:
+    """Add what the step made of them."""
+    for param, p in zip(params, held, strict=False):
+        param.after = _copy(p)
+
+
+def _local(x: Any) -> Tensor:
+    return getattr(x, "_local_tensor", x)  # type: ignore[no-any-return]
+
+
+def _copy(x: Any) -> Tensor:
+    local = _local(x).detach()
+    return local.to_dense() if local.layout is not torch.strided else local.clone()
+
+
+def _placements(x: Any) -> list[tuple[str, int]]:
+    found = []
+    for each in getattr(x, "placements", ()):
+        if each.is_shard():
+            found.append(("shard", int(each.dim)))
+        else:
+            found.append(("replicate" if each.is_replicate() else "partial", 0))
+    return found
+
+
+_WRAPPERS = ("DistributedDataParallel", "OptimizedModule", "DataParallel")
+"""Modules around a module, whose names would only stand before those of its parameters."""
+
+
+class Modules:
+    """The modules that are called, from the outermost; a context."""
+
+    def __init__(self) -> None:
+        self._stack: list[nn.Module] = []
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Modules:
+        self._hooks = [
+            register_module_forward_pre_hook(self._enters),
+            register_module_forward_hook(self._leaves, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enters(self, module: nn.Module, _: Any) -> None:
+        if not self._stack and not any(root() is module for root in self._roots):
+            self._roots.append(weakref.ref(module))
+        self._stack.append(module)
+
+    def _leaves(self, module: nn.Module, _: Any, __: Any) -> None:
+        while self._stack and self._stack.pop() is not module:
+            pass
+
+    def roots(self) -> list[nn.Module]:
+        """The outermost modules that were called and still exist, without those that are a part of another."""
+        alive = [module for root in self._roots if (module := root()) is not None]
+        parts = {id(part) for module in alive for part in module.modules() if part is not module}
+        return [module for module in alive if id(module) not in parts]
+
+    def names(self) -> dict[int, str]:
+        """The name of each parameter, by its identity."""
+        found: dict[int, str] = {}
+        for label, module in self._labelled():
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                found.setdefault(id(parameter), label + name)
+        return found
+
+    def parameters(self) -> list[Tensor]:
+        """All parameters."""
+        return [parameter for module in self.roots() for parameter in module.parameters()]
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Floating-point buffers, by their names."""
+        return {
+            label + name: buffer
+            for label, module in self._labelled()
+            for name, buffer in module.named_buffers()
+            if buffer.is_floating_point() and type(buffer) is Tensor
+        }
+
+    def frozen(self) -> dict[str, Tensor]:
+        """Parameters that take no gradient, by their names."""
+        return {
+            label + name: parameter
+            for label, module in self._labelled()
+            for name, parameter in module.named_parameters()
+            if not parameter.requires_grad and type(parameter) is nn.Parameter
+        }
+
+    def name_of(self, leaf: Tensor) -> str:
+        """The name of a parameter that an operator has just met: of what its module holds at this moment."""
+        for module in reversed(self._stack):
+            for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                if parameter is leaf:
+                    return self._path(module) + own
+        return self.names().get(id(leaf), "")
+
+    def averaging(self) -> tuple[int, ...]:
+        """The ranks over which a DistributedDataParallel averages gradients; () without one."""
+        for module in self.roots():
+            for part in module.modules():
+                if isinstance(part, nn.parallel.DistributedDataParallel):
+                    return tuple(torch.distributed.get_process_group_ranks(part.process_group))
+        return ()
+
+    def _path(self, wanted: nn.Module) -> str:
+        for label, module in self._labelled():
+            for name, part in module.named_modules():
+                if part is wanted:
+                    return f"{label}{name}." if name else label
+        return ""
+
+    def _labelled(self) -> list[tuple[str, nn.Module]]:
+        bare = []
+        for module in self.roots():
+            while type(module).__name__ in _WRAPPERS:
+                module = next(iter(module.children()))
+            bare.append(module)
+        if len(bare) == 1:
+            return [("", bare[0])]
+        return [(f"{type(module).__name__}{at}.", module) for at, module in enumerate(bare)]
