@@ -21,7 +21,7 @@ from gradmesh.errors import ArgumentError, DTypeError, GradmeshError, message
 from gradmesh.runtime.mesh import balanced
 from gradmesh.types import Type
 
-Kind = Type | None | Mapping[str, Type | None]
+InputType = Type | None | Mapping[str, Type | None]
 
 _DOUBLE = {
     torch.float16: torch.float64,
@@ -48,7 +48,7 @@ class Input:
     """
 
     value: object
-    type: Kind
+    type: InputType
 
 
 @dataclass
@@ -168,7 +168,7 @@ class RankInputs:
                 if callable(reshard):
                     reshard()
 
-    def _taken(self, x: object, name: str, kind: Kind) -> Any:
+    def _taken(self, x: object, name: str, kind: InputType) -> Any:
         """The structure with differentiable tensors replaced by leaves."""
         if isinstance(x, Input):
             return self._taken(x.value, name, x.type)
@@ -193,7 +193,7 @@ class RankInputs:
         self.leaves[name] = Leaf(name, kind, value)
         return self.leaves[name]
 
-    def _take_parameters(self, module: nn.Module, name: str, kind: Kind) -> None:
+    def _take_parameters(self, module: nn.Module, name: str, kind: InputType) -> None:
         self.modules.append(module)
         averaged = averaged_parameters(module)
         for path, parameter in module.named_parameters():
@@ -228,7 +228,7 @@ def _default(parameter: Tensor) -> Type:
     return Type.V if any(place.is_shard() for place in parameter.placements) else Type.I
 
 
-def _of(kind: Kind, name: str, default: Any) -> Any:
+def _of(kind: InputType, name: str, default: Any) -> Any:
     """The type for a name: that of the first matching pattern in a mapping, else the default."""
     return chosen(kind, name, default) if isinstance(kind, Mapping) else kind
 
