@@ -26,7 +26,9 @@ sweep: .venv/ready
 lint: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m tools.wording
+	$(BIN)/python -m tools.size
 	$(BIN)/mypy
 
 # Writes what is generated into README.md and docs/versions.md.

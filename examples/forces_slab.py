@@ -20,11 +20,10 @@ from ase.calculators.emt import EMT
 from ase.md.verlet import VelocityVerlet
 
 import gradmesh as gm
-from gradmesh.demo.forces.batches import Batch, Figures, batch_of
 from gradmesh.demo.forces.dynamics import RankCalculator, started
 from gradmesh.demo.forces.layers import CUTOFF
 from gradmesh.demo.forces.parallel import Potential, figures
-from gradmesh.demo.forces.structures import labelled
+from gradmesh.demo.forces.structures import Batch, Figures, batch_of, labelled
 from gradmesh.demo.forces.training import Learner, fitted, loss_of
 from gradmesh.nn.graph import GraphPlan, by_space
 

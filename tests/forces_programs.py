@@ -14,9 +14,8 @@ from torch import Tensor
 
 import gradmesh as gm
 from gradmesh.demo.forces import parallel, single
-from gradmesh.demo.forces.batches import Batch, Figures, batch_of
 from gradmesh.demo.forces.layers import CUTOFF, copied
-from gradmesh.demo.forces.structures import ELEMENTS
+from gradmesh.demo.forces.structures import ELEMENTS, Batch, Figures, batch_of
 from gradmesh.demo.forces.training import loss_of
 from gradmesh.nn.graph import GraphPlan, by_count, by_graph, by_space
 

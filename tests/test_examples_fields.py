@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gradmesh.demo.fno.burgers import VISCOSITY, diffused, initial_fields, solved
-from gradmesh.demo.fno.job import run
+from gradmesh.demo.fno.job import VISCOSITY, diffused, initial_fields, run, solved
 from gradmesh.demo.fno.settings import Job
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "fno_burgers.py"

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import gradmesh as gm
 from gradmesh.demo.forces import parallel, single, structures
-from gradmesh.demo.forces.batches import Figures, batch_of, neighbours
 from gradmesh.demo.forces.layers import CUTOFF, copied
+from gradmesh.demo.forces.structures import Figures, batch_of, neighbours
 from gradmesh.demo.forces.training import fitted, loss_of
 from tests.forces_programs import structure_of
 

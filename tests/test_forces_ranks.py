@@ -15,13 +15,19 @@ from ase.calculators.calculator import PropertyNotImplementedError
 
 import gradmesh as gm
 from gradmesh.demo.forces import parallel, single, structures
-from gradmesh.demo.forces.batches import batch_of
-from gradmesh.demo.forces.comparing import deviations, trained
 from gradmesh.demo.forces.dynamics import RankCalculator, md_on_rank, started
-from gradmesh.demo.forces.layers import CUTOFF, copied
-from gradmesh.demo.forces.once import OncePlan
+from gradmesh.demo.forces.layers import CUTOFF, OncePlan, copied
 from gradmesh.demo.forces.settings import Settings, Watcher
-from gradmesh.demo.forces.training import Learner, fitted, samples_of, train, train_on_rank
+from gradmesh.demo.forces.structures import batch_of
+from gradmesh.demo.forces.training import (
+    Learner,
+    deviations,
+    fitted,
+    samples_of,
+    train,
+    train_on_rank,
+    trained,
+)
 from gradmesh.nn.graph import GraphPlan, by_count
 from tests.conftest import Run
 from tests.forces_programs import held, models, random_program, sample_of, verdicts

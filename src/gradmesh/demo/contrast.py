@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy, normalize
 
 import gradmesh as gm
-from gradmesh.demo.drawing import seeded
+from gradmesh.demo.shared import seeded
 
 __all__ = ["GATHERS", "Learner", "Towers", "Views", "dense_loss", "rank_epoch", "rank_gradient", "rank_loss"]
 

@@ -5,21 +5,137 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import pi
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import gelu
 
 import gradmesh as gm
-from gradmesh.demo.drawing import seeded
-from gradmesh.demo.fno.burgers import diffused, initial_fields, solved
-from gradmesh.demo.fno.network import Operator, relative_error
 from gradmesh.demo.fno.settings import Job
-from gradmesh.demo.following import ALONE, IN_PARTS, Progressed
 from gradmesh.demo.job import one_thread
+from gradmesh.demo.shared import ALONE, IN_PARTS, Progressed, seeded
 from gradmesh.runtime.mesh import balanced
 
-__all__ = ["Result", "Step", "data_of", "dense_operator", "run", "train"]
+VISCOSITY = 0.01
+TIME = 1.0
+
+
+def initial_fields(number: int, points: int, seed: int) -> Tensor:
+    """Random smooth periodic fields, shape (number, points).
+
+    Modes are normal with variance proportional to (k^2 + 9)^-2; the mean is 0. Source: Li et al. (arXiv:2010.08895),
+    section 5.1, with other constants.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    modes = torch.arange(1, 17, dtype=torch.float64)
+    sizes = 9 / (modes**2 + 9)
+    waves = torch.randn(number, 2, 16, generator=draw, dtype=torch.float64) * sizes
+    angles = 2 * pi * modes.unsqueeze(1) * torch.arange(points, dtype=torch.float64) / points
+    return 0.3 * (waves[:, 0] @ angles.cos() + waves[:, 1] @ angles.sin())
+
+
+def solved(fields: Tensor, steps: int = 400) -> Tensor:
+    r"""u(x, 1) of u_t + u u_x = nu u_xx on a circle of length 1, from u(x, 0).
+
+    In Fourier space, the viscous term is integrated exactly and the nonlinear term by the classical Runge-Kutta method,
+    with the 2/3 rule against aliasing. Source: Canuto et al., Spectral methods in fluid dynamics (1988).
+
+    Args:
+        fields: u(x, 0), shape (number, points).
+        steps: number of time steps.
+    """
+    points = fields.shape[-1]
+    k = 2 * pi * torch.arange(points // 2 + 1, dtype=torch.float64)
+    step = TIME / steps
+    half = torch.exp(-VISCOSITY * k**2 * step / 2)
+    kept = torch.arange(points // 2 + 1) <= points // 3
+
+    def nonlinear(u: Tensor) -> Tensor:
+        square: Tensor = torch.fft.rfft(torch.fft.irfft(u, points) ** 2)
+        return -0.5j * k * square * kept
+
+    u: Tensor = torch.fft.rfft(fields) * kept
+    for _ in range(steps):
+        a = nonlinear(u)
+        b = nonlinear(half * (u + step / 2 * a))
+        c = nonlinear(half * u + step / 2 * b)
+        d = nonlinear(half**2 * u + step * half * c)
+        u = half**2 * u + step / 6 * (half**2 * a + 2 * half * (b + c) + d)
+    made: Tensor = torch.fft.irfft(u, points)
+    return made
+
+
+def diffused(fields: Tensor) -> Tensor:
+    """u(x, 1) without the nonlinear term u u_x, a baseline."""
+    points = fields.shape[-1]
+    k = 2 * pi * torch.arange(points // 2 + 1, dtype=torch.float64)
+    made: Tensor = torch.fft.irfft(torch.fft.rfft(fields) * torch.exp(-VISCOSITY * k**2 * TIME), points)
+    return made
+
+
+class _Spectral(nn.Module):
+    """The dense spectral layer, in plain torch."""
+
+    def __init__(self, width: int, modes: int) -> None:
+        super().__init__()
+        draw = torch.rand(width, width, modes, dtype=torch.complex128)
+        self.weight = nn.Parameter(draw / width**2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.fft.rfft(x)[..., : self.weight.shape[-1]]
+        made: Tensor = torch.fft.irfft(torch.einsum("nik,iok->nok", kept, self.weight), x.shape[-1])
+        return made
+
+
+class Operator(nn.Module):
+    """Maps u(x, 0) to u(x, 1), both of shape (n, points).
+
+    Each layer adds a spectral convolution and a convolution of three points. The sharded operator has the state dict of
+    the dense one.
+
+    Args:
+        job: has width, modes and layers.
+        sizes: each rank's number of points; None: dense.
+    """
+
+    def __init__(self, job: Job, sizes: tuple[int, ...] | None = None) -> None:
+        super().__init__()
+        self.sizes, width = sizes, job.width
+        where: dict[str, Any] = {} if sizes is None else {"sizes": sizes}
+        conv: Any = nn.Conv1d if sizes is None else gm.nn.HaloConv1d
+        ring = {"padding": 1, "padding_mode": "circular", "dtype": torch.float64, **where}
+        self.enter = conv(3, width, 1, dtype=torch.float64, **where)
+        self.near = nn.ModuleList(conv(width, width, 3, **ring) for _ in range(job.layers))
+        self.far = nn.ModuleList(
+            _Spectral(width, job.modes)
+            if sizes is None
+            else gm.nn.SpectralConv(width, width, job.modes, sizes=sizes, dtype=torch.float64)
+            for _ in range(job.layers)
+        )
+        self.leave = conv(width, 1, 1, dtype=torch.float64, **where)
+
+    def forward(self, fields: Tensor) -> Tensor:
+        """u(x, 1) at the same points."""
+        points = fields.shape[-1] if self.sizes is None else sum(self.sizes)
+        first = 0 if self.sizes is None else gm.axis().offset(self.sizes)
+        places = 2 * pi / points * torch.arange(first, first + fields.shape[-1], dtype=fields.dtype)
+        x = torch.stack((fields, *(wave.expand_as(fields) for wave in (places.cos(), places.sin()))), 1)
+        x = self.enter(x)
+        for near, far in zip(self.near, self.far, strict=True):
+            x = x + gelu(near(x) + far(x))
+        made: Tensor = fields + self.leave(x).squeeze(1)
+        return made
+
+
+def relative_error(found: Tensor, right: Tensor, parts: bool) -> Tensor:
+    """The mean over the fields of |found - right| / |right|, over all points; the same on every rank."""
+    squares = torch.stack((((found - right) ** 2).sum(1), (right**2).sum(1)))
+    if parts:
+        squares = gm.all_reduce(squares, dst=gm.I)
+    return (squares[0] / squares[1]).sqrt().mean()
+
 
 RATE = 0.006
 

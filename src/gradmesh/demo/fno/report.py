@@ -10,10 +10,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from gradmesh.demo import following
+from gradmesh.demo import shared
 from gradmesh.demo.fno.job import Result
 from gradmesh.demo.fno.settings import Job
-from gradmesh.demo.following import ALONE, IN_PARTS, Progressed
+from gradmesh.demo.shared import ALONE, IN_PARTS, Progressed
 from gradmesh.runtime.mesh import balanced
 
 __all__ = ["draw", "print_table", "shown"]
@@ -28,7 +28,7 @@ def shown(job: Job, console: Console) -> AbstractContextManager[Progressed]:
         f"Fourier neural operator for Burgers' equation, {job.points} grid points, {job.samples} training solutions: "
         f"fields sharded over {job.ranks} ranks ({job.backend}), compared with one process."
     )
-    return following.shown(introduction, job.epochs, console)
+    return shared.shown(introduction, job.epochs, console)
 
 
 def print_table(result: Result, console: Console) -> None:

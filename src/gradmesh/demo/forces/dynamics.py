@@ -14,8 +14,8 @@ from torch import Tensor
 
 import gradmesh as gm
 from gradmesh.demo.forces import parallel
-from gradmesh.demo.forces.batches import batch_of
 from gradmesh.demo.forces.layers import CUTOFF, copied
+from gradmesh.demo.forces.structures import batch_of
 from gradmesh.nn.graph import GraphPlan, by_space
 from gradmesh.nn.inputs import agree
 

@@ -12,12 +12,11 @@ from torch import Tensor
 import gradmesh as gm
 from gradmesh._util.environment import require
 from gradmesh.demo.forces import single, structures
-from gradmesh.demo.forces.batches import batch_of
-from gradmesh.demo.forces.comparing import Training, deviations, trained
 from gradmesh.demo.forces.dynamics import Energies, md_on_rank, started
 from gradmesh.demo.forces.layers import CUTOFF
 from gradmesh.demo.forces.settings import Settings, Watcher
-from gradmesh.demo.forces.training import samples_of
+from gradmesh.demo.forces.structures import batch_of
+from gradmesh.demo.forces.training import Training, deviations, samples_of, trained
 from gradmesh.demo.job import one_thread
 from gradmesh.nn.graph import GraphPlan, by_space
 

@@ -16,11 +16,10 @@ from e3nn.nn import Gate
 from e3nn.util.codegen import CodeGenMixin
 from torch import Tensor, nn
 
-from gradmesh.demo.drawing import seeded
 from gradmesh.demo.forces.structures import ELEMENTS
+from gradmesh.demo.shared import seeded
 from gradmesh.errors import DTypeError, message
-
-__all__ = ["CUTOFF", "Layer", "Parts", "copied"]
+from gradmesh.nn.graph import GraphPlan
 
 CUTOFF = 4.5
 WAVES = 8
@@ -158,3 +157,30 @@ def copied(model: Model) -> Model:
     """
     kept = {id(part): part for part in model.modules() if isinstance(part, CodeGenMixin)}
     return copy.deepcopy(model, kept)
+
+
+class OncePlan(GraphPlan):
+    """Its energies and forces are right. A loss on forces has a wrong gradient, and nothing says so.
+
+    Its backward sends rows back as it should, by calls of which autograd does not know.
+    """
+
+    def exchange(self, x: Tensor, **options: Any) -> Any:
+        """As `GraphPlan.exchange`; the gradient of its gradient is taken for zero."""
+        del options
+        return _Once.apply(x, super().exchange)  # type: ignore[no-untyped-call]
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: Any) -> Tensor:
+        ctx.exchange, ctx.like = exchange, x.detach()
+        sent: Tensor = exchange(x)
+        return sent
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            x = ctx.like.clone().requires_grad_()
+            (back,) = torch.autograd.grad(ctx.exchange(x), x, gradient.detach())
+        return back, None

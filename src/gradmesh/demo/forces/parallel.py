@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.func import functional_call
 
 import gradmesh as gm
-from gradmesh.demo.forces.batches import Batch, Figures
 from gradmesh.demo.forces.layers import Parts
+from gradmesh.demo.forces.structures import Batch, Figures
 from gradmesh.nn.graph import GraphPlan
 
 __all__ = ["Potential", "figures"]

@@ -1,18 +1,172 @@
-"""Train the parallel model on ranks and the dense one on one process, and compare step by step."""
+"""Train the parallel model on ranks and the dense one on one process, and compare step by step.
+
+A small character-level language model: dense in plain torch, and with data, sequence and tensor parallelism.
+The text is Python's reference, as the standard library ships it for `help()`.
+"""
 
 from __future__ import annotations
 
+import copy
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
+from pydoc_data.topics import topics
 from typing import Any
 
-import gradmesh as gm
-from gradmesh.demo.following import ALONE, IN_PARTS, Progressed
-from gradmesh.demo.job import one_thread
-from gradmesh.demo.lm.model import Settings, dense_model, in_parts, train, words_of
-from gradmesh.demo.lm.settings import Job
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
-__all__ = ["Result", "follow", "run"]
+import gradmesh as gm
+from gradmesh.demo.job import one_thread
+from gradmesh.demo.lm.settings import Job
+from gradmesh.demo.shared import ALONE, IN_PARTS, Progressed
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Hyperparameters; the model is in float64, so that rounding errors stay small.
+
+    Attributes:
+        width: hidden size.
+        heads: number of attention heads.
+        blocks: number of transformer blocks.
+        context: sequence length in characters.
+        batch: sequences per step, over all ranks.
+        steps: number of training steps.
+        lr: learning rate of AdamW.
+        seed: of the initial parameters and the batches.
+    """
+
+    width: int = 32
+    heads: int = 4
+    blocks: int = 2
+    context: int = 64
+    batch: int = 16
+    steps: int = 30
+    lr: float = 3e-3
+    seed: int = 0
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, features: int) -> None:
+        super().__init__()
+        self.features = features
+        self.attend: Callable[..., Tensor] = partial(scaled_dot_product_attention, is_causal=True)
+        self.norm, self.again = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output, (batch, positions, width)."""
+        y = self.norm(x)
+        # This rank's heads; all heads in a dense model.
+        heads = [
+            each(y).unflatten(-1, (-1, self.features)).transpose(1, 2) for each in (self.q, self.k, self.v)
+        ]
+        x = x + self.out(self.attend(*heads).transpose(1, 2).flatten(2))
+        z: Tensor = self.down(gelu(self.up(self.again(x))))
+        return x + z
+
+
+class CharModel(nn.Module):
+    """A decoder with tied embedding and output layer."""
+
+    def __init__(self, words: int, settings: Settings) -> None:
+        super().__init__()
+        width = settings.width
+        self.table, self.places = nn.Embedding(words, width), nn.Embedding(settings.context, width)
+        self.blocks = nn.ModuleList(Block(width, width // settings.heads) for _ in range(settings.blocks))
+        self.norm = nn.LayerNorm(width)
+        self.loss: Callable[..., Tensor] = dense_loss
+
+    def forward(self, ids: Tensor, target: Tensor, places: Tensor) -> Tensor:
+        """The mean loss of the next characters; all arguments have shape (batch, positions)."""
+        x = self.table(ids) + self.places(places)
+        for block in self.blocks:
+            x = block(x)
+        loss: Tensor = self.loss(self.norm(x), self.table.weight, target)
+        return loss
+
+
+def dense_model(words: int, settings: Settings) -> CharModel:
+    """The model before training, the same on every rank."""
+    model, draw = CharModel(words, settings).double(), torch.Generator().manual_seed(settings.seed)
+    for name, value in model.named_parameters():
+        if value.dim() > 1:
+            nn.init.normal_(value, std=value.shape[-1] ** -0.5, generator=draw)
+        elif name.endswith("bias"):
+            nn.init.zeros_(value)
+    return model
+
+
+def dense_loss(x: Tensor, table: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy of all logits."""
+    return cross_entropy((x @ table.T).flatten(0, 1), target.flatten())
+
+
+def in_parts(dense: CharModel) -> nn.Module:
+    """This rank's model on a mesh with the axes dp, sp and tp; its loss is that of the local tokens."""
+    model: Any = copy.deepcopy(dense)
+    styles: dict[str, Any] = {
+        "table": "vocab",
+        "*.[qkv]": "column",
+        "*.out": "row",
+        "*.up": "column",
+        "*.down": "row",
+    }
+    gm.nn.tensor_parallel(model, styles, "tp")
+    for block in model.blocks:
+        block.attend = partial(gm.nn.ring_attention, axis="sp", causal=True, order="zigzag")
+    model.loss = partial(gm.nn.linear_cross_entropy, axis="tp", sizes=model.table.cuts["weight"].sizes)
+    # Along dp and sp, every rank has different tokens: sum the gradients.
+    return gm.nn.Replicated(gm.nn.Replicated(model, "sp"), "dp")
+
+
+def words_of() -> tuple[str, Tensor]:
+    """The vocabulary, and the text as ids."""
+    text = "".join(topics[name] for name in sorted(topics))
+    words = "".join(sorted(set(text)))
+    number = {word: at for at, word in enumerate(words)}
+    return words, torch.tensor([number[word] for word in text])
+
+
+def batch_of(text: Tensor, settings: Settings, step: int) -> tuple[Tensor, Tensor]:
+    """The global batch of a step: characters, and the next characters."""
+    draw = torch.Generator().manual_seed(settings.seed + 1000 + step)
+    begins = torch.randint(len(text) - settings.context, (settings.batch, 1), generator=draw)
+    rows = begins + torch.arange(settings.context + 1)
+    return text[rows[:, :-1]], text[rows[:, 1:]]
+
+
+def train(model: nn.Module, text: Tensor, settings: Settings, *, parts: bool) -> Iterator[float]:
+    """Train a model; yields the loss of each step.
+
+    Args:
+        model: the dense model, or the result of `in_parts` on the current mesh.
+        text: as ids.
+        settings: the hyperparameters.
+        parts: True for the parallel model.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), settings.lr)
+    places = torch.arange(settings.context)
+    if parts:
+        places = gm.nn.sequence.positions(settings.context, "sp", order="zigzag")
+    for step in range(settings.steps):
+        ids, target = batch_of(text, settings, step)
+        if parts:  # local sequences and positions
+            ids, target = (gm.shard(each, "dp")[:, places] for each in (ids, target))
+        loss = model(ids, target, places)
+        if parts:  # mean over all tokens
+            loss = gm.objective(gm.objective(loss, "sp"), "dp")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        yield loss.item()
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from gradmesh.demo import following
-from gradmesh.demo.following import ALONE, IN_PARTS, Progressed
+from gradmesh.demo import shared
 from gradmesh.demo.lm.job import Result
 from gradmesh.demo.lm.settings import Job
+from gradmesh.demo.shared import ALONE, IN_PARTS, Progressed
 
 __all__ = ["draw", "print_table", "shown"]
 
@@ -28,7 +28,7 @@ def shown(job: Job, console: Console) -> AbstractContextManager[Progressed]:
         f"Character-level language model of Python's reference on {job.ranks} {kind}ranks: "
         f"data parallel {job.dp} x sequence parallel {job.sp} x tensor parallel {job.tp}."
     )
-    return following.shown(introduction, job.steps, console)
+    return shared.shown(introduction, job.steps, console)
 
 
 def print_table(result: Result, console: Console) -> None:

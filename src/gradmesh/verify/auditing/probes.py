@@ -22,11 +22,10 @@ from torch import Tensor
 from gradmesh.errors import ArgumentError, RankError
 from gradmesh.launch import Ranks
 from gradmesh.verify.auditing.findings import Finding
-from gradmesh.verify.auditing.readings import Pattern, Reading
+from gradmesh.verify.auditing.readings import Answer, Pattern, Reading
 from gradmesh.verify.auditing.subject import (
     Described,
     Failure,
-    Note,
     Subject,
     Watch,
     changed,
@@ -142,31 +141,6 @@ class Probe:
     other_out: int = -1
     only: int = -1
     point: Point = field(default_factory=Point)
-
-
-@dataclass
-class Answer:
-    """The outcome of a probe on one rank.
-
-    Attributes:
-        operands: the drawn operands, or directions for a nonlinear function.
-        results: the results, or the derivative along those directions.
-        cotangents: the drawn gradients of the results.
-        gradients: the gradients of the operands; zeros in place of None.
-        reached: whether any gradient was not None.
-        notes: forbidden writes and shared memory: kind, text and line.
-        lines: "file:line" of the backward of each autograd Function in the graph.
-        failure: the exception that ended the probe.
-    """
-
-    operands: list[Tensor] = field(default_factory=list)
-    results: list[Tensor] = field(default_factory=list)
-    cotangents: list[Tensor] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)
-    reached: bool = False
-    notes: list[Note] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    failure: Failure | None = None
 
 
 def configure(settings: Mapping[str, Any]) -> None:

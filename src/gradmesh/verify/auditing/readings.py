@@ -13,17 +13,14 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from gradmesh.types import Type
+from gradmesh.verify.auditing.subject import Failure, Note
 from gradmesh.verify.laws import as_real
-
-if TYPE_CHECKING:
-    from gradmesh.verify.auditing.probes import Answer
 
 V, R, P, I = Type.V, Type.R, Type.P, Type.I  # noqa: E741 - the names of the types
 
@@ -36,6 +33,31 @@ Pattern = tuple[tuple[bool, ...], tuple[bool, ...]]
 
 Values = Sequence[Sequence[Tensor]]
 """For each rank, its tensors."""
+
+
+@dataclass
+class Answer:
+    """The outcome of a probe on one rank.
+
+    Attributes:
+        operands: the drawn operands, or directions for a nonlinear function.
+        results: the results, or the derivative along those directions.
+        cotangents: the drawn gradients of the results.
+        gradients: the gradients of the operands; zeros in place of None.
+        reached: whether any gradient was not None.
+        notes: forbidden writes and shared memory: kind, text and line.
+        lines: "file:line" of the backward of each autograd Function in the graph.
+        failure: the exception that ended the probe.
+    """
+
+    operands: list[Tensor] = field(default_factory=list)
+    results: list[Tensor] = field(default_factory=list)
+    cotangents: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    reached: bool = False
+    notes: list[Note] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    failure: Failure | None = None
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ from gradmesh.errors import ArgumentError, DeadlockError, RankError, message
 from gradmesh.launch import Ranks
 from gradmesh.runtime.mesh import mesh as make_mesh
 from gradmesh.runtime.state import RankState
-from gradmesh.verify.simulator.costs import Clock, CostModel, Links, VirtualClocks, WallClock, op_of
-from gradmesh.verify.simulator.trace import Event, Events, Notes, trace_of
+from gradmesh.verify.simulator.costs import Clock, CostModel, Links, VirtualClocks, WallClock
+from gradmesh.verify.simulator.trace import Event, Events, Notes, op_of, trace_of
 
 _LOOK = 0.2
 """Seconds after which a waiting rank checks whether the world was stopped."""

@@ -1,15 +1,27 @@
-"""Progress display of jobs that compare ranks with one process step by step."""
+"""What all demos share: seeded drawing, and comparing a run on ranks with one on a single process."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-__all__ = ["ALONE", "IN_PARTS", "Progressed", "shown"]
+_LOCK = threading.RLock()
+"""Thread ranks share torch's default generator and dtype."""
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch's default generator, for one rank at a time, and restore it afterwards."""
+    with _LOCK, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
 
 IN_PARTS: Final = "ranks"
 ALONE: Final = "one process"
