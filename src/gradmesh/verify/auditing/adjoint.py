@@ -19,7 +19,6 @@ from gradmesh.types import Type
 from gradmesh.verify.auditing.findings import Finding
 from gradmesh.verify.auditing.opening import shapes
 from gradmesh.verify.auditing.probes import (
-    Answer,
     Case,
     FunctionRaisedError,
     Point,
@@ -33,6 +32,7 @@ from gradmesh.verify.auditing.probes import (
     worst_failure,
 )
 from gradmesh.verify.auditing.readings import (
+    Answer,
     Pairings,
     Pattern,
     Reading,

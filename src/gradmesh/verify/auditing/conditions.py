@@ -20,7 +20,6 @@ from gradmesh.verify.auditing.adjoint import notes
 from gradmesh.verify.auditing.findings import Finding
 from gradmesh.verify.auditing.probes import (
     LAYOUTS,
-    Answer,
     Case,
     FunctionRaisedError,
     Point,
@@ -37,7 +36,7 @@ from gradmesh.verify.auditing.probes import (
     show_failures,
     worst_failure,
 )
-from gradmesh.verify.auditing.readings import distance, law_error
+from gradmesh.verify.auditing.readings import Answer, distance, law_error
 from gradmesh.verify.auditing.subject import (
     IN_BACKWARD,
     Subject,

@@ -11,7 +11,6 @@ from torch import Tensor
 from gradmesh.errors import ArgumentError, message
 from gradmesh.verify.auditing.findings import Finding
 from gradmesh.verify.auditing.probes import (
-    Answer,
     Case,
     FunctionRaisedError,
     Point,
@@ -20,7 +19,7 @@ from gradmesh.verify.auditing.probes import (
     drawn,
     filled,
 )
-from gradmesh.verify.auditing.readings import distance
+from gradmesh.verify.auditing.readings import Answer, distance
 from gradmesh.verify.auditing.subject import Subject, differentiable_call
 
 _EXACT = 1e-11
