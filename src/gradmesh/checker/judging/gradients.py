@@ -353,7 +353,7 @@ def _is_one_model(context: Context) -> bool:
 def division(context: Context) -> tuple[Place | None, bool] | None:
     """The line where a loss is divided by a number that counts all ranks, and is not multiplied by theirs.
 
-    Beside it whether that is told by the number alone, which is no sum that was taken over the ranks.
+    Also whether the finding rests on the number alone, without a sum over the ranks that yields it.
     """
     ranks = context.truth.different
     for rank in range(len(context.tapes)):
