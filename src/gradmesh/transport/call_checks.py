@@ -46,7 +46,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -62,9 +62,50 @@ from gradmesh.runtime.state import rank_state
 from gradmesh.transport.packing import dense, flattened, with_memory
 from gradmesh.types import I, P, R, Type
 
-_MANUAL_SHIFT = 14
-"""The position in the flags: two fields of 10 bits, the lower one 0 where the numbers are unknown."""
-_FIELD = (1 << 10) - 1
+
+class BitField(NamedTuple):
+    """A number within the flags of a call.
+
+    >>> BitField(4, 3).read(BitField(4, 3).pack(5) | 0b1111)
+    5
+    """
+
+    shift: int
+    bits: int
+
+    @property
+    def most(self) -> int:
+        """The largest number."""
+        return (1 << self.bits) - 1
+
+    def pack(self, number: int) -> int:
+        """The number as flags."""
+        return number << self.shift
+
+    def read(self, flags: int) -> int:
+        """The number within flags."""
+        return flags >> self.shift & self.most
+
+
+# The flags of a call: at most the bits of `gradmesh.backends.process_group.FLAGS`, which the ranks exchange with the
+# hash of the call and do not compare.
+NEEDS_BACKWARD = 1 << 0
+"""This rank will run the call's backward."""
+CAN_BACKWARD = 1 << 1
+"""This rank can run the call's backward if another rank needs it."""
+ZERO_GRAD = 1 << 2
+"""This rank has no gradient, and passes zeros."""
+DEFERRED = 1 << 3
+"""Of a forward call: this rank defers its backward reduction (`no_sync`)."""
+_NOT_FINITE = 1 << 4
+"""This rank's operand contains a NaN or an infinity."""
+_LINE = BitField(5, 9)
+"""A hash of the source line of the call."""
+_CHECKSUM = BitField(14, 20)
+"""The checksum of the operand's values, where they are compared."""
+_FIRST, _MORE = BitField(14, 10), BitField(24, 10)
+"""Elsewhere the calls in the forward of a Function: 1 + the first sequence number, 0 if unknown; how many follow."""
+
 _KEPT = 1 << 14
 
 
@@ -134,13 +175,13 @@ class Functions:
 
 def encode_flags(made: FunctionCalls) -> int:
     """The sequence numbers as flags."""
-    return (1 + made.first % _FIELD | min(made.last - made.first, _FIELD) << 10) << _MANUAL_SHIFT
+    return _FIRST.pack(1 + made.first % _FIRST.most) | _MORE.pack(min(made.last - made.first, _MORE.most))
 
 
 def _read(flags: int) -> tuple[int, int] | None:
     """First sequence number and how many follow; None where unknown."""
-    first, more = flags >> _MANUAL_SHIFT & _FIELD, flags >> _MANUAL_SHIFT + 10
-    return (first - 1, more) if first else None
+    first = _FIRST.read(flags)
+    return (first - 1, _MORE.read(flags)) if first else None
 
 
 def conflicting(peer_flags: Sequence[int]) -> bool:
@@ -152,7 +193,7 @@ def conflicting(peer_flags: Sequence[int]) -> bool:
     """
     known = {read for flags in peer_flags if (read := _read(flags)) is not None}
     return any(
-        (other - first) % _FIELD > more and (first - other) % _FIELD > further
+        (other - first) % _FIRST.most > more and (first - other) % _FIRST.most > further
         for (first, more), (other, further) in itertools.combinations(known, 2)
     )
 
@@ -170,21 +211,11 @@ def show_flags(peer_flags: Sequence[int], own: FunctionCalls | None) -> str:
         if read is None:
             lines.append(f"rank {rank}: unknown")
             continue
-        place = (
-            read[0] if own is None else own.first + (read[0] - own.first + _FIELD // 2) % _FIELD - _FIELD // 2
-        )
+        most = _FIRST.most
+        place = read[0] if own is None else own.first + (read[0] - own.first + most // 2) % most - most // 2
         lines.append(f"rank {rank}: in the backward of the autograd.Function that made call {place}")
     return "\n".join(lines)
 
-
-NEEDS_BACKWARD = 1
-"""A flag: this rank will run the call's backward."""
-CAN_BACKWARD = 2
-"""A flag: this rank can run the call's backward if another rank needs it."""
-ZERO_GRAD = 4
-"""A flag: this rank has no gradient, and passes zeros."""
-DEFERRED = 4
-"""A flag of a forward call: this rank defers its backward reduction (`no_sync`)."""
 
 BACKWARD = "the backward of"
 TANGENT = "the tangent of"
@@ -617,10 +648,6 @@ def signed(number: int) -> int:
     return number - _WHOLE if number >= _WHOLE >> 1 else number
 
 
-_NOT_FINITE = 8
-_LINE_SHIFT, _LINE_BITS = 4, (1 << 10) - 1
-_VALUES_SHIFT = 14
-_BITS = (1 << 20) - 1
 _LANES = 64
 
 
@@ -630,7 +657,7 @@ class ReplicatedLossPass(LastPass):
 
 def checksum(x: Tensor) -> int:
     """A 20-bit checksum that depends on the order of the elements; 0 for zeros."""
-    return int.from_bytes(bits_of(x, 4), "little") & _BITS
+    return int.from_bytes(bits_of(x, 4), "little") & _CHECKSUM.most
 
 
 def bits_of(x: Tensor, size: int) -> bytes:
@@ -661,12 +688,12 @@ def _finite(x: Tensor) -> bool:
 
 
 def _line() -> int:
-    """A 10-bit hash of the source line of the call."""
+    """A 9-bit hash of the source line of the call."""
     site = call_site()
     if site is None:
         return 0
     text = f"{os.path.basename(site[0].co_filename)}:{site[1]}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=2).digest(), "little") & _LINE_BITS
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=2).digest(), "little") & _LINE.most
 
 
 class ValueCheck(OpCallCheck):
@@ -689,7 +716,7 @@ class ValueCheck(OpCallCheck):
         counts = src in (R, I) or self._summed
         self.sends_positions = not counts
         finite, number = in_plain_mode(lambda: (_finite(x), checksum(x) if counts else 0))
-        self.flags |= (0 if finite else _NOT_FINITE) | _line() << _LINE_SHIFT | number << _VALUES_SHIFT
+        self.flags |= (0 if finite else _NOT_FINITE) | _LINE.pack(_line()) | _CHECKSUM.pack(number)
 
     @property
     def _backward(self) -> bool:
@@ -710,19 +737,17 @@ class ValueCheck(OpCallCheck):
         flags = self.flags
         peer_flags = self.peer_flags
         numbers = (
-            {flags >> _VALUES_SHIFT}
-            if peer_flags is None
-            else {other >> _VALUES_SHIFT for other in peer_flags}
+            {_CHECKSUM.read(flags)} if peer_flags is None else {_CHECKSUM.read(other) for other in peer_flags}
         )
         if self._src in (R, I) and peer_flags is not None and len(numbers) > 1:
             raise self._unequal(peer_flags)
         if (
             self._summed
-            and numbers == {flags >> _VALUES_SHIFT} != {0}
+            and numbers == {_CHECKSUM.read(flags)} != {0}
             and not rank_state().get_or_create(ReplicatedLossPass).running
         ):
             self._warn("a gradient that is the same on every rank is summed over the ranks", _SUMMED)
-        if peer_flags is not None and len({other >> _LINE_SHIFT & _LINE_BITS for other in peer_flags}) > 1:
+        if peer_flags is not None and len({_LINE.read(other) for other in peer_flags}) > 1:
             self._warn("the ranks make this call at different source lines", _ELSEWHERE)
         if flags & _NOT_FINITE or (
             peer_flags is not None and any(other & _NOT_FINITE for other in peer_flags)
@@ -753,7 +778,7 @@ class ValueCheck(OpCallCheck):
                 axis=self._signature.axis,
                 expected="bitwise equal values on every rank",
                 got="\n".join(
-                    f"rank {rank}: checksum {other >> _VALUES_SHIFT}" for rank, other in enumerate(peer_flags)
+                    f"rank {rank}: checksum {_CHECKSUM.read(other)}" for rank, other in enumerate(peer_flags)
                 )
                 + f"\nin {self.said()}",
                 remedy=remedy
