@@ -80,12 +80,14 @@ def test_environment_page_lists_exactly_the_variables() -> None:
 @pytest.mark.parametrize("name", ["gradmesh", *MODULES])
 def test_docstring_examples_pass(name: str) -> None:
     module = importlib.import_module(name)
-    try:
-        result = doctest.testmod(module, extraglobs={"gm": gm, "torch": torch})
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    assert result.failed == 0
+    runner = doctest.DocTestRunner()
+    for example in doctest.DocTestFinder().find(module, extraglobs={"gm": gm, "torch": torch}):
+        try:
+            runner.run(example)
+        finally:  # each starts without a process group and a mesh
+            if dist.is_initialized():
+                dist.destroy_process_group()
+    assert runner.summarize(verbose=False).failed == 0
 
 
 VERBS = [name for name in gm.__all__ if callable(getattr(gm, name)) and name[0].islower()]

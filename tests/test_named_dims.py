@@ -340,12 +340,25 @@ def test_names_mean_the_same_in_a_compiled_program() -> None:
 ROW = re.compile(r"^\| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
 
 
+RULES = {
+    "that of the input": {"0"},
+    "a P operand is a finding": {"!0", "!0 !1"},
+    "linear in both together": {"0+1*2"},
+    "linear in each": {"0*1"},
+    "linear in the numerator": {"0/1"},
+    "the sum of a product and the third": {"0*3+1*2*4"},
+    "R or I, depending on use": {"=S"},
+    "that of the value": {"=1"},
+    "observed at run time": {"~"},
+    "that of the out-of-place form": {"!0", "0+1*2"},
+}
+"""What the page says of the result's type, and the rules of the table that say the same."""
+
+
 def test_the_pages_rules_of_types_are_those_of_the_table() -> None:
-    """Each operator that the page has in a row of name inference has the type rules that the row says."""
-    rows = [
-        (operators, rules) for _, operators, rules, _ in ROW.findall(PAGE.read_text()) if "`" in operators
-    ]
+    """Each operator that the page has in a row of name inference has a type rule that the row describes."""
+    rows = [(operators, said) for _, operators, said, _ in ROW.findall(PAGE.read_text()) if "`" in operators]
     assert len(rows) >= 8
-    for operators, rules in rows:
-        stated = set(re.findall(r"`([^`]+)`", rules.replace("\\|", "|")))
-        assert {rule_of(name) for name in re.findall(r"`([^`]+)`", operators)} == stated, operators
+    for operators, said in rows:
+        (rules,) = [rules for start, rules in RULES.items() if said.startswith(start)]
+        assert {rule_of(name) for name in re.findall(r"`([^`]+)`", operators)} <= rules, operators
