@@ -31,7 +31,9 @@ def main() -> None:
     files, lines = sizes()
     for name in sorted(lines):
         print(f"{name:<28}{files[name]:>6} files{lines[name]:>8} lines")
-    print(f"{'together':<28}{files.total():>6} files{lines.total():>8} lines, at most {MOST_FILES}, {MOST_LINES}")
+    print(
+        f"{'together':<28}{files.total():>6} files{lines.total():>8} lines, at most {MOST_FILES}, {MOST_LINES}"
+    )
     if files.total() > MOST_FILES or lines.total() > MOST_LINES:
         sys.exit("src is above the ceiling of tools/size.py: delete elsewhere what this change adds")
 

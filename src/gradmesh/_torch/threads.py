@@ -2,7 +2,7 @@
 
 Four kinds of state are per process in torch: the registry of process groups in Python (`distributed_c10d._world`), the
 one in C++ (which has a thread isolation mode), the level of forward-mode AD (`gradmesh._torch.levels`), and the default
-random generator (`gradmesh._torch.threads`). Within `thread_isolation` each of them is thread-local.
+random generator. Within `thread_isolation` each of them is thread-local.
 
 A separate default random generator for each thread rank.
 torch has one default CPU generator per process, in C++, so that ranks would draw from each other's sequence. So the CPU

@@ -5,17 +5,17 @@
 **Ranks.** The parent is the process that calls `launch`. With `backend="threads"` a rank is a thread of the
 parent (`thread_ranks`), and the process groups are those of `gradmesh.backends.threads`. With any other backend
 a rank is a process (`process_ranks`): a fresh interpreter with the parent's flags, environment and `sys.path`,
-which runs `rank_main` and never imports the parent's main module. The ranks rendezvous through a file that only they
-can open (`private_store`). A rank joins the default process group once and serves calls until the parent ends it.
+which runs `process_ranks.main` and never imports the parent's main module. The ranks rendezvous through a file that only they
+can open. A rank joins the default process group once and serves calls until the parent ends it.
 
 **Functions and results.** A thread gets the function and arguments as the same objects, and returns its result as the
 same object. A process gets them pickled through a pipe: by name if a fresh interpreter can import that name
-(`pickling`), else by value with cloudpickle (`pickle_by_value`), together with the globals that the code names and
+(`pickling`), else by value with cloudpickle, together with the globals that the code names and
 source lines that are not in a file, such as those of a notebook cell. Results and exceptions are returned by pickle.
 
 **Output.** Lines that ranks print reach the parent's `sys.stdout` and `sys.stderr` complete and prefixed with the rank
-(`log_prefix`). For processes the parent reads file descriptors 1 and 2 through pipes (`output_pipes`); for threads
-`sys.stdout` and `sys.stderr` are replaced while they run (`output_streams`). If the parent's stream is broken, the
+(`output`). For processes the parent reads file descriptors 1 and 2 through pipes; for threads
+`sys.stdout` and `sys.stderr` are replaced while they run. If the parent's stream is broken, the
 ranks are stopped and the caller gets the error; a thread that printed gets it too.
 
 **Errors.** The first rank that fails ends the run. The others have half a second to report their failures; errors that

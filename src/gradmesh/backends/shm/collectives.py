@@ -1,7 +1,7 @@
 """The collectives: what a rank writes and reads in each epoch.
 
 The functions are generators that yield to wait for the other ranks, so that a call can be started and finished later.
-If a call was opened directly (`direct.py`), its first window is already written and published, and they continue from
+If a call was opened directly (`DirectCalls`), its first window is already written and published, and they continue from
 there. Tensors are flat; those longer than a chunk are sent in windows. Sums are in rank order, so that they are bitwise
 identical on every rank.
 

@@ -15,7 +15,7 @@ The processes of a group, and whether they are alive.
 A process is watched through its pidfd, which stays valid if the process id is reused.
 
 Bootstrap of a group: the ranks rendezvous and map their shared memory.
-The first rank creates an anonymous file in memory (`shared_file`), which only its owner may open, and publishes its
+The first rank creates an anonymous file in memory, which only its owner may open, and publishes its
 process id and file descriptor in the store; the others open it under /proc. The descriptor is closed once all ranks
 have mapped the file: it never has a name, so that nothing remains however the ranks end.
 
