@@ -5,19 +5,19 @@ once gradmesh is imported. It is written in Python: torch copies and adds, the k
 
 The modules, bottom up:
 
-* `memory`: the ranks rendezvous through the store and map an anonymous shared memory segment. It contains, for each rank, two chunks of 1 MiB as bounce buffers and a few words of 8 bytes that only this rank
-  writes; and a ring buffer for each pair of ranks. Live processes are tracked with pidfds. A rank sleeps on the word
-  that will change (futex).
+* `memory`: the ranks rendezvous through the store and map an anonymous shared memory segment. It contains, for each
+  rank, two chunks of 1 MiB as bounce buffers and a few words of 8 bytes that only this rank writes; and a ring buffer
+  for each pair of ranks. Live processes are tracked with pidfds. A rank sleeps on the word that will change (futex).
 * `engine`: a collective proceeds in epochs: write a chunk, publish a counter, wait until all ranks have, read their
   chunks. This is a flat barrier with a flag for each rank (Mellor-Crummey and Scott 1991 compare barriers); the two
   chunks alternate (double buffering), so that one wait per epoch is enough. Data longer than a chunk takes several
   epochs. In the first one the ranks also publish the call's hash; if hashes differ, all ranks raise.
   A rank waits by polling a few hundred times and then sleeping. The engine of a group has the queue of pending calls;
   all engines of a process are advanced by any waiting thread, otherwise by the progress thread.
-* `collectives` copies tensors into shared memory and out of it, for each collective, as generators that yield to wait. With more than two
-  ranks, large sums are a reduce-scatter and an all-gather (Rabenseifner 2004). Sums are in rank order, so that results
-  are bitwise identical on every rank. Its `DirectCalls` are gradmesh's data path, which bypasses queue and works if one
-  chunk is enough. Both are interchangeable between ranks.
+* `collectives` copies tensors into shared memory and out of it, for each collective, as generators that yield to wait.
+  With more than two ranks, large sums are a reduce-scatter and an all-gather (Rabenseifner 2004). Sums are in rank
+  order, so that results are bitwise identical on every rank. Its `DirectCalls` are gradmesh's data path, which bypasses
+  queue and works if one chunk is enough. Both are interchangeable between ranks.
 * Point-to-point messages (`p2p`) use the ring buffers: eager up to the free space of the ring; the rest follows as the
   receiver reads (rendezvous).
 * `group` implements torch's interface: it checks and flattens tensors and queues calls in the engine.

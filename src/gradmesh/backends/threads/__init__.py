@@ -11,13 +11,12 @@ arguments of the launch. A thread that a rank starts is not a rank.
 
 The modules, bottom up:
 
-* `rendezvous`: a `World` tracks whether each rank runs, waits, or has ended. A waiting rank sleeps on a lock (its gate).
-  If no rank runs and nothing can complete, that is a deadlock, and every waiting rank raises an error that lists all
-  pending calls.
-  The n-th call of each rank goes to the n-th `Rendezvous` of the group; the last rank to arrive does
+* `rendezvous`: a `World` tracks whether each rank runs, waits, or has ended. A waiting rank sleeps on a lock (its
+  gate). If no rank runs and nothing can complete, that is a deadlock, and every waiting rank raises an error that lists
+  all pending calls. The n-th call of each rank goes to the n-th `Rendezvous` of the group; the last rank to arrive does
   the work for all while the others sleep. It compares the contributions first, so that mismatched calls raise on every
-  rank. Messages are copied and stored until they are received (always eager).
-  The tensors of all ranks are moved or summed directly, in rank order.
+  rank. Messages are copied and stored until they are received (always eager). The tensors of all ranks are moved or
+  summed directly, in rank order.
 * `group` implements torch's interface, with one object per rank. `get_future` waits and returns a completed future:
   otherwise a callback would run in the thread of the last rank, and see that rank's world.
 * A world may have an `Observer` that intercepts every call, such as the simulator of `gradmesh.verify`.
