@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from gradmesh.checker.judging.context import Context
-from gradmesh.checker.lines import Line, draw, lines_of
+from gradmesh.checker.lines import Line, lines_of
+from gradmesh.checker.picture import draw
 from gradmesh.checker.run import Target, check_script
 from tests.scripts import WRONG
 

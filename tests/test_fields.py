@@ -315,7 +315,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "other rows": (
         lambda: gm.nn.HaloConv1d(2, 1, 3, sizes=(3, 2))(X[..., :1]),
-        "sizes does not match this rank's rows",
+        "sizes does not match this rank's number of rows",
     ),
     "dims without axes": (lambda: gm.nn.HaloConv1d(2, 1, 3, dim=(1, 2))(X), "one dim for each of 1 axes"),
     "an axis twice": (

@@ -73,7 +73,7 @@ def check_command(
         log = sarif(shown, version=__version__, script=script)
         sarif_path.write_text(json.dumps(log, indent=1) + "\n")
     if picture and seen:
-        from gradmesh.checker.lines import draw
+        from gradmesh.checker.picture import draw
 
         title = f"{target.path_or_module}: what each line makes, over {ranks} ranks"
         draw(seen[0], shown.findings, picture, title)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _LOCK = threading.RLock()
 """Thread ranks share torch's default generator and dtype."""
@@ -33,6 +34,8 @@ Progressed = Callable[[str, int], None]
 @contextmanager
 def shown(introduction: str, total: int, console: Console) -> Iterator[Progressed]:
     """Print an introduction, and show the progress of both runs."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     console.print(f"{introduction}\n")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
