@@ -8,20 +8,16 @@ this rank's term so that the optimizer gets the gradient of the declared loss.
 from __future__ import annotations
 
 import math
-import warnings
-import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from gradmesh._torch import LastPass, transforms_active
-from gradmesh._util.call_sites import Site, call_site
 from gradmesh._util.structure import Packed
 from gradmesh.autograd.averaging import averaging
-from gradmesh.errors import ArgumentError, CheckWarning, MismatchError, message
+from gradmesh.errors import ArgumentError, MismatchError, message
 from gradmesh.runtime.checking import FULL, check_level
 from gradmesh.runtime.mesh import Axis, AxisLike, resolve
 from gradmesh.runtime.state import ACTIVE_TRACERS, rank_state
@@ -80,7 +76,7 @@ def objective(
         total: the divisor of the weights in a mean, if it is not their sum over the ranks: with gradient accumulation
             and `weights`, the sum over all ranks and micro-batches.
         steps: the number of micro-batches whose gradients are accumulated in a mean. They weigh the same, unless
-            `total` is passed; with `weights` whose sum over the ranks differs, a `CheckWarning`.
+            `total` is passed.
 
     Returns:
         A scalar to call `backward` on. Its value is the declared loss, the same on every rank, and can be logged. (If
@@ -163,8 +159,6 @@ def objective(
             f"weights that add up to {whole.item():g}",
             "skip the step on every rank",
         )
-    if over is None and steps > 1 and weights is not None and _readable(counts):
-        _compare_totals(loss, float(counts), where)
     # One factor, in double precision: a low-precision dtype cannot represent large counts.
     term = kept * (weight * divided / whole).to(own.dtype)
     return _declared(_with_value(term, (value / whole).to(own.dtype)), where, V, hook)
@@ -201,73 +195,6 @@ def _check_total(totals: Tensor, axis: Axis) -> None:
                 remedy="sum the ranks' totals: total = gm.all_reduce(total, dst=gm.I)",
             )
         )
-
-
-@dataclass
-class _MicroBatch:
-    """The latest micro-batch that was declared at a line."""
-
-    parameter: weakref.ref[Tensor]
-    version: int
-    total: float
-    has_run: bool = False
-    """Whether its backward has run."""
-
-
-class _MicroBatches(dict[Site, _MicroBatch | None]):
-    """For each line, its latest micro-batch; None: the line declares several terms of one backward."""
-
-
-def _compare_totals(loss: Tensor, total: float, axis: Axis) -> None:
-    """Warn if micro-batches whose gradients are accumulated have different totals, so that their means weigh the same.
-
-    They are accumulated if a parameter has a gradient of the previous one and was not written to since.
-    """
-    parameter = _parameter_of(loss)
-    if parameter is None:
-        return
-    site, kept = call_site(), rank_state().get_or_create(_MicroBatches)
-    before = kept.get(site)
-    if site in kept and (before is None or not before.has_run):
-        kept[site] = None
-        return
-    latest = kept[site] = _MicroBatch(weakref.ref(parameter), parameter._version, total)
-
-    def ran(_: Tensor) -> None:
-        latest.has_run = True
-
-    loss.register_hook(ran)
-    if before is None or before.total == total or before.version != parameter._version:
-        return
-    if before.parameter() is parameter and parameter.grad is not None and bool(parameter.grad.any()):
-        kept[site] = None  # one warning for each line
-        text = message(
-            "micro-batches with different totals of weights count the same",
-            op="objective",
-            axis=str(axis),
-            expected="total=, the sum of the weights over all ranks and micro-batches, or equal totals",
-            got=f"steps= without total=, weights that add up to {before.total:g}, then to {total:g}",
-            remedy="pass total= instead of steps=, such as total = gm.all_reduce(torch.tensor(own), dst=gm.I), where "
-            "own is\nthe sum of this rank's weights over the micro-batches",
-        )
-        place = ("<unknown>", 0) if site is None else (site[0].co_filename, site[1])
-        warnings.warn_explicit(text, CheckWarning, *place)
-
-
-def _parameter_of(loss: Tensor) -> Tensor | None:
-    """A plain parameter that the loss depends on; None if there is none."""
-    stack: list[Any] = [loss.grad_fn]
-    seen: set[Any] = {None}
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if type(leaf) is nn.Parameter:
-            return leaf
-        stack += [after for after, _ in node.next_functions]
-    return None
 
 
 def _with_value(term: Tensor, value: Tensor) -> Tensor:

@@ -6,10 +6,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from gradmesh.checker.findings import Finding, Place
 from gradmesh.checker.judging.context import Context, cut_before_collectives, finding, with_text
-from gradmesh.checker.judging.parameters import Got, Scales, Segment, in_double, is_sum, ratio_of, tolerance
+from gradmesh.checker.judging.parameters import (
+    Got,
+    Scales,
+    Segment,
+    in_double,
+    is_sum,
+    near,
+    ratio_of,
+    tolerance,
+)
 from gradmesh.checker.trace import Op, Root, Scaled, Sent, Tape, is_mean, refs
 
 _NEAR = 5e-3
@@ -355,38 +365,55 @@ def division(context: Context) -> tuple[Place | None, bool] | None:
 
     Also whether the finding rests on the number alone, without a sum over the ranks that yields it.
     """
-    ranks = context.truth.different
-    for rank in range(len(context.tapes)):
-        events = context.events(rank)
-        made = {out: e for e in events if isinstance(e, Op) for out in e.outs}
-        totals = _totals(context, rank)
-        root = next((e.id for e in events if isinstance(e, Root)), None)
-        terms = [] if root is None else [(root, 1.0, True)]
-        while terms:
-            number, net, first = terms.pop(0)
-            line, by_number, taken_back = -1, True, False
-            for _ in range(12):
-                op = made.get(number)
-                taken = refs(op) if op else []
-                if op is None or not taken:
-                    break
-                name = op.name.split(".")[1]
-                value = number_in(context, rank, op)
-                if value is not None and name in ("div", "div_", "mul", "mul_") and value != 0:
-                    factor = 1 / value if name.startswith("div") else value
-                    net *= factor
-                    total = any(
-                        abs(n * each - 1) <= 1e-6 for n in (factor, net) for each in totals if each > 1
-                    )
-                    if total or (first and _counts_all(1 / net, made.get(taken[0]), context, rank, ranks)):
-                        line, by_number = op.site, not total
-                    taken_back = taken_back or abs(factor - ranks) < 1e-9
-                elif name in ("add", "add_", "sub", "sub_", "rsub") and line < 0 and not taken_back:
-                    terms += [(term, net, False) for term in taken[1:]]
-                number = taken[0]
-            if line >= 0 and not taken_back:
-                return context.place(rank, line), by_number
+    each = [_divisions(context, rank) for rank in range(len(context.tapes))]
+    for rank, found in enumerate(each):
+        for index, (line, by_number, whole, divided) in enumerate(found):
+            if not whole:  # a term that is the same on every rank, such as a penalty, is not a share of a sum
+                others = [other[index][3] for other in each if len(other) == len(found)]
+                if divided is None or len(others) < len(each):
+                    continue
+                if all(other is not None and near(other, divided, 1e-6) for other in others):
+                    continue
+            return context.place(rank, line), by_number
     return None
+
+
+def _divisions(context: Context, rank: int) -> list[tuple[int, bool, bool, Tensor | None]]:
+    """Where a loss or a term of it is divided by a number that counts all ranks, and not multiplied by theirs.
+
+    For each the line, whether the finding rests on the number alone, whether it is the whole loss, and what is divided.
+    """
+    ranks = context.truth.different
+    events = context.events(rank)
+    made = {out: e for e in events if isinstance(e, Op) for out in e.outs}
+    totals = _totals(context, rank)
+    root = next((e.id for e in events if isinstance(e, Root)), None)
+    terms = [] if root is None else [(root, 1.0, True)]
+    seen, found = set[int](), []
+    while terms:
+        number, net, whole = terms.pop(0)
+        line, by_number, taken_back, divided = -1, True, False, None
+        for _ in range(12):
+            op = made.get(number)
+            taken = refs(op) if op else []
+            if op is None or not taken or number in seen:
+                break
+            seen.add(number)
+            name = op.name.split(".")[1]
+            value = number_in(context, rank, op)
+            if value is not None and name in ("div", "div_", "mul", "mul_") and value != 0:
+                factor = 1 / value if name.startswith("div") else value
+                net *= factor
+                total = any(abs(n * each - 1) <= 1e-6 for n in (factor, net) for each in totals if each > 1)
+                if total or (whole and _counts_all(1 / net, made.get(taken[0]), context, rank, ranks)):
+                    line, by_number, divided = op.site, not total, context.tensor(rank, taken[0])
+                taken_back = taken_back or abs(factor - ranks) < 1e-9
+            elif name in ("add", "add_", "sub", "sub_", "rsub") and line < 0 and not taken_back:
+                terms += [(term, net, False) for term in taken[1:]]
+            number = taken[0]
+        if line >= 0 and not taken_back:
+            found.append((line, by_number, whole, divided))
+    return found
 
 
 def _counts_all(value: float, inner: Op | None, context: Context, rank: int, ranks: int) -> bool:

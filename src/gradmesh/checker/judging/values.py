@@ -533,8 +533,9 @@ def targets_apart(context: Context, following: Sequence[Segment]) -> list[Findin
                 known = [share for share in shares if share is not None]
                 if len(known) < len(shares) or max(known) - min(known) > 1e-2 * (1 - min(known)):
                     continue
+                after = [x for _, then in steps if (x := _held(then, name)) is not None]
                 there = [x for x in values if x is not None]
-                if not all(near(x, there[0], 1e-5) for x in there):
+                if not any(all(near(x, held[0], 1e-5) for x in held) for held in (there, after)):
                     return [_found(context, got, name, there, 1 - known[0], later)]
     return []
 
