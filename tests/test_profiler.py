@@ -234,8 +234,9 @@ def test_the_profiles_of_ranks_on_threads_are_one_on_one_clock(threads: Threads)
 
 
 @pytest.mark.processes
-def test_the_profiles_of_processes_are_one_on_one_clock(processes: Threads) -> None:
-    check_profiles(processes(2)(whole_step), 2)
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_the_profiles_of_processes_are_one_on_one_clock(backend: str) -> None:
+    check_profiles(gm.launch(whole_step, 2, backend=backend), 2)  # processes without threads of other tests
 
 
 def in_another_time_zone() -> Profile:
