@@ -372,7 +372,9 @@ def division(context: Context) -> tuple[Place | None, bool] | None:
                 others = [other[index][3] for other in each if len(other) == len(found)]
                 if divided is None or len(others) < len(each):
                     continue
-                if all(other is not None and near(other, divided, 1e-6) for other in others):
+                if all(
+                    other is not None and near(other.detach(), divided.detach(), 1e-6) for other in others
+                ):
                     continue
             return context.place(rank, line), by_number
     return None
