@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
+import operator
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import gradmesh as gm
+from gradmesh.backends.process_group import FLAGS
 from gradmesh.runtime.mesh import axis
 from gradmesh.transport import call_checks as places
 from gradmesh.transport.call_checks import (
@@ -387,3 +390,15 @@ def compared_in_full() -> list[float]:
 
 def test_text_about_a_function_is_not_taken_for_a_value(threads: Ranks) -> None:
     assert threads(2)(compared_in_full) == [[48.0 * scale for scale in range(1, 9)]] * 2
+
+
+def test_the_flags_of_a_call_do_not_overlap_and_fit_beside_its_hash() -> None:
+    bits = [places.NEEDS_BACKWARD, places.CAN_BACKWARD, places.ZERO_GRAD, places.DEFERRED, places._NOT_FINITE]
+    line = places._LINE.pack(places._LINE.most)
+    with_values = [*bits, line, places._CHECKSUM.pack(places._CHECKSUM.most)]
+    without = [*bits, line, *(each.pack(each.most) for each in (places._FIRST, places._MORE))]
+    for layout in (with_values, without):
+        together = functools.reduce(operator.or_, layout)
+        assert sum(layout) == together
+        assert together & FLAGS == together
+    assert places._LINE.read(places._LINE.pack(77) | ~line) == 77

@@ -20,6 +20,9 @@ QUICK = {
     "dtensor_mlp",
     "fsdp2",
     "megatron_mlp",
+    "deep_residual",
+    "penalty_over_data_set",
+    "target_whole_at_first",
 }
 """A few kinds; the others have a sweep of their own: python -m pytest -m slow tests/test_checker_scripts.py."""
 

@@ -30,7 +30,7 @@ def named(spec: Spec) -> bool:
     found = checked(spec).diagnosis
     if found is None or found.hypothesis not in spec.expected or not found.suspects:
         return False
-    return spec.place in found.suspects[0].call and found.suspects[0].mends
+    return spec.place in found.suspects[0].call and found.suspects[0].fixes
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -81,7 +81,7 @@ def test_a_raw_reduction_in_the_graph_is_found_by_its_line() -> None:
     found = diagnosed(loss, lambda r: normal(r, 3))
     assert found.hypothesis == h.SUM_MISSING
     assert f"test_diagnosis.py:{line_of(loss, 'dist.all_reduce')}" in found.suspects[0].call
-    assert found.suspects[0].mends
+    assert found.suspects[0].fixes
 
 
 def test_a_raw_gather_of_detached_features_is_found_by_its_line() -> None:
@@ -95,7 +95,7 @@ def test_a_raw_gather_of_detached_features_is_found_by_its_line() -> None:
     found = diagnosed(loss, lambda r: (normal(r, 2, 3), Input(normal(9, 3, 2), gm.R)))
     assert found.hypothesis == h.SUM_MISSING
     assert f"test_diagnosis.py:{line_of(loss, 'dist.all_gather')}" in found.suspects[0].call
-    assert found.suspects[0].mends
+    assert found.suspects[0].fixes
 
 
 def test_a_verb_with_the_wrong_type_is_found_by_its_line() -> None:
@@ -147,7 +147,7 @@ def test_noise_fits_no_hypothesis() -> None:
 
     found = diagnosed(loss, lambda r: normal(r, 2, 3))
     assert found.hypothesis == NONE_FITS
-    assert not any(suspect.mends for suspect in found.suspects)
+    assert not any(suspect.fixes for suspect in found.suspects)
 
 
 def case(rank: int, got: Tensor, want: Tensor, terms: Tensor | None = None) -> Case:

@@ -1,6 +1,6 @@
 """The engine: each rank's events in order, and collectives when all of their ranks are there.
 
-The library's own calls as arithmetic on the ranks' tensors: each op as it is, on a wire that autograd follows.
+The library's own calls as arithmetic on the ranks' tensors: each op as it is, on a transport that autograd follows.
 All motions of a transport come down to `exchange`, which here is a concatenation of slices of the other ranks' tensors.
 So the gradient is what autograd makes of the forward, and nothing of the ops' own adjoints is believed.
 """

@@ -1,7 +1,7 @@
 """Timelines of real runs: what each rank computes, launches, sends and waits for; and artificial network delays.
 
 Both are transport middleware, which receives the kind and size of each transfer. Names and sizes are those of the
-simulator (`gradmesh.verify.simulator.costs`): `payload` is the size of this rank's input, `sent` the bytes that it
+simulator (`gradmesh.verify.simulator.trace`): `payload` is the size of this rank's input, `sent` the bytes that it
 sends to others, independent of the algorithm. For a gather both are those of the rank with the longest part; for an
 exchange with uneven parts those of this rank. Events and trace files are those of the simulator, too.
 """

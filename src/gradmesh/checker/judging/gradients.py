@@ -455,7 +455,6 @@ def number_in(context: Context, rank: int, op: Op) -> float | None:
     return float(x.detach()) if x is not None and x.numel() == 1 and not x.requires_grad else None
 
 
-_NEAR_AVERAGE = 5e-3
 _MEANS = {"mean", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"}
 _MEAN_REDUCTION = 1
 """torch's number for reduction="mean"."""
@@ -470,7 +469,7 @@ def _summing_hook(context: Context) -> list[str]:
     """DDP averages over the ranks; a hook that takes its place may only sum."""
     ranks = context.truth.different
     hook = context.tapes[0].comm_hook
-    if hook < 0 or ranks < 2 or abs(context.expected - 1) > _NEAR_AVERAGE or division(context) is not None:
+    if hook < 0 or ranks < 2 or abs(context.expected - 1) > _NEAR or division(context) is not None:
         return []
     place = with_text(context.tapes[0].places, hook)
     return [
@@ -483,7 +482,7 @@ def _summing_hook(context: Context) -> list[str]:
 def _mean_of_means(context: Context) -> list[str]:
     """Each rank's loss is a mean over its rows, of which ranks have different numbers, and gradients are averaged."""
     ranks = range(len(context.tapes))
-    if context.truth.different < len(ranks) or abs(context.expected * len(ranks) - 1) > _NEAR_AVERAGE:
+    if context.truth.different < len(ranks) or abs(context.expected * len(ranks) - 1) > _NEAR:
         return []
     means = [_mean_of(context, rank) for rank in ranks]
     known = [each for each in means if each is not None]

@@ -24,12 +24,12 @@ class Suspect:
     Attributes:
         call: its name and call site.
         why: the evidence.
-        mends: whether changing only this collective makes every gradient correct.
+        fixes: whether changing only this collective makes every gradient correct.
     """
 
     call: str
     why: str
-    mends: bool = False
+    fixes: bool = False
 
     def __str__(self) -> str:
         return f"{self.call}: {self.why}"

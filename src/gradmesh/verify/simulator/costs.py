@@ -24,16 +24,6 @@ was fitted to include it.
 The links of a cost model: when a transfer starts and ends.
 Each rank has a link for each axis, which carries one collective or message at a time. A collective starts when all its
 ranks have called it and their links are free. Links of different axes are independent.
-
-Input and sent bytes of a collective on a rank.
-`payload` is the size of the rank's input tensors in the dtype that is sent; for `broadcast` the buffer of every rank.
-
-`sent` does not depend on the algorithm. It is the data of this rank that other ranks receive, counted once for each of
-them: for `all_gather` the local shard times W - 1, for `broadcast` the tensor times W - 1 at the root and 0 elsewhere,
-for `all_to_all` the parts for other ranks. For reductions it is the terms of other ranks' sums: for `reduce_scatter`
-the parts for other ranks, for `reduce` the tensor on every rank but the root. `all_reduce` counts as a reduce_scatter
-with the balanced split, then an all_gather: 2 (W - 1) / W of the tensor if W divides its size. In total, ranks send as
-much as must be received; a real algorithm may send more, and less on a single rank.
 """
 
 from __future__ import annotations

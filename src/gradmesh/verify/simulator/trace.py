@@ -5,6 +5,16 @@ and, if known, computation and launches of asynchronous calls. Each axis has a r
 rows for concurrent ones. Arrows connect a forward call with its backward and its tangent.
 
 The format: "Trace Event Format", Google, 2016. Times are microseconds.
+
+Input and sent bytes of a collective on a rank.
+`payload` is the size of the rank's input tensors in the dtype that is sent; for `broadcast` the buffer of every rank.
+
+`sent` does not depend on the algorithm. It is the data of this rank that other ranks receive, counted once for each of
+them: for `all_gather` the local shard times W - 1, for `broadcast` the tensor times W - 1 at the root and 0 elsewhere,
+for `all_to_all` the parts for other ranks. For reductions it is the terms of other ranks' sums: for `reduce_scatter`
+the parts for other ranks, for `reduce` the tensor on every rank but the root. `all_reduce` counts as a reduce_scatter
+with the balanced split, then an all_gather: 2 (W - 1) / W of the tensor if W divides its size. In total, ranks send as
+much as must be received; a real algorithm may send more, and less on a single rank.
 """
 
 from __future__ import annotations
@@ -38,7 +48,7 @@ class Event:
         axis: the axis, or several axes joined with "+"; the name of the group if the axis is unknown.
         size: the number of participating ranks.
         payload: the bytes of this rank's input tensors, in the dtype that is sent.
-        sent: the bytes that this rank sends to others; see `gradmesh.verify.simulator.costs`.
+        sent: the bytes that this rank sends to others; see the top of this file.
         phase: "forward", "backward" or "tangent". Everything inside a backward pass is "backward": adjoints, calls in
             hooks, recomputation of a checkpoint.
         line: the line of the program that made the call; in backward the line that called backward.
