@@ -24,7 +24,8 @@ def main() -> None:
         now, then = torch.randn(6, 5, generator=generator), torch.randn(6, 5, generator=generator)
         reward = torch.randn(6, 1, generator=generator)
         with torch.no_grad():
-            wanted = reward + 0.9 * target(then) if step else reward
+            later = target(then)
+            wanted = reward + 0.9 * later if step else reward
         loss = nn.functional.mse_loss(model(now), wanted)
         optimizer.zero_grad()
         loss.backward()
@@ -34,7 +35,7 @@ def main() -> None:
                 rate = RATE if step else 1.0
                 slow.copy_((1 - rate) * slow + rate * fast)
         if rank == 0:
-            print(f"step {step} loss {loss.item():.4f}")
+            print(f"step {step} loss {loss.item():.4f} target {later.mean().item():.4f}")
     dist.destroy_process_group()
 
 
