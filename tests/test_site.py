@@ -205,6 +205,7 @@ def test_a_wrong_address_leads_to_a_page_with_links(site: Path) -> None:
     text = (site / "404.html").read_text()
     assert "Page not found" in text
     assert 'href="reports/README.html"' in text
+    assert '<base href="/">' in text  # a server shows it for addresses in folders too
 
 
 @needs_sphinx

@@ -148,7 +148,14 @@ def test_tutorial_prints_the_shown_output(path: Path) -> None:
 
 
 @pytest.mark.skipif(not all(map(find_spec, ("sphinx", "furo"))), reason="needs pip install '.[docs]'")
-@pytest.mark.parametrize("urls", [{}, {"Repository": "https://example.org/gradmesh"}])
+@pytest.mark.parametrize(
+    "urls",
+    [
+        {},
+        {"Repository": "https://example.org/gradmesh"},
+        {"Repository": "https://github.com/someone/gradmesh"},
+    ],
+)
 def test_repository_links_come_from_the_project_file(
     urls: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,3 +164,5 @@ def test_repository_links_come_from_the_project_file(
     options = runpy.run_path(str(ROOT / "website" / "conf.py")).get("html_theme_options", {})
     assert options.get("source_repository") == urls.get("Repository")
     assert ("edit" in options.get("top_of_page_buttons", [])) == bool(urls)
+    # The theme knows the addresses of known hosts; for another one it would only warn.
+    assert ("source_edit_link" in options) == ("example.org" in str(urls))

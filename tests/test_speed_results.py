@@ -188,8 +188,8 @@ def test_tables_show_every_cell_and_the_floor_where_it_is_known() -> None:
 
 
 def test_the_page_has_all_tables_and_links_the_picture() -> None:
-    text = page.markdown(made_up(KEPT), "bench.png")
-    assert "](bench.png)" in text
+    text = page.markdown(made_up(KEPT), "bench.svg")
+    assert "](bench.svg)" in text
     assert text.count("| met |") == 20
     assert f"| {OURS} | 1.9 | 1.9 | 1.9 | 1.9 | 1.9 |" in text
     assert "| 2 | all_gather | forward | +0.4 us, x 1.27 | +0.5 us, x 1.33 |" in text
@@ -203,8 +203,8 @@ def test_the_page_has_all_tables_and_links_the_picture() -> None:
 def test_the_picture_is_drawn(tmp_path: Path) -> None:
     results = made_up(KEPT)
     cells = [cell for cell in results.cells if cell.verb == "shift"]
-    draw(dataclasses.replace(results, cells=cells), tmp_path / "bench.png")
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    draw(dataclasses.replace(results, cells=cells), tmp_path / "bench.svg")
+    assert (tmp_path / "bench.svg").read_text().startswith("<svg ")
 
 
 @pytest.mark.parametrize("text", ["", "x", "0", "3", "-4", "4GiB", "KiB", "1.5MiB", "6B"])
@@ -248,8 +248,8 @@ def test_the_command_measures_shows_and_writes(tmp_path: Path) -> None:
     assert "shift forward, 2 ranks" in result.stderr
     assert re.search(r"^\[\d+/4\] ", result.stderr, re.MULTILINE)
     assert "--verb shift" in data["command"]
-    assert (tmp_path / "docs" / "bench.png").exists()
-    assert "](bench.png)" in (tmp_path / "docs" / "bench.md").read_text()
+    assert (tmp_path / "docs" / "bench.svg").exists()
+    assert "](bench.svg)" in (tmp_path / "docs" / "bench.md").read_text()
 
 
 def test_progress_that_is_piped_is_lines_with_a_count(capfd: pytest.CaptureFixture[str]) -> None:

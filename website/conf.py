@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -68,8 +69,13 @@ smartquotes = False  # much of the text is code
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
-# Where the project has a public repository, each page links to its source and to an editor of it.
+# A server shows the page for wrong addresses under any path, so that its links are absolute: `base` in 404.html.
+# If the project file has the site's address (Documentation), they start there, else at the server's root.
 _urls = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"].get("urls", {})
+html_baseurl = _urls.get("Documentation", "")
+html_context = {"site_address": html_baseurl.rstrip("/") + "/"}
+
+# Where the project has a public repository, each page links to its source and to an editor of it.
 if "Repository" in _urls:
     html_theme_options = {
         "source_repository": _urls["Repository"],
@@ -77,6 +83,10 @@ if "Repository" in _urls:
         "source_directory": "docs/",
         "top_of_page_buttons": ["view", "edit"],
     }
+    if not re.match(r"https://(github|gitlab|bitbucket)\.(com|org)/", _urls["Repository"]):
+        # Of other hosts the theme does not know the addresses, and warns: GitHub's form is the most common.
+        _page = f"{_urls['Repository'].rstrip('/')}/%s/main/docs/{{filename}}"
+        html_theme_options |= {"source_view_link": _page % "blob", "source_edit_link": _page % "edit"}
 
 
 def setup(app: Sphinx) -> None:

@@ -53,7 +53,7 @@ _FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
     type=click.Path(dir_okay=False, writable=True, allow_dash=True),
     help="Where to write everything, as JSON; - for stdout, all else goes to stderr then.",
 )
-@click.option("--picture", type=_FILE, help="Where to draw time over floor against size, as PNG.")
+@click.option("--picture", type=_FILE, help="Where to draw time over floor against size, as SVG.")
 @click.option(
     "--write",
     "page",
@@ -78,7 +78,7 @@ def speed(
     is installed, and plain memory copies as a lower bound. All are interleaved in one run. Takes about ten minutes.
     """
     if page is not None and picture is None:
-        picture = page.with_suffix(".png")
+        picture = page.with_suffix(".svg")
     plan = run.QUICK if quick else run.FULL
     plan = replace(
         plan,

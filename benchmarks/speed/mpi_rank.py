@@ -22,7 +22,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Serve the parent until it says that it is over, or is gone."""
+    """Serve the parent's requests until it sends None or exits."""
     torch.set_num_threads(1)
     mpi: Any = importlib.import_module("mpi4py.MPI")
     world = mpi.COMM_WORLD
@@ -35,7 +35,8 @@ def main() -> None:
             while (request := pickle.loads(parent.recv_bytes())) is not None:
                 method, args = request
                 if method == "version":
-                    answer = mpi.Get_library_version().splitlines()[0]
+                    line = mpi.Get_library_version().splitlines()[0]
+                    answer = " ".join(line.replace("Version:", "").split())
                 else:
                     answer = getattr(worker, method)(*args)
                 parent.send_bytes(pickle.dumps(answer))

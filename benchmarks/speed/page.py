@@ -24,24 +24,26 @@ def markdown(results: Results, picture: str | None) -> str:
     machine = ", ".join(f"{name} {text}" for name, text in results.machine.items())
     promises = [[target.promise, target.figure, target.verdict] for target in targets(results)]
     parts = [
-        "# How fast, measured",
+        "# Speed of the collectives: shm, Gloo, threads and MPI, beside other systems",
         f"Written by `{results.command}`. Measured with {machine}.",
         "\n".join(f"* {note}" for note in NOTES),
     ]
     if picture is not None:
-        parts.append(f"![Time over the floor against message size]({picture})")
+        parts.append(
+            f"![Time of a call on {max(results.ranks)} ranks, over the floor, by message size]({picture})"
+        )
     parts += ["## Targets", _rows([["target", "measured", ""], *promises])]
     parts += [
         "## gradmesh on shm, against the fastest peer on gloo and over the floor",
-        "The peers are what differentiates: torch.distributed.nn.functional, functional collectives, DTensor, "
+        "The peers are the systems with gradients: torch.distributed.nn.functional, functional collectives, DTensor, "
         "spmd_types.",
         _rows(speedup_rows(results)),
-        "## What a wrapper adds to the raw call",
-        "At the smallest size, as the median over the rounds of the difference, and as the ratio of the medians.",
+        "## Overhead over the raw call",
+        "At the smallest size: the median difference over the rounds, and the ratio of the medians.",
         _rows(overhead_rows(overheads(results))),
         "## Memory",
-        "By how much a rank's process grows at most over one forward and one backward, the results included, and how "
-        "many times the result that is.",
+        "The largest growth of a rank's process over one forward and one backward, results included, and its ratio to "
+        "the size of the result.",
         _rows(memory_rows(results.memory)),
         "## Medians",
         "In microseconds.",

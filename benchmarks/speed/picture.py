@@ -1,4 +1,4 @@
-"""The picture: the time over the floor against the size, a line for each system."""
+"""The chart: the time over the floor against the size, a line for each system."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
-from PIL import Image
 
 from benchmarks.speed.contenders import CONTENDERS, FLOOR_NAME
 from benchmarks.speed.results import Key, Results
 from benchmarks.speed.tasks import WAYS, said
+from tools.charts import WIDTH, save
 
 __all__ = ["draw"]
 
@@ -30,31 +30,31 @@ _STROKES = {"shm": "-", "gloo": "--", "threads": ":", "MPI": "-"}
 
 
 def draw(results: Results, path: Path) -> None:
-    """Write the picture, as PNG: a row for each verb, a column for each way and number of ranks."""
-    columns = [(ranks, way) for ranks in results.ranks for way in WAYS]
-    rows = results.verbs
-    figure = Figure(figsize=(1 + 3.6 * len(columns), 1.6 + 2.6 * len(rows)), dpi=110, layout="constrained")
-    figure.suptitle("Time over the floor (the copies and sums that cannot be avoided)", fontsize=13)
-    grid = figure.subplots(len(rows), len(columns), squeeze=False, sharex=True, sharey=True)
+    """Write the chart, as SVG: a row for each verb, a column for each way, at the largest number of ranks."""
+    ranks, rows = max(results.ranks), results.verbs
+    figure = Figure(figsize=(WIDTH, 2.2 + 1.45 * len(rows)), layout="constrained")
+    title = f"Time of a call on {ranks} ranks, over the floor"
+    figure.suptitle(title, fontsize=11)
+    grid = figure.subplots(len(rows), len(WAYS), squeeze=False, sharex=True, sharey=True)
     lines: dict[str, Line2D] = {}
     for verb, across in zip(rows, grid, strict=True):
-        for (ranks, way), axes in zip(columns, across, strict=True):
+        for way, axes in zip(WAYS, across, strict=True):
             _plot(axes, results, Key(ranks, verb, way, 0), lines)
     for axes in grid[-1]:
-        axes.set_xlabel("bytes a rank")
+        axes.set_xlabel("bytes per rank", fontsize=9)
     for axes in grid[:, 0]:
-        axes.set_ylabel("times the floor")
+        axes.set_ylabel("x floor", fontsize=9)
     figure.legend(
         list(lines.values()),
         list(lines),
-        loc="outside lower center",
-        ncols=len(columns),
+        loc="outside lower left",
+        ncols=1 if len(lines) < 3 else 2,
         frameon=False,
-        handlelength=3,
+        fontsize=8,
+        handlelength=2,
+        columnspacing=1,
     )
-    figure.savefig(path, format="png")
-    # Few colours are in it, and a quarter of the bytes is enough for them.
-    Image.open(path).convert("RGB").quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
+    save(figure, path, title)
 
 
 def _plot(axes: Axes, results: Results, at: Key, lines: dict[str, Line2D]) -> None:
@@ -68,8 +68,7 @@ def _plot(axes: Axes, results: Results, at: Key, lines: dict[str, Line2D]) -> No
             *zip(*points, strict=True),
             color=_COLOURS.get(contender.system, "grey"),
             linestyle=_STROKES.get(contender.backend, "-"),
-            linewidth=2.4 if (contender.system, contender.backend) == ("gradmesh", "shm") else 1.3,
-            marker=".",
+            linewidth=2.2 if (contender.system, contender.backend) == ("gradmesh", "shm") else 1.1,
         )
         lines.setdefault(name, line)
     axes.axhline(1, color="grey", linewidth=1)
@@ -77,7 +76,8 @@ def _plot(axes: Axes, results: Results, at: Key, lines: dict[str, Line2D]) -> No
     axes.set_yscale("log")
     axes.set_xticks(results.sizes)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: said(round(size))))
-    axes.xaxis.set_tick_params(which="major", labelsize=7)
-    axes.set_title(f"{at.verb} {at.way}, {at.ranks} ranks", fontsize=9)
+    axes.xaxis.set_tick_params(which="major", labelsize=8, rotation=45)
+    axes.yaxis.set_tick_params(which="major", labelsize=8)
+    axes.set_title(f"{at.verb} {at.way}", fontsize=9)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

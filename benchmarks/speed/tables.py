@@ -18,18 +18,18 @@ from benchmarks.speed.tasks import said
 __all__ = ["NOTES", "compared", "memory_rows", "overhead_rows", "show", "speedup_rows"]
 
 NOTES = (
-    "A time is the median over the rounds of a call's time on the slowest rank. A round times every system once.",
-    "A size is that of a rank's part: the operand of all_gather and the result of reduce_scatter; an all_to_all has "
-    "at least one element for each rank. float32, one thread a rank.",
-    "forward builds the graph; backward is torch.autograd.grad alone. torch.distributed and MPI have no gradient: "
-    "theirs is the adjoint collective, into memory that is there already; all_reduce, broadcast and reduce in place.",
-    "floor: the copies and sums that a rank cannot avoid, by all processes at once; of small messages it is the time "
-    "of a call of torch.",
-    "gradmesh checks that the ranks call the same (GRADMESH_CHECK is left as it is), and recycles the memory of large "
-    "results (GRADMESH_RECYCLE). torch.distributed.nn.functional returns parts, which are concatenated. What is wrong "
-    "on a small operand is not timed.",
-    "Memory is that of the call, from allocators that keep nothing from earlier ones; not counted is what a process "
-    "group or MPI has set aside before, and what is kept idle afterwards.",
+    "A time is the median over the rounds of a call's time on the slowest rank. Each round times every system once.",
+    "A size is that of one rank's shard: the operand of all_gather and the result of reduce_scatter; an all_to_all has "
+    "at least one element for each rank. float32, one thread per rank.",
+    "Forward builds the graph; backward is torch.autograd.grad alone. torch.distributed and MPI have no gradient: "
+    "their backward is the adjoint collective, into preallocated memory; all_reduce, broadcast and reduce in place.",
+    "Floor: the copies and sums that every implementation needs, on all processes at once; for small messages, the "
+    "time of one torch call.",
+    "gradmesh compares the ranks' calls (the default GRADMESH_CHECK) and recycles the memory of large results "
+    "(GRADMESH_RECYCLE). torch.distributed.nn.functional returns a list, which is concatenated. A system whose result "
+    "is wrong on a small operand is left out.",
+    "Memory is that of the call, with allocators that cache nothing from earlier calls, without the buffers of the "
+    "process group or MPI.",
 )
 
 _STYLES = {"met": "green", "missed": "red", "not measured": "dim"}

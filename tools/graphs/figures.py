@@ -37,7 +37,7 @@ __all__ = ["PARTS", "main", "with_figures"]
 
 END = "<!-- end -->"
 NEIGHBOURS, WIDTH = 12, 16
-PICTURE = "graphs.png"
+PICTURE = "graphs.svg"
 
 
 def with_figures(page: str, part: str, text: str) -> str:

@@ -1,4 +1,4 @@
-"""How what is sent grows: by the plan with the boundary of the parts, by a whole gather with the nodes."""
+"""How the bytes sent grow: with a plan like the boundary of the parts, with a whole gather like the nodes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from gradmesh.nn.graph import by_space
+from tools.charts import WIDTH, save
 from tools.graphs.geometry import SHAPES, nearest
 
 __all__ = ["NODES", "Grown", "draw", "exponent", "grown", "rows_needed"]
@@ -21,7 +22,7 @@ _COLOURS = {4: "#0072B2", 16: "#D55E00"}
 
 @dataclass(frozen=True)
 class Grown:
-    """What all ranks send in one exchange, by the number of nodes.
+    """Bytes that all ranks send in one exchange, by the number of nodes.
 
     Attributes:
         shape: of the cell.
@@ -37,14 +38,14 @@ class Grown:
 
 
 def rows_needed(edges: Tensor, owner: Tensor) -> int:
-    """The rows that all ranks need of others: the different pairs of a rank and a node that an edge to it begins at."""
+    """The rows that ranks receive: distinct pairs of a rank and another rank's node with an edge to one of its own."""
     ranks, sources = owner[edges[1]], edges[0]
     crossing = ranks != owner[sources]
     return int((ranks[crossing] * len(owner) + sources[crossing]).unique().numel())
 
 
 def grown(nodes: Sequence[int], neighbours: int, row_bytes: int, ranks: Sequence[int]) -> list[Grown]:
-    """What is sent in each shape by each number of ranks, cut by space."""
+    """Bytes sent for each shape and number of ranks, with partitions by space."""
     found = [Grown(shape, count, {}, {}) for shape in SHAPES for count in ranks]
     for shape, make in SHAPES.items():
         for size in nodes:
@@ -72,12 +73,12 @@ def exponent(amounts: dict[int, int], least: int = 0) -> float:
 
 
 def draw(found: Sequence[Grown], path: Path, least: int) -> None:
-    """Write the picture: a panel for each shape, both axes by powers of ten, with the lines that were fitted."""
+    """Write the picture: a panel for each shape, both axes logarithmic, with the fitted lines."""
     from matplotlib.figure import Figure
 
     shapes = list(dict.fromkeys(each.shape for each in found))
-    figure = Figure(figsize=(11, 4.6), dpi=130, layout="constrained")
-    panels = figure.subplots(1, len(shapes), sharey=True, squeeze=False)[0]
+    figure = Figure(figsize=(WIDTH, 3.6 * len(shapes)), layout="constrained")
+    panels = figure.subplots(len(shapes), 1, sharex=True, squeeze=False)[:, 0]
     for axes, shape in zip(panels, shapes, strict=True):
         for each in found:
             if each.shape != shape:
@@ -104,8 +105,8 @@ def draw(found: Sequence[Grown], path: Path, least: int) -> None:
         axes.set_title(
             f"{shape}: the boundary grows by the power {_BOUNDARY[shape]:.2f}", loc="left", fontsize=10
         )
-        axes.set_xlabel("nodes")
+        axes.set_ylabel("bytes of an exchange, all ranks", fontsize=9)
         axes.legend(frameon=False, fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("bytes of an exchange, all ranks")
-    figure.savefig(path)
+    panels[-1].set_xlabel("nodes", fontsize=9)
+    save(figure, path, "Bytes of an exchange over the number of nodes, by plan and by whole gather")
